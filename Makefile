@@ -1,0 +1,46 @@
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+INPUTS := pyproject.toml constraints.txt constraints-dev.txt Makefile scripts/setup.sh
+
+# Name another interpreter with `make PYTHON=/path/to/python3.11 setup`.
+PYTHON ?=
+# More arguments for pytest or the benchmark: `make test ARGS="-k scheduler -x"`.
+ARGS ?=
+
+# OpenMP threads that spin while they wait take the cores from those that work.
+export OMP_WAIT_POLICY := PASSIVE
+export GOMP_SPINCOUNT := 0
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help setup check test bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Create .venv and install everything (the targets below do it by themselves)
+
+check: $(STAMP) ## Formatting, lint, types and the import contract
+	@echo "==> ruff format" && $(BIN)/ruff format --check .
+	@echo "==> ruff check" && $(BIN)/ruff check .
+	@echo "==> mypy" && $(BIN)/mypy
+	@echo "==> import contract" && $(BIN)/lint-imports --no-logo
+
+test: $(STAMP) ## All tests
+	@$(BIN)/pytest --timeout=300 $(ARGS)
+
+bench: $(STAMP) ## Engine throughput on this machine
+	@$(BIN)/loramux bench engine $(ARGS)
+
+clean: ## Remove .venv, caches and build output
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): $(INPUTS)
+	@PYTHON="$(PYTHON)" bash scripts/setup.sh $(VENV)
+	@touch $@

@@ -1,0 +1,168 @@
+"""Tokens/s of the engine on the base, 1, 8 and 32 adapters, beside transformers and PEFT on the same work.
+
+    python benchmarks/engine_throughput.py [--requests 32] [--input 64] [--output 64] [--write]
+
+Everything runs in one process, one after the other, on the same prompts; a result is a ratio to our base.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from adapters import make_adapter
+from machine import describe_machine
+from peers import Peers
+from report import print_table, write_report
+
+from loramux import LLM, LoRARequest, SamplingParams
+
+
+@dataclass(frozen=True)
+class Work:
+    prompts: list[list[int]]
+    num_output: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompts) * self.num_output
+
+
+@dataclass(frozen=True)
+class Row:
+    system: str
+    adapters: int
+    tokens_per_s: float
+    seconds: float
+    outputs: list[list[int]]
+
+
+def make_work(num_requests: int, num_input: int, num_output: int, vocab_size: int) -> Work:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(100, vocab_size - 100, (num_requests, num_input), generator=generator)
+    return Work(prompts=tokens.tolist(), num_output=num_output)
+
+
+def measure(
+    system: str, adapters: int, work: Work, run: Callable[[], list[list[int]]]
+) -> Row:
+    start = time.perf_counter()
+    outputs = run()
+    seconds = time.perf_counter() - start
+    row = Row(system, adapters, work.num_tokens / seconds, seconds, outputs)
+    print(f"  {system:28s} {adapters:3d} adapters  {row.tokens_per_s:8.1f} tok/s", flush=True)
+    return row
+
+
+def run_engine(llm: LLM, work: Work, folders: list[Path]) -> list[list[int]]:
+    """Request i uses adapter i modulo their number; no folders: the base."""
+    adapters = [
+        LoRARequest(folder.name, i + 1, str(folder)) for i, folder in enumerate(folders)
+    ]
+    requests = [
+        adapters[i % len(adapters)] if adapters else None for i in range(len(work.prompts))
+    ]
+    params = SamplingParams(temperature=0, max_tokens=work.num_output, ignore_eos=True)
+    outputs = llm.generate(work.prompts, params, lora_request=requests, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def engine_rows(llm: LLM, work: Work, folders: list[Path], counts: list[int]) -> list[Row]:
+    short = Work(work.prompts, 2)
+    rows = []
+    for count in counts:
+        # The first pass reads and checks the adapters; what is measured is serving them.
+        run_engine(llm, short, folders[:count])
+        rows.append(
+            measure(
+                "loramux",
+                count,
+                work,
+                lambda count=count: run_engine(llm, work, folders[:count]),
+            )
+        )
+    return rows
+
+
+def peer_rows(llm: LLM, work: Work, folders: list[Path], counts: list[int]) -> list[Row]:
+    peers = Peers(llm, work.num_output)
+    rows = [measure("transformers, static batch", 0, work, lambda: peers.base(work.prompts))]
+    for count in counts:
+        peers.load(folders[:count])
+        rows.append(
+            measure(
+                "PEFT, one adapter at a time",
+                count,
+                work,
+                lambda count=count: peers.sequential(work.prompts, folders[:count]),
+            )
+        )
+    return rows
+
+
+def agreement(rows: list[Row]) -> dict[int, float]:
+    """Share of requests whose tokens are the same as the peer's, by number of adapters."""
+    peers = {row.adapters: row.outputs for row in rows if row.system != "loramux"}
+    ours = {row.adapters: row.outputs for row in rows if row.system == "loramux"}
+    return {
+        count: sum(a == b for a, b in zip(ours[count], outputs, strict=True)) / len(outputs)
+        for count, outputs in peers.items()
+        if count in ours
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--input", type=int, default=64)
+    parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--adapters", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/")
+    args = parser.parse_args()
+
+    llm = LLM(args.model, max_batch_tokens=256, device_memory_bytes=2 * 2**30)
+    work = make_work(args.requests, args.input, args.output, llm.engine.vocab_size)
+    with tempfile.TemporaryDirectory() as folder:
+        base = llm.engine.catalog.base
+        folders = [
+            make_adapter(Path(folder) / f"adapter-{i}", base, rank=args.rank, seed=i)
+            for i in range(max(args.adapters, default=0))
+        ]
+        rows = engine_rows(llm, work, folders, [0, *args.adapters])
+        if not args.no_peers:
+            rows += peer_rows(llm, work, folders, [n for n in args.adapters if n > 1])
+    table = summarize(rows)
+    machine = describe_machine(str(llm.engine.runner.dtype))
+    print_table(table, machine)
+    if args.write:
+        write_report("engine-throughput", table, machine, args)
+
+
+def summarize(rows: list[Row]) -> list[dict[str, object]]:
+    base = next(row for row in rows if row.system == "loramux" and row.adapters == 0)
+    same = agreement(rows)
+    return [
+        {
+            "system": row.system,
+            "adapters": row.adapters,
+            "tokens/s": round(row.tokens_per_s, 1),
+            "seconds": round(row.seconds, 2),
+            "of our base": round(row.tokens_per_s / base.tokens_per_s, 3),
+            "same greedy answers as loramux": ""
+            if row.system == "loramux"
+            else f"{same[row.adapters]:.0%}",
+        }
+        for row in rows
+    ]
+
+
+if __name__ == "__main__":
+    main()

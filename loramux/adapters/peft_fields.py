@@ -1,0 +1,95 @@
+"""What each field of PEFT's LoraConfig means for serving: honoured, harmless or refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HONOURED = frozenset(
+    {
+        "alpha_pattern",
+        "base_model_name_or_path",
+        "exclude_modules",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "peft_type",
+        "r",
+        "rank_pattern",
+        "target_modules",
+        "task_type",
+        "use_rslora",
+    }
+)
+
+# Field -> why no value of it changes what a served adapter computes.
+HARMLESS: dict[str, str] = {
+    "auto_mapping": "names the Python class that PEFT would load the base with",
+    "corda_config": "read only while init_lora_weights is 'corda', which is refused",
+    "ensure_weight_tying": "acts on embeddings and the output head, where LoRA is refused",
+    "eva_config": "chooses the start values; the trained ranks are in rank_pattern",
+    "fan_in_fan_out": "PEFT turns it off for torch.nn.Linear, the only layer kind of these bases",
+    "inference_mode": "freezes parameters",
+    "loftq_config": "read only while init_lora_weights is 'loftq', which is refused",
+    "lora_dropout": "acts in training only",
+    "lora_ga_config": "read only while init_lora_weights is 'lora_ga', which is refused",
+    "megatron_core": "read only with megatron_config, which is refused",
+    "merge_weights": "of PEFT before 0.3: merge into the base for inference, with the same result",
+    "peft_version": "a record of what wrote the file",
+    "qalora_group_size": "read only with use_qalora, which is refused",
+    "revision": "names a version of the base; the base is the server's",
+    "runtime_config": "PEFT drops it when it loads a file",
+    "velora_config": "replaces the backward pass; the forward pass is that of plain LoRA",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A field that changes the result unless it has a neutral value."""
+
+    effect: str
+    fix: str
+    neutral: tuple[object, ...] = (None, False)
+
+    def is_neutral(self, value: object) -> bool:
+        return any(type(value) is type(neutral) and value == neutral for neutral in self.neutral)
+
+
+NOTHING_LISTED: tuple[object, ...] = (None, False, [], {})
+RETRAIN = "Train the adapter without it."
+
+# PEFT takes an empty object for use_bdlora, arrow_config, ... as "on, with defaults", so that only
+# null and false are neutral there.
+REFUSED: dict[str, Unsupported] = {
+    "alora_invocation_tokens": Unsupported(
+        "applies the adapter only after an invocation text (aLoRA)", RETRAIN, NOTHING_LISTED
+    ),
+    "arrow_config": Unsupported("routes between several adapters (Arrow)", RETRAIN),
+    "bias": Unsupported(
+        "trains bias terms of the base", "Train it with bias='none'.", (None, "none")
+    ),
+    "kasa_config": Unsupported("truncates the base weights (KaSA)", RETRAIN),
+    "layer_replication": Unsupported("adds layers to the base", RETRAIN, NOTHING_LISTED),
+    "lora_bias": Unsupported("adds a bias to lora_B", "Train it with lora_bias=False."),
+    "megatron_config": Unsupported("is for Megatron's parallel layers", RETRAIN, NOTHING_LISTED),
+    "modules_to_save": Unsupported(
+        "replaces whole modules of the base, such as embeddings or the output head",
+        "Train it with modules_to_save=None.",
+        NOTHING_LISTED,
+    ),
+    "monteclora_config": Unsupported("samples the weights (MonteCLoRA)", RETRAIN),
+    "target_parameters": Unsupported(
+        "adapts bare parameters, such as fused experts", "Use target_modules.", NOTHING_LISTED
+    ),
+    "trainable_token_indices": Unsupported(
+        "replaces rows of the embedding", RETRAIN, NOTHING_LISTED
+    ),
+    "use_bdlora": Unsupported("makes A or B block-diagonal (BD-LoRA)", RETRAIN),
+    "use_dora": Unsupported("rescales the base weights (DoRA)", "Train it with use_dora=False."),
+    "use_qalora": Unsupported("pools the layer's input (QA-LoRA)", RETRAIN),
+}
+
+# Start values that leave the base as it is; any other one is refused.
+PLAIN_STARTS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+# Starts for which PEFT subtracts the start values from the base's own weights.
+BASE_CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")

@@ -1,0 +1,67 @@
+"""Settings of an engine: frozen, checked when made; "auto" is resolved into a new object, never in place."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from loramux.errors import InvalidRequest
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """'2GiB', '512M', '1.5 GB' or a plain number. Units are powers of 1024 in every spelling."""
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise InvalidRequest(f"{text!r} is not a size. Write it like 512MiB, 2GiB or 1073741824.")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    max_batch_tokens: int = 512
+    """Rows of one step: every running sequence's next token, then chunks of prompts."""
+    max_sequences: int = 256
+    """Sequences that run at once."""
+    block_tokens: int = 16
+    """Tokens whose keys and values share a page."""
+    max_model_len: int = 2048
+    """Longest prompt plus output."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "max_sequences", "block_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(f"{name} must be 1 or more.", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    dtype: str = "auto"
+    """auto, bfloat16, float16 or float32; auto is float32 on a CPU without fast bfloat16."""
+    device: str = "cpu"
+    device_memory_bytes: int | None = None
+    """Size of the page pool that KV cache and adapters share; None: a quarter of the memory, 4 GiB at most."""
+    host_memory_bytes: int = 2**30
+    """Adapters kept in host memory, packed and ready to copy into the pool."""
+    max_batch_tokens: int = 512
+    max_sequences: int = 256
+    block_tokens: int = 16
+    max_model_len: int | None = None
+    """None: what the model allows."""
+    max_rank: int | None = None
+    """Refuse adapters of a larger rank; None: any rank."""
+    strict_base: bool = False
+    """Refuse an adapter that was trained on a base of another name."""
+    pack_weights: bool = True
+    """Keep a second copy of the base weights in the CPU's fastest layout, when memory allows."""
+    reference_kernels: bool = False
+    """Run the plain torch kernels everywhere; for hunting bugs (also LORAMUX_KERNELS=torch)."""
+
+    @property
+    def wants_reference_kernels(self) -> bool:
+        return self.reference_kernels or os.environ.get("LORAMUX_KERNELS") == "torch"

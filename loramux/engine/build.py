@@ -1,0 +1,102 @@
+"""Puts an engine together from a model on disk and a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from loramux.adapters.catalog import AdapterCatalog, AdapterRules
+from loramux.adapters.image import sites_of
+from loramux.config import EngineConfig, SchedulerConfig
+from loramux.engine.engine import Engine
+from loramux.errors import DoesNotFit
+from loramux.kernels.interface import select_kernels
+from loramux.memory.device import default_pool_bytes, total_memory_bytes
+from loramux.memory.pages import PageAllocator
+from loramux.memory.pool import KVGeometry, PagePool
+from loramux.memory.residency import AdapterResidency
+from loramux.models.architectures import base_info
+from loramux.models.dtypes import resolve_dtype
+from loramux.models.loader import LoadedModel, load_model
+from loramux.models.packed_linear import pack_linears
+from loramux.runner.runner import Runner
+from loramux.scheduler.scheduler import Scheduler
+
+
+def load_base(path: Path, config: EngineConfig) -> LoadedModel:
+    model = load_model(path, dtype=resolve_dtype(config.dtype, config.device), device=config.device)
+    if config.pack_weights and not config.wants_reference_kernels:
+        pack_linears(model.decoder, byte_limit=total_memory_bytes() // 4)
+    return model
+
+
+def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
+    base = base_info(model.config, model.name)
+    sites = sites_of(base)
+    pool = _make_pool(model, config)
+    pages = PageAllocator(pool.num_pages)
+    rules = AdapterRules(
+        base=base,
+        sites=sites,
+        dtype=pool.storage.dtype,
+        max_rank=config.max_rank,
+        strict_base=config.strict_base,
+    )
+    catalog = AdapterCatalog(rules, host_memory_bytes=config.host_memory_bytes)
+    residency = AdapterResidency(pool=pool, pages=pages, images=catalog)
+    scheduler = Scheduler(
+        _scheduler_config(model, config, pool), pages=pages, adapters=residency
+    )
+    runner = Runner(
+        decoder=model.decoder,
+        site_names=tuple(site.name for site in sites),
+        pool=pool,
+        adapters=residency.resident,
+        kernels=select_kernels(config.device, reference=config.wants_reference_kernels),
+    )
+    return Engine(
+        scheduler=scheduler,
+        runner=runner,
+        pages=pages,
+        residency=residency,
+        catalog=catalog,
+        vocab_size=model.config.vocab_size,
+    )
+
+
+def _make_pool(model: LoadedModel, config: EngineConfig) -> PagePool:
+    geometry = KVGeometry(
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        block_tokens=config.block_tokens,
+    )
+    dtype = model.decoder.dtype
+    page_bytes = geometry.page_elements * torch.empty(0, dtype=dtype).element_size()
+    pool_bytes = config.device_memory_bytes or default_pool_bytes()
+    if pool_bytes < 2 * page_bytes:
+        raise DoesNotFit(
+            f"A pool of {pool_bytes} bytes holds fewer than two pages of {page_bytes} bytes. "
+            "Give it more memory."
+        )
+    return PagePool(
+        num_pages=pool_bytes // page_bytes,
+        geometry=geometry,
+        dtype=dtype,
+        device=torch.device(config.device),
+    )
+
+
+def _scheduler_config(
+    model: LoadedModel, config: EngineConfig, pool: PagePool
+) -> SchedulerConfig:
+    wanted = config.max_model_len or model.config.max_position
+    return SchedulerConfig(
+        max_batch_tokens=config.max_batch_tokens,
+        max_sequences=config.max_sequences,
+        block_tokens=config.block_tokens,
+        max_model_len=min(
+            wanted, model.config.max_position, pool.num_pages * config.block_tokens
+        ),
+    )

@@ -1,0 +1,172 @@
+"""The engine for scripts and notebooks: `LLM(model).generate(prompts, params, lora_request=...)`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from tqdm.std import tqdm
+
+from loramux.config import EngineConfig
+from loramux.engine.build import build_engine, load_base
+from loramux.engine.outputs import OutputCollector
+from loramux.engine.tokenizer import Tokenizer
+from loramux.errors import InvalidRequest, LoramuxError
+from loramux.models.default_model import default_model_path
+from loramux.types import FinishReason, LoRARequest, Request, RequestOutput, SamplingParams
+
+# Text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class LLM:
+    """One base model in this process. `model` is a Hugging Face folder or a GGUF file; None: SmolLM2."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        config: EngineConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        if config is not None and settings:
+            raise InvalidRequest("Give either config or single settings, not both.")
+        self.config = config or EngineConfig(**settings)
+        path = Path(model).expanduser() if model is not None else default_model_path()
+        loaded = load_base(path, self.config)
+        self.model_name = loaded.name
+        self.eos_token_ids = loaded.eos_token_ids
+        self.model_folder = loaded.tokenizer_folder
+        self.tokenizer = Tokenizer(loaded.tokenizer_folder)
+        self.engine = build_engine(loaded, self.config)
+        self._ids = count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers in the order of the prompts, all in one batch, each with its own adapter.
+
+        One params or lora_request holds for every prompt; a list has one for each, None being the base.
+        Nothing runs if any of it is refused.
+        """
+        batch = [prompts] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
+        params = _for_each(sampling_params or SamplingParams(), len(batch), "sampling_params")
+        adapters = _for_each(lora_request, len(batch), "lora_request")
+        collectors = [
+            self._collector(cast(Prompt, prompt), p, adapter)
+            for prompt, p, adapter in zip(batch, params, adapters, strict=True)
+        ]
+        self._run(collectors, show_progress=use_tqdm)
+        return [collector.output for collector in collectors]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """As generate, for one conversation or a list of them."""
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast(list[list[Message]], [messages] if is_one else messages)
+        prompts = [
+            {"prompt_token_ids": self.tokenizer.apply_chat_template([dict(m) for m in talk])}
+            for talk in conversations
+        ]
+        return self.generate(
+            prompts, sampling_params, lora_request=lora_request, use_tqdm=use_tqdm
+        )
+
+    def _collector(
+        self, prompt: Prompt, params: SamplingParams, adapter: LoRARequest | None
+    ) -> OutputCollector:
+        text, token_ids = self._tokenize(prompt)
+        cid = None
+        if adapter is not None:
+            cid = self.engine.register_adapter(Path(adapter.lora_path)).cid
+        request = Request(
+            request_id=str(next(self._ids)),
+            prompt_token_ids=tuple(token_ids),
+            params=params,
+            selection=((cid, 1.0),) if cid else (),
+            eos_token_ids=self.eos_token_ids,
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+        )
+        collector = OutputCollector(request, self.tokenizer, prompt=text)
+        collector.output.lora_request = adapter
+        collector.output.adapter_cid = cid
+        return collector
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), prompt["prompt_token_ids"]
+            prompt = cast(Prompt, prompt.get("prompt", ""))
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        return None, cast(Sequence[int], prompt)
+
+    def _run(self, collectors: Iterable[OutputCollector], *, show_progress: bool) -> None:
+        open_requests = {collector.request.request_id: collector for collector in collectors}
+        try:
+            for collector in open_requests.values():
+                self._check_tokens(collector.request)
+                self.engine.add(collector.request)
+            with tqdm(
+                total=len(open_requests), disable=not show_progress, unit="request"
+            ) as progress:
+                while self.engine.has_work:
+                    progress.update(self._step(open_requests))
+        finally:
+            # An error or Ctrl-C must not leave the rest running in the next call.
+            for request_id in open_requests:
+                self.engine.abort(request_id)
+
+    def _step(self, open_requests: dict[str, OutputCollector]) -> int:
+        """One engine step; returns how many requests it completed."""
+        num_done = 0
+        for event in self.engine.step():
+            collector = open_requests[event.request_id]
+            if event.finish_reason is FinishReason.ERROR:
+                raise LoramuxError(event.error or "The request failed.")
+            delta = collector.apply(event)
+            if delta is not None and delta.stop_hit:
+                self.engine.finish(event.request_id, event.index)
+            num_done += collector.is_finished
+        return num_done
+
+    def _check_tokens(self, request: Request) -> None:
+        limit = self.engine.vocab_size
+        for token_id in request.prompt_token_ids:
+            if not 0 <= token_id < limit:
+                raise InvalidRequest(
+                    f"Token id {token_id} is outside the vocabulary of {limit}.",
+                    param="prompt",
+                )
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    if isinstance(prompts, str | Mapping):
+        return True
+    return bool(prompts) and isinstance(prompts[0], int)
+
+
+def _for_each(value: T | Sequence[T], length: int, name: str) -> list[T]:
+    if isinstance(value, list | tuple):
+        if len(value) != length:
+            raise InvalidRequest(
+                f"{name} has {len(value)} entries for {length} prompts.", param=name
+            )
+        return list(value)
+    return [cast(T, value)] * length

@@ -1,0 +1,128 @@
+"""Token events of one request to what its caller reads: deltas on the way, and the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loramux.engine.detokenizer import Detokenizer
+from loramux.engine.tokenizer import Tokenizer
+from loramux.types import (
+    CompletionOutput,
+    FinishReason,
+    Request,
+    RequestOutput,
+    TokenEvent,
+    TokenLogprob,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new in one choice. Tokens whose text is held back come with the text."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string, or the id of a stop token; None for an end-of-sequence token."""
+    stop_hit: bool = False
+    """A stop string ended the choice, and the scheduler does not know yet."""
+    error: str | None = None
+
+
+class OutputCollector:
+    """`output` is whole when `is_finished`; until then it is what has come so far."""
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, *, prompt: str | None = None
+    ) -> None:
+        self.request = request
+        self._choices = [_Choice(i, request, tokenizer) for i in range(request.params.n)]
+        self.output = RequestOutput(
+            request_id=request.request_id,
+            prompt=prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=[choice.output for choice in self._choices],
+            prompt_logprobs=None if request.params.prompt_logprobs is None else [],
+        )
+
+    def apply(self, event: TokenEvent) -> Delta | None:
+        """None where there is nothing to send yet, or the choice has ended before."""
+        logprobs = self.output.prompt_logprobs
+        if logprobs is not None and not logprobs and event.prompt_logprobs:
+            # Each choice brings the whole list.
+            logprobs += event.prompt_logprobs
+        return self._choices[event.index].apply(event)
+
+    @property
+    def is_finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.output.outputs)
+
+
+class _Choice:
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer) -> None:
+        params = request.params
+        self._request = request
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            prompt_token_ids=request.prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+        )
+        self._num_sent = 0
+        self.output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
+
+    def apply(self, event: TokenEvent) -> Delta | None:
+        if self.output.finish_reason is not None:
+            return None
+        text = self._read(event)
+        self.output.text += text
+        stop_string = self._detokenizer.stopped_by
+        if stop_string is not None:
+            self.output.finish_reason = FinishReason.STOP
+            self.output.stop_reason = stop_string
+        else:
+            self.output.finish_reason = event.finish_reason
+            self.output.stop_reason = self._stop_token(event)
+        if not text and self.output.finish_reason is None:
+            return None
+        stop_hit = stop_string is not None and event.finish_reason is None
+        return self._delta(text, stop_hit=stop_hit, error=event.error)
+
+    def _read(self, event: TokenEvent) -> str:
+        """The event's new text. A token that ends the choice has none, unless it is asked for."""
+        text = ""
+        if event.token_id is not None:
+            self.output.token_ids.append(event.token_id)
+            ends_it = event.finish_reason is FinishReason.STOP
+            if not ends_it or self._request.params.include_stop_str_in_output:
+                text = self._detokenizer.push(event.token_id)
+        if self.output.logprobs is not None and event.logprob is not None:
+            self.output.logprobs.append(event.logprob)
+        if event.finish_reason is not None:
+            text += self._detokenizer.flush()
+        return text
+
+    def _stop_token(self, event: TokenEvent) -> int | None:
+        is_eos = (
+            event.stop_token_id in self._request.eos_token_ids
+            and not self._request.params.ignore_eos
+        )
+        return None if is_eos else event.stop_token_id
+
+    def _delta(self, text: str, *, stop_hit: bool, error: str | None) -> Delta:
+        output, start = self.output, self._num_sent
+        self._num_sent = len(output.token_ids)
+        return Delta(
+            index=output.index,
+            text=text,
+            token_ids=tuple(output.token_ids[start:]),
+            logprobs=None if output.logprobs is None else tuple(output.logprobs[start:]),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            stop_hit=stop_hit,
+            error=error,
+        )

@@ -1,0 +1,41 @@
+"""Every error that loramux raises on purpose. Lower layers raise them with their facts; edges map them."""
+
+from __future__ import annotations
+
+
+class LoramuxError(Exception):
+    """Base of all errors that a user can cause or must see."""
+
+
+class InvalidRequest(LoramuxError):
+    """A request field has a value that cannot be honoured."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnsupportedModel(LoramuxError):
+    """The base model cannot be served: unknown architecture, odd config, missing files."""
+
+
+class AdapterNotFound(LoramuxError):
+    """No adapter where the request said it would be."""
+
+
+class AdapterRefused(LoramuxError):
+    """An adapter that must not be served.
+
+    `code` is a stable short word for programs ("wrong_shape"), the message says what is wrong, and
+    `fix` what to do about it.
+    """
+
+    def __init__(self, code: str, message: str, *, fix: str = "") -> None:
+        super().__init__(f"{message} {fix}".strip())
+        self.code = code
+        self.reason = message
+        self.fix = fix
+
+
+class DoesNotFit(LoramuxError):
+    """A request or an adapter that could never fit into the page pool, even if it were empty."""

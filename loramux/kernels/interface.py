@@ -1,0 +1,148 @@
+"""What the kernels take and give. Each op has a plain torch version that is the reference for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSlice:
+    """b [adapters, rank, out] adds to columns out_start.. of y, from columns rank_start.. of x @ a."""
+
+    b: Tensor
+    rank_start: int
+    out_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    """One site of several adapters of equal ranks: a [adapters, in, total rank], and B by slice."""
+
+    a: Tensor
+    slices: tuple[LoraSlice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of the batch that use one adapter of a stack."""
+
+    slot: int
+    start: int
+    stop: int
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StackedRows:
+    """Segments cut for `bmm`: slot i of the stack reads rows_per_slot rows, short ones padded."""
+
+    num_slots: int
+    rows_per_slot: int
+    start: int | None
+    """First row, when the rows are one run with no padding; None: use gather."""
+    gather: Tensor
+    """[slots * rows_per_slot] batch rows to read; padding reads row 0 and is never written back."""
+    rows: Tensor
+    """[n] batch rows to write."""
+    positions: Tensor
+    """[n] where each of them stands in gather."""
+    weights: Tensor | None
+    """[slots, rows_per_slot, 1], or None when all are 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRows:
+    """Which rows use which adapter of one stack, in one step."""
+
+    segments: tuple[Segment, ...]
+    stacked: StackedRows | None = None
+    """The segments that go through one bmm; None for the reference."""
+    single: tuple[Segment, ...] = ()
+    """The segments that are long enough for a matrix product of their own."""
+
+
+class LoraKernels(Protocol):
+    def cut_rows(self, segments: Sequence[Segment], num_slots: int) -> LoraRows: ...
+
+    def add_lora(self, y: Tensor, x: Tensor, weights: LoraWeights, rows: LoraRows) -> None:
+        """y[i] += weight(i) * x[i] @ a[slot(i)] @ b[slot(i)]; rows without an adapter are untouched.
+
+        y [rows, out]   x [rows, in]
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """One sequence's part of a step: rows row_start.. are its tokens at positions position_start.."""
+
+    row_start: int
+    num_rows: int
+    position_start: int
+    page_ids: Sequence[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.position_start + self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayout:
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttendArgs:
+    layer: int
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+
+class AttentionKernels(Protocol):
+    def plan(
+        self, sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device
+    ) -> object:
+        """Index tensors of a step, made once and used by every layer."""
+        ...
+
+    def write_kv(self, storage: Tensor, plan: object, layer: int, k: Tensor, v: Tensor) -> None:
+        """Stores the step's keys and values in their pages.
+
+        storage [pages, layers * 2 * block * kv heads * dim]   k, v [rows, kv heads, dim]
+        """
+        ...
+
+    def attend(self, storage: Tensor, plan: object, q: Tensor, args: AttendArgs) -> Tensor:
+        """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V.
+
+        q [rows, heads, dim] -> [rows, heads * dim]
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    lora: LoraKernels
+    attention: AttentionKernels
+    name: str = field(default="torch")
+
+
+def select_kernels(device_type: str, *, reference: bool) -> Kernels:
+    """Chosen once, at start; there is no other switch between implementations."""
+    from loramux.kernels import attention_torch, lora_torch
+
+    if reference:
+        return Kernels(lora=lora_torch, attention=attention_torch, name="torch")
+    from loramux.kernels import attention_cpu, lora_cpu
+
+    del device_type
+    return Kernels(lora=lora_cpu, attention=attention_cpu, name="cpu")

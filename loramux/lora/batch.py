@@ -1,0 +1,71 @@
+"""Which rows of a step use which adapter, for every site of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from loramux.kernels.interface import LoraKernels, LoraRows, LoraWeights, Segment
+from loramux.lora.stacks import LoraStacks, SiteKey, Stack
+from loramux.memory.residency import ResidentAdapter
+from loramux.types import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Rows of one sequence, which all have its selection."""
+
+    selection: Selection
+    start: int
+    stop: int
+
+
+class LoraBatch:
+    """The step's adapters, in stacks; `order` puts sequences of one adapter next to each other."""
+
+    def __init__(self, stacks: Sequence[Stack]) -> None:
+        self._stacks = stacks
+        self._slots = {
+            cid: (number, slot)
+            for number, stack in enumerate(stacks)
+            for slot, cid in enumerate(stack.slots)
+        }
+        self.sites: dict[SiteKey, list[tuple[LoraWeights, LoraRows]]] = {}
+
+    def order(self, selection: Selection) -> tuple[int, int]:
+        """Sort key of a sequence: by stack, then slot; base rows last."""
+        return self._slots[selection[0][0]] if selection else (len(self._stacks), 0)
+
+    def set_rows(self, runs: Sequence[RowRun], kernels: LoraKernels) -> None:
+        segments: list[list[Segment]] = [[] for _ in self._stacks]
+        for run in runs:
+            for cid, weight in run.selection:
+                number, slot = self._slots[cid]
+                _extend(segments[number], Segment(slot, run.start, run.stop, weight))
+        for stack, stack_segments in zip(self._stacks, segments, strict=True):
+            rows = kernels.cut_rows(stack_segments, len(stack.slots))
+            for site, weights in stack.weights.items():
+                self.sites.setdefault(site, []).append((weights, rows))
+
+
+def _extend(segments: list[Segment], new: Segment) -> None:
+    """Neighbouring rows of one adapter become one segment."""
+    last = segments[-1] if segments else None
+    if last is not None and (last.slot, last.stop, last.weight) == (
+        new.slot,
+        new.start,
+        new.weight,
+    ):
+        segments[-1] = Segment(last.slot, last.start, new.stop, last.weight)
+    else:
+        segments.append(new)
+
+
+def gather_batch(
+    selections: Sequence[Selection], adapters: Mapping[str, ResidentAdapter], stacks: LoraStacks
+) -> LoraBatch | None:
+    """None: nobody in this step uses an adapter."""
+    cids = dict.fromkeys(cid for selection in selections for cid, _ in selection)
+    if not cids:
+        return None
+    return LoraBatch(stacks.place([adapters[cid] for cid in cids]))

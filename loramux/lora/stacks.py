@@ -1,0 +1,109 @@
+"""Weights of the batch's adapters side by side, so that one batched product serves them all.
+
+A CPU has no kernel that follows a table of pointers into the pool, so the adapters of the running
+batch are copied from their pages into stacks, once when they join. Adapters of one layout share a stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from loramux.adapters.image import AdapterLayout
+from loramux.kernels.interface import LoraSlice, LoraWeights
+from loramux.memory.pool import PagePool
+from loramux.memory.residency import ResidentAdapter
+
+LayoutKey = tuple[tuple[int, str, tuple[int, ...]], ...]
+SiteKey = tuple[int, str]
+
+
+@dataclass(slots=True)
+class Stack:
+    """Row i of storage is the adapter slots[i], page after page."""
+
+    layout: AdapterLayout
+    num_pages: int
+    storage: Tensor
+    slots: list[str] = field(default_factory=list)
+    weights: dict[SiteKey, LoraWeights] = field(default_factory=dict)
+
+    @property
+    def capacity(self) -> int:
+        return self.storage.shape[0]
+
+
+class LoraStacks:
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._stacks: dict[LayoutKey, Stack] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(s.storage.numel() * s.storage.element_size() for s in self._stacks.values())
+
+    def place(self, adapters: Sequence[ResidentAdapter]) -> list[Stack]:
+        """Stacks whose slots are exactly these adapters, those of one layout in one stack."""
+        by_layout: dict[LayoutKey, list[ResidentAdapter]] = {}
+        for adapter in adapters:
+            by_layout.setdefault(adapter.layout.key, []).append(adapter)
+        # What no row of this step uses is dropped: its pages still have it.
+        for key in self._stacks.keys() - by_layout.keys():
+            del self._stacks[key]
+        return [self._fill(key, members) for key, members in by_layout.items()]
+
+    def _fill(self, key: LayoutKey, members: list[ResidentAdapter]) -> Stack:
+        stack = self._stacks.get(key)
+        if stack is None or stack.capacity < len(members):
+            stack = self._make(members[0], capacity=_round_up(len(members)))
+            self._stacks[key] = stack
+        self._copy_missing(stack, members)
+        return stack
+
+    def _copy_missing(self, stack: Stack, members: list[ResidentAdapter]) -> None:
+        """Adapters that are in a wanted slot stay there; the others fill the remaining slots."""
+        wanted = {member.cid for member in members}
+        del stack.slots[len(members) :]
+        kept = wanted & set(stack.slots)
+        missing = [member for member in members if member.cid not in kept]
+        stack.slots += [""] * (len(members) - len(stack.slots))
+        for slot, cid in enumerate(stack.slots):
+            if cid not in wanted:
+                member = missing.pop()
+                self._pool.read(member.page_ids, stack.storage[slot])
+                stack.slots[slot] = member.cid
+
+    def _make(self, first: ResidentAdapter, *, capacity: int) -> Stack:
+        num_pages = len(first.page_ids)
+        width = num_pages * self._pool.geometry.page_elements
+        like = self._pool.storage
+        storage = torch.empty(capacity, width, dtype=like.dtype, device=like.device)
+        stack = Stack(layout=first.layout, num_pages=num_pages, storage=storage)
+        stack.weights = {site: _views(stack, site) for site in first.layout.places}
+        return stack
+
+
+def _views(stack: Stack, site: SiteKey) -> LoraWeights:
+    place = stack.layout.places[site]
+    stride = stack.storage.stride(0)
+
+    def view(offset: int, rows: int, columns: int) -> Tensor:
+        shape, strides = (stack.capacity, rows, columns), (stride, columns, 1)
+        return stack.storage.as_strided(shape, strides, offset)
+
+    slices = tuple(
+        LoraSlice(
+            b=view(piece.offset, piece.rank, piece.out_features),
+            rank_start=piece.rank_start,
+            out_start=piece.out_start,
+        )
+        for piece in place.slices
+    )
+    return LoraWeights(a=view(place.a_offset, place.in_features, place.total_rank), slices=slices)
+
+
+def _round_up(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,52 @@
+"""Who owns which page of the pool. Numbers only: the bytes are in memory.pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+# ("kv", sequence id) or ("adapter", CID)
+Owner = tuple[str, int | str]
+
+
+class PageAllocator:
+    """Equal pages for KV blocks and adapter weights alike; each has one owner or is free."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        # Popped from the end, so that low page numbers are used first.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._owners: dict[int, Owner] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, owner: Owner, count: int) -> list[int] | None:
+        """None: too few free pages, and nothing was taken."""
+        if count > len(self._free):
+            return None
+        page_ids = [self._free.pop() for _ in range(count)]
+        self._owners.update(dict.fromkeys(page_ids, owner))
+        return page_ids
+
+    def release(self, owner: Owner, page_ids: Iterable[int]) -> None:
+        for page_id in page_ids:
+            if self._owners.get(page_id) != owner:
+                raise AssertionError(
+                    f"page {page_id} belongs to {self._owners.get(page_id)}, not to {owner}"
+                )
+            del self._owners[page_id]
+            self._free.append(page_id)
+
+    def check_integrity(self, claims: Mapping[Owner, Iterable[int]]) -> None:
+        """Every page is free or claimed, exactly once, by the owner that we have on record."""
+        claimed = {}
+        for owner, page_ids in claims.items():
+            for page_id in page_ids:
+                assert page_id not in claimed, f"page {page_id}: {owner} and {claimed[page_id]}"
+                claimed[page_id] = owner
+        assert claimed == self._owners, f"claims differ from records: {claimed} {self._owners}"
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert not free & claimed.keys(), "a page is free and owned"
+        assert len(free) + len(claimed) == self.num_pages, "a page is lost"

@@ -1,0 +1,66 @@
+"""The bytes of the page pool: one allocation that holds KV blocks and adapter weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+
+    @property
+    def token_elements(self) -> int:
+        """Elements of one token's keys (or values) in one layer."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def page_elements(self) -> int:
+        """A page holds the keys and values of block_tokens tokens for every layer."""
+        return self.num_layers * 2 * self.block_tokens * self.token_elements
+
+
+class PagePool:
+    """storage [pages, elements]; a KV page is [layer][key, value][token][kv head][head dim].
+
+    Token-major inside a page, so that gathered pages of a sequence are one [tokens, heads, dim] array.
+    """
+
+    def __init__(
+        self, *, num_pages: int, geometry: KVGeometry, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.geometry = geometry
+        self.num_pages = num_pages
+        # Zeros, not empty: the tail of a KV page is read (and masked) before it is written, and
+        # whatever bits lie there must be finite.
+        self.storage = torch.zeros(num_pages, geometry.page_elements, dtype=dtype, device=device)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.geometry.page_elements * self.storage.element_size()
+
+    def pages_for_elements(self, num_elements: int) -> int:
+        return -(-num_elements // self.geometry.page_elements)
+
+    def write(self, page_ids: list[int], buffer: torch.Tensor) -> None:
+        """Copies a flat buffer into pages, in order; the rest of the last page is left as it is."""
+        width = self.geometry.page_elements
+        full, rest = divmod(buffer.numel(), width)
+        index = torch.tensor(page_ids, device=self.storage.device)
+        self.storage.index_copy_(0, index[:full], buffer[: full * width].view(full, width))
+        if rest:
+            self.storage[page_ids[full], :rest].copy_(buffer[full * width :])
+
+    def clear(self, page_ids: list[int]) -> None:
+        """Zeroes pages, so that nothing of an earlier owner can reach a new one."""
+        self.storage.index_fill_(0, torch.tensor(page_ids, device=self.storage.device), 0)
+
+    def read(self, page_ids: list[int], out: torch.Tensor) -> None:
+        """out [len(page_ids) * page elements] = the pages, in order."""
+        index = torch.tensor(page_ids, device=self.storage.device)
+        torch.index_select(self.storage, 0, index, out=out.view(len(page_ids), -1))

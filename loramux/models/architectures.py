@@ -1,0 +1,338 @@
+"""Every served model is one decoder; what tells the families apart is data in this file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from loramux.errors import UnsupportedModel
+from loramux.models.rope import RopeConfig, parse_layer_type_rope, parse_rope
+from loramux.types import BaseModelInfo, TargetModule
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+REQUIRED_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """All that the decoder must know to compute a model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    rope_local: RopeConfig | None
+    """Rope of the sliding layers, where it differs from that of the full ones."""
+    sliding_windows: tuple[int | None, ...]
+    """Per layer: how many positions a query sees, itself included; None: all before it."""
+    activation: str
+    tie_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """Queries and keys are normed per head before they are rotated."""
+    norm_plus_one: bool
+    """The checkpoint keeps norm weights minus one."""
+    sandwich_norms: bool
+    """Attention and MLP are normed after as well as before."""
+    embed_scale: float
+    query_scale: float
+    """Multiplies the attention scores."""
+    attn_logit_softcap: float | None
+    final_logit_softcap: float | None
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """How a family differs. A string in place of a bool names the config key that decides."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What the family assumes for keys that its config.json leaves out."""
+    layer_types: Callable[[Mapping[str, Any]], list[str]]
+    activation_key: str = "hidden_act"
+    qkv_bias: bool | str = "attention_bias"
+    o_bias: bool | str = "attention_bias"
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    norm_plus_one: bool = False
+    sandwich_norms: bool = False
+    scales_embeddings: bool = False
+    query_scale_key: str | None = None
+    """Config key whose value to the power -1/2 scales the scores; None: head_dim."""
+    attn_softcap_key: str | None = None
+    final_softcap_key: str | None = None
+    local_rope: bool = False
+
+
+def all_full(config: Mapping[str, Any]) -> list[str]:
+    return [FULL] * config["num_hidden_layers"]
+
+
+def all_sliding(config: Mapping[str, Any]) -> list[str]:
+    return [SLIDING] * config["num_hidden_layers"]
+
+
+def sliding_when_asked(config: Mapping[str, Any]) -> list[str]:
+    if not config["use_sliding_window"]:
+        return all_full(config)
+    given = config.get("layer_types")
+    first = config["max_window_layers"]
+    return given or [SLIDING if i >= first else FULL for i in range(config["num_hidden_layers"])]
+
+
+def sliding_by_pattern(config: Mapping[str, Any]) -> list[str]:
+    """Every n-th layer is full."""
+    given = config.get("layer_types")
+    every = config["sliding_window_pattern"]
+    return given or [
+        FULL if (i + 1) % every == 0 else SLIDING for i in range(config["num_hidden_layers"])
+    ]
+
+
+COMMON_DEFAULTS: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+GEMMA_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(
+        defaults={"max_position_embeddings": 2048}, layer_types=all_full, mlp_bias="mlp_bias"
+    ),
+    "MistralForCausalLM": Architecture(
+        defaults={"max_position_embeddings": 131_072, "num_key_value_heads": 8},
+        layer_types=all_sliding,
+        qkv_bias=False,
+        o_bias=False,
+    ),
+    "Qwen2ForCausalLM": Architecture(
+        defaults={"max_position_embeddings": 32_768, "num_key_value_heads": 32},
+        layer_types=sliding_when_asked,
+        qkv_bias=True,
+        o_bias=False,
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        defaults={"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
+        layer_types=sliding_when_asked,
+        qk_norm=True,
+    ),
+    "Gemma2ForCausalLM": Architecture(
+        defaults=GEMMA_DEFAULTS
+        | {
+            "max_position_embeddings": 8192,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        layer_types=sliding_by_pattern,
+        activation_key="hidden_activation",
+        norm_plus_one=True,
+        sandwich_norms=True,
+        scales_embeddings=True,
+        query_scale_key="query_pre_attn_scalar",
+        attn_softcap_key="attn_logit_softcapping",
+        final_softcap_key="final_logit_softcapping",
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        defaults=GEMMA_DEFAULTS | {"max_position_embeddings": 131_072, "sliding_window_pattern": 6},
+        layer_types=sliding_by_pattern,
+        activation_key="hidden_activation",
+        qk_norm=True,
+        norm_plus_one=True,
+        sandwich_norms=True,
+        scales_embeddings=True,
+        query_scale_key="query_pre_attn_scalar",
+        final_softcap_key="final_logit_softcapping",
+        local_rope=True,
+    ),
+}
+
+
+def parse_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
+    """A config.json as transformers 4 or 5 writes it."""
+    name = architecture_name(hf_config)
+    spec = ARCHITECTURES[name]
+    config = {**COMMON_DEFAULTS, **spec.defaults, **hf_config}
+    refuse_what_is_not_honoured(config)
+    num_heads = int(config["num_attention_heads"])
+    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // num_heads)
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise UnsupportedModel(
+            f"{num_heads} heads of {head_dim} over {num_kv_heads} key-value heads in config.json: "
+            "heads must divide evenly and have an even size."
+        )
+    query_scale_from = config[spec.query_scale_key] if spec.query_scale_key else head_dim
+    rope, rope_local = parse_ropes(config, spec)
+    return DecoderConfig(
+        architecture=name,
+        vocab_size=int(config["vocab_size"]),
+        hidden_size=int(config["hidden_size"]),
+        intermediate_size=int(config["intermediate_size"]),
+        num_layers=int(config["num_hidden_layers"]),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=int(config["max_position_embeddings"]),
+        rms_norm_eps=float(config["rms_norm_eps"]),
+        rope=rope,
+        rope_local=rope_local,
+        sliding_windows=sliding_windows(config, spec),
+        activation=activation(config, spec),
+        tie_embeddings=bool(config["tie_word_embeddings"]),
+        qkv_bias=flag(config, spec.qkv_bias),
+        o_bias=flag(config, spec.o_bias),
+        mlp_bias=flag(config, spec.mlp_bias),
+        qk_norm=spec.qk_norm,
+        norm_plus_one=spec.norm_plus_one,
+        sandwich_norms=spec.sandwich_norms,
+        embed_scale=config["hidden_size"] ** 0.5 if spec.scales_embeddings else 1.0,
+        query_scale=query_scale_from**-0.5,
+        attn_logit_softcap=config.get(spec.attn_softcap_key) if spec.attn_softcap_key else None,
+        final_logit_softcap=config.get(spec.final_softcap_key) if spec.final_softcap_key else None,
+    )
+
+
+def architecture_name(hf_config: Mapping[str, Any]) -> str:
+    names = hf_config.get("architectures") or []
+    known = [name for name in names if name in ARCHITECTURES]
+    if not known:
+        raise UnsupportedModel(
+            f"Architecture {', '.join(names) or '(none in config.json)'} is not supported; "
+            f"known architectures: {', '.join(ARCHITECTURES)}."
+        )
+    return str(known[0])
+
+
+def refuse_what_is_not_honoured(config: Mapping[str, Any]) -> None:
+    missing = [key for key in REQUIRED_KEYS if not config.get(key)]
+    if missing:
+        raise UnsupportedModel(f"config.json lacks {', '.join(missing)}.")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModel(
+            f"The weights are quantized ({method}), which is not supported: "
+            "use the unquantized checkpoint."
+        )
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModel("use_bidirectional_attention is not supported: not a causal model.")
+
+
+def parse_ropes(
+    config: Mapping[str, Any], spec: Architecture
+) -> tuple[RopeConfig, RopeConfig | None]:
+    if not spec.local_rope:
+        return parse_rope(config), None
+    full = parse_layer_type_rope(config, layer_type=FULL, theta_key="rope_theta", theta=1_000_000.0)
+    local = parse_layer_type_rope(
+        config, layer_type=SLIDING, theta_key="rope_local_base_freq", theta=10_000.0
+    )
+    return full, local
+
+
+def sliding_windows(config: Mapping[str, Any], spec: Architecture) -> tuple[int | None, ...]:
+    windows = windows_of(spec.layer_types(config), config)
+    given = config.get("layer_types")
+    if given and windows_of(given, config) != windows:
+        raise UnsupportedModel(
+            "layer_types in config.json contradicts what this architecture does with its other "
+            "sliding window settings."
+        )
+    return windows
+
+
+def windows_of(layer_types: list[str], config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    unknown = sorted(set(layer_types) - {FULL, SLIDING})
+    if unknown:
+        raise UnsupportedModel(f"Layer type {', '.join(unknown)} in config.json is not supported.")
+    if len(layer_types) != config["num_hidden_layers"]:
+        raise UnsupportedModel(
+            f"config.json lists {len(layer_types)} layer_types for "
+            f"{config['num_hidden_layers']} layers."
+        )
+    window = config["sliding_window"]
+    return tuple(window if kind == SLIDING else None for kind in layer_types)
+
+
+def activation(config: Mapping[str, Any], spec: Architecture) -> str:
+    name = str(config[spec.activation_key])
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(
+            f"Activation {name!r} is not supported; known: {', '.join(ACTIVATIONS)}."
+        )
+    return name
+
+
+def flag(config: Mapping[str, Any], rule: bool | str) -> bool:
+    return bool(config[rule]) if isinstance(rule, str) else rule
+
+
+def target_modules(config: DecoderConfig) -> tuple[TargetModule, ...]:
+    """The linear layers of the checkpoint, in its order."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.q_size, config.kv_size
+    projections = (
+        ("self_attn", "q_proj", hidden, q_size),
+        ("self_attn", "k_proj", hidden, kv_size),
+        ("self_attn", "v_proj", hidden, kv_size),
+        ("self_attn", "o_proj", q_size, hidden),
+        ("mlp", "gate_proj", hidden, inner),
+        ("mlp", "up_proj", hidden, inner),
+        ("mlp", "down_proj", inner, hidden),
+    )
+    return tuple(
+        TargetModule(
+            path=f"model.layers.{layer}.{block}.{projection}",
+            layer=layer,
+            projection=projection,
+            in_features=in_features,
+            out_features=out_features,
+        )
+        for layer in range(config.num_layers)
+        for block, projection, in_features, out_features in projections
+    )
+
+
+def base_info(config: DecoderConfig, name: str) -> BaseModelInfo:
+    return BaseModelInfo(
+        name=name,
+        architecture=config.architecture,
+        num_layers=config.num_layers,
+        targets=target_modules(config),
+    )

@@ -1,0 +1,56 @@
+"""Which precision to compute in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from loramux.errors import UnsupportedModel
+
+DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+# Any one of these is enough. The last is how /proc/cpuinfo spells the one before it.
+FAST_BFLOAT16_FEATURES = (
+    frozenset({"amx_bf16"}),
+    frozenset({"avx512_bf16"}),
+    frozenset({"bf16", "i8mm"}),
+    frozenset({"sve_bf16"}),
+    frozenset({"svebf16"}),
+)
+
+
+def resolve_dtype(name: str, device: torch.device | str = "cpu") -> torch.dtype:
+    """`auto`: bfloat16 where it is fast, else float32."""
+    if name == "auto":
+        on_cpu = torch.device(device).type == "cpu"
+        return torch.float32 if on_cpu and not cpu_has_fast_bfloat16() else torch.bfloat16
+    if name not in DTYPES:
+        raise UnsupportedModel(
+            f"dtype {name!r} is not supported; choose one of auto, {', '.join(DTYPES)}."
+        )
+    return DTYPES[name]
+
+
+def cpu_has_fast_bfloat16() -> bool:
+    """Whether matrix multiplication in bfloat16 beats float32 on this processor."""
+    features = cpu_features()
+    return any(needed <= features for needed in FAST_BFLOAT16_FEATURES)
+
+
+def cpu_features() -> frozenset[str]:
+    query = getattr(torch.cpu, "get_capabilities", None)
+    if query is not None:
+        return frozenset(name for name, has in query().items() if has is True)
+    cpuinfo = Path("/proc/cpuinfo")
+    return features_in(cpuinfo.read_text()) if cpuinfo.is_file() else frozenset()
+
+
+def features_in(cpuinfo: str) -> frozenset[str]:
+    """The flags (x86) or Features (ARM) that the first processor lists."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    flags = (text for key, _, text in lines if key.strip() in ("flags", "Features"))
+    return frozenset(next(flags, "").split())

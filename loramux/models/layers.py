@@ -1,0 +1,166 @@
+"""The parts of a decoder layer. Weights are left empty: the loader fills them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loramux.models.rope import RopeConfig
+
+
+class Linear(nn.Module):
+    """y = x @ weight.T + bias. LoRA, packing and quantization wrap or replace it."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
+        self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    """y = x / rms(x) * weight. A float32 weight on lower precision rows computes in float32."""
+
+    def __init__(
+        self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.shape = (size,)
+        self.eps = eps
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        return F.rms_norm(x.to(weight.dtype), self.shape, weight, self.eps).to(x.dtype)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of every query and key head at once; one weight row per head.
+
+    x [tokens, heads + kv_heads, head_dim]   weight [heads + kv_heads, head_dim]
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.shape = (head_dim,)
+        self.eps = eps
+        self.weight = empty_parameter(num_heads, head_dim, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        normed = F.rms_norm(x.to(weight.dtype), self.shape, None, self.eps)
+        return normed.mul_(weight).to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Cos and sin of a step's positions, and the rotation by them."""
+
+    frequencies: Tensor
+    signs: Tensor
+
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, *, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        half, self.attention_factor = inverse_frequencies(rope, head_dim)
+        signs = torch.cat((-torch.ones_like(half), torch.ones_like(half)))
+        self.register_buffer("frequencies", half.repeat(2).to(device), persistent=False)
+        self.register_buffer("signs", (signs * self.attention_factor).to(device), persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, and sin negated in its first half: [tokens, 1, head_dim] each."""
+        angles = positions.view(-1, 1, 1) * self.frequencies
+        cos = angles.cos()
+        if self.attention_factor != 1.0:
+            cos.mul_(self.attention_factor)
+        return cos.to(dtype), angles.sin_().mul_(self.signs).to(dtype)
+
+
+def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """heads = heads * cos + halves_swapped(heads) * sin, in place.
+
+    heads [tokens, heads, head_dim]   cos, sin [tokens, 1, head_dim], sin as Rotary signs it
+    """
+    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    return heads.mul_(cos).addcmul_(swapped, sin)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Radians per position of each pair, and the factor of cos and sin."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "linear":
+        return plain / rope.factor, 1.0
+    if rope.rope_type == "llama3":
+        return llama3_frequencies(plain, rope), 1.0
+    if rope.rope_type == "yarn":
+        return yarn_frequencies(plain, rope, head_dim), yarn_attention_factor(rope)
+    return plain, 1.0
+
+
+def llama3_frequencies(plain: Tensor, rope: RopeConfig) -> Tensor:
+    """Short waves stay, long ones are stretched by `factor`, those between are blended."""
+    turns = rope.original_max_position * plain / (2 * math.pi)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    keep = ((turns - rope.low_freq_factor) / span).clamp(0, 1)
+    return (1 - keep) * plain / rope.factor + keep * plain
+
+
+def yarn_frequencies(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    """A linear ramp over the dimensions, from kept to stretched by `factor`."""
+
+    def dimension_that_turns(times: float) -> float:
+        ratio = rope.original_max_position / (times * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension_that_turns(rope.beta_fast), dimension_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    steps = torch.arange(head_dim // 2, dtype=torch.float32)
+    stretch = ((steps - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+    return stretch * plain / rope.factor + (1 - stretch) * plain
+
+
+def yarn_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)
+
+
+def empty_parameter(
+    *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)

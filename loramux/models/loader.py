@@ -1,0 +1,181 @@
+"""From a folder or a file on disk to a decoder that is ready to run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from loramux.errors import UnsupportedModel
+from loramux.models.architectures import DecoderConfig, parse_config
+from loramux.models.checkpoint import Slot, checkpoint_slots
+from loramux.models.decoder import Decoder
+from loramux.models.digests import model_digest
+from loramux.models.gguf_file import converted_folder
+
+Progress = Callable[[str, float], None]
+
+MAX_NAMES_IN_MESSAGE = 8
+QUANTIZATION_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
+# Buffers that old checkpoints carry although they follow from the config.
+DERIVED_TENSORS = re.compile(r"rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    decoder: Decoder
+    config: DecoderConfig
+    name: str
+    tokenizer_folder: Path
+    """Has tokenizer.json and tokenizer_config.json, the chat template among them."""
+    eos_token_ids: tuple[int, ...]
+    digest: str
+    """Identity of config and weights: sha256:<hex>"""
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """`path`: a Hugging Face folder with safetensors, or a GGUF file, which is converted once."""
+    folder = converted_folder(path, progress=progress) if path.suffix == ".gguf" else path
+    hf_config = read_config(folder)
+    config = parse_config(hf_config)
+    files = weight_files(folder)
+    decoder = Decoder(config, dtype=dtype, device=device)
+    fill(decoder, files, progress=progress)
+    return LoadedModel(
+        decoder=decoder.eval(),
+        config=config,
+        name=model_name(path),
+        tokenizer_folder=folder,
+        eos_token_ids=eos_token_ids(folder, hf_config),
+        digest=model_digest(folder / "config.json", files),
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise UnsupportedModel(
+                f"{folder} holds a LoRA adapter, not a base model: give the folder of its base."
+            )
+        raise UnsupportedModel(
+            f"{folder} has no config.json: give a Hugging Face model folder or a .gguf file."
+        )
+    return read_json_object(config_file)
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise UnsupportedModel(f"{file} is not valid JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise UnsupportedModel(f"{file} is not a JSON object.")
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the shards that the index names, or the only safetensors file."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        return indexed_files(index)
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    if found:
+        raise UnsupportedModel(
+            f"{folder} has {len(found)} safetensors files but no {index.name} to tell which to use."
+        )
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise UnsupportedModel(
+            f"{folder} has only pickle weights (.bin, .pt), which can run code when opened. "
+            "Convert them to safetensors."
+        )
+    raise UnsupportedModel(f"{folder} has no safetensors weights.")
+
+
+def indexed_files(index: Path) -> list[Path]:
+    names = sorted(set(read_json_object(index).get("weight_map", {}).values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise UnsupportedModel(f"{index} names files outside its folder: {listed(outside)}.")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise UnsupportedModel(f"{index} names files that are missing: {listed(missing)}.")
+    return [index.parent / name for name in names]
+
+
+def fill(decoder: Decoder, files: list[Path], *, progress: Progress | None = None) -> None:
+    """Copy every tensor into its place; each must come exactly once, and no other."""
+    slots = checkpoint_slots(decoder)
+    num_slots = len(slots)
+    extra: list[str] = []
+    for file in files:
+        try:
+            extra += fill_from_file(file, slots)
+        except SafetensorError as error:
+            raise UnsupportedModel(f"{file} is not a valid safetensors file: {error}.") from error
+        if progress is not None:
+            progress("Loading weights", 1 - len(slots) / num_slots)
+    ignored = {"lm_head.weight"} if decoder.config.tie_embeddings else set()
+    extra = [n for n in extra if n not in ignored and not DERIVED_TENSORS.search(n)]
+    if slots:
+        raise UnsupportedModel(f"The weights lack {listed(sorted(slots))}.")
+    if extra:
+        raise UnsupportedModel(
+            f"The weights hold tensors that {decoder.config.architecture} does not have, or has "
+            f"twice: {listed(sorted(extra))}."
+        )
+
+
+def fill_from_file(file: Path, slots: dict[str, Slot]) -> list[str]:
+    """Takes each filled slot out of `slots`; returns the names that had none."""
+    extra = []
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - not a mapping
+            slot = slots.pop(name, None)
+            if slot is None:
+                extra.append(name)
+            else:
+                slot.fill(name, tensors.get_tensor(name))
+    return extra
+
+
+def model_name(path: Path) -> str:
+    """The name to serve it under: of the file, the folder, or the repository in a hub cache."""
+    resolved = path.resolve()
+    if path.suffix == ".gguf":
+        return QUANTIZATION_SUFFIX.sub("", path.stem)
+    repository = resolved.parent.parent.name
+    if resolved.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return resolved.name
+
+
+def eos_token_ids(folder: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
+    """generation_config.json may add to what config.json says: turns end by other tokens."""
+    generation = folder / "generation_config.json"
+    settings = read_json_object(generation) if generation.is_file() else {}
+    found: list[int] = []
+    for value in (settings.get("eos_token_id"), hf_config.get("eos_token_id")):
+        found += value if isinstance(value, list) else [value] if value is not None else []
+    return tuple(dict.fromkeys(found))
+
+
+def listed(names: list[str]) -> str:
+    more = len(names) - MAX_NAMES_IN_MESSAGE
+    return ", ".join(names[:MAX_NAMES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,94 @@
+"""A step's plan as tensors: tokens, positions, pages, and which rows use which adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loramux.kernels.interface import AttendArgs, AttentionKernels, PagedLayout, SequenceRows
+from loramux.memory.pool import PagePool
+from loramux.types import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    chunks: tuple[Chunk, ...]
+    """In the order of their rows."""
+    row_starts: tuple[int, ...]
+    token_ids: Tensor
+    positions: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids.shape[0]
+
+    def rows(self, index: int) -> range:
+        start = self.row_starts[index]
+        return range(start, start + len(self.chunks[index].token_ids))
+
+
+def build_batch(chunks: Sequence[Chunk], device: torch.device) -> StepBatch:
+    token_ids: list[int] = []
+    positions: list[int] = []
+    row_starts: list[int] = []
+    for chunk in chunks:
+        row_starts.append(len(token_ids))
+        token_ids += chunk.token_ids
+        positions += range(chunk.start, chunk.start + len(chunk.token_ids))
+    return StepBatch(
+        chunks=tuple(chunks),
+        row_starts=tuple(row_starts),
+        token_ids=torch.tensor(token_ids, device=device),
+        positions=torch.tensor(positions, device=device),
+    )
+
+
+class PagedAttention:
+    """What the decoder calls in each layer: stores keys and values in pages, then attends."""
+
+    def __init__(self, batch: StepBatch, pool: PagePool, kernels: AttentionKernels) -> None:
+        self._kernels = kernels
+        self._storage = pool.storage
+        geometry = pool.geometry
+        layout = PagedLayout(
+            num_layers=geometry.num_layers,
+            num_kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim,
+            block_tokens=geometry.block_tokens,
+        )
+        sequences = [
+            SequenceRows(start, len(chunk.token_ids), chunk.start, chunk.page_ids)
+            for start, chunk in zip(batch.row_starts, batch.chunks, strict=True)
+        ]
+        self._plan = kernels.plan(sequences, layout, pool.storage.device)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self._kernels.write_kv(self._storage, self._plan, layer, k, v)
+        args = AttendArgs(
+            layer=layer, scale=scale, sliding_window=sliding_window, softcap=softcap
+        )
+        return self._kernels.attend(self._storage, self._plan, q, args)
+
+
+def half_filled_pages(chunks: Sequence[Chunk], block_tokens: int) -> list[int]:
+    """Pages that this step begins to fill and does not fill to the end."""
+    pages = []
+    for chunk in chunks:
+        stop = chunk.start + len(chunk.token_ids)
+        last, filled = divmod(stop, block_tokens)
+        if filled and last * block_tokens >= chunk.start:
+            pages.append(chunk.page_ids[last])
+    return pages

@@ -1,0 +1,53 @@
+"""How likely the model itself held a token: of raw logits, whatever the sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from loramux.types import TokenLogprob
+
+ROWS_AT_ONCE = 64
+"""Bounds the working memory, which is a few times that of the logits it looks at."""
+
+
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Of one token per row, with the row's `top` most likely ones. logits [rows, vocab]"""
+    if logits.shape[0] != len(token_ids):
+        raise ValueError(f"{logits.shape[0]} rows of logits for {len(token_ids)} tokens")
+    found: list[TokenLogprob] = []
+    for start in range(0, len(token_ids), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        found += _describe(logits[rows], token_ids[rows], top)
+    return found
+
+
+def _describe(logits: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
+    chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device).unsqueeze(1)
+    total = logits.logsumexp(dim=-1)
+    scores = logits.gather(1, chosen)
+    logprobs = (scores.squeeze(1) - total).clamp_(max=0.0).tolist()
+    ranks = ((logits > scores).sum(dim=-1) + 1).tolist()
+    alternatives = _most_likely(logits, total, min(top, logits.shape[1]))
+    return [
+        TokenLogprob(token_id, logprob, rank, best)
+        for token_id, logprob, rank, best in zip(
+            token_ids, logprobs, ranks, alternatives, strict=True
+        )
+    ]
+
+
+def _most_likely(logits: Tensor, total: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """Equal logits in the order of their ids, as argmax has it; torch.topk takes any of them."""
+    found: list[list[tuple[int, float]]] = [[] for _ in range(logits.shape[0])]
+    if count:
+        lowest = logits.topk(count, dim=-1).values[:, -1:]
+        rows, token_ids = (logits >= lowest).nonzero(as_tuple=True)
+        logprobs = (logits[rows, token_ids] - total[rows]).clamp_(max=0.0)
+        for row, token_id, logprob in zip(
+            rows.tolist(), token_ids.tolist(), logprobs.tolist(), strict=True
+        ):
+            found[row].append((token_id, logprob))
+    return [tuple(sorted(best, key=lambda pair: -pair[1])[:count]) for best in found]

@@ -1,0 +1,19 @@
+"""Settings that every test needs, made before torch or a tokenizer is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The engine's own tests also run where hypothesis is not installed.
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    # No deadline: on a shared machine the first example may take seconds.
+    settings.register_profile("local", deadline=None)
+    settings.load_profile("ci" if os.environ.get("CI") else "local")

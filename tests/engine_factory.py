@@ -1,0 +1,66 @@
+"""Engines over tiny random models, and the oracle that says what they must compute."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loramux.config import EngineConfig
+from loramux.engine.build import build_engine, load_base
+from loramux.engine.engine import Engine
+from loramux.types import Request, SamplingParams, Selection
+from tests.model_factory import save_hf_folder
+
+Answers = dict[str, list[int]]
+
+
+def make_engine(model: Any, folder: Path, **settings: Any) -> Engine:
+    if not (folder / "config.json").exists():
+        save_hf_folder(model, folder)
+    config = EngineConfig(**{"dtype": "float32", "device_memory_bytes": 8 * 2**20, **settings})
+    return build_engine(load_base(folder, config), config)
+
+
+def make_prompt(length: int, seed: int, vocab_size: int = 256) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(3, vocab_size, (length,), generator=generator).tolist())
+
+
+def make_request(
+    name: str, prompt: tuple[int, ...], selection: Selection = (), **params: Any
+) -> Request:
+    settings = {"temperature": 0.0, "max_tokens": 8, **params}
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        params=SamplingParams(**settings),
+        selection=selection,
+        seed=settings.get("seed") or 0,
+    )
+
+
+def run_all(engine: Engine, requests: list[Request]) -> Answers:
+    """All at once, integrity checked after every step."""
+    for request in requests:
+        engine.add(request)
+    answers: Answers = {request.request_id: [] for request in requests}
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None, event.error
+            if event.token_id is not None:
+                answers[event.request_id].append(event.token_id)
+        engine.check_integrity()
+    return answers
+
+
+def peft_logits(model: Any, folder: Path | None, tokens: tuple[int, ...]) -> Tensor:
+    """[tokens, vocab] of PEFT on the adapter, or of the base."""
+    from peft import PeftModel
+
+    target = model if folder is None else PeftModel.from_pretrained(copy.deepcopy(model), folder)
+    with torch.inference_mode():
+        return target.eval()(torch.tensor([tokens])).logits[0]

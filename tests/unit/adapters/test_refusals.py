@@ -1,0 +1,19 @@
+"""Every way to be refused has an adapter that shows it."""
+
+from __future__ import annotations
+
+from loramux.adapters.refusals import RefusalCode, name_some
+from tests.broken_adapters import BROKEN
+
+
+def test_every_code_has_a_broken_adapter() -> None:
+    assert {broken.code for broken in BROKEN} == {str(code) for code in RefusalCode}
+
+
+def test_broken_adapters_have_names_of_their_own() -> None:
+    assert len({broken.name for broken in BROKEN}) == len(BROKEN)
+
+
+def test_a_long_list_of_names_is_cut() -> None:
+    assert name_some(["a", "b"]) == "a, b"
+    assert name_some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

@@ -1,0 +1,192 @@
+"""The doctor as a user meets it: what it prints and how it exits, good adapter or bad."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from typer.testing import CliRunner, Result
+
+from loramux.cli.main import app
+from tests.adapter_factory import (
+    lora_config_dict,
+    lora_tensors,
+    tiny_llama,
+    tiny_llama_config,
+    write_adapter,
+)
+
+CONFIG = tiny_llama_config()
+TENSORS = lora_tensors(CONFIG)
+FIRST_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    tiny_llama(CONFIG).save_pretrained(folder)
+    return folder
+
+
+def run_doctor(folder: Path, base: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", str(folder), "--model", str(base), *options])
+
+
+def changed(name: str, tensor: torch.Tensor) -> Tensors:
+    return {**TENSORS, name: tensor}
+
+
+def without(name: str) -> Tensors:
+    return {key: tensor for key, tensor in TENSORS.items() if key != name}
+
+
+def safetensors_with_header(header: bytes, length: int | None = None) -> bytes:
+    return (len(header) if length is None else length).to_bytes(8, "little") + header
+
+
+def leave_pickle(folder: Path) -> None:
+    write_adapter(folder, lora_config_dict(), None)
+    (folder / "adapter_model.bin").write_bytes(pickle.dumps({}))
+
+
+def with_config(**fields: Any) -> Callable[[Path], object]:
+    return lambda folder: write_adapter(folder, lora_config_dict(**fields), TENSORS)
+
+
+def with_tensors(tensors: Tensors | bytes | None) -> Callable[[Path], object]:
+    return lambda folder: write_adapter(folder, lora_config_dict(), tensors)
+
+
+SECOND_BASE = lora_tensors(tiny_llama_config(hidden_size=48))
+NAN = torch.full((4, 32), math.nan)
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "not_found": lambda folder: None,
+    "config_missing": lambda folder: write_adapter(folder, None, TENSORS),
+    "config_not_json": lambda folder: write_adapter(folder, "{'r': 8}", TENSORS),
+    "not_lora": with_config(peft_type="IA3"),
+    "unknown_field": with_config(use_telepathy=True),
+    "unsupported_field": with_config(use_dora=True),
+    "wrong_type": with_config(r="8"),
+    "bad_value": with_config(r=0),
+    "bad_pattern": with_config(target_modules="(q_proj"),
+    "no_targets": with_config(target_modules=["query"]),
+    "weights_missing": with_tensors(None),
+    "pickle": leave_pickle,
+    "truncated": with_tensors(save(TENSORS)[:-64]),
+    "oversized_header": with_tensors(safetensors_with_header(b"{", length=2**60)),
+    "broken_safetensors": with_tensors(safetensors_with_header(b'{"a": nonsense}')),
+    "unknown_tensors": with_tensors(changed("base_model.model.extra", torch.ones(2))),
+    "incomplete_pair": with_tensors(without(FIRST_A)),
+    "wrong_shape": with_tensors(SECOND_BASE),
+    "wrong_rank": with_config(r=6),
+    "not_finite": with_tensors(changed(FIRST_A, NAN)),
+    "no_effect": with_tensors({name: torch.zeros_like(t) for name, t in TENSORS.items()}),
+}
+
+
+@pytest.mark.parametrize("code", BROKEN)
+def test_each_kind_of_broken_adapter_is_refused_for_its_own_reason(
+    code: str, base: Path, tmp_path: Path
+) -> None:
+    BROKEN[code](tmp_path / "adapter")
+    result = run_doctor(tmp_path / "adapter", base)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), "a traceback would have been shown"
+    assert f"REFUSED ({code}): " in result.stdout
+    assert "OK:" not in result.stdout
+
+
+def test_a_good_adapter_is_measured_and_described_in_json(base: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "good", lora_config_dict(), TENSORS)
+    result = run_doctor(folder, base, "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report["ok"] is True
+    assert report["base"] == "tiny-llama"
+    assert report["cid"].startswith("cidv1:sha256:")
+    assert report["tensors_used"] == len(TENSORS)
+    assert report["size_bytes"] == sum(tensor.nbytes for tensor in TENSORS.values())
+    assert {(module["rank"], module["scale"]) for module in report["modules"]} == {(4, 2.0)}
+    assert report["max_logit_change"] > 0
+
+
+def test_without_the_probe_the_base_needs_no_weights(base: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "tiny-llama"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((base / "config.json").read_bytes())
+    folder = write_adapter(tmp_path / "good", lora_config_dict(), TENSORS)
+    result = run_doctor(folder, bare, "--no-probe")
+    assert result.exit_code == 0, result.output
+    assert "not measured" in result.stdout
+    failed = run_doctor(folder, bare)
+    assert failed.exit_code == 1
+    assert "REFUSED (probe_failed): " in failed.stdout
+
+
+def test_refusal_in_json_is_the_only_thing_on_stdout(base: Path, tmp_path: Path) -> None:
+    result = run_doctor(tmp_path / "nothing", base, "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["ok"] is False
+    assert report["refusal"]["code"] == "not_found"
+
+
+def test_strict_base_turns_the_warning_into_a_refusal(base: Path, tmp_path: Path) -> None:
+    config = lora_config_dict(base_model_name_or_path="someone/other-model")
+    folder = write_adapter(tmp_path / "other", config, TENSORS)
+    lenient = run_doctor(folder, base, "--no-probe")
+    assert lenient.exit_code == 0
+    assert "warning: " in lenient.stdout
+    strict = run_doctor(folder, base, "--no-probe", "--strict-base")
+    assert strict.exit_code == 1
+    assert "REFUSED (other_base): " in strict.stdout
+
+
+def test_the_rank_cap_includes_its_limit(base: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "good", lora_config_dict(), TENSORS)
+    assert run_doctor(folder, base, "--no-probe", "--max-rank", "4").exit_code == 0
+    refused = run_doctor(folder, base, "--no-probe", "--max-rank", "3")
+    assert refused.exit_code == 1
+    assert "REFUSED (rank_over_cap): " in refused.stdout
+
+
+def write_unknown_architecture(path: Path) -> None:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"architectures": ["TelepathyForCausalLM"]}))
+
+
+BAD_MODELS: dict[str, Callable[[Path], object]] = {
+    "missing folder": lambda path: None,
+    "empty folder": lambda path: path.mkdir(),
+    "a file that is no model": lambda path: path.write_text("hello"),
+    "unknown architecture": write_unknown_architecture,
+}
+
+
+@pytest.mark.parametrize("kind", BAD_MODELS)
+def test_a_bad_model_path_is_named_without_a_traceback(kind: str, tmp_path: Path) -> None:
+    BAD_MODELS[kind](tmp_path / "model")
+    folder = write_adapter(tmp_path / "good", lora_config_dict(), TENSORS)
+    result = run_doctor(folder, tmp_path / "model")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "REFUSED (unsupported_model): " in result.stdout
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"GGUF" + b"\xff" * 64])
+def test_a_broken_gguf_file_is_named_without_a_traceback(content: bytes, tmp_path: Path) -> None:
+    model = tmp_path / "broken.gguf"
+    model.write_bytes(content)
+    folder = write_adapter(tmp_path / "good", lora_config_dict(), TENSORS)
+    result = run_doctor(folder, model)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "REFUSED (unsupported_model): " in result.stdout

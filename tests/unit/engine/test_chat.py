@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loramux.engine.chat import normalize_messages
+from loramux.errors import InvalidRequest
+
+
+def tool_call(arguments: Any) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": arguments}}],
+    }
+
+
+def test_text_parts_become_one_string() -> None:
+    """Catches a template that prints a Python list to the model."""
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "user", "content": parts, "name": "ann"}]
+    assert normalize_messages(messages) == [{"role": "user", "content": "one\ntwo", "name": "ann"}]
+    assert messages[0]["content"] is parts
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Bonn"}', {"city": "Bonn"}])
+def test_arguments_of_tool_calls_become_objects(arguments: Any) -> None:
+    """Catches a JSON string that a template would encode once more."""
+    (message,) = normalize_messages([tool_call(arguments)])
+    assert message["tool_calls"][0]["function"]["arguments"] == {"city": "Bonn"}
+    assert message["content"] is None
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "at least one"),
+        ("hello", "must be a list"),
+        ({"role": "user"}, "must be a list"),
+        ([{"content": "hello"}], r"messages\[0\] must be an object with a role"),
+        ([{"role": "user", "content": "hello"}, 3], r"messages\[1\]"),
+        ([{"role": "user"}], "has no content"),
+        ([{"role": "user", "content": 3}], "string or a list of parts"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "not text"),
+        ([tool_call("{")], "not JSON"),
+        ([{"role": "assistant", "tool_calls": ["weather"]}], "has no function"),
+    ],
+)
+def test_messages_that_no_template_could_read_are_refused(messages: Any, says: str) -> None:
+    """Catches an error from deep within a template, or an answer to an empty question."""
+    with pytest.raises(InvalidRequest, match=says) as refusal:
+        normalize_messages(messages)
+    assert refusal.value.param == "messages"

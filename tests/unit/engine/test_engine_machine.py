@@ -1,0 +1,118 @@
+"""Requests, aborts, stops and too little memory in any order: nothing is lost, ever."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from loramux.engine.engine import Engine
+from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
+from tests.engine_factory import make_engine, make_prompt, make_request
+from tests.model_factory import tiny_transformers_model
+
+NUM_ADAPTERS = 6
+
+
+def build() -> tuple[Engine, list[str]]:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    with tempfile.TemporaryDirectory() as folder:
+        # One page is 16 tokens; 24 pages are about three adapters and a few sequences.
+        engine = make_engine(
+            model,
+            Path(folder) / "model",
+            device_memory_bytes=24 * 2 * 16 * 2 * 16 * 4,
+            max_batch_tokens=24,
+            max_sequences=5,
+        )
+        cids = [
+            engine.register_adapter(
+                write_adapter(
+                    Path(folder) / str(seed),
+                    lora_config_dict(r=1 + seed, target_modules=["q_proj", "v_proj"]),
+                    lora_tensors(model.config, seed=seed, r=1 + seed),
+                )
+            ).cid
+            for seed in range(NUM_ADAPTERS)
+        ]
+    return engine, cids
+
+
+ENGINE, CIDS = build()
+
+
+class EngineMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = ENGINE
+        self.open: dict[str, int] = {}
+        self.count = 0
+
+    @rule(
+        length=st.integers(1, 90),
+        max_tokens=st.integers(0, 40),
+        n=st.integers(1, 3),
+        adapter=st.none() | st.integers(0, NUM_ADAPTERS - 1),
+    )
+    def add(self, length: int, max_tokens: int, n: int, adapter: int | None) -> None:
+        self.count += 1
+        name = str(self.count)
+        selection = () if adapter is None else ((CIDS[adapter], 1.0),)
+        prompt = make_prompt(length, seed=self.count)
+        self.engine.add(make_request(name, prompt, selection, max_tokens=max_tokens, n=n))
+        self.open[name] = n
+
+    @rule(times=st.integers(1, 5))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            for event in self.engine.step():
+                assert event.error is None
+                if event.finish_reason is not None:
+                    self.end_choice(event.request_id)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.open)))
+        self.engine.abort(name)
+        del self.open[name]
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), index=st.integers(0, 2))
+    def stop_string(self, data: st.DataObject, index: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.open)))
+        running = self.engine.scheduler.open_choices(name)
+        self.engine.finish(name, index)
+        if index in running:
+            self.end_choice(name)
+
+    def end_choice(self, name: str) -> None:
+        self.open[name] -= 1
+        if self.open[name] == 0:
+            del self.open[name]
+
+    @invariant()
+    def everything_is_accounted_for(self) -> None:
+        self.engine.check_integrity()
+
+    def teardown(self) -> None:
+        for _ in range(2000):
+            if not self.engine.has_work:
+                break
+            self.step(1)
+            self.engine.check_integrity()
+        assert not self.open, "a request never ended"
+        held = sum(len(r.page_ids) for r in self.engine.residency.resident.values())
+        assert self.engine.pages.num_free + held == self.engine.pages.num_pages
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=20,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestEngineMachine = EngineMachine.TestCase

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from loramux.memory.pages import PageAllocator
+
+
+def test_too_large_an_allocation_takes_nothing() -> None:
+    pages = PageAllocator(4)
+    assert pages.allocate(("kv", 1), 5) is None
+    assert pages.num_free == 4
+
+
+def test_a_page_cannot_be_released_by_a_stranger_or_twice() -> None:
+    pages = PageAllocator(4)
+    held = pages.allocate(("kv", 1), 2)
+    assert held is not None
+    with pytest.raises(AssertionError, match="belongs to"):
+        pages.release(("kv", 2), held)
+    pages.release(("kv", 1), held)
+    with pytest.raises(AssertionError, match="belongs to"):
+        pages.release(("kv", 1), held)
+
+
+def test_integrity_check_sees_a_forgotten_claim_and_a_double_claim() -> None:
+    pages = PageAllocator(4)
+    held = pages.allocate(("adapter", "x"), 2)
+    assert held is not None
+    pages.check_integrity({("adapter", "x"): held})
+    with pytest.raises(AssertionError, match="claims differ"):
+        pages.check_integrity({("adapter", "x"): held[:1]})
+    with pytest.raises(AssertionError, match="page"):
+        pages.check_integrity({("adapter", "x"): held, ("kv", 1): held[:1]})
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages = PageAllocator(16)
+        self.held: dict[tuple[str, int | str], list[int]] = {}
+
+    @rule(owner=st.integers(0, 5), count=st.integers(0, 9))
+    def allocate(self, owner: int, count: int) -> None:
+        free = self.pages.num_free
+        page_ids = self.pages.allocate(("kv", owner), count)
+        assert (page_ids is None) == (count > free)
+        self.held.setdefault(("kv", owner), []).extend(page_ids or [])
+
+    @rule(owner=st.integers(0, 5), keep=st.integers(0, 3))
+    def release(self, owner: int, keep: int) -> None:
+        held = self.held.get(("kv", owner), [])
+        self.pages.release(("kv", owner), held[keep:])
+        del held[keep:]
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        self.pages.check_integrity(self.held)
+
+
+TestAllocatorMachine = AllocatorMachine.TestCase

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import torch
+
+from loramux.memory.pool import KVGeometry, PagePool
+
+GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=1, head_dim=4, block_tokens=2)
+
+
+def make_pool(num_pages: int = 5) -> PagePool:
+    return PagePool(
+        num_pages=num_pages,
+        geometry=GEOMETRY,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def test_a_page_holds_the_keys_and_values_of_its_tokens_in_every_layer() -> None:
+    assert GEOMETRY.page_elements == 2 * 2 * 2 * 1 * 4
+    assert make_pool().page_bytes == GEOMETRY.page_elements * 4
+
+
+def test_a_buffer_comes_back_from_scattered_pages_and_neighbours_are_untouched() -> None:
+    pool = make_pool()
+    width = GEOMETRY.page_elements
+    buffer = torch.arange(2 * width + 3, dtype=torch.float32) + 1
+    pool.write([4, 0, 2], buffer)
+    out = torch.empty(3 * width)
+    pool.read([4, 0, 2], out)
+    assert torch.equal(out[: buffer.numel()], buffer)
+    assert not out[buffer.numel() :].any()
+    assert not pool.storage[[1, 3]].any()
+
+
+def test_whole_pages_only_and_less_than_a_page() -> None:
+    pool = make_pool()
+    width = GEOMETRY.page_elements
+    for size in (width, 5):
+        buffer = torch.rand(size)
+        pool.write([3], buffer)
+        out = torch.empty(width)
+        pool.read([3], out)
+        assert torch.equal(out[:size], buffer)
+
+
+def test_a_cleared_page_keeps_nothing_of_its_last_owner() -> None:
+    pool = make_pool()
+    pool.storage.fill_(float("nan"))
+    pool.clear([1, 3])
+    assert not pool.storage[[1, 3]].any()
+    assert pool.storage[[0, 2, 4]].isnan().all()
+
+
+def test_pages_for_elements_rounds_up() -> None:
+    pool = make_pool()
+    width = GEOMETRY.page_elements
+    assert [pool.pages_for_elements(n) for n in (1, width, width + 1)] == [1, 1, 2]
