@@ -39,3 +39,15 @@ class AdapterRefused(LoramuxError):
 
 class DoesNotFit(LoramuxError):
     """A request or an adapter that could never fit into the page pool, even if it were empty."""
+
+
+class EngineBusy(LoramuxError):
+    """The queue is full; the same request may be sent again after retry_after_s."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineStopped(LoramuxError):
+    """The engine died, hung or is shutting down; what had been answered so far is not complete."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,9 @@ def kept_by_transformers(logits: Tensor, params: SamplingParams) -> set[int]:
         warpers.append(TopPLogitsWarper(params.top_p))
     if params.min_p > 0:
         warpers.append(MinPLogitsWarper(params.min_p))
-    scores = warpers(torch.zeros(1, 0, dtype=torch.long), logits.unsqueeze(0).clone())
+    no_prompt: Any = torch.zeros(1, 0, dtype=torch.long)
+    one_row: Any = logits.unsqueeze(0).clone()
+    scores = warpers(no_prompt, one_row)
     return token_set(scores[0].isfinite())
 
 

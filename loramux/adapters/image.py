@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from loramux.errors import AdapterRefused
 from loramux.types import BaseModelInfo
 
 if TYPE_CHECKING:
@@ -137,4 +138,11 @@ def pack_adapter(
             a[:, piece.rank_start : piece.rank_start + piece.rank].copy_(module.a.t())
             b = buffer[piece.offset :][: piece.rank * piece.out_features]
             b.view(piece.rank, piece.out_features).copy_(module.b.t().float() * module.scale)
+    # Checked once, in the dtype that is served: a value that was finite may overflow in float16.
+    if not torch.isfinite(buffer.sum()) and not torch.isfinite(buffer).all():
+        raise AdapterRefused(
+            "overflow",
+            f"Its weights, times their scale, are too large for {dtype}.",
+            fix="Serve with dtype bfloat16 or float32.",
+        )
     return AdapterImage(cid=adapter.cid, layout=layout, buffer=buffer)

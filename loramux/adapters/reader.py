@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,19 +136,25 @@ def check_effect(modules: tuple[LoraModule, ...]) -> list[str]:
 
 
 def has_effect(module: LoraModule) -> bool:
-    """Some rank must be non-zero in both A and B. Refuses values that are not finite."""
-    a_rows = nonzero_ranks(module, module.a, features=1)
-    b_columns = nonzero_ranks(module, module.b, features=0)
-    return module.scale != 0 and bool((a_rows & b_columns).any())
+    """Refuses values that are not finite."""
+    nonzero = [has_nonzero(module, half) for half in ("a", "b")]
+    return module.scale != 0 and all(nonzero) and ranks_meet(module.a, module.b)
 
 
-def nonzero_ranks(module: LoraModule, tensor: torch.Tensor, *, features: int) -> torch.Tensor:
+def has_nonzero(module: LoraModule, half: str) -> bool:
     # One reduction answers both questions: NaN and infinity come through as an extreme.
-    low, high = torch.aminmax(tensor, dim=features)
-    if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
+    low, high = torch.aminmax(module.a if half == "a" else module.b)
+    if not math.isfinite(low.item()) or not math.isfinite(high.item()):
         raise AdapterRefused(
             RefusalCode.NOT_FINITE,
-            f"{module.target.path} has NaN or infinite values in lora_{'A' if features else 'B'}.",
+            f"{module.target.path} has NaN or infinite values in lora_{half.upper()}.",
             fix="The training diverged; give an earlier checkpoint.",
         )
-    return (low != 0) | (high != 0)
+    return low.item() != 0 or high.item() != 0
+
+
+def ranks_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Some rank is not zero in A nor in B; the first feature of each tells it nearly always."""
+    if bool(((a[:, 0] != 0) & (b[0] != 0)).any()):
+        return True
+    return bool((a.any(dim=1) & b.any(dim=0)).any())

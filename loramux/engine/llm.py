@@ -127,7 +127,8 @@ class LLM:
                 total=len(open_requests), disable=not show_progress, unit="request"
             ) as progress:
                 while self.engine.has_work:
-                    progress.update(self._step(open_requests))
+                    if num_done := self._step(open_requests):
+                        progress.update(num_done)
         finally:
             # An error or Ctrl-C must not leave the rest running in the next call.
             for request_id in open_requests:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from loramux.backend import Delta
 from loramux.engine.detokenizer import Detokenizer
 from loramux.engine.tokenizer import Tokenizer
 from loramux.types import (
@@ -14,22 +13,6 @@ from loramux.types import (
     TokenEvent,
     TokenLogprob,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What is new in one choice. Tokens whose text is held back come with the text."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    """The stop string, or the id of a stop token; None for an end-of-sequence token."""
-    stop_hit: bool = False
-    """A stop string ended the choice, and the scheduler does not know yet."""
-    error: str | None = None
 
 
 class OutputCollector:

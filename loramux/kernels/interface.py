@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -110,18 +110,18 @@ class AttendArgs:
 class AttentionKernels(Protocol):
     def plan(
         self, sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device
-    ) -> object:
+    ) -> Any:
         """Index tensors of a step, made once and used by every layer."""
         ...
 
-    def write_kv(self, storage: Tensor, plan: object, layer: int, k: Tensor, v: Tensor) -> None:
+    def write_kv(self, storage: Tensor, plan: Any, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores the step's keys and values in their pages.
 
         storage [pages, layers * 2 * block * kv heads * dim]   k, v [rows, kv heads, dim]
         """
         ...
 
-    def attend(self, storage: Tensor, plan: object, q: Tensor, args: AttendArgs) -> Tensor:
+    def attend(self, storage: Tensor, plan: Any, q: Tensor, args: AttendArgs) -> Tensor:
         """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V.
 
         q [rows, heads, dim] -> [rows, heads * dim]

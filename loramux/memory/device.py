@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
+
+import torch
+from torch import Tensor
 
 _DEFAULT_POOL_LIMIT = 4 * 2**30
 
@@ -13,3 +18,13 @@ def total_memory_bytes() -> int:
 
 def default_pool_bytes() -> int:
     return min(total_memory_bytes() // 4, _DEFAULT_POOL_LIMIT)
+
+
+def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU, memory that costs nothing until it is written, in huge pages where there are any."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

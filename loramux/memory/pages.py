@@ -40,7 +40,7 @@ class PageAllocator:
 
     def check_integrity(self, claims: Mapping[Owner, Iterable[int]]) -> None:
         """Every page is free or claimed, exactly once, by the owner that we have on record."""
-        claimed = {}
+        claimed: dict[int, Owner] = {}
         for owner, page_ids in claims.items():
             for page_id in page_ids:
                 assert page_id not in claimed, f"page {page_id}: {owner} and {claimed[page_id]}"

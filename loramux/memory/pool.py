@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from loramux.memory.device import zeros
+
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
@@ -38,7 +40,7 @@ class PagePool:
         self.num_pages = num_pages
         # Zeros, not empty: the tail of a KV page is read (and masked) before it is written, and
         # whatever bits lie there must be finite.
-        self.storage = torch.zeros(num_pages, geometry.page_elements, dtype=dtype, device=device)
+        self.storage = zeros((num_pages, geometry.page_elements), dtype=dtype, device=device)
 
     @property
     def page_bytes(self) -> int:

@@ -42,7 +42,7 @@ def model_digest(config_file: Path, weight_files: list[Path]) -> str:
 def read_sidecar(sidecar: Path) -> dict[str, Any]:
     try:
         remembered = json.loads(sidecar.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return {}
     return remembered if isinstance(remembered, dict) else {}
 

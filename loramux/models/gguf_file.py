@@ -65,6 +65,11 @@ MODEL_TENSORS = {
 LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
+class Metadata(dict[str, Any]):
+    def __missing__(self, key: str) -> Any:
+        raise UnsupportedModel(f"The GGUF file lacks {key}.")
+
+
 def converted_folder(path: Path, *, progress: Progress | None = None) -> Path:
     """The Hugging Face folder that holds this file's content; made if it is not there yet."""
     if not path.is_file():
@@ -96,7 +101,7 @@ def convert(path: Path, folder: Path, *, progress: Progress | None = None) -> No
     report = progress or (lambda stage, fraction: None)
     report(STAGE, 0.0)
     reader = open_gguf(path)
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    metadata = Metadata((name, field.contents()) for name, field in reader.fields.items())
     architecture = gguf_architecture(metadata)
     write_tokenizer(metadata, folder)
     names = {tensor.name: checkpoint_name(tensor.name) for tensor in reader.tensors}

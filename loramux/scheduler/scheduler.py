@@ -99,8 +99,8 @@ class Scheduler:
         planned: set[int] = set()
         for sequence in decoding + prefilling:
             budget -= self._plan_running(sequence, budget, chunks, planned)
-        while budget > 0 and (sequence := self._admit()) is not None:
-            budget -= self._plan_running(sequence, budget, chunks, planned)
+        while budget > 0 and (admitted := self._admit()) is not None:
+            budget -= self._plan_running(admitted, budget, chunks, planned)
         return StepPlan(chunks=tuple(chunks)) if chunks else None
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:

@@ -80,6 +80,6 @@ def test_a_blob_that_links_elsewhere_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_os_error_becomes_a_refusal() -> None:
-    with pytest.raises(AdapterRefused, match="x cannot be read: Permission denied"):
-        with refusing_os_errors(Path("x")):
-            raise PermissionError(13, "Permission denied")
+    expected = pytest.raises(AdapterRefused, match="x cannot be read: Permission denied")
+    with expected, refusing_os_errors(Path("x")):
+        raise PermissionError(13, "Permission denied")

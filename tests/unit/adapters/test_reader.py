@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.reader import read_adapter, short_name
+from loramux.adapters.reader import LoraModule, has_effect, read_adapter, short_name
 from loramux.errors import AdapterNotFound, AdapterRefused
 from tests.adapter_factory import (
     load_with_peft,
@@ -218,6 +218,23 @@ def test_one_value_that_is_not_finite_is_found(
     with pytest.raises(AdapterRefused, match=f"lora_{half}") as refused:
         read_adapter(tmp_path, BASE)
     assert refused.value.code == "not_finite"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("position", [0, 77_777, -1])
+def test_one_nan_in_a_large_tensor_is_found(dtype: torch.dtype, position: int) -> None:
+    """Large reductions are split between threads and vector lanes."""
+    a = torch.ones(16, 8192, dtype=dtype)
+    a.view(-1)[position] = math.nan
+    module = LoraModule(BASE.targets[0], 16, 16, 1.0, a, torch.ones(4, 16, dtype=dtype))
+    with pytest.raises(AdapterRefused, match="lora_A"):
+        has_effect(module)
+
+
+def test_an_effect_beyond_the_first_feature_is_seen() -> None:
+    a, b = torch.zeros(4, 32), torch.zeros(48, 4)
+    a[2, 5] = b[7, 2] = 1e-30
+    assert has_effect(LoraModule(BASE.targets[0], 4, 8, 2.0, a, b))
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -82,7 +82,8 @@ def test_chat_template_is_rendered_and_its_marks_are_tokens(tokenizer: Tokenizer
 def test_tools_and_tool_calls_reach_the_template(tokenizer: Tokenizer) -> None:
     """Catches arguments that the template sees as a string."""
     call = {"function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
-    messages = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    asked: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+    messages = [*MESSAGES, asked]
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     text = tokenizer.decode(tokenizer.apply_chat_template(messages, tools=tools))
     assert "[weather: Bonn]" in text

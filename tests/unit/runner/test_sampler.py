@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_a_row_alone_or_in_any_company_gives_the_same_token(
 
 def test_a_large_mixed_batch_equals_each_row_alone() -> None:
     """Catches a dependence on the batch that shows only at real sizes, past one slice of rows."""
-    kinds = [
+    kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.8},
         {"top_p": 0.9},
@@ -89,13 +90,13 @@ def test_a_large_mixed_batch_equals_each_row_alone() -> None:
 @pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.4}, {"top_k": 2, "top_p": 0.99}])
 @pytest.mark.parametrize("limit", [0, 1024])
 def test_of_equal_logits_the_first_ids_stay(
-    params: dict[str, float], limit: int, monkeypatch: pytest.MonkeyPatch
+    params: dict[str, Any], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a kept set that is too large, or left to how torch.topk breaks ties."""
     monkeypatch.setattr(sampler, "MAX_CANDIDATES", limit)
     monkeypatch.setattr(sampler, "NUCLEUS_CANDIDATES", 1 if limit == 0 else 256)
     logits = torch.tensor([-9.0, 1.0, -9.0, 1.0, 1.0, 1.0])
-    assert set(drawn(logits, SamplingParams(**params), 200)) == {1, 3}  # type: ignore[arg-type]
+    assert set(drawn(logits, SamplingParams(**params), 200)) == {1, 3}
 
 
 @pytest.mark.parametrize(
@@ -111,14 +112,14 @@ def test_of_equal_logits_the_first_ids_stay(
 )
 @pytest.mark.parametrize("noise", [0.0, 1 - 2.0**-53])
 def test_the_ends_of_the_noise_never_leave_the_kept_set(
-    params: dict[str, float], noise: float, monkeypatch: pytest.MonkeyPatch
+    params: dict[str, Any], noise: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a rounding at u = 0 or u = 1 that returns a forbidden token or one past the end."""
     monkeypatch.setattr(sampler, "uniform", lambda seed, step: noise)
     logits = random_logits(20, VOCAB, seed=8)
     logits[:, 0] = -math.inf
     logits[:, -1] = -math.inf
-    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    sampling = SamplingParams(**params)
     for i, token_id in enumerate(sample(logits, [row(sampling)] * 20).token_ids):
         assert token_id in kept_by_transformers(logits[i], sampling)
 
@@ -127,30 +128,30 @@ def test_the_ends_of_the_noise_never_leave_the_kept_set(
 @given(temperature=st.sampled_from([1e-3, 1e-8, 1e-40, 5e-324]), seed=st.integers(0, 99))
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 9}, {"min_p": 0.2}])
 def test_a_temperature_near_zero_is_greedy(
-    params: dict[str, float], temperature: float, seed: int
+    params: dict[str, Any], temperature: float, seed: int
 ) -> None:
     """Catches an overflow, or 0 / 0, where the temperature vanishes in float32."""
     logits = random_logits(4, VOCAB, seed=seed)
-    rows = [row(SamplingParams(temperature=temperature, **params), seed)] * 4  # type: ignore[arg-type]
+    rows = [row(SamplingParams(temperature=temperature, **params), seed)] * 4
     assert sample(logits, rows).token_ids == logits.argmax(dim=-1).tolist()
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-9}])
-def test_greedy_takes_the_first_of_equal_best_tokens(params: dict[str, float]) -> None:
+def test_greedy_takes_the_first_of_equal_best_tokens(params: dict[str, Any]) -> None:
     """Catches a maximum that is not argmax."""
     logits = torch.tensor([[0.0, 5.0, 1.0, 5.0, 5.0]]).repeat(3, 1)
-    rows = [row(SamplingParams(**params), seed) for seed in range(3)]  # type: ignore[arg-type]
+    rows = [row(SamplingParams(**params), seed) for seed in range(3)]
     assert sample(logits, rows).token_ids == [1, 1, 1]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}])
 def test_a_row_that_overflowed_does_not_touch_its_neighbours(
-    bad: float, params: dict[str, float]
+    bad: float, params: dict[str, Any]
 ) -> None:
     """Catches one NaN that fails, or changes, the whole batch."""
     logits = random_logits(3, VOCAB, seed=2)
-    rows = [row(SamplingParams(**params), seed) for seed in range(3)]  # type: ignore[arg-type]
+    rows = [row(SamplingParams(**params), seed) for seed in range(3)]
     expected = sample(logits, rows).token_ids
     logits[1] = bad
     found = sample(logits, rows).token_ids
@@ -183,10 +184,10 @@ def test_noise_is_uniform_over_seeds_and_over_steps(by_step: bool) -> None:
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.999}, {"top_k": 8}, {"min_p": 1e-6}])
-def test_draws_follow_the_distribution(params: dict[str, float]) -> None:
+def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     """Catches a temperature applied twice, or a bias towards an end of the vocabulary."""
     logits = torch.tensor([0.3, -1.0, 1.2, 0.0, -0.4, 0.9, 0.1, -0.7])
-    counts = drawn(logits, SamplingParams(temperature=0.7, **params), 6000)  # type: ignore[arg-type]
+    counts = drawn(logits, SamplingParams(temperature=0.7, **params), 6000)
     expected = ((logits / 0.7).softmax(dim=-1) * 6000).tolist()
     # 7 degrees of freedom: above 24.3 once in a thousand.
     assert chi_square([counts[i] for i in range(8)], expected) < 24.3

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -45,21 +47,21 @@ def test_the_kept_prefix_is_that_of_transformers(params: SamplingParams, seed: i
 
 @pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "min_p": 0.2}])
 def test_noise_walks_the_kept_tokens_in_the_order_of_the_vocabulary(
-    params: dict[str, float],
+    params: dict[str, Any],
 ) -> None:
     """Catches draws in the order of likelihood, which differ from those over all tokens."""
     logits = random_logits(1, VOCAB, seed=1, scale=1)[0]
-    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    sampling = SamplingParams(**params)
     tokens = comb(logits, sampling, 30)
     assert tokens == sorted(tokens)
     assert set(tokens) == kept_by_transformers(logits, sampling)
 
 
 @pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.3}, {"top_k": 3, "top_p": 0.5}])
-def test_of_equal_logits_the_first_ids_stay(params: dict[str, float]) -> None:
+def test_of_equal_logits_the_first_ids_stay(params: dict[str, Any]) -> None:
     """Catches a set that is left to how torch.topk breaks ties."""
     logits = torch.tensor([-9.0, 1.0, -9.0, 1.0, 1.0, 1.0, 1.0])
-    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    sampling = SamplingParams(**params)
     assert set(comb(logits, sampling, 4 if sampling.top_k > 0 else 6)) == {1, 3}
 
 

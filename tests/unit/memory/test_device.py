@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import resource
+
+import pytest
+import torch
+
+from loramux.memory.device import default_pool_bytes, total_memory_bytes, zeros
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_are_zero_writable_and_of_the_right_type(dtype: torch.dtype) -> None:
+    tensor = zeros((3, 5), dtype=dtype, device=CPU)
+    assert tensor.shape == (3, 5) and tensor.dtype == dtype and not tensor.any()
+    tensor[1] = 2
+    assert tensor.sum() == 10
+
+
+def test_a_pool_takes_no_memory_before_it_is_used() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pool = zeros((2**30,), dtype=torch.uint8, device=CPU)
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert pool.nbytes == 2**30 and grown_kib < 100 * 1024
+
+
+def test_the_default_pool_is_a_share_of_the_machine() -> None:
+    assert 0 < default_pool_bytes() <= total_memory_bytes() // 4
