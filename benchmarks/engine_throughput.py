@@ -48,9 +48,7 @@ def make_work(num_requests: int, num_input: int, num_output: int, vocab_size: in
     return Work(prompts=tokens.tolist(), num_output=num_output)
 
 
-def measure(
-    system: str, adapters: int, work: Work, run: Callable[[], list[list[int]]]
-) -> Row:
+def measure(system: str, adapters: int, work: Work, run: Callable[[], list[list[int]]]) -> Row:
     start = time.perf_counter()
     outputs = run()
     seconds = time.perf_counter() - start
@@ -61,12 +59,8 @@ def measure(
 
 def run_engine(llm: LLM, work: Work, folders: list[Path]) -> list[list[int]]:
     """Request i uses adapter i modulo their number; no folders: the base."""
-    adapters = [
-        LoRARequest(folder.name, i + 1, str(folder)) for i, folder in enumerate(folders)
-    ]
-    requests = [
-        adapters[i % len(adapters)] if adapters else None for i in range(len(work.prompts))
-    ]
+    adapters = [LoRARequest(folder.name, i + 1, str(folder)) for i, folder in enumerate(folders)]
+    requests = [adapters[i % len(adapters)] if adapters else None for i in range(len(work.prompts))]
     params = SamplingParams(temperature=0, max_tokens=work.num_output, ignore_eos=True)
     outputs = llm.generate(work.prompts, params, lora_request=requests, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]

@@ -47,7 +47,7 @@ class AdapterCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One prompt for the engine: tokenized, with its adapter resolved to a name of the backend's."""
+    """One prompt for the engine: tokenized, its adapter called by a name of the backend's."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -118,7 +118,7 @@ class TextCodec(Protocol):
 
 
 class Backend(Protocol):
-    """start() returns when the engine can answer, or raises; a failed job raises inside its iterator."""
+    """start() returns when the engine can answer, or raises; a failed job raises as it is read."""
 
     @property
     def health(self) -> Health: ...

@@ -1,4 +1,4 @@
-"""Settings of an engine: frozen, checked when made; "auto" is resolved into a new object, never in place."""
+"""Settings of an engine: frozen, and checked when made."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EngineConfig:
     """auto, bfloat16, float16 or float32; auto is float32 on a CPU without fast bfloat16."""
     device: str = "cpu"
     device_memory_bytes: int | None = None
-    """Size of the page pool that KV cache and adapters share; None: a quarter of the memory, 4 GiB at most."""
+    """The page pool of KV cache and adapters; None: a quarter of the memory, 4 GiB at most."""
     host_memory_bytes: int = 2**30
     """Adapters kept in host memory, packed and ready to copy into the pool."""
     max_batch_tokens: int = 512

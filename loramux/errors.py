@@ -1,4 +1,4 @@
-"""Every error that loramux raises on purpose. Lower layers raise them with their facts; edges map them."""
+"""Every error that loramux raises on purpose: raised below with its facts, mapped at the edges."""
 
 from __future__ import annotations
 

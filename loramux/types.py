@@ -1,4 +1,4 @@
-"""What the layers hand to each other. No torch here; what may cross a process is a msgspec struct."""
+"""What the layers hand to each other, without torch. What may cross a process is a struct."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class Chunk:
     """None: the prompt goes on in a later step."""
     prompt_logprobs: int | None = None
     next_prompt_token_ids: Sequence[int] = ()
-    """With prompt_logprobs: the token that truly follows each row (one fewer at the prompt's end)."""
+    """With prompt_logprobs: the token that follows each row (one fewer at the prompt's end)."""
 
 
 @dataclass(frozen=True, slots=True)

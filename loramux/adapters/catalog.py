@@ -60,20 +60,38 @@ class AdapterCatalog:
         signature = _signature(folder)
         with self._lock:
             seen = self._by_folder.get(folder)
-            if seen is not None and seen[0] == signature:
+            if seen is not None and seen[0] == signature and seen[1] in self._known:
                 return self._known[seen[1]]
-            adapter, image = self._read(folder)
-            known = KnownAdapter(
-                cid=adapter.cid,
-                folder=folder,
-                num_elements=image.layout.num_elements,
-                max_rank=image.layout.max_rank,
-                warnings=adapter.warnings,
-            )
+        # Outside the lock, so that a slow disk here never keeps load() waiting.
+        adapter, image = self._read(folder)
+        known = KnownAdapter(
+            cid=adapter.cid,
+            folder=folder,
+            num_elements=image.layout.num_elements,
+            max_rank=image.layout.max_rank,
+            warnings=adapter.warnings,
+        )
+        with self._lock:
             self._known[known.cid] = known
             self._by_folder[folder] = (signature, known.cid)
             self._keep(image)
-            return known
+        return known
+
+    def forget(self, cid: str) -> None:
+        """Drops all that is known of an adapter; unknown ids are fine."""
+        with self._lock:
+            self._known.pop(cid, None)
+            image = self._images.pop(cid, None)
+            if image is not None:
+                self._image_bytes -= image.num_bytes
+            for folder in [f for f, (_, known) in self._by_folder.items() if known == cid]:
+                del self._by_folder[folder]
+
+    def verify(self, cid: str) -> KnownAdapter:
+        """Reads the folder as if nothing were in memory; refuses if it holds another adapter."""
+        known = self.get(cid)
+        self._read_known(known)
+        return known
 
     def get(self, cid: str) -> KnownAdapter:
         try:
@@ -91,19 +109,23 @@ class AdapterCatalog:
                 self._images.move_to_end(cid)
                 return image
             known = self.get(cid)
-            adapter, image = self._read(known.folder)
-            if adapter.cid != cid:
-                raise AdapterRefused(
-                    "changed_on_disk",
-                    f"{known.folder} no longer holds {cid}: its files were replaced.",
-                    fix="Send the request again to use the new files.",
-                )
+            image = self._read_known(known)
             self._keep(image)
             return image
 
     @property
     def host_bytes(self) -> int:
         return self._image_bytes
+
+    def _read_known(self, known: KnownAdapter) -> AdapterImage:
+        adapter, image = self._read(known.folder)
+        if adapter.cid != known.cid:
+            raise AdapterRefused(
+                "changed_on_disk",
+                f"{known.folder} no longer holds {known.cid}: its files were replaced.",
+                fix="Send the request again to use the new files.",
+            )
+        return image
 
     def _read(self, folder: Path) -> tuple[CheckedAdapter, AdapterImage]:
         rules = self._rules

@@ -48,7 +48,7 @@ def sites_of(base: BaseModelInfo) -> tuple[Site, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SlicePlace:
-    """Where one projection's B stands: [rank, out] at `offset`, rows rank_start.. of the site's shrink."""
+    """One projection's B: [rank, out] at `offset`, for columns rank_start.. of x @ A."""
 
     offset: int
     rank: int
@@ -93,7 +93,7 @@ class AdapterImage:
 
 
 def plan_layout(sites: tuple[Site, ...], ranks: dict[tuple[int, str], int]) -> AdapterLayout:
-    """`ranks` holds (layer, projection) -> rank for what the adapter changes; the rest takes no room."""
+    """`ranks`: (layer, projection) -> rank of what the adapter changes; the rest takes no room."""
     places: dict[tuple[int, str], SitePlace] = {}
     key: list[tuple[int, str, tuple[int, ...]]] = []
     offset = 0

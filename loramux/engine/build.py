@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,8 +25,11 @@ from loramux.runner.runner import Runner
 from loramux.scheduler.scheduler import Scheduler
 
 
-def load_base(path: Path, config: EngineConfig) -> LoadedModel:
-    model = load_model(path, dtype=resolve_dtype(config.dtype, config.device), device=config.device)
+def load_base(
+    path: Path, config: EngineConfig, *, progress: Callable[[str, float], None] | None = None
+) -> LoadedModel:
+    dtype = resolve_dtype(config.dtype, config.device)
+    model = load_model(path, dtype=dtype, device=config.device, progress=progress)
     if config.pack_weights and not config.wants_reference_kernels:
         pack_linears(model.decoder, byte_limit=total_memory_bytes() // 4)
     return model
@@ -45,9 +49,7 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
     )
     catalog = AdapterCatalog(rules, host_memory_bytes=config.host_memory_bytes)
     residency = AdapterResidency(pool=pool, pages=pages, images=catalog)
-    scheduler = Scheduler(
-        _scheduler_config(model, config, pool), pages=pages, adapters=residency
-    )
+    scheduler = Scheduler(_scheduler_config(model, config, pool), pages=pages, adapters=residency)
     runner = Runner(
         decoder=model.decoder,
         site_names=tuple(site.name for site in sites),
@@ -88,15 +90,11 @@ def _make_pool(model: LoadedModel, config: EngineConfig) -> PagePool:
     )
 
 
-def _scheduler_config(
-    model: LoadedModel, config: EngineConfig, pool: PagePool
-) -> SchedulerConfig:
+def _scheduler_config(model: LoadedModel, config: EngineConfig, pool: PagePool) -> SchedulerConfig:
     wanted = config.max_model_len or model.config.max_position
     return SchedulerConfig(
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,
         block_tokens=config.block_tokens,
-        max_model_len=min(
-            wanted, model.config.max_position, pool.num_pages * config.block_tokens
-        ),
+        max_model_len=min(wanted, model.config.max_position, pool.num_pages * config.block_tokens),
     )

@@ -1,4 +1,4 @@
-"""One base model, many adapters, one batch: add requests, call step() until there is no more work."""
+"""One base model, many adapters, one batch: add requests, call step() while there is work."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from torch import Tensor
 
 from loramux.adapters.catalog import AdapterCatalog, KnownAdapter
-from loramux.errors import DoesNotFit
+from loramux.errors import DoesNotFit, InvalidRequest
 from loramux.memory.pages import PageAllocator
 from loramux.memory.residency import AdapterResidency
+from loramux.runner.penalties import check_logit_bias
 from loramux.runner.runner import Runner
 from loramux.scheduler.scheduler import Scheduler
 from loramux.types import Chunk, Request, Selection, StepPlan, TokenEvent
@@ -45,7 +46,24 @@ class Engine:
         """Checks an adapter and makes it known by its CID; refuses what must not be served."""
         return self.catalog.register(folder)
 
+    def forget_adapter(self, cid: str) -> bool:
+        """Frees all that an adapter holds; False: a sequence needs it, and nothing was done."""
+        if cid in self.scheduler.leases() or cid in self.scheduler.waiting_adapters():
+            return False
+        if cid in self.residency:
+            self.residency.evict(cid)
+        self.catalog.forget(cid)
+        return True
+
     def add(self, request: Request) -> None:
+        """Raises for what could not be computed: it would fail everybody's step."""
+        check_logit_bias(request.params, self.vocab_size)
+        for token_id in request.prompt_token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequest(
+                    f"Token id {token_id} is outside the vocabulary of {self.vocab_size}.",
+                    param="prompt",
+                )
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:

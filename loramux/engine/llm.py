@@ -1,4 +1,4 @@
-"""The engine for scripts and notebooks: `LLM(model).generate(prompts, params, lora_request=...)`."""
+"""The engine for scripts and notebooks: `LLM(model).generate(prompts, lora_request=...)`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class LLM:
-    """One base model in this process. `model` is a Hugging Face folder or a GGUF file; None: SmolLM2."""
+    """One base in this process. `model`: a Hugging Face folder or a GGUF file; None: SmolLM2."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers in the order of the prompts, all in one batch, each with its own adapter.
 
-        One params or lora_request holds for every prompt; a list has one for each, None being the base.
+        One params or lora_request holds for every prompt; a list has one for each, None: base.
         Nothing runs if any of it is refused.
         """
         batch = [prompts] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
@@ -84,9 +84,7 @@ class LLM:
             {"prompt_token_ids": self.tokenizer.apply_chat_template([dict(m) for m in talk])}
             for talk in conversations
         ]
-        return self.generate(
-            prompts, sampling_params, lora_request=lora_request, use_tqdm=use_tqdm
-        )
+        return self.generate(prompts, sampling_params, lora_request=lora_request, use_tqdm=use_tqdm)
 
     def _collector(
         self, prompt: Prompt, params: SamplingParams, adapter: LoRARequest | None
@@ -121,7 +119,6 @@ class LLM:
         open_requests = {collector.request.request_id: collector for collector in collectors}
         try:
             for collector in open_requests.values():
-                self._check_tokens(collector.request)
                 self.engine.add(collector.request)
             with tqdm(
                 total=len(open_requests), disable=not show_progress, unit="request"
@@ -146,15 +143,6 @@ class LLM:
                 self.engine.finish(event.request_id, event.index)
             num_done += collector.is_finished
         return num_done
-
-    def _check_tokens(self, request: Request) -> None:
-        limit = self.engine.vocab_size
-        for token_id in request.prompt_token_ids:
-            if not 0 <= token_id < limit:
-                raise InvalidRequest(
-                    f"Token id {token_id} is outside the vocabulary of {limit}.",
-                    param="prompt",
-                )
 
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -56,11 +56,14 @@ class _Choice:
             include_stop_str_in_output=params.include_stop_str_in_output,
         )
         self._num_sent = 0
+        self._prompt_logprobs: tuple[TokenLogprob, ...] | None = None
         self.output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
 
     def apply(self, event: TokenEvent) -> Delta | None:
         if self.output.finish_reason is not None:
             return None
+        if event.prompt_logprobs and self._request.params.prompt_logprobs is not None:
+            self._prompt_logprobs = tuple(event.prompt_logprobs)
         text = self._read(event)
         self.output.text += text
         stop_string = self._detokenizer.stopped_by
@@ -99,6 +102,7 @@ class _Choice:
     def _delta(self, text: str, *, stop_hit: bool, error: str | None) -> Delta:
         output, start = self.output, self._num_sent
         self._num_sent = len(output.token_ids)
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return Delta(
             index=output.index,
             text=text,
@@ -108,4 +112,5 @@ class _Choice:
             stop_reason=output.stop_reason,
             stop_hit=stop_hit,
             error=error,
+            prompt_logprobs=prompt_logprobs,
         )

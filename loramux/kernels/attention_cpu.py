@@ -25,18 +25,18 @@ class Group:
     starts: Tensor
     """[sequences] position of each sequence's first row."""
     page_rows: Tensor
-    """[sequences * pages] rows of the storage seen as [pages * layers * 2, block], for layer 0's keys."""
+    """[sequences * pages] layer 0's keys, as rows of the storage as [pages * layers * 2, block]."""
     num_tokens: int
     """Tokens that page_rows cover for each sequence."""
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
-    """Additive [sequences, 1, rows, tokens] by sliding window; None: causal from the first token."""
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    """Additive [sequences, 1, repeat * rows, tokens], by sliding window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     groups: tuple[Group, ...]
     write_rows: Tensor
-    """[rows] of the storage seen as [pages * layers * 2 * block, kv heads * dim], for layer 0's keys."""
+    """[rows] layer 0's keys, as rows of [pages * layers * 2 * block, heads * dim]."""
     layout: PagedLayout
 
 
@@ -75,9 +75,7 @@ def attend(storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> Tensor:
     return out
 
 
-def _attend_group(
-    storage: Tensor, plan: Plan, group: Group, q: Tensor, args: AttendArgs
-) -> Tensor:
+def _attend_group(storage: Tensor, plan: Plan, group: Group, q: Tensor, args: AttendArgs) -> Tensor:
     layout = plan.layout
     kv_heads, dim = layout.num_kv_heads, layout.head_dim
     num_sequences, rows = group.num_sequences, group.rows_each

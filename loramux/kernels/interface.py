@@ -1,4 +1,4 @@
-"""What the kernels take and give. Each op has a plain torch version that is the reference for the others."""
+"""What the kernels take and give. Each has a plain torch version that the others must equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LoraSlice:
-    """b [adapters, rank, out] adds to columns out_start.. of y, from columns rank_start.. of x @ a."""
+    """b [adapters, rank, out]: from columns rank_start.. of x @ a to columns out_start.. of y."""
 
     b: Tensor
     rank_start: int
@@ -70,7 +70,7 @@ class LoraKernels(Protocol):
     def cut_rows(self, segments: Sequence[Segment], num_slots: int) -> LoraRows: ...
 
     def add_lora(self, y: Tensor, x: Tensor, weights: LoraWeights, rows: LoraRows) -> None:
-        """y[i] += weight(i) * x[i] @ a[slot(i)] @ b[slot(i)]; rows without an adapter are untouched.
+        """y[i] += weight(i) * x[i] @ a[slot(i)] @ b[slot(i)]; other rows are untouched.
 
         y [rows, out]   x [rows, in]
         """
@@ -79,7 +79,7 @@ class LoraKernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """One sequence's part of a step: rows row_start.. are its tokens at positions position_start.."""
+    """One sequence in a step: rows row_start.. are its tokens at positions position_start.."""
 
     row_start: int
     num_rows: int

@@ -1,4 +1,4 @@
-"""Fast on a CPU: all adapters of a stack in two batched products a slice, true ranks, no weight copied."""
+"""Fast on a CPU: all adapters of a stack in batched products, at true ranks, no weight copied."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from loramux.kernels.interface import LoraRows, LoraWeights, Segment, StackedRows
 
-# Longer segments fill a matrix product by themselves, and padding the others to them would cost more.
+# Longer segments fill a matrix product by themselves; padding the others to them would cost more.
 _LONG_SEGMENT = 16
 
 

@@ -38,7 +38,7 @@ class LoraLinear(nn.Module):
 def attach(
     layers: Iterable[nn.Module], site_names: Iterable[str], kernels: LoraKernels
 ) -> LoraContext:
-    """Wraps layer.<site name> of each layer; the returned context says what the next forward adds."""
+    """Wraps layer.<site name> of each layer; the context says what the next forward adds."""
     context = LoraContext(kernels)
     names = tuple(site_names)
     for index, layer in enumerate(layers):

@@ -1,7 +1,7 @@
 """Weights of the batch's adapters side by side, so that one batched product serves them all.
 
 A CPU has no kernel that follows a table of pointers into the pool, so the adapters of the running
-batch are copied from their pages into stacks, once when they join. Adapters of one layout share a stack.
+batch are copied from their pages into stacks, once when they join; those of one layout share one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one place that asks the machine about its memory (and, with a GPU, the only user of torch.cuda)."""
+"""The one place that asks the machine about its memory, and the only one that may use CUDA."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def default_pool_bytes() -> int:
 
 
 def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU, memory that costs nothing until it is written, in huge pages where there are any."""
+    """On a CPU, memory that costs nothing until it is written, in huge pages where it can."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)

@@ -30,7 +30,7 @@ class KVGeometry:
 class PagePool:
     """storage [pages, elements]; a KV page is [layer][key, value][token][kv head][head dim].
 
-    Token-major inside a page, so that gathered pages of a sequence are one [tokens, heads, dim] array.
+    Token-major inside a page, so that gathered pages are one [tokens, heads, dim] array.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which adapters have their weights in pool pages: loaded on demand, least recently used leaves first."""
+"""Which adapters have their weights in pool pages: loaded on demand, oldest use leaves first."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class AdapterResidency:
         return self._pool.pages_for_elements(self._images.num_elements(cid))
 
     def acquire(self, cids: Iterable[str]) -> bool:
-        """Leases all of them, loading what is missing; False: no room now, and nothing was leased."""
+        """Leases all of them, loading what is missing; False: no room, and nothing was leased."""
         leased: list[str] = []
         for cid in cids:
             try:

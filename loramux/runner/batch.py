@@ -65,7 +65,7 @@ class PagedAttention:
         ]
         self._plan = kernels.plan(sequences, layout, pool.storage.device)
 
-    def attend(
+    def attend(  # noqa: PLR0913  (the decoder's protocol)
         self,
         layer: int,
         q: Tensor,
@@ -77,9 +77,7 @@ class PagedAttention:
         softcap: float | None,
     ) -> Tensor:
         self._kernels.write_kv(self._storage, self._plan, layer, k, v)
-        args = AttendArgs(
-            layer=layer, scale=scale, sliding_window=sliding_window, softcap=softcap
-        )
+        args = AttendArgs(layer=layer, scale=scale, sliding_window=sliding_window, softcap=softcap)
         return self._kernels.attend(self._storage, self._plan, q, args)
 
 

@@ -41,6 +41,10 @@ class Runner:
         return self._pool.storage.dtype
 
     @property
+    def pool_bytes(self) -> int:
+        return self._pool.storage.nbytes
+
+    @property
     def pool_address(self) -> int:
         return self._pool.storage.data_ptr()
 
@@ -102,9 +106,7 @@ class Runner:
                     logprobs[batch.chunks[i].sequence_id] = logprob
         return StepResult(token_ids, logprobs, self._prompt_logprobs(batch, hidden))
 
-    def _prompt_logprobs(
-        self, batch: StepBatch, hidden: Tensor
-    ) -> dict[int, list[TokenLogprob]]:
+    def _prompt_logprobs(self, batch: StepBatch, hidden: Tensor) -> dict[int, list[TokenLogprob]]:
         result = {}
         for i, chunk in enumerate(batch.chunks):
             if chunk.prompt_logprobs is None or not chunk.next_prompt_token_ids:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from itertools import count
 from typing import Protocol
@@ -32,8 +32,8 @@ class AdapterGate(Protocol):
 class Scheduler:
     """Continuous batching: every running sequence's next token first, then chunks of prompts.
 
-    First come, first served. When pages run out the newest running sequence gives its pages back and
-    is computed again later; the oldest always goes on, so the queue always drains.
+    First come, first served. When pages run out, the newest running sequence gives its pages back
+    and is computed again later; the oldest always goes on, so the queue always drains.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Scheduler:
         self._by_request[request.request_id] = choices
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request at once; its pages are free before the next step. Unknown ids are fine."""
+        """Forgets a request; its pages are free before the next step. Unknown ids are fine."""
         for sequence in list(self._by_request.get(request_id, {}).values()):
             self._drop(sequence)
 
@@ -138,11 +138,11 @@ class Scheduler:
             assert sequence.num_computed <= held, "computed tokens without a page"
 
     def leases(self) -> dict[str, int]:
-        leases: dict[str, int] = {}
-        for sequence in self._running:
-            for cid in sequence.cids:
-                leases[cid] = leases.get(cid, 0) + 1
-        return leases
+        """CID -> running sequences that use it."""
+        return dict(Counter(cid for s in self._running for cid in s.cids))
+
+    def waiting_adapters(self) -> dict[str, int]:
+        return dict(Counter(cid for s in self._waiting for cid in s.cids))
 
     def _check_length(self, request: Request) -> None:
         num_prompt = len(request.prompt_token_ids)
@@ -197,7 +197,7 @@ class Scheduler:
         return num_tokens
 
     def _reserve(self, sequence: Sequence, num_tokens: int, planned: set[int]) -> bool:
-        """Gives the sequence pages for num_tokens, at the cost of newer ones; False: it was the newest."""
+        """Pages for num_tokens, at the cost of newer sequences; False: it gave up its own."""
         missing = self._pages_for(num_tokens) - len(sequence.page_ids)
         if missing <= 0:
             return True
@@ -216,7 +216,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._free(sequence)
         sequence.restart()
-        # Victims are taken newest first, so pushing to the front keeps the queue in order of arrival.
+        # Victims are taken newest first, so the queue stays in order of arrival.
         self._waiting.appendleft(sequence)
         self.num_preemptions += 1
 
@@ -255,9 +255,7 @@ class Scheduler:
             )
         )
 
-    def _end(
-        self, sequence: Sequence, error: LoramuxError | None, reason: FinishReason
-    ) -> None:
+    def _end(self, sequence: Sequence, error: LoramuxError | None, reason: FinishReason) -> None:
         self._events.append(
             TokenEvent(
                 request_id=sequence.request.request_id,

@@ -30,7 +30,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "plain": {"r": 8, "target_modules": ["q_proj", "v_proj"]},
     "rslora": {"r": 8, "use_rslora": True, "target_modules": ALL_LINEAR},
     "rank pattern": {"r": 3, "rank_pattern": {"o_proj": 1}, "target_modules": ALL_LINEAR},
-    "alpha pattern": {"r": 8, "alpha_pattern": {"layers.1.mlp.up_proj": 32}, "target_modules": ALL_LINEAR},
+    "alpha pattern": {
+        "r": 8,
+        "alpha_pattern": {"layers.1.mlp.up_proj": 32},
+        "target_modules": ALL_LINEAR,
+    },
     "q only": {"r": 1, "lora_alpha": 2, "target_modules": ["q_proj"]},
     "all-linear": {"r": 8, "target_modules": "all-linear"},
     "regex": {"r": 3, "target_modules": r".*\.(k|up)_proj"},

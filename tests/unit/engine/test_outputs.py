@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from loramux.engine.outputs import Delta, OutputCollector
+from loramux.backend import Delta
+from loramux.engine.outputs import OutputCollector
 from loramux.engine.tokenizer import Tokenizer
 from loramux.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprob
 from tests.tokenizer_factory import save_byte_level
@@ -167,6 +168,16 @@ def test_prompt_logprobs_are_taken_once(tokenizer: Tokenizer) -> None:
     collector.apply(event(None, FinishReason.ABORT, prompt_logprobs=described))
     assert collector.output.prompt_logprobs == described
     assert make_collector(tokenizer).output.prompt_logprobs is None
+
+
+def test_prompt_logprobs_come_with_the_first_delta_of_a_choice(tokenizer: Tokenizer) -> None:
+    """Catches an echo whose logprobs are lost because the first token's text was held back."""
+    collector = make_collector(tokenizer, prompt_logprobs=0)
+    described = [TokenLogprob(6, -1.0, 1), TokenLogprob(7, -2.0, 3)]
+    head = tokenizer.encode("🚀")[0]
+    assert collector.apply(event(head, prompt_logprobs=described)) is None
+    deltas = [collector.apply(event(token_id)) for token_id in tokenizer.encode(" fox fox")]
+    assert [d.prompt_logprobs for d in deltas if d is not None] == [tuple(described), None]
 
 
 def test_an_error_reaches_the_stream(tokenizer: Tokenizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from loramux.models.layers import HeadNorm, Linear, RMSNorm, Rotary, inverse_frequencies, rotate_
 from loramux.models.rope import RopeConfig
@@ -15,6 +16,16 @@ def test_linear_with_bias_is_the_textbook_product() -> None:
     assert linear.bias is not None
     linear.bias.copy_(torch.tensor([10.0, 20.0]))
     assert linear(torch.tensor([[1.0, 1.0, 2.0]])).tolist() == [[19.0, 20.0]]
+
+
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_norm_on_cpu_equals_that_of_torch(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    norm = RMSNorm(96, eps=1e-3, dtype=torch.float32)
+    norm.weight.copy_(torch.randn(96, generator=generator))
+    rows = torch.randn(num_rows, 96, generator=generator) * 0.05
+    expected = F.rms_norm(rows, (96,), norm.weight, 1e-3)
+    torch.testing.assert_close(norm(rows), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_float32_norm_weight_is_not_rounded_on_bfloat16_rows() -> None:

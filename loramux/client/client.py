@@ -1,0 +1,185 @@
+"""The client for ordinary programs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from types import TracebackType
+from typing import Any, Self
+
+import httpx2
+
+from loramux.client import wire
+from loramux.client.errors import Retryable
+from loramux.client.replies import (
+    ChatChunk,
+    ChatReply,
+    CompletionChunk,
+    CompletionReply,
+    Detokenized,
+    HealthReply,
+    ModelCard,
+    ModelList,
+    Tokens,
+)
+from loramux.client.retry import RetryPolicy
+from loramux.client.stream import ChunkT, StreamReader
+from loramux.client.wire import Call, Messages, Prompt, Target
+
+
+class Client:
+    """Talks to one server. `**sampling` takes the fields of the HTTP API: temperature, seed, …
+
+    A refused request (429, 503, nobody listens) is sent again up to max_retries times. timeout_s
+    limits the wait for the next bytes, not the whole answer.
+    """
+
+    def __init__(
+        self,
+        base_url: str = wire.DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = wire.DEFAULT_TIMEOUT_S,
+        max_retries: int = 3,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.base_url = base_url
+        self._http = httpx2.Client(**wire.client_options(base_url, api_key, timeout_s))
+        self._retries = RetryPolicy(max_retries=max_retries)
+        self._sleep = sleep
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        adapters: Sequence[str] | None = None,
+        adapter_weights: Sequence[float] | None = None,
+        **sampling: Any,
+    ) -> ChatReply:
+        target = Target(model, adapters, adapter_weights)
+        call = wire.chat_call(messages, target, sampling, stream=False)
+        return wire.decode_answer(self._send(call), ChatReply)
+
+    def complete(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        adapters: Sequence[str] | None = None,
+        adapter_weights: Sequence[float] | None = None,
+        **sampling: Any,
+    ) -> CompletionReply:
+        target = Target(model, adapters, adapter_weights)
+        call = wire.completion_call(prompt, target, sampling, stream=False)
+        return wire.decode_answer(self._send(call), CompletionReply)
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        adapters: Sequence[str] | None = None,
+        adapter_weights: Sequence[float] | None = None,
+        **sampling: Any,
+    ) -> Generator[ChatChunk, None, None]:
+        """Raises at the end if the answer is not whole. Closing it early aborts the request."""
+        target = Target(model, adapters, adapter_weights)
+        call = wire.chat_call(messages, target, sampling, stream=True)
+        return self._stream(call, ChatChunk)
+
+    def stream_complete(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        adapters: Sequence[str] | None = None,
+        adapter_weights: Sequence[float] | None = None,
+        **sampling: Any,
+    ) -> Generator[CompletionChunk, None, None]:
+        """Raises at the end if the answer is not whole. Closing it early aborts the request."""
+        target = Target(model, adapters, adapter_weights)
+        call = wire.completion_call(prompt, target, sampling, stream=True)
+        return self._stream(call, CompletionChunk)
+
+    def models(self) -> list[ModelCard]:
+        """The base first, then its adapters."""
+        return list(wire.decode(self._send(wire.get("/v1/models")), ModelList).data)
+
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        model: str | None = None,
+        **options: Any,
+    ) -> Tokens:
+        call = wire.tokenize_call(prompt, messages, model, options)
+        return wire.decode(self._send(call), Tokens)
+
+    def detokenize(self, tokens: Sequence[int], *, model: str | None = None) -> str:
+        return wire.decode(self._send(wire.detokenize_call(tokens, model)), Detokenized).prompt
+
+    def health(self, *, deep: bool = False) -> HealthReply:
+        """Never retried, and 503 is an answer; `deep` really generates and loads an adapter."""
+        with wire.transport_errors(self.base_url):
+            response = self._http.send(self._request(wire.health_call(deep=deep)))
+        return wire.health_reply(response.status_code, response.content)
+
+    def _send(self, call: Call) -> bytes:
+        with closing(self._open(call)) as response, wire.transport_errors(self.base_url):
+            return response.read()
+
+    def _stream(self, call: Call, chunk_type: type[ChunkT]) -> Generator[ChunkT, None, None]:
+        reader = StreamReader(chunk_type, call.num_choices)
+        with (
+            closing(self._open(call)) as response,
+            wire.transport_errors(self.base_url, streaming=True),
+        ):
+            for event in httpx2.EventSource(response):
+                chunk = reader.read(event)
+                if chunk is not None:
+                    yield chunk
+                if reader.is_over:
+                    break
+        reader.check_complete()
+
+    def _open(self, call: Call) -> httpx2.Response:
+        """A good status; the body is still to be read, and after it nothing is retried."""
+        num_failures = 0
+        while True:
+            try:
+                return self._attempt(call)
+            except Retryable as error:
+                num_failures += 1
+                delay_s = self._retries.delay_s(num_failures, error)
+                if delay_s is None:
+                    raise
+            self._sleep(delay_s)
+
+    def _attempt(self, call: Call) -> httpx2.Response:
+        with wire.transport_errors(self.base_url):
+            response = self._http.send(self._request(call), stream=True)
+            if response.status_code == 200:
+                return response
+            with closing(response):
+                response.read()
+        raise wire.error_of(response)
+
+    def _request(self, call: Call) -> httpx2.Request:
+        return self._http.build_request(call.method, call.path, content=call.body)

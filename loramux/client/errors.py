@@ -1,0 +1,107 @@
+"""One exception for each way in which a request can fail; all are ClientError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from loramux.errors import LoramuxError
+
+
+class ClientError(LoramuxError):
+    """`status` is None when no HTTP answer came; `param` is the field that the server refused."""
+
+    def __init__(
+        self, message: str, *, status: int | None = None, param: str | None = None, body: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.body = body
+
+
+class Retryable(ClientError):
+    """Nothing was done for the request; the same one may succeed later."""
+
+    retry_after_s: float | None = None
+    """How long the server asked to wait."""
+
+
+class ConnectFailed(Retryable):
+    """No server listens there: it is down, restarting, or somewhere else."""
+
+
+class RateLimited(Retryable):
+    """429: too many requests wait already."""
+
+
+class Unavailable(Retryable):
+    """503: the server is up but its engine is not, or it is shutting down."""
+
+
+class BadRequest(ClientError):
+    """400, 422 and other 4xx: the request itself is wrong."""
+
+
+class NotAllowed(ClientError):
+    """401 and 403."""
+
+
+class NotFound(ClientError):
+    """404: no such model, adapter or route."""
+
+
+class ServerError(ClientError):
+    """5xx except 503."""
+
+
+class ConnectionLost(ClientError):
+    """The connection broke before the whole reply was here."""
+
+
+class TimedOut(ClientError):
+    """Nothing came for timeout_s."""
+
+
+class BadReply(ClientError):
+    """What came is not what this kind of server sends."""
+
+
+class StreamError(ClientError):
+    """The server ended the stream with an error; the text so far is not a whole answer."""
+
+
+class IncompleteStream(ClientError):
+    """The stream stopped without saying that it was over; the text so far is not a whole answer."""
+
+
+BY_STATUS: dict[int, type[ClientError]] = {
+    401: NotAllowed,
+    403: NotAllowed,
+    404: NotFound,
+    429: RateLimited,
+    503: Unavailable,
+}
+
+
+def error_for_status(status: int, body: str) -> ClientError:
+    kind = BY_STATUS.get(status)
+    if kind is None:
+        kind = BadRequest if 400 <= status < 500 else ServerError if status >= 500 else BadReply
+    message, param = read_error(body)
+    return kind(message or f"HTTP status {status}.", status=status, param=param, body=body)
+
+
+def read_error(body: str) -> tuple[str, str | None]:
+    """Message and field name out of OpenAI's error shape, FastAPI's, or plain text."""
+    try:
+        reply: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return body.strip()[:500], None
+    found = reply.get("error", reply.get("detail", reply)) if isinstance(reply, dict) else reply
+    if not isinstance(found, dict):
+        return str(found), None
+    message = found.get("message")
+    param = found.get("param")
+    return str(message if message is not None else found), None if param is None else str(param)

@@ -1,0 +1,142 @@
+"""What a server answers, as far as this client reads it; other fields are ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    message: Message
+    finish_reason: str
+    stop_reason: str | int | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    model: str
+    created: int = 0
+    choices: tuple[ChatChoice, ...]
+    usage: Usage | None = None
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].message.content or ""
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    text: str
+    finish_reason: str
+    stop_reason: str | int | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class CompletionReply(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    model: str
+    created: int = 0
+    choices: tuple[CompletionChoice, ...]
+    usage: Usage | None = None
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].text
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    delta: Message
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    model: str
+    created: int = 0
+    choices: tuple[ChatChunkChoice, ...]
+    usage: Usage | None = None
+    """With the last chunk, which has no choices."""
+
+    @property
+    def text(self) -> str:
+        """What is new in choice 0."""
+        return "".join(choice.delta.content or "" for choice in self.choices if choice.index == 0)
+
+
+class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    text: str
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    model: str
+    created: int = 0
+    choices: tuple[CompletionChunkChoice, ...]
+    usage: Usage | None = None
+    """With the last chunk, which has no choices."""
+
+    @property
+    def text(self) -> str:
+        """What is new in choice 0."""
+        return "".join(choice.text for choice in self.choices if choice.index == 0)
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    created: int = 0
+    owned_by: str | None = None
+    root: str | None = None
+    """Where the weights came from."""
+    parent: str | None = None
+    """The base, for an adapter."""
+    max_model_len: int | None = None
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.parent is not None
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    data: tuple[ModelCard, ...]
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: tuple[int, ...]
+    count: int
+    max_model_len: int | None = None
+    token_strs: tuple[str, ...] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
+    prompt: str
+
+
+class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Made by the client: the status counts, and the body differs between servers."""
+
+    is_healthy: bool
+    status: int
+    detail: dict[str, Any] = {}

@@ -1,0 +1,227 @@
+"""The engine process: `python -m loramux.engine.worker FD`. Its GIL is the step loop's."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from loramux.adapters.catalog import KnownAdapter
+from loramux.config import EngineConfig
+from loramux.engine.build import build_engine, load_base
+from loramux.engine.channel import EngineChannel
+from loramux.engine.engine import Engine
+from loramux.engine.messages import (
+    Abort,
+    AdapterFacts,
+    Add,
+    Answer,
+    Command,
+    Events,
+    Failed,
+    Finish,
+    Forget,
+    Heartbeat,
+    Progress,
+    Ready,
+    Refused,
+    Register,
+    Shutdown,
+    Snapshot,
+    Start,
+    Verify,
+    describe_error,
+)
+from loramux.errors import LoramuxError
+from loramux.models.loader import LoadedModel
+
+_HEARTBEAT_S = 0.5
+
+
+class Worker:
+    def __init__(self, engine: Engine, channel: EngineChannel, pulse: Pulse) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._pulse = pulse
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        # Reading and checking an adapter must not stop the step loop.
+        self._readers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
+        self._forgotten: set[str] = set()
+        self._num_steps = 0
+        self._is_open = True
+
+    def run(self) -> None:
+        threading.Thread(target=self._listen, daemon=True, name="commands").start()
+        while self._is_open:
+            self._obey_all()
+            if self._engine.has_work:
+                self._pulse.begin_step()
+                events = self._engine.step()
+                self._num_steps += 1
+                self._pulse.end_step()
+                self._free_forgotten()
+                self._channel.send(Events(events=events, snapshot=self._snapshot()))
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _listen(self) -> None:
+        command: Command | None = Shutdown()
+        while command is not None:
+            command = self._channel.receive()
+            self._inbox.put(command)
+
+    def _obey_all(self) -> None:
+        """Takes what has arrived; waits only when there is nothing to compute."""
+        while self._is_open:
+            try:
+                command = self._inbox.get(block=not self._engine.has_work)
+            except queue.Empty:
+                return
+            self._obey(command)
+
+    def _obey(self, command: Command | None) -> None:
+        match command:
+            case Add(request=request):
+                try:
+                    self._engine.add(request)
+                except LoramuxError as error:
+                    refusal = Refused(request_id=request.request_id, error=describe_error(error))
+                    self._channel.send(refusal)
+            case Abort(request_id=request_id):
+                self._engine.abort(request_id)
+            case Finish(request_id=request_id, index=index):
+                self._engine.finish(request_id, index)
+            case Register(call_id=call_id, path=path):
+                self._readers.submit(self._register, call_id, Path(path))
+            case Verify(call_id=call_id, cid=cid):
+                self._readers.submit(self._verify, call_id, cid)
+            case Forget(cid=cid):
+                self._forgotten.add(cid)
+                self._free_forgotten()
+            case _:
+                self._is_open = False
+
+    def _register(self, call_id: int, path: Path) -> None:
+        try:
+            known = self._engine.register_adapter(path)
+        except Exception as error:  # the caller must hear of it, whatever it is
+            self._channel.send(Answer(call_id=call_id, error=describe_error(error)))
+        else:
+            self._forgotten.discard(known.cid)
+            self._channel.send(Answer(call_id=call_id, adapter=self._facts(known)))
+
+    def _verify(self, call_id: int, cid: str) -> None:
+        try:
+            known = self._engine.catalog.verify(cid)
+        except Exception as error:  # the caller must hear of it, whatever it is
+            self._channel.send(Answer(call_id=call_id, error=describe_error(error)))
+        else:
+            self._channel.send(Answer(call_id=call_id, adapter=self._facts(known)))
+
+    def _free_forgotten(self) -> None:
+        self._forgotten = {cid for cid in self._forgotten if not self._engine.forget_adapter(cid)}
+
+    def _facts(self, known: KnownAdapter) -> AdapterFacts:
+        itemsize = self._engine.runner.dtype.itemsize
+        return AdapterFacts(
+            cid=known.cid,
+            path=str(known.folder),
+            rank=known.max_rank,
+            num_bytes=known.num_elements * itemsize,
+            warnings=known.warnings,
+        )
+
+    def _snapshot(self) -> Snapshot:
+        engine = self._engine
+        return Snapshot(
+            num_running=engine.scheduler.num_running,
+            num_waiting=engine.scheduler.num_waiting,
+            num_pages=engine.pages.num_pages,
+            num_free_pages=engine.pages.num_free,
+            num_preemptions=engine.scheduler.num_preemptions,
+            num_adapter_loads=engine.residency.num_loads,
+            num_adapter_evictions=engine.residency.num_evictions,
+            num_steps=self._num_steps,
+            resident_adapters=tuple(engine.residency.resident),
+            running_adapters=engine.scheduler.leases(),
+            waiting_adapters=engine.scheduler.waiting_adapters(),
+        )
+
+
+class Pulse:
+    """Says from a thread of its own that the process lives, and for how long its step has run."""
+
+    def __init__(self, channel: EngineChannel) -> None:
+        self._channel = channel
+        self._step_began: float | None = None
+        threading.Thread(target=self._beat, daemon=True, name="pulse").start()
+
+    def begin_step(self) -> None:
+        self._step_began = time.monotonic()
+
+    def end_step(self) -> None:
+        self._step_began = None
+
+    def _beat(self) -> None:
+        while True:
+            began = self._step_began
+            age = 0.0 if began is None else time.monotonic() - began
+            try:
+                self._channel.send(Heartbeat(step_age_s=age))
+            except OSError:
+                # The server is gone; the step loop learns it from its own end of file.
+                return
+            time.sleep(_HEARTBEAT_S)
+
+
+def serve(connection: socket.socket) -> int:
+    channel = EngineChannel(connection)
+    start = channel.receive()
+    if not isinstance(start, Start):
+        return 1
+    pulse = Pulse(channel)
+    try:
+        config = EngineConfig(**start.settings)
+
+        def report(what: str, share: float) -> None:
+            channel.send(Progress(what=what, share=share))
+
+        model = load_base(Path(start.model), config, progress=report)
+        engine = build_engine(model, config)
+        channel.send(_ready(model, engine, start.model))
+    except (LoramuxError, OSError, MemoryError) as error:
+        channel.send(Failed(error=describe_error(error)))
+        return 1
+    try:
+        Worker(engine, channel, pulse).run()
+    except BrokenPipeError:
+        # The server went away while we were answering.
+        return 1
+    return 0
+
+
+def _ready(model: LoadedModel, engine: Engine, path: str) -> Ready:
+    return Ready(
+        name=model.name,
+        path=path,
+        folder=str(model.tokenizer_folder),
+        digest=model.digest,
+        max_model_len=engine.scheduler.config.max_model_len,
+        vocab_size=engine.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        dtype=str(engine.runner.dtype).removeprefix("torch."),
+        pool_bytes=engine.runner.pool_bytes,
+    )
+
+
+if __name__ == "__main__":
+    # The server decides when to stop; a Ctrl-C in its terminal must not reach the engine first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    status = serve(socket.socket(fileno=int(sys.argv[1])))
+    # Daemon threads may still hold the socket; there is nothing left to clean up.
+    os._exit(status)

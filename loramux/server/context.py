@@ -1,0 +1,53 @@
+"""What every route needs: the engine, the options, the counters."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from loramux.backend import Backend, Health
+from loramux.errors import EngineStopped
+from loramux.metrics import Metrics
+
+_NOT_READY = {
+    Health.STARTING: "The engine is starting: ask again in a moment.",
+    Health.RESTARTING: "The engine stopped and is being started again: ask again in a moment.",
+    Health.DRAINING: "The server is shutting down and takes no new requests.",
+    Health.STOPPED: "The engine has stopped.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    served_model_names: tuple[str, ...] = ()
+    """Names of the base; the first is the one that answers show. Empty: its own name."""
+    max_body_bytes: int = 32 * 2**20
+    """A larger request body is refused without being read."""
+    max_choices: int = 1024
+    """Prompts of one request times its n."""
+    cors_origins: tuple[str, ...] = ()
+    """Web origins whose pages may call this server; "*" for any."""
+    probe_timeout_s: float = 30.0
+    """What a deep health check may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    backend: Backend
+    options: ServerOptions
+    metrics: Metrics
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        return self.options.served_model_names or (self.backend.card.name,)
+
+    @property
+    def fingerprint(self) -> str:
+        digest = self.backend.card.digest.rpartition(":")[2]
+        return f"fp_{digest[:12]}"
+
+    def require_ready(self) -> None:
+        health = self.backend.health
+        if health is not Health.READY:
+            raise EngineStopped(_NOT_READY[health])

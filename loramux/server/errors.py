@@ -1,0 +1,132 @@
+"""One table from errors to HTTP, and OpenAI's shape for all of them."""
+
+from __future__ import annotations
+
+import math
+from http import HTTPStatus
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from loramux.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    DoesNotFit,
+    EngineBusy,
+    EngineStopped,
+    InvalidRequest,
+    LoramuxError,
+)
+from loramux.wire import ErrorBody, ErrorInfo
+
+
+class NotServed(LoramuxError):
+    """The request names a model or an adapter that is not here."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class BodyTooLarge(LoramuxError):
+    """The request's body is over the limit."""
+
+
+class NotJson(LoramuxError):
+    """The request's body is declared to be something else than JSON."""
+
+
+HTTP_STATUS: dict[type[LoramuxError], int] = {
+    InvalidRequest: 400,
+    DoesNotFit: 400,
+    NotServed: 404,
+    AdapterNotFound: 404,
+    BodyTooLarge: 413,
+    NotJson: 415,
+    AdapterRefused: 422,
+    EngineBusy: 429,
+    EngineStopped: 503,
+    LoramuxError: 500,
+}
+
+ERROR_TYPE = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "PayloadTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+CLIENT_GONE_STATUS = 499
+RESTART_RETRY_AFTER_S = 2.0
+
+
+def error_info(error: Exception) -> ErrorInfo:
+    """What a client may know of an error; the text of an unforeseen one stays in the log."""
+    if isinstance(error, LoramuxError):
+        status = next(HTTP_STATUS[kind] for kind in type(error).__mro__ if kind in HTTP_STATUS)
+        return _info(status, str(error), getattr(error, "param", None))
+    if isinstance(error, HTTPException):
+        return _info(error.status_code, str(error.detail))
+    return _info(500, "The server failed on this request; its log has the reason.")
+
+
+def error_response(error: Exception) -> Response:
+    info = error_info(error)
+    headers = dict(getattr(error, "headers", None) or {})
+    retry_after_s = _retry_after_s(error)
+    if retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    return Response(
+        msgspec.json.encode(ErrorBody(error=info)),
+        status_code=info.code,
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    for kind in (LoramuxError, HTTPException, Exception):
+        app.add_exception_handler(kind, _handle)
+    app.add_exception_handler(RequestValidationError, _handle_validation)
+    app.add_exception_handler(ClientDisconnect, _handle_client_gone)
+
+
+async def _handle(request: Request, error: Exception) -> Response:
+    response = error_response(error)
+    # Unforeseen errors are answered outside all middleware.
+    request_id = getattr(request.state, "request_id", None)
+    if request_id is not None and not isinstance(error, (LoramuxError, HTTPException)):
+        response.headers["x-request-id"] = request_id
+    return response
+
+
+async def _handle_validation(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"][1:])
+    return error_response(InvalidRequest(f"{param}: {first['msg']}", param=param))
+
+
+async def _handle_client_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads it; access logs show the status."""
+    return Response(status_code=CLIENT_GONE_STATUS)
+
+
+def _info(status: int, message: str, param: str | None = None) -> ErrorInfo:
+    kind = ERROR_TYPE.get(status, HTTPStatus(status).phrase.replace(" ", "") + "Error")
+    return ErrorInfo(message=message, type=kind, param=param, code=status)
+
+
+def _retry_after_s(error: Exception) -> float | None:
+    if isinstance(error, EngineBusy):
+        return error.retry_after_s
+    return RESTART_RETRY_AFTER_S if isinstance(error, EngineStopped) else None

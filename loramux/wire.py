@@ -1,0 +1,236 @@
+"""JSON bodies as they travel between server and clients: OpenAI's shapes with vLLM's additions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+class StreamOptions(Struct, kw_only=True):
+    include_usage: bool | None = None
+    """Send one more chunk before the end, with usage and no choices."""
+    continuous_usage_stats: bool | None = None
+    """With include_usage: put the usage so far into every chunk."""
+
+
+class GenerationRequest(Struct, kw_only=True):
+    """What both generating routes take. Absent and null mean the default; unknown fields are ignored."""
+
+    model: str | None = None
+    """The base's name or an adapter's; absent: the base."""
+    adapters: list[str] | None = None
+    """Adapters by name, whatever `model` says; an empty list is the base."""
+    adapter_weights: list[float] | None = None
+    """One factor per entry of `adapters`; absent: 1.0 each."""
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    """Another name of max_tokens; wins when both are given."""
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    """Token id (as a string) -> number added to its logit, in [-100, 100]."""
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    """A text, token ids, or a list of either."""
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class Usage(Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopLogprob(Struct, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(Struct, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, kw_only=True):
+    content: list[ChatTokenLogprob]
+
+
+class ChatMessage(Struct, kw_only=True):
+    role: str = "assistant"
+    content: str | None = None
+
+
+class ChatChoice(Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str
+    stop_reason: int | str | None = None
+    """The stop string or the id of the stop token that ended it."""
+
+
+class ChatCompletion(Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(Struct, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None | UnsetType = UNSET
+
+
+class ChatChunk(Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType = UNSET
+
+
+class CompletionLogprobs(Struct, kw_only=True):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None | UnsetType = UNSET
+
+
+class Completion(Struct, kw_only=True):
+    """A whole answer, and also one chunk of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType = UNSET
+
+
+class ErrorInfo(Struct, kw_only=True):
+    message: str
+    type: str
+    param: str | None = None
+    """The field of the request that is at fault."""
+    code: int
+    """The HTTP status; in a stream, the one it would have had."""
+
+
+class ErrorBody(Struct, kw_only=True):
+    error: ErrorInfo
+
+
+class ModelEntry(Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "loramux"
+    root: str | None
+    """Where its files are."""
+    parent: str | None
+    """The base of an adapter."""
+    max_model_len: int | None
+
+
+class ModelList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelEntry]
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """Either prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    """For a prompt; true unless said otherwise."""
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeAnswer(Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeAnswer(Struct, kw_only=True):
+    prompt: str
+
+
+class HealthReport(Struct, kw_only=True):
+    status: str
+    """starting, ready, restarting, draining, stopped; failing when a deep check failed."""
+    restarts: int
+    """How often the engine had to be started again."""
+    running: int
+    waiting: int
+    checks: dict[str, float] | UnsetType = UNSET
+    """Of a deep check: seconds that each thing took."""
+    failure: str | UnsetType = UNSET
+    """Why a deep check failed."""
+
+
+class VersionReport(Struct, kw_only=True):
+    version: str
