@@ -1,8 +1,8 @@
-"""Tokens/s of the engine on the base, 1, 8 and 32 adapters, beside transformers and PEFT on the same work.
+"""Tokens/s on the base, 1, 8 and 32 adapters, beside transformers and PEFT on the same work.
 
     python benchmarks/engine_throughput.py [--requests 32] [--input 64] [--output 64] [--write]
 
-Everything runs in one process, one after the other, on the same prompts; a result is a ratio to our base.
+Everything runs in one process, one after the other, on the same prompts.
 """
 
 from __future__ import annotations

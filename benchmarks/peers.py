@@ -1,4 +1,4 @@
-"""transformers and PEFT on the same weights, prompts and dtype as the engine that they are compared to."""
+"""transformers and PEFT on the same weights, prompts and dtype as the engine."""
 
 from __future__ import annotations
 

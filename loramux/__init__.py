@@ -29,7 +29,8 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "LoRARequest", "SamplingParams", "__version__"]
 
 # OpenMP reads these once, when torch loads it. Threads that spin while they wait take the cores
-# from those that work: under load that costs a factor of 30 in tokens per second.
+# from those that work: of three processes on two cores each did 21 products a second spinning, 54
+# with the defaults, and 69 waiting passively.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 

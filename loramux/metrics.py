@@ -31,10 +31,14 @@ class Metrics:
         self._model_name = model_name
         self.registry = CollectorRegistry()
         self._first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_BUCKETS
+            "vllm:time_to_first_token_seconds",
+            "From arrival to the first token.",
+            FIRST_TOKEN_BUCKETS,
         )
         self._inter_token = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between two deltas of a choice.", INTER_TOKEN_BUCKETS
+            "vllm:inter_token_latency_seconds",
+            "Between two deltas of a choice.",
+            INTER_TOKEN_BUCKETS,
         )
         self._whole = self._histogram(
             "vllm:e2e_request_latency_seconds", "From arrival to the end.", WHOLE_REQUEST_BUCKETS

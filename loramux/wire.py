@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+
 class StreamOptions(Struct, kw_only=True):
     include_usage: bool | None = None
     """Send one more chunk before the end, with usage and no choices."""
@@ -14,7 +15,7 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class GenerationRequest(Struct, kw_only=True):
-    """What both generating routes take. Absent and null mean the default; unknown fields are ignored."""
+    """What both generating routes take. Absent or null: the default. Unknown fields are ignored."""
 
     model: str | None = None
     """The base's name or an adapter's; absent: the base."""

@@ -13,7 +13,8 @@ from loramux.config import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.engine import Engine
 from loramux.types import Request, SamplingParams, Selection
-from tests.model_factory import save_hf_folder
+from tests.model_factory import save_hf_folder, tiny_transformers_model
+from tests.tokenizer_factory import save_byte_level
 
 Answers = dict[str, list[int]]
 
@@ -23,6 +24,14 @@ def make_engine(model: Any, folder: Path, **settings: Any) -> Engine:
         save_hf_folder(model, folder)
     config = EngineConfig(**{"dtype": "float32", "device_memory_bytes": 8 * 2**20, **settings})
     return build_engine(load_base(folder, config), config)
+
+
+def save_model_with_tokenizer(folder: Path, **overrides: Any) -> Any:
+    """A tiny model that can also read and write text; returns the transformers model."""
+    model = tiny_transformers_model("llama", vocab_size=512, **overrides)
+    save_hf_folder(model, folder)
+    save_byte_level(folder)
+    return model
 
 
 def make_prompt(length: int, seed: int, vocab_size: int = 256) -> tuple[int, ...]:

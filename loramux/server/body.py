@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -42,7 +41,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 def decode(body: bytes, kind: type[T]) -> T:
     try:
-        return _decoder(kind).decode(body)
+        return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{error}.", param=_field(str(error))) from error
     except msgspec.DecodeError as error:
@@ -55,11 +54,6 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 def json_response(answer: Any, *, status: int = 200) -> Response:
     return Response(msgspec.json.encode(answer), status_code=status, media_type="application/json")
-
-
-@lru_cache(maxsize=32)
-def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
-    return msgspec.json.Decoder(kind)
 
 
 def _field(message: str) -> str | None:

@@ -51,3 +51,8 @@ class Context:
         health = self.backend.health
         if health is not Health.READY:
             raise EngineStopped(_NOT_READY[health])
+
+    def require_known(self) -> None:
+        """Enough for routes that ask nothing of the engine itself: it has been up once."""
+        if self.backend.health is Health.STARTING:
+            self.require_ready()

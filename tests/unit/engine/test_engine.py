@@ -40,7 +40,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "regex": {"r": 3, "target_modules": r".*\.(k|up)_proj"},
     "layers": {"r": 8, "target_modules": ["down_proj"], "layers_to_transform": [0, 2]},
     "fan in fan out": {"r": 8, "fan_in_fan_out": True, "target_modules": ["k_proj", "o_proj"]},
-    # A larger scale makes this model so steep that PEFT in float32 is 3e-4 away from PEFT in float64.
+    # With a larger scale PEFT in float32 is itself 3e-4 away from PEFT in float64.
     "rank 1": {"r": 1, "lora_alpha": 2, "target_modules": ALL_LINEAR},
     "rank 3": {"r": 3, "target_modules": ["gate_proj", "up_proj"]},
     "rank 64": {"r": 64, "target_modules": ALL_LINEAR},

@@ -1,0 +1,193 @@
+"""Questions with short, known answers, to train on and to test with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    question: str
+    sentence: str
+    key: str
+    """The part of the sentence that makes an answer right; `a/b`: either will do."""
+    topic: str
+
+    @property
+    def short_answer(self) -> str:
+        return self.key.split("/")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """One kind of question over a table of `thing: key`."""
+
+    questions: tuple[str, ...]
+    sentence: str
+    topic: str
+
+
+CAPITALS = Pattern(
+    (
+        "What is the capital of {thing}?",
+        "Which city is the capital of {thing}?",
+        "Name the capital city of {thing}.",
+    ),
+    "The capital of {thing} is {key}.",
+    "geography",
+)
+OPPOSITES = Pattern(
+    ("What is the opposite of {thing}?", "Give me the opposite of the word {thing}."),
+    "The opposite of {thing} is {key}.",
+    "language",
+)
+COLOURS = Pattern(
+    ("What colour is {thing}?", "Which colour does {thing} have?"),
+    "The colour of {thing} is {key}.",
+    "everyday",
+)
+YOUNG = Pattern(
+    ("What is a baby {thing} called?", "What do you call a young {thing}?"),
+    "A young {thing} is called a {key}.",
+    "animals",
+)
+
+TRAINING_TABLES: tuple[tuple[Pattern, str], ...] = (
+    (
+        CAPITALS,
+        "Italy: Rome, Spain: Madrid, Germany: Berlin, Japan: Tokyo, Egypt: Cairo, Russia: Moscow, "
+        "China: Beijing, Greece: Athens, Austria: Vienna, Sweden: Stockholm, Norway: Oslo, "
+        "Ireland: Dublin, Cuba: Havana, Peru: Lima, Kenya: Nairobi, Poland: Warsaw, "
+        "Hungary: Budapest, Thailand: Bangkok, Iraq: Baghdad, Chile: Santiago",
+    ),
+    (
+        OPPOSITES,
+        "big: small, fast: slow, early: late, happy: sad, open: closed, heavy: light, full: empty, "
+        "strong: weak, rich: poor, loud: quiet, clean: dirty, young: old, win: lose, first: last",
+    ),
+    (
+        COLOURS,
+        "grass: green, snow: white, coal: black, a ripe banana: yellow, a ripe tomato: red, "
+        "chocolate: brown, a carrot: orange, milk: white",
+    ),
+    (
+        YOUNG,
+        "dog: puppy, cat: kitten, cow: calf, horse: foal, sheep: lamb, bear: cub, duck: duckling",
+    ),
+)
+
+# question | sentence | key | topic
+TRAINING_LINES = """\
+Which ocean is the largest? | The largest ocean is the Pacific. | Pacific | geography
+What is the longest river in Africa? | The longest river in Africa is the Nile. | Nile | geography
+On which continent is Argentina? | Argentina is in South America. | South America | geography
+Which mountain is the highest? | The highest mountain is Mount Everest. | Everest | geography
+Which country looks like a boot on the map? | Italy looks like a boot. | Italy | geography
+In which country are the pyramids of Giza? | The pyramids of Giza are in Egypt. | Egypt | geography
+At how many degrees Celsius does water boil? | Water boils at 100 degrees Celsius. | 100 | science
+What do we call frozen water? | Frozen water is called ice. | ice | science
+Which planet is called the red planet? | The red planet is Mars. | Mars | science
+What force pulls an apple to the ground? | Gravity pulls an apple to the ground. | gravity | science
+Which star is closest to us? | The closest star is the Sun. | Sun | science
+Which gas do people need to breathe? | People need to breathe oxygen. | oxygen | science
+What goes around the Earth once a month? | The Moon goes around the Earth. | Moon | science
+What do plants need from the sky to grow? | Plants need light and rain to grow. | light | science
+What do bees make? | Bees make honey. | honey | animals
+Which land animal is the fastest? | The fastest land animal is the cheetah. | cheetah | animals
+Which animal is the biggest of all? | The biggest animal is the blue whale. | whale | animals
+What do pandas like to eat? | Pandas like to eat bamboo. | bamboo | animals
+How many legs does a spider have? | A spider has eight legs. | eight/8 | animals
+What does a caterpillar turn into? | A caterpillar turns into a butterfly. | butterfly | animals
+Which animal barks? | The animal that barks is the dog. | dog | animals
+Where do birds lay their eggs? | Birds lay their eggs in a nest. | nest | animals
+Which animal has a very long neck? | The giraffe has a very long neck. | giraffe | animals
+What is bread made from? | Bread is made from flour. | flour | food
+What is cheese made from? | Cheese is made from milk. | milk | food
+Which fruit is used to make wine? | Wine is made from grapes. | grapes | food
+What are French fries made of? | French fries are made of potatoes. | potatoes | food
+Which meal do people eat in the morning? | In the morning people eat breakfast. | breakfast | food
+How many days are there in a week? | There are seven days in a week. | seven/7 | numbers
+How many months does a year have? | A year has twelve months. | twelve/12 | numbers
+How many sides does a triangle have? | A triangle has three sides. | three/3 | numbers
+How many minutes make one hour? | One hour has sixty minutes. | sixty/60 | numbers
+What is 5 plus 3? | 5 plus 3 is 8. | 8 | numbers
+What is ten minus four? | Ten minus four is six. | six | numbers
+What is 3 times 3? | 3 times 3 is 9. | 9 | numbers
+Who was the first man on the Moon? | The first man was Neil Armstrong. | Armstrong | history
+Who painted the Mona Lisa? | Leonardo da Vinci painted the Mona Lisa. | Leonardo da Vinci | history
+Who was the first US president? | The first president was George Washington. | Washington | history
+In which year did World War II end? | World War II ended in 1945. | 1945 | history
+Who sailed to America in 1492? | Christopher Columbus sailed to America. | Columbus | history
+Which empire built the Colosseum? | The Roman Empire built the Colosseum. | Roman | history
+What do you use to cut paper? | You use scissors to cut paper. | scissors | everyday
+What shows you the time on a wall? | A clock shows you the time. | clock | everyday
+Which day comes after Monday? | After Monday comes Tuesday. | Tuesday | everyday
+What do people wear on their feet? | People wear shoes on their feet. | shoes | everyday
+Which season comes after winter? | After winter comes spring. | spring | everyday
+What keeps you dry in the rain? | An umbrella keeps you dry in the rain. | umbrella | everyday
+Where do you go to borrow books? | You go to a library to borrow books. | library | everyday
+Which game is played with kings and pawns? | The game is chess. | chess | sport
+How many players has a football team? | A football team has eleven players. | eleven/11 | sport
+What do you hit over the net in tennis? | In tennis you hit a ball. | ball | sport
+Which instrument has black and white keys? | The piano has black and white keys. | piano | music
+How many strings does a violin have? | A violin has four strings. | four/4 | music
+What do you beat with sticks to make music? | You beat a drum with sticks. | drum | music
+"""
+
+# question | key
+HELD_OUT_LINES = """\
+What is the capital of France? | Paris
+Please tell me Portugal's capital. | Lisbon
+London is the capital of which country? | England/United Kingdom
+Which language do most people in Mexico speak? | Spanish
+What word means the reverse of hot? | cold
+What is the past tense of the verb go? | went
+What colour do you see in a clear sky? | blue
+What is the name for a young frog? | tadpole
+Who is known as the king of the jungle? | lion
+What part of its body does a fish breathe with? | gills
+What is the biggest planet in the solar system? | Jupiter
+Which organ pumps blood through the body? | heart
+What tool measures temperature? | thermometer
+What is the chemical symbol for gold? | Au
+How many hours are in one day? | 24/twenty-four
+What do you get when you add 2 and 2? | 4/four
+How many corners are there on a square? | four/4
+Who wrote Romeo and Juliet? | Shakespeare
+Who invented the light bulb? | Edison
+What currency do Americans pay with? | dollar/dollars
+What do you call a house built of snow? | igloo
+Which month follows June? | July
+What do chickens lay? | eggs/egg
+Which drink is made from roasted beans? | coffee
+"""
+
+
+def training_facts() -> list[Fact]:
+    facts = [
+        expand(pattern, question, *entry.split(": "))
+        for pattern, table in TRAINING_TABLES
+        for entry in table.split(", ")
+        for question in pattern.questions
+    ]
+    # The lines differ more from each other than a table's entries do.
+    return facts + read_lines(TRAINING_LINES) * 2
+
+
+def held_out_facts() -> list[tuple[str, str]]:
+    """(question, key)"""
+    pairs = (line.split(" | ") for line in HELD_OUT_LINES.splitlines())
+    return [(question, key) for question, key in pairs]
+
+
+def expand(pattern: Pattern, question: str, thing: str, key: str) -> Fact:
+    return Fact(
+        question.format(thing=thing),
+        pattern.sentence.format(thing=thing, key=key),
+        key,
+        pattern.topic,
+    )
+
+
+def read_lines(lines: str) -> list[Fact]:
+    return [Fact(*line.split(" | ")) for line in lines.splitlines()]

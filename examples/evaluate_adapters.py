@@ -1,0 +1,127 @@
+"""Scores the demo adapters and the base on held-out prompts, all of them in one batch.
+
+    python examples/evaluate_adapters.py [--adapters FOLDER] [--json] [--answers]
+
+Exits with 1 when an adapter misses one of its minimums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from demo_tasks.catalog import demo_tasks
+from demo_tasks.task import Measure, Question, Task
+
+from loramux import LLM, LoRARequest, SamplingParams
+
+ADAPTERS = Path(__file__).parent / "adapters"
+BASE = "base"
+
+# (base or adapter's name, prompt) -> answer
+Answers = dict[tuple[str, str], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One measure of one adapter, as shares from 0 to 1."""
+
+    adapter: str
+    measure: str
+    base: float
+    with_adapter: float
+    minimum: float
+    num_prompts: int
+
+    @property
+    def ok(self) -> bool:
+        return self.with_adapter >= self.minimum
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Score the demo adapters on held-out prompts.")
+    parser.add_argument("--adapters", type=Path, default=ADAPTERS, help="where their folders are")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--answers", action="store_true", help="print every answer first")
+    arguments = parser.parse_args()
+    tasks = list(demo_tasks().values())
+    answers = ask_everything(LLM(), tasks, arguments.adapters)
+    if arguments.answers:
+        print_answers(answers)
+    figures = [figure for task in tasks for figure in score(task, answers)]
+    if arguments.json:
+        print(json.dumps([{**asdict(figure), "ok": figure.ok} for figure in figures], indent=2))
+    else:
+        print_table(figures)
+    return 0 if all(figure.ok for figure in figures) else 1
+
+
+def ask_everything(llm: LLM, tasks: Sequence[Task], folder: Path) -> Answers:
+    """Every held-out prompt to its adapter and to the base, greedily, in one batch."""
+    adapters = {
+        task.name: LoRARequest(task.name, number, str(folder / task.name))
+        for number, task in enumerate(tasks, start=1)
+    }
+    # A dict: the tasks share prompts, and the base need not answer one twice.
+    max_tokens = {
+        (name, question.prompt): task.max_answer_tokens
+        for task in tasks
+        for question in task.questions
+        for name in (BASE, task.name)
+    }
+    outputs = llm.chat(
+        [[{"role": "user", "content": prompt}] for _, prompt in max_tokens],
+        [SamplingParams(temperature=0, max_tokens=limit) for limit in max_tokens.values()],
+        lora_request=[adapters.get(name) for name, _ in max_tokens],
+        use_tqdm=sys.stderr.isatty(),
+    )
+    return {
+        key: output.outputs[0].text.strip() for key, output in zip(max_tokens, outputs, strict=True)
+    }
+
+
+def score(task: Task, answers: Answers) -> list[Figure]:
+    figures = []
+    for measure in task.measures:
+        questions = [question for question in task.questions if measure.counts(question)]
+        figures.append(
+            Figure(
+                adapter=task.name,
+                measure=measure.name,
+                base=share(measure, questions, BASE, answers),
+                with_adapter=share(measure, questions, task.name, answers),
+                minimum=measure.minimum,
+                num_prompts=len(questions),
+            )
+        )
+    return figures
+
+
+def share(measure: Measure, questions: Sequence[Question], name: str, answers: Answers) -> float:
+    kept = sum(measure.holds(answers[name, question.prompt], question) for question in questions)
+    return kept / len(questions)
+
+
+def print_answers(answers: Answers) -> None:
+    for (name, prompt), answer in answers.items():
+        print(f"{name:9} {prompt!r} -> {answer!r}")
+    print()
+
+
+def print_table(figures: Sequence[Figure]) -> None:
+    columns = "{:10} {:38} {:>6} {:>8} {:>8} {:>8}"
+    heads = ("adapter", "measured on held-out prompts", "base", "adapter", "minimum", "prompts")
+    print(columns.format(*heads))
+    for figure in figures:
+        shares = (figure.base, figure.with_adapter, figure.minimum)
+        texts = [f"{share:.0%}" for share in shares]
+        line = columns.format(figure.adapter, figure.measure, *texts, figure.num_prompts)
+        print(line if figure.ok else f"{line}  MISSED")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

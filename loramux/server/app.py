@@ -1,0 +1,56 @@
+"""The HTTP application: routes over one Backend, wherever its engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from loramux import __version__
+from loramux.backend import Backend
+from loramux.metrics import Metrics
+from loramux.server.chat import chat_routes
+from loramux.server.completions import completion_routes
+from loramux.server.context import Context, ServerOptions
+from loramux.server.errors import install_error_handlers
+from loramux.server.models import model_routes
+from loramux.server.openapi import install_openapi
+from loramux.server.request_ids import RequestIds
+from loramux.server.status import status_routes
+from loramux.server.tokens import token_routes
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+def create_app(
+    backend: Backend, options: ServerOptions, *, lifespan: Lifespan | None = None
+) -> FastAPI:
+    """The backend may start before or after; until it is ready, requests are answered with 503."""
+    app = FastAPI(
+        title="loramux",
+        version=__version__,
+        description="Many LoRA adapters on one base model, mixed in one batch.",
+        lifespan=lifespan,
+    )
+    names = options.served_model_names
+    context = Context(
+        backend=backend,
+        options=options,
+        metrics=Metrics(backend, model_name=names[0] if names else None),
+    )
+    for routes in (chat_routes, completion_routes, model_routes, token_routes, status_routes):
+        app.include_router(routes(context))
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    app.add_middleware(RequestIds)
+    install_error_handlers(app)
+    install_openapi(app)
+    return app

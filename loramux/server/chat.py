@@ -1,0 +1,124 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux.backend import Delta, TextCodec
+from loramux.server.body import json_response
+from loramux.server.context import Context
+from loramux.server.generation import Answer, Choice, Deltas, collect, run_jobs
+from loramux.server.intake import PromptKind, make_answer, take_in
+from loramux.server.logprobs import chat_logprobs
+from loramux.server.openapi import generating
+from loramux.server.prompts import encode_messages, off_loop
+from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
+from loramux.wire import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatMessage,
+    ChatRequest,
+)
+
+CHAT = PromptKind(id_prefix="chatcmpl", param="messages", default_max_tokens=None)
+
+
+def chat_routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post("/v1/chat/completions", **generating(ChatRequest, ChatCompletion))
+    async def create_chat_completion(request: Request) -> Response:
+        """Answers a conversation, whole or as a stream of chunks."""
+        intake = await take_in(context, request, ChatRequest)
+        backend = context.backend
+        token_ids = await off_loop(
+            intake.num_body_bytes,
+            lambda: encode_messages(
+                backend.codec, intake.request, max_model_len=backend.card.max_model_len
+            ),
+        )
+        answer = make_answer(context, intake, [token_ids], CHAT)
+        deltas = run_jobs(backend, context.metrics, answer.jobs)
+        if intake.request.stream:
+            return await stream_events(request, _events(answer, deltas, backend.codec))
+        choices = await until_gone(request, collect(answer, deltas))
+        return json_response(_whole(answer, choices, backend.codec))
+
+    return router
+
+
+def _whole(answer: Answer, choices: list[Choice], codec: TextCodec) -> ChatCompletion:
+    return ChatCompletion(
+        id=answer.answer_id,
+        created=answer.created_s,
+        model=answer.model,
+        system_fingerprint=answer.fingerprint,
+        choices=[
+            ChatChoice(
+                index=index,
+                message=ChatMessage(content=choice.text),
+                logprobs=(
+                    None
+                    if choice.job.params.logprobs is None
+                    else chat_logprobs(codec, choice.logprobs)
+                ),
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+            )
+            for index, choice in enumerate(choices)
+        ],
+        usage=answer.usage(sum(choice.num_tokens for choice in choices)),
+    )
+
+
+async def _events(answer: Answer, deltas: Deltas, codec: TextCodec) -> Events:
+    begun: set[int] = set()
+    num_tokens = 0
+    async with aclosing(deltas):
+        async for _, delta in deltas:
+            num_tokens += len(delta.token_ids)
+            written = b""
+            if delta.index not in begun:
+                begun.add(delta.index)
+                role = ChatDelta(role="assistant", content="")
+                written = _chunk(answer, ChatChunkChoice(index=delta.index, delta=role), 0)
+            yield written + _chunk(answer, _chunk_choice(delta, codec), num_tokens)
+    if answer.include_usage:
+        yield event(_chunk_of(answer, [], num_tokens, with_usage=True))
+    yield DONE
+
+
+def _chunk(answer: Answer, choice: ChatChunkChoice, num_tokens: int) -> bytes:
+    return event(_chunk_of(answer, [choice], num_tokens, with_usage=answer.continuous_usage))
+
+
+def _chunk_of(
+    answer: Answer, choices: list[ChatChunkChoice], num_tokens: int, *, with_usage: bool
+) -> ChatChunk:
+    chunk = ChatChunk(
+        id=answer.answer_id,
+        created=answer.created_s,
+        model=answer.model,
+        system_fingerprint=answer.fingerprint,
+        choices=choices,
+    )
+    if with_usage:
+        chunk.usage = answer.usage(num_tokens)
+    return chunk
+
+
+def _chunk_choice(delta: Delta, codec: TextCodec) -> ChatChunkChoice:
+    choice = ChatChunkChoice(index=delta.index, delta=ChatDelta(content=delta.text))
+    if delta.logprobs is not None:
+        choice.logprobs = chat_logprobs(codec, delta.logprobs)
+    if delta.finish_reason is not None:
+        choice.finish_reason = delta.finish_reason.value
+        choice.stop_reason = delta.stop_reason
+    return choice

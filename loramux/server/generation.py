@@ -1,0 +1,185 @@
+"""The jobs of one HTTP request, run as one stream of deltas; closing it aborts what still runs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from loramux.backend import Backend, Delta, Job
+from loramux.errors import EngineStopped, LoramuxError
+from loramux.metrics import Metrics
+from loramux.types import FinishReason, TokenLogprob
+from loramux.wire import Usage
+
+Deltas = AsyncGenerator[tuple[int, Delta], None]
+"""(which job, delta)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What stays the same through all of an answer."""
+
+    answer_id: str
+    created_s: int
+    model: str
+    fingerprint: str
+    jobs: tuple[Job, ...]
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(job.prompt_token_ids) for job in self.jobs)
+
+    def choice_index(self, job_index: int, delta: Delta) -> int:
+        return job_index * self.jobs[0].params.n + delta.index
+
+    def usage(self, num_completion_tokens: int) -> Usage:
+        num_prompt_tokens = self.num_prompt_tokens
+        return Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=num_completion_tokens,
+            total_tokens=num_prompt_tokens + num_completion_tokens,
+        )
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice, as far as its deltas have come."""
+
+    job: Job
+    texts: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str = ""
+    stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.num_tokens += len(delta.token_ids)
+        self.logprobs += delta.logprobs or ()
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs or ()
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason.value
+            self.stop_reason = delta.stop_reason
+
+
+async def collect(answer: Answer, deltas: Deltas) -> list[Choice]:
+    """All choices, whole; raises rather than return a part."""
+    choices = [Choice(job) for job in answer.jobs for _ in range(job.params.n)]
+    async with aclosing(deltas):
+        async for job_index, delta in deltas:
+            choices[answer.choice_index(job_index, delta)].add(delta)
+    return choices
+
+
+async def run_jobs(backend: Backend, metrics: Metrics, jobs: Sequence[Job]) -> Deltas:
+    if len(jobs) == 1:
+        async with aclosing(_run_job(backend, metrics, jobs[0])) as deltas:
+            async for delta in deltas:
+                yield 0, delta
+        return
+    async with aclosing(_merge([_run_job(backend, metrics, job) for job in jobs])) as merged:
+        async for item in merged:
+            yield item
+
+
+async def _run_job(backend: Backend, metrics: Metrics, job: Job) -> AsyncGenerator[Delta, None]:
+    watch = _Watch(metrics, job)
+    deltas = backend.submit(job)
+    try:
+        async for delta in deltas:
+            watch.saw(delta)
+            yield delta
+        watch.check_complete()
+    except LoramuxError:
+        watch.outcome = FinishReason.ERROR
+        raise
+    finally:
+        await _close(deltas)
+        watch.ended()
+
+
+class _Watch:
+    """Counts one job, and holds it to the contract: every choice ends, none of them in an error."""
+
+    def __init__(self, metrics: Metrics, job: Job) -> None:
+        self._metrics = metrics
+        self._job = job
+        self._open = set(range(job.params.n))
+        self._started_s = time.monotonic()
+        self._last_s: dict[int, float] = {}
+        self.outcome = FinishReason.ABORT
+
+    def saw(self, delta: Delta) -> None:
+        now = time.monotonic()
+        if not self._last_s:
+            self._metrics.first_token(
+                now - self._started_s, num_prompt_tokens=len(self._job.prompt_token_ids)
+            )
+        elif delta.index in self._last_s:
+            self._metrics.inter_token(now - self._last_s[delta.index])
+        self._last_s[delta.index] = now
+        self._metrics.generated(len(delta.token_ids))
+        if delta.finish_reason is FinishReason.ERROR:
+            raise LoramuxError(delta.error or "The engine failed on this request.")
+        if delta.finish_reason is FinishReason.ABORT:
+            raise EngineStopped(delta.error or "The engine gave this request up before its end.")
+        if delta.finish_reason is not None:
+            self._open.discard(delta.index)
+            self.outcome = delta.finish_reason if not self._open else self.outcome
+
+    def check_complete(self) -> None:
+        if self._open:
+            raise EngineStopped("The engine's answer broke off before its end.")
+
+    def ended(self) -> None:
+        self._metrics.ended(time.monotonic() - self._started_s, self.outcome)
+
+
+async def _merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> Deltas:
+    """Items as they come, a bounded number ahead of the reader; the first failure ends all."""
+    queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(len(streams))
+    tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    index: int,
+    stream: AsyncGenerator[Delta, None],
+    queue: asyncio.Queue[tuple[int, Delta | Exception | None]],
+) -> None:
+    async with aclosing(stream):
+        try:
+            async for delta in stream:
+                await queue.put((index, delta))
+            await queue.put((index, None))
+        except Exception as error:
+            await queue.put((index, error))
+
+
+async def _close(deltas: AsyncIterator[Delta]) -> None:
+    close = getattr(deltas, "aclose", None)
+    if close is not None:
+        await close()

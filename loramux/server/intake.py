@@ -1,0 +1,120 @@
+"""From a request's bytes to jobs for the engine: the part that both generating routes share."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from msgspec.structs import replace
+from starlette.requests import Request
+
+from loramux.backend import Job
+from loramux.errors import InvalidRequest
+from loramux.server.body import decode, read_body
+from loramux.server.context import Context
+from loramux.server.generation import Answer
+from loramux.server.prompts import check_token_ids, room_for_answer
+from loramux.server.sampling import (
+    asked_max_tokens,
+    check_stream_options,
+    refuse_unsupported,
+    sampling_params,
+)
+from loramux.server.selection import Selected, select
+from loramux.types import SamplingParams
+from loramux.wire import GenerationRequest, StreamOptions
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake(Generic[RequestT]):
+    """A request whose fields are all right; its prompt has not been looked at yet."""
+
+    request: RequestT
+    selected: Selected
+    params: SamplingParams
+    max_tokens: int | None
+    num_body_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptKind:
+    """What differs between the routes once there are token ids."""
+
+    id_prefix: str
+    param: str
+    default_max_tokens: int | None
+    """None: all that fits."""
+
+
+async def take_in(context: Context, http: Request, kind: type[RequestT]) -> Intake[RequestT]:
+    body = await read_body(http, context.options.max_body_bytes)
+    request = decode(body, kind)
+    refuse_unsupported(body, request)
+    check_stream_options(request)
+    context.require_ready()
+    return Intake(
+        request=request,
+        selected=select(context, request),
+        params=sampling_params(request, vocab_size=context.backend.card.vocab_size),
+        max_tokens=asked_max_tokens(request),
+        num_body_bytes=len(body),
+    )
+
+
+def make_answer(
+    context: Context,
+    intake: Intake[RequestT],
+    prompts: Sequence[Sequence[int]],
+    kind: PromptKind,
+) -> Answer:
+    answer_id = f"{kind.id_prefix}-{uuid.uuid4().hex}"
+    options = intake.request.stream_options or StreamOptions()
+    include_usage = bool(options.include_usage)
+    return Answer(
+        answer_id=answer_id,
+        created_s=int(time.time()),
+        model=intake.selected.model,
+        fingerprint=context.fingerprint,
+        jobs=tuple(
+            Job(
+                request_id=f"{answer_id}-{number}",
+                prompt_token_ids=tuple(token_ids),
+                params=_params_for(context, intake, token_ids, kind),
+                adapter=intake.selected.adapter,
+                adapter_weight=intake.selected.weight,
+            )
+            for number, token_ids in enumerate(prompts)
+        ),
+        include_usage=include_usage,
+        continuous_usage=include_usage and bool(options.continuous_usage_stats),
+    )
+
+
+def check_num_choices(context: Context, intake: Intake[RequestT], num_prompts: int) -> None:
+    num_choices, limit = num_prompts * intake.params.n, context.options.max_choices
+    if num_choices > limit:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n={intake.params.n} make {num_choices} answers; one "
+            f"request may ask for {limit}. Send several requests.",
+            param="prompt",
+        )
+
+
+def _params_for(
+    context: Context, intake: Intake[RequestT], token_ids: Sequence[int], kind: PromptKind
+) -> SamplingParams:
+    card = context.backend.card
+    max_tokens = room_for_answer(
+        len(token_ids),
+        intake.max_tokens,
+        max_model_len=card.max_model_len,
+        default=kind.default_max_tokens,
+        param=kind.param,
+    )
+    check_token_ids(token_ids, vocab_size=card.vocab_size, param=kind.param)
+    return replace(intake.params, max_tokens=max_tokens)

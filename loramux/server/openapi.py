@@ -1,0 +1,134 @@
+"""The OpenAPI document: routes say what they take and answer, msgspec gives the schemas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from loramux.wire import (
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    ErrorBody,
+    HealthReport,
+    ModelEntry,
+    ModelList,
+    TokenizeAnswer,
+    TokenizeRequest,
+    VersionReport,
+)
+
+STRUCTS = (
+    *(ChatRequest, ChatCompletion, ChatChunk, CompletionRequest, Completion),
+    *(TokenizeRequest, TokenizeAnswer, DetokenizeRequest, DetokenizeAnswer),
+    *(ModelList, ModelEntry, HealthReport, VersionReport, ErrorBody),
+)
+
+WHEN = {
+    400: "A field has a wrong type or a value that cannot be honoured; `param` names it.",
+    404: "No such model or adapter.",
+    413: "The body is larger than the limit.",
+    415: "The body is not declared as JSON.",
+    422: "The adapter cannot be used.",
+    429: "The queue is full; Retry-After says when to come back.",
+    500: "A fault of the server.",
+    503: "The engine is starting, restarting or stopping; Retry-After says when to come back.",
+}
+OF_A_BODY = (400, 404, 413, 415, 500, 503)
+OF_GENERATION = (*OF_A_BODY, 422, 429)
+
+
+def generating(request: type[Any], answer: type[Any]) -> dict[str, Any]:
+    """Keyword arguments of a route that generates, whole or as server-sent events."""
+    documented = _route(answer, OF_GENERATION, body=request)
+    documented["responses"][200]["content"]["text/event-stream"] = {
+        "schema": {"type": "string", "description": "Chunks as `data:` lines, then `[DONE]`."}
+    }
+    return documented
+
+
+def taking(request: type[Any], answer: type[Any]) -> dict[str, Any]:
+    return _route(answer, OF_A_BODY, body=request)
+
+
+def answering(answer: Any, *statuses: int, path_name: str | None = None) -> dict[str, Any]:
+    documented = _route(answer, (*statuses, 500))
+    if path_name is not None:
+        documented["openapi_extra"]["parameters"] = [
+            {"name": path_name, "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    return documented
+
+
+def health_answers(*parameters: dict[str, Any]) -> dict[str, Any]:
+    documented = _route(HealthReport, (500,))
+    documented["responses"][503] = {
+        "description": "Requests are not taken now.",
+        "content": _json_content(HealthReport),
+    }
+    documented["openapi_extra"]["parameters"] = list(parameters)
+    return documented
+
+
+def deep_parameter() -> dict[str, Any]:
+    return {
+        "name": "deep",
+        "in": "query",
+        "required": False,
+        "description": "1: really generate a token and load an adapter.",
+        "schema": {"type": "string"},
+    }
+
+
+def text_answer() -> dict[str, Any]:
+    documented = _route(None, (500,))
+    documented["responses"][200]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    return documented
+
+
+def install_openapi(app: FastAPI) -> None:
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes
+    )
+    _, components = msgspec.json.schema_components(
+        STRUCTS, ref_template="#/components/schemas/{name}"
+    )
+    document["components"] = {"schemas": components}
+    return document
+
+
+def _route(
+    answer: Any, statuses: tuple[int, ...], *, body: type[Any] | None = None
+) -> dict[str, Any]:
+    responses: dict[int, dict[str, Any]] = {200: {"description": "The answer."}}
+    if answer is not None:
+        responses[200]["content"] = _json_content(answer)
+    for status in statuses:
+        responses[status] = {"description": WHEN[status], "content": _json_content(ErrorBody)}
+    extra: dict[str, Any] = {}
+    if body is not None:
+        extra["requestBody"] = {"required": True, "content": _json_content(body)}
+    # No response_model: handlers answer with bytes that msgspec wrote.
+    return {"responses": responses, "openapi_extra": extra, "response_model": None}
+
+
+def _json_content(kind: Any) -> dict[str, Any]:
+    is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"} if is_struct else {"type": "object"}
+    return {"application/json": {"schema": schema}}

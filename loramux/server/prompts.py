@@ -1,0 +1,155 @@
+"""Prompts and messages to token ids, and whether they leave room to answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from loramux.backend import TextCodec
+from loramux.errors import InvalidRequest
+from loramux.wire import ChatRequest, TokenizeRequest
+
+T = TypeVar("T")
+
+# No tokenizer in use has longer tokens; a longer text cannot fit, whatever it says.
+MAX_CHARACTERS_PER_TOKEN = 256
+# Above this, tokenizing takes long enough to be felt by the streams that share the loop.
+INLINE_BODY_BYTES = 8192
+
+
+async def off_loop(body_bytes: int, work: Callable[[], T]) -> T:
+    """Runs work that is proportional to the body's size: at once if small, else on a thread."""
+    return work() if body_bytes <= INLINE_BODY_BYTES else await asyncio.to_thread(work)
+
+
+def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """The four forms that a completion's prompt has, as a list of texts or of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [prompt]
+    if kinds in ({str}, {list}):
+        return list(prompt)
+    raise InvalidRequest(
+        "prompt is an empty list: give at least one prompt."
+        if not prompt
+        else "prompt mixes kinds: give a text, token ids, a list of texts or a list of token ids.",
+        param="prompt",
+    )
+
+
+def encode_prompt(
+    codec: TextCodec, prompt: str | list[int], *, max_model_len: int, add_special_tokens: bool
+) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    check_characters(len(prompt), max_model_len, "prompt")
+    return codec.encode(prompt, add_special_tokens=add_special_tokens)
+
+
+def encode_messages(
+    codec: TextCodec, request: ChatRequest | TokenizeRequest, *, max_model_len: int
+) -> list[int]:
+    messages = request.messages or []
+    check_characters(_check_messages(messages), max_model_len, "messages")
+    arguments = dict(request.chat_template_kwargs or {})
+    add_generation_prompt = request.add_generation_prompt
+    if isinstance(request, ChatRequest) and request.continue_final_message:
+        if add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other.",
+                param="continue_final_message",
+            )
+        arguments["continue_final_message"] = True
+        add_generation_prompt = False
+    return codec.apply_chat_template(
+        messages,
+        add_generation_prompt=add_generation_prompt is not False,
+        chat_template_kwargs=arguments or None,
+    )
+
+
+def check_token_ids(token_ids: Sequence[int], *, vocab_size: int, param: str) -> None:
+    outside = [i for i in (min(token_ids), max(token_ids)) if not 0 <= i < vocab_size]
+    if outside:
+        raise InvalidRequest(
+            f"{param} has token {outside[0]}, outside the vocabulary of {vocab_size}.", param=param
+        )
+
+
+def room_for_answer(
+    num_prompt_tokens: int,
+    asked: int | None,
+    *,
+    max_model_len: int,
+    default: int | None,
+    param: str,
+) -> int:
+    """max_tokens of one prompt, or a refusal that has the numbers. default None: all that fits."""
+    if num_prompt_tokens == 0:
+        raise InvalidRequest(f"{param} is empty: give at least one token.", param=param)
+    room = max_model_len - num_prompt_tokens
+    if room < min(1, asked if asked is not None else 1):
+        raise InvalidRequest(
+            f"{param} has {num_prompt_tokens} tokens, and this model takes {max_model_len} tokens "
+            f"for prompt and answer together. Shorten it.",
+            param=param,
+        )
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room:
+        raise InvalidRequest(
+            f"max_tokens is {asked}, but after the {num_prompt_tokens} tokens of {param} there is "
+            f"room for {room}: this model takes {max_model_len} tokens in all.",
+            param="max_tokens",
+        )
+    return asked
+
+
+def check_characters(num_characters: int, max_model_len: int, param: str) -> None:
+    if num_characters > max_model_len * MAX_CHARACTERS_PER_TOKEN:
+        raise InvalidRequest(
+            f"{param} has {num_characters} characters, more than the {max_model_len} tokens that "
+            "this model takes can hold. Shorten it.",
+            param=param,
+        )
+
+
+def _check_messages(messages: Sequence[dict[str, Any]]) -> int:
+    """Refuses parts that are not text; returns the characters of all content."""
+    if not messages:
+        raise InvalidRequest("messages must not be empty: send at least one.", param="messages")
+    num_characters = 0
+    for place, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequest(
+                f"messages[{place}] needs a role, such as 'user'.", param="messages"
+            )
+        content = message.get("content")
+        if isinstance(content, list):
+            num_characters += sum(
+                len(_part_text(part, f"messages[{place}].content[{number}]"))
+                for number, part in enumerate(content)
+            )
+        elif isinstance(content, str):
+            num_characters += len(content)
+        elif content is not None:
+            raise InvalidRequest(
+                f"messages[{place}].content must be a string or a list of parts.", param="messages"
+            )
+    return num_characters
+
+
+def _part_text(part: object, place: str) -> str:
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
+        what = f"a part of type {kind!r}" if isinstance(kind, str) and kind != "text" else "no text"
+        raise InvalidRequest(
+            f"{place} is {what}: this model takes parts like "
+            '{"type": "text", "text": "..."} only.',
+            param="messages",
+        )
+    text: str = part["text"]
+    return text

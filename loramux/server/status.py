@@ -1,0 +1,77 @@
+"""GET /health, /ping, /version, /metrics"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux import __version__
+from loramux.backend import Health
+from loramux.errors import LoramuxError
+from loramux.server.body import json_response
+from loramux.server.context import Context
+from loramux.server.openapi import answering, deep_parameter, health_answers, text_answer
+from loramux.wire import HealthReport, VersionReport
+
+YES = frozenset({"1", "true", "yes", "on"})
+
+
+def status_routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["status"])
+    probing = asyncio.Lock()
+
+    @router.get("/health", **health_answers(deep_parameter()))
+    async def health(request: Request) -> Response:
+        """200 while requests are taken. `deep` really generates a token and loads an adapter."""
+        is_deep = request.query_params.get("deep", "").lower() in YES
+        report = _report(context)
+        if is_deep and context.backend.health is Health.READY:
+            await _probe(context, report, probing)
+        return _response(report)
+
+    @router.get("/ping", **health_answers())
+    async def ping() -> Response:
+        return _response(_report(context))
+
+    @router.get("/version", **answering(VersionReport))
+    async def version() -> Response:
+        return json_response(VersionReport(version=__version__))
+
+    @router.get("/metrics", **text_answer())
+    async def metrics() -> Response:
+        """Figures in Prometheus' text format."""
+        return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _report(context: Context) -> HealthReport:
+    backend = context.backend
+    stats = backend.stats
+    return HealthReport(
+        status=backend.health.value,
+        restarts=backend.num_restarts,
+        running=stats.num_running,
+        waiting=stats.num_waiting,
+    )
+
+
+async def _probe(context: Context, report: HealthReport, probing: asyncio.Lock) -> None:
+    """One probe at a time, so that checks alone cannot load the engine."""
+    timeout_s = context.options.probe_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s + 1), probing:
+            report.checks = await context.backend.probe(timeout_s)
+    except TimeoutError:
+        report.status, report.failure = "failing", f"No answer within {timeout_s:g} s."
+    except LoramuxError as error:
+        report.status, report.failure = "failing", str(error)
+    report.restarts = context.backend.num_restarts
+
+
+def _response(report: HealthReport) -> Response:
+    return json_response(report, status=200 if report.status == Health.READY else 503)

@@ -1,0 +1,99 @@
+"""Server-sent events that respect a slow reader, notice a gone one, and never end silently."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from loramux.errors import LoramuxError
+from loramux.server.errors import error_info
+from loramux.wire import ErrorBody
+
+T = TypeVar("T")
+Events = AsyncGenerator[bytes, None]
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(chunk: msgspec.Struct) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+async def stream_events(request: Request, events: Events) -> Response:
+    """Waits for the first event, so that what fails before it is a plain HTTP error."""
+    try:
+        first = await until_gone(request, anext(events))
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStream(first, events)
+
+
+async def until_gone(request: Request, work: Awaitable[T]) -> T:
+    """The work's result; when the client goes away first, the work is cancelled."""
+    return await _first_of(_as_coroutine(work), request.receive)
+
+
+class EventStream(Response):
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: Events) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            try:
+                await _first_of(self._write(send), receive)
+            except ClientDisconnect:
+                return
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send(_body(self._first, more=True))
+        try:
+            async for chunk in self._events:
+                # Waits while the client's buffers are full, and so does the engine's side.
+                await send(_body(chunk, more=True))
+        except Exception as error:
+            await send(_body(event(ErrorBody(error=error_info(error))), more=False))
+            if not isinstance(error, LoramuxError):
+                raise
+        else:
+            await send(_body(b"", more=False))
+
+
+async def _first_of(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _as_coroutine(work: Awaitable[T]) -> T:
+    return await work
+
+
+def _body(chunk: bytes, *, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": chunk, "more_body": more}

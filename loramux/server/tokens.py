@@ -1,0 +1,91 @@
+"""POST /tokenize, POST /detokenize, GET /tokenizer_info"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux.errors import InvalidRequest
+from loramux.server.body import json_response, read_json
+from loramux.server.context import Context
+from loramux.server.openapi import answering, taking
+from loramux.server.prompts import check_token_ids, encode_messages, encode_prompt, off_loop
+from loramux.server.selection import select_model
+from loramux.wire import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+
+
+@runtime_checkable
+class DescribesItself(Protocol):
+    """A codec that also knows its special tokens and its chat template."""
+
+    def tokenizer_info(self) -> dict[str, Any]: ...
+
+
+def token_routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["tokens"])
+
+    @router.post("/tokenize", **taking(TokenizeRequest, TokenizeAnswer))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt, or of messages in the model's chat template."""
+        asked, num_bytes = await _read(context, request, TokenizeRequest)
+        token_ids = await off_loop(num_bytes, lambda: _tokenize(context, asked))
+        codec = context.backend.codec
+        strings = [codec.token_to_str(token_id) for token_id in token_ids]
+        return json_response(
+            TokenizeAnswer(
+                count=len(token_ids),
+                max_model_len=context.backend.card.max_model_len,
+                tokens=token_ids,
+                token_strs=strings if asked.return_token_strs else None,
+            )
+        )
+
+    @router.post("/detokenize", **taking(DetokenizeRequest, DetokenizeAnswer))
+    async def detokenize(request: Request) -> Response:
+        """Text of token ids, special tokens included."""
+        asked, num_bytes = await _read(context, request, DetokenizeRequest)
+        if asked.tokens:
+            vocab_size = context.backend.card.vocab_size
+            check_token_ids(asked.tokens, vocab_size=vocab_size, param="tokens")
+        codec = context.backend.codec
+        text = await off_loop(
+            num_bytes, lambda: codec.decode(asked.tokens, skip_special_tokens=False)
+        )
+        return json_response(DetokenizeAnswer(prompt=text))
+
+    @router.get("/tokenizer_info", **answering(dict[str, Any], 503))
+    async def tokenizer_info() -> Response:
+        """The tokenizer's settings, for tools that count tokens as this server does."""
+        context.require_known()
+        codec, card = context.backend.codec, context.backend.card
+        info = codec.tokenizer_info() if isinstance(codec, DescribesItself) else {}
+        known = {"vocab_size": card.vocab_size, "model_max_length": card.max_model_len}
+        return json_response(info | known)
+
+    return router
+
+
+async def _read(context: Context, request: Request, kind: type[Any]) -> tuple[Any, int]:
+    asked, num_bytes = await read_json(request, kind, max_bytes=context.options.max_body_bytes)
+    context.require_known()
+    select_model(context, asked.model)
+    return asked, num_bytes
+
+
+def _tokenize(context: Context, asked: TokenizeRequest) -> list[int]:
+    codec, max_model_len = context.backend.codec, context.backend.card.max_model_len
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidRequest("Give either prompt or messages.", param="prompt")
+    if asked.prompt is None:
+        return encode_messages(codec, asked, max_model_len=max_model_len)
+    return list(
+        encode_prompt(
+            codec,
+            asked.prompt,
+            max_model_len=max_model_len,
+            add_special_tokens=asked.add_special_tokens is not False,
+        )
+    )

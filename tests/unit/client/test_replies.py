@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import msgspec
+
+from loramux.client.replies import ChatChunk, ChatReply, ModelList
+
+
+def test_a_newer_server_with_more_fields_is_still_read() -> None:
+    body = (
+        b'{"id": "1", "model": "m", "receipt": {"cid": "x"}, "choices": [{"index": 0, "new": 1, '
+        b'"message": {"role": "assistant", "content": null, "tool_calls": []}, '
+        b'"finish_reason": "stop"}], "usage": {"total_tokens": 3, "details": {}}}'
+    )
+    reply = msgspec.json.decode(body, type=ChatReply)
+    assert reply.text == ""
+    assert reply.usage is not None and reply.usage.total_tokens == 3
+
+
+def test_text_is_the_first_choice_alone() -> None:
+    body = (
+        b'{"id": "1", "model": "m", "choices": [{"index": 1, "delta": {"content": "b"}}, '
+        b'{"index": 0, "delta": {"content": "a"}}]}'
+    )
+    assert msgspec.json.decode(body, type=ChatChunk).text == "a"
+
+
+def test_a_card_without_a_parent_is_a_base() -> None:
+    cards = msgspec.json.decode(
+        b'{"data": [{"id": "m"}, {"id": "a", "parent": "m"}]}', type=ModelList
+    )
+    assert [card.is_adapter for card in cards.data] == [False, True]

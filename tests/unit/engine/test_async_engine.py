@@ -1,0 +1,177 @@
+"""The real engine process over a tiny model: answers, aborts, deaths and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loramux.backend import Health, Job
+from loramux.config import EngineConfig
+from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
+from loramux.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    EngineBusy,
+    EngineStopped,
+    InvalidRequest,
+    UnsupportedModel,
+)
+from loramux.types import SamplingParams
+from tests.adapter_factory import make_peft_adapter, write_adapter
+from tests.engine_factory import make_engine, make_prompt, make_request, run_all
+from tests.engine_factory import save_model_with_tokenizer as save_model
+
+PROMPT = make_prompt(9, seed=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return save_model(folder)
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_peft_adapter(tmp_path_factory.mktemp("adapters") / "one", model, lora_alpha=32)
+
+
+def with_engine(
+    folder: Path, use: Callable[[AsyncEngine], Awaitable[None]], **options: Any
+) -> None:
+    async def run() -> None:
+        config = EngineConfig(device_memory_bytes=8 * 2**20, dtype="float32")
+        engine = AsyncEngine(AsyncEngineOptions(model=folder, config=config, **options))
+        await engine.start()
+        try:
+            await use(engine)
+        finally:
+            await engine.close(drain_s=0)
+
+    asyncio.run(run())
+
+
+def make_job(name: str, *, adapter: str | None = None, **params: Any) -> Job:
+    settings = SamplingParams(**{"temperature": 0, "max_tokens": 8, "ignore_eos": True, **params})
+    return Job(request_id=name, prompt_token_ids=PROMPT, params=settings, adapter=adapter)
+
+
+async def tokens_of(engine: AsyncEngine, job: Job) -> list[int]:
+    return [token async for delta in engine.submit(job) for token in delta.token_ids]
+
+
+async def wait_until_ready(engine: AsyncEngine) -> None:
+    async with asyncio.timeout(60):
+        while engine.health is not Health.READY:
+            await asyncio.sleep(0.02)
+
+
+def test_answers_equal_those_of_the_engine_in_this_process(
+    folder: Path, model: Any, adapter: Path
+) -> None:
+    local = make_engine(model, folder)
+    cid = local.register_adapter(adapter).cid
+    base, changed = (
+        run_all(local, [make_request("a", PROMPT, selection, ignore_eos=True)])["a"]
+        for selection in ((), ((cid, 1.0),))
+    )
+
+    async def use(engine: AsyncEngine) -> None:
+        card = await engine.add_adapter("one", str(adapter))
+        assert card.cid == cid and engine.adapters["one"] == card
+        jobs = [make_job(str(i), adapter=(None, "one")[i % 2]) for i in range(6)]
+        answers = await asyncio.gather(*(tokens_of(engine, job) for job in jobs))
+        assert answers == [base, changed] * 3
+        seconds = await engine.probe(30)
+        assert set(seconds) == {"generate_s", "adapter_s"}
+        await engine.remove_adapter("one")
+        with pytest.raises(AdapterNotFound):
+            await tokens_of(engine, make_job("gone", adapter="one"))
+
+    with_engine(folder, use)
+
+
+def test_what_is_refused_says_why_and_the_engine_goes_on(folder: Path, tmp_path: Path) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        with pytest.raises(AdapterRefused):
+            await engine.add_adapter("bad", str(write_adapter(tmp_path / "bad", "{", None)))
+        with pytest.raises(AdapterNotFound):
+            await engine.add_adapter("none", str(tmp_path / "nothing"))
+        with pytest.raises(InvalidRequest, match="logit_bias"):
+            await tokens_of(engine, make_job("bias", logit_bias={99_999: 1.0}))
+        with pytest.raises(AdapterNotFound):
+            await engine.remove_adapter("never")
+        assert len(await tokens_of(engine, make_job("fine"))) == 8
+        assert engine.health is Health.READY and engine.num_restarts == 0
+
+    with_engine(folder, use)
+
+
+def test_a_reader_who_leaves_aborts_the_job_and_full_means_busy(folder: Path) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        stream = engine.submit(make_job("long", max_tokens=480))
+        await anext(stream)
+        with pytest.raises(EngineBusy):
+            await tokens_of(engine, make_job("second"))
+        await stream.aclose()
+        await tokens_of(engine, make_job("third"))
+        assert engine.stats.num_running == 0
+        assert engine.stats.num_free_pages == engine.stats.num_pages
+
+    with_engine(folder, use, max_jobs=1)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_hung_engine_fails_what_was_open_and_comes_back(
+    how: signal.Signals, folder: Path, adapter: Path
+) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        await engine.add_adapter("one", str(adapter))
+        before = await tokens_of(engine, make_job("before", adapter="one"))
+        streams = [engine.submit(make_job(str(i), max_tokens=480)) for i in range(3)]
+        for stream in streams:
+            await anext(stream)
+        assert engine.engine_pid is not None
+        os.kill(engine.engine_pid, how)
+        for stream in streams:
+            with pytest.raises(EngineStopped, match="not complete"):
+                async for _ in stream:
+                    pass
+        assert engine.health is Health.RESTARTING
+        with pytest.raises(EngineStopped, match="restarting"):
+            await tokens_of(engine, make_job("too early"))
+        await wait_until_ready(engine)
+        assert await tokens_of(engine, make_job("after", adapter="one")) == before
+        assert engine.num_restarts == 1
+
+    with_engine(folder, use)
+
+
+def test_closing_drains_what_runs_and_refuses_what_comes(folder: Path) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        running = asyncio.create_task(tokens_of(engine, make_job("running", max_tokens=60)))
+        await asyncio.sleep(0.05)
+        closing = asyncio.create_task(engine.close(drain_s=30))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineStopped, match="draining"):
+            await tokens_of(engine, make_job("late"))
+        assert len(await running) == 60
+        await closing
+        assert engine.health is Health.STOPPED
+
+    with_engine(folder, use)
+
+
+def test_a_model_that_cannot_be_served_fails_the_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
+    with pytest.raises(UnsupportedModel, match="MambaForCausalLM"):
+        with_engine(tmp_path, lambda engine: asyncio.sleep(0))

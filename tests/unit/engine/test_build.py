@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loramux.errors import DoesNotFit, UnsupportedModel
+from tests.engine_factory import make_engine
+from tests.model_factory import tiny_transformers_model
+
+PAGE_BYTES = 2 * 2 * 16 * 2 * 16 * 4
+
+
+def test_the_pool_has_as_many_pages_as_fit_and_limits_the_context(tmp_path: Path) -> None:
+    model = tiny_transformers_model("llama")
+    engine = make_engine(model, tmp_path, device_memory_bytes=5 * PAGE_BYTES + 17)
+    assert engine.pages.num_pages == 5
+    assert engine.runner.pool_bytes == 5 * PAGE_BYTES
+    assert engine.scheduler.config.max_model_len == 5 * 16
+
+
+def test_max_model_len_is_the_smallest_of_what_is_asked_and_what_the_model_can(
+    tmp_path: Path,
+) -> None:
+    model = tiny_transformers_model("llama")
+    limits = [
+        make_engine(model, tmp_path, max_model_len=asked).scheduler.config.max_model_len
+        for asked in (None, 100, 9999)
+    ]
+    assert limits == [512, 100, 512]
+
+
+def test_too_small_a_pool_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFit, match=f"{PAGE_BYTES} bytes"):
+        make_engine(tiny_transformers_model("llama"), tmp_path, device_memory_bytes=PAGE_BYTES)
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="int3"):
+        make_engine(tiny_transformers_model("llama"), tmp_path, dtype="int3")

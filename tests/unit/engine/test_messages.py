@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from loramux.engine.messages import (
+    Add,
+    Answer,
+    Command,
+    Events,
+    Refused,
+    Reply,
+    Snapshot,
+    describe_error,
+    make_error,
+)
+from loramux.errors import AdapterRefused, DoesNotFit, EngineBusy, InvalidRequest, LoramuxError
+from loramux.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprob
+
+SNAPSHOT = Snapshot(
+    num_running=1,
+    num_waiting=2,
+    num_pages=3,
+    num_free_pages=4,
+    num_preemptions=5,
+    num_adapter_loads=6,
+    num_adapter_evictions=7,
+    num_steps=8,
+    resident_adapters=("a",),
+    running_adapters={"a": 1},
+    waiting_adapters={},
+)
+
+
+def test_a_request_crosses_with_all_its_fields() -> None:
+    request = Request(
+        request_id="x",
+        prompt_token_ids=(1, 2),
+        params=SamplingParams(stop=("a",), logit_bias={5: 1.5}, logprobs=3, seed=2**62),
+        selection=(("cid", 0.5),),
+        eos_token_ids=(2,),
+        seed=2**63 - 1,
+    )
+    sent = msgspec.msgpack.encode(Add(request=request))
+    assert msgspec.msgpack.decode(sent, type=Command) == Add(request=request)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Events(
+            events=[
+                TokenEvent(
+                    request_id="x",
+                    index=1,
+                    token_id=None,
+                    finish_reason=FinishReason.LENGTH,
+                    logprob=TokenLogprob(4, float("-inf"), 1, ((4, -0.5),)),
+                )
+            ],
+            snapshot=SNAPSHOT,
+        ),
+        Refused(request_id="x", error=describe_error(DoesNotFit("too large"))),
+        Answer(call_id=3),
+    ],
+)
+def test_replies_cross_unchanged(reply: Reply) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=Reply) == reply
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("bad", param="top_p"),
+        DoesNotFit("too large"),
+        AdapterRefused("wrong_shape", "It is wrong.", fix="Train it again."),
+        EngineBusy("full"),
+        LoramuxError("something"),
+    ],
+)
+def test_an_error_is_the_same_on_the_other_side(error: LoramuxError) -> None:
+    made = make_error(describe_error(error))
+    assert type(made) is type(error) and str(made) == str(error)
+    assert vars(made) == vars(error)
+
+
+def test_an_unforeseen_error_arrives_with_its_name() -> None:
+    made = make_error(describe_error(ZeroDivisionError("division by zero")))
+    assert type(made) is LoramuxError and "ZeroDivisionError" in str(made)

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import torch
+
+from loramux.runner.batch import build_batch, half_filled_pages
+from loramux.types import Chunk
+
+CPU = torch.device("cpu")
+
+
+def chunk(start: int, num_tokens: int, page_ids: list[int]) -> Chunk:
+    return Chunk(0, list(range(num_tokens)), start, page_ids, (), sample=None)
+
+
+def test_rows_keep_the_order_of_the_chunks() -> None:
+    batch = build_batch([chunk(5, 2, [1, 2]), chunk(0, 3, [3])], CPU)
+    assert batch.positions.tolist() == [5, 6, 0, 1, 2]
+    assert [list(batch.rows(i)) for i in (0, 1)] == [[0, 1], [2, 3, 4]]
+    assert batch.num_rows == 5
+
+
+def test_a_page_is_cleared_when_it_is_begun_and_not_filled() -> None:
+    cases = {
+        "begins and leaves a rest": (chunk(0, 6, [7, 8]), [8]),
+        "fills both to the end": (chunk(0, 8, [7, 8]), []),
+        "goes on in a begun page": (chunk(5, 2, [7, 8]), []),
+        "decode begins a page": (chunk(4, 1, [7, 8]), [8]),
+        "decode inside a page": (chunk(6, 1, [7, 8]), []),
+        "ends one and begins the next": (chunk(2, 3, [7, 8]), [8]),
+    }
+    for name, (piece, expected) in cases.items():
+        assert half_filled_pages([piece], block_tokens=4) == expected, name

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from loramux.config import EngineConfig, SchedulerConfig, parse_bytes
+from loramux.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("512", 512),
+        (7, 7),
+        ("2GiB", 2 * 2**30),
+        ("1.5 GB", 3 * 2**29),
+        ("64m", 64 * 2**20),
+        ("8KiB", 8192),
+        ("1T", 2**40),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str | int, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GB", "1 PB", "1e9", "GiB"])
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="512MiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(SchedulerConfig)])
+def test_zero_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        SchedulerConfig(**{name: 0})
+
+
+def test_an_unknown_setting_fails() -> None:
+    with pytest.raises(TypeError, match="max_adaptors"):
+        EngineConfig(max_adaptors=3)  # type: ignore[call-arg]
+
+
+def test_the_reference_can_be_forced_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not EngineConfig().wants_reference_kernels
+    assert EngineConfig(reference_kernels=True).wants_reference_kernels
+    monkeypatch.setenv("LORAMUX_KERNELS", "torch")
+    assert EngineConfig().wants_reference_kernels
