@@ -53,9 +53,9 @@ class Metrics:
     @property
     def model_name(self) -> str:
         """The base's name; empty until the engine has told it."""
-        if self._model_name is not None:
-            return self._model_name
-        return "" if self._backend.health is Health.STARTING else self._backend.card.name
+        if self._model_name is None and self._backend.health is not Health.STARTING:
+            self._model_name = self._backend.card.name
+        return self._model_name or ""
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

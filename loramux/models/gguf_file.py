@@ -26,7 +26,7 @@ Progress = Callable[[str, float], None]
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 # Part of the folder's name: raise it when the files that conversion writes change.
-CONVERSION = 1
+CONVERSION = 2
 STAGE = "Converting GGUF"
 
 

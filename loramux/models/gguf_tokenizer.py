@@ -31,6 +31,8 @@ class Splitting:
 
     pattern: str | None = None
     """None: the pattern of GPT-2."""
+    single_digits: bool = False
+    """Each digit is cut off first."""
     adds_bos: bool = False
     """What holds when the file does not say."""
 
@@ -39,7 +41,7 @@ class Splitting:
 SPLITTINGS: dict[str, Splitting] = {
     "default": Splitting(),
     "gpt-2": Splitting(),
-    "smollm": Splitting(),
+    "smollm": Splitting(single_digits=True),
     "llama-bpe": Splitting(
         CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST, adds_bos=True
     ),
@@ -91,7 +93,10 @@ def byte_level_tokenizer(metadata: Mapping[str, Any], splitting: Splitting) -> T
 
 def pre_tokenizer(splitting: Splitting) -> pre_tokenizers.PreTokenizer:
     if splitting.pattern is None:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+        plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        if not splitting.single_digits:
+            return plain
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated"),

@@ -33,6 +33,7 @@ def create_app(
         version=__version__,
         description="Many LoRA adapters on one base model, mixed in one batch.",
         lifespan=lifespan,
+        generate_unique_id_function=lambda route: route.name,
     )
     names = options.served_model_names
     context = Context(

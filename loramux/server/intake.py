@@ -18,7 +18,8 @@ from loramux.server.context import Context
 from loramux.server.generation import Answer
 from loramux.server.prompts import check_token_ids, room_for_answer
 from loramux.server.sampling import (
-    asked_max_tokens,
+    AskedLength,
+    asked_length,
     check_stream_options,
     refuse_unsupported,
     sampling_params,
@@ -37,7 +38,7 @@ class Intake(Generic[RequestT]):
     request: RequestT
     selected: Selected
     params: SamplingParams
-    max_tokens: int | None
+    length: AskedLength
     num_body_bytes: int
 
 
@@ -61,7 +62,7 @@ async def take_in(context: Context, http: Request, kind: type[RequestT]) -> Inta
         request=request,
         selected=select(context, request),
         params=sampling_params(request, vocab_size=context.backend.card.vocab_size),
-        max_tokens=asked_max_tokens(request),
+        length=asked_length(request),
         num_body_bytes=len(body),
     )
 
@@ -111,7 +112,7 @@ def _params_for(
     card = context.backend.card
     max_tokens = room_for_answer(
         len(token_ids),
-        intake.max_tokens,
+        intake.length,
         max_model_len=card.max_model_len,
         default=kind.default_max_tokens,
         param=kind.param,

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
+from loramux.server.sampling import AskedLength
 from loramux.wire import ChatRequest, TokenizeRequest
 
 T = TypeVar("T")
@@ -81,7 +82,7 @@ def check_token_ids(token_ids: Sequence[int], *, vocab_size: int, param: str) ->
 
 def room_for_answer(
     num_prompt_tokens: int,
-    asked: int | None,
+    asked: AskedLength,
     *,
     max_model_len: int,
     default: int | None,
@@ -91,21 +92,22 @@ def room_for_answer(
     if num_prompt_tokens == 0:
         raise InvalidRequest(f"{param} is empty: give at least one token.", param=param)
     room = max_model_len - num_prompt_tokens
-    if room < min(1, asked if asked is not None else 1):
+    max_tokens = asked.max_tokens
+    if room < (1 if max_tokens is None else min(1, max_tokens)):
         raise InvalidRequest(
             f"{param} has {num_prompt_tokens} tokens, and this model takes {max_model_len} tokens "
             f"for prompt and answer together. Shorten it.",
             param=param,
         )
-    if asked is None:
+    if max_tokens is None:
         return room if default is None else min(default, room)
-    if asked > room:
+    if max_tokens > room:
         raise InvalidRequest(
-            f"max_tokens is {asked}, but after the {num_prompt_tokens} tokens of {param} there is "
+            f"{asked.param} is {max_tokens}, but after the {num_prompt_tokens} tokens of {param} there is "
             f"room for {room}: this model takes {max_model_len} tokens in all.",
-            param="max_tokens",
+            param=asked.param,
         )
-    return asked
+    return max_tokens
 
 
 def check_characters(num_characters: int, max_model_len: int, param: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -104,14 +105,22 @@ def sampling_params(request: GenerationRequest, *, vocab_size: int) -> SamplingP
     )
 
 
-def asked_max_tokens(request: GenerationRequest) -> int | None:
+@dataclass(frozen=True, slots=True)
+class AskedLength:
+    max_tokens: int | None
+    """None: the route's default."""
+    param: str = "max_tokens"
+    """The field that said so."""
+
+
+def asked_length(request: GenerationRequest) -> AskedLength:
     for name in ("max_completion_tokens", "max_tokens"):
         value: int | None = getattr(request, name)
         if value is not None:
             if value < 0:
                 raise InvalidRequest(f"{name} must be 0 or more, got {value}.", param=name)
-            return value
-    return None
+            return AskedLength(value, name)
+    return AskedLength(None)
 
 
 def check_stream_options(request: GenerationRequest) -> None:

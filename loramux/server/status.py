@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -11,12 +12,12 @@ from starlette.responses import Response
 
 from loramux import __version__
 from loramux.backend import Health
-from loramux.errors import LoramuxError
 from loramux.server.body import json_response
 from loramux.server.context import Context
 from loramux.server.openapi import answering, deep_parameter, health_answers, text_answer
 from loramux.wire import HealthReport, VersionReport
 
+_log = logging.getLogger(__name__)
 YES = frozenset({"1", "true", "yes", "on"})
 
 
@@ -68,8 +69,9 @@ async def _probe(context: Context, report: HealthReport, probing: asyncio.Lock) 
             report.checks = await context.backend.probe(timeout_s)
     except TimeoutError:
         report.status, report.failure = "failing", f"No answer within {timeout_s:g} s."
-    except LoramuxError as error:
-        report.status, report.failure = "failing", str(error)
+    except Exception as error:
+        _log.exception("a deep health check failed")
+        report.status, report.failure = "failing", f"{type(error).__name__}: {error}"
     report.restarts = context.backend.num_restarts
 
 

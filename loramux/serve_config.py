@@ -1,0 +1,227 @@
+"""Settings of `loramux serve`: one field is one flag, one key of the TOML file, and one line of help."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loramux.config import EngineConfig
+from loramux.errors import InvalidRequest
+from loramux.serve_values import CHECKS, Kind, LoraModule, nearest
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+MODEL, MEMORY, NETWORK = "Model and adapters", "Memory and batching", "Network and operation"
+
+
+def setting(
+    default: object, kind: Kind, group: str, text: str, *, metavar: str | None = None
+) -> Any:
+    metadata = {"kind": kind, "group": group, "help": text, "metavar": metavar}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    model: str | None = setting(
+        None,
+        Kind.PATH,
+        MODEL,
+        "Base model: a Hugging Face folder or a GGUF file. Default: the installed "
+        "SmolLM2-135M-Instruct.",
+        metavar="PATH",
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        MODEL,
+        "Name (or several) by which requests ask for the base; answers show the first. "
+        "Default: the model's own name.",
+        metavar="NAME…",
+    )
+    lora_modules: tuple[LoraModule, ...] = setting(
+        (),
+        Kind.LORA_MODULES,
+        MODEL,
+        'Adapters to serve: name=folder, or {"name": …, "path": …} as JSON; several after one '
+        "flag, or the flag several times.",
+        metavar="NAME=PATH…",
+    )
+    dtype: str = setting(
+        "auto", Kind.TEXT, MODEL, "Number type of the weights.", metavar="|".join(DTYPES)
+    )
+    max_rank: int | None = setting(
+        None, Kind.COUNT, MODEL, "Refuse adapters of a larger rank. Default: any rank."
+    )
+    strict_base: bool = setting(
+        False, Kind.SWITCH, MODEL, "Refuse an adapter that records another base's name."
+    )
+    device: str = setting("cpu", Kind.TEXT, MEMORY, "Where the model runs.", metavar="NAME")
+    device_memory: int | None = setting(
+        None,
+        Kind.SIZE,
+        MEMORY,
+        "Page pool that KV cache and adapters share, such as 2GiB. Default: a quarter of the "
+        "memory, 4 GiB at most.",
+        metavar="SIZE",
+    )
+    host_memory: int = setting(
+        2**30,
+        Kind.SIZE,
+        MEMORY,
+        "Adapters kept in host memory, ready to be copied into the pool. Default: 1GiB.",
+        metavar="SIZE",
+    )
+    max_model_len: int | None = setting(
+        None,
+        Kind.COUNT,
+        MEMORY,
+        "Longest prompt plus answer, in tokens. Default: what the model allows.",
+    )
+    max_batch_tokens: int = setting(512, Kind.COUNT, MEMORY, "Tokens computed in one step.")
+    max_sequences: int = setting(256, Kind.COUNT, MEMORY, "Sequences that run at once.")
+    host: str = setting(
+        "127.0.0.1",
+        Kind.TEXT,
+        NETWORK,
+        "Address to listen on; 0.0.0.0 lets other machines in.",
+        metavar="ADDRESS",
+    )
+    port: int = setting(8000, Kind.COUNT, NETWORK, "Port to listen on; 0 takes a free one.")
+    max_queue: int = setting(
+        1024, Kind.COUNT, NETWORK, "Requests that may wait; one more is answered with 429."
+    )
+    drain_s: float = setting(
+        30.0,
+        Kind.SECONDS,
+        NETWORK,
+        "Seconds that running requests get to end after SIGTERM or Ctrl-C.",
+    )
+    probe_timeout_s: float = setting(
+        30.0, Kind.SECONDS, NETWORK, "Seconds that /health?deep=1 waits for the engine."
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        NETWORK,
+        "Web pages that may call the server from a browser.",
+        metavar="ORIGIN…",
+    )
+    log_level: str = setting(
+        "info", Kind.TEXT, NETWORK, "How much is logged.", metavar="|".join(LOG_LEVELS)
+    )
+
+    def __post_init__(self) -> None:
+        for name, allowed, says in self._limits():
+            if not allowed:
+                raise InvalidRequest(
+                    f"{flag(name)} must be {says}, got {getattr(self, name)!r}.", param=name
+                )
+        self._check_names()
+
+    def _limits(self) -> list[tuple[str, bool, str]]:
+        return [
+            ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
+            ("log_level", self.log_level in LOG_LEVELS, f"one of {', '.join(LOG_LEVELS)}"),
+            ("port", 0 <= self.port <= 65535, "between 0 and 65535"),
+            ("host", bool(self.host), "an address such as 127.0.0.1"),
+            ("max_queue", self.max_queue >= 0, "0 or more"),
+            ("host_memory", self.host_memory >= 0, "0 or more"),
+            *(
+                (name, (value := getattr(self, name)) is None or value >= 1, "1 or more")
+                for name in (
+                    "max_rank",
+                    "max_model_len",
+                    "max_batch_tokens",
+                    "max_sequences",
+                    "device_memory",
+                )
+            ),
+            *(
+                (name, 0 <= getattr(self, name) < math.inf, "0 or more seconds")
+                for name in ("drain_s", "probe_timeout_s")
+            ),
+        ]
+
+    def _check_names(self) -> None:
+        seen = set(self.served_model_name)
+        for module in self.lora_modules:
+            if module.name in seen:
+                raise InvalidRequest(
+                    f"Two models would be called {module.name!r}, and a request could not say "
+                    "which one it means. Rename one of them in --lora-modules or "
+                    "--served-model-name.",
+                    param="lora_modules",
+                )
+            seen.add(module.name)
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            dtype=self.dtype,
+            device=self.device,
+            device_memory_bytes=self.device_memory,
+            host_memory_bytes=self.host_memory,
+            max_batch_tokens=self.max_batch_tokens,
+            max_sequences=self.max_sequences,
+            max_model_len=self.max_model_len,
+            max_rank=self.max_rank,
+            strict_base=self.strict_base,
+        )
+
+
+SETTINGS = {setting.name: setting for setting in dataclasses.fields(ServeConfig)}
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def load_serve_config(flags: Mapping[str, Any], file: Path | None = None) -> ServeConfig:
+    """`flags` holds only what was given; each of them replaces the file's value."""
+    found = read_file(file) if file is not None else {}
+    given = {name: check(name, value, source=flag(name)) for name, value in flags.items()}
+    return ServeConfig(**{**found, **given})
+
+
+def read_file(file: Path) -> dict[str, Any]:
+    """Keys may be written with - or _; relative paths start at the file's folder."""
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRequest(
+            f"The config file {file} cannot be read: {error.strerror}.", param="config"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{file} is not valid TOML: {error}", param="config") from error
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = known_name(key, file)
+        if name in values:
+            raise InvalidRequest(f"{file} sets {key!r} twice: with - and with _.", param=name)
+        values[name] = check(name, value, source=f"{key} in {file}", folder=file.parent)
+    return values
+
+
+def known_name(key: str, file: Path) -> str:
+    name = key.replace("-", "_")
+    if name not in SETTINGS:
+        keys = [known.replace("_", "-") for known in SETTINGS]
+        raise InvalidRequest(
+            f"{file} has an unknown key {key!r}. {nearest(key.replace('_', '-'), keys)}",
+            param=key,
+        )
+    return name
+
+
+def check(name: str, value: object, *, source: str, folder: Path | None = None) -> object:
+    if name not in SETTINGS:
+        raise InvalidRequest(f"There is no setting {name!r}.", param=name)
+    try:
+        return CHECKS[SETTINGS[name].metadata["kind"]](value, folder)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{source}: {error}", param=name) from error

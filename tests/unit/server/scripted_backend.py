@@ -1,0 +1,145 @@
+"""A Backend that plays a script: what it says, when it fails and when it is closed are the test's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from loramux.backend import AdapterCard, Delta, EngineStats, Health, Job, ModelCard
+from loramux.errors import InvalidRequest
+from loramux.types import FinishReason, TokenLogprob
+
+CARD = ModelCard(
+    name="tiny-base",
+    path="/models/tiny-base",
+    digest="sha256:0123456789abcdef0123456789abcdef",
+    max_model_len=64,
+    vocab_size=256,
+    dtype="float32",
+    pool_bytes=1 << 20,
+)
+ADAPTERS = {
+    name: AdapterCard(
+        name=name, path=f"/adapters/{name}", cid=f"cidv1:sha256:{name}", rank=8, num_bytes=1024,
+        created_s=1_700_000_000,
+    )
+    for name in ("legal", "team/polite")
+}  # fmt: skip
+REPLY = (b"Hel", b"lo", b" you")
+
+Script = Callable[[Job], AsyncIterator[Delta]]
+
+
+class ByteCodec:
+    """A token is a byte."""
+
+    vocab_size = 256
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        if (chat_template_kwargs or {}).get("tokenize"):
+            raise InvalidRequest("Not yours to set.", param="chat_template_kwargs")
+        texts = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, list):
+                content = "".join(part["text"] for part in content)
+            if content is None:
+                raise InvalidRequest("A message has no content.", param="messages")
+            texts.append(f"{message['role'][0]}:{content}\n")
+        return self.encode("".join(texts) + ("a:" if add_generation_prompt else ""))
+
+    def token_to_str(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+
+def logprobs_of(token_ids: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(i, -0.5, 1, tuple((j, -0.5 - j) for j in range(65, 65 + top)))
+        for i in token_ids
+    )
+
+
+def delta(job: Job, index: int, piece: bytes, finish: FinishReason | None = None) -> Delta:
+    top, prompt_top = job.params.logprobs, job.params.prompt_logprobs
+    return Delta(
+        index=index,
+        text=piece.decode(),
+        token_ids=tuple(piece),
+        logprobs=None if top is None else logprobs_of(piece, top),
+        finish_reason=finish,
+        prompt_logprobs=(
+            None if prompt_top is None else logprobs_of(job.prompt_token_ids[1:], prompt_top)
+        ),
+    )
+
+
+async def say_hello(job: Job) -> AsyncIterator[Delta]:
+    """Choices take turns; each says REPLY, cut at max_tokens."""
+    said = b"".join(REPLY)
+    for number, piece in enumerate(REPLY):
+        for index in range(job.params.n):
+            is_last = number == len(REPLY) - 1
+            if job.params.max_tokens < len(said):
+                piece, is_last = said[: job.params.max_tokens], True
+            finish = FinishReason.STOP if is_last else None
+            if is_last and job.params.max_tokens < len(said):
+                finish = FinishReason.LENGTH
+            yield delta(job, index, piece, finish)
+            await asyncio.sleep(0)
+        if is_last:
+            return
+
+
+class ScriptedBackend:
+    def __init__(self, script: Script = say_hello) -> None:
+        self.script = script
+        self.health = Health.READY
+        self.card = CARD
+        self.codec = ByteCodec()
+        self.stats = EngineStats(num_pages=10, num_free_pages=10)
+        self.adapters: dict[str, AdapterCard] = dict(ADAPTERS)
+        self.num_restarts = 0
+        self.probe_script: Callable[[float], dict[str, float]] = lambda _: {"generate_s": 0.1}
+        self.jobs: list[Job] = []
+        self.closed = asyncio.Event()
+        """Set whenever a job's iterator has ended or was closed."""
+        self.num_closed = 0
+
+    async def start(self) -> None: ...
+
+    async def submit(self, job: Job) -> AsyncIterator[Delta]:
+        self.jobs.append(job)
+        try:
+            async for item in self.script(job):
+                yield item
+        finally:
+            self.num_closed += 1
+            self.closed.set()
+
+    async def add_adapter(self, name: str, path: str) -> AdapterCard:
+        raise NotImplementedError
+
+    async def remove_adapter(self, name: str) -> None:
+        del self.adapters[name]
+
+    async def probe(self, timeout_s: float) -> dict[str, float]:
+        return self.probe_script(timeout_s)
+
+    async def close(self, *, drain_s: float) -> None: ...
