@@ -9,8 +9,12 @@ INPUTS := pyproject.toml constraints.txt constraints-dev.txt Makefile scripts/se
 
 # Name another interpreter with `make PYTHON=/path/to/python3.11 setup`.
 PYTHON ?=
-# More arguments for pytest or the benchmark: `make test ARGS="-k scheduler -x"`.
+# More arguments for the program that a target runs: `make serve ARGS="--port 9000"`.
 ARGS ?=
+
+# name=folder for each trained adapter that comes with the examples.
+DEMO_ADAPTERS := $(foreach config,$(wildcard examples/adapters/*/adapter_config.json),\
+	$(notdir $(patsubst %/,%,$(dir $(config))))=$(patsubst %/,%,$(dir $(config))))
 
 # OpenMP threads that spin while they wait take the cores from those that work.
 export OMP_WAIT_POLICY := PASSIVE
@@ -18,12 +22,15 @@ export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup check test bench clean
+.PHONY: help setup serve check test bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv and install everything (the targets below do it by themselves)
+
+serve: $(STAMP) ## Serve the default model and the demo adapters on port 8000
+	@exec $(BIN)/loramux serve $(if $(DEMO_ADAPTERS),--lora-modules $(DEMO_ADAPTERS)) $(ARGS)
 
 check: $(STAMP) ## Formatting, lint, types and the import contract
 	@echo "==> ruff format" && $(BIN)/ruff format --check .

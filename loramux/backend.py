@@ -97,7 +97,8 @@ class EngineStats:
 class TextCodec(Protocol):
     """The tokenizer, as far as a server uses it."""
 
-    vocab_size: int
+    @property
+    def vocab_size(self) -> int: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

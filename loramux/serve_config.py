@@ -1,4 +1,4 @@
-"""Settings of `loramux serve`: one field is one flag, one key of the TOML file, and one line of help."""
+"""Settings of `loramux serve`: a field is a flag, a key of the TOML file, and a line of help."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ class ServeConfig:
         metavar="NAME=PATH…",
     )
     dtype: str = setting(
-        "auto", Kind.TEXT, MODEL, "Number type of the weights.", metavar="|".join(DTYPES)
+        "auto",
+        Kind.TEXT,
+        MODEL,
+        f"Number type of the weights: {', '.join(DTYPES)}.",
+        metavar="TYPE",
     )
     max_rank: int | None = setting(
         None, Kind.COUNT, MODEL, "Refuse adapters of a larger rank. Default: any rank."
@@ -113,7 +117,7 @@ class ServeConfig:
         metavar="ORIGIN…",
     )
     log_level: str = setting(
-        "info", Kind.TEXT, NETWORK, "How much is logged.", metavar="|".join(LOG_LEVELS)
+        "info", Kind.TEXT, NETWORK, f"How much is logged: {', '.join(LOG_LEVELS)}.", metavar="LEVEL"
     )
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from loramux import __version__
-from loramux.cli import bench, doctor
+from loramux.cli import bench, chat, doctor, serve
 
 app = typer.Typer(
     name="loramux",
@@ -15,6 +15,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("serve", cls=serve.ServeCommand)(serve.serve)
+app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 

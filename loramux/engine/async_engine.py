@@ -153,6 +153,8 @@ class AsyncEngine:
         return seconds
 
     async def close(self, *, drain_s: float) -> None:
+        if self._health is Health.STOPPED:
+            return
         self._health = Health.DRAINING
         deadline = time.monotonic() + drain_s
         while self._streams and time.monotonic() < deadline:

@@ -71,10 +71,10 @@ class Scheduler:
         """Queues a request, or raises when it could never run here."""
         if request.request_id in self._by_request:
             raise InvalidRequest(f"Request id {request.request_id!r} is in use.")
-        self._check_length(request)
+        max_length = self._max_length(request)
         choices = {}
         for index in range(request.params.n):
-            sequence = Sequence(next(self._ids), request, index)
+            sequence = Sequence(next(self._ids), request, index, max_length=max_length)
             self._sequences[sequence.sequence_id] = sequence
             self._waiting.append(sequence)
             choices[index] = sequence
@@ -144,25 +144,28 @@ class Scheduler:
     def waiting_adapters(self) -> dict[str, int]:
         return dict(Counter(cid for s in self._waiting for cid in s.cids))
 
-    def _check_length(self, request: Request) -> None:
+    def _max_length(self, request: Request) -> int:
+        """Tokens that the request may grow to; raises if not even its prompt can ever run."""
         num_prompt = len(request.prompt_token_ids)
         limit = self.config.max_model_len
         if num_prompt == 0:
             raise InvalidRequest("The prompt is empty: give at least one token.", param="prompt")
-        if num_prompt + min(1, request.params.max_tokens) > limit:
+        num_needed = num_prompt + min(1, request.params.max_tokens)
+        if num_needed > limit:
             raise InvalidRequest(
                 f"The prompt has {num_prompt} tokens, and this server takes {limit} for prompt and "
                 "output together. Shorten the prompt.",
                 param="prompt",
             )
-        longest = min(num_prompt + request.params.max_tokens, limit)
-        needed = self._pages_for(longest)
-        needed += sum(self._adapters.num_pages(cid) for cid, _ in request.selection)
-        if needed > self._pages.num_pages:
+        adapter_pages = sum(self._adapters.num_pages(cid) for cid, _ in request.selection)
+        room = (self._pages.num_pages - adapter_pages) * self.config.block_tokens
+        if num_needed > room:
             raise DoesNotFit(
-                f"The request needs {needed} pages for {longest} tokens and its adapters, and the "
-                f"pool has {self._pages.num_pages}. Lower max_tokens or give the pool more memory."
+                f"The request needs {self._pages_for(num_needed)} pages for {num_needed} tokens and "
+                f"{adapter_pages} for its adapters, and the pool has {self._pages.num_pages}. "
+                "Shorten the prompt or give the pool more memory."
             )
+        return min(limit, room)
 
     def _admit(self) -> Sequence | None:
         """Moves the head of the queue into the batch if its adapters and prompt have room."""
@@ -229,7 +232,7 @@ class Scheduler:
             reason = FinishReason.STOP
         elif (
             len(sequence.output_token_ids) >= params.max_tokens
-            or sequence.num_tokens >= self.config.max_model_len
+            or sequence.num_tokens >= sequence.max_length
         ):
             reason = FinishReason.LENGTH
         else:

@@ -11,10 +11,11 @@ _MASK = (1 << 64) - 1
 class Sequence:
     """Tokens so far, how many of them have their keys and values in pages, and those pages."""
 
-    def __init__(self, sequence_id: int, request: Request, index: int) -> None:
+    def __init__(self, sequence_id: int, request: Request, index: int, *, max_length: int) -> None:
         self.sequence_id = sequence_id
         self.request = request
         self.index = index
+        self.max_length = max_length
         self.prompt_token_ids = list(request.prompt_token_ids)
         self.output_token_ids: list[int] = []
         self.num_computed = 0

@@ -96,15 +96,15 @@ def room_for_answer(
     if room < (1 if max_tokens is None else min(1, max_tokens)):
         raise InvalidRequest(
             f"{param} has {num_prompt_tokens} tokens, and this model takes {max_model_len} tokens "
-            f"for prompt and answer together. Shorten it.",
+            "for prompt and answer together. Shorten it.",
             param=param,
         )
     if max_tokens is None:
         return room if default is None else min(default, room)
     if max_tokens > room:
         raise InvalidRequest(
-            f"{asked.param} is {max_tokens}, but after the {num_prompt_tokens} tokens of {param} there is "
-            f"room for {room}: this model takes {max_model_len} tokens in all.",
+            f"{asked.param} is {max_tokens}, but after the {num_prompt_tokens} tokens of {param} there "
+            f"is room for {room}: this model takes {max_model_len} tokens in all.",
             param=asked.param,
         )
     return max_tokens

@@ -219,7 +219,7 @@ def test_an_adapter_larger_than_the_pool_is_refused_with_the_numbers(
     engine = make_engine(model, tmp_path / "model", device_memory_bytes=100_000)
     folder = make_peft_adapter(tmp_path / "big", model, r=64, target_modules=ALL_LINEAR)
     request = make_request("a", (1, 2, 3), select(engine, folder))
-    with pytest.raises(DoesNotFit, match=r"needs \d+ pages .* pool has \d+"):
+    with pytest.raises(DoesNotFit, match=r"\d+ for its adapters, and the pool has \d+"):
         engine.add(request)
 
 

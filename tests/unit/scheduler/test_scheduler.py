@@ -215,8 +215,8 @@ def test_a_broken_adapter_fails_its_own_request_only() -> None:
     [
         (make_request("a", 0), InvalidRequest, "empty"),
         (make_request("a", 64), InvalidRequest, "64 tokens"),
-        (make_request("a", 30, max_tokens=30), DoesNotFit, "15 pages"),
-        (make_request("a", 30, max_tokens=1, cid="x"), DoesNotFit, "10 pages"),
+        (make_request("a", 36, max_tokens=1), DoesNotFit, "10 pages for 37 tokens and 0"),
+        (make_request("a", 30, max_tokens=1, cid="x"), DoesNotFit, "8 pages for 31 tokens and 2"),
     ],
 )
 def test_what_can_never_run_is_refused_at_once(
@@ -226,6 +226,18 @@ def test_what_can_never_run_is_refused_at_once(
     with pytest.raises(error, match=says):
         scheduler.add(request_)
     assert not scheduler.has_work
+
+
+def test_an_output_ends_where_the_pool_does() -> None:
+    """An adapter's pages leave less room for tokens; that ends the output, not the request."""
+    lengths = {}
+    for cid in (None, "x"):
+        scheduler = make_scheduler(num_pages=9)
+        scheduler.add(make_request("a", 20, max_tokens=50, cid=cid))
+        events = run_to_end(scheduler)
+        assert events[-1].finish_reason is FinishReason.LENGTH
+        lengths[cid] = 20 + len(events)
+    assert lengths == {None: 9 * 4, "x": 7 * 4}
 
 
 def test_an_id_in_use_is_refused() -> None:

@@ -10,7 +10,7 @@ def make_sequence(**params: object) -> Sequence:
         prompt_token_ids=(1, 2, 3, 4),
         params=SamplingParams(**params),  # type: ignore[arg-type]
     )
-    return Sequence(5, request, 0)
+    return Sequence(5, request, 0, max_length=64)
 
 
 def test_a_chunk_runs_from_the_prompt_into_the_output_after_preemption() -> None:

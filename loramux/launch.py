@@ -1,0 +1,132 @@
+"""The composition root: config -> engine -> app -> server. Nothing else knows everyone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
+from loramux.engine.process import OnProgress
+from loramux.errors import InvalidRequest
+from loramux.models.default_model import default_model_path
+from loramux.serve_config import ServeConfig
+from loramux.server.app import create_app
+from loramux.server.context import ServerOptions
+
+_log = logging.getLogger(__name__)
+# After the drain every stream has ended, with an error event if need be; this is for the sockets.
+_CLOSING_S = 5
+
+OnReady = Callable[[str, int, str, Sequence[str]], None]
+"""host, port, name of the base, names of the adapters"""
+
+
+def serve(config: ServeConfig, *, progress: OnProgress, on_ready: OnReady) -> int:
+    """Blocks until SIGTERM or Ctrl-C; raises LoramuxError for what keeps it from starting."""
+    # Before the model is loaded: a port in use should not cost the wait.
+    with _listen(config.host, config.port) as listener:
+        asyncio.run(_serve(config, listener, progress, on_ready))
+    return 0
+
+
+async def _serve(
+    config: ServeConfig, listener: socket.socket, progress: OnProgress, on_ready: OnReady
+) -> None:
+    async with _running_engine(config, progress) as engine:
+        names = config.served_model_name or (engine.card.name,)
+        options = ServerOptions(
+            served_model_names=names,
+            cors_origins=config.cors_origins,
+            probe_timeout_s=config.probe_timeout_s,
+        )
+        settings = uvicorn.Config(
+            create_app(engine, options),
+            log_level=config.log_level,
+            access_log=False,
+            timeout_graceful_shutdown=int(config.drain_s) + _CLOSING_S,
+            timeout_keep_alive=30,
+        )
+        server = DrainingServer(settings, engine, config.drain_s)
+        host, port = listener.getsockname()[:2]
+
+        def say() -> None:
+            on_ready(host, port, names[0], list(engine.adapters))
+
+        announcing = asyncio.create_task(_announce(server, say))
+        await server.serve(sockets=[listener])
+        announcing.cancel()
+        await server.wait_until_drained()
+
+
+@contextlib.asynccontextmanager
+async def _running_engine(config: ServeConfig, progress: OnProgress) -> AsyncIterator[AsyncEngine]:
+    options = AsyncEngineOptions(
+        model=Path(config.model) if config.model is not None else default_model_path(),
+        config=config.engine_config(),
+        served_name=config.served_model_name[0] if config.served_model_name else None,
+        max_jobs=config.max_queue + config.max_sequences,
+    )
+    engine = AsyncEngine(options, on_progress=progress)
+    await engine.start()
+    try:
+        for module in config.lora_modules:
+            progress(f"Checking adapter {module.name}", 0.0)
+            card = await engine.add_adapter(module.name, module.path)
+            for warning in card.warnings:
+                _log.warning("adapter %s: %s", module.name, warning)
+        yield engine
+    finally:
+        await engine.close(drain_s=0)
+
+
+class DrainingServer(uvicorn.Server):
+    """On the first signal no new work is taken, and what runs may end for drain_s."""
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_s: float) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._drain_s = drain_s
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # uvicorn would raise the signal again after its own shutdown, and end the process with it.
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        if self._draining is None:
+            self.should_exit = True
+            closing = self._engine.close(drain_s=self._drain_s)
+            self._draining = asyncio.get_running_loop().create_task(closing)
+
+    async def wait_until_drained(self) -> None:
+        if self._draining is not None and not self.force_exit:
+            await self._draining
+
+
+async def _announce(server: uvicorn.Server, say: Callable[[], None]) -> None:
+    while not server.started:
+        await asyncio.sleep(0.02)
+    say()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise InvalidRequest(
+            f"Cannot listen on {host}:{port}: {error.strerror}. Choose another with --port.",
+            param="port",
+        ) from error
+    listener.listen(2048)
+    return listener

@@ -1,0 +1,228 @@
+"""A real server process over a tiny model: the same answers, honest failures, clean ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from loramux import LLM, LoRARequest, SamplingParams
+from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
+from tests.engine_factory import save_model_with_tokenizer
+from tests.serve_factory import RunningServer, running_server
+
+NUM_ADAPTERS = 32
+PROMPTS = ["The quick", "lazy dog", "Stop here, or go on?", "def add(a, b):", "naïve café"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    model = save_model_with_tokenizer(folder / "model")
+    for i in range(NUM_ADAPTERS):
+        rank = (1, 2, 4, 8)[i % 4]
+        write_adapter(
+            folder / f"a{i}",
+            lora_config_dict(r=rank, lora_alpha=4 * rank),
+            lora_tensors(model.config, seed=i, r=rank),
+        )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[RunningServer]:
+    modules = [f"a{i}={folder / f'a{i}'}" for i in range(NUM_ADAPTERS)]
+    flags = ["--model", str(folder / "model"), "--served-model-name", "base", "--dtype", "float32"]
+    flags += ["--device-memory", "16MiB", "--lora-modules", *modules]
+    with running_server(folder / "log", *flags) as running:
+        yield running
+
+
+def names() -> list[str]:
+    return ["base", *(f"a{i}" for i in range(NUM_ADAPTERS))]
+
+
+def test_64_requests_at_once_get_the_texts_of_the_offline_engine(
+    server: RunningServer, folder: Path
+) -> None:
+    cases = [(names()[i % 33], PROMPTS[i % 5] * (1 + i % 3)) for i in range(64)]
+    llm = LLM(folder / "model", dtype="float32", device_memory_bytes=16 * 2**20)
+    expected = llm.generate(
+        [prompt for _, prompt in cases],
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        lora_request=[
+            None if name == "base" else LoRARequest(name, 1, str(folder / name))
+            for name, _ in cases
+        ],
+        use_tqdm=False,
+    )
+
+    async def ask_all() -> list[str]:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=60) as client:
+            return await asyncio.gather(
+                *(
+                    complete(client, model=name, prompt=prompt, stream=i % 2 == 0)
+                    for i, (name, prompt) in enumerate(cases)
+                )
+            )
+
+    texts = asyncio.run(ask_all())
+    assert texts == [output.outputs[0].text for output in expected]
+    assert len(set(texts)) > 40
+
+
+async def complete(client: httpx2.AsyncClient, *, stream: bool, **body: Any) -> str:
+    body = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "stream": stream, **body}
+    if not stream:
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+    events = await read_events(client, body)
+    assert events[-1] == "[DONE]"
+    return "".join(json.loads(e)["choices"][0]["text"] for e in events[:-1])
+
+
+async def read_events(client: httpx2.AsyncClient, body: dict[str, Any]) -> list[str]:
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        lines = [line async for line in answer.aiter_lines()]
+    return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_when_the_engine_dies_or_hangs_every_stream_says_so_and_the_server_recovers(
+    how: signal.Signals, server: RunningServer
+) -> None:
+    async def run() -> None:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=60) as client:
+            restarts = (await client.get("/health")).json()["restarts"]
+            body = {"prompt": "The", "max_tokens": 480, "ignore_eos": True, "stream": True}
+            streams = [
+                asyncio.create_task(read_events(client, {**body, "model": name}))
+                for name in names()[:16]
+            ]
+            await asyncio.sleep(0.3)
+            (pid,) = server.engine_pids
+            os.kill(pid, how)
+            for events in await asyncio.gather(*streams):
+                assert events[-1] != "[DONE]", "an answer that was cut looks complete"
+                assert "error" in json.loads(events[-1])
+            health = await client.get("/health")
+            assert health.status_code == 503 and health.json()["status"] == "restarting"
+            refused = await client.post("/v1/completions", json={**body, "model": "base"})
+            assert refused.status_code == 503 and "retry-after" in refused.headers
+            await wait_for_health(client)
+            assert (await client.get("/health")).json()["restarts"] == restarts + 1
+            deep = await client.get("/health", params={"deep": 1})
+            assert deep.status_code == 200, deep.text
+            assert await complete(client, model="a3", prompt="The", stream=False)
+
+    asyncio.run(run())
+
+
+async def wait_for_health(client: httpx2.AsyncClient) -> None:
+    async with asyncio.timeout(60):
+        while (await client.get("/health")).status_code != 200:
+            await asyncio.sleep(0.05)
+
+
+def test_a_client_that_leaves_frees_its_pages(server: RunningServer) -> None:
+    async def run() -> None:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=60) as client:
+            body = {"model": "a1", "prompt": "The", "max_tokens": 480, "ignore_eos": True}
+            for stream in (True, False):
+                request = client.post("/v1/completions", json={**body, "stream": stream})
+                with pytest.raises((TimeoutError, httpx2.TimeoutException)):
+                    await asyncio.wait_for(request, 0.1)
+            async with asyncio.timeout(20):
+                while await gauge(client, "vllm:num_requests_running") > 0:
+                    await complete(client, model="base", prompt="a", stream=False)
+
+    asyncio.run(run())
+
+
+async def gauge(client: httpx2.AsyncClient, name: str) -> float:
+    text = (await client.get("/metrics")).text
+    lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
+    return float(lines[0].rsplit(" ", 1)[1])
+
+
+def test_sigterm_lets_what_runs_end_and_exits_with_zero(folder: Path, tmp_path: Path) -> None:
+    flags = ["--model", str(folder / "model"), "--served-model-name", "base"]
+    with running_server(tmp_path / "log", *flags, "--device-memory", "16MiB") as running:
+
+        async def run() -> list[str]:
+            async with httpx2.AsyncClient(base_url=running.url, timeout=60) as client:
+                body = {"model": "base", "prompt": "The", "max_tokens": 200, "ignore_eos": True}
+                stream = asyncio.create_task(read_events(client, {**body, "stream": True}))
+                await asyncio.sleep(0.3)
+                running.process.send_signal(signal.SIGTERM)
+                return await stream
+
+        events = asyncio.run(run())
+        assert events[-1] == "[DONE]"
+        assert running.process.wait(20) == 0
+
+
+def test_sigterm_ends_what_takes_too_long_with_an_error_event(
+    folder: Path, tmp_path: Path
+) -> None:
+    flags = ["--model", str(folder / "model"), "--served-model-name", "base", "--drain-s", "0"]
+    with running_server(tmp_path / "log", *flags, "--device-memory", "16MiB") as running:
+
+        async def run() -> list[str]:
+            async with httpx2.AsyncClient(base_url=running.url, timeout=60) as client:
+                body = {"model": "base", "prompt": "The", "max_tokens": 480, "ignore_eos": True}
+                stream = asyncio.create_task(read_events(client, {**body, "stream": True, "n": 8}))
+                await asyncio.sleep(0.2)
+                running.process.send_signal(signal.SIGTERM)
+                return await stream
+
+        assert "shutting down" in json.loads(asyncio.run(run())[-1])["error"]["message"]
+        assert running.process.wait(20) == 0
+
+
+def test_a_killed_server_leaves_no_engine_behind(folder: Path, tmp_path: Path) -> None:
+    flags = ["--model", str(folder / "model"), "--device-memory", "16MiB"]
+    with running_server(tmp_path / "log", *flags) as running:
+        (pid,) = running.engine_pids
+        running.process.kill()
+        running.process.wait()
+        deadline = time.monotonic() + 10
+        while is_running(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    listing = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return bool(listing.stdout.strip()) and not listing.stdout.startswith("Z")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--lora-modules", "bad=/nonexistent/adapter"], "No adapter folder"),
+        (["--model", "/nonexistent/model"], "/nonexistent/model"),
+        (["--device-memory", "lots"], "512MiB"),
+    ],
+)
+def test_what_keeps_it_from_starting_is_said_without_a_traceback(
+    flags: list[str], says: str, folder: Path, tmp_path: Path
+) -> None:
+    model = [] if "--model" in flags else ["--model", str(folder / "model")]
+    with (
+        pytest.raises(AssertionError, match="did not start") as caught,
+        running_server(tmp_path / "log", *model, *flags),
+    ):
+        pass
+    assert says in str(caught.value) and "Traceback" not in str(caught.value)

@@ -1,0 +1,201 @@
+"""The command up to the launch, which is replaced: it would load a model."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from loramux.cli.main import app
+from loramux.cli.serve import Stopped, one_value_per_flag, run
+from loramux.errors import UnsupportedModel
+from loramux.serve_config import SETTINGS, ServeConfig, flag
+from loramux.serve_values import LoraModule
+
+Launched = list[ServeConfig]
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    configs: Launched = []
+
+    def serve(config: ServeConfig, *, progress: Any, on_ready: Any) -> int:
+        configs.append(config)
+        progress("Converting the model", 0.5)
+        on_ready(config.host, config.port, "smol", [m.name for m in config.lora_modules])
+        return 0
+
+    fake = ModuleType("loramux.launch")
+    vars(fake)["serve"] = serve
+    monkeypatch.setitem(sys.modules, "loramux.launch", fake)
+    monkeypatch.setattr("loramux.launch", fake, raising=False)
+    return configs
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(app, ["serve", *args])
+
+
+def test_flags_become_the_config(launched: Launched) -> None:
+    result = invoke(
+        *("--model", "base.gguf", "--dtype", "float32", "--port", "9000", "--max-queue", "5"),
+        *("--device-memory", "512MiB", "--strict-base", "--drain-s", "2.5"),
+        *("--served-model-name", "x", "y"),
+    )
+    assert result.exit_code == 0, result.output
+    assert launched == [
+        ServeConfig(
+            model="base.gguf",
+            dtype="float32",
+            port=9000,
+            max_queue=5,
+            device_memory=512 * 2**20,
+            strict_base=True,
+            drain_s=2.5,
+            served_model_name=("x", "y"),
+        )
+    ]
+
+
+LORA_FLAGS = {
+    "several after one flag": ["--lora-modules", "a=/x", "b=/y", "--port", "1"],
+    "the flag twice": ["--lora-modules", "a=/x", "--port", "1", "--lora-modules", "b=/y"],
+    "with an equals sign": ["--lora-modules=a=/x", "--lora-modules=b=/y", "--port", "1"],
+    "JSON": ["--port", "1", "--lora-modules", '{"name": "a", "path": "/x"}', "b=/y"],
+}
+
+
+@pytest.mark.parametrize("form", LORA_FLAGS)
+def test_adapters_are_given_as_for_vllm(form: str, launched: Launched) -> None:
+    result = invoke(*LORA_FLAGS[form])
+    assert result.exit_code == 0, result.output
+    assert launched[0].lora_modules == (LoraModule("a", "/x"), LoraModule("b", "/y"))
+    assert launched[0].port == 1
+
+
+def test_only_list_flags_swallow_what_follows() -> None:
+    args = ["--lora-modules", "a=x", "b=y", "--port", "1", "stray"]
+    expanded = ["--lora-modules", "a=x", "--lora-modules", "b=y", "--port", "1", "stray"]
+    assert one_value_per_flag(args) == expanded
+    assert one_value_per_flag(["--lora-modules"]) == ["--lora-modules"]
+
+
+def test_a_stray_word_and_an_unknown_flag_are_refused(launched: Launched) -> None:
+    assert invoke("--port", "1", "stray").exit_code == 2
+    assert invoke("--prot", "1").exit_code == 2
+    assert invoke("--port", "many").exit_code == 2
+    assert not launched
+
+
+def test_the_file_counts_and_a_flag_replaces_it(launched: Launched, tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('port = 1\nhost = "0.0.0.0"\nstrict-base = true\nlora-modules = ["a=x"]\n')
+    result = invoke("--config", str(file), "--port", "2", "--no-strict-base")
+    assert result.exit_code == 0, result.output
+    [config] = launched
+    assert (config.port, config.host, config.strict_base) == (2, "0.0.0.0", False)
+    assert config.lora_modules == (LoraModule("a", str(tmp_path / "x")),)
+
+
+def test_a_wrong_setting_ends_before_anything_is_loaded(launched: Launched, tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text("prot = 1")
+    result = invoke("--config", str(file))
+    assert result.exit_code == 2
+    assert "Did you mean port" in result.stderr
+    assert "Traceback" not in result.output
+    assert invoke("--lora-modules", "pirate").exit_code == 2
+    assert not launched
+
+
+def test_help_names_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", invoke("--help").output)
+    for name in SETTINGS:
+        assert flag(name) in text
+    assert "Default: 8000." in text
+    assert "--lora-modules sql=./sql-lora support=./support-lora" in text
+
+
+def raising(error: BaseException, *, after_ready: bool = False) -> Callable[..., int]:
+    def launch(config: ServeConfig, *, progress: Any, on_ready: Any) -> int:
+        if after_ready:
+            on_ready("127.0.0.1", 8000, "smol", [])
+        raise error
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("launch", "status"),
+    [
+        (raising(UnsupportedModel("no such model")), 1),
+        (raising(PermissionError("not yours")), 1),
+        (raising(KeyboardInterrupt()), 130),
+        (raising(KeyboardInterrupt(), after_ready=True), 0),
+        (raising(Stopped(143)), 143),
+        (raising(Stopped(143), after_ready=True), 0),
+    ],
+)
+def test_exit_status_says_how_it_ended(launch: Callable[..., int], status: int) -> None:
+    console = Console(file=io.StringIO())
+    assert run(ServeConfig(), console, lambda: launch) == status
+
+
+def test_sigterm_while_the_model_is_prepared_unwinds() -> None:
+    unwound: list[str] = []
+
+    def launch(config: ServeConfig, *, progress: Any, on_ready: Any) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+        finally:
+            unwound.append("yes")
+        return 0
+
+    assert run(ServeConfig(), Console(file=io.StringIO()), lambda: launch) == 143
+    assert unwound == ["yes"]
+
+
+def make_names(makefile_folder: Path) -> Sequence[str]:
+    result = subprocess.run(
+        ["make", "--no-print-directory", "-n", "serve", "ARGS=--port 9"],
+        cwd=makefile_folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return re.findall(r"(\S+)=\S*adapters/", result.stdout)
+
+
+def test_make_serve_finds_the_demo_adapters(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[3]
+    (tmp_path / "Makefile").write_text((root / "Makefile").read_text())
+    for path in re.findall(r"^INPUTS := (.*)$", (tmp_path / "Makefile").read_text(), re.M)[
+        0
+    ].split():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).touch()
+    for name in ("upper", "pirate"):
+        (tmp_path / "examples/adapters" / name).mkdir(parents=True)
+        (tmp_path / "examples/adapters" / name / "adapter_config.json").touch()
+    (tmp_path / "examples/adapters/data").mkdir()
+    assert sorted(make_names(tmp_path)) == ["pirate", "upper"]

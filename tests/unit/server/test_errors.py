@@ -1,0 +1,92 @@
+"""Errors to statuses: one table, one shape, no secrets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+import loramux.errors
+from loramux.backend import Delta, Health, Job
+from loramux.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    DoesNotFit,
+    EngineBusy,
+    EngineStopped,
+    InvalidRequest,
+    LoramuxError,
+    UnsupportedModel,
+)
+from loramux.server.errors import HTTP_STATUS, error_info, error_response
+from tests.unit.server.asgi_client import chat, complete, get, make_app, request
+from tests.unit.server.scripted_backend import ScriptedBackend
+
+ERRORS: list[tuple[Exception, int, str]] = [
+    (InvalidRequest("x", param="n"), 400, "BadRequestError"),
+    (DoesNotFit("x"), 400, "BadRequestError"),
+    (AdapterNotFound("x"), 404, "NotFoundError"),
+    (AdapterRefused("wrong_shape", "x"), 422, "UnprocessableEntityError"),
+    (EngineBusy("x"), 429, "RateLimitError"),
+    (EngineStopped("x"), 503, "ServiceUnavailableError"),
+    (LoramuxError("x"), 500, "InternalServerError"),
+    (UnsupportedModel("x"), 500, "InternalServerError"),
+]
+
+
+def failing_backend(error: Exception) -> ScriptedBackend:
+    async def fail(job: Job) -> AsyncIterator[Delta]:
+        raise error
+        yield
+
+    return ScriptedBackend(fail)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("error", "status", "kind"), ERRORS)
+def test_engine_error_has_its_status(
+    error: Exception, status: int, kind: str, stream: bool
+) -> None:
+    response = complete(make_app(failing_backend(error)), stream=stream)
+    assert response.status_code == status
+    body = response.json()["error"]
+    assert (body["type"], body["message"], body["code"]) == (kind, "x", status)
+
+
+def test_every_error_of_the_project_has_a_status() -> None:
+    kinds = [kind for kind in vars(loramux.errors).values() if isinstance(kind, type)]
+    for kind in kinds:
+        assert any(parent in HTTP_STATUS for parent in kind.__mro__)
+
+
+def test_busy_engine_says_when_to_come_back() -> None:
+    backend = failing_backend(EngineBusy("Full.", retry_after_s=2.5))
+    assert complete(make_app(backend)).headers["retry-after"] == "3"
+    assert error_response(EngineBusy("x", retry_after_s=0)).headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("health", [h for h in Health if h is not Health.READY])
+def test_requests_meet_503_while_the_engine_is_not_ready(health: Health) -> None:
+    backend = ScriptedBackend()
+    backend.health = health
+    response = chat(make_app(backend), stream=True)
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    assert not backend.jobs
+
+
+def test_unforeseen_error_keeps_its_text_to_itself() -> None:
+    response = complete(make_app(failing_backend(KeyError("/etc/secret"))))
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert response.json()["error"]["type"] == "InternalServerError"
+    assert "secret" not in error_info(KeyError("secret")).message
+
+
+def test_unknown_route_and_method_answer_in_the_same_shape() -> None:
+    app = make_app()
+    assert get(app, "/nope").json()["error"]["code"] == 404
+    response = request(app, "DELETE", "/v1/models")
+    assert response.status_code == 405
+    assert response.json()["error"]["type"] == "MethodNotAllowedError"
+    assert "GET" in response.headers["allow"]

@@ -1,0 +1,118 @@
+"""Jobs as one stream: order, bounds, completeness, and what the counters say afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from loramux.backend import Delta, Job
+from loramux.errors import EngineStopped
+from loramux.metrics import Metrics
+from loramux.server.generation import Answer, collect, run_jobs
+from loramux.types import FinishReason, SamplingParams
+from tests.unit.server.asgi_client import run
+from tests.unit.server.scripted_backend import ScriptedBackend, delta
+
+
+def make_jobs(*prompts: bytes, n: int = 1) -> tuple[Job, ...]:
+    params = SamplingParams(n=n)
+    return tuple(
+        Job(request_id=f"r-{i}", prompt_token_ids=tuple(prompt), params=params)
+        for i, prompt in enumerate(prompts)
+    )
+
+
+def make_answer(jobs: Sequence[Job]) -> Answer:
+    return Answer(answer_id="x", created_s=0, model="m", fingerprint="fp", jobs=tuple(jobs))
+
+
+def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, {"model_name": "tiny-base", **labels})
+
+
+def test_choices_of_many_jobs_never_swap() -> None:
+    async def own_prompt(job: Job) -> AsyncIterator[Delta]:
+        prompt = bytes(job.prompt_token_ids)
+        for turn in range(3):
+            for index in reversed(range(job.params.n)):
+                finish = FinishReason.LENGTH if turn == 2 else None
+                yield delta(job, index, prompt + str(index).encode(), finish)
+                for _ in range(len(prompt)):
+                    await asyncio.sleep(0)
+
+    backend = ScriptedBackend(own_prompt)
+    jobs = make_jobs(b"aaa", b"b", b"cc", n=2)
+    answer = make_answer(jobs)
+    choices = run(collect(answer, run_jobs(backend, Metrics(backend), jobs)))
+    texts = [choice.text for choice in choices]
+    assert texts == [f"{p}{i}" * 3 for p in ("aaa", "b", "cc") for i in range(2)]
+    assert answer.usage(18).total_tokens == 6 + 18
+
+
+def test_counters_tell_how_jobs_ended() -> None:
+    backend = ScriptedBackend()
+    metrics = Metrics(backend)
+
+    async def work() -> None:
+        answer = make_answer(make_jobs(b"abc", b"d"))
+        await collect(answer, run_jobs(backend, metrics, answer.jobs))
+        async with aclosing(run_jobs(backend, metrics, make_jobs(b"e"))) as deltas:
+            await anext(deltas)
+        backend.script = broken
+        with pytest.raises(EngineStopped):
+            await collect(answer, run_jobs(backend, metrics, answer.jobs[:1]))
+
+    async def broken(job: Job) -> AsyncIterator[Delta]:
+        yield delta(job, 0, b"a")
+        raise EngineStopped("gone")
+
+    run(work())
+    ended = {
+        reason: sample(metrics, "vllm:request_success_total", finished_reason=reason)
+        for reason in ("stop", "abort", "error")
+    }
+    assert ended == {"stop": 2, "abort": 1, "error": 1}
+    assert sample(metrics, "vllm:prompt_tokens_total") == 3 + 1 + 1 + 3
+    assert sample(metrics, "vllm:generation_tokens_total") == 9 + 9 + 3 + 1
+    assert sample(metrics, "vllm:time_to_first_token_seconds_count") == 4
+    assert sample(metrics, "vllm:inter_token_latency_seconds_count") == 4
+    assert sample(metrics, "vllm:e2e_request_latency_seconds_count") == 4
+
+
+def test_answer_without_every_choice_is_an_error() -> None:
+    async def forgets_the_second(job: Job) -> AsyncIterator[Delta]:
+        yield delta(job, 0, b"a", FinishReason.STOP)
+
+    backend = ScriptedBackend(forgets_the_second)
+    answer = make_answer(make_jobs(b"a", n=2))
+    with pytest.raises(EngineStopped, match="broke off"):
+        run(collect(answer, run_jobs(backend, Metrics(backend), answer.jobs)))
+
+
+def test_backend_may_hand_out_a_plain_iterator() -> None:
+    """The contract promises an AsyncIterator; only generators have aclose()."""
+
+    class Plain:
+        def __init__(self, job: Job) -> None:
+            self._left = [delta(job, 0, b"a", FinishReason.STOP)]
+
+        def __aiter__(self) -> Plain:
+            return self
+
+        async def __anext__(self) -> Delta:
+            if not self._left:
+                raise StopAsyncIteration
+            return self._left.pop()
+
+    class PlainBackend(ScriptedBackend):
+        def submit(self, job: Job) -> Any:
+            return Plain(job)
+
+    backend = PlainBackend()
+    answer = make_answer(make_jobs(b"a"))
+    [choice] = run(collect(answer, run_jobs(backend, Metrics(backend), answer.jobs)))
+    assert choice.text == "a"

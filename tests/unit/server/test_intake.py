@@ -1,0 +1,34 @@
+"""From a body to jobs: ids, limits, and what each job carries."""
+
+from __future__ import annotations
+
+from tests.unit.server.asgi_client import complete, make_app
+from tests.unit.server.scripted_backend import ScriptedBackend
+
+
+def test_job_ids_are_unique_although_clients_repeat_theirs() -> None:
+    backend = ScriptedBackend()
+    app = make_app(backend)
+    for _ in range(2):
+        complete(app, ["a", "b"])
+    assert len({job.request_id for job in backend.jobs}) == 4
+
+
+def test_every_job_of_a_request_has_its_own_room() -> None:
+    backend = ScriptedBackend()
+    complete(make_app(backend), ["a", "x" * 60])
+    assert [job.params.max_tokens for job in backend.jobs] == [16, 4]
+
+
+def test_nothing_runs_when_one_prompt_is_refused() -> None:
+    backend = ScriptedBackend()
+    assert complete(make_app(backend), ["a", "x" * 64]).status_code == 400
+    assert not backend.jobs
+
+
+def test_number_of_answers_is_bounded() -> None:
+    app = make_app(max_choices=6)
+    assert complete(app, ["a"] * 3, n=2).status_code == 200
+    response = complete(app, ["a"] * 4, n=2)
+    assert response.status_code == 400
+    assert "8 answers" in response.json()["error"]["message"]

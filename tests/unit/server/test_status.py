@@ -1,0 +1,74 @@
+"""Health tells the truth, also when asked in depth."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from loramux import __version__
+from loramux.backend import EngineStats, Health
+from loramux.errors import EngineStopped
+from tests.unit.server.asgi_client import get, make_app
+from tests.unit.server.scripted_backend import ScriptedBackend
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/health?deep=1"])
+@pytest.mark.parametrize("health", list(Health))
+def test_health_is_200_only_while_requests_are_taken(health: Health, path: str) -> None:
+    backend = ScriptedBackend()
+    backend.health = health
+    backend.num_restarts = 3
+    backend.stats = EngineStats(num_running=2, num_waiting=1)
+    response = get(make_app(backend), path)
+    assert response.status_code == (200 if health is Health.READY else 503)
+    report = response.json()
+    assert report["status"] == health.value
+    assert (report["restarts"], report["running"], report["waiting"]) == (3, 2, 1)
+
+
+def test_deep_check_reports_what_it_did() -> None:
+    report = get(make_app(), "/health?deep=1").json()
+    assert report["checks"] == {"generate_s": 0.1}
+    assert "checks" not in get(make_app(), "/health?deep=0").json()
+
+
+def test_deep_check_uses_the_configured_time() -> None:
+    backend = ScriptedBackend()
+    backend.probe_script = lambda timeout_s: {"given_s": timeout_s}
+    app = make_app(backend, probe_timeout_s=7.5)
+    assert get(app, "/health?deep=true").json()["checks"] == {"given_s": 7.5}
+
+
+@pytest.mark.parametrize("error", [EngineStopped("no adapter loads"), ValueError("broken")])
+def test_failed_deep_check_is_503_with_its_reason(error: Exception) -> None:
+    def fail(timeout_s: float) -> dict[str, float]:
+        raise error
+
+    backend = ScriptedBackend()
+    backend.probe_script = fail
+    response = get(make_app(backend), "/health?deep=1")
+    assert response.status_code == 503
+    assert response.json()["status"] == "failing"
+    assert str(error) in response.json()["failure"]
+
+
+def test_probe_that_never_answers_is_given_up() -> None:
+    class Hanging(ScriptedBackend):
+        async def probe(self, timeout_s: float) -> dict[str, float]:
+            await asyncio.Event().wait()
+            return {}
+
+    response = get(make_app(Hanging(), probe_timeout_s=-0.99), "/health?deep=1")
+    assert response.status_code == 503
+    assert "No answer within" in response.json()["failure"]
+
+
+def test_version_is_the_packages() -> None:
+    assert get(make_app(), "/version").json() == {"version": __version__}
+
+
+def test_metrics_are_prometheus_text() -> None:
+    response = get(make_app(), "/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    assert "# TYPE vllm:num_requests_running gauge" in response.text

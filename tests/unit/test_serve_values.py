@@ -1,0 +1,48 @@
+"""Values by themselves; files and flags are in test_serve_config.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loramux.errors import InvalidRequest
+from loramux.serve_values import LoraModule, nearest, parse_lora_module
+
+
+@pytest.mark.parametrize(
+    ("text", "module"),
+    [
+        ("sql=/adapters/sql", LoraModule("sql", "/adapters/sql")),
+        ("sql=/a=b", LoraModule("sql", "/a=b")),
+        ('{"name": "sql", "path": "/x"}', LoraModule("sql", "/x")),
+        (
+            ' {"name": "sql", "path": "/x", "base_model_name": "llama"}',
+            LoraModule("sql", "/x", "llama"),
+        ),
+        ('{"name": "sql", "path": "/x", "base_model_name": null}', LoraModule("sql", "/x")),
+    ],
+)
+def test_an_adapter_is_written_as_for_vllm(text: str, module: LoraModule) -> None:
+    assert parse_lora_module(text) == module
+
+
+@pytest.mark.parametrize("text", ["", "sql", "sql=", "=path", " = ", "{}", "[]", '{"name": ""}'])
+def test_half_an_adapter_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_lora_module(text)
+
+
+def test_a_module_made_by_hand_is_checked_too() -> None:
+    with pytest.raises(InvalidRequest, match="no path"):
+        LoraModule("sql", "")
+
+
+def test_relative_paths_start_at_the_folder_and_home_is_known() -> None:
+    assert parse_lora_module("a=b/c", Path("/etc")).path == "/etc/b/c"
+    assert parse_lora_module("a=~/c", Path("/etc")).path == str(Path.home() / "c")
+
+
+def test_suggestions_name_the_nearest_or_all() -> None:
+    assert nearest("prot", ["port", "host"]) == "Did you mean port?"
+    assert nearest("zzz", ["port", "host"]) == "Known are: port, host."
