@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,8 +22,9 @@ from loramux import LLM, LoRARequest, SamplingParams
 ADAPTERS = Path(__file__).parent / "adapters"
 BASE = "base"
 
-# (base or adapter's name, prompt) -> answer
-Answers = dict[tuple[str, str], str]
+# The adapter's name, or BASE, and the prompt.
+Asked = tuple[str, str]
+Answers = Mapping[Asked, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ def main() -> int:
     parser.add_argument("--answers", action="store_true", help="print every answer first")
     arguments = parser.parse_args()
     tasks = list(demo_tasks().values())
-    answers = ask_everything(LLM(), tasks, arguments.adapters)
+    answers = ask(LLM(), token_limits(tasks), arguments.adapters)
     if arguments.answers:
         print_answers(answers)
     figures = [figure for task in tasks for figure in score(task, answers)]
@@ -60,28 +61,31 @@ def main() -> int:
     return 0 if all(figure.ok for figure in figures) else 1
 
 
-def ask_everything(llm: LLM, tasks: Sequence[Task], folder: Path) -> Answers:
-    """Every held-out prompt to its adapter and to the base, greedily, in one batch."""
-    adapters = {
-        task.name: LoRARequest(task.name, number, str(folder / task.name))
-        for number, task in enumerate(tasks, start=1)
-    }
-    # A dict: the tasks share prompts, and the base need not answer one twice.
-    max_tokens = {
+def token_limits(tasks: Sequence[Task]) -> dict[Asked, int]:
+    """Every held-out prompt for its adapter and for the base; a prompt of two tasks once."""
+    return {
         (name, question.prompt): task.max_answer_tokens
         for task in tasks
         for question in task.questions
         for name in (BASE, task.name)
     }
+
+
+def ask(llm: LLM, limits: dict[Asked, int], folder: Path) -> dict[Asked, str]:
+    """The greedy answers, all from one batch."""
+    names = sorted({name for name, _ in limits} - {BASE})
+    adapters = {
+        name: LoRARequest(name, number, str(folder / name))
+        for number, name in enumerate(names, start=1)
+    }
     outputs = llm.chat(
-        [[{"role": "user", "content": prompt}] for _, prompt in max_tokens],
-        [SamplingParams(temperature=0, max_tokens=limit) for limit in max_tokens.values()],
-        lora_request=[adapters.get(name) for name, _ in max_tokens],
+        [[{"role": "user", "content": prompt}] for _, prompt in limits],
+        [SamplingParams(temperature=0, max_tokens=limit) for limit in limits.values()],
+        lora_request=[adapters.get(name) for name, _ in limits],
         use_tqdm=sys.stderr.isatty(),
     )
-    return {
-        key: output.outputs[0].text.strip() for key, output in zip(max_tokens, outputs, strict=True)
-    }
+    texts = (output.outputs[0].text.strip() for output in outputs)
+    return dict(zip(limits, texts, strict=True))
 
 
 def score(task: Task, answers: Answers) -> list[Figure]:

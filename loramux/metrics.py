@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,6 +23,15 @@ INTER_TOKEN_BUCKETS = (
     *(1, 2.5, 5, 10, 40, 80),
 )
 WHOLE_REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 2.5, 5, 10, 20, 30, 60, 120, 240, 480, 960, 1920)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledSeries:
+    first_token: Histogram
+    inter_token: Histogram
+    whole: Histogram
+    prompt_tokens: Counter
+    generation_tokens: Counter
 
 
 class Metrics:
@@ -61,18 +72,30 @@ class Metrics:
         return generate_latest(self.registry)
 
     def first_token(self, seconds: float, *, num_prompt_tokens: int) -> None:
-        self._first_token.labels(self.model_name).observe(seconds)
-        self._prompt_tokens.labels(self.model_name).inc(num_prompt_tokens)
+        self._labelled.first_token.observe(seconds)
+        self._labelled.prompt_tokens.inc(num_prompt_tokens)
 
     def inter_token(self, seconds: float) -> None:
-        self._inter_token.labels(self.model_name).observe(seconds)
+        self._labelled.inter_token.observe(seconds)
 
     def generated(self, num_tokens: int) -> None:
-        self._generation_tokens.labels(self.model_name).inc(num_tokens)
+        self._labelled.generation_tokens.inc(num_tokens)
 
     def ended(self, seconds: float, reason: FinishReason) -> None:
-        self._whole.labels(self.model_name).observe(seconds)
+        self._labelled.whole.observe(seconds)
         self._success.labels(self.model_name, reason.value).inc()
+
+    @cached_property
+    def _labelled(self) -> LabelledSeries:
+        """Looked up once, by the first request: labels() costs more than the counting itself."""
+        name = self.model_name
+        return LabelledSeries(
+            first_token=self._first_token.labels(name),
+            inter_token=self._inter_token.labels(name),
+            whole=self._whole.labels(name),
+            prompt_tokens=self._prompt_tokens.labels(name),
+            generation_tokens=self._generation_tokens.labels(name),
+        )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)

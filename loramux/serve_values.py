@@ -46,7 +46,7 @@ FIELDS = ("name", "path", "base_model_name")
 
 def nearest(word: str, known: Sequence[str]) -> str:
     """A sentence that names what may have been meant."""
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     if close:
         return f"Did you mean {' or '.join(close)}?"
     return f"Known are: {', '.join(known)}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 import unicodedata
@@ -98,15 +99,18 @@ class LineReader:
     def __init__(self, view: ChatView, complete: Callable[[str], list[str]]) -> None:
         self.is_interactive = sys.stdin.isatty()
         self._view = view
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            # No request can carry bytes that are not text.
+            sys.stdin.reconfigure(errors="replace")
         if self.is_interactive:
             enable_editing(complete)
 
     def read(self, prompt: str) -> str | None:
         """None: the input ended."""
         if not self.is_interactive:
-            return well_formed(sys.stdin.readline()) or None
+            return sys.stdin.readline() or None
         try:
-            return well_formed(input(prompt)) + "\n"
+            return input(prompt) + "\n"
         except EOFError:
             self._view.console.print()
             return None
@@ -121,11 +125,6 @@ def enable_editing(complete: Callable[[str], list[str]]) -> None:
     readline.set_completer_delims("")
     readline.set_completer(lambda line, state: (complete(line) + [None] * (state + 1))[state])
     readline.parse_and_bind("tab: complete")
-
-
-def well_formed(line: str) -> str:
-    """Bytes that are not UTF-8 come in as surrogates, which no request can carry."""
-    return line.encode(errors="replace").decode()
 
 
 def without_controls(text: str) -> str:

@@ -139,6 +139,7 @@ def run(config: ServeConfig, console: Console, find_launch: Callable[[], Launch]
     with ServeView(console) as view:
         view.show_plan(config)
         try:
+            view.progress("Starting", 0.0)
             launch = find_launch()
             return launch(config, progress=view.progress, on_ready=view.show_ready)
         except KeyboardInterrupt:

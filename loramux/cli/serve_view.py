@@ -60,12 +60,12 @@ class ServeView:
         """`done` is in [0, 1]. Without a terminal, each stage is one line."""
         if self.is_ready:
             return
+        self._bars.update(self._task, description=escape(printable(stage)), completed=done)
         if self._console.is_terminal:
             self._bars.start()
         elif stage != self._stage:
             self._console.print(Text(f"{printable(stage)} …"), soft_wrap=True)
         self._stage = stage
-        self._bars.update(self._task, description=escape(printable(stage)), completed=done)
 
     def stop_progress(self) -> None:
         self._bars.stop()

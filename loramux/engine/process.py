@@ -19,6 +19,8 @@ from loramux.errors import EngineStopped
 
 # The pulse beats twice a second from a thread of its own; only a stopped process misses so many.
 SILENCE_LIMIT_S = 4.0
+# Before the first beat the process imports torch, which a busy machine can make very slow.
+STARTUP_LIMIT_S = 300.0
 # No step of a sane batch takes this long; a deadlock in native code does.
 STEP_LIMIT_S = 120.0
 _WATCH_S = 0.5
@@ -33,6 +35,7 @@ class EngineProcess:
         self._popen = popen
         self._channel = channel
         self._last_heard = time.monotonic()
+        self._silence_limit_s = STARTUP_LIMIT_S
         self._watcher = asyncio.create_task(self._watch())
         self._step_age_s = 0.0
         self.ready: Ready | None = None
@@ -70,6 +73,7 @@ class EngineProcess:
         """The next reply that matters to callers; None: this engine is dead."""
         while (reply := await self._channel.receive()) is not None:
             self._last_heard = time.monotonic()
+            self._silence_limit_s = SILENCE_LIMIT_S
             if isinstance(reply, Heartbeat):
                 self._step_age_s = reply.step_age_s
             else:
@@ -114,7 +118,7 @@ class EngineProcess:
                 # It was this process that stood still: what the engine said meanwhile is unread.
                 self._last_heard = now
             silent_s = now - self._last_heard
-            if silent_s > SILENCE_LIMIT_S:
+            if silent_s > self._silence_limit_s:
                 self.cause_of_death = f"the engine gave no sign of life for {silent_s:.1f} s"
             elif self._step_age_s > STEP_LIMIT_S:
                 self.cause_of_death = f"the engine hung in a step for {self._step_age_s:.0f} s"

@@ -31,6 +31,13 @@ STRUCTS = (
     *(ModelList, ModelEntry, HealthReport, VersionReport, ErrorBody),
 )
 
+EXAMPLES: dict[type[Any], dict[str, Any]] = {
+    ChatRequest: {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 16},
+    CompletionRequest: {"prompt": "Once upon a time", "max_tokens": 16},
+    TokenizeRequest: {"prompt": "Hello!"},
+    DetokenizeRequest: {"tokens": [72, 73]},
+}
+
 WHEN = {
     400: "A field has a wrong type or a value that cannot be honoured; `param` names it.",
     404: "No such model or adapter.",
@@ -123,7 +130,9 @@ def _route(
         responses[status] = {"description": WHEN[status], "content": _json_content(ErrorBody)}
     extra: dict[str, Any] = {}
     if body is not None:
-        extra["requestBody"] = {"required": True, "content": _json_content(body)}
+        content = _json_content(body)
+        content["application/json"]["example"] = EXAMPLES[body]
+        extra["requestBody"] = {"required": True, "content": content}
     # No response_model: handlers answer with bytes that msgspec wrote.
     return {"responses": responses, "openapi_extra": extra, "response_model": None}
 

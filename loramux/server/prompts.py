@@ -103,8 +103,8 @@ def room_for_answer(
         return room if default is None else min(default, room)
     if max_tokens > room:
         raise InvalidRequest(
-            f"{asked.param} is {max_tokens}, but after the {num_prompt_tokens} tokens of {param} there "
-            f"is room for {room}: this model takes {max_model_len} tokens in all.",
+            f"{asked.param} is {max_tokens}, but after {num_prompt_tokens} tokens of {param} there is "
+            f"room for {room}: this model takes {max_model_len} tokens in all.",
             param=asked.param,
         )
     return max_tokens

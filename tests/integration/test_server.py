@@ -173,9 +173,7 @@ def test_sigterm_lets_what_runs_end_and_exits_with_zero(folder: Path, tmp_path: 
         assert running.process.wait(20) == 0
 
 
-def test_sigterm_ends_what_takes_too_long_with_an_error_event(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_sigterm_ends_what_takes_too_long_with_an_error_event(folder: Path, tmp_path: Path) -> None:
     flags = ["--model", str(folder / "model"), "--served-model-name", "base", "--drain-s", "0"]
     with running_server(tmp_path / "log", *flags, "--device-memory", "16MiB") as running:
 

@@ -82,7 +82,7 @@ def test_paths_of_flags_start_where_the_user_stands(tmp_path: Path) -> None:
         ("max-modle-len = 1", "max-modle-len", "max-model-len"),
         ("lora_module = []", "lora_module", "lora-modules"),
         ("zzz = 1", "zzz", "Known are: model"),
-        ("[server]\nport = 1", "server", "served-model-name"),
+        ("[server]\nport = 1", "server", "Known are"),
         ('port = "8000"', "port", "port in .*serve.toml: must be a whole number, got '8000'"),
         ("port = true", "port", "whole number"),
         ("port = 80.5", "port", "whole number"),

@@ -1,4 +1,4 @@
-"""Drives the application in this loop, without a socket: whole answers, or one message at a time."""
+"""Drives the application without a socket: whole answers, or one message at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Backend that plays a script: what it says, when it fails and when it is closed are the test's."""
+"""A Backend that plays a script: when it speaks, fails or is closed is for the test to say."""
 
 from __future__ import annotations
 

@@ -24,7 +24,9 @@ CASES = [
     [(path, body, status, param) for path, _, body, status, param in CASES],
     ids=[f"{path.split('/')[2]}: {what}" for path, what, *_ in CASES],
 )
-def test_bad_body_is_refused_by_name(path: str, body: bytes, status: int, param: str | None) -> None:
+def test_bad_body_is_refused_by_name(
+    path: str, body: bytes, status: int, param: str | None
+) -> None:
     backend = ScriptedBackend()
     response = post(make_app(backend), path, body)
     assert response.status_code == status, response.text

@@ -113,7 +113,10 @@ def test_continuous_usage_counts_up_in_every_chunk() -> None:
 def test_streamed_logprobs_belong_to_their_chunk() -> None:
     *chunks, _ = events_of(chat(make_app(), stream=True, logprobs=True).text)
     tokens = [
-        [entry["token"] for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
+        [
+            entry["token"]
+            for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+        ]
         for chunk in chunks
     ]
     assert tokens == [[], list("Hel"), list("lo"), list(" you")]

@@ -1,0 +1,138 @@
+"""The engine's side of the conversation, in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loramux.engine.channel import ServerChannel
+from loramux.engine.messages import (
+    Abort,
+    Add,
+    Answer,
+    Events,
+    Failed,
+    Finish,
+    Forget,
+    Heartbeat,
+    Ready,
+    Refused,
+    Register,
+    Reply,
+    Shutdown,
+    Start,
+    Verify,
+)
+from loramux.engine.worker import serve
+from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
+from tests.engine_factory import make_request, save_model_with_tokenizer
+
+SETTINGS = {"dtype": "float32", "device_memory_bytes": 4 * 2**20, "pack_weights": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model = save_model_with_tokenizer(folder)
+    write_adapter(folder / "adapter", lora_config_dict(), lora_tensors(model.config))
+    return folder
+
+
+def converse(model: Path, talk: Callable[[ServerChannel], Awaitable[None]]) -> int:
+    """Runs the worker against `talk`; returns its exit status."""
+    ours, theirs = socket.socketpair()
+    status: list[int] = []
+    worker = threading.Thread(target=lambda: status.append(serve(theirs)))
+    worker.start()
+
+    async def run() -> None:
+        channel = await ServerChannel.open(ours)
+        channel.send(Start(model=str(model), settings=SETTINGS))
+        try:
+            await talk(channel)
+        finally:
+            channel.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(run(), 60))
+    finally:
+        worker.join(30)
+        theirs.close()
+    return status[0]
+
+
+async def next_of(channel: ServerChannel, kind: type[Any]) -> Any:
+    while not isinstance(reply := await channel.receive(), kind):
+        assert reply is not None, f"the worker ended before {kind.__name__}"
+    return reply
+
+
+async def events_until_done(channel: ServerChannel, name: str) -> list[Reply]:
+    seen: list[Reply] = []
+    while True:
+        reply = await next_of(channel, Events)
+        seen += [event for event in reply.events if event.request_id == name]
+        if seen and seen[-1].finish_reason is not None:
+            return seen
+
+
+def test_ready_then_tokens_then_a_clean_end(folder: Path) -> None:
+    async def talk(channel: ServerChannel) -> None:
+        ready = await next_of(channel, Ready)
+        assert ready.vocab_size == 512 and ready.dtype == "float32" and ready.eos_token_ids
+        channel.send(Add(request=make_request("a", (3, 4, 5), max_tokens=3)))
+        assert len(await events_until_done(channel, "a")) == 3
+        await next_of(channel, Heartbeat)
+        channel.send(Shutdown())
+
+    assert converse(folder, talk) == 0
+
+
+def test_adapters_are_registered_verified_and_forgotten(folder: Path) -> None:
+    async def talk(channel: ServerChannel) -> None:
+        await next_of(channel, Ready)
+        channel.send(Register(call_id=1, path=str(folder / "adapter")))
+        known = (await next_of(channel, Answer)).adapter
+        channel.send(Add(request=make_request("a", (3, 4), ((known.cid, 1.0),), max_tokens=2)))
+        await events_until_done(channel, "a")
+        channel.send(Verify(call_id=2, cid=known.cid))
+        assert (await next_of(channel, Answer)).adapter == known
+        channel.send(Forget(cid=known.cid))
+        channel.send(Verify(call_id=3, cid=known.cid))
+        assert (await next_of(channel, Answer)).error.kind == "AdapterNotFound"
+        channel.send(Add(request=make_request("b", (3, 4), ((known.cid, 1.0),))))
+        assert (await next_of(channel, Refused)).error.kind == "AdapterNotFound"
+        channel.send(Register(call_id=4, path=str(folder / "nothing")))
+        assert (await next_of(channel, Answer)).error.kind == "AdapterNotFound"
+
+    assert converse(folder, talk) in (0, 1)
+
+
+def test_aborts_and_stops_take_effect_at_the_next_step(folder: Path) -> None:
+    async def talk(channel: ServerChannel) -> None:
+        await next_of(channel, Ready)
+        channel.send(Add(request=make_request("long", (3, 4), max_tokens=400, n=2)))
+        await next_of(channel, Events)
+        channel.send(Finish(request_id="long", index=0))
+        channel.send(Abort(request_id="long"))
+        channel.send(Add(request=make_request("next", (3, 4), max_tokens=2)))
+        await events_until_done(channel, "next")
+        channel.send(Add(request=make_request("last", (3, 4), max_tokens=1)))
+        snapshot = (await next_of(channel, Events)).snapshot
+        assert snapshot.num_running == 0 and snapshot.num_free_pages == snapshot.num_pages
+
+    converse(folder, talk)
+
+
+def test_a_bad_model_is_reported_and_ends_the_worker(tmp_path: Path) -> None:
+    async def talk(channel: ServerChannel) -> None:
+        failed = await next_of(channel, Failed)
+        assert failed.error.kind == "UnsupportedModel" and str(tmp_path) in failed.error.message
+
+    assert converse(tmp_path / "nothing", talk) == 1
