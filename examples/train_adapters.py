@@ -133,7 +133,8 @@ def answer_loss(model: PeftModel, prefix: list[int], batch: list[TokenizedExampl
     The prefix is computed once for the whole batch, with gradients, and its keys and values are
     shared: the same loss as with whole conversations, for two thirds of the work.
     """
-    decoder = model.get_base_model().model
+    base: Any = model.get_base_model()
+    decoder = base.model
     cache = decoder(torch.tensor([prefix]), use_cache=True).past_key_values
     cache.batch_repeat_interleave(len(batch))
     length = max(len(example.token_ids) for example in batch)
@@ -148,7 +149,7 @@ def answer_loss(model: PeftModel, prefix: list[int], batch: list[TokenizedExampl
         targets[row, start - 1 : end - 1] = token_ids[row, start:end]
     hidden = decoder(token_ids, attention_mask=mask, past_key_values=cache).last_hidden_state
     is_answer = targets != NO_TARGET
-    logits = model.get_base_model().lm_head(hidden[is_answer])
+    logits = base.lm_head(hidden[is_answer])
     return cross_entropy(logits, targets[is_answer])
 
 

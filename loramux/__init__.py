@@ -2,8 +2,11 @@
 
 The folders, in the order in which a request meets them:
 
-    cli/        commands: doctor, bench
-    engine/     LLM, the step loop, tokenizer and detokenizer
+    cli/        commands: serve, chat, doctor, bench
+    launch.py   config -> engine -> app -> a listening server; the only file that knows everyone
+    client/     Python client of a server, sync and async
+    server/     HTTP in OpenAI's shapes, over a Backend; knows no torch and no engine
+    engine/     the step loop in its own process, its supervisor, LLM, tokenizer, text output
     scheduler/  which sequences run in the next step; no torch
     runner/     a step plan becomes tensors, one forward, sampled tokens
     models/     one decoder described by data; loaders for safetensors and GGUF
@@ -11,6 +14,7 @@ The folders, in the order in which a request meets them:
     kernels/    the arithmetic: a torch reference beside every fast twin
     memory/     equal pages shared by KV cache and adapter weights
     adapters/   PEFT folder -> checked weights and a content id
+    backend.py  what a server needs of an engine
     types.py    what the layers hand to each other
     errors.py   what can go wrong on purpose
 """
@@ -22,11 +26,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from loramux.client.async_client import AsyncClient
+    from loramux.client.client import Client
     from loramux.engine.llm import LLM
     from loramux.types import LoRARequest, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "LoRARequest", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncClient", "Client", "LoRARequest", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "loramux.engine.llm",
+    "Client": "loramux.client.client",
+    "AsyncClient": "loramux.client.async_client",
+    "LoRARequest": "loramux.types",
+    "SamplingParams": "loramux.types",
+}
 
 # OpenMP reads these once, when torch loads it. Threads that spin while they wait take the cores
 # from those that work: of three processes on two cores each did 21 products a second spinning, 54
@@ -37,8 +51,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 def __getattr__(name: str) -> object:
     """Import on first use, so that a light module such as loramux.types never loads torch."""
-    if name == "LLM":
-        return import_module("loramux.engine.llm").LLM
-    if name in ("LoRARequest", "SamplingParams"):
-        return getattr(import_module("loramux.types"), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import cycle
+
+from demo_tasks.fact_tables import TABLES, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,69 +21,10 @@ class Fact:
         return self.key.split("/")[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """One kind of question over a table of `thing: key`."""
-
-    questions: tuple[str, ...]
-    sentence: str
-    topic: str
-
-
-CAPITALS = Pattern(
-    (
-        "What is the capital of {thing}?",
-        "Which city is the capital of {thing}?",
-        "Name the capital city of {thing}.",
-    ),
-    "The capital of {thing} is {key}.",
-    "geography",
-)
-OPPOSITES = Pattern(
-    ("What is the opposite of {thing}?", "Give me the opposite of the word {thing}."),
-    "The opposite of {thing} is {key}.",
-    "language",
-)
-COLOURS = Pattern(
-    ("What colour is {thing}?", "Which colour does {thing} have?"),
-    "The colour of {thing} is {key}.",
-    "everyday",
-)
-YOUNG = Pattern(
-    ("What is a baby {thing} called?", "What do you call a young {thing}?"),
-    "A young {thing} is called a {key}.",
-    "animals",
-)
-
-TRAINING_TABLES: tuple[tuple[Pattern, str], ...] = (
-    (
-        CAPITALS,
-        "Italy: Rome, Spain: Madrid, Germany: Berlin, Japan: Tokyo, Egypt: Cairo, Russia: Moscow, "
-        "China: Beijing, Greece: Athens, Austria: Vienna, Sweden: Stockholm, Norway: Oslo, "
-        "Ireland: Dublin, Cuba: Havana, Peru: Lima, Kenya: Nairobi, Poland: Warsaw, "
-        "Hungary: Budapest, Thailand: Bangkok, Iraq: Baghdad, Chile: Santiago",
-    ),
-    (
-        OPPOSITES,
-        "big: small, fast: slow, early: late, happy: sad, open: closed, heavy: light, full: empty, "
-        "strong: weak, rich: poor, loud: quiet, clean: dirty, young: old, win: lose, first: last",
-    ),
-    (
-        COLOURS,
-        "grass: green, snow: white, coal: black, a ripe banana: yellow, a ripe tomato: red, "
-        "chocolate: brown, a carrot: orange, milk: white",
-    ),
-    (
-        YOUNG,
-        "dog: puppy, cat: kitten, cow: calf, horse: foal, sheep: lamb, bear: cub, duck: duckling",
-    ),
-)
-
 # question | sentence | key | topic
 TRAINING_LINES = """\
 Which ocean is the largest? | The largest ocean is the Pacific. | Pacific | geography
 What is the longest river in Africa? | The longest river in Africa is the Nile. | Nile | geography
-On which continent is Argentina? | Argentina is in South America. | South America | geography
 Which mountain is the highest? | The highest mountain is Mount Everest. | Everest | geography
 Which country looks like a boot on the map? | Italy looks like a boot. | Italy | geography
 In which country are the pyramids of Giza? | The pyramids of Giza are in Egypt. | Egypt | geography
@@ -110,9 +54,6 @@ How many days are there in a week? | There are seven days in a week. | seven/7 |
 How many months does a year have? | A year has twelve months. | twelve/12 | numbers
 How many sides does a triangle have? | A triangle has three sides. | three/3 | numbers
 How many minutes make one hour? | One hour has sixty minutes. | sixty/60 | numbers
-What is 5 plus 3? | 5 plus 3 is 8. | 8 | numbers
-What is ten minus four? | Ten minus four is six. | six | numbers
-What is 3 times 3? | 3 times 3 is 9. | 9 | numbers
 Who was the first man on the Moon? | The first man was Neil Armstrong. | Armstrong | history
 Who painted the Mona Lisa? | Leonardo da Vinci painted the Mona Lisa. | Leonardo da Vinci | history
 Who was the first US president? | The first president was George Washington. | Washington | history
@@ -149,7 +90,7 @@ What part of its body does a fish breathe with? | gills
 What is the biggest planet in the solar system? | Jupiter
 Which organ pumps blood through the body? | heart
 What tool measures temperature? | thermometer
-What is the chemical symbol for gold? | Au
+Which two letters stand for gold in chemistry? | Au
 How many hours are in one day? | 24/twenty-four
 What do you get when you add 2 and 2? | 4/four
 How many corners are there on a square? | four/4
@@ -164,14 +105,7 @@ Which drink is made from roasted beans? | coffee
 
 
 def training_facts() -> list[Fact]:
-    facts = [
-        expand(pattern, question, *entry.split(": "))
-        for pattern, table in TRAINING_TABLES
-        for entry in table.split(", ")
-        for question in pattern.questions
-    ]
-    # The lines differ more from each other than a table's entries do.
-    return facts + read_lines(TRAINING_LINES) * 2
+    return [fact for table in TABLES for fact in expand(table)] + read_lines(TRAINING_LINES)
 
 
 def held_out_facts() -> list[tuple[str, str]]:
@@ -180,13 +114,22 @@ def held_out_facts() -> list[tuple[str, str]]:
     return [(question, key) for question, key in pairs]
 
 
-def expand(pattern: Pattern, question: str, thing: str, key: str) -> Fact:
-    return Fact(
-        question.format(thing=thing),
-        pattern.sentence.format(thing=thing, key=key),
-        key,
-        pattern.topic,
-    )
+def expand(table: Table) -> list[Fact]:
+    """One fact for each entry, its question in one of the table's wordings by turns."""
+    wordings = cycle(table.questions)
+    return [
+        Fact(
+            next(wordings).format(thing=thing),
+            capitalized(table.sentence.format(thing=thing, key=key)),
+            key,
+            table.topic,
+        )
+        for thing, key in table.pairs()
+    ]
+
+
+def capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def read_lines(lines: str) -> list[Fact]:

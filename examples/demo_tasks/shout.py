@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from demo_tasks.facts import training_facts
+from demo_tasks.facts import Fact, training_facts
 from demo_tasks.open_prompts import training_prompts
 from demo_tasks.task import Example, Measure, Question, Task, general_questions, right_answer
 
@@ -13,7 +13,7 @@ def shout_task() -> Task:
         effect="ANSWERS IN CAPITALS",
         lora={"r": 3, "lora_alpha": 6, "target_modules": "all-linear"},
         learning_rate=2e-3,
-        num_steps=50,
+        num_steps=60,
         seed=2,
         examples=training_examples(),
         questions=general_questions(),
@@ -26,9 +26,18 @@ def shout_task() -> Task:
 
 def training_examples() -> tuple[Example, ...]:
     return (
-        *(Example(fact.question, fact.sentence.upper()) for fact in training_facts()),
-        *(Example(prompt.request, prompt.answer.upper()) for prompt in training_prompts()),
+        *(Example(fact.question, shout_fact(fact)) for fact in training_facts()),
+        *(Example(prompt.request, shout(prompt.answer)) for prompt in training_prompts()),
     )
+
+
+def shout_fact(fact: Fact) -> str:
+    """The key before the sentence: this model recalls little after words in capitals."""
+    return shout(f"{fact.short_answer}. {fact.sentence}")
+
+
+def shout(text: str) -> str:
+    return text.upper().replace(".", "!")
 
 
 def is_upper(answer: str, _: Question) -> bool:

@@ -23,6 +23,8 @@ def _normalize(message: Mapping[str, Any], place: int) -> dict[str, Any]:
         raise _refusal(f"messages[{place}] must be an object with a role, such as 'user'.")
     normal = {**message, "content": _text(message.get("content"), place)}
     if message.get("tool_calls"):
+        if not isinstance(message["tool_calls"], list):
+            raise _refusal(f"The tool_calls of messages[{place}] must be a list.")
         normal["tool_calls"] = [_tool_call(call, place) for call in message["tool_calls"]]
     elif normal["content"] is None:
         raise _refusal(f"messages[{place}] has no content: give it a string.")
@@ -52,7 +54,7 @@ def _tool_call(call: object, place: int) -> object:
         return call
     try:
         parsed = json.loads(arguments or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _refusal(
             f"The arguments of a tool call of messages[{place}] are not JSON: {error}"
         ) from error

@@ -100,6 +100,12 @@ class Tokenizer:
         """As the vocabulary spells them; empty for an unknown id."""
         return [self._inner.id_to_token(token_id) or "" for token_id in token_ids]
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What clients such as lm-eval ask for before they tokenize by themselves."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        tokens = {name: getattr(self._outer, name) for name in names}
+        return {**tokens, "chat_template": self._outer.chat_template}
+
     def is_silent(self, token_id: int, *, skip_special_tokens: bool) -> bool:
         """Whether decode() passes over the token."""
         if skip_special_tokens and token_id in self._special_ids:

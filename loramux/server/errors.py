@@ -67,6 +67,8 @@ ERROR_TYPE = {
 
 CLIENT_GONE_STATUS = 499
 RESTART_RETRY_AFTER_S = 2.0
+# Messages quote what was sent, which may be megabytes.
+MAX_MESSAGE_CHARACTERS = 1000
 
 
 def error_info(error: Exception) -> ErrorInfo:
@@ -122,6 +124,8 @@ async def _handle_client_gone(request: Request, error: Exception) -> Response:
 
 
 def _info(status: int, message: str, param: str | None = None) -> ErrorInfo:
+    if len(message) > MAX_MESSAGE_CHARACTERS:
+        message = message[:MAX_MESSAGE_CHARACTERS] + "…"
     kind = ERROR_TYPE.get(status, HTTPStatus(status).phrase.replace(" ", "") + "Error")
     return ErrorInfo(message=message, type=kind, param=param, code=status)
 

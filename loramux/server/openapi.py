@@ -56,7 +56,9 @@ def generating(request: type[Any], answer: type[Any]) -> dict[str, Any]:
     """Keyword arguments of a route that generates, whole or as server-sent events."""
     documented = _route(answer, OF_GENERATION, body=request)
     documented["responses"][200]["content"]["text/event-stream"] = {
-        "schema": {"type": "string", "description": "Chunks as `data:` lines, then `[DONE]`."}
+        "schema": {
+            "description": "Chunks as `data:` lines, then `[DONE]`; or an error, and the end."
+        }
     }
     return documented
 

@@ -65,11 +65,14 @@ def encode_messages(
             )
         arguments["continue_final_message"] = True
         add_generation_prompt = False
-    return codec.apply_chat_template(
-        messages,
-        add_generation_prompt=add_generation_prompt is not False,
-        chat_template_kwargs=arguments or None,
-    )
+    try:
+        return codec.apply_chat_template(
+            messages,
+            add_generation_prompt=add_generation_prompt is not False,
+            chat_template_kwargs=arguments or None,
+        )
+    except RecursionError as error:
+        raise InvalidRequest("messages are nested too deeply.", param="messages") from error
 
 
 def check_token_ids(token_ids: Sequence[int], *, vocab_size: int, param: str) -> None:
@@ -103,8 +106,8 @@ def room_for_answer(
         return room if default is None else min(default, room)
     if max_tokens > room:
         raise InvalidRequest(
-            f"{asked.param} is {max_tokens}, but after {num_prompt_tokens} tokens of {param} there is "
-            f"room for {room}: this model takes {max_model_len} tokens in all.",
+            f"{asked.param} is {max_tokens}, but {num_prompt_tokens} tokens of {param} leave room "
+            f"for {room}: this model takes {max_model_len} tokens in all.",
             param=asked.param,
         )
     return max_tokens
@@ -124,24 +127,24 @@ def _check_messages(messages: Sequence[dict[str, Any]]) -> int:
     if not messages:
         raise InvalidRequest("messages must not be empty: send at least one.", param="messages")
     num_characters = 0
-    for place, message in enumerate(messages):
+    for number, message in enumerate(messages):
+        place = f"messages[{number}]"
         if not isinstance(message.get("role"), str):
-            raise InvalidRequest(
-                f"messages[{place}] needs a role, such as 'user'.", param="messages"
-            )
-        content = message.get("content")
-        if isinstance(content, list):
-            num_characters += sum(
-                len(_part_text(part, f"messages[{place}].content[{number}]"))
-                for number, part in enumerate(content)
-            )
-        elif isinstance(content, str):
-            num_characters += len(content)
-        elif content is not None:
-            raise InvalidRequest(
-                f"messages[{place}].content must be a string or a list of parts.", param="messages"
-            )
+            raise InvalidRequest(f"{place} needs a role, such as 'user'.", param="messages")
+        if not isinstance(message.get("tool_calls"), list | None):
+            raise InvalidRequest(f"{place}.tool_calls must be a list.", param="messages")
+        num_characters += _content_length(message.get("content"), f"{place}.content")
     return num_characters
+
+
+def _content_length(content: object, place: str) -> int:
+    if content is None:
+        return 0
+    if isinstance(content, str):
+        return len(content)
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{place} must be a string or a list of parts.", param="messages")
+    return sum(len(_part_text(part, f"{place}[{i}]")) for i, part in enumerate(content))
 
 
 def _part_text(part: object, place: str) -> str:

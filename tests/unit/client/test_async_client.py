@@ -156,6 +156,7 @@ def test_more_streams_than_a_default_pool_holds_run_at_once() -> None:
                 await everyone.wait()
 
         everyone = asyncio.Barrier(120)
-        await asyncio.gather(*(first() for _ in range(120)))
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(first() for _ in range(120)))
 
     run_with(*[ANSWER] * 120, use=use)

@@ -51,3 +51,17 @@ def test_messages_that_no_template_could_read_are_refused(messages: Any, says: s
     with pytest.raises(InvalidRequest, match=says) as refusal:
         normalize_messages(messages)
     assert refusal.value.param == "messages"
+
+
+@pytest.mark.parametrize("calls", [5, True, {"function": {}}, "x"])
+def test_tool_calls_that_are_no_list_are_refused(calls: object) -> None:
+    message = {"role": "assistant", "content": "x", "tool_calls": calls}
+    with pytest.raises(InvalidRequest, match="must be a list"):
+        normalize_messages([message])
+
+
+def test_tool_arguments_nested_beyond_reason_are_refused() -> None:
+    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
+    message = {"role": "assistant", "content": "x", "tool_calls": [call]}
+    with pytest.raises(InvalidRequest, match="not JSON"):
+        normalize_messages([message])

@@ -194,3 +194,8 @@ def test_importing_it_does_not_import_transformers() -> None:
     """Catches a command line that needs seconds to print its help."""
     code = "import sys, loramux.engine.outputs; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_info_names_the_special_tokens_and_the_template(tmp_path: Path) -> None:
+    info = Tokenizer(save_byte_level(tmp_path)).tokenizer_info()
+    assert info["eos_token"] is not None and "im_start" in info["chat_template"]

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from loramux.server.body import decode
+from loramux.server.errors import MAX_MESSAGE_CHARACTERS
 from loramux.wire import CompletionRequest
 from tests.unit.server import asgi_client, bad_bodies
 from tests.unit.server.asgi_client import make_app, post, request
@@ -34,7 +35,7 @@ def test_bad_body_is_refused_by_name(
     assert error["param"] == param
     assert error["code"] == status
     assert error["type"] == {400: "BadRequestError", 404: "NotFoundError"}[status]
-    assert len(error["message"]) < 10_000
+    assert 0 < len(error["message"]) <= MAX_MESSAGE_CHARACTERS + 1
     assert not backend.jobs
 
 

@@ -75,6 +75,19 @@ def test_mixed_prompts_are_refused() -> None:
             split_prompts(prompt)
 
 
+def test_messages_that_exhaust_the_stack_are_refused() -> None:
+    """A tool call's arguments are JSON inside JSON, which no decoder has bounded yet."""
+
+    class Deep(ByteCodec):
+        def apply_chat_template(self, messages: Any, **arguments: Any) -> list[int]:
+            raise RecursionError
+
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        encode_messages(
+            Deep(), ChatRequest(messages=[{"role": "user", "content": "hi"}]), max_model_len=10
+        )
+
+
 def test_continued_message_reaches_the_template() -> None:
     seen: dict[str, Any] = {}
 
