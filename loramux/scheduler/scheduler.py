@@ -161,8 +161,8 @@ class Scheduler:
         room = (self._pages.num_pages - adapter_pages) * self.config.block_tokens
         if num_needed > room:
             raise DoesNotFit(
-                f"The request needs {self._pages_for(num_needed)} pages for {num_needed} tokens and "
-                f"{adapter_pages} for its adapters, and the pool has {self._pages.num_pages}. "
+                f"The request needs {self._pages_for(num_needed)} pages for {num_needed} tokens "
+                f"and {adapter_pages} for its adapters, and the pool has {self._pages.num_pages}. "
                 "Shorten the prompt or give the pool more memory."
             )
         return min(limit, room)
