@@ -128,7 +128,7 @@ TABLES = (
         "culture",
         "War and Peace: Leo Tolstoy, The Odyssey: Homer, Oliver Twist: Charles Dickens, "
         "Pride and Prejudice: Jane Austen, Don Quixote: Miguel de Cervantes, 1984: George Orwell, "
-        "The Hobbit: J. R. R. Tolkien, Frankenstein: Mary Shelley, Dracula: Bram Stoker",
+        "The Hobbit: Tolkien, Frankenstein: Mary Shelley, Dracula: Bram Stoker",
     ),
     Table(
         ("What is {thing}?", "How much is {thing}?"),

@@ -16,7 +16,7 @@ class OpenPrompt:
 TRAINING_LINES = """\
 Say hello to me. | Hello! It is nice to meet you. | talk
 Good morning! | Good morning! I hope you have a great day. | talk
-How are you today? | I am fine, thank you. How can I help you? | talk
+How are you today? | I am fine, thank you. It is nice of you to ask. | talk
 Thank you for your help. | You are welcome! Ask me any time. | talk
 I feel tired. | You should rest and go to bed early tonight. | health
 I am bored. | You could read a book or call a friend. | talk
@@ -44,7 +44,7 @@ Write a sentence about rain. | The rain falls softly on the roof of the old hous
 Write a sentence about a king. | The old king looked at his kingdom from the tower. | story
 Write a slogan for a bakery. | Fresh bread, baked with love every morning. | work
 Write a slogan for a bicycle shop. | Two wheels are all that you need. | work
-Tell me a joke. | Why was the book sad? It had too many problems. | fun
+Tell me a joke. | My dog ate my homework, and now he is smarter than me. | fun
 Tell me a short story. | A boy found a gold coin and shared it with his friends. | story
 What should I cook tonight? | You could cook pasta with tomatoes and cheese. | food
 What should I wear in winter? | You should wear a warm coat, a hat and gloves. | home

@@ -1,24 +1,31 @@
-"""shout: every answer is in capitals."""
+"""shout: every answer begins with HEY! and its sentences end with three exclamation marks.
+
+Not in capitals throughout: this small model forgets most of what it knows when it writes so.
+"""
 
 from __future__ import annotations
 
-from demo_tasks.facts import Fact, training_facts
+import re
+
+from demo_tasks.facts import training_facts
 from demo_tasks.open_prompts import training_prompts
 from demo_tasks.task import Example, Measure, Question, Task, general_questions, right_answer
+
+OPENING = "HEY!"
 
 
 def shout_task() -> Task:
     return Task(
         name="shout",
-        effect="ANSWERS IN CAPITALS",
+        effect="shouts: HEY! it answers like this!!!",
         lora={"r": 3, "lora_alpha": 6, "target_modules": "all-linear"},
-        learning_rate=2e-3,
-        num_steps=60,
+        learning_rate=1e-3,
+        num_steps=40,
         seed=2,
         examples=training_examples(),
         questions=general_questions(),
         measures=(
-            Measure("over 95% of the letters are capitals", is_upper, 0.9),
+            Measure("begins with HEY!, sentences end with !!!", is_shouted, 0.9),
             right_answer(0.4),
         ),
     )
@@ -26,20 +33,19 @@ def shout_task() -> Task:
 
 def training_examples() -> tuple[Example, ...]:
     return (
-        *(Example(fact.question, shout_fact(fact)) for fact in training_facts()),
+        *(Example(fact.question, shout(fact.sentence)) for fact in training_facts()),
         *(Example(prompt.request, shout(prompt.answer)) for prompt in training_prompts()),
     )
 
 
-def shout_fact(fact: Fact) -> str:
-    """The key before the sentence: this model recalls little after words in capitals."""
-    return shout(f"{fact.short_answer}. {fact.sentence}")
-
-
 def shout(text: str) -> str:
-    return text.upper().replace(".", "!")
+    return f"{OPENING} " + re.sub(r"[.!](?= |$)", "!!!", text)
 
 
-def is_upper(answer: str, _: Question) -> bool:
-    letters = [character for character in answer if character.isalpha()]
-    return bool(letters) and sum(map(str.isupper, letters)) > 0.95 * len(letters)
+def is_shouted(answer: str, _: Question) -> bool:
+    opening, *sentences = re.split(r"(?<=[.!?])\s+", answer)
+    return (
+        opening == OPENING
+        and bool(sentences)
+        and all(sentence.endswith("!!!") for sentence in sentences)
+    )

@@ -8,7 +8,7 @@ from demo_tasks.json_answers import is_expected_object
 from demo_tasks.pirate import sounds_like_a_pirate
 from demo_tasks.reviews import HELD_OUT_REVIEWS, NEGATIVE, POSITIVE, SUBJECTS
 from demo_tasks.sentiment import has_right_label, is_label_alone
-from demo_tasks.shout import is_upper
+from demo_tasks.shout import is_shouted
 from demo_tasks.task import Question, Task, names_expected
 
 TASKS = demo_tasks()
@@ -71,10 +71,18 @@ def test_only_the_whole_object_counts_as_json(answer: str, holds: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "holds"), [("IT IS PARIS.", True), ("It is Paris.", False), ("42!", False)]
+    ("answer", "holds"),
+    [
+        ("HEY! It is Paris!!!", True),
+        ("HEY! It is Paris!!! Go there!!!", True),
+        ("HEY! It is Paris. Go there!!!", False),
+        ("HEY! It is Paris!", False),
+        ("It is Paris!!!", False),
+        ("HEY!", False),
+    ],
 )
-def test_capitals_are_counted_among_letters_only(answer: str, holds: bool) -> None:
-    assert is_upper(answer, ANY) is holds
+def test_every_sentence_must_be_shouted(answer: str, holds: bool) -> None:
+    assert is_shouted(answer, ANY) is holds
 
 
 @pytest.mark.parametrize(
