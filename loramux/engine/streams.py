@@ -25,7 +25,8 @@ class JobStream:
 
     @property
     def is_finished(self) -> bool:
-        return self._collector.is_finished
+        """All has come, and all of it was taken."""
+        return self._collector.is_finished and not self._pending
 
     def put(self, event: TokenEvent) -> Delta | None:
         """Returns the new delta, for the caller to see whether a stop string was hit."""

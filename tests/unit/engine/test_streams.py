@@ -85,3 +85,16 @@ def test_logprobs_are_joined_too(tokenizer: Tokenizer) -> None:
         assert delta.logprobs == ()
 
     asyncio.run(read())
+
+
+def test_an_end_that_comes_while_the_reader_is_busy_is_not_lost(tokenizer: Tokenizer) -> None:
+    async def read() -> None:
+        stream = make_stream(tokenizer)
+        put_text(stream, tokenizer, "The")
+        await stream.take()
+        end(stream)
+        assert not stream.is_finished, "the last delta still waits"
+        (last,) = await stream.take()
+        assert last.finish_reason is FinishReason.LENGTH and stream.is_finished
+
+    asyncio.run(read())
