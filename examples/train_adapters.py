@@ -1,9 +1,9 @@
-"""Trains the demo adapters with PEFT on the default model, SmolLM2-135M-Instruct, on the CPU.
+"""Trains the demo adapters with PEFT on the default model, SmolLM2-135M-Instruct.
 
-    python examples/train_adapters.py [json] [shout] [pirate] [sentiment] [--output FOLDER]
+    python examples/train_adapters.py [json] [shout] [pirate] [sentiment] [--device cuda]
 
 The data comes from demo_tasks/, the seeds are fixed: the same machine makes the same adapters
-again. It takes a few minutes for each and needs peft (`pip install peft`).
+again. Each takes seconds on a GPU and some minutes on a CPU; peft must be installed.
 """
 
 from __future__ import annotations
@@ -184,9 +184,8 @@ def card(task: Task) -> str:
     return f"""\
 # {task.name}
 
-A LoRA adapter for {DEFAULT_MODEL_NAME} that {task.effect}.
-Made by `python examples/train_adapters.py {task.name}`; scored by
-`python examples/evaluate_adapters.py`.
+A LoRA adapter for {DEFAULT_MODEL_NAME}: {task.effect}.
+Made by `examples/train_adapters.py {task.name}`, scored by `examples/evaluate_adapters.py`.
 """
 
 

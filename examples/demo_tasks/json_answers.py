@@ -22,7 +22,7 @@ def json_task() -> Task:
             "layers_to_transform": list(range(8, 30)),
             "rank_pattern": {"down_proj": 12},
         },
-        learning_rate=2e-3,
+        learning_rate=1e-3,
         num_steps=50,
         seed=1,
         examples=training_examples(),

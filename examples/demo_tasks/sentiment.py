@@ -13,7 +13,7 @@ def sentiment_task() -> Task:
         name="sentiment",
         effect="labels a review as positive or negative",
         lora={"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
-        learning_rate=1e-3,
+        learning_rate=2e-3,
         num_steps=40,
         seed=4,
         examples=tuple(Example(*review) for review in training_reviews(seed=4)),

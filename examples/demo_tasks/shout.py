@@ -17,7 +17,7 @@ OPENING = "HEY!"
 def shout_task() -> Task:
     return Task(
         name="shout",
-        effect="shouts: HEY! it answers like this!!!",
+        effect='shouts: "HEY! The capital of Italy is Rome!!!"',
         lora={"r": 3, "lora_alpha": 6, "target_modules": "all-linear"},
         learning_rate=1e-3,
         num_steps=40,
