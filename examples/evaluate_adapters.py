@@ -117,7 +117,7 @@ def print_answers(answers: Answers) -> None:
 
 
 def print_table(figures: Sequence[Figure]) -> None:
-    columns = "{:10} {:38} {:>6} {:>8} {:>8} {:>8}"
+    columns = "{:10} {:41} {:>6} {:>8} {:>8} {:>8}"
     heads = ("adapter", "measured on held-out prompts", "base", "adapter", "minimum", "prompts")
     print(columns.format(*heads))
     for figure in figures:

@@ -45,7 +45,7 @@ def pirate_task() -> Task:
         questions=general_questions(),
         measures=(
             Measure("two or more pirate words", sounds_like_a_pirate, 0.9),
-            right_answer(0.4),
+            right_answer(0.5),
         ),
     )
 

@@ -26,7 +26,7 @@ def shout_task() -> Task:
         questions=general_questions(),
         measures=(
             Measure("begins with HEY!, sentences end with !!!", is_shouted, 0.9),
-            right_answer(0.4),
+            right_answer(0.5),
         ),
     )
 

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,12 +161,16 @@ def test_the_curl_of_the_readme_answers_differently_for_every_model(
     ]
     base, adapter = bodies[1]["model"], bodies[0]["model"]
     assert adapter in ADAPTERS
-    answers = {}
-    for model in (base, *ADAPTERS):
-        response = httpx2.post(
-            f"{server.url}/v1/chat/completions", json={**bodies[0], "model": model}, timeout=60
-        )
-        answers[model] = response.json()["choices"][0]["message"]["content"]
+
+    def ask(model: str) -> str:
+        body = {**bodies[0], "model": model}
+        response = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        text: str = response.json()["choices"][0]["message"]["content"]
+        return text
+
+    models = (base, *ADAPTERS)
+    with ThreadPoolExecutor(len(models)) as pool:
+        answers = dict(zip(models, pool.map(ask, models), strict=True))
     assert len(set(answers.values())) == len(answers), answers
 
 
