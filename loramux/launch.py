@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,6 +32,7 @@ OnReady = Callable[[str, int, str, Sequence[str]], None]
 
 def serve(config: ServeConfig, *, progress: OnProgress, on_ready: OnReady) -> int:
     """Blocks until SIGTERM or Ctrl-C; raises LoramuxError for what keeps it from starting."""
+    _allow_many_connections()
     # Before the model is loaded: a port in use should not cost the wait.
     with _listen(config.host, config.port) as listener:
         asyncio.run(_serve(config, listener, progress, on_ready))
@@ -114,6 +116,12 @@ async def _announce(server: uvicorn.Server, say: Callable[[], None]) -> None:
     while not server.started:
         await asyncio.sleep(0.02)
     say()
+
+
+def _allow_many_connections() -> None:
+    """Every stream is an open file: the usual soft limit of 1024 would limit the streams."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _listen(host: str, port: int) -> socket.socket:
