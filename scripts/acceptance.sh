@@ -3,7 +3,7 @@
 #
 #   scripts/acceptance.sh [openai | vllm-bench | guidellm | lm-eval]...      all four by default
 #
-# Each client is installed into a virtual environment of its own under .acceptance/ (3.4 GB
+# Each client is installed into a virtual environment of its own under .acceptance/ (4.2 GB
 # in all), which also keeps its report and its log. `make setup` must have run before;
 # SERVER_PYTHON names another interpreter that can run the server.
 set -euo pipefail
@@ -122,7 +122,7 @@ run_lm-eval() {
     "$KEPT/lm-eval/bin/lm_eval" --model local-completions --batch_size 2 --output_path "$1.d" \
         --model_args "model=${ADAPTERS[1]},base_url=$url/v1/completions,num_concurrent=4" \
         --include_path $HERE --tasks capital_choice,capital_writing &&
-        mv "$1.d"/*/results_*.json "$1"
+        mv "$1.d"/*/results_*.json "$1" && rm -r "$1.d"
 }
 
 accept() {

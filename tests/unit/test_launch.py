@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from loramux.errors import InvalidRequest
-from loramux.launch import serve
+from loramux.launch import _listen, serve
 from loramux.serve_config import ServeConfig
 
 
@@ -16,3 +16,9 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded() -> None:
         with pytest.raises(InvalidRequest, match="Cannot listen on .* --port") as caught:
             serve(config, progress=lambda what, share: steps.append(what), on_ready=print)
     assert caught.value.param == "port" and not steps
+
+
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    """asyncio sets TCP_NODELAY only where the listener says that its protocol is TCP."""
+    with _listen("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
