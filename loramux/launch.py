@@ -126,8 +126,8 @@ def _allow_many_connections() -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol left at 0 asyncio would not turn Nagle's algorithm off, and each answer would
-    # wait some 40 ms for the client's acknowledgement.
+    # With the protocol left at 0 asyncio would not turn Nagle's algorithm off, and each answer
+    # would wait some 40 ms for the client's acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
