@@ -21,11 +21,9 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 always takes the likeliest token.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer, in tokens.")
-    ] = None,
+        float, typer.Option(min=0, help="0 always takes the likeliest token.")
+    ] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     api_key: Annotated[
         str | None, typer.Option(envvar="LORAMUX_API_KEY", help="Sent as a bearer token.")
     ] = None,

@@ -97,7 +97,7 @@ def server_url(host: str, port: int) -> str:
 
 def curl_command(url: str, model: str) -> str:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    body = json.dumps({"model": model, "messages": messages, "max_tokens": 64})
+    body = json.dumps({"model": model, "messages": messages, "temperature": 0, "max_tokens": 64})
     return (
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     )
