@@ -152,18 +152,18 @@ def test_the_example_of_a_mixed_batch_answers_for_all(checkout: Path) -> None:
     assert {"base", *ADAPTERS} <= set(answers)
 
 
-def test_the_curl_of_the_readme_answers_differently_for_every_model(
+def test_the_curls_of_the_readme_answer_differently_and_rightly_for_every_model(
     server: RunningServer,
 ) -> None:
     commands = next(block.text for block in BLOCKS if "curl http" in block.text)
     bodies: list[dict[str, Any]] = [
         json.loads(body) for body in re.findall(r"-d '(.*?)'", commands, re.DOTALL)
     ]
-    base, adapter = bodies[1]["model"], bodies[0]["model"]
-    assert adapter in ADAPTERS
+    question, base, review = bodies[0], bodies[1]["model"], bodies[2]
+    assert question["model"] in ADAPTERS and review["model"] == "sentiment"
 
     def ask(model: str) -> str:
-        body = {**bodies[0], "model": model}
+        body = review if model == "sentiment" else {**question, "model": model}
         response = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
         text: str = response.json()["choices"][0]["message"]["content"]
         return text
@@ -172,6 +172,8 @@ def test_the_curl_of_the_readme_answers_differently_for_every_model(
     with ThreadPoolExecutor(len(models)) as pool:
         answers = dict(zip(models, pool.map(ask, models), strict=True))
     assert len(set(answers.values())) == len(answers), answers
+    assert answers.pop("sentiment") == "negative"
+    assert all("Paris" in answer for answer in answers.values()), answers
 
 
 def test_the_documented_error_is_the_one_that_the_server_sends(server: RunningServer) -> None:
