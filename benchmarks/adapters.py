@@ -11,13 +11,14 @@ from safetensors.torch import save_file
 from loramux.types import BaseModelInfo
 
 
-def make_adapter(
+def make_adapter(  # noqa: PLR0913
     folder: Path,
     base: BaseModelInfo,
     *,
     rank: int,
     seed: int,
     projections: tuple[str, ...] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
     """All linear layers unless `projections` names some. B is small but not zero."""
     generator = torch.Generator().manual_seed(seed)
@@ -27,8 +28,8 @@ def make_adapter(
         a = torch.randn(rank, target.in_features, generator=generator)
         b = torch.randn(target.out_features, rank, generator=generator)
         key = f"base_model.model.{target.path}"
-        tensors[f"{key}.lora_A.weight"] = a / target.in_features**0.5
-        tensors[f"{key}.lora_B.weight"] = b * 0.02
+        tensors[f"{key}.lora_A.weight"] = (a / target.in_features**0.5).to(dtype)
+        tensors[f"{key}.lora_B.weight"] = (b * 0.02).to(dtype)
     config = {
         "peft_type": "LORA",
         "base_model_name_or_path": base.name,

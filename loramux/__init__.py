@@ -28,14 +28,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from loramux.client.async_client import AsyncClient
     from loramux.client.client import Client
+    from loramux.engine.adapter_pool import AdapterPool
     from loramux.engine.llm import LLM
     from loramux.types import LoRARequest, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncClient", "Client", "LoRARequest", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AdapterPool",
+    "AsyncClient",
+    "Client",
+    "LoRARequest",
+    "SamplingParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "loramux.engine.llm",
+    "AdapterPool": "loramux.engine.adapter_pool",
     "Client": "loramux.client.client",
     "AsyncClient": "loramux.client.async_client",
     "LoRARequest": "loramux.types",

@@ -19,6 +19,27 @@ class Health(StrEnum):
     STOPPED = "stopped"
 
 
+@dataclass(frozen=True, slots=True)
+class ProjectionShape:
+    """A linear layer that adapters may change; the same in every layer of the base."""
+
+    name: str
+    """q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj or down_proj"""
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseShapes:
+    """The sizes of a base that decide how many bytes an adapter or a token takes."""
+
+    num_layers: int
+    projections: tuple[ProjectionShape, ...]
+    kv_token_elements: int
+    """Keys and values of one token, over all layers."""
+    num_parameters: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
     """What the engine said of its base when it came up."""
@@ -30,6 +51,15 @@ class ModelCard:
     vocab_size: int
     dtype: str
     pool_bytes: int
+    block_tokens: int = 16
+    """Tokens of one KV page."""
+    shapes: BaseShapes | None = None
+    max_loras: int | None = None
+    """Distinct adapters in one batch; None: as many as fit."""
+    host_memory_bytes: int = 0
+    disk_space_bytes: int = 0
+    adapter_memory_fraction: float = 1.0
+    """Largest share of the pool that adapters may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +85,10 @@ class Job:
     adapter: str | None = None
     """None: the base."""
     adapter_weight: float = 1.0
+    tenant: str = ""
+    """Whose share of the machine it uses."""
+    cache_salt: str = ""
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +110,46 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterUse:
+    """One known adapter, as the engine sees it."""
+
+    cid: str
+    tier: str
+    """The fastest that has its bytes: device, host, disk or source; loading while they move."""
+    num_bytes: int
+    rank: int
+    hits: int = 0
+    """Requests that found it on the device."""
+    misses: int = 0
+    last_use_s: float | None = None
+    """Seconds since the epoch; None: never used."""
+    is_pinned: bool = False
+    num_running: int = 0
+    num_waiting: int = 0
+    cached_tokens: int = 0
+    """Tokens of its prefixes that are kept in pages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """Counters since the engine's start."""
+
+    tier: str
+    """device, host or disk"""
+    budget_bytes: int = 0
+    used_bytes: int = 0
+    num_adapters: int = 0
+    hits: int = 0
+    misses: int = 0
+    loads: int = 0
+    """Adapters brought into this tier."""
+    evictions: int = 0
+    load_seconds: float = 0.0
+    load_bytes: int = 0
+    failures: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot after a step; counters grow from the engine's start."""
 
@@ -83,6 +157,8 @@ class EngineStats:
     num_waiting: int = 0
     num_pages: int = 0
     num_free_pages: int = 0
+    num_idle_pages: int = 0
+    """Of idle adapters and cached prefixes: they are given up when somebody needs the room."""
     num_preemptions: int = 0
     num_adapter_loads: int = 0
     num_adapter_evictions: int = 0
@@ -92,6 +168,15 @@ class EngineStats:
     running_adapters: Mapping[str, int] = field(default_factory=dict)
     """CID -> sequences in the batch that use it."""
     waiting_adapters: Mapping[str, int] = field(default_factory=dict)
+    tiers: tuple[TierStats, ...] = ()
+    prefix_query_tokens: int = 0
+    """Prompt tokens that were looked up in the prefix cache."""
+    prefix_hit_tokens: int = 0
+    """Those of them that were not computed again."""
+    step_loss_s: Mapping[str, int] = field(default_factory=dict)
+    """Steps by time lost to loads: upper bound in seconds, ascending, "+Inf" last -> steps in
+    this bucket alone."""
+    step_loss_sum_s: float = 0.0
 
 
 class TextCodec(Protocol):
@@ -156,6 +241,18 @@ class Backend(Protocol):
         ...
 
     async def remove_adapter(self, name: str) -> None: ...
+
+    async def prewarm(self, names: Sequence[str], *, num_busiest: int = 0) -> None:
+        """Loads these adapters, then the busiest of earlier runs, while there is room to spare."""
+        ...
+
+    async def pin_adapter(self, name: str, pinned: bool) -> None:
+        """A pinned adapter is never evicted from the device, once it is there."""
+        ...
+
+    async def adapter_uses(self) -> Sequence[AdapterUse]:
+        """Every adapter that the engine knows, one entry per CID."""
+        ...
 
     async def probe(self, timeout_s: float) -> dict[str, float]:
         """Really generates a token on the base and loads an adapter; seconds of each, or raises."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from loramux.errors import InvalidRequest
 
@@ -22,6 +23,18 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+EvictionName = Literal["cost", "lru"]
+SCHEDULES = ("fair", "fcfs")
+EVICTIONS: tuple[EvictionName, ...] = ("cost", "lru")
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InvalidRequest(
+            f"{name} must be one of {', '.join(known)}, got {value!r}.", param=name
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     max_batch_tokens: int = 512
@@ -32,11 +45,20 @@ class SchedulerConfig:
     """Tokens whose keys and values share a page."""
     max_model_len: int = 2048
     """Longest prompt plus output."""
+    schedule: str = "fair"
+    """fair: shares per tenant and adapter; fcfs: in order of arrival."""
+    max_wait_s: float = 2.0
+    """After this long, a request of somebody who had less than his share takes others' place."""
+    max_loras: int | None = None
+    """Distinct adapters in one batch; None: as many as fit."""
+    base_digest: str = ""
+    """Part of every prefix-cache key."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_sequences", "block_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be 1 or more.", param=name)
+        _check_choice("schedule", self.schedule, SCHEDULES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +70,22 @@ class EngineConfig:
     """The page pool of KV cache and adapters; None: a quarter of the memory, 4 GiB at most."""
     host_memory_bytes: int = 2**30
     """Adapters kept in host memory, packed and ready to copy into the pool."""
+    disk_space_bytes: int = 8 * 2**30
+    """Packed adapters kept on disk; 0: none."""
+    disk_folder: str | None = None
+    """Where; None: no disk tier."""
+    max_cpu_loras: int | None = None
+    """Adapters in host memory; None: as many as fit."""
+    max_loras: int | None = None
+    """Distinct adapters in one batch; None: as many as fit."""
+    max_active_adapters: int | None = None
+    """Adapters in the pool, running or idle; None: as many as fit."""
+    adapter_memory_fraction: float = 1.0
+    """Largest share of the pool that adapters may take from the KV cache."""
+    eviction: EvictionName = "cost"
+    schedule: str = "fair"
+    max_wait_s: float = 2.0
+    prefix_cache: bool = True
     max_batch_tokens: int = 512
     max_sequences: int = 256
     block_tokens: int = 16
@@ -61,6 +99,12 @@ class EngineConfig:
     """Keep a second copy of the base weights in the CPU's fastest layout, when memory allows."""
     reference_kernels: bool = False
     """Run the plain torch kernels everywhere; for hunting bugs (also LORAMUX_KERNELS=torch)."""
+
+    def __post_init__(self) -> None:
+        _check_choice("eviction", self.eviction, EVICTIONS)
+        _check_choice("schedule", self.schedule, SCHEDULES)
+        if not 0 < self.adapter_memory_fraction <= 1:
+            raise InvalidRequest("adapter_memory_fraction must be in (0, 1].")
 
     @property
     def wants_reference_kernels(self) -> bool:

@@ -51,3 +51,19 @@ class EngineBusy(LoramuxError):
 
 class EngineStopped(LoramuxError):
     """The engine died, hung or is shutting down; what had been answered so far is not complete."""
+
+
+class RegistryConflict(LoramuxError):
+    """A name already means something else, or another writer was first; nothing was changed."""
+
+
+class RegistryUnavailable(LoramuxError):
+    """The registry's database cannot be reached, or was busy for too long."""
+
+
+class StoreFull(LoramuxError):
+    """The adapter store has no room for more: its own limit, or the disk's."""
+
+
+class StoreDamaged(LoramuxError):
+    """Bytes in the adapter store are not those that their digest names."""

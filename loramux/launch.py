@@ -9,15 +9,17 @@ import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
+from loramux.config import EngineConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.engine.process import OnProgress
 from loramux.errors import InvalidRequest
-from loramux.models.default_model import default_model_path
+from loramux.models.default_model import cache_folder, default_model_path
 from loramux.serve_config import ServeConfig
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
@@ -72,9 +74,12 @@ async def _serve(
 async def _running_engine(config: ServeConfig, progress: OnProgress) -> AsyncIterator[AsyncEngine]:
     options = AsyncEngineOptions(
         model=Path(config.model) if config.model is not None else default_model_path(),
-        config=config.engine_config(),
+        config=_engine_config(config),
         served_name=config.served_model_name[0] if config.served_model_name else None,
         max_jobs=config.max_queue + config.max_sequences,
+        max_job_tokens=config.max_queue_tokens,
+        tenant_weights=dict(config.tenant_weights),
+        adapter_weights=dict(config.adapter_weights),
     )
     engine = AsyncEngine(options, on_progress=progress)
     await engine.start()
@@ -84,9 +89,17 @@ async def _running_engine(config: ServeConfig, progress: OnProgress) -> AsyncIte
             card = await engine.add_adapter(module.name, module.path)
             for warning in card.warnings:
                 _log.warning("adapter %s: %s", module.name, warning)
+        await engine.prewarm(config.prewarm_adapters, num_busiest=config.prewarm)
         yield engine
     finally:
         await engine.close(drain_s=0)
+
+
+def _engine_config(config: ServeConfig) -> EngineConfig:
+    engine_config = config.engine_config()
+    if engine_config.disk_folder is not None:
+        return engine_config
+    return replace(engine_config, disk_folder=str(cache_folder() / "images"))
 
 
 class DrainingServer(uvicorn.Server):

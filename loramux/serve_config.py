@@ -8,9 +8,9 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from loramux.config import EngineConfig
+from loramux.config import EVICTIONS, SCHEDULES, EngineConfig, EvictionName
 from loramux.errors import InvalidRequest
 from loramux.serve_values import CHECKS, Kind, LoraModule, nearest
 
@@ -59,7 +59,7 @@ class ServeConfig:
         f"Number type of the weights: {', '.join(DTYPES)}.",
         metavar="TYPE",
     )
-    max_rank: int | None = setting(
+    max_lora_rank: int | None = setting(
         None, Kind.COUNT, MODEL, "Refuse adapters of a larger rank. Default: any rank."
     )
     strict_base: bool = setting(
@@ -81,6 +81,72 @@ class ServeConfig:
         "Adapters kept in host memory, ready to be copied into the pool. Default: 1GiB.",
         metavar="SIZE",
     )
+    disk_space: int = setting(
+        8 * 2**30,
+        Kind.SIZE,
+        MEMORY,
+        "Adapters kept on disk, checked and packed, so that a cold one is one read away; 0 keeps "
+        "none. Default: 8GiB.",
+        metavar="SIZE",
+    )
+    disk_folder: str | None = setting(
+        None,
+        Kind.PATH,
+        MEMORY,
+        "Where these are kept. Default: images in the cache folder.",
+        metavar="PATH",
+    )
+    max_loras: int | None = setting(
+        None, Kind.COUNT, MEMORY, "Distinct adapters in one batch. Default: as many as fit."
+    )
+    max_cpu_loras: int | None = setting(
+        None, Kind.COUNT, MEMORY, "Adapters in host memory. Default: as many as fit."
+    )
+    adapter_memory_fraction: float = setting(
+        1.0,
+        Kind.SHARE,
+        MEMORY,
+        "Largest share of the page pool that adapters may take from the KV cache.",
+        metavar="SHARE",
+    )
+    eviction: str = setting(
+        "cost",
+        Kind.TEXT,
+        MEMORY,
+        f"Which adapters leave first, one of {', '.join(EVICTIONS)}: cost weighs how often one is "
+        "used, how long it takes to load and its size.",
+        metavar="NAME",
+    )
+    prewarm: int = setting(
+        10, Kind.COUNT, MEMORY, "Load so many of the last run's busiest adapters at start."
+    )
+    prewarm_adapters: tuple[str, ...] = setting(
+        (), Kind.TEXTS, MEMORY, "Load these adapters at start.", metavar="NAME…"
+    )
+    no_prefix_cache: bool = setting(
+        False, Kind.SWITCH, MEMORY, "Compute every prompt anew, even one that was just computed."
+    )
+    schedule: str = setting(
+        "fair",
+        Kind.TEXT,
+        MEMORY,
+        f"Who is served next, one of {', '.join(SCHEDULES)}: fair gives every tenant and adapter "
+        "its share; fcfs keeps the order of arrival.",
+        metavar="NAME",
+    )
+    max_wait_s: float = setting(
+        2.0,
+        Kind.SECONDS,
+        MEMORY,
+        "Under fair, a request that waits longer takes the place of those who had more than their "
+        "share.",
+    )
+    tenant_weights: tuple[tuple[str, float], ...] = setting(
+        (), Kind.WEIGHTS, MEMORY, "Shares of tenants, 1 for the others.", metavar="NAME=NUMBER…"
+    )
+    adapter_weights: tuple[tuple[str, float], ...] = setting(
+        (), Kind.WEIGHTS, MEMORY, "Shares of adapters, 1 for the others.", metavar="NAME=NUMBER…"
+    )
     max_model_len: int | None = setting(
         None,
         Kind.COUNT,
@@ -99,6 +165,21 @@ class ServeConfig:
     port: int = setting(8000, Kind.COUNT, NETWORK, "Port to listen on; 0 takes a free one.")
     max_queue: int = setting(
         1024, Kind.COUNT, NETWORK, "Requests that may wait; one more is answered with 429."
+    )
+    max_queue_tokens: int | None = setting(
+        None,
+        Kind.COUNT,
+        NETWORK,
+        "Tokens that open requests may come to, prompts and longest answers; more are answered "
+        "with 429. Default: no limit.",
+    )
+    tenant_header: str | None = setting(
+        None,
+        Kind.TEXT,
+        NETWORK,
+        "Header in which a gateway that you trust names the tenant of a request. Default: all "
+        "requests are one tenant's.",
+        metavar="NAME",
     )
     drain_s: float = setting(
         30.0,
@@ -134,12 +215,24 @@ class ServeConfig:
             ("log_level", self.log_level in LOG_LEVELS, f"one of {', '.join(LOG_LEVELS)}"),
             ("port", 0 <= self.port <= 65535, "between 0 and 65535"),
             ("host", bool(self.host), "an address such as 127.0.0.1"),
-            ("max_queue", self.max_queue >= 0, "0 or more"),
-            ("host_memory", self.host_memory >= 0, "0 or more"),
+            ("eviction", self.eviction in EVICTIONS, f"one of {', '.join(EVICTIONS)}"),
+            ("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
+            (
+                "adapter_memory_fraction",
+                0 < self.adapter_memory_fraction <= 1,
+                "over 0 and at most 1",
+            ),
+            *(
+                (name, getattr(self, name) >= 0, "0 or more")
+                for name in ("max_queue", "host_memory", "disk_space", "prewarm")
+            ),
             *(
                 (name, (value := getattr(self, name)) is None or value >= 1, "1 or more")
                 for name in (
-                    "max_rank",
+                    "max_lora_rank",
+                    "max_loras",
+                    "max_cpu_loras",
+                    "max_queue_tokens",
                     "max_model_len",
                     "max_batch_tokens",
                     "max_sequences",
@@ -148,7 +241,7 @@ class ServeConfig:
             ),
             *(
                 (name, 0 <= getattr(self, name) < math.inf, "0 or more seconds")
-                for name in ("drain_s", "probe_timeout_s")
+                for name in ("drain_s", "probe_timeout_s", "max_wait_s")
             ),
         ]
 
@@ -173,8 +266,17 @@ class ServeConfig:
             max_batch_tokens=self.max_batch_tokens,
             max_sequences=self.max_sequences,
             max_model_len=self.max_model_len,
-            max_rank=self.max_rank,
+            max_rank=self.max_lora_rank,
             strict_base=self.strict_base,
+            disk_space_bytes=self.disk_space,
+            disk_folder=self.disk_folder,
+            max_loras=self.max_loras,
+            max_cpu_loras=self.max_cpu_loras,
+            adapter_memory_fraction=self.adapter_memory_fraction,
+            eviction=cast(EvictionName, self.eviction),
+            prefix_cache=not self.no_prefix_cache,
+            schedule=self.schedule,
+            max_wait_s=self.max_wait_s,
         )
 
 

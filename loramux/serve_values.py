@@ -22,6 +22,8 @@ class Kind(Enum):
     SECONDS = auto()
     SWITCH = auto()
     SIZE = auto()
+    SHARE = auto()
+    WEIGHTS = auto()
     LORA_MODULES = auto()
 
 
@@ -139,6 +141,30 @@ def check_size(value: object, folder: Path | None) -> int:
     return parse_bytes(value)
 
 
+def check_share(value: object, folder: Path | None) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise wrong_type(value, "a number such as 0.5")
+    return float(value)
+
+
+def check_weights(value: object, folder: Path | None) -> tuple[tuple[str, float], ...]:
+    """A list of name=number, or one table of names and numbers."""
+    if isinstance(value, Mapping):
+        pairs = [(str(name), number) for name, number in value.items()]
+    elif isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        pairs = [(name, number) for name, _, number in (one.rpartition("=") for one in value)]
+    else:
+        raise wrong_type(value, 'a list such as ["acme=2"]')
+    try:
+        weights = tuple((name, float(number)) for name, number in pairs)
+    except (TypeError, ValueError):
+        raise wrong_type(value, 'a list such as ["acme=2"]') from None
+    for name, weight in weights:
+        if not name or not 0 < weight < float("inf"):
+            raise InvalidRequest(f"{name}={weight} is no share: write a name and a number over 0.")
+    return weights
+
+
 def check_lora_modules(value: object, folder: Path | None) -> tuple[LoraModule, ...]:
     """A list of name=path and tables, or one table of names and paths."""
     if isinstance(value, Mapping):
@@ -161,5 +187,7 @@ CHECKS: dict[Kind, Callable[[object, Path | None], object]] = {
     Kind.SECONDS: check_seconds,
     Kind.SWITCH: check_switch,
     Kind.SIZE: check_size,
+    Kind.SHARE: check_share,
+    Kind.WEIGHTS: check_weights,
     Kind.LORA_MODULES: check_lora_modules,
 }

@@ -146,6 +146,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
     """Root of the request's randomness: params.seed, or drawn at arrival."""
+    tenant: str = ""
+    """Whose share of the machine it uses; the empty one is shared by all who gave no name."""
+    tenant_weight: float = 1.0
+    adapter_weight: float = 1.0
+    """Shares under fair scheduling; these have nothing to do with the selection's weights."""
+    cache_salt: str = ""
+    """Requests of different salts never share cached prefixes."""
+    timeout_s: float | None = None
+    """From arrival to the last token; then the request ends with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +247,10 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     logprob: TokenLogprob | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     error: str | None = None
+    error_code: str | None = None
+    """timeout: its time is up; adapter: one cannot be loaded; memory: no room will ever come."""
+    num_reused: int = 0
+    """With the choice's first event: prompt tokens that came from the prefix cache."""
 
 
 @dataclass(slots=True)

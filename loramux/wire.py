@@ -191,6 +191,94 @@ class ModelList(Struct, kw_only=True):
     data: list[ModelEntry]
 
 
+class AdapterEntry(Struct, kw_only=True):
+    """One adapter, whatever it is called."""
+
+    id: str
+    """The first of its names; its CID when it has none any more."""
+    object: Literal["adapter"] = "adapter"
+    names: list[str]
+    cid: str
+    path: str | None
+    rank: int
+    bytes: int
+    tier: str
+    """The fastest that has its bytes: device, host, disk or source; loading while they move."""
+    pinned: bool
+    hits: int
+    """Requests that found it on the device."""
+    misses: int
+    last_use: float | None
+    """Seconds since the epoch."""
+    running: int
+    waiting: int
+    cached_tokens: int
+    """Tokens of its prompts that are kept for the next one."""
+    requests: int
+    prompt_tokens: int
+    generation_tokens: int
+
+
+class AdapterList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[AdapterEntry]
+    total: int
+    """How many there are, whatever `limit` said."""
+
+
+class TierEntry(Struct, kw_only=True):
+    tier: str
+    budget_bytes: int
+    used_bytes: int
+    adapters: int
+    hits: int
+    misses: int
+    loads: int
+    evictions: int
+    failures: int
+    load_seconds: float
+    load_bytes: int
+
+
+class EngineReport(Struct, kw_only=True):
+    """The engine and its memory at a glance; counters grow from the start."""
+
+    model: str
+    status: str
+    restarts: int
+    running: int
+    waiting: int
+    steps: int
+    preemptions: int
+    pages: int
+    free_pages: int
+    page_bytes: int
+    requests: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    tiers: list[TierEntry]
+
+
+class PlanRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Adapters to plan for; budgets that are left out are those of this server."""
+
+    adapters: int
+    rank: int | list[int]
+    """One rank, or several to deal out in turn."""
+    targets: str | list[str] | None = None
+    """q,k,v,o, attention, mlp, all or any projections; absent: q,k,v,o."""
+    zipf: float | None = None
+    """How unequal their popularity is; 0: all equal; absent: 1."""
+    device_memory: int | str | None = None
+    """Bytes, or text such as 8GiB."""
+    host_memory: int | str | None = None
+    disk_space: int | str | None = None
+    kv_tokens: int | None = None
+    """Tokens of KV cache to keep free."""
+
+
 class TokenizeRequest(Struct, kw_only=True):
     """Either prompt or messages."""
 

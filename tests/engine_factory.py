@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from tests.tokenizer_factory import save_byte_level
 Answers = dict[str, list[int]]
 
 
-def make_engine(model: Any, folder: Path, **settings: Any) -> Engine:
+def make_engine(
+    model: Any, folder: Path, *, loads: Executor | None = None, **settings: Any
+) -> Engine:
     if not (folder / "config.json").exists():
         save_hf_folder(model, folder)
     config = EngineConfig(**{"dtype": "float32", "device_memory_bytes": 8 * 2**20, **settings})
-    return build_engine(load_base(folder, config), config)
+    return build_engine(load_base(folder, config), config, loads=loads)
 
 
 def save_model_with_tokenizer(folder: Path, **overrides: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from loramux import __version__
-from loramux.cli import bench, chat, doctor, serve
+from loramux.cli import bench, chat, doctor, plan, serve, top
 
 app = typer.Typer(
     name="loramux",
@@ -18,6 +18,8 @@ app = typer.Typer(
 app.command("serve", cls=serve.ServeCommand)(serve.serve)
 app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
+app.command("plan")(plan.plan)
+app.command("top")(top.top)
 app.add_typer(bench.app, name="bench")
 
 

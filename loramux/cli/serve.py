@@ -26,6 +26,8 @@ FLAG_TYPES: dict[Kind, Any] = {
     Kind.SWITCH: bool,
     Kind.TEXTS: list[str],
     Kind.LORA_MODULES: list[str],
+    Kind.WEIGHTS: list[str],
+    Kind.SHARE: float,
 }
 LIST_FLAGS = {
     flag(n) for n, s in SETTINGS.items() if FLAG_TYPES.get(s.metadata["kind"]) == list[str]

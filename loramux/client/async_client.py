@@ -13,11 +13,14 @@ import httpx2
 from loramux.client import wire
 from loramux.client.errors import Retryable
 from loramux.client.replies import (
+    AdapterInfo,
+    AdapterList,
     ChatChunk,
     ChatReply,
     CompletionChunk,
     CompletionReply,
     Detokenized,
+    EngineInfo,
     HealthReply,
     ModelCard,
     ModelList,
@@ -116,6 +119,14 @@ class AsyncClient:
     async def models(self) -> list[ModelCard]:
         """The base first, then its adapters."""
         return list(wire.decode(await self._send(wire.get("/v1/models")), ModelList).data)
+
+    async def adapters(self, *, busiest: int | None = None) -> list[AdapterInfo]:
+        """Every adapter with its tier and use; `busiest`: only that many, the busiest first."""
+        call = wire.adapters_call(busiest=busiest)
+        return list(wire.decode(await self._send(call), AdapterList).data)
+
+    async def stats(self) -> EngineInfo:
+        return wire.decode(await self._send(wire.get("/v1/stats")), EngineInfo)
 
     async def tokenize(
         self,

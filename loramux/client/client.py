@@ -13,11 +13,14 @@ import httpx2
 from loramux.client import wire
 from loramux.client.errors import Retryable
 from loramux.client.replies import (
+    AdapterInfo,
+    AdapterList,
     ChatChunk,
     ChatReply,
     CompletionChunk,
     CompletionReply,
     Detokenized,
+    EngineInfo,
     HealthReply,
     ModelCard,
     ModelList,
@@ -120,6 +123,14 @@ class Client:
     def models(self) -> list[ModelCard]:
         """The base first, then its adapters."""
         return list(wire.decode(self._send(wire.get("/v1/models")), ModelList).data)
+
+    def adapters(self, *, busiest: int | None = None) -> list[AdapterInfo]:
+        """Every adapter with its tier and use; `busiest`: only that many, the busiest first."""
+        call = wire.adapters_call(busiest=busiest)
+        return list(wire.decode(self._send(call), AdapterList).data)
+
+    def stats(self) -> EngineInfo:
+        return wire.decode(self._send(wire.get("/v1/stats")), EngineInfo)
 
     def tokenize(
         self,

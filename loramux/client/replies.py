@@ -123,6 +123,70 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: tuple[ModelCard, ...]
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One adapter of a loramux server: where it is, and who uses it."""
+
+    id: str
+    names: tuple[str, ...] = ()
+    cid: str
+    path: str | None = None
+    rank: int
+    bytes: int
+    tier: str
+    """The fastest that has its bytes: device, host, disk or source; loading while they move."""
+    pinned: bool = False
+    hits: int = 0
+    misses: int = 0
+    last_use: float | None = None
+    """Seconds since the epoch."""
+    running: int = 0
+    waiting: int = 0
+    cached_tokens: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class AdapterList(msgspec.Struct, frozen=True, kw_only=True):
+    data: tuple[AdapterInfo, ...]
+    total: int = 0
+
+
+class TierInfo(msgspec.Struct, frozen=True, kw_only=True):
+    tier: str
+    budget_bytes: int = 0
+    used_bytes: int = 0
+    adapters: int = 0
+    hits: int = 0
+    misses: int = 0
+    loads: int = 0
+    evictions: int = 0
+    failures: int = 0
+    load_seconds: float = 0.0
+    load_bytes: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A loramux server's engine at a glance; counters grow from the start."""
+
+    model: str
+    status: str
+    restarts: int = 0
+    running: int = 0
+    waiting: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    pages: int = 0
+    free_pages: int = 0
+    page_bytes: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    tiers: tuple[TierInfo, ...] = ()
+
+
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     count: int

@@ -110,6 +110,10 @@ def detokenize_call(tokens: Sequence[int], model: str | None) -> Call:
     return post("/detokenize", {"tokens": tokens, **Target(model).fields()})
 
 
+def adapters_call(*, busiest: int | None) -> Call:
+    return get("/v1/adapters" if busiest is None else f"/v1/adapters?order=busiest&limit={busiest}")
+
+
 def health_call(*, deep: bool) -> Call:
     return get("/health?deep=1" if deep else "/health")
 

@@ -6,11 +6,19 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from loramux.backend import AdapterCard, Delta, EngineStats, Health, Job, ModelCard
+from loramux.backend import (
+    AdapterCard,
+    AdapterUse,
+    Delta,
+    EngineStats,
+    Health,
+    Job,
+    ModelCard,
+)
 from loramux.config import EngineConfig
 from loramux.engine.calls import PendingCalls
 from loramux.engine.messages import (
@@ -22,6 +30,9 @@ from loramux.engine.messages import (
     Events,
     Finish,
     Forget,
+    ListUses,
+    Pin,
+    Prewarm,
     Ready,
     Refused,
     Register,
@@ -51,6 +62,11 @@ class AsyncEngineOptions:
     """What requests call the base; None: the model's own name."""
     max_jobs: int = 4096
     """Jobs that are open at once, running or waiting; more are refused with EngineBusy."""
+    max_job_tokens: int | None = None
+    """The same in tokens: prompts and the longest answers that were asked for."""
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    adapter_weights: Mapping[str, float] = field(default_factory=dict)
+    """Shares under fair scheduling, by name; 1 for who is not listed."""
 
 
 class AsyncEngine:
@@ -79,7 +95,7 @@ class AsyncEngine:
 
     @property
     def card(self) -> ModelCard:
-        ready = self._require_ready()
+        ready, config = self._require_ready(), self._options.config
         return ModelCard(
             name=self._options.served_name or ready.name,
             path=ready.path,
@@ -88,6 +104,12 @@ class AsyncEngine:
             vocab_size=ready.vocab_size,
             dtype=ready.dtype,
             pool_bytes=ready.pool_bytes,
+            block_tokens=ready.block_tokens,
+            shapes=ready.shapes,
+            max_loras=ready.max_loras,
+            host_memory_bytes=config.host_memory_bytes,
+            disk_space_bytes=0 if config.disk_folder is None else config.disk_space_bytes,
+            adapter_memory_fraction=config.adapter_memory_fraction,
         )
 
     @property
@@ -126,16 +148,29 @@ class AsyncEngine:
 
     async def add_adapter(self, name: str, path: str) -> AdapterCard:
         facts = await self._register(path)
-        card = _card(name, facts)
-        self._adapters[name] = card
+        old = self._adapters.get(name)
+        card = self._adapters[name] = _card(name, facts)
+        if old is not None:
+            self._forget_unnamed(old.cid)
         return card
 
     async def remove_adapter(self, name: str) -> None:
         card = self._adapters.pop(name, None)
         if card is None:
             raise AdapterNotFound(f"The lora adapter '{name}' cannot be found.")
-        if all(other.cid != card.cid for other in self._adapters.values()):
-            self._send(Forget(cid=card.cid))
+        self._forget_unnamed(card.cid)
+
+    async def prewarm(self, names: Sequence[str], *, num_busiest: int = 0) -> None:
+        cids = tuple(self._cid(name) for name in names)
+        self._send(Prewarm(cids=cids, num_busiest=num_busiest))
+
+    async def pin_adapter(self, name: str, pinned: bool) -> None:
+        cid = self._cid(name)
+        await self._call(lambda call_id: Pin(call_id=call_id, cid=cid, is_pinned=pinned))
+
+    async def adapter_uses(self) -> Sequence[AdapterUse]:
+        answer = await self._call(lambda call_id: ListUses(call_id=call_id))
+        return answer.uses or []
 
     async def probe(self, timeout_s: float) -> dict[str, float]:
         """Really generates a token on the base and loads an adapter; seconds of each, or raises."""
@@ -240,21 +275,42 @@ class AsyncEngine:
             raise EngineBusy(
                 f"{len(self._streams)} requests are open, and this server takes no more at once."
             )
+        self._check_tokens(job)
         if job.request_id in self._streams:
             raise LoramuxError(f"Request id {job.request_id!r} is in use.")
         request = self._request(job)
-        stream = JobStream(OutputCollector(request, self.codec))
+        stream = JobStream(OutputCollector(request, self.codec), num_tokens=_num_tokens(job))
         self._streams[job.request_id] = stream
         self._send(Add(request=request))
         return stream
 
+    def _check_tokens(self, job: Job) -> None:
+        limit = self._options.max_job_tokens
+        if limit is None or not self._streams:
+            return
+        num_open = sum(stream.num_tokens for stream in self._streams.values())
+        if num_open + _num_tokens(job) > limit:
+            raise EngineBusy(
+                f"{num_open} tokens are open, and with this request they would be more than the "
+                f"{limit} that this server takes at once."
+            )
+
+    def _forget_unnamed(self, cid: str) -> None:
+        """Frees an adapter that no name stands for any more; requests that run on it finish."""
+        if all(card.cid != cid for card in self._adapters.values()):
+            self._send(Forget(cid=cid))
+
+    def _cid(self, name: str) -> str:
+        card = self._adapters.get(name)
+        if card is None:
+            raise AdapterNotFound(f"No adapter is called {name!r}.")
+        return card.cid
+
     def _request(self, job: Job) -> Request:
         selection: tuple[tuple[str, float], ...] = ()
         if job.adapter is not None:
-            card = self._adapters.get(job.adapter)
-            if card is None:
-                raise AdapterNotFound(f"No adapter is called {job.adapter!r}.")
-            selection = ((card.cid, job.adapter_weight),)
+            selection = ((self._cid(job.adapter), job.adapter_weight),)
+        options = self._options
         seed = job.params.seed
         return Request(
             request_id=job.request_id,
@@ -263,6 +319,11 @@ class AsyncEngine:
             selection=selection,
             eos_token_ids=self._require_ready().eos_token_ids,
             seed=secrets.randbits(63) if seed is None else seed & (2**63 - 1),
+            tenant=job.tenant,
+            tenant_weight=options.tenant_weights.get(job.tenant, 1.0),
+            adapter_weight=options.adapter_weights.get(job.adapter or "", 1.0),
+            cache_salt=job.cache_salt,
+            timeout_s=job.timeout_s,
         )
 
     async def _probe_job(self, adapter: str | None) -> None:
@@ -311,6 +372,10 @@ def _card(name: str, facts: AdapterFacts) -> AdapterCard:
         warnings=facts.warnings,
         created_s=int(time.time()),
     )
+
+
+def _num_tokens(job: Job) -> int:
+    return job.params.n * (len(job.prompt_token_ids) + job.params.max_tokens)
 
 
 def _stats(snapshot: Snapshot) -> EngineStats:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from pathlib import Path
 
 import torch
 
-from loramux.adapters.catalog import AdapterCatalog, AdapterRules
-from loramux.adapters.image import sites_of
+from loramux.adapters.catalog import AdapterRules
+from loramux.adapters.layout import sites_of
 from loramux.config import EngineConfig, SchedulerConfig
 from loramux.engine.engine import Engine
+from loramux.engine.memory import Clock, build_memory
 from loramux.errors import DoesNotFit
 from loramux.kernels.interface import select_kernels
 from loramux.memory.device import default_pool_bytes, total_memory_bytes
-from loramux.memory.pages import PageAllocator
 from loramux.memory.pool import KVGeometry, PagePool
-from loramux.memory.residency import AdapterResidency
 from loramux.models.architectures import base_info
 from loramux.models.dtypes import resolve_dtype
 from loramux.models.loader import LoadedModel, load_model
@@ -35,11 +36,17 @@ def load_base(
     return model
 
 
-def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
+def build_engine(
+    model: LoadedModel,
+    config: EngineConfig,
+    *,
+    clock: Clock = time.monotonic,
+    loads: Executor | None = None,
+) -> Engine:
+    """`loads`: where adapters are loaded; None: on threads of the engine's own."""
     base = base_info(model.config, model.name)
     sites = sites_of(base)
     pool = _make_pool(model, config)
-    pages = PageAllocator(pool.num_pages)
     rules = AdapterRules(
         base=base,
         sites=sites,
@@ -47,23 +54,23 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
         max_rank=config.max_rank,
         strict_base=config.strict_base,
     )
-    catalog = AdapterCatalog(rules, host_memory_bytes=config.host_memory_bytes)
-    residency = AdapterResidency(pool=pool, pages=pages, images=catalog)
-    scheduler = Scheduler(_scheduler_config(model, config, pool), pages=pages, adapters=residency)
+    memory = build_memory(config, rules, pool, clock=clock, loads=loads)
+    scheduler = Scheduler(
+        _scheduler_config(model, config, pool),
+        pages=memory.pages,
+        room=memory.room,
+        adapters=memory.residency,
+        prefixes=memory.prefixes,
+    )
     runner = Runner(
         decoder=model.decoder,
         site_names=tuple(site.name for site in sites),
         pool=pool,
-        adapters=residency.resident,
+        adapters=memory.residency.resident,
         kernels=select_kernels(config.device, reference=config.wants_reference_kernels),
     )
     return Engine(
-        scheduler=scheduler,
-        runner=runner,
-        pages=pages,
-        residency=residency,
-        catalog=catalog,
-        vocab_size=model.config.vocab_size,
+        scheduler=scheduler, runner=runner, memory=memory, vocab_size=model.config.vocab_size
     )
 
 
@@ -97,4 +104,8 @@ def _scheduler_config(model: LoadedModel, config: EngineConfig, pool: PagePool) 
         max_sequences=config.max_sequences,
         block_tokens=config.block_tokens,
         max_model_len=min(wanted, model.config.max_position, pool.num_pages * config.block_tokens),
+        schedule=config.schedule,
+        max_wait_s=config.max_wait_s,
+        max_loras=config.max_loras,
+        base_digest=model.digest,
     )

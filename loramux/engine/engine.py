@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from loramux.adapters.catalog import AdapterCatalog, KnownAdapter
+from loramux.engine.memory import EngineMemory
 from loramux.errors import DoesNotFit, InvalidRequest
 from loramux.memory.pages import PageAllocator
 from loramux.memory.residency import AdapterResidency
 from loramux.runner.penalties import check_logit_bias
 from loramux.runner.runner import Runner
 from loramux.scheduler.scheduler import Scheduler
-from loramux.types import Chunk, Request, Selection, StepPlan, TokenEvent
+from loramux.types import Chunk, Request, Selection, StepPlan, StepResult, TokenEvent
+
+# How long a step that has nothing to compute waits for an adapter before it looks at its commands.
+_LOAD_WAIT_S = 0.005
+# A step with this many rows says what a prompt token costs.
+_PROMPT_ROWS = 64
 
 
 class Engine:
     def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        runner: Runner,
-        pages: PageAllocator,
-        residency: AdapterResidency,
-        catalog: AdapterCatalog,
-        vocab_size: int,
+        self, *, scheduler: Scheduler, runner: Runner, memory: EngineMemory, vocab_size: int
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.pages = pages
-        self.residency = residency
-        self.catalog = catalog
+        self.memory = memory
         self.vocab_size = vocab_size
 
     def step(self) -> list[TokenEvent]:
-        plan = self.scheduler.next_plan()
+        self.memory.move_adapters()
+        plan = self.scheduler.next_plan(self.memory.clock())
         if plan is None:
+            self._wait_for_adapters()
             return self.scheduler.take_events()
-        result = self.runner.run(plan)
+        result = self._run(plan)
         return self.scheduler.apply(plan, result)
+
+    @property
+    def pages(self) -> PageAllocator:
+        return self.memory.pages
+
+    @property
+    def residency(self) -> AdapterResidency:
+        return self.memory.residency
+
+    @property
+    def catalog(self) -> AdapterCatalog:
+        return self.memory.catalog
 
     def register_adapter(self, folder: Path) -> KnownAdapter:
         """Checks an adapter and makes it known by its CID; refuses what must not be served."""
@@ -48,12 +60,7 @@ class Engine:
 
     def forget_adapter(self, cid: str) -> bool:
         """Frees all that an adapter holds; False: a sequence needs it, and nothing was done."""
-        if cid in self.scheduler.leases() or cid in self.scheduler.waiting_adapters():
-            return False
-        if cid in self.residency:
-            self.residency.evict(cid)
-        self.catalog.forget(cid)
-        return True
+        return self.memory.forget(cid)
 
     def add(self, request: Request) -> None:
         """Raises for what could not be computed: it would fail everybody's step."""
@@ -64,7 +71,7 @@ class Engine:
                     f"Token id {token_id} is outside the vocabulary of {self.vocab_size}.",
                     param="prompt",
                 )
-        self.scheduler.add(request)
+        self.scheduler.add(request, self.memory.clock())
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
@@ -77,10 +84,10 @@ class Engine:
         owner = ("kv", "probe")
         cids = [cid for _, selection in prompts for cid, _ in selection]
         num_pages = [-(-len(token_ids) // self._block_tokens) for token_ids, _ in prompts]
-        if not self.residency.acquire(cids):
+        if not self.residency.load_now(cids):
             raise DoesNotFit("The pool has no room for these adapters at once.")
         try:
-            if not self.residency.make_room(sum(num_pages)):
+            if not self.memory.room.make_room(sum(num_pages)):
                 raise DoesNotFit("The pool has no room for these prompts.")
             page_ids = self.pages.allocate(owner, sum(num_pages)) or []
             try:
@@ -91,19 +98,40 @@ class Engine:
             self.residency.release(cids)
         return [logits[number] for number in range(len(prompts))]
 
+    def close(self) -> None:
+        """Ends the loader's threads; the engine is of no use afterwards."""
+        self.memory.close()
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        result = self.runner.run(plan)
+        prefixes = self.memory.prefixes
+        if prefixes is not None and plan.num_tokens >= _PROMPT_ROWS:
+            prefixes.token_s = (time.perf_counter() - began) / plan.num_tokens
+        return result
+
+    def _wait_for_adapters(self) -> None:
+        if self.residency.is_loading:
+            self.residency.poll(timeout_s=_LOAD_WAIT_S)
+
     @property
     def _block_tokens(self) -> int:
         return self.scheduler.config.block_tokens
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.residency.is_loading
 
     def check_integrity(self) -> None:
         """Every page, lease and sequence is accounted for, exactly."""
         self.scheduler.check_integrity()
         self.residency.check_integrity(self.scheduler.leases())
-        self.pages.check_integrity({**self.scheduler.claims(), **self.residency.claims()})
+        claims = {**self.scheduler.claims(), **self.residency.claims()}
+        if self.memory.prefixes is not None:
+            self.memory.prefixes.check_integrity(self.scheduler.prefix_leases())
+            claims |= self.memory.prefixes.claims()
+        self.memory.room.check_integrity()
+        self.pages.check_integrity(claims)
 
 
 def _whole_chunks(

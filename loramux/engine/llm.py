@@ -40,6 +40,7 @@ class LLM:
         path = Path(model).expanduser() if model is not None else default_model_path()
         loaded = load_base(path, self.config)
         self.model_name = loaded.name
+        self.model_digest = loaded.digest
         self.eos_token_ids = loaded.eos_token_ids
         self.model_folder = loaded.tokenizer_folder
         self.tokenizer = Tokenizer(loaded.tokenizer_folder)
@@ -62,12 +63,25 @@ class LLM:
         batch = [prompts] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
         params = _for_each(sampling_params or SamplingParams(), len(batch), "sampling_params")
         adapters = _for_each(lora_request, len(batch), "lora_request")
-        collectors = [
-            self._collector(cast(Prompt, prompt), p, adapter)
-            for prompt, p, adapter in zip(batch, params, adapters, strict=True)
-        ]
+        collectors = []
+        for prompt, p, adapter in zip(batch, params, adapters, strict=True):
+            cid = None if adapter is None else self.register_adapter(adapter.lora_path)
+            collectors.append(self._collector(cast(Prompt, prompt), p, cid))
+            collectors[-1].output.lora_request = adapter
         self._run(collectors, show_progress=use_tqdm)
         return [collector.output for collector in collectors]
+
+    def register_adapter(self, folder: str | Path) -> str:
+        """Checks a PEFT folder and returns its content id; refuses what must not be served."""
+        return self.engine.register_adapter(Path(folder)).cid
+
+    def answer(
+        self, prompt: Prompt, sampling_params: SamplingParams, *, adapter_cid: str | None = None
+    ) -> RequestOutput:
+        """One prompt on an adapter that was registered before; None: the base."""
+        collector = self._collector(prompt, sampling_params, adapter_cid)
+        self._run([collector], show_progress=False)
+        return collector.output
 
     def chat(
         self,
@@ -87,12 +101,9 @@ class LLM:
         return self.generate(prompts, sampling_params, lora_request=lora_request, use_tqdm=use_tqdm)
 
     def _collector(
-        self, prompt: Prompt, params: SamplingParams, adapter: LoRARequest | None
+        self, prompt: Prompt, params: SamplingParams, cid: str | None
     ) -> OutputCollector:
         text, token_ids = self._tokenize(prompt)
-        cid = None
-        if adapter is not None:
-            cid = self.engine.register_adapter(Path(adapter.lora_path)).cid
         request = Request(
             request_id=str(next(self._ids)),
             prompt_token_ids=tuple(token_ids),
@@ -102,7 +113,6 @@ class LLM:
             seed=params.seed if params.seed is not None else secrets.randbits(63),
         )
         collector = OutputCollector(request, self.tokenizer, prompt=text)
-        collector.output.lora_request = adapter
         collector.output.adapter_cid = cid
         return collector
 

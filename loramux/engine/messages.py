@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from loramux import errors
+from loramux.backend import AdapterUse, BaseShapes, TierStats
 from loramux.types import Request, TokenEvent
 
 
@@ -72,11 +73,30 @@ class Forget(Message):
     cid: str
 
 
+class Pin(Message):
+    call_id: int
+    cid: str
+    is_pinned: bool
+
+
+class Prewarm(Message):
+    """Load these while there is room, and then the busiest of earlier runs."""
+
+    cids: tuple[str, ...] = ()
+    num_busiest: int = 0
+
+
+class ListUses(Message):
+    call_id: int
+
+
 class Shutdown(Message):
     pass
 
 
-Command = Start | Add | Abort | Finish | Register | Verify | Forget | Shutdown
+Command = (
+    Start | Add | Abort | Finish | Register | Verify | Forget | Pin | Prewarm | ListUses | Shutdown
+)
 
 # From the engine.
 
@@ -96,6 +116,9 @@ class Ready(Message):
     eos_token_ids: tuple[int, ...]
     dtype: str
     pool_bytes: int
+    block_tokens: int = 16
+    shapes: BaseShapes | None = None
+    max_loras: int | None = None
 
 
 class Failed(Message):
@@ -114,6 +137,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_waiting: int
     num_pages: int
     num_free_pages: int
+    num_idle_pages: int
     num_preemptions: int
     num_adapter_loads: int
     num_adapter_evictions: int
@@ -121,6 +145,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     resident_adapters: tuple[str, ...]
     running_adapters: dict[str, int]
     waiting_adapters: dict[str, int]
+    tiers: tuple[TierStats, ...]
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    step_loss_s: dict[str, int]
+    step_loss_sum_s: float
 
 
 class Events(Message):
@@ -134,10 +163,11 @@ class Refused(Message):
 
 
 class Answer(Message):
-    """To Register or Verify."""
+    """To Register, Verify, Pin or ListUses."""
 
     call_id: int
     adapter: AdapterFacts | None = None
+    uses: list[AdapterUse] | None = None
     error: ErrorFacts | None = None
 
 

@@ -13,8 +13,10 @@ from loramux.types import TokenEvent
 class JobStream:
     """put() never waits and never queues more than the answer itself; take() gives all there is."""
 
-    def __init__(self, collector: OutputCollector) -> None:
+    def __init__(self, collector: OutputCollector, *, num_tokens: int = 0) -> None:
         self._collector = collector
+        self.num_tokens = num_tokens
+        """Prompt and longest answer: what the job may come to."""
         self._pending: dict[int, Delta] = {}
         self._error: LoramuxError | None = None
         self._news = asyncio.Event()

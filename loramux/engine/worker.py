@@ -28,25 +28,43 @@ from loramux.engine.messages import (
     Finish,
     Forget,
     Heartbeat,
+    ListUses,
+    Pin,
+    Prewarm,
     Progress,
     Ready,
     Refused,
     Register,
     Shutdown,
-    Snapshot,
     Start,
     Verify,
     describe_error,
 )
+from loramux.engine.report import adapter_uses, take_snapshot
+from loramux.engine.usage import UsageFile
 from loramux.errors import LoramuxError
 from loramux.models.loader import LoadedModel
+from loramux.models.shapes import base_shapes
+from loramux.types import TokenEvent
 
 _HEARTBEAT_S = 0.5
+# While nothing happens but loads, the server hears of them this often.
+_SNAPSHOT_S = 0.1
+_USAGE_S = 60.0
 
 
 class Worker:
-    def __init__(self, engine: Engine, channel: EngineChannel, pulse: Pulse) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        channel: EngineChannel,
+        pulse: Pulse,
+        usage: UsageFile | None = None,
+    ) -> None:
         self._engine = engine
+        self._usage = usage
+        self._usage_saved_s = time.monotonic()
+        self._snapshot_sent_s = 0.0
         self._channel = channel
         self._pulse = pulse
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -66,8 +84,25 @@ class Worker:
                 self._num_steps += 1
                 self._pulse.end_step()
                 self._free_forgotten()
-                self._channel.send(Events(events=events, snapshot=self._snapshot()))
+                self._report(events)
         self._readers.shutdown(wait=False, cancel_futures=True)
+        self._save_usage()
+        self._engine.close()
+
+    def _report(self, events: list[TokenEvent]) -> None:
+        now = time.monotonic()
+        if events or now - self._snapshot_sent_s > _SNAPSHOT_S:
+            self._snapshot_sent_s = now
+            snapshot = take_snapshot(self._engine, num_steps=self._num_steps)
+            self._channel.send(Events(events=events, snapshot=snapshot))
+        if now - self._usage_saved_s > _USAGE_S:
+            self._usage_saved_s = now
+            self._save_usage()
+
+    def _save_usage(self) -> None:
+        if self._usage is not None:
+            records = self._engine.residency.records.values()
+            self._usage.save({r.cid: r.hits + r.misses for r in records if r.hits + r.misses})
 
     def _listen(self) -> None:
         command: Command | None = Shutdown()
@@ -103,8 +138,28 @@ class Worker:
             case Forget(cid=cid):
                 self._forgotten.add(cid)
                 self._free_forgotten()
+            case Pin() | Prewarm() | ListUses():
+                self._manage(command)
             case _:
                 self._is_open = False
+
+    def _manage(self, command: Pin | Prewarm | ListUses) -> None:
+        residency = self._engine.residency
+        match command:
+            case Pin(call_id=call_id, cid=cid, is_pinned=is_pinned):
+                answer = Answer(call_id=call_id)
+                try:
+                    residency.pin(cid, is_pinned=is_pinned)
+                except LoramuxError as error:
+                    answer = Answer(call_id=call_id, error=describe_error(error))
+                self._channel.send(answer)
+            case Prewarm(cids=cids, num_busiest=num_busiest):
+                known = [adapter.cid for adapter in self._engine.catalog.known()]
+                busiest = [] if self._usage is None else self._usage.busiest(known, num_busiest)
+                residency.prewarm([*cids, *busiest])
+                residency.poll()
+            case ListUses(call_id=call_id):
+                self._channel.send(Answer(call_id=call_id, uses=adapter_uses(self._engine)))
 
     def _register(self, call_id: int, path: Path) -> None:
         try:
@@ -127,29 +182,12 @@ class Worker:
         self._forgotten = {cid for cid in self._forgotten if not self._engine.forget_adapter(cid)}
 
     def _facts(self, known: KnownAdapter) -> AdapterFacts:
-        itemsize = self._engine.runner.dtype.itemsize
         return AdapterFacts(
             cid=known.cid,
             path=str(known.folder),
             rank=known.max_rank,
-            num_bytes=known.num_elements * itemsize,
+            num_bytes=known.num_bytes,
             warnings=known.warnings,
-        )
-
-    def _snapshot(self) -> Snapshot:
-        engine = self._engine
-        return Snapshot(
-            num_running=engine.scheduler.num_running,
-            num_waiting=engine.scheduler.num_waiting,
-            num_pages=engine.pages.num_pages,
-            num_free_pages=engine.pages.num_free,
-            num_preemptions=engine.scheduler.num_preemptions,
-            num_adapter_loads=engine.residency.num_loads,
-            num_adapter_evictions=engine.residency.num_evictions,
-            num_steps=self._num_steps,
-            resident_adapters=tuple(engine.residency.resident),
-            running_adapters=engine.scheduler.leases(),
-            waiting_adapters=engine.scheduler.waiting_adapters(),
         )
 
 
@@ -198,7 +236,8 @@ def serve(connection: socket.socket) -> int:
         channel.send(Failed(error=describe_error(error)))
         return 1
     try:
-        Worker(engine, channel, pulse).run()
+        usage = None if config.disk_folder is None else UsageFile(Path(config.disk_folder))
+        Worker(engine, channel, pulse, usage).run()
     except BrokenPipeError:
         # The server went away while we were answering.
         return 1
@@ -216,6 +255,9 @@ def _ready(model: LoadedModel, engine: Engine, path: str) -> Ready:
         eos_token_ids=model.eos_token_ids,
         dtype=str(engine.runner.dtype).removeprefix("torch."),
         pool_bytes=engine.runner.pool_bytes,
+        block_tokens=engine.scheduler.config.block_tokens,
+        shapes=base_shapes(model.config),
+        max_loras=engine.scheduler.config.max_loras,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from loramux.adapters.image import AdapterLayout
+from loramux.adapters.layout import AdapterLayout
 from loramux.kernels.interface import LoraSlice, LoraWeights
 from loramux.memory.pool import PagePool
 from loramux.memory.residency import ResidentAdapter
@@ -58,7 +58,7 @@ class LoraStacks:
     def _fill(self, key: LayoutKey, members: list[ResidentAdapter]) -> Stack:
         stack = self._stacks.get(key)
         if stack is None or stack.capacity < len(members):
-            stack = self._make(members[0], capacity=_round_up(len(members)))
+            stack = self._make(members[0], capacity=_with_room(len(members)))
             self._stacks[key] = stack
         self._copy_missing(stack, members)
         return stack
@@ -105,5 +105,6 @@ def _views(stack: Stack, site: SiteKey) -> LoraWeights:
     return LoraWeights(a=view(place.a_offset, place.in_features, place.total_rank), slices=slices)
 
 
-def _round_up(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+def _with_room(count: int) -> int:
+    """A few more may join before all must be copied again."""
+    return count + min(count - 1, max(2, count // 4))

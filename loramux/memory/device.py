@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,3 +29,13 @@ def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def host_buffer(device: torch.device) -> Callable[[int, torch.dtype], Tensor]:
+    """Makes buffers that are copied to the device: pinned when it is a GPU."""
+    is_pinned = device.type == "cuda"
+
+    def allocate(num_elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_elements, dtype=dtype, pin_memory=is_pinned)
+
+    return allocate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-# ("kv", sequence id) or ("adapter", CID)
+# ("kv", sequence id), ("prefix", node id) or ("adapter", CID)
 Owner = tuple[str, int | str]
 
 
@@ -31,12 +31,14 @@ class PageAllocator:
 
     def release(self, owner: Owner, page_ids: Iterable[int]) -> None:
         for page_id in page_ids:
-            if self._owners.get(page_id) != owner:
-                raise AssertionError(
-                    f"page {page_id} belongs to {self._owners.get(page_id)}, not to {owner}"
-                )
+            self._check_owner(page_id, owner)
             del self._owners[page_id]
             self._free.append(page_id)
+
+    def transfer(self, page_ids: Iterable[int], owner: Owner, new_owner: Owner) -> None:
+        for page_id in page_ids:
+            self._check_owner(page_id, owner)
+            self._owners[page_id] = new_owner
 
     def check_integrity(self, claims: Mapping[Owner, Iterable[int]]) -> None:
         """Every page is free or claimed, exactly once, by the owner that we have on record."""
@@ -50,3 +52,9 @@ class PageAllocator:
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & claimed.keys(), "a page is free and owned"
         assert len(free) + len(claimed) == self.num_pages, "a page is lost"
+
+    def _check_owner(self, page_id: int, owner: Owner) -> None:
+        if self._owners.get(page_id) != owner:
+            raise AssertionError(
+                f"page {page_id} belongs to {self._owners.get(page_id)}, not to {owner}"
+            )

@@ -43,6 +43,10 @@ class PagePool:
         self.storage = zeros((num_pages, geometry.page_elements), dtype=dtype, device=device)
 
     @property
+    def device(self) -> torch.device:
+        return self.storage.device
+
+    @property
     def page_bytes(self) -> int:
         return self.geometry.page_elements * self.storage.element_size()
 

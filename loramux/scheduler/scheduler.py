@@ -2,54 +2,86 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable
+import heapq
+import math
+from collections import Counter
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
 
 from loramux.config import SchedulerConfig
-from loramux.errors import DoesNotFit, InvalidRequest, LoramuxError
+from loramux.errors import DoesNotFit, InvalidRequest
 from loramux.memory.pages import Owner, PageAllocator
+from loramux.memory.prefix import PrefixLease
+from loramux.scheduler.admission import Admission
+from loramux.scheduler.batch import AdapterGate, Batch, PageRoom, PrefixGate
+from loramux.scheduler.events import error_event, length_event, timeout_event, token_event
+from loramux.scheduler.fairness import OUTPUT_TOKEN_COST, FairShares
 from loramux.scheduler.sequence import Sequence
 from loramux.types import Chunk, FinishReason, Request, StepPlan, StepResult, TokenEvent
 
 
-class AdapterGate(Protocol):
-    """What the scheduler needs to know of adapters; it never sees where their bytes are."""
-
-    def num_pages(self, cid: str) -> int: ...
-
-    def acquire(self, cids: Iterable[str]) -> bool: ...
-
-    def release(self, cids: Iterable[str]) -> None: ...
-
-    def make_room(self, num_pages: int) -> bool: ...
-
-    @property
-    def num_available(self) -> int: ...
+@dataclass(slots=True)
+class _Step:
+    now: float
+    budget: int
+    order: list[Sequence]
+    """All that ran before the step; who comes last gives way first."""
+    chunks: list[Chunk] = field(default_factory=list)
+    planned: set[int] = field(default_factory=set)
 
 
 class Scheduler:
     """Continuous batching: every running sequence's next token first, then chunks of prompts.
 
-    First come, first served. When pages run out, the newest running sequence gives its pages back
-    and is computed again later; the oldest always goes on, so the queue always drains.
+    A request waits until its adapters are on the device; others go past it meanwhile. Free places
+    go to the tenant who has had least, inside it to the adapter that has had least, and there to
+    the oldest; `fcfs`: simply to the oldest that is ready. Counters grow by one for each prompt
+    token that is really computed and by two for each token of output, divided by the weight; who
+    had nothing waiting is lifted to the least of the others. Counters that are NEAR count as equal
+    if that brings no further adapter into the batch.
+
+    The bound (fair): a request whose tenant has had less than a tenant who runs (or, of the same
+    tenant, whose adapter has had less than one that runs), and who has nothing running, or less
+    than half as many sequences as the other would keep, is in the batch after
+
+        max_wait_s + the load of its adapters + three steps
+
+    at the latest, unless others who have had still less take the room. After max_wait_s, sequences
+    of who had most are preempted, the newest first, until it has its place, its adapters theirs,
+    and its prompt pages. The steps: to see that it is late, that pages were freed for the load,
+    and that the load is done. A preempted sequence waits from then on, so that two who owe each
+    other change places after max_wait_s at the soonest; only who went past somebody to get its
+    place has no such respite.
+
+    When pages run out, who comes last in the order gives its own back and is computed again later,
+    from the prefix cache where that still has them; who comes first always goes on, and counters
+    change only with real progress, so the queue always drains.
     """
 
     def __init__(
-        self, config: SchedulerConfig, *, pages: PageAllocator, adapters: AdapterGate
+        self,
+        config: SchedulerConfig,
+        *,
+        pages: PageAllocator,
+        room: PageRoom,
+        adapters: AdapterGate,
+        prefixes: PrefixGate | None = None,
     ) -> None:
         self.config = config
-        self._pages = pages
+        self._num_pages = pages.num_pages
         self._adapters = adapters
-        self._waiting: deque[Sequence] = deque()
-        # Oldest first.
-        self._running: list[Sequence] = []
+        self._shares = FairShares()
+        self._batch = Batch(config, pages=pages, room=room, adapters=adapters, prefixes=prefixes)
+        self._admission = Admission(
+            config, batch=self._batch, room=room, adapters=adapters, fail=self._fail
+        )
+        self._waiting = self._admission.waiting
         self._sequences: dict[int, Sequence] = {}
         self._by_request: dict[str, dict[int, Sequence]] = {}
+        # (when, sequence id); those that have ended are skipped.
+        self._deadlines: list[tuple[float, int]] = []
         self._events: list[TokenEvent] = []
         self._ids = count()
-        self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -57,28 +89,47 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._batch)
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_loading(self) -> int:
+        """Sequences that the last plan went past because an adapter was not there yet."""
+        return self._admission.num_loading
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._admission.num_preemptions
+
     def open_choices(self, request_id: str) -> list[int]:
         """Which of the request's choices have not ended; none for an unknown id."""
         return list(self._by_request.get(request_id, {}))
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, now: float) -> None:
         """Queues a request, or raises when it could never run here."""
         if request.request_id in self._by_request:
             raise InvalidRequest(f"Request id {request.request_id!r} is in use.")
+        _check_shares(request)
         max_length = self._max_length(request)
-        choices = {}
+        self._want(request)
+        choices = self._by_request[request.request_id] = {}
         for index in range(request.params.n):
-            sequence = Sequence(next(self._ids), request, index, max_length=max_length)
-            self._sequences[sequence.sequence_id] = sequence
-            self._waiting.append(sequence)
-            choices[index] = sequence
-        self._by_request[request.request_id] = choices
+            sequence = Sequence(
+                next(self._ids),
+                request,
+                index,
+                max_length=max_length,
+                standing=self._shares.arrive(request),
+                now=now,
+            )
+            choices[index] = self._sequences[sequence.sequence_id] = sequence
+            self._waiting.add(sequence)
+            if request.timeout_s is not None:
+                deadline = (now + request.timeout_s, sequence.sequence_id)
+                heapq.heappush(self._deadlines, deadline)
 
     def abort(self, request_id: str) -> None:
         """Forgets a request; its pages are free before the next step. Unknown ids are fine."""
@@ -91,29 +142,39 @@ class Scheduler:
         if sequence is not None:
             self._drop(sequence)
 
-    def next_plan(self) -> StepPlan | None:
-        chunks: list[Chunk] = []
-        budget = self.config.max_batch_tokens
-        decoding = [sequence for sequence in self._running if sequence.is_decoding]
-        prefilling = [sequence for sequence in self._running if not sequence.is_decoding]
-        planned: set[int] = set()
-        for sequence in decoding + prefilling:
-            budget -= self._plan_running(sequence, budget, chunks, planned)
-        while budget > 0 and (admitted := self._admit()) is not None:
-            budget -= self._plan_running(admitted, budget, chunks, planned)
-        return StepPlan(chunks=tuple(chunks)) if chunks else None
+    def next_plan(self, now: float) -> StepPlan | None:
+        """None: nothing can be computed now; what remains waits for its adapters."""
+        self._expire(now)
+        self._admission.begin_step(now)
+        order = sorted(self._batch, key=self._waiting.rank)
+        step = _Step(now, self.config.max_batch_tokens, order)
+        # A stable sort: tokens before prompts, each of them in order.
+        for sequence in sorted(order, key=lambda sequence: not sequence.is_decoding):
+            self._plan(sequence, step)
+        if step.budget > 0:
+            for sequence in self._admission.admitted(now):
+                self._plan(sequence, step)
+                if step.budget == 0:
+                    break
+        if not step.chunks:
+            self._admission.hold_for_first(now)
+            return None
+        return StepPlan(chunks=tuple(step.chunks))
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         for chunk in plan.chunks:
             sequence = self._sequences.get(chunk.sequence_id)
             if sequence is None:
                 continue
+            had_prompt = sequence.num_computed >= len(sequence.prompt_token_ids)
             sequence.num_computed += len(chunk.token_ids)
             sequence.prompt_logprobs += result.prompt_logprobs.get(chunk.sequence_id, [])
+            if not had_prompt and sequence.num_computed >= len(sequence.prompt_token_ids):
+                self._batch.share(sequence)
             if chunk.sample is not None:
                 self._accept(sequence, result)
             elif sequence.num_uncomputed == 0:
-                self._end(sequence, None, FinishReason.LENGTH)
+                self._end(sequence, length_event(sequence))
         return self.take_events()
 
     def take_events(self) -> list[TokenEvent]:
@@ -121,11 +182,23 @@ class Scheduler:
         return events
 
     def claims(self) -> dict[Owner, list[int]]:
-        return {_owner(s): s.page_ids for s in self._running if s.page_ids}
+        """Pages that are a sequence's own; shared ones belong to the prefix cache."""
+        return self._batch.claims()
+
+    def leases(self) -> dict[str, int]:
+        """CID -> sequences that keep it on the device: those that run, and one that is about to."""
+        return dict(self._batch.leases() + self._admission.held_adapters())
+
+    def prefix_leases(self) -> list[PrefixLease]:
+        return self._batch.prefix_leases()
+
+    def waiting_adapters(self) -> dict[str, int]:
+        """CID -> sequences that wait with it; so often each is wanted."""
+        return dict(Counter(cid for sequence in self._waiting for cid in sequence.cids))
 
     def check_integrity(self) -> None:
-        running = {s.sequence_id for s in self._running}
-        waiting = {s.sequence_id for s in self._waiting}
+        running = {sequence.sequence_id for sequence in self._batch}
+        waiting = {sequence.sequence_id for sequence in self._waiting}
         assert not running & waiting, "a sequence is both running and waiting"
         assert running | waiting == self._sequences.keys(), "a sequence is lost"
         by_request = {s.sequence_id for c in self._by_request.values() for s in c.values()}
@@ -133,16 +206,13 @@ class Scheduler:
         assert all(self._by_request.values()), "a finished request is still listed"
         for sequence in self._waiting:
             assert not sequence.page_ids and sequence.num_computed == 0, "waiting with pages"
-        for sequence in self._running:
-            held = len(sequence.page_ids) * self.config.block_tokens
-            assert sequence.num_computed <= held, "computed tokens without a page"
-
-    def leases(self) -> dict[str, int]:
-        """CID -> running sequences that use it."""
-        return dict(Counter(cid for s in self._running for cid in s.cids))
-
-    def waiting_adapters(self) -> dict[str, int]:
-        return dict(Counter(cid for s in self._waiting for cid in s.cids))
+            assert sequence.lease is None, "waiting with a lease"
+        self._waiting.check_integrity()
+        self._batch.check_integrity()
+        self._shares.check_integrity(
+            (sequence.request for sequence in self._waiting),
+            (sequence.request for sequence in self._batch),
+        )
 
     def _max_length(self, request: Request) -> int:
         """Tokens that the request may grow to; raises if not even its prompt can ever run."""
@@ -157,145 +227,125 @@ class Scheduler:
                 "output together. Shorten the prompt.",
                 param="prompt",
             )
-        adapter_pages = sum(self._adapters.num_pages(cid) for cid, _ in request.selection)
-        room = (self._pages.num_pages - adapter_pages) * self.config.block_tokens
+        cids = {cid for cid, _ in request.selection}
+        if self.config.max_loras is not None and len(cids) > self.config.max_loras:
+            raise InvalidRequest(
+                f"The request names {len(cids)} adapters, and this server runs "
+                f"{self.config.max_loras} at once. Name fewer, or raise max_loras."
+            )
+        adapter_pages = sum(self._adapters.num_pages(cid) for cid in cids)
+        room = (self._num_pages - adapter_pages) * self.config.block_tokens
         if num_needed > room:
             raise DoesNotFit(
-                f"The request needs {self._pages_for(num_needed)} pages for {num_needed} tokens "
-                f"and {adapter_pages} for its adapters, and the pool has {self._pages.num_pages}. "
+                f"The request needs {self._batch.pages_for(num_needed)} pages for {num_needed} "
+                f"tokens and {adapter_pages} for its adapters, and the pool has {self._num_pages}. "
                 "Shorten the prompt or give the pool more memory."
             )
         return min(limit, room)
 
-    def _admit(self) -> Sequence | None:
-        """Moves the head of the queue into the batch if its adapters and prompt have room."""
-        while self._waiting and len(self._running) < self.config.max_sequences:
-            sequence = self._waiting[0]
-            try:
-                acquired = self._adapters.acquire(sequence.cids)
-            except LoramuxError as error:
-                self._fail(sequence, error)
-                continue
-            if not acquired:
-                return None
-            if self._adapters.num_available < self._pages_for(sequence.num_tokens):
-                self._adapters.release(sequence.cids)
-                return None
-            self._running.append(self._waiting.popleft())
-            return sequence
-        return None
+    def _want(self, request: Request) -> None:
+        """Once for each choice, or not at all."""
+        cids = [cid for cid, _ in request.selection]
+        num_wanted = 0
+        try:
+            for _ in range(request.params.n):
+                self._adapters.want(cids)
+                num_wanted += 1
+        except BaseException:
+            for _ in range(num_wanted):
+                self._adapters.unwant(cids)
+            raise
 
-    def _plan_running(
-        self, sequence: Sequence, budget: int, chunks: list[Chunk], planned: set[int]
-    ) -> int:
-        """Adds the sequence's chunk; returns the tokens it takes (0: no budget, or preempted)."""
-        num_tokens = min(sequence.num_uncomputed, budget)
-        # An earlier sequence of this step may have taken this one's pages.
-        if num_tokens == 0 or sequence not in self._running:
-            return 0
-        if not self._reserve(sequence, sequence.num_computed + num_tokens, planned):
-            return 0
-        planned.add(sequence.sequence_id)
-        chunks.append(sequence.chunk(num_tokens))
-        return num_tokens
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            sequence = self._sequences.get(heapq.heappop(self._deadlines)[1])
+            if sequence is not None:
+                self._end(sequence, timeout_event(sequence))
 
-    def _reserve(self, sequence: Sequence, num_tokens: int, planned: set[int]) -> bool:
-        """Pages for num_tokens, at the cost of newer sequences; False: it gave up its own."""
-        missing = self._pages_for(num_tokens) - len(sequence.page_ids)
-        if missing <= 0:
-            return True
-        while not self._adapters.make_room(missing):
+    def _plan(self, sequence: Sequence, step: _Step) -> None:
+        """Adds the sequence's chunk, unless there is no budget or it had to give way."""
+        num_tokens = min(sequence.num_uncomputed, step.budget)
+        if num_tokens == 0 or sequence not in self._batch:
+            return
+        if not self._reserve(sequence, sequence.num_computed + num_tokens, step):
+            return
+        sequence.charge_prompt(num_tokens)
+        step.planned.add(sequence.sequence_id)
+        step.chunks.append(sequence.chunk(num_tokens))
+        step.budget -= num_tokens
+
+    def _reserve(self, sequence: Sequence, num_tokens: int, step: _Step) -> bool:
+        """Pages at the cost of those who come later; False: there are none for it."""
+        while not self._batch.grow(
+            sequence, num_tokens, num_held=self._admission.num_held_against(sequence)
+        ):
+            if len(self._batch) == 1:
+                # A load that is under way has the pages; without one, no more will ever come.
+                if not self._adapters.is_loading:
+                    self._end(sequence, length_event(sequence))
+                return False
             victim = next(
-                (s for s in reversed(self._running) if s.sequence_id not in planned), sequence
+                other
+                for other in reversed(step.order)
+                if other in self._batch and other.sequence_id not in step.planned
             )
-            self._preempt(victim)
+            self._admission.preempt(victim, step.now)
             if victim is sequence:
                 return False
-        page_ids = self._pages.allocate(_owner(sequence), missing)
-        assert page_ids is not None
-        sequence.page_ids += page_ids
         return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._free(sequence)
-        sequence.restart()
-        # Victims are taken newest first, so the queue stays in order of arrival.
-        self._waiting.appendleft(sequence)
-        self.num_preemptions += 1
 
     def _accept(self, sequence: Sequence, result: StepResult) -> None:
         token_id = result.token_ids[sequence.sequence_id]
         sequence.output_token_ids.append(token_id)
-        params = sequence.request.params
-        is_eos = token_id in sequence.request.eos_token_ids and not params.ignore_eos
-        if is_eos or token_id in params.stop_token_ids:
-            reason = FinishReason.STOP
-        elif (
-            len(sequence.output_token_ids) >= params.max_tokens
-            or sequence.num_tokens >= sequence.max_length
-        ):
-            reason = FinishReason.LENGTH
+        sequence.standing.charge(OUTPUT_TOKEN_COST)
+        reason = _finish_reason(sequence, token_id)
+        event = token_event(sequence, token_id, reason, result)
+        if reason is None:
+            self._events.append(event)
         else:
-            reason = None
-        self._emit(sequence, token_id, reason, result)
-        if reason is not None:
-            self._drop(sequence)
+            self._end(sequence, event)
 
-    def _emit(
-        self, sequence: Sequence, token_id: int, reason: FinishReason | None, result: StepResult
-    ) -> None:
-        is_first = len(sequence.output_token_ids) == 1
-        stopped = reason is FinishReason.STOP
-        self._events.append(
-            TokenEvent(
-                request_id=sequence.request.request_id,
-                index=sequence.index,
-                token_id=token_id,
-                finish_reason=reason,
-                stop_token_id=token_id if stopped else None,
-                logprob=result.logprobs.get(sequence.sequence_id),
-                prompt_logprobs=(sequence.prompt_logprobs or None) if is_first else None,
-            )
-        )
-
-    def _end(self, sequence: Sequence, error: LoramuxError | None, reason: FinishReason) -> None:
-        self._events.append(
-            TokenEvent(
-                request_id=sequence.request.request_id,
-                index=sequence.index,
-                token_id=None,
-                finish_reason=reason,
-                prompt_logprobs=sequence.prompt_logprobs or None,
-                error=None if error is None else str(error),
-            )
-        )
-        self._drop(sequence)
-
-    def _fail(self, sequence: Sequence, error: LoramuxError) -> None:
+    def _fail(self, sequence: Sequence, code: str, message: str) -> None:
         for choice in list(self._by_request[sequence.request.request_id].values()):
-            self._end(choice, error, FinishReason.ERROR)
+            self._end(choice, error_event(choice, code, message))
+
+    def _end(self, sequence: Sequence, event: TokenEvent) -> None:
+        self._events.append(event)
+        self._drop(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
         """The one way out of the scheduler: frees everything that the sequence holds."""
-        if sequence in self._running:
-            self._free(sequence)
+        is_running = sequence in self._batch
+        if is_running:
+            self._batch.remove(sequence)
         else:
-            self._waiting.remove(sequence)
+            self._admission.leave(sequence)
+        self._shares.leave(sequence.request, sequence.standing, is_running=is_running)
         del self._sequences[sequence.sequence_id]
         choices = self._by_request[sequence.request.request_id]
         del choices[sequence.index]
         if not choices:
             del self._by_request[sequence.request.request_id]
 
-    def _free(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        self._pages.release(_owner(sequence), sequence.page_ids)
-        sequence.page_ids = []
-        self._adapters.release(sequence.cids)
 
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_tokens)
+def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
+    """`token_id` is the newest token."""
+    request, params = sequence.request, sequence.request.params
+    is_eos = token_id in request.eos_token_ids and not params.ignore_eos
+    if is_eos or token_id in params.stop_token_ids:
+        return FinishReason.STOP
+    is_full = sequence.num_tokens >= sequence.max_length
+    if is_full or len(sequence.output_token_ids) >= params.max_tokens:
+        return FinishReason.LENGTH
+    return None
 
 
-def _owner(sequence: Sequence) -> Owner:
-    return ("kv", sequence.sequence_id)
+def _check_shares(request: Request) -> None:
+    numbers = {
+        "tenant_weight": request.tenant_weight,
+        "adapter_weight": request.adapter_weight,
+        "timeout_s": 1.0 if request.timeout_s is None else request.timeout_s,
+    }
+    for name, value in numbers.items():
+        if not 0 < value < math.inf:
+            raise InvalidRequest(f"{name} must be over 0 and finite, got {value}.", param=name)

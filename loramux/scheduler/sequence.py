@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from loramux.memory.pages import Owner
+from loramux.memory.prefix import PrefixLease
+from loramux.scheduler.fairness import PROMPT_TOKEN_COST, Standing, Tenure
 from loramux.types import Chunk, Request, SampleRow, TokenLogprob
 
 _CHOICE_STRIDE = 0x9E3779B97F4A7C15
@@ -11,17 +14,43 @@ _MASK = (1 << 64) - 1
 class Sequence:
     """Tokens so far, how many of them have their keys and values in pages, and those pages."""
 
-    def __init__(self, sequence_id: int, request: Request, index: int, *, max_length: int) -> None:
+    def __init__(
+        self,
+        sequence_id: int,
+        request: Request,
+        index: int,
+        *,
+        max_length: int,
+        standing: Standing,
+        now: float,
+    ) -> None:
         self.sequence_id = sequence_id
         self.request = request
         self.index = index
         self.max_length = max_length
+        self.standing = standing
+        self.cids = tuple(cid for cid, _ in request.selection)
+        self.owner: Owner = ("kv", sequence_id)
         self.prompt_token_ids = list(request.prompt_token_ids)
         self.output_token_ids: list[int] = []
         self.num_computed = 0
         self.page_ids: list[int] = []
+        self.lease: PrefixLease | None = None
+        """The first of page_ids, which it shares with others."""
+        self.num_reused_tokens = 0
+        """Prompt tokens that somebody else had computed."""
         self.prompt_logprobs: list[TokenLogprob] = []
         self.seed = (request.seed + index * _CHOICE_STRIDE) & _MASK
+        self.queued_s = now
+        """Since when it waits; after a preemption, since that."""
+        self.started_s: float | None = None
+        """Since when it runs."""
+        self.start_counters = (0.0, 0.0)
+        """What its tenant and its adapter had had when it got its place, a first token included."""
+        self.num_spare_refused: int | None = None
+        """Pages that seemed to be left over when it was refused all the same."""
+        self._num_starts = 0
+        self._num_charged = 0
 
     @property
     def num_tokens(self) -> int:
@@ -32,6 +61,10 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
+    def num_shared_pages(self) -> int:
+        return 0 if self.lease is None else len(self.lease.page_ids)
+
+    @property
     def is_decoding(self) -> bool:
         return self.num_uncomputed == 1 and bool(self.output_token_ids)
 
@@ -39,9 +72,17 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         return self.request.params.prompt_logprobs is not None and not self.output_token_ids
 
-    @property
-    def cids(self) -> list[str]:
-        return [cid for cid, _ in self.request.selection]
+    def reusable_token_ids(self) -> list[int]:
+        """What may come from the prefix cache: one token at least must be computed to go on."""
+        return [] if self.wants_prompt_logprobs else self.tokens(0, self.num_tokens - 1)
+
+    def start(self, now: float) -> None:
+        self.started_s = now
+        self.start_counters = self.standing.counters_after(PROMPT_TOKEN_COST)
+        self.num_spare_refused = None
+        self._num_starts += 1
+        if self._num_starts == 1:
+            self.num_reused_tokens = self.num_computed
 
     def chunk(self, num_tokens: int) -> Chunk:
         """The next num_tokens uncomputed tokens, with a sample row if they are the last."""
@@ -58,7 +99,7 @@ class Sequence:
         wants_logprobs = self.wants_prompt_logprobs
         return Chunk(
             sequence_id=self.sequence_id,
-            token_ids=self._tokens(start, stop),
+            token_ids=self.tokens(start, stop),
             start=start,
             page_ids=self.page_ids,
             selection=self.request.selection,
@@ -69,13 +110,30 @@ class Sequence:
             else (),
         )
 
-    def restart(self) -> None:
+    def tenure(self, now: float, min_s: float) -> Tenure:
+        """For min_s, it yields only to those who came before it, or equal, when it started."""
+        assert self.started_s is not None
+        if now - self.started_s < min_s:
+            return Tenure(self.standing, *self.start_counters)
+        return Tenure(self.standing, self.standing.tenant.counter, self.standing.adapter.counter)
+
+    def charge_prompt(self, num_tokens: int) -> None:
+        """For the next num_tokens: what is computed again after a preemption costs nothing."""
+        stop = min(self.num_computed + num_tokens, len(self.prompt_token_ids))
+        num_new = stop - max(self.num_computed, self._num_charged)
+        if num_new > 0:
+            self.standing.charge(PROMPT_TOKEN_COST * num_new)
+            self._num_charged = stop
+
+    def restart(self, now: float) -> None:
         """After preemption: nothing is in pages any more; the tokens stay."""
         self.num_computed = 0
         self.page_ids = []
         self.prompt_logprobs = []
+        self.queued_s = now
+        self.started_s = None
 
-    def _tokens(self, start: int, stop: int) -> list[int]:
+    def tokens(self, start: int, stop: int) -> list[int]:
         num_prompt = len(self.prompt_token_ids)
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : stop - num_prompt]

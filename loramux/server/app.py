@@ -10,17 +10,28 @@ from starlette.middleware.cors import CORSMiddleware
 
 from loramux import __version__
 from loramux.backend import Backend
-from loramux.metrics import Metrics
+from loramux.metrics.server import Metrics
+from loramux.server.adapters import adapter_routes
 from loramux.server.chat import chat_routes
 from loramux.server.completions import completion_routes
 from loramux.server.context import Context, ServerOptions
 from loramux.server.errors import install_error_handlers
 from loramux.server.models import model_routes
 from loramux.server.openapi import install_openapi
+from loramux.server.plans import plan_routes
 from loramux.server.request_ids import RequestIds
 from loramux.server.status import status_routes
 from loramux.server.tokens import token_routes
 
+ROUTES = (
+    chat_routes,
+    completion_routes,
+    model_routes,
+    plan_routes,
+    adapter_routes,
+    token_routes,
+    status_routes,
+)
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
@@ -41,7 +52,7 @@ def create_app(
         options=options,
         metrics=Metrics(backend, model_name=names[0] if names else None),
     )
-    for routes in (chat_routes, completion_routes, model_routes, token_routes, status_routes):
+    for routes in ROUTES:
         app.include_router(routes(context))
     if options.cors_origins:
         app.add_middleware(

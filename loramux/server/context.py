@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from loramux.backend import Backend, Health
 from loramux.errors import EngineStopped
-from loramux.metrics import Metrics
+from loramux.metrics.server import Metrics
 
 _NOT_READY = {
     Health.STARTING: "The engine is starting: ask again in a moment.",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from loramux.backend import Backend, Delta, Job
 from loramux.errors import EngineStopped, LoramuxError
-from loramux.metrics import Metrics
+from loramux.metrics.server import Metrics
 from loramux.types import FinishReason, TokenLogprob
 from loramux.wire import Usage
 
@@ -114,6 +114,9 @@ class _Watch:
     def __init__(self, metrics: Metrics, job: Job) -> None:
         self._metrics = metrics
         self._job = job
+        self._adapter = None if job.adapter is None else metrics.traffic.counted(job.adapter)
+        if self._adapter is not None:
+            self._adapter.add(requests=1)
         self._open = set(range(job.params.n))
         self._started_s = time.monotonic()
         self._last_s: dict[int, float] = {}
@@ -121,14 +124,18 @@ class _Watch:
 
     def saw(self, delta: Delta) -> None:
         now = time.monotonic()
-        if not self._last_s:
-            self._metrics.first_token(
-                now - self._started_s, num_prompt_tokens=len(self._job.prompt_token_ids)
-            )
+        is_first = not self._last_s
+        num_prompt_tokens = len(self._job.prompt_token_ids) if is_first else 0
+        if is_first:
+            self._metrics.first_token(now - self._started_s, num_prompt_tokens=num_prompt_tokens)
         elif delta.index in self._last_s:
             self._metrics.inter_token(now - self._last_s[delta.index])
         self._last_s[delta.index] = now
         self._metrics.generated(len(delta.token_ids))
+        if self._adapter is not None:
+            self._adapter.add(
+                prompt_tokens=num_prompt_tokens, generation_tokens=len(delta.token_ids)
+            )
         if delta.finish_reason is FinishReason.ERROR:
             raise LoramuxError(delta.error or "The engine failed on this request.")
         if delta.finish_reason is FinishReason.ABORT:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from loramux.adapters.memory_plan import MemoryPlan
 from loramux.wire import (
+    AdapterEntry,
+    AdapterList,
     ChatChunk,
     ChatCompletion,
     ChatRequest,
@@ -16,10 +20,12 @@ from loramux.wire import (
     CompletionRequest,
     DetokenizeAnswer,
     DetokenizeRequest,
+    EngineReport,
     ErrorBody,
     HealthReport,
     ModelEntry,
     ModelList,
+    PlanRequest,
     TokenizeAnswer,
     TokenizeRequest,
     VersionReport,
@@ -29,6 +35,7 @@ STRUCTS = (
     *(ChatRequest, ChatCompletion, ChatChunk, CompletionRequest, Completion),
     *(TokenizeRequest, TokenizeAnswer, DetokenizeRequest, DetokenizeAnswer),
     *(ModelList, ModelEntry, HealthReport, VersionReport, ErrorBody),
+    *(AdapterList, AdapterEntry, EngineReport, PlanRequest, MemoryPlan),
 )
 
 EXAMPLES: dict[type[Any], dict[str, Any]] = {
@@ -36,6 +43,7 @@ EXAMPLES: dict[type[Any], dict[str, Any]] = {
     CompletionRequest: {"prompt": "Once upon a time", "max_tokens": 16},
     TokenizeRequest: {"prompt": "Hello!"},
     DetokenizeRequest: {"tokens": [72, 73]},
+    PlanRequest: {"adapters": 300, "rank": 16, "targets": "q,k,v,o"},
 }
 
 WHEN = {
@@ -67,12 +75,20 @@ def taking(request: type[Any], answer: type[Any]) -> dict[str, Any]:
     return _route(answer, OF_A_BODY, body=request)
 
 
-def answering(answer: Any, *statuses: int, path_name: str | None = None) -> dict[str, Any]:
+def answering(
+    answer: Any,
+    *statuses: int,
+    path_name: str | None = None,
+    parameters: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
     documented = _route(answer, (*statuses, 500))
+    shown = list(parameters)
     if path_name is not None:
-        documented["openapi_extra"]["parameters"] = [
+        shown.append(
             {"name": path_name, "in": "path", "required": True, "schema": {"type": "string"}}
-        ]
+        )
+    if shown:
+        documented["openapi_extra"]["parameters"] = shown
     return documented
 
 

@@ -1,4 +1,4 @@
-"""GET /health, /ping, /version, /metrics"""
+"""GET /health, /ping, /version, /metrics, /v1/stats"""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux import __version__
-from loramux.backend import Health
+from loramux.backend import Health, TierStats
 from loramux.server.body import json_response
 from loramux.server.context import Context
 from loramux.server.openapi import answering, deep_parameter, health_answers, text_answer
-from loramux.wire import HealthReport, VersionReport
+from loramux.wire import EngineReport, HealthReport, TierEntry, VersionReport
 
 _log = logging.getLogger(__name__)
 YES = frozenset({"1", "true", "yes", "on"})
@@ -47,7 +47,52 @@ def status_routes(context: Context) -> APIRouter:
         """Figures in Prometheus' text format."""
         return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
+    @router.get("/v1/stats", **answering(EngineReport, 503))
+    async def stats() -> Response:
+        """Batch, queue, pages and tiers, for programs that show them."""
+        context.require_known()
+        return json_response(_engine_report(context))
+
     return router
+
+
+def _engine_report(context: Context) -> EngineReport:
+    backend, total = context.backend, context.metrics.total
+    stats, pool_bytes = backend.stats, backend.card.pool_bytes
+    return EngineReport(
+        model=context.base_names[0],
+        status=backend.health.value,
+        restarts=backend.num_restarts,
+        running=stats.num_running,
+        waiting=stats.num_waiting,
+        steps=stats.num_steps,
+        preemptions=stats.num_preemptions,
+        pages=stats.num_pages,
+        free_pages=stats.num_free_pages,
+        page_bytes=pool_bytes // stats.num_pages if stats.num_pages else 0,
+        requests=total.num_requests,
+        prompt_tokens=total.num_prompt_tokens,
+        generation_tokens=total.num_generation_tokens,
+        prefix_query_tokens=stats.prefix_query_tokens,
+        prefix_hit_tokens=stats.prefix_hit_tokens,
+        tiers=[_tier_entry(tier) for tier in stats.tiers],
+    )
+
+
+def _tier_entry(tier: TierStats) -> TierEntry:
+    return TierEntry(
+        tier=tier.tier,
+        budget_bytes=tier.budget_bytes,
+        used_bytes=tier.used_bytes,
+        adapters=tier.num_adapters,
+        hits=tier.hits,
+        misses=tier.misses,
+        loads=tier.loads,
+        evictions=tier.evictions,
+        failures=tier.failures,
+        load_seconds=tier.load_seconds,
+        load_bytes=tier.load_bytes,
+    )
 
 
 def _report(context: Context) -> HealthReport:

@@ -112,7 +112,7 @@ def test_paths_of_flags_start_where_the_user_stands(tmp_path: Path) -> None:
         ("lora-modules = ['{\"name\": ']", "lora_modules", "not valid JSON"),
         ('lora-modules = ["a=x", "a=y"]', "lora_modules", "Two models would be called 'a'"),
         ('served-model-name="a"\nlora-modules=["a=x"]', "lora_modules", "Two models"),
-        ("max-rank = 1\nmax_rank = 2", "max_rank", "twice"),
+        ("max-lora-rank = 1\nmax_lora_rank = 2", "max_lora_rank", "twice"),
         ("port = ", "config", "not valid TOML"),
     ],
 )
@@ -147,7 +147,7 @@ def test_every_setting_has_help_and_a_check() -> None:
 
 def test_the_engine_gets_what_was_set() -> None:
     config = load_serve_config(
-        {"dtype": "float32", "device_memory": "1G", "max_rank": 8, "max_sequences": 2}
+        {"dtype": "float32", "device_memory": "1G", "max_lora_rank": 8, "max_sequences": 2}
     )
     assert config.engine_config() == EngineConfig(
         dtype="float32", device_memory_bytes=2**30, max_rank=8, max_sequences=2

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from loramux.adapters.catalog import AdapterCatalog, AdapterRules
-from loramux.adapters.image import pack_adapter, sites_of
+from loramux.adapters.image import pack_adapter
+from loramux.adapters.layout import sites_of
 from loramux.adapters.reader import read_adapter
 from loramux.errors import AdapterNotFound, AdapterRefused
 from tests.adapter_factory import (

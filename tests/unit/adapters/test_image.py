@@ -1,46 +1,44 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from loramux.adapters.image import Site, plan_layout
+from loramux.adapters.image import pack_adapter
+from loramux.adapters.layout import sites_of
+from loramux.adapters.reader import read_adapter
+from tests.adapter_factory import make_peft_adapter, tiny_base_info, tiny_llama_config
 
-SITES = (
-    Site(
-        name="qkv",
-        in_features=6,
-        projections=("q_proj", "k_proj", "v_proj"),
-        out_features=(6, 2, 2),
-    ),
-    Site(name="o", in_features=6, projections=("o_proj",), out_features=(6,)),
-)
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+BASE = tiny_base_info(tiny_llama_config())
 
 
-def test_what_an_adapter_does_not_change_takes_no_room() -> None:
-    layout = plan_layout(SITES, {(3, "v_proj"): 5})
-    assert layout.num_elements == 5 * 6 + 5 * 2
-    assert list(layout.places) == [(3, "qkv")]
-    (piece,) = layout.places[3, "qkv"].slices
-    assert (piece.rank_start, piece.out_start) == (0, 8)
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    ranks=st.dictionaries(
-        st.tuples(st.integers(0, 3), st.sampled_from(PROJECTIONS)),
-        st.integers(1, 9),
-        min_size=1,
+def test_every_projection_can_be_read_back_from_its_place(tmp_path: Path) -> None:
+    """Catches a slice at another one's columns, and a scale that was lost."""
+    folder = make_peft_adapter(
+        tmp_path / "a",
+        tiny_llama_config(),
+        target_modules=["q_proj", "v_proj", "o_proj"],
+        rank_pattern={"v_proj": 2},
     )
-)
-def test_the_pieces_fill_the_buffer_exactly_once(ranks: dict[tuple[int, str], int]) -> None:
-    layout = plan_layout(SITES, ranks)
-    used = torch.zeros(layout.num_elements, dtype=torch.int)
-    for place in layout.places.values():
-        used[place.a_offset : place.a_offset + place.in_features * place.total_rank] += 1
-        for piece in place.slices:
-            used[piece.offset : piece.offset + piece.rank * piece.out_features] += 1
-    assert (used == 1).all()
-    assert layout.max_rank == max(ranks.values())
-    assert layout.key == plan_layout(SITES, dict(reversed(ranks.items()))).key
+    adapter = read_adapter(folder, BASE)
+    sites = sites_of(BASE)
+    image = pack_adapter(adapter, sites, torch.float32)
+    projections = {site.name: site.projections for site in sites}
+    modules = {(m.target.layer, m.target.projection): m for m in adapter.modules}
+    assert len(image.layout.places) == 2 * BASE.num_layers
+    for (layer, site), place in image.layout.places.items():
+        a = image.buffer[place.a_offset :][: place.in_features * place.total_rank]
+        a = a.view(place.in_features, place.total_rank)
+        found = [modules[layer, p] for p in projections[site] if (layer, p) in modules]
+        for piece, module in zip(place.slices, found, strict=True):
+            columns = a[:, piece.rank_start : piece.rank_start + piece.rank]
+            b = image.buffer[piece.offset :][: piece.rank * piece.out_features]
+            change = columns @ b.view(piece.rank, piece.out_features)
+            torch.testing.assert_close(change.t(), module.b @ module.a * module.scale)
+
+
+def test_an_image_takes_its_elements_and_no_more(tmp_path: Path) -> None:
+    adapter = read_adapter(make_peft_adapter(tmp_path / "a", tiny_llama_config()), BASE)
+    image = pack_adapter(adapter, sites_of(BASE), torch.float32)
+    assert image.num_bytes == 4 * image.layout.num_elements
+    assert image.num_bytes == sum(4 * (m.a.numel() + m.b.numel()) for m in adapter.modules)

@@ -64,6 +64,8 @@ def test_every_call_answers() -> None:
         assert [card.id for card in await client.models()] == ["smol", "pirate"]
         assert (await client.tokenize(messages=HELLO)).count == 2
         assert await client.detokenize([1, 2]) == "hello"
+        assert await client.adapters() == []
+        assert (await client.stats()).running == 2
         assert not (await client.health(deep=True)).is_healthy
         assert server.received[0].fields["adapters"] == ["a"]
 
@@ -75,6 +77,8 @@ def test_every_call_answers() -> None:
         model_list("smol", ["pirate"]),
         reply_json({"tokens": [1, 2], "count": 2}),
         reply_json({"prompt": "hello"}),
+        reply_json({"data": []}),
+        reply_json({"model": "smol", "status": "ready", "running": 2}),
         Scripted(503),
         use=use,
     )

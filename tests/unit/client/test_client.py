@@ -126,6 +126,16 @@ def test_models_tokenize_detokenize_and_health(server: ScriptedServer, client: C
     ]
 
 
+def test_adapters_are_listed_all_or_the_busiest(server: ScriptedServer, client: Client) -> None:
+    entry = {"id": "pirate", "cid": "c", "rank": 8, "bytes": 4, "tier": "host", "new": 1}
+    server.replies += [reply_json({"data": [entry]}), reply_json({"data": []})]
+    [pirate] = client.adapters()
+    assert (pirate.id, pirate.tier, pirate.last_use) == ("pirate", "host", None)
+    assert client.adapters(busiest=3) == []
+    paths = [request.path for request in server.received]
+    assert paths == ["/v1/adapters", "/v1/adapters?order=busiest&limit=3"]
+
+
 @pytest.mark.parametrize(
     ("status", "kind"),
     [

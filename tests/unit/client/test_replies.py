@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import msgspec
 
-from loramux.client.replies import ChatChunk, ChatReply, ModelList
+from loramux import wire
+from loramux.client.replies import (
+    AdapterInfo,
+    ChatChunk,
+    ChatReply,
+    EngineInfo,
+    ModelList,
+    TierInfo,
+)
 
 
 def test_a_newer_server_with_more_fields_is_still_read() -> None:
@@ -29,3 +37,13 @@ def test_a_card_without_a_parent_is_a_base() -> None:
         b'{"data": [{"id": "m"}, {"id": "a", "parent": "m"}]}', type=ModelList
     )
     assert [card.is_adapter for card in cards.data] == [False, True]
+
+
+def test_what_the_server_tells_of_adapters_and_engine_is_what_the_client_reads() -> None:
+    """Catches a field that has one name here and another one there."""
+    for read, written in (
+        (AdapterInfo, wire.AdapterEntry),
+        (TierInfo, wire.TierEntry),
+        (EngineInfo, wire.EngineReport),
+    ):
+        assert set(read.__struct_fields__) == set(written.__struct_fields__) - {"object"}

@@ -173,8 +173,7 @@ def test_every_greedy_answer_is_the_one_that_the_request_gets_alone(
     for name, answer in answers.items():
         expected = alone[name][: len(answer)] if name in aborted else alone[name]
         assert answer == expected, name
-    for cid in list(engine.residency.resident):
-        engine.residency.evict(cid)
+    assert engine.memory.room.make_room(engine.pages.num_pages), "idle pages are all free to go"
     assert engine.pages.num_free == engine.pages.num_pages
 
 
@@ -206,9 +205,10 @@ def test_two_hundred_adapters_pass_through_a_pool_that_holds_six(
     ]
     answers = run_all(engine, requests)
     assert all(len(answer) == 3 for answer in answers.values())
-    assert engine.residency.num_loads >= 200 and engine.residency.num_evictions >= 194
+    device = engine.memory.tiers.device_counters
+    assert device.loads >= 200 and device.evictions >= 194
     assert engine.runner.pool_address == storage and len(engine.residency) <= 6
-    assert engine.catalog.host_bytes <= 2**20
+    assert engine.memory.tiers.host.used_bytes <= 2**20
     sample = make_request("again", prompt, select(engine, adapters[17]), max_tokens=3)
     assert run_all(roomy, [sample])["again"] == answers["17"]
 
@@ -226,13 +226,14 @@ def test_an_adapter_larger_than_the_pool_is_refused_with_the_numbers(
 def test_files_replaced_while_a_request_waits_fail_that_request_only(
     model: Any, tmp_path: Path
 ) -> None:
-    engine = make_engine(model, tmp_path / "model", host_memory_bytes=1)
+    engine = make_engine(model, tmp_path / "model")
     kept = make_peft_adapter(tmp_path / "kept", model, seed=1)
     changed = make_peft_adapter(tmp_path / "changed", model, seed=2)
     old = select(engine, changed)
     engine.add(make_request("old", (5, 6, 7), old))
     engine.add(make_request("other", (5, 6, 7), select(engine, kept)))
     make_peft_adapter(tmp_path / "changed", model, seed=3)
+    engine.memory.tiers.host.drop(old[0][0])
     events = []
     while engine.has_work:
         events += engine.step()
@@ -242,4 +243,4 @@ def test_files_replaced_while_a_request_waits_fail_that_request_only(
     assert sum(e.request_id == "other" for e in events) == 8
     assert select(engine, changed) != old
     with pytest.raises(AdapterRefused, match="no longer holds"):
-        engine.catalog.load(old[0][0])
+        engine.catalog.read(old[0][0])

@@ -3,11 +3,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from loramux.backend import AdapterUse, TierStats
 from loramux.engine.messages import (
     Add,
     Answer,
     Command,
     Events,
+    ListUses,
+    Pin,
+    Prewarm,
     Refused,
     Reply,
     Snapshot,
@@ -22,6 +26,7 @@ SNAPSHOT = Snapshot(
     num_waiting=2,
     num_pages=3,
     num_free_pages=4,
+    num_idle_pages=2,
     num_preemptions=5,
     num_adapter_loads=6,
     num_adapter_evictions=7,
@@ -29,6 +34,11 @@ SNAPSHOT = Snapshot(
     resident_adapters=("a",),
     running_adapters={"a": 1},
     waiting_adapters={},
+    tiers=(TierStats(tier="device", hits=3), TierStats(tier="host", load_seconds=0.5)),
+    prefix_query_tokens=9,
+    prefix_hit_tokens=8,
+    step_loss_s={"0.001": 2, "+Inf": 0},
+    step_loss_sum_s=0.25,
 )
 
 
@@ -62,6 +72,7 @@ def test_a_request_crosses_with_all_its_fields() -> None:
         ),
         Refused(request_id="x", error=describe_error(DoesNotFit("too large"))),
         Answer(call_id=3),
+        Answer(call_id=4, uses=[AdapterUse(cid="a", tier="disk", num_bytes=1, rank=2)]),
     ],
 )
 def test_replies_cross_unchanged(reply: Reply) -> None:
@@ -82,6 +93,18 @@ def test_an_error_is_the_same_on_the_other_side(error: LoramuxError) -> None:
     made = make_error(describe_error(error))
     assert type(made) is type(error) and str(made) == str(error)
     assert vars(made) == vars(error)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        Pin(call_id=1, cid="a", is_pinned=True),
+        Prewarm(cids=("a", "b"), num_busiest=3),
+        ListUses(call_id=2),
+    ],
+)
+def test_commands_about_adapters_cross_unchanged(command: Command) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Command) == command
 
 
 def test_an_unforeseen_error_arrives_with_its_name() -> None:

@@ -24,6 +24,31 @@ def test_a_page_cannot_be_released_by_a_stranger_or_twice() -> None:
         pages.release(("kv", 1), held)
 
 
+def test_a_page_passes_from_its_owner_to_another_and_stays_in_use() -> None:
+    pages = PageAllocator(4)
+    held = pages.allocate(("kv", 1), 3)
+    assert held is not None
+    pages.transfer(held[:2], ("kv", 1), ("prefix", 5))
+    assert pages.num_free == 1
+    pages.check_integrity({("kv", 1): held[2:], ("prefix", 5): held[:2]})
+    with pytest.raises(AssertionError, match="belongs to"):
+        pages.release(("kv", 1), held[:1])
+    pages.release(("prefix", 5), held[:2])
+    assert pages.num_free == 3
+
+
+def test_a_page_that_is_free_or_a_strangers_cannot_be_passed_on() -> None:
+    pages = PageAllocator(4)
+    held = pages.allocate(("kv", 1), 1)
+    assert held is not None
+    with pytest.raises(AssertionError, match="belongs to"):
+        pages.transfer(held, ("kv", 2), ("prefix", 5))
+    pages.release(("kv", 1), held)
+    with pytest.raises(AssertionError, match="belongs to None"):
+        pages.transfer(held, ("kv", 1), ("prefix", 5))
+    pages.check_integrity({})
+
+
 def test_integrity_check_sees_a_forgotten_claim_and_a_double_claim() -> None:
     pages = PageAllocator(4)
     held = pages.allocate(("adapter", "x"), 2)
@@ -53,6 +78,14 @@ class AllocatorMachine(RuleBasedStateMachine):
         held = self.held.get(("kv", owner), [])
         self.pages.release(("kv", owner), held[keep:])
         del held[keep:]
+
+    @rule(owner=st.integers(0, 5), heir=st.integers(0, 5), keep=st.integers(0, 3))
+    def transfer(self, owner: int, heir: int, keep: int) -> None:
+        held = self.held.get(("kv", owner), [])
+        given = held[keep:]
+        self.pages.transfer(given, ("kv", owner), ("kv", heir))
+        del held[keep:]
+        self.held.setdefault(("kv", heir), []).extend(given)
 
     @invariant()
     def nothing_is_lost(self) -> None:

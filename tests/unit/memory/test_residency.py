@@ -1,95 +1,217 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from loramux.adapters.image import AdapterImage, AdapterLayout, Site, plan_layout
-from loramux.errors import AdapterRefused
-from loramux.memory.pages import PageAllocator
-from loramux.memory.pool import KVGeometry, PagePool
-from loramux.memory.residency import AdapterResidency
+from loramux.errors import AdapterNotFound, AdapterRefused, DoesNotFit
+from loramux.memory.offers import ResidencyLimits
+from loramux.memory.tiers import AdapterState
+from tests.memory_factory import RANK_BYTES, cid_of, tiny_memory
 
-SITES = (Site(name="o", in_features=8, projections=("o_proj",), out_features=(8,)),)
-
-
-def layout_of_rank(rank: int) -> AdapterLayout:
-    return plan_layout(SITES, {(0, "o_proj"): rank})
-
-
-class NumberedImages:
-    """Adapter "3:7" has rank 3 and is filled with 7; "broken" fails to load."""
-
-    def __init__(self) -> None:
-        self.num_loads = 0
-
-    def num_elements(self, cid: str) -> int:
-        return 1 if cid == "broken" else layout_of_rank(int(cid.split(":")[0])).num_elements
-
-    def load(self, cid: str) -> AdapterImage:
-        if cid == "broken":
-            raise AdapterRefused("changed_on_disk", "broken")
-        self.num_loads += 1
-        rank, value = (int(part) for part in cid.split(":"))
-        layout = layout_of_rank(rank)
-        return AdapterImage(cid, layout, torch.full((layout.num_elements,), float(value)))
-
-
-def make_residency(num_pages: int) -> tuple[AdapterResidency, PageAllocator, PagePool]:
-    geometry = KVGeometry(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
-    pool = PagePool(
-        num_pages=num_pages, geometry=geometry, dtype=torch.float32, device=torch.device("cpu")
-    )
-    pages = PageAllocator(num_pages)
-    residency = AdapterResidency(pool=pool, pages=pages, images=NumberedImages())
-    return residency, pages, pool
+A, B, C = cid_of(1), cid_of(2), cid_of(3)
 
 
 def test_an_adapter_takes_pages_for_its_true_rank_only() -> None:
-    residency, pages, _ = make_residency(32)
-    assert residency.acquire(["1:5"]) and residency.acquire(["4:6"])
-    # 16 elements a page; rank r needs r * (8 + 8).
-    assert 32 - pages.num_free == 1 + 4
-    residency.check_integrity({"1:5": 1, "4:6": 1})
+    memory = tiny_memory(num_pages=32)
+    memory.bring(A, cid_of(2, rank=4))
+    assert 32 - memory.pages.num_free == 1 + 4
+    assert memory.value(A) == 1.0 and memory.value(cid_of(2, rank=4)) == 2.0
+    memory.check()
+
+
+def test_a_request_is_ready_only_when_the_bytes_are_there() -> None:
+    memory = tiny_memory(num_pages=4)
+    memory.residency.want([A])
+    assert memory.residency.poll() == 1
+    assert not memory.residency.is_ready([A]) and not memory.residency.acquire([A])
+    memory.executor.run_all()
+    assert not memory.residency.is_ready([A]), "nothing changes between two polls"
+    memory.residency.poll()
+    assert memory.residency.is_ready([A]) and memory.residency.acquire([A])
+    memory.check({A: 1})
+
+
+def test_an_adapter_is_loaded_once_however_many_wait_for_it() -> None:
+    memory = tiny_memory(num_pages=4)
+    for _ in range(5):
+        memory.residency.want([A])
+        memory.residency.poll()
+    memory.finish_loads()
+    assert memory.adapters.num_reads == 1 and memory.tiers.device_counters.loads == 1
+
+
+def test_a_failed_load_fails_those_who_wanted_it_and_can_be_tried_again() -> None:
+    memory = tiny_memory(num_pages=4)
+    memory.adapters.broken.add(A)
+    memory.residency.want([A])
+    memory.residency.want([B])
+    memory.finish_loads()
+    with pytest.raises(AdapterRefused, match="is broken"):
+        memory.residency.is_ready([A])
+    assert memory.residency.is_ready([B])
+    memory.check()
+    assert memory.pages.num_free == 3, "a failed load keeps pages"
+    memory.residency.unwant([A])
+    memory.adapters.broken.clear()
+    memory.bring(A)
+    assert memory.value(A) == 1.0
+
+
+def test_an_unknown_adapter_is_refused_and_nothing_is_counted() -> None:
+    memory = tiny_memory(num_pages=4)
+    memory.adapters.unknown.add(B)
+    with pytest.raises(AdapterNotFound):
+        memory.residency.want([A, B])
+    assert memory.residency.records[A].num_wants == 0
+    memory.check()
 
 
 def test_the_least_recently_used_idle_adapter_leaves_first_and_a_leased_one_never() -> None:
-    residency, pages, _ = make_residency(4)
-    assert all(residency.acquire([cid]) for cid in ("1:1", "1:2", "1:3"))
-    residency.release(["1:1", "1:2"])
-    assert residency.acquire(["1:1"])
-    residency.release(["1:1"])
-    assert residency.acquire(["2:9"])
-    assert "1:2" not in residency and "1:1" in residency and "1:3" in residency
-    assert not residency.acquire(["3:3"])
-    assert "1:1" in residency, "a load that cannot succeed must not evict anything"
-    pages.check_integrity(residency.claims())
+    memory = tiny_memory(num_pages=3)
+    memory.bring(A)
+    memory.bring(B)
+    memory.bring(C)
+    assert memory.residency.acquire([A])
+    memory.bring(cid_of(4))
+    assert B not in memory.residency and A in memory.residency and C in memory.residency
+    memory.residency.want([cid_of(5, rank=3)])
+    memory.finish_loads()
+    assert not memory.residency.is_ready([cid_of(5, rank=3)]), "it took a leased adapter's place"
+    assert C in memory.residency, "a load that cannot succeed must not evict anything"
+    memory.check({A: 1})
+    memory.residency.release([A])
+    memory.finish_loads()
+    assert memory.residency.is_ready([cid_of(5, rank=3)])
 
 
-def test_weights_survive_eviction_and_reload() -> None:
-    residency, _, pool = make_residency(3)
-    for cid, value in (("3:7", 7.0), ("2:8", 8.0), ("3:7", 7.0)):
-        assert residency.acquire([cid])
-        out = torch.empty(len(residency.resident[cid].page_ids) * 16)
-        pool.read(residency.resident[cid].page_ids, out)
-        assert (out == value).all()
-        residency.release([cid])
-    assert residency.num_loads == 3 and residency.num_evictions == 2
+def test_weights_survive_eviction_and_reload_from_host_memory() -> None:
+    memory = tiny_memory(num_pages=3)
+    for cid, value in ((cid_of(7, rank=3), 7.0), (cid_of(8, rank=2), 8.0), (cid_of(7, 3), 7.0)):
+        memory.bring(cid)
+        assert memory.value(cid) == value
+    assert memory.adapters.num_reads == 2, "the host tier had the third"
+    assert memory.tiers.device_counters.evictions == 2
+    assert memory.residency.records[cid_of(8, rank=2)].state is AdapterState.HOST
 
 
-@pytest.mark.parametrize("last", ["broken", "9:1"])
-def test_all_or_nothing_when_one_of_several_cannot_come(last: str) -> None:
-    residency, pages, _ = make_residency(4)
-    if last == "broken":
-        with pytest.raises(AdapterRefused):
-            residency.acquire(["1:1", last])
-    else:
-        assert not residency.acquire(["1:1", last])
-    residency.check_integrity({})
-    pages.check_integrity(residency.claims())
+def test_what_the_queue_waits_for_gives_way_only_to_those_who_asked_before() -> None:
+    memory = tiny_memory(num_pages=2)
+    for cid in (A, B, C):
+        memory.residency.want([cid])
+        memory.finish_loads()
+    assert not memory.residency.is_ready([C]), "C asked last, and took the place of A or B"
+    memory.check()
+    memory.residency.hurry([C])
+    memory.finish_loads()
+    assert C in memory.residency and A in memory.residency and B not in memory.residency
+    memory.check()
+    memory.residency.unwant([A])
+    memory.finish_loads()
+    assert B in memory.residency and C in memory.residency and A not in memory.residency
 
 
-def test_a_leased_adapter_cannot_be_evicted() -> None:
-    residency, _, _ = make_residency(4)
-    residency.acquire(["1:1"])
-    with pytest.raises(AssertionError, match="in use"):
-        residency.evict("1:1")
+def test_an_abort_while_loading_leaves_the_adapter_idle() -> None:
+    memory = tiny_memory(num_pages=2)
+    memory.residency.want([A])
+    memory.residency.poll()
+    memory.residency.unwant([A])
+    memory.finish_loads()
+    assert A in memory.residency and memory.residency.num_idle_pages == 1
+    memory.check()
+
+
+def test_pages_run_out_while_reading_and_the_image_waits_in_host_memory() -> None:
+    memory = tiny_memory(num_pages=1)
+    memory.bring(A)
+    assert memory.residency.acquire([A])
+    memory.residency.want([B])
+    memory.finish_loads()
+    assert memory.residency.records[B].state is AdapterState.HOST
+    memory.residency.release([A])
+    memory.finish_loads()
+    assert memory.residency.records[B].state is AdapterState.DEVICE
+
+
+def test_an_adapter_larger_than_host_memory_is_an_error_with_the_fix() -> None:
+    memory = tiny_memory(num_pages=8, host_ranks=2)
+    memory.residency.want([cid_of(1, rank=3)])
+    memory.finish_loads()
+    with pytest.raises(DoesNotFit, match="--host-memory"):
+        memory.residency.is_ready([cid_of(1, rank=3)])
+    assert memory.pages.num_free == 8
+    memory.check()
+
+
+def test_forget_frees_every_tier_and_waits_for_users() -> None:
+    memory = tiny_memory(num_pages=4)
+    memory.bring(A)
+    assert memory.residency.acquire([A])
+    assert not memory.residency.forget(A)
+    memory.residency.release([A])
+    memory.residency.want([A])
+    assert not memory.residency.forget(A)
+    memory.residency.unwant([A])
+    assert memory.residency.forget(A)
+    assert memory.pages.num_free == 4 and memory.host.used_bytes == 0
+    assert memory.residency.forget(A), "forgetting twice is fine"
+    memory.check()
+
+
+def test_a_pinned_adapter_is_brought_up_and_stays() -> None:
+    memory = tiny_memory(num_pages=4)
+    memory.residency.pin(A, is_pinned=True)
+    memory.finish_loads()
+    memory.bring(cid_of(2, rank=3))
+    memory.bring(cid_of(3, rank=3))
+    assert A in memory.residency
+    with pytest.raises(DoesNotFit, match="half of the pool"):
+        memory.residency.pin(cid_of(4, rank=2), is_pinned=True)
+    memory.residency.pin(A, is_pinned=False)
+    memory.bring(cid_of(9, rank=4))
+    assert A not in memory.residency
+    memory.check()
+
+
+def test_prewarm_fills_free_pages_and_evicts_nothing() -> None:
+    memory = tiny_memory(num_pages=3)
+    memory.bring(cid_of(9, rank=2))
+    memory.residency.prewarm([A, B])
+    memory.finish_loads()
+    assert A in memory.residency and cid_of(9, rank=2) in memory.residency
+    assert B not in memory.residency
+    memory.check()
+
+
+@pytest.mark.parametrize("limits", [ResidencyLimits(max_adapters=2), ResidencyLimits(max_pages=2)])
+def test_caps_on_adapters_leave_the_rest_of_the_pool_alone(limits: ResidencyLimits) -> None:
+    memory = tiny_memory(num_pages=8)
+    memory.residency.limits = limits
+    for number in range(5):
+        memory.bring(cid_of(number))
+        assert len(memory.residency) <= 2
+    assert memory.residency.acquire([cid_of(3), cid_of(4)])
+    memory.residency.want([A])
+    memory.finish_loads()
+    assert not memory.residency.is_ready([A]), "both places are leased"
+    memory.check({cid_of(3): 1, cid_of(4): 1})
+
+
+def test_load_now_gives_up_when_the_pool_cannot_hold_all_at_once() -> None:
+    memory = tiny_memory(num_pages=2)
+    memory.executor.submit = lambda fn, *args: fn(*args)  # type: ignore[method-assign]
+    assert memory.residency.load_now([A, B])
+    memory.residency.release([A, B])
+    assert not memory.residency.load_now([A, B, C])
+    memory.check()
+
+
+def test_hits_and_misses_are_counted_in_the_tier_where_it_was_found() -> None:
+    memory = tiny_memory(num_pages=1)
+    memory.bring(A)
+    memory.bring(A)
+    memory.bring(B)
+    memory.bring(A)
+    device, host = memory.tiers.device_counters, memory.host.counters
+    assert (device.hits, device.misses) == (1, 3)
+    assert (host.hits, host.misses) == (1, 2)
+    assert memory.tiers.source_counters.hits == 2
+    assert host.load_bytes == 2 * RANK_BYTES and device.loads == 3

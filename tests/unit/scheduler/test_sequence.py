@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pytest
+
+from loramux.scheduler.fairness import Account, Standing
 from loramux.scheduler.sequence import Sequence
 from loramux.types import Request, SamplingParams
 
@@ -10,7 +13,8 @@ def make_sequence(**params: object) -> Sequence:
         prompt_token_ids=(1, 2, 3, 4),
         params=SamplingParams(**params),  # type: ignore[arg-type]
     )
-    return Sequence(5, request, 0, max_length=64)
+    standing = Standing(Account(), Account())
+    return Sequence(5, request, 0, max_length=64, standing=standing, now=0.0)
 
 
 def test_a_chunk_runs_from_the_prompt_into_the_output_after_preemption() -> None:
@@ -32,8 +36,61 @@ def test_prompt_logprobs_ask_for_the_token_that_truly_follows() -> None:
     assert sequence.chunk(3).prompt_logprobs is None
 
 
-def test_restart_keeps_the_tokens_and_forgets_the_pages() -> None:
+def test_one_token_at_least_is_never_taken_from_the_cache() -> None:
     sequence = make_sequence()
+    assert sequence.reusable_token_ids() == [1, 2, 3]
+    sequence.output_token_ids = [8]
+    assert sequence.reusable_token_ids() == [1, 2, 3, 4]
+
+
+def test_prompt_logprobs_need_every_prompt_token_computed() -> None:
+    sequence = make_sequence(prompt_logprobs=1)
+    assert sequence.reusable_token_ids() == []
+    sequence.output_token_ids = [8]
+    assert sequence.reusable_token_ids() == [1, 2, 3, 4]
+
+
+def test_restart_keeps_the_tokens_and_waits_anew() -> None:
+    sequence = make_sequence()
+    sequence.start(1.0)
     sequence.output_token_ids, sequence.num_computed, sequence.page_ids = [8], 4, [0]
-    sequence.restart()
+    sequence.restart(3.0)
     assert (sequence.num_tokens, sequence.num_computed, sequence.page_ids) == (5, 0, [])
+    assert (sequence.queued_s, sequence.started_s) == (3.0, None)
+
+
+def test_each_prompt_token_is_charged_once_and_reused_ones_never() -> None:
+    """Catches a tenant who pays again for what a preemption threw away."""
+    sequence = make_sequence()
+    account = sequence.standing.tenant
+    sequence.num_computed = 1
+    sequence.charge_prompt(2)
+    assert account.counter == 2
+    sequence.num_computed = 0
+    sequence.charge_prompt(3)
+    assert account.counter == 2
+    sequence.num_computed = 3
+    sequence.charge_prompt(2)
+    assert account.counter == 3
+
+
+def test_only_the_first_start_says_what_others_had_computed() -> None:
+    sequence = make_sequence()
+    sequence.num_computed = 2
+    sequence.start(1.0)
+    sequence.restart(2.0)
+    sequence.num_computed = 3
+    sequence.start(3.0)
+    assert sequence.num_reused_tokens == 2
+
+
+@pytest.mark.parametrize(("now", "limits"), [(2.9, (11.0, 5.0)), (3.0, (19.0, 13.0))])
+def test_a_place_is_kept_for_a_while_against_all_who_were_not_passed_over(
+    now: float, limits: tuple[float, float]
+) -> None:
+    sequence = make_sequence()
+    sequence.standing.tenant.counter, sequence.standing.adapter.counter = 10.0, 4.0
+    sequence.start(1.0)
+    sequence.standing.charge(9.0)
+    tenure = sequence.tenure(now, 2.0)
+    assert (tenure.tenant_limit, tenure.adapter_limit) == limits

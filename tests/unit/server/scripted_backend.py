@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from loramux.backend import AdapterCard, Delta, EngineStats, Health, Job, ModelCard
+from loramux.backend import (
+    AdapterCard,
+    AdapterUse,
+    BaseShapes,
+    Delta,
+    EngineStats,
+    Health,
+    Job,
+    ModelCard,
+    ProjectionShape,
+)
 from loramux.errors import InvalidRequest
 from loramux.types import FinishReason, TokenLogprob
 
+SHAPES = BaseShapes(
+    num_layers=2,
+    projections=tuple(
+        ProjectionShape(f"{name}_proj", 32, 32)
+        for name in ("q", "k", "v", "o", "gate", "up", "down")
+    ),
+    kv_token_elements=2 * 2 * 32,
+    num_parameters=20_000,
+)
 CARD = ModelCard(
     name="tiny-base",
     path="/models/tiny-base",
@@ -18,6 +38,9 @@ CARD = ModelCard(
     vocab_size=256,
     dtype="float32",
     pool_bytes=1 << 20,
+    shapes=SHAPES,
+    host_memory_bytes=1 << 21,
+    disk_space_bytes=1 << 22,
 )
 ADAPTERS = {
     name: AdapterCard(
@@ -116,6 +139,10 @@ class ScriptedBackend:
         self.stats = EngineStats(num_pages=10, num_free_pages=10)
         self.adapters: dict[str, AdapterCard] = dict(ADAPTERS)
         self.num_restarts = 0
+        self.uses: list[AdapterUse] = [
+            AdapterUse(cid=card.cid, tier="host", num_bytes=card.num_bytes, rank=card.rank)
+            for card in ADAPTERS.values()
+        ]
         self.probe_script: Callable[[float], dict[str, float]] = lambda _: {"generate_s": 0.1}
         self.jobs: list[Job] = []
         self.closed = asyncio.Event()
@@ -138,6 +165,15 @@ class ScriptedBackend:
 
     async def remove_adapter(self, name: str) -> None:
         del self.adapters[name]
+
+    async def prewarm(self, names: Sequence[str], *, num_busiest: int = 0) -> None: ...
+
+    async def pin_adapter(self, name: str, pinned: bool) -> None:
+        cid = self.adapters[name].cid
+        self.uses = [replace(u, is_pinned=pinned) if u.cid == cid else u for u in self.uses]
+
+    async def adapter_uses(self) -> Sequence[AdapterUse]:
+        return self.uses
 
     async def probe(self, timeout_s: float) -> dict[str, float]:
         return self.probe_script(timeout_s)

@@ -5,6 +5,12 @@ from __future__ import annotations
 from tests.unit.server.asgi_client import complete, get, make_app, request
 
 ROUTES = {
+    ("GET", "/v1/adapters"),
+    ("GET", "/v1/adapters/{name}"),
+    ("POST", "/v1/adapters/{name}/pin"),
+    ("DELETE", "/v1/adapters/{name}/pin"),
+    ("POST", "/v1/adapters/plan"),
+    ("GET", "/v1/stats"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("GET", "/v1/models"),

@@ -8,7 +8,7 @@ import pytest
 
 from loramux.backend import Health
 from loramux.errors import EngineStopped
-from loramux.metrics import Metrics
+from loramux.metrics.server import Metrics
 from loramux.server.context import Context, ServerOptions
 from tests.unit.server.scripted_backend import ScriptedBackend
 

@@ -11,7 +11,7 @@ import pytest
 
 from loramux.backend import Delta, Job
 from loramux.errors import EngineStopped
-from loramux.metrics import Metrics
+from loramux.metrics.server import Metrics
 from loramux.server.generation import Answer, collect, run_jobs
 from loramux.types import FinishReason, SamplingParams
 from tests.unit.server.asgi_client import run

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from loramux import __version__
-from loramux.backend import EngineStats, Health
+from loramux.backend import EngineStats, Health, TierStats
 from loramux.errors import EngineStopped
-from tests.unit.server.asgi_client import get, make_app
+from tests.unit.server.asgi_client import complete, get, make_app
 from tests.unit.server.scripted_backend import ScriptedBackend
 
 
@@ -72,3 +72,20 @@ def test_metrics_are_prometheus_text() -> None:
     response = get(make_app(), "/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
     assert "# TYPE vllm:num_requests_running gauge" in response.text
+
+
+def test_stats_show_batch_queue_pages_and_tiers() -> None:
+    backend = ScriptedBackend()
+    tier = TierStats(tier="device", budget_bytes=100, used_bytes=60, num_adapters=3, hits=5)
+    backend.stats = EngineStats(
+        num_running=2, num_waiting=1, num_pages=16, num_free_pages=4, tiers=(tier,)
+    )
+    app = make_app(backend)
+    complete(app, model="legal")
+    report = get(app, "/v1/stats").json()
+    assert (report["model"], report["status"]) == ("tiny-base", "ready")
+    assert (report["running"], report["waiting"], report["free_pages"]) == (2, 1, 4)
+    assert report["page_bytes"] == (1 << 20) // 16
+    assert (report["requests"], report["prompt_tokens"], report["generation_tokens"]) == (1, 2, 9)
+    [shown] = report["tiers"]
+    assert (shown["tier"], shown["adapters"], shown["hits"]) == ("device", 3, 5)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from loramux.backend import EngineStats, Health
-from loramux.metrics import Metrics
+from loramux.backend import EngineStats, TierStats
+from tests.unit.metrics.scraping import scraped
 from tests.unit.server.scripted_backend import ScriptedBackend
 
 STATS = EngineStats(
@@ -23,6 +21,26 @@ STATS = EngineStats(
     resident_adapters=("cidv1:sha256:legal",),
     running_adapters={"cidv1:sha256:legal": 2},
     waiting_adapters={"cidv1:sha256:team/polite": 1, "cidv1:sha256:forgotten": 1},
+    tiers=(
+        TierStats(
+            tier="device",
+            budget_bytes=1000,
+            used_bytes=600,
+            num_adapters=3,
+            hits=50,
+            misses=8,
+            loads=9,
+            evictions=6,
+            load_seconds=0.25,
+            load_bytes=1800,
+            failures=1,
+        ),
+        TierStats(tier="host", budget_bytes=5000, hits=7, misses=1),
+    ),
+    prefix_query_tokens=400,
+    prefix_hit_tokens=300,
+    step_loss_s={"0.001": 5, "0.01": 2, "+Inf": 1},
+    step_loss_sum_s=0.5,
 )
 OF_ROUTERS = {
     "vllm:num_requests_running": 3,
@@ -33,19 +51,12 @@ OF_ROUTERS = {
     "loramux:pages_used": 75,
     "loramux:adapter_loads_total": 7,
     "loramux:adapter_evictions_total": 5,
+    "vllm:prefix_cache_queries_total": 400,
+    "vllm:prefix_cache_hits_total": 300,
     "loramux:engine_steps_total": 11,
     "loramux:engine_restarts_total": 1,
     "loramux:engine_ready": 1,
 }
-
-
-def scraped(backend: ScriptedBackend) -> dict[str, list[tuple[dict[str, str], float]]]:
-    text = Metrics(backend).render().decode()
-    found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found.setdefault(sample.name, []).append((sample.labels, sample.value))
-    return found
 
 
 def loaded_backend() -> ScriptedBackend:
@@ -82,24 +93,42 @@ def test_two_names_of_one_adapter_are_both_told() -> None:
     assert resident == ["legal", "alias"]
 
 
-def test_scrape_before_the_engine_is_up_is_not_an_error() -> None:
-    class Unknown(ScriptedBackend):
-        def __init__(self) -> None:
-            super().__init__()
-            self.health = Health.STARTING
-            del self.card
-
-    found = scraped(Unknown())
-    assert found["loramux:engine_ready"] == [({"model_name": ""}, 0)]
+def test_a_cap_on_adapters_in_a_batch_is_what_routers_see() -> None:
+    backend = loaded_backend()
+    backend.card = replace(backend.card, max_loras=7)
+    [(labels, _)] = scraped(backend)["vllm:lora_requests_info"]
+    assert labels["max_lora"] == "7"
 
 
-def test_routers_latency_series_exist() -> None:
-    text = Metrics(ScriptedBackend()).render().decode()
-    for name in (
-        "vllm:time_to_first_token_seconds",
-        "vllm:inter_token_latency_seconds",
-        "vllm:e2e_request_latency_seconds",
-    ):
-        assert f"# TYPE {name} histogram" in text
-    for name in ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success"):
-        assert f"# TYPE {name}_total counter" in text
+def test_each_tier_has_its_own_series() -> None:
+    found = scraped(loaded_backend())
+    label = {"model_name": "tiny-base", "tier": "device"}
+    values = {
+        "hits_total": 50,
+        "misses_total": 8,
+        "loads_total": 9,
+        "evictions_total": 6,
+        "load_seconds_total": 0.25,
+        "load_bytes_total": 1800,
+        "load_failures_total": 1,
+        "bytes": 600,
+        "budget_bytes": 1000,
+        "adapters": 3,
+    }
+    for name, value in values.items():
+        device, host = found[f"loramux:tier_{name}"]
+        assert device == (label, value)
+        assert host[0]["tier"] == "host"
+
+
+def test_step_time_lost_to_loads_is_a_histogram_that_adds_up() -> None:
+    """Catches buckets that are not cumulative, which Prometheus cannot read."""
+    found = scraped(loaded_backend())
+    buckets = found["loramux:step_load_loss_seconds_bucket"]
+    assert [(labels["le"], value) for labels, value in buckets] == [
+        ("0.001", 5),
+        ("0.01", 7),
+        ("+Inf", 8),
+    ]
+    assert found["loramux:step_load_loss_seconds_count"][0][1] == 8
+    assert found["loramux:step_load_loss_seconds_sum"][0][1] == 0.5

@@ -1,0 +1,123 @@
+"""A packed adapter as one file: a small header, then the buffer as the device reads it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loramux.adapters.image import AdapterImage
+from loramux.adapters.layout import AdapterLayout, Site, plan_layout
+from loramux.errors import AdapterRefused
+
+_MAGIC = b"loramux image 1\n"
+# The buffer starts here, so that it can be read or mapped in whole pages.
+_HEADER_BYTES = 65536
+_MAX_HEADER = 16 * 2**20
+
+# Makes room for so many elements; in pinned memory where the device wants that.
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+
+
+def plain_buffer(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(num_elements, dtype=dtype)
+
+
+def write_image(path: Path, image: AdapterImage) -> None:
+    """All or nothing: a reader sees the whole file or none, whatever happens to this process."""
+    payload = _as_bytes(image.buffer)
+    header = json.dumps(
+        {
+            "cid": image.cid,
+            "dtype": str(image.buffer.dtype),
+            "num_elements": image.buffer.numel(),
+            "layout": image.layout.key,
+            "sha256": hashlib.sha256(payload).hexdigest(),
+        }
+    ).encode()
+    head = _MAGIC + len(header).to_bytes(8, "little") + header
+    size = -(-len(head) // _HEADER_BYTES) * _HEADER_BYTES
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.partial")
+    try:
+        with partial.open("wb", buffering=0) as file:
+            _write_all(file.fileno(), memoryview(head.ljust(size, b"\0")))
+            _write_all(file.fileno(), payload)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_image(
+    path: Path, cid: str, sites: tuple[Site, ...], allocate: Allocate = plain_buffer
+) -> AdapterImage:
+    """Raises FileNotFoundError, or AdapterRefused when the file is not what it should be."""
+    with path.open("rb", buffering=0) as file:
+        found = _read_header(file.fileno(), path)
+        try:
+            layout = _layout_of(found["layout"], sites)
+            dtype = getattr(torch, str(found["dtype"]).removeprefix("torch."))
+            if found["cid"] != cid or found["num_elements"] != layout.num_elements:
+                raise _broken(path, "it holds another adapter")
+            buffer = allocate(layout.num_elements, dtype)
+            _read_all(file.fileno(), _as_bytes(buffer), path)
+            if hashlib.sha256(_as_bytes(buffer)).hexdigest() != found["sha256"]:
+                raise _broken(path, "its checksum is wrong")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _broken(path, f"its header is wrong ({error!r})") from error
+    return AdapterImage(cid=cid, layout=layout, buffer=buffer)
+
+
+def _layout_of(key: Any, sites: tuple[Site, ...]) -> AdapterLayout:
+    projections = {site.name: site.projections for site in sites}
+    ranks = {
+        (layer, projection): rank
+        for layer, name, site_ranks in key
+        for projection, rank in zip(projections[name], site_ranks, strict=True)
+        if rank
+    }
+    return plan_layout(sites, ranks)
+
+
+def _read_header(descriptor: int, path: Path) -> dict[str, object]:
+    prefix = os.read(descriptor, len(_MAGIC) + 8)
+    length = int.from_bytes(prefix[len(_MAGIC) :], "little")
+    if not prefix.startswith(_MAGIC) or not 0 < length < _MAX_HEADER:
+        raise _broken(path, "it is no image file")
+    header = os.read(descriptor, length)
+    size = -(-(len(prefix) + length) // _HEADER_BYTES) * _HEADER_BYTES
+    os.lseek(descriptor, size, os.SEEK_SET)
+    try:
+        found = json.loads(header)
+    except ValueError as error:
+        raise _broken(path, "its header is cut off") from error
+    if not isinstance(found, dict):
+        raise _broken(path, "its header is no object")
+    return found
+
+
+def _as_bytes(buffer: torch.Tensor) -> memoryview:
+    """The buffer's own memory, not a copy."""
+    view: memoryview = buffer.view(torch.uint8).numpy().data
+    return view
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _read_all(descriptor: int, out: memoryview, path: Path) -> None:
+    while out:
+        count = os.readv(descriptor, [out])
+        if count == 0:
+            raise _broken(path, "it is cut off")
+        out = out[count:]
+
+
+def _broken(path: Path, why: str) -> AdapterRefused:
+    return AdapterRefused("broken_image", f"The cached image {path} cannot be used: {why}.")

@@ -1,0 +1,106 @@
+"""Adapters by content id over one base, in this process: add folders, serve requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loramux.backend import AdapterUse
+from loramux.config import EngineConfig, EvictionName
+from loramux.engine.llm import LLM
+from loramux.engine.report import adapter_uses
+from loramux.errors import InvalidRequest
+from loramux.types import RequestOutput, SamplingParams
+
+_PROMPT_KEYS = ("input", "prompt", "prompt_token_ids", "messages")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolAnswer:
+    text: str
+    output: RequestOutput
+    serving: dict[str, Any]
+    """What served it: base_model, adapter_cid, pool_id, cold_miss, queue_depth, latency_ms."""
+
+
+class AdapterPool:
+    """`max_active_adapters` caps how many are in the page pool at once, used or idle.
+
+    An adapter is its content id: the same bytes added twice, under whatever names, are one.
+    """
+
+    def __init__(
+        self,
+        base: str | Path | None = None,
+        *,
+        max_active_adapters: int = 64,
+        eviction: EvictionName = "lru",
+        pool_id: str = "local",
+        **settings: Any,
+    ) -> None:
+        config = EngineConfig(
+            max_active_adapters=max_active_adapters, eviction=eviction, **settings
+        )
+        self._llm = LLM(base, config=config)
+        self.pool_id = pool_id
+
+    def add(self, folder: str | Path) -> str:
+        """Checks a PEFT folder and returns its content id."""
+        return self._llm.register_adapter(folder)
+
+    def remove(self, adapter_cid: str) -> None:
+        """Frees all that the adapter holds."""
+        self._llm.engine.forget_adapter(adapter_cid)
+
+    def adapters(self) -> list[AdapterUse]:
+        return adapter_uses(self._llm.engine)
+
+    def serve(
+        self, request: str | Mapping[str, Any], *, adapter_cid: str | None = None
+    ) -> PoolAnswer:
+        """`request`: a prompt, or one of input, prompt, prompt_token_ids and messages beside
+        fields of SamplingParams. None: the base answers."""
+        prompt, params = self._read(request)
+        engine = self._llm.engine
+        began = time.monotonic()
+        if adapter_cid is not None:
+            engine.catalog.get(adapter_cid)
+        cold_miss = adapter_cid is not None and adapter_cid not in engine.residency
+        queue_depth = engine.scheduler.num_waiting
+        output = self._llm.answer(prompt, params, adapter_cid=adapter_cid)
+        serving = {
+            "base_model": f"{self._llm.model_name}@{self._llm.model_digest[:12]}",
+            "adapter_cid": adapter_cid,
+            "pool_id": self.pool_id,
+            "cold_miss": cold_miss,
+            "queue_depth": queue_depth,
+            "latency_ms": round(1000 * (time.monotonic() - began), 3),
+        }
+        return PoolAnswer(text=output.outputs[0].text, output=output, serving=serving)
+
+    def _read(self, request: str | Mapping[str, Any]) -> tuple[Any, SamplingParams]:
+        if isinstance(request, str):
+            return request, SamplingParams()
+        found = [key for key in _PROMPT_KEYS if key in request]
+        if len(found) != 1:
+            raise InvalidRequest(f"Give exactly one of {', '.join(_PROMPT_KEYS)}.", param="input")
+        fields = {key: value for key, value in request.items() if key != found[0]}
+        unknown = fields.keys() - set(SamplingParams.__struct_fields__)
+        if unknown:
+            raise InvalidRequest(
+                f"Unknown fields: {', '.join(sorted(unknown))}.", param=sorted(unknown)[0]
+            )
+        prompt = request[found[0]]
+        if found[0] == "messages":
+            prompt = self._llm.tokenizer.apply_chat_template([dict(m) for m in prompt])
+        elif found[0] == "prompt_token_ids":
+            prompt = list(prompt)
+        try:
+            return prompt, msgspec.convert(fields, SamplingParams)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(str(error)) from error

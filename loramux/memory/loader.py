@@ -1,0 +1,130 @@
+"""Threads that bring adapters from disk or source to host memory, and on into their pages."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from loramux.adapters.image import AdapterImage
+from loramux.adapters.image_file import Allocate, plain_buffer
+from loramux.errors import LoramuxError
+from loramux.memory.disk_tier import DiskTier
+from loramux.memory.tiers import AdapterState
+
+# Lower priority than the step loop: where cores are short, a load takes longer and a step does not.
+_NICENESS = 10
+_NUM_THREADS = 2
+
+
+class ImageSource(Protocol):
+    def read(self, cid: str) -> AdapterImage:
+        """Reads and checks the adapter where it came from."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """How one load ended."""
+
+    cid: str
+    image: AdapterImage | None = None
+    error: LoramuxError | None = None
+    found: AdapterState = AdapterState.HOST
+    read_s: float = 0.0
+    copy_s: float = 0.0
+
+
+class AdapterLoader:
+    """Jobs go in from the step loop, arrivals come out there; nothing here waits for a step."""
+
+    def __init__(
+        self,
+        *,
+        source: ImageSource,
+        disk: DiskTier | None,
+        write_pages: Callable[[list[int], AdapterImage], None],
+        allocate: Allocate = plain_buffer,
+        executor: Executor | None = None,
+    ) -> None:
+        self._source = source
+        self._disk = disk
+        self._write_pages = write_pages
+        self._allocate = allocate
+        self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._threads = executor or ThreadPoolExecutor(
+            max_workers=_NUM_THREADS, thread_name_prefix="loader", initializer=_step_back
+        )
+        self.max_open = 2 * _NUM_THREADS
+        self.num_open = 0
+
+    def read(self, cid: str, page_ids: Sequence[int]) -> None:
+        """To host memory, and into the pages if there are any."""
+        self.num_open += 1
+        self._threads.submit(self._read, cid, list(page_ids))
+
+    def copy(self, image: AdapterImage, page_ids: Sequence[int]) -> None:
+        self.num_open += 1
+        self._threads.submit(self._copy, image, list(page_ids))
+
+    def arrivals(self, *, timeout_s: float = 0.0) -> list[Arrival]:
+        """What has come in; with a timeout, waits that long for a first one."""
+        arrived: list[Arrival] = []
+        try:
+            arrived.append(self._arrived.get(timeout=timeout_s) if timeout_s else self._next())
+            while True:
+                arrived.append(self._next())
+        except queue.Empty:
+            self.num_open -= len(arrived)
+            return arrived
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _next(self) -> Arrival:
+        return self._arrived.get_nowait()
+
+    def _read(self, cid: str, page_ids: list[int]) -> None:
+        began = time.perf_counter()
+        try:
+            image = None if self._disk is None else self._disk.read(cid, self._allocate)
+            found = AdapterState.DISK
+            if image is None:
+                image, found = self._source.read(cid), AdapterState.SOURCE
+            read_s = time.perf_counter() - began
+            if page_ids:
+                self._write_pages(page_ids, image)
+            copy_s = time.perf_counter() - began - read_s
+        except Exception as error:  # whoever waits for this adapter must hear of it
+            self._arrived.put(Arrival(cid=cid, error=_as_loramux_error(error)))
+            return
+        self._arrived.put(Arrival(cid=cid, image=image, found=found, read_s=read_s, copy_s=copy_s))
+        if self._disk is not None and found is AdapterState.SOURCE:
+            self._disk.put(image)
+
+    def _copy(self, image: AdapterImage, page_ids: list[int]) -> None:
+        began = time.perf_counter()
+        try:
+            self._write_pages(page_ids, image)
+        except Exception as error:  # whoever waits for this adapter must hear of it
+            self._arrived.put(Arrival(cid=image.cid, error=_as_loramux_error(error)))
+            return
+        seconds = time.perf_counter() - began
+        self._arrived.put(Arrival(cid=image.cid, image=image, copy_s=seconds))
+
+
+def _as_loramux_error(error: Exception) -> LoramuxError:
+    if isinstance(error, LoramuxError):
+        return error
+    return LoramuxError(f"The adapter could not be loaded: {error!r}. Try again.")
+
+
+def _step_back() -> None:
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

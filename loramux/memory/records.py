@@ -1,0 +1,117 @@
+"""What is known of one adapter's place, uses and users; and what stands below the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from loramux.adapters.catalog import KnownAdapter
+from loramux.adapters.layout import AdapterLayout
+from loramux.errors import LoramuxError
+from loramux.memory.disk_tier import DiskTier
+from loramux.memory.host_tier import HostTier
+from loramux.memory.loader import AdapterLoader
+from loramux.memory.tiers import AdapterState, TierCounters, check_move
+
+# Of a GPU's bus, an NVMe disk and a folder of safetensors, until loads have been measured.
+_COPY_GUESS = (1e-4, 2e10)
+_DISK_GUESS = (1e-3, 1e9)
+_SOURCE_GUESS = (1e-2, 2e8)
+
+
+class Catalog(Protocol):
+    def get(self, cid: str) -> KnownAdapter:
+        """Raises AdapterNotFound."""
+        ...
+
+
+@dataclass(slots=True)
+class ResidentAdapter:
+    """An adapter whose weights are all in pages."""
+
+    cid: str
+    layout: AdapterLayout
+    page_ids: list[int]
+    num_leases: int = 0
+
+
+@dataclass(slots=True)
+class AdapterRecord:
+    known: KnownAdapter
+    num_pages: int
+    state: AdapterState = AdapterState.SOURCE
+    page_ids: list[int] = field(default_factory=list)
+    """Its own from the start of a load on."""
+    num_wants: int = 0
+    """Requests in the queue that need it."""
+    want_tick: int = 0
+    is_pinned: bool = False
+    is_offered: bool = False
+    is_protected: bool = False
+    error: LoramuxError | None = None
+    """Why the last load failed; for those who wanted it then."""
+    hits: int = 0
+    misses: int = 0
+    last_use_s: float | None = None
+    load_s: float = 0.0
+    """Seconds that its last load took, all the way to the device."""
+
+    @property
+    def cid(self) -> str:
+        return self.known.cid
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self.state in (AdapterState.READING, AdapterState.COPYING)
+
+    def move(self, new: AdapterState) -> None:
+        check_move(self.cid, self.state, new)
+        self.state = new
+
+
+@dataclass(slots=True, kw_only=True)
+class LowerTiers:
+    catalog: Catalog
+    host: HostTier
+    disk: DiskTier | None
+    loader: AdapterLoader
+    device_counters: TierCounters = field(default_factory=TierCounters)
+    source_counters: TierCounters = field(default_factory=TierCounters)
+
+    def resting_place(self, cid: str) -> AdapterState:
+        if cid in self.host:
+            return AdapterState.HOST
+        if self.disk is not None and cid in self.disk:
+            return AdapterState.DISK
+        return AdapterState.SOURCE
+
+    def count_use(self, found: AdapterState) -> None:
+        """A hit in the tier where it was found, a miss in those above."""
+        ladder = [
+            (AdapterState.DEVICE, self.device_counters),
+            (AdapterState.HOST, self.host.counters),
+            (AdapterState.DISK, None if self.disk is None else self.disk.counters),
+            (AdapterState.SOURCE, self.source_counters),
+        ]
+        for state, counters in ladder:
+            if state is found:
+                if counters is not None:
+                    counters.hits += 1
+                return
+            if counters is not None:
+                counters.misses += 1
+
+    def reload_s(self, cid: str, num_bytes: int) -> float:
+        """Seconds to bring it (back) to the device from the best place that is not the device."""
+        copying = self.device_counters.seconds_for(num_bytes, *_COPY_GUESS)
+        return copying + self.read_s(cid, num_bytes, place=self.resting_place(cid))
+
+    def read_s(self, cid: str, num_bytes: int, *, place: AdapterState | None = None) -> float:
+        """Seconds to bring it back to host memory once it is no longer there."""
+        if place is AdapterState.HOST:
+            return 0.0
+        on_disk = self.disk is not None and cid in self.disk
+        if place is None and on_disk or place is AdapterState.DISK:
+            counters = self.disk.counters if self.disk is not None else self.source_counters
+            return counters.seconds_for(num_bytes, *_DISK_GUESS)
+        return self.source_counters.seconds_for(num_bytes, *_SOURCE_GUESS)

@@ -1,0 +1,162 @@
+"""The engine's own figures, read at each scrape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from loramux.backend import Backend, EngineStats, Health, TierStats
+
+# Name, what it says, field of TierStats.
+TIER_COUNTERS = (
+    ("hits", "Requests that found their adapter in this tier, and in no faster one.", "hits"),
+    ("misses", "Requests whose adapter was in a slower tier.", "misses"),
+    ("loads", "Adapters brought into this tier.", "loads"),
+    ("evictions", "Adapters that had to leave this tier.", "evictions"),
+    ("load_seconds", "Time that loads into this tier took.", "load_seconds"),
+    ("load_bytes", "Bytes that loads into this tier moved.", "load_bytes"),
+    ("load_failures", "Loads into this tier that failed.", "failures"),
+)
+TIER_GAUGES = (
+    ("bytes", "Bytes of adapters in this tier.", "used_bytes"),
+    ("budget_bytes", "Bytes that this tier may take.", "budget_bytes"),
+    ("adapters", "Adapters in this tier.", "num_adapters"),
+)
+
+
+class EngineCollector(Collector):
+    """Its counters start again at 0 when the engine does."""
+
+    def __init__(self, backend: Backend, model_name: Callable[[], str]) -> None:
+        self._backend = backend
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        stats, name = self._backend.stats, self._model_name()
+        for title, text, value in _gauges(stats, self._backend.health):
+            gauge = GaugeMetricFamily(title, text, labels=["model_name"])
+            gauge.add_metric([name], value)
+            yield gauge
+        for title, text, total in _counters(stats, self._backend.num_restarts):
+            counter = CounterMetricFamily(title, text, labels=["model_name"])
+            counter.add_metric([name], total)
+            yield counter
+        names = _names_by_cid(self._backend)
+        yield _lora_requests_info(stats, names, max_loras=_max_loras(self._backend))
+        yield _resident(stats, names)
+        yield from _tier_metrics(stats.tiers, name)
+        yield _step_loss(stats, name)
+
+
+def _gauges(stats: EngineStats, health: Health) -> list[tuple[str, str, float]]:
+    num_used = stats.num_pages - stats.num_free_pages
+    return [
+        ("vllm:num_requests_running", "Sequences in the batch.", stats.num_running),
+        ("vllm:num_requests_waiting", "Sequences in the queue.", stats.num_waiting),
+        (
+            "vllm:kv_cache_usage_perc",
+            "Used part of the pages that KV cache and adapters share; 1 is full.",
+            num_used / stats.num_pages if stats.num_pages else 0.0,
+        ),
+        ("loramux:pages_used", "Pages in use by KV cache and adapters.", num_used),
+        ("loramux:pages", "All pages of the pool.", stats.num_pages),
+        ("loramux:engine_ready", "1 while the engine can answer.", health is Health.READY),
+    ]
+
+
+def _counters(stats: EngineStats, num_restarts: int) -> list[tuple[str, str, int]]:
+    return [
+        ("vllm:num_preemptions", "Sequences that had to give pages back.", stats.num_preemptions),
+        ("loramux:adapter_loads", "Adapters copied into pages.", stats.num_adapter_loads),
+        ("loramux:adapter_evictions", "Adapters dropped from pages.", stats.num_adapter_evictions),
+        (
+            "vllm:prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            stats.prefix_query_tokens,
+        ),
+        (
+            "vllm:prefix_cache_hits",
+            "Prompt tokens that the prefix cache had.",
+            stats.prefix_hit_tokens,
+        ),
+        ("loramux:engine_steps", "Batches computed.", stats.num_steps),
+        ("loramux:engine_restarts", "Engines that died or hung.", num_restarts),
+    ]
+
+
+def _lora_requests_info(
+    stats: EngineStats, names: Mapping[str, list[str]], *, max_loras: int
+) -> Metric:
+    """One sample whose labels are the lists; routers take the newest by its value, a time."""
+    info = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "Adapters of running and of waiting requests.",
+        labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+    )
+    running = _joined(stats.running_adapters, names)
+    waiting = _joined(stats.waiting_adapters, names)
+    info.add_metric([str(max_loras), running, waiting], time.time())
+    return info
+
+
+def _max_loras(backend: Backend) -> int:
+    """Without a cap, any known adapter may share the batch: the pool has no fixed slots."""
+    cap = None if backend.health is Health.STARTING else backend.card.max_loras
+    return len(backend.adapters) if cap is None else cap
+
+
+def _resident(stats: EngineStats, names: Mapping[str, list[str]]) -> Metric:
+    resident = GaugeMetricFamily(
+        "loramux:adapter_resident", "1: the adapter's weights are in pages.", labels=["adapter"]
+    )
+    for cid in stats.resident_adapters:
+        for name in names.get(cid, ()):
+            resident.add_metric([name], 1)
+    return resident
+
+
+def _tier_metrics(tiers: Iterable[TierStats], model_name: str) -> Iterator[Metric]:
+    labels = ["model_name", "tier"]
+    counters = [
+        CounterMetricFamily(f"loramux:tier_{n}", t, labels=labels) for n, t, _ in TIER_COUNTERS
+    ]
+    gauges = [GaugeMetricFamily(f"loramux:tier_{n}", t, labels=labels) for n, t, _ in TIER_GAUGES]
+    for tier in tiers:
+        for counter, (_, _, field) in zip(counters, TIER_COUNTERS, strict=True):
+            counter.add_metric([model_name, tier.tier], getattr(tier, field))
+        for gauge, (_, _, field) in zip(gauges, TIER_GAUGES, strict=True):
+            gauge.add_metric([model_name, tier.tier], getattr(tier, field))
+    yield from counters
+    yield from gauges
+
+
+def _step_loss(stats: EngineStats, model_name: str) -> Metric:
+    histogram = HistogramMetricFamily(
+        "loramux:step_load_loss_seconds",
+        "Time that steps lost to adapter loads, for each step that had to do with one.",
+        labels=["model_name"],
+    )
+    if stats.step_loss_s:
+        buckets = list(zip(stats.step_loss_s, accumulate(stats.step_loss_s.values()), strict=True))
+        histogram.add_metric([model_name], buckets, sum_value=stats.step_loss_sum_s)
+    return histogram
+
+
+def _names_by_cid(backend: Backend) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for card in backend.adapters.values():
+        names.setdefault(card.cid, []).append(card.name)
+    return names
+
+
+def _joined(cids: Iterable[str], names: Mapping[str, list[str]]) -> str:
+    return ",".join(name for cid in cids for name in names.get(cid, ()))

@@ -1,0 +1,108 @@
+"""What a server counts, in Prometheus' terms; routers and dashboards scrape the vllm: names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from loramux.backend import Backend, Health
+from loramux.metrics.engine import EngineCollector
+from loramux.metrics.traffic import AdapterTraffic, Traffic, TrafficCollector
+from loramux.types import FinishReason
+
+FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640),
+)
+INTER_TOKEN_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
+    *(1, 2.5, 5, 10, 40, 80),
+)
+WHOLE_REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 2.5, 5, 10, 20, 30, 60, 120, 240, 480, 960, 1920)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledSeries:
+    first_token: Histogram
+    inter_token: Histogram
+    whole: Histogram
+    prompt_tokens: Counter
+    generation_tokens: Counter
+
+
+class Metrics:
+    """Counters of one server, and its engine's figures read at each scrape."""
+
+    def __init__(self, backend: Backend, *, model_name: str | None = None) -> None:
+        self._backend = backend
+        self._model_name = model_name
+        self.registry = CollectorRegistry()
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds",
+            "From arrival to the first token.",
+            FIRST_TOKEN_BUCKETS,
+        )
+        self._inter_token = self._histogram(
+            "vllm:inter_token_latency_seconds",
+            "Between two deltas of a choice.",
+            INTER_TOKEN_BUCKETS,
+        )
+        self._whole = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the end.", WHOLE_REQUEST_BUCKETS
+        )
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens computed.")
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self._success = self._counter(
+            "vllm:request_success", "Ended requests, by how they ended.", "finished_reason"
+        )
+        self.traffic = AdapterTraffic()
+        self.total = Traffic()
+        self.registry.register(EngineCollector(backend, lambda: self.model_name))
+        self.registry.register(TrafficCollector(self.traffic, backend, lambda: self.model_name))
+
+    @property
+    def model_name(self) -> str:
+        """The base's name; empty until the engine has told it."""
+        if self._model_name is None and self._backend.health is not Health.STARTING:
+            self._model_name = self._backend.card.name
+        return self._model_name or ""
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def first_token(self, seconds: float, *, num_prompt_tokens: int) -> None:
+        self._labelled.first_token.observe(seconds)
+        self._labelled.prompt_tokens.inc(num_prompt_tokens)
+        self.total.num_prompt_tokens += num_prompt_tokens
+
+    def inter_token(self, seconds: float) -> None:
+        self._labelled.inter_token.observe(seconds)
+
+    def generated(self, num_tokens: int) -> None:
+        self._labelled.generation_tokens.inc(num_tokens)
+        self.total.num_generation_tokens += num_tokens
+
+    def ended(self, seconds: float, reason: FinishReason) -> None:
+        self._labelled.whole.observe(seconds)
+        self.total.num_requests += 1
+        self._success.labels(self.model_name, reason.value).inc()
+
+    @cached_property
+    def _labelled(self) -> LabelledSeries:
+        """Looked up once, by the first request: labels() costs more than the counting itself."""
+        name = self.model_name
+        return LabelledSeries(
+            first_token=self._first_token.labels(name),
+            inter_token=self._inter_token.labels(name),
+            whole=self._whole.labels(name),
+            prompt_tokens=self._prompt_tokens.labels(name),
+            generation_tokens=self._generation_tokens.labels(name),
+        )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, ["model_name", *labels], registry=self.registry)

@@ -1,0 +1,137 @@
+"""Who asks for which adapter how much: exact for all, and shown to Prometheus for the busiest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from loramux.backend import Backend
+
+NUM_SHOWN = 20
+OTHER = "other"
+# What was asked for this long ago counts half.
+HALF_LIFE_S = 600.0
+# A newcomer must be this much busier than one that is shown, or the two would take turns.
+STAYING = 1.2
+
+
+@dataclass(slots=True)
+class Traffic:
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_generation_tokens
+
+
+@dataclass(slots=True)
+class CountedAdapter:
+    name: str
+    shown_in: Traffic
+    """The series that its traffic is added to: its own, or that of all others."""
+    total: Traffic = field(default_factory=Traffic)
+    own: Traffic = field(default_factory=Traffic)
+    """Its series, of the times when it was among the busiest."""
+    score: float = 0.0
+    scored_tokens: int = 0
+
+    @property
+    def is_shown(self) -> bool:
+        return self.shown_in is self.own
+
+    def add(self, *, requests: int = 0, prompt_tokens: int = 0, generation_tokens: int = 0) -> None:
+        for traffic in (self.total, self.shown_in):
+            traffic.num_requests += requests
+            traffic.num_prompt_tokens += prompt_tokens
+            traffic.num_generation_tokens += generation_tokens
+
+
+class AdapterTraffic:
+    """What is counted goes into one series for good, so that none of them ever goes down."""
+
+    def __init__(
+        self, *, num_shown: int = NUM_SHOWN, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._num_shown = num_shown
+        self._clock = clock
+        self._counted: dict[str, CountedAdapter] = {}
+        self._other = Traffic()
+        self._ranked_s = clock()
+
+    def counted(self, name: str) -> CountedAdapter:
+        """To be added to as the adapter's requests go on."""
+        found = self._counted.get(name)
+        if found is None:
+            found = self._counted[name] = CountedAdapter(name, self._other)
+            num_shown = sum(adapter.is_shown for adapter in self._counted.values())
+            if name != OTHER and num_shown < self._num_shown:
+                found.shown_in = found.own
+        return found
+
+    def total(self, name: str) -> Traffic:
+        found = self._counted.get(name)
+        return Traffic() if found is None else found.total
+
+    def busiest(self) -> list[str]:
+        """Names of those that had any traffic."""
+        self._score()
+        ranked = sorted(self._counted.values(), key=lambda adapter: adapter.score, reverse=True)
+        return [adapter.name for adapter in ranked]
+
+    def series(self, known: Iterable[str]) -> Iterator[tuple[str, Traffic]]:
+        """Of the busiest among the known adapters, and of all others together."""
+        self._score()
+        known = set(known)
+        self._counted = {name: one for name, one in self._counted.items() if name in known}
+        ranked = sorted(
+            (adapter for name, adapter in self._counted.items() if name != OTHER),
+            key=lambda adapter: adapter.score * (STAYING if adapter.is_shown else 1.0),
+            reverse=True,
+        )
+        for rank, adapter in enumerate(ranked):
+            adapter.shown_in = adapter.own if rank < self._num_shown else self._other
+            if adapter.is_shown:
+                yield adapter.name, adapter.own
+        yield OTHER, self._other
+
+    def _score(self) -> None:
+        now = self._clock()
+        decay = 0.5 ** ((now - self._ranked_s) / HALF_LIFE_S)
+        self._ranked_s = now
+        for adapter in self._counted.values():
+            num_new = adapter.total.num_tokens - adapter.scored_tokens
+            adapter.score = adapter.score * decay + num_new
+            adapter.scored_tokens += num_new
+
+
+class TrafficCollector(Collector):
+    def __init__(
+        self, traffic: AdapterTraffic, backend: Backend, model_name: Callable[[], str]
+    ) -> None:
+        self._traffic = traffic
+        self._backend = backend
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model_name", "adapter"]
+        requests = CounterMetricFamily(
+            "loramux:adapter_requests", "Requests for the busiest adapters.", labels=labels
+        )
+        prompts = CounterMetricFamily(
+            "loramux:adapter_prompt_tokens", "Their prompt tokens.", labels=labels
+        )
+        answers = CounterMetricFamily(
+            "loramux:adapter_generation_tokens", "Their generated tokens.", labels=labels
+        )
+        for name, traffic in self._traffic.series(list(self._backend.adapters)):
+            values = [self._model_name(), name]
+            requests.add_metric(values, traffic.num_requests)
+            prompts.add_metric(values, traffic.num_prompt_tokens)
+            answers.add_metric(values, traffic.num_generation_tokens)
+        yield from (requests, prompts, answers)

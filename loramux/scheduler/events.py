@@ -1,0 +1,60 @@
+"""What the scheduler says of a sequence: a token, or its end."""
+
+from __future__ import annotations
+
+from loramux.scheduler.sequence import Sequence
+from loramux.types import FinishReason, StepResult, TokenEvent
+
+
+def token_event(
+    sequence: Sequence, token_id: int, reason: FinishReason | None, result: StepResult
+) -> TokenEvent:
+    """The token is already among the sequence's output."""
+    is_first = len(sequence.output_token_ids) == 1
+    return TokenEvent(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        token_id=token_id,
+        finish_reason=reason,
+        stop_token_id=token_id if reason is FinishReason.STOP else None,
+        logprob=result.logprobs.get(sequence.sequence_id),
+        prompt_logprobs=(sequence.prompt_logprobs or None) if is_first else None,
+        num_reused=sequence.num_reused_tokens if is_first else 0,
+    )
+
+
+def length_event(sequence: Sequence) -> TokenEvent:
+    """An end without a token: none was asked for, or there is no room for a further one."""
+    is_first = not sequence.output_token_ids
+    return TokenEvent(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        token_id=None,
+        finish_reason=FinishReason.LENGTH,
+        prompt_logprobs=(sequence.prompt_logprobs or None) if is_first else None,
+        num_reused=sequence.num_reused_tokens if is_first else 0,
+    )
+
+
+def error_event(sequence: Sequence, code: str, message: str) -> TokenEvent:
+    return TokenEvent(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        token_id=None,
+        finish_reason=FinishReason.ERROR,
+        error=message,
+        error_code=code,
+    )
+
+
+def timeout_event(sequence: Sequence) -> TokenEvent:
+    request = sequence.request
+    where = "it was still waiting for a place" if sequence.started_s is None else "it was running"
+    return error_event(
+        sequence,
+        "timeout",
+        f"The request timed out after {request.timeout_s:g} s: "
+        f"{len(sequence.output_token_ids)} of {request.params.max_tokens} tokens were made, and "
+        f"{where}. Ask for fewer tokens, allow more time, or try again when the server is less "
+        "busy.",
+    )

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import msgspec
+
+from loramux.adapters.memory_plan import EvictedNow, MemoryPlan
+from loramux.adapters.plan_request import Budgets, Fleet, PlannedBase
+from loramux.adapters.planning import plan_memory
+from loramux.backend import BaseShapes, ProjectionShape
+
+SHAPES = BaseShapes(
+    num_layers=2,
+    projections=tuple(ProjectionShape(f"{name}_proj", 64, 64) for name in "qkvo"),
+    kv_token_elements=256,
+    num_parameters=1000,
+)
+
+
+def test_a_plan_survives_its_json() -> None:
+    """Catches a field that a client could not read back."""
+    base = PlannedBase(name="base", shapes=SHAPES, dtype="float32")
+    fleet = Fleet(num_adapters=9, ranks=(4, 8), targets=("q_proj",))
+    plan = plan_memory(base, fleet, Budgets(device_bytes=2**20))
+    assert b"evicted_now" not in msgspec.json.encode(plan)
+    now = EvictedNow(adapters=1, names=["a"], is_enough=True)
+    for one in (plan, msgspec.structs.replace(plan, evicted_now=now)):
+        assert msgspec.json.decode(msgspec.json.encode(one), type=MemoryPlan) == one
+    assert plan.tier("host") is plan.tiers[1]

@@ -1,0 +1,190 @@
+"""Plans against what is really allocated, for the shapes of real and of random models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loramux.adapters.image import pack_adapter
+from loramux.adapters.image_file import write_image
+from loramux.adapters.layout import IMAGE_HEADER_BYTES, sites_of
+from loramux.adapters.memory_plan import MemoryPlan
+from loramux.adapters.plan_request import Budgets, Fleet, PlannedBase, parse_targets
+from loramux.adapters.planning import plan_memory
+from loramux.adapters.reader import read_adapter
+from loramux.backend import BaseShapes, ProjectionShape
+from loramux.engine.report import tier_stats
+from loramux.errors import InvalidRequest
+from loramux.memory.pool import KVGeometry, PagePool
+from loramux.models.architectures import DecoderConfig, base_info, parse_config
+from loramux.models.shapes import base_shapes
+from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
+from tests.engine_factory import make_engine, make_prompt, make_request, run_all
+from tests.model_factory import MODEL_CLASSES, tiny_config, tiny_transformers_model
+
+ALL = parse_targets(["all"])
+QKVO = parse_targets(["q", "k", "v", "o"])
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+def planned(config: dict[str, Any], dtype: str = "float32") -> PlannedBase:
+    return PlannedBase(name="base", shapes=base_shapes(parse_config(config)), dtype=dtype)
+
+
+def plan(base: PlannedBase, fleet: dict[str, Any] | None = None, **budgets: Any) -> MemoryPlan:
+    settings: dict[str, Any] = {"num_adapters": 100, "ranks": (8,), "targets": QKVO}
+    sizes = {"device_bytes": 2**30, "host_bytes": 2**30, **budgets}
+    return plan_memory(base, Fleet(**{**settings, **(fleet or {})}), Budgets(**sizes))
+
+
+def shape_of(family: str) -> tuple[Any, dict[str, Any]]:
+    if family == "smollm2-135m":
+        import transformers
+
+        config = transformers.LlamaConfig(**{k: v for k, v in SMOLLM2.items() if k[0] != "a"})
+    else:
+        config = tiny_config(family)
+    name = MODEL_CLASSES[type(config).__name__]
+    return config, {**config.to_dict(), "architectures": [name]}
+
+
+def pool_for(config: DecoderConfig, num_pages: int) -> PagePool:
+    geometry = KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim, block_tokens=16)
+    return PagePool(
+        num_pages=num_pages, geometry=geometry, dtype=torch.float32, device=torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("family", ["smollm2-135m", "llama31", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("targets", [QKVO, ALL], ids=["qkvo", "all"])
+def test_bytes_and_pages_are_those_of_a_packed_adapter(
+    tmp_path: Path, family: str, targets: tuple[str, ...]
+) -> None:
+    config, as_json = shape_of(family)
+    decoder_config = parse_config(as_json)
+    base = base_info(decoder_config, "tiny-llama")
+    folder = write_adapter(
+        tmp_path / "a",
+        lora_config_dict(r=16, target_modules=list(targets)),
+        lora_tensors(config, r=16, names=targets),
+    )
+    image = pack_adapter(read_adapter(folder, base), sites_of(base), torch.float32)
+    told = planned(as_json)
+    [size] = plan(told, {"ranks": (16,), "targets": targets}).sizes
+    assert size.bytes == pytest.approx(image.num_bytes, rel=0.01)
+    write_image(tmp_path / "image", image)
+    assert size.disk_bytes == pytest.approx((tmp_path / "image").stat().st_size, rel=0.01)
+
+    pool = pool_for(decoder_config, size.pages)
+    assert pool.page_bytes == told.page_bytes
+    assert size.pages == pool.pages_for_elements(image.layout.num_elements)
+    pool.write(list(range(size.pages)), image.buffer)
+    assert torch.equal(pool.storage.flatten()[: image.buffer.numel()], image.buffer)
+    assert pool.storage.nbytes == size.device_bytes
+
+
+@pytest.mark.parametrize("family", ["llama31", "gemma2"])
+def test_a_running_engine_takes_what_was_planned(tmp_path: Path, family: str) -> None:
+    model = tiny_transformers_model(family)
+    engine = make_engine(model, tmp_path / "model")
+    cids = []
+    for seed, rank in enumerate((4, 16, 4)):
+        folder = write_adapter(
+            tmp_path / f"adapter-{seed}",
+            lora_config_dict(r=rank, target_modules=list(QKVO)),
+            lora_tensors(model.config, seed=seed, r=rank, names=QKVO),
+        )
+        cids.append(engine.register_adapter(folder).cid)
+    prompt = make_prompt(5, seed=1)
+    run_all(engine, [make_request(cid, prompt, ((cid, 1.0),)) for cid in cids])
+    told = plan(planned(shape_of(family)[1]), {"num_adapters": 3, "ranks": (4, 16)})
+    for tier in tier_stats(engine):
+        if tier.tier != "disk":
+            assert tier.num_adapters == 3
+            assert tier.used_bytes == pytest.approx(told.tier(tier.tier).used_bytes, rel=0.01)
+    engine.close()
+
+
+def test_llama_8b_at_rank_16_is_26_mib_because_grouped_queries_are_counted() -> None:
+    told = plan(planned(LLAMA_8B, "bfloat16"), {"ranks": (16,)})
+    [size] = told.sizes
+    assert (size.bytes, told.base.kv_token_bytes) == (26 * 2**20, 128 * 2**10)
+    assert told.base.weight_bytes == 2 * 8_030_261_248
+
+
+def test_a_mix_of_ranks_is_dealt_out_in_turn() -> None:
+    told = plan(planned(SMOLLM2), {"num_adapters": 10, "ranks": (8, 16, 32, 64)})
+    assert [(size.rank, size.count) for size in told.sizes] == [(8, 3), (16, 3), (32, 2), (64, 2)]
+    total = sum(size.count * size.bytes for size in told.sizes)
+    assert told.tier("host").needed_bytes == total
+
+
+def test_each_tier_answers_for_what_the_faster_ones_do_not_have() -> None:
+    base = planned(LLAMA_8B, "bfloat16")
+    told = plan(
+        base,
+        {"num_adapters": 300, "ranks": (16,)},
+        device_bytes=100 * 26 * 2**20 + 1024 * base.kv_token_bytes,
+        host_bytes=150 * 26 * 2**20,
+        disk_bytes=200 * (26 * 2**20 + IMAGE_HEADER_BYTES),
+        kv_tokens=1024,
+    )
+    assert [tier.adapters for tier in told.tiers] == [100, 150, 200, 300]
+    assert [round(tier.uniform.ideal, 4) for tier in told.tiers] == [0.3333, 0.1667, 0.1667, 0.3333]
+    for kind in ("zipf", "uniform"):
+        for policy in ("ideal", "lru"):
+            rates = [getattr(getattr(tier, kind), policy) for tier in told.tiers]
+            assert sum(rates) == pytest.approx(1, abs=1e-5) and min(rates) > 0
+    assert told.evicted.adapters == 200
+    assert told.evicted.uniform_share == pytest.approx(2 / 3, abs=1e-5)
+    assert told.kv_tokens_left == 1024
+
+
+def test_adapters_that_fit_leave_the_rest_to_the_kv_cache() -> None:
+    base = planned(SMOLLM2)
+    told = plan(base, {"num_adapters": 4})
+    [size] = told.sizes
+    assert told.evicted.adapters == 0 and told.tier("device").zipf.ideal == 1
+    pages = 2**30 // base.page_bytes - 4 * size.pages
+    assert told.kv_tokens_left == pages * 16
+
+
+def test_fraction_limits_what_adapters_take_of_the_pool() -> None:
+    base = planned(SMOLLM2)
+    half = plan(base, {"num_adapters": 5000}, adapter_fraction=0.5).tier("device")
+    assert half.used_bytes <= 2**29 < half.used_bytes + plan(base).sizes[0].device_bytes
+
+
+def test_a_pool_smaller_than_a_page_holds_nothing() -> None:
+    shapes = BaseShapes(
+        num_layers=1,
+        projections=tuple(ProjectionShape(name, 4, 4) for name in QKVO),
+        kv_token_elements=8,
+        num_parameters=16,
+    )
+    base = PlannedBase(name="b", shapes=shapes, dtype="float32")
+    told = plan(base, device_bytes=base.page_bytes - 1)
+    assert told.tier("device").adapters == 0 and told.kv_tokens_left == 0
+    with pytest.raises(InvalidRequest, match="has no gate_proj"):
+        plan(base, {"targets": ALL})

@@ -1,0 +1,88 @@
+"""`loramux plan` as a user meets it: from a config alone, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from loramux.cli.main import app
+from tests.model_factory import tiny_config
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("models") / "tiny" / "config.json"
+    file.parent.mkdir()
+    content = {**tiny_config("qwen3").to_dict(), "architectures": ["Qwen3ForCausalLM"]}
+    file.write_text(json.dumps(content))
+    return file
+
+
+def run_plan(*options: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *options], env={"COLUMNS": "140"})
+
+
+def plan_json(config: Path, *options: str) -> dict[str, Any]:
+    result = run_plan("--model", str(config), "--json", *options)
+    assert result.exit_code == 0, result.output
+    plan: dict[str, Any] = json.loads(result.output)
+    return plan
+
+
+def test_a_config_file_is_enough_for_a_plan(config: Path) -> None:
+    plan = plan_json(
+        config,
+        *("--adapters", "300", "--rank", "8,16", "--targets", "q,v", "--dtype", "bf16"),
+        *("--device-memory", "2MiB", "--host-memory", "1MiB", "--kv-tokens", "64", "--zipf", "1.2"),
+    )
+    # q_proj is 64 -> 128, v_proj 64 -> 64, in three layers of two-byte numbers.
+    assert [size["bytes"] for size in plan["sizes"]] == [15_360, 30_720]
+    assert plan["base"]["name"] == "tiny" and plan["base"]["dtype"] == "bfloat16"
+    assert plan["targets"] == ["q_proj", "v_proj"]
+    assert [tier["budget_bytes"] for tier in plan["tiers"]] == [2 * MIB, MIB, 8 * 2**30, None]
+    assert plan["zipf"] == 1.2 and plan["kv_tokens_reserved"] == 64
+
+
+def test_the_pool_is_what_the_weights_leave_of_the_device(config: Path) -> None:
+    plan = plan_json(config, "--adapters", "3", "--device-total", "10MiB", "--dtype", "fp16")
+    weights = plan["base"]["weight_bytes"]
+    assert plan["tiers"][0]["budget_bytes"] == int(0.9 * 10 * MIB) - weights
+
+
+def test_table_shows_sizes_tiers_and_advice(config: Path) -> None:
+    result = run_plan("--model", str(config.parent), "--adapters", "500", "--device-memory", "4MiB")
+    assert result.exit_code == 0
+    for text in ("tiny, 3 layers", "device", "source", "Zipf 1", "Raise --device-memory to"):
+        assert text in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--rank", "big"], "--rank must be"),
+        (["--rank", "0"], "rank must be"),
+        (["--targets", "q,quark"], "There is no target 'quark'"),
+        (["--device-memory", "lots"], "is not a size"),
+        (["--device-memory", "1GiB", "--device-total", "2GiB"], "either --device-memory or"),
+        (["--device-total", "1KiB"], "The weights alone take"),
+        (["--dtype", "int4"], "dtype must be one of"),
+        (["--adapters", "0"], "adapters must be"),
+        (["--adapter-memory-fraction", "2"], "adapter_memory_fraction must be"),
+    ],
+)
+def test_a_wrong_flag_is_a_usage_error(config: Path, options: list[str], says: str) -> None:
+    result = run_plan("--model", str(config), "--adapters", "5", *options)
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_a_model_that_is_not_there_fails_with_a_sentence(tmp_path: Path) -> None:
+    result = run_plan("--model", str(tmp_path / "none"), "--adapters", "5")
+    assert result.exit_code == 1
+    assert "does not exist" in result.output and "Traceback" not in result.output

@@ -1,0 +1,339 @@
+"""The prefix cache against a plain dict of prefixes, under pressure from an adapter holder."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from itertools import count
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from loramux.memory.pages import Owner, PageAllocator
+from loramux.memory.prefix import ABSENT_ADAPTER_FACTOR, PrefixCache, PrefixKey, PrefixLease
+from loramux.memory.reclaim import Reclaimer
+
+BLOCK = 2
+NUM_PAGES = 20
+MAX_RUNNING = 4
+CIDS = ("a", "b")
+ADAPTER_PAGES = 2
+KEYS: list[PrefixKey] = [
+    ("base", (), ""),
+    ("base", (("a", 1.0),), ""),
+    ("base", (("a", 0.5),), ""),
+    ("base", (("a", 1.0),), "salt"),
+    ("base", (("a", 1.0), ("b", 1.0)), ""),
+    ("other", (("a", 1.0),), ""),
+]
+Prefix = tuple[int, ...]
+# Prompts that begin alike, so that most find something; a few blocks that only outputs reach.
+PROMPTS = [
+    [0, 0, 1, 1, 0, 0, 1, 1],
+    [0, 0, 1, 1, 0, 0],
+    [0, 0, 1, 1, 1, 0, 1, 0],
+    [0, 0, 1],
+    [1, 1, 0, 0, 1],
+]
+keys = st.sampled_from([KEYS[1]] * 4 + [KEYS[4]] * 2 + KEYS)
+prompts = st.sampled_from(PROMPTS)
+
+
+def worth_of(last_use: float, cost_s: float, size: int) -> float:
+    """Never equal for two things of different last use, so that what must leave is certain."""
+    return last_use * (cost_s / size + 1e-3)
+
+
+class LastUsePolicy:
+    def __init__(self) -> None:
+        self.last_uses: dict[Hashable, float] = {}
+
+    def used(self, key: Hashable, now: float) -> None:
+        self.last_uses[key] = now
+
+    def worth(self, key: Hashable, *, cost_s: float, size: int) -> float:
+        return worth_of(self.last_uses[key], cost_s, size)
+
+    def forget(self, key: Hashable) -> None:
+        del self.last_uses[key]
+
+
+@dataclass(eq=False)
+class Running:
+    key: PrefixKey
+    owner: Owner
+    lease: PrefixLease
+    page_ids: list[int]
+    token_ids: list[int]
+    """Those computed so far."""
+    prompt: list[int]
+    is_dropped: bool = False
+
+    @property
+    def shared(self) -> int:
+        return len(self.lease.page_ids)
+
+
+@dataclass
+class Cached:
+    page_id: int
+    last_use: float
+
+
+@dataclass
+class FakeAdapters:
+    """Idle adapters that tell the prefix cache when they come and go."""
+
+    pages: PageAllocator
+    cache: PrefixCache
+    held: dict[str, list[int]] = field(default_factory=dict)
+
+    def evict(self, key: Hashable) -> None:
+        assert isinstance(key, tuple)
+        self.pages.release(("adapter", key[1]), self.held.pop(key[1]))
+        self.cache.adapter_moved(key[1], on_device=False)
+
+    @property
+    def num_idle_pages(self) -> int:
+        return len(self.held) * ADAPTER_PAGES
+
+    @property
+    def num_protected_pages(self) -> int:
+        return 0
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    @initialize()
+    def begin(self) -> None:
+        self.now = 0.0
+        self.pages = PageAllocator(NUM_PAGES)
+        self.reclaimer = Reclaimer(self.pages)
+        self.policy = LastUsePolicy()
+        self.cache = PrefixCache(
+            pages=self.pages,
+            reclaimer=self.reclaimer,
+            policy=self.policy,
+            block_tokens=BLOCK,
+            clock=lambda: self.now,
+            token_s=1 / BLOCK,
+        )
+        self.adapters = FakeAdapters(self.pages, self.cache)
+        self.reclaimer.add_holder(self.adapters)
+        self.ids = count()
+        self.running: list[Running] = []
+        self.cached: dict[tuple[PrefixKey, Prefix], Cached] = {}
+        self.adapter_uses: dict[str, float] = {}
+        self.num_evicted = 0
+
+    # What the model says.
+
+    def blocks_of(self, tokens: list[int]) -> list[Prefix]:
+        return [tuple(tokens[:stop]) for stop in range(BLOCK, len(tokens) + 1, BLOCK)]
+
+    def expected_match(self, key: PrefixKey, tokens: list[int]) -> list[Prefix]:
+        found = []
+        for prefix in self.blocks_of(tokens):
+            if (key, prefix) not in self.cached:
+                break
+            found.append(prefix)
+        return found
+
+    def locked(self) -> set[tuple[PrefixKey, Prefix]]:
+        return {
+            (r.key, prefix)
+            for r in self.running
+            if not r.is_dropped
+            for prefix in self.blocks_of(r.token_ids)[: r.shared]
+        }
+
+    def dropped_pages(self) -> set[int]:
+        return {page for r in self.running if r.is_dropped for page in r.lease.page_ids}
+
+    def num_idle(self) -> int:
+        return len(self.cached.keys() - self.locked())
+
+    def candidates(self) -> list[tuple[float, tuple[PrefixKey, Prefix] | str]]:
+        parents = {(key, prefix[:-BLOCK]) for key, prefix in self.cached}
+        worths: list[tuple[float, tuple[PrefixKey, Prefix] | str]] = [
+            (worth_of(last_use, 1.0, ADAPTER_PAGES), cid)
+            for cid, last_use in self.adapter_uses.items()
+        ]
+        for entry in self.cached.keys() - self.locked() - parents:
+            is_present = {cid for cid, _ in entry[0][1]} <= self.adapter_uses.keys()
+            cost_s = 1.0 if is_present else ABSENT_ADAPTER_FACTOR
+            worths.append((worth_of(self.cached[entry].last_use, cost_s, 1), entry))
+        return worths
+
+    def expect_room(self, num_pages: int) -> bool:
+        """What make_room must do, done to the model."""
+        free = self.pages.num_free
+        if free + self.num_idle() + ADAPTER_PAGES * len(self.adapter_uses) < num_pages:
+            return False
+        while free < num_pages:
+            _, victim = min(self.candidates(), key=lambda pair: pair[0])
+            if isinstance(victim, str):
+                del self.adapter_uses[victim]
+                free += ADAPTER_PAGES
+            else:
+                del self.cached[victim]
+                self.num_evicted += 1
+                free += 1
+        return True
+
+    def make_room(self, num_pages: int) -> bool:
+        expected = self.expect_room(num_pages)
+        assert self.reclaimer.make_room(num_pages) == expected
+        return expected
+
+    # What happens.
+
+    @precondition(lambda self: len(self.running) < MAX_RUNNING)
+    @rule(key=keys, tokens=prompts)
+    def start(self, key: PrefixKey, tokens: list[int]) -> None:
+        self.arrive(key, tokens)
+
+    def arrive(self, key: PrefixKey, tokens: list[int]) -> Running:
+        self.now += 1
+        match = self.expected_match(key, tokens)
+        assert self.cache.peek(key, tokens) == len(match) * BLOCK
+        lease = self.cache.acquire(key, tokens)
+        assert lease.page_ids == [self.cached[key, prefix].page_id for prefix in match]
+        for prefix in match:
+            self.cached[key, prefix].last_use = self.now
+        owner: Owner = ("kv", next(self.ids))
+        computed = tokens[: lease.num_tokens]
+        running = Running(key, owner, lease, list(lease.page_ids), computed, tokens)
+        self.running.append(running)
+        return running
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num_tokens=st.integers(1, 8), commits=st.booleans())
+    def compute(self, data: st.DataObject, num_tokens: int, commits: bool) -> None:
+        """The next tokens of the prompt, and then an output that is the same for all."""
+        running = data.draw(st.sampled_from(self.running))
+        self.extend(running, num_tokens)
+        if commits:
+            self.share(running)
+
+    @rule(key=keys, tokens=prompts)
+    def serve(self, key: PrefixKey, tokens: list[int]) -> None:
+        """A request from its arrival to its end, with nothing in between."""
+        running = self.arrive(key, tokens)
+        self.extend(running, len(tokens) - len(running.token_ids))
+        self.share(running)
+        self.finish(running)
+
+    @precondition(lambda self: len(self.running) < MAX_RUNNING)
+    @rule(key=keys, tokens=prompts)
+    def twins(self, key: PrefixKey, tokens: list[int]) -> None:
+        """Two that compute the same, to be shared later."""
+        for running in [self.arrive(key, tokens), self.arrive(key, tokens)]:
+            self.extend(running, len(tokens) - len(running.token_ids))
+
+    def extend(self, running: Running, num_tokens: int) -> None:
+        num_computed = len(running.token_ids)
+        more = [*running.prompt, *[1] * 8][num_computed : num_computed + num_tokens]
+        missing = -(-(len(running.token_ids) + len(more)) // BLOCK) - len(running.page_ids)
+        if self.make_room(missing):
+            page_ids = self.pages.allocate(running.owner, missing)
+            assert page_ids is not None
+            running.page_ids += page_ids
+            running.token_ids += more
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        self.share(data.draw(st.sampled_from(self.running)))
+
+    def share(self, running: Running) -> None:
+        self.now += 1
+        expected = list(running.page_ids)
+        num_shared = running.shared
+        if not running.is_dropped:
+            num_shared = len(running.token_ids) // BLOCK
+            prefixes = self.blocks_of(running.token_ids)
+            for index in range(running.shared, len(prefixes)):
+                entry = (running.key, prefixes[index])
+                self.cached.setdefault(entry, Cached(expected[index], 0)).last_use = self.now
+                expected[index] = self.cached[entry].page_id
+        running.page_ids = self.cache.commit(
+            running.lease, running.token_ids, running.page_ids, running.owner
+        )
+        assert running.page_ids == expected
+        assert running.lease.page_ids == expected[:num_shared]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.finish(data.draw(st.sampled_from(self.running)))
+
+    def finish(self, running: Running) -> None:
+        self.running.remove(running)
+        self.pages.release(running.owner, running.page_ids[running.shared :])
+        self.cache.release(running.lease)
+
+    @rule(num_pages=st.integers(0, NUM_PAGES))
+    def pressure(self, num_pages: int) -> None:
+        self.make_room(num_pages)
+
+    @rule(cid=st.sampled_from(CIDS))
+    def load(self, cid: str) -> None:
+        if cid in self.adapter_uses or not self.make_room(ADAPTER_PAGES):
+            return
+        self.now += 1
+        owner: Owner = ("adapter", cid)
+        page_ids = self.pages.allocate(owner, ADAPTER_PAGES)
+        assert page_ids is not None
+        self.adapters.held[cid] = page_ids
+        self.adapter_uses[cid] = self.now
+        self.cache.adapter_moved(cid, on_device=True)
+        worth = worth_of(self.now, 1.0, ADAPTER_PAGES)
+        self.reclaimer.offer(owner, self.adapters, worth=worth)
+
+    @rule(cid=st.sampled_from(CIDS))
+    def drop(self, cid: str) -> None:
+        """The adapter leaves the device, if it is there, and the server."""
+        if self.adapter_uses.pop(cid, None) is not None:
+            self.reclaimer.withdraw(("adapter", cid))
+            self.adapters.evict(("adapter", cid))
+        self.cache.drop(cid)
+        self.cached = {
+            entry: page
+            for entry, page in self.cached.items()
+            if cid not in {used for used, _ in entry[0][1]}
+        }
+        for running in self.running:
+            running.is_dropped |= cid in {used for used, _ in running.key[1]}
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        claims = self.cache.claims()
+        adapters: dict[Owner, list[int]] = {
+            ("adapter", cid): page_ids for cid, page_ids in self.adapters.held.items()
+        }
+        own = {r.owner: r.page_ids[r.shared :] for r in self.running}
+        self.pages.check_integrity({**claims, **adapters, **own})
+        self.cache.check_integrity(r.lease for r in self.running)
+        self.reclaimer.check_integrity()
+        assert self.policy.last_uses.keys() == claims.keys()
+
+    @invariant()
+    def it_holds_what_the_model_holds(self) -> None:
+        pages = {page for page_ids in self.cache.claims().values() for page in page_ids}
+        cached = {entry.page_id for entry in self.cached.values()}
+        assert len(cached) == len(self.cached), "two prefixes share a page"
+        assert not cached & self.dropped_pages()
+        assert pages == cached | self.dropped_pages()
+        for key, prefix in self.cached:
+            assert self.cache.peek(key, prefix) == len(prefix)
+        assert self.cache.num_idle_pages == self.num_idle()
+        assert self.cache.num_evicted_pages == self.num_evicted
+        assert self.adapters.held.keys() == self.adapter_uses.keys()
+        for cid in CIDS:
+            num_pages = sum(cid in {used for used, _ in key[1]} for key, _ in self.cached)
+            assert self.cache.cached_tokens(cid) == num_pages * BLOCK
+
+
+TestPrefixMachine = PrefixMachine.TestCase
+TestPrefixMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

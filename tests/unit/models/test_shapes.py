@@ -1,0 +1,58 @@
+"""Sizes that are told from a config must be those of the model that is then loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from loramux.errors import UnsupportedModel
+from loramux.memory.pool import KVGeometry
+from loramux.models.architectures import parse_config
+from loramux.models.decoder import Decoder
+from loramux.models.default_model import default_model_path
+from loramux.models.shapes import base_shapes, describe_model
+from tests.model_factory import FAMILIES, MODEL_CLASSES, tiny_config
+
+
+def config_dict(family: str) -> dict[str, object]:
+    config = tiny_config(family)
+    return {**config.to_dict(), "architectures": [MODEL_CLASSES[type(config).__name__]]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_and_tokens_are_counted_as_the_decoder_has_them(family: str) -> None:
+    config = parse_config(config_dict(family))
+    shapes = base_shapes(config)
+    decoder = Decoder(config, dtype=torch.float32, device="meta")
+    assert shapes.num_parameters == sum(p.numel() for p in decoder.parameters())
+    geometry = KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim, block_tokens=4)
+    assert 4 * shapes.kv_token_elements == geometry.page_elements
+    assert {p.name: p.out_features for p in shapes.projections}["k_proj"] == config.kv_size
+
+
+def test_a_config_alone_is_enough(tmp_path: Path) -> None:
+    file = tmp_path / "my-model" / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(config_dict("qwen3")))
+    assert describe_model(file) == describe_model(file.parent)
+    assert describe_model(file).name == "my-model"
+
+
+def test_a_gguf_file_says_the_same_as_the_folder_made_of_it(smollm2_folder: Path) -> None:
+    told, made = describe_model(default_model_path()), describe_model(smollm2_folder)
+    assert told.shapes == made.shapes
+    assert told.shapes.num_parameters == 134_515_008
+    assert "SmolLM2" in told.name
+
+
+def test_what_is_not_there_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="does not exist: give a"):
+        describe_model(tmp_path / "nothing")
+    with pytest.raises(UnsupportedModel, match="has no config.json"):
+        describe_model(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(UnsupportedModel, match="not a JSON object"):
+        describe_model(tmp_path / "config.json")

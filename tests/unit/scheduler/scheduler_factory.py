@@ -1,0 +1,332 @@
+"""A scheduler on real pages and a real prefix cache; adapters load when the clock says so."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+
+from loramux.config import SchedulerConfig
+from loramux.errors import AdapterNotFound, AdapterRefused, LoramuxError
+from loramux.memory.pages import Owner, PageAllocator
+from loramux.memory.policies import LruPolicy
+from loramux.memory.prefix import PrefixCache
+from loramux.memory.reclaim import Reclaimer
+from loramux.scheduler.scheduler import Scheduler
+from loramux.types import Chunk, Request, SamplingParams, StepPlan, StepResult, TokenEvent
+
+ADAPTER_PAGES = 2
+UNKNOWN = "unknown"
+
+
+@dataclass(eq=False)
+class FakeAdapter:
+    cid: str
+    num_wants: int = 0
+    want_tick: int = 0
+    num_leases: int = 0
+    page_ids: list[int] = field(default_factory=list)
+    done_s: float | None = None
+    """When its load ends; None: it has not begun."""
+    is_ready: bool = False
+    error: LoramuxError | None = None
+
+    @property
+    def owner(self) -> Owner:
+        return ("adapter", self.cid)
+
+
+class FakeAdapters:
+    """Adapters of two pages each, that take load_s once they have them; "bad..." cannot load."""
+
+    def __init__(self, pages: PageAllocator, room: Reclaimer, load_s: float) -> None:
+        self._pages = pages
+        self._room = room
+        self._records: dict[str, FakeAdapter] = {}
+        self._pending: dict[str, None] = {}
+        self._idle: dict[str, FakeAdapter] = {}
+        self._ticks = count()
+        self.load_s = load_s
+        room.add_holder(self)
+
+    def num_pages(self, cid: str) -> int:
+        if cid == UNKNOWN:
+            raise AdapterNotFound(f"No adapter {cid}.")
+        return ADAPTER_PAGES
+
+    def want(self, cids: Iterable[str]) -> None:
+        for cid in cids:
+            record = self._records.setdefault(cid, FakeAdapter(cid))
+            if record.num_wants == 0:
+                record.error = None
+                record.want_tick = next(self._ticks)
+            record.num_wants += 1
+            self._settle(record)
+            if not record.page_ids:
+                self._pending[cid] = None
+
+    def unwant(self, cids: Iterable[str]) -> None:
+        for cid in cids:
+            record = self._records[cid]
+            record.num_wants -= 1
+            assert record.num_wants >= 0, f"{cid} was not wanted"
+            self._settle(record)
+            if record.num_wants == 0:
+                record.error = None
+                self._pending.pop(cid, None)
+
+    def is_ready(self, cids: Iterable[str]) -> bool:
+        records = [self._records[cid] for cid in cids]
+        for record in records:
+            if record.error is not None:
+                raise record.error
+        return all(record.is_ready for record in records)
+
+    def acquire(self, cids: Iterable[str]) -> bool:
+        records = [self._records[cid] for cid in cids]
+        if not all(record.is_ready for record in records):
+            return False
+        for record in records:
+            record.num_leases += 1
+            self._settle(record)
+        return True
+
+    def release(self, cids: Iterable[str]) -> None:
+        for cid in cids:
+            record = self._records[cid]
+            record.num_leases -= 1
+            assert record.num_leases >= 0, f"{cid} was not leased"
+            self._settle(record)
+
+    def missing_pages(self, cids: Iterable[str]) -> int:
+        return ADAPTER_PAGES * sum(not self._records[cid].page_ids for cid in set(cids))
+
+    def hurry(self, cids: Iterable[str]) -> None:
+        for cid in cids:
+            record = self._records[cid]
+            record.want_tick = -next(self._ticks)
+            self._settle(record)
+            if cid in self._pending:
+                self._pending = dict.fromkeys([cid, *self._pending])
+
+    def poll(self, now: float) -> None:
+        for record in self._records.values():
+            if record.done_s is not None and record.done_s <= now:
+                self._arrive(record)
+        for cid in list(self._pending):
+            record = self._records[cid]
+            # It may take the place of what was asked for after it.
+            later = [
+                r for r in self._idle.values() if r.num_wants and r.want_tick > record.want_tick
+            ]
+            if self._room.num_unprotected + ADAPTER_PAGES * len(later) >= ADAPTER_PAGES:
+                self._room.make_room(ADAPTER_PAGES)
+                record.page_ids = self._pages.allocate(record.owner, ADAPTER_PAGES) or []
+                record.done_s = now + self.load_s
+                del self._pending[cid]
+                if self.load_s == 0:
+                    self._arrive(record)
+
+    @property
+    def is_loading(self) -> bool:
+        return any(record.done_s is not None for record in self._records.values())
+
+    @property
+    def num_idle_pages(self) -> int:
+        return ADAPTER_PAGES * len(self._idle)
+
+    @property
+    def num_protected_pages(self) -> int:
+        return ADAPTER_PAGES * sum(record.num_wants > 0 for record in self._idle.values())
+
+    def evict(self, key: Hashable) -> None:
+        assert isinstance(key, tuple)
+        record = self._records[key[1]]
+        del self._idle[record.cid]
+        self._free(record)
+        record.is_ready = False
+        if record.num_wants:
+            self._pending[record.cid] = None
+
+    def claims(self) -> dict[Owner, list[int]]:
+        return {r.owner: r.page_ids for r in self._records.values() if r.page_ids}
+
+    def check_integrity(self, leases: dict[str, int], wants: dict[str, int]) -> None:
+        records = self._records.values()
+        assert {r.cid: r.num_leases for r in records if r.num_leases} == leases
+        assert {r.cid: r.num_wants for r in records if r.num_wants} == wants
+
+    def _arrive(self, record: FakeAdapter) -> None:
+        record.done_s = None
+        if record.cid.startswith("bad"):
+            record.error = AdapterRefused("broken", f"{record.cid} is broken.")
+            self._free(record)
+        else:
+            record.is_ready = True
+        self._settle(record)
+
+    def _free(self, record: FakeAdapter) -> None:
+        self._pages.release(record.owner, record.page_ids)
+        record.page_ids = []
+
+    def _settle(self, record: FakeAdapter) -> None:
+        if record.is_ready and record.num_leases == 0:
+            self._idle[record.cid] = record
+            # Of those that somebody waits for, the one that was asked for last goes first.
+            worth, is_protected = -float(record.want_tick), record.num_wants > 0
+            self._room.offer(record.owner, self, worth=worth, is_protected=is_protected)
+        else:
+            self._idle.pop(record.cid, None)
+            self._room.withdraw(record.owner)
+
+
+class World:
+    """The engine without a model: one call of step() is one step of step_s seconds."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        load_s: float = 0.0,
+        step_s: float = 0.1,
+        has_prefixes: bool = True,
+        **settings: object,
+    ) -> None:
+        defaults: dict[str, object] = {
+            "max_batch_tokens": 16,
+            "max_sequences": 8,
+            "block_tokens": 4,
+            "max_model_len": 64,
+        }
+        self.config = SchedulerConfig(**{**defaults, **settings})  # type: ignore[arg-type]
+        self.now = 0.0
+        self.step_s = step_s
+        self.pages = PageAllocator(num_pages)
+        self.room = Reclaimer(self.pages)
+        self.adapters = FakeAdapters(self.pages, self.room, load_s)
+        self.prefixes: PrefixCache | None = None
+        if has_prefixes:
+            self.prefixes = PrefixCache(
+                pages=self.pages,
+                reclaimer=self.room,
+                policy=LruPolicy(),
+                block_tokens=self.config.block_tokens,
+                clock=lambda: self.now,
+            )
+        self.scheduler = Scheduler(
+            self.config,
+            pages=self.pages,
+            room=self.room,
+            adapters=self.adapters,
+            prefixes=self.prefixes,
+        )
+        self.kv = FakeKV(self.config.block_tokens)
+        self.plan: StepPlan | None = None
+
+    def add(self, name: str, num_prompt: int | list[int] = 3, **fields: object) -> None:
+        self.scheduler.add(make_request(name, num_prompt, **fields), self.now)
+        self.adapters.poll(self.now)
+
+    def begin(self) -> StepPlan | None:
+        self.adapters.poll(self.now)
+        for page_ids in self.adapters.claims().values():
+            self.kv.overwrite(page_ids)
+        self.plan = self.scheduler.next_plan(self.now)
+        self.check()
+        return self.plan
+
+    def end(self, token: int = 7) -> list[TokenEvent]:
+        self.now += self.step_s
+        if self.plan is None:
+            return self.scheduler.take_events()
+        self._compute(self.plan)
+        events = self.scheduler.apply(self.plan, answer(self.plan, token))
+        self.check()
+        return events
+
+    def step(self, token: int = 7) -> list[TokenEvent]:
+        self.begin()
+        return self.end(token)
+
+    def run(self, limit: int = 400) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                return events
+            events += self.step()
+        raise AssertionError("the queue does not drain")
+
+    def running(self) -> list[str]:
+        """Request ids in the current plan, in its order."""
+        assert self.plan is not None
+        names = {s.sequence_id: s.request.request_id for s in self.scheduler._sequences.values()}
+        return [names[chunk.sequence_id] for chunk in self.plan.chunks]
+
+    def _compute(self, plan: StepPlan) -> None:
+        own = self.scheduler.claims()
+        for chunk in plan.chunks:
+            sequence = self.scheduler._sequences.get(chunk.sequence_id)
+            if sequence is None:
+                continue
+            stop = chunk.start + len(chunk.token_ids)
+            first = chunk.start // self.config.block_tokens
+            last = (stop - 1) // self.config.block_tokens
+            written = set(chunk.page_ids[first : last + 1])
+            assert written <= set(own[("kv", chunk.sequence_id)]), "writes into a shared page"
+            self.kv.compute(chunk, sequence.tokens(0, stop))
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        scheduler.check_integrity()
+        self.adapters.check_integrity(scheduler.leases(), scheduler.waiting_adapters())
+        claims = {**scheduler.claims(), **self.adapters.claims()}
+        if self.prefixes is not None:
+            self.prefixes.check_integrity(scheduler.prefix_leases())
+            claims |= self.prefixes.claims()
+        self.room.check_integrity()
+        self.pages.check_integrity(claims)
+
+
+def make_request(name: str, num_prompt: int | list[int] = 3, **fields: object) -> Request:
+    """Fields of Request, of SamplingParams, and `cid` for a selection of one."""
+    own = {key: fields.pop(key) for key in Request.__struct_fields__ if key in fields}
+    cid = fields.pop("cid", None)
+    if cid is not None:
+        own["selection"] = ((str(cid), 1.0),)
+    tokens = range(1, num_prompt + 1) if isinstance(num_prompt, int) else num_prompt
+    return Request(
+        request_id=name,
+        prompt_token_ids=tuple(tokens),
+        params=SamplingParams(**{"max_tokens": 4, **fields}),  # type: ignore[arg-type]
+        eos_token_ids=(99,),
+        **own,  # type: ignore[arg-type]
+    )
+
+
+def answer(plan: StepPlan, token: int = 7) -> StepResult:
+    return StepResult({c.sequence_id: token for c in plan.chunks if c.sample is not None})
+
+
+class FakeKV:
+    """What a model would have written: each slot knows the tokens and adapters that made it."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._slots: dict[tuple[int, int], int] = {}
+
+    def overwrite(self, page_ids: Iterable[int]) -> None:
+        for page_id in page_ids:
+            for offset in range(self._block_tokens):
+                self._slots.pop((page_id, offset), None)
+
+    def compute(self, chunk: Chunk, token_ids: list[int]) -> None:
+        """`token_ids`: all of the sequence up to the chunk's end."""
+        state = hash(chunk.selection)
+        for position, token_id in enumerate(token_ids):
+            state = hash((state, token_id))
+            page_id = chunk.page_ids[position // self._block_tokens]
+            slot = (page_id, position % self._block_tokens)
+            if position < chunk.start:
+                assert self._slots.get(slot) == state, "attention would read somebody else's keys"
+            else:
+                self._slots[slot] = state

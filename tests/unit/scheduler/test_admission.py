@@ -1,0 +1,180 @@
+"""Who gets a place: readiness, shares, caps and order. The bound is in test_bound.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from loramux.types import FinishReason, TokenEvent
+from tests.unit.scheduler.scheduler_factory import World, make_request
+
+SCHEDULES = ("fair", "fcfs")
+
+
+def first_seen(events: list[TokenEvent]) -> list[str]:
+    return list(dict.fromkeys(event.request_id for event in events))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_others_go_past_a_request_whose_adapter_is_on_its_way(schedule: str) -> None:
+    world = World(load_s=0.55, schedule=schedule)
+    world.add("cold", 3, cid="x")
+    world.add("base", 3, max_tokens=20)
+    world.begin()
+    assert world.running() == ["base"]
+    assert world.scheduler.num_loading == 1
+    events = world.end()
+    while "cold" not in first_seen(events):
+        events = world.step()
+    assert world.now == pytest.approx(0.7)
+    assert first_seen(world.run())
+
+
+def test_while_everything_loads_there_is_no_plan() -> None:
+    world = World(load_s=0.5)
+    world.add("a", 3, cid="x", n=2)
+    assert world.begin() is None
+    assert world.scheduler.num_loading == 2
+    world.end()
+    assert {e.finish_reason for e in world.run()} == {None, FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_failed_load_fails_exactly_the_requests_that_named_it(schedule: str) -> None:
+    world = World(load_s=0.15, schedule=schedule)
+    world.add("a", 3, cid="bad", n=2)
+    world.add("b", 3, selection=(("x", 1.0), ("bad", 0.5)))
+    world.add("c", 3, cid="x")
+    world.add("d", 3)
+    events = world.run()
+    errors = [e for e in events if e.error is not None]
+    assert sorted(e.request_id for e in errors) == ["a", "a", "b"]
+    assert {(e.error, e.error_code) for e in errors} == {("bad is broken.", "adapter")}
+    assert sum(e.request_id in "cd" for e in events) == 8
+
+
+def test_a_failed_load_is_told_at_once_and_may_be_tried_again() -> None:
+    """Catches a request that waits for a place only to learn that its adapter is broken."""
+    world = World(max_sequences=1)
+    world.add("long", 3, max_tokens=50)
+    for _ in range(2):
+        world.add("a", 3, cid="bad")
+        assert [e.request_id for e in world.step() if e.error] == ["a"]
+    world.run()
+
+
+def test_arrivals_decide_under_fcfs() -> None:
+    world = World(schedule="fcfs", max_sequences=1)
+    for number, name in enumerate("abcde"):
+        world.add(name, 2, tenant=f"t{number % 2}", cid=f"x{number % 3}", max_tokens=2)
+    assert first_seen(world.run()) == list("abcde")
+
+
+def test_tenants_get_their_weight_in_tokens() -> None:
+    world = World(max_sequences=1, max_wait_s=1e9)
+    for number in range(40):
+        world.add(f"a{number}", 4, tenant="a", tenant_weight=3.0)
+        world.add(f"b{number}", 4, tenant="b")
+    events: list[TokenEvent] = []
+    while len(events) < 100:
+        events += world.step()
+    share = sum(e.request_id.startswith("a") for e in events) / len(events)
+    assert share == pytest.approx(0.75, abs=0.05)
+
+
+def test_inside_a_tenant_adapters_share_alike() -> None:
+    world = World(max_sequences=1, max_wait_s=1e9)
+    for number in range(30):
+        world.add(f"hot{number}", 4, cid="hot")
+    for number in range(10):
+        world.add(f"cold{number}", 4, cid="cold")
+    order = [name.rstrip("0123456789") for name in first_seen(world.run())]
+    assert abs(order[:16].count("hot") - 8) <= 1
+
+
+def test_reused_tokens_are_not_charged() -> None:
+    prompt = list(range(33))
+    world = World(max_batch_tokens=64)
+    world.add("a", prompt, tenant="a", max_tokens=1)
+    world.add("b", list(range(50, 83)), tenant="b", max_tokens=1)
+    world.run()
+    for name in ("a2", "a3"):
+        world.add(name, prompt, tenant="a", max_tokens=9)
+    world.add("b2", list(range(150, 183)), tenant="b", max_tokens=9)
+    world.step()
+    counters = {
+        s.request.tenant: s.standing.tenant.counter for s in world.scheduler._sequences.values()
+    }
+    # Two last tokens and two of output, against a whole prompt and one of output.
+    assert counters["b"] - counters["a"] >= 33 - 2 - 2 - 2
+
+
+def test_about_equal_lanes_bring_no_further_adapter_into_the_batch() -> None:
+    world = World(max_sequences=2, max_wait_s=1e9)
+    world.add("x1", 3, cid="x", max_tokens=40)
+    world.add("base", 3, max_tokens=2)
+    world.step()
+    world.add("y1", 3, cid="y")
+    world.add("x2", 3, cid="x")
+    order = first_seen(world.run())
+    assert order.index("x2") < order.index("y1")
+
+
+def test_the_preference_ends_where_the_shares_differ_too_much() -> None:
+    world = World(max_sequences=2, max_wait_s=1e9, max_model_len=200)
+    world.add("x1", 3, cid="x", max_tokens=90)
+    world.add("base", 3, max_tokens=80)
+    world.add("x2", 3, cid="x")
+    world.add("y1", 3, cid="y")
+    order = first_seen(world.run())
+    assert order.index("y1") < order.index("x2")
+
+
+@pytest.mark.parametrize(("schedule", "second"), [("fair", "c"), ("fcfs", "b")])
+def test_over_the_cap_of_adapters_fair_looks_further_and_fcfs_waits(
+    schedule: str, second: str
+) -> None:
+    world = World(max_loras=1, schedule=schedule)
+    world.add("a", 3, cid="x", max_tokens=9)
+    world.add("b", 3, cid="y")
+    world.add("c", 3, cid="x")
+    assert first_seen(world.run())[1] == second
+
+
+def test_a_full_pool_of_requests_does_not_starve_a_cold_adapter_under_fcfs() -> None:
+    """Newer requests whose adapter is there must leave pages for the load of an older one."""
+    world = World(num_pages=14, schedule="fcfs", max_wait_s=0.5)
+    world.add("hot0", 3, cid="hot", max_tokens=30)
+    world.step()
+    events: list[TokenEvent] = []
+    for number in range(60):
+        world.add(f"hot{number + 1}", 12, cid="hot", max_tokens=8)
+        if number == 3:
+            world.add("cold", 12, cid="cold", max_tokens=8)
+        events += world.step()
+    assert "cold" in first_seen(events)
+    world.run()
+
+
+def test_two_requests_of_two_adapters_each_do_not_keep_each_other_out() -> None:
+    """Each holds one adapter in the queue, and there is room for three."""
+    world = World(num_pages=7, load_s=0.3)
+    world.add("a", 3, selection=(("p", 1.0), ("q", 1.0)))
+    world.add("b", 3, selection=(("r", 1.0), ("s", 1.0)))
+    assert {e.request_id for e in world.run() if e.finish_reason} == {"a", "b"}
+
+
+def test_a_step_does_not_ask_after_every_waiting_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(max_sequences=2, load_s=1e9, num_pages=2100)
+    world.add("a", 3, max_tokens=60, n=2)
+    world.step()
+    for number in range(1000):
+        world.scheduler.add(make_request(f"cold{number}", 3, cid=f"x{number}"), world.now)
+    asked: list[object] = []
+    is_ready = world.adapters.is_ready
+    monkeypatch.setattr(
+        world.adapters, "is_ready", lambda cids: (asked.append(cids), is_ready(cids))[1]
+    )
+    world.step()
+    assert 0 < len(asked) <= 64

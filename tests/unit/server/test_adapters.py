@@ -1,0 +1,115 @@
+"""The list of adapters: each once, with all its names, where it is, and who waits for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from loramux.backend import AdapterUse, Health
+from tests.unit.server.asgi_client import complete, get, make_app, request
+from tests.unit.server.scripted_backend import ScriptedBackend
+
+LEGAL = AdapterUse(
+    cid="cidv1:sha256:legal",
+    tier="device",
+    num_bytes=1024,
+    rank=8,
+    hits=5,
+    misses=1,
+    last_use_s=1_700_000_100.5,
+    num_running=2,
+    num_waiting=3,
+    cached_tokens=64,
+)
+
+
+def listed(backend: ScriptedBackend, query: str = "") -> list[dict[str, Any]]:
+    answer = get(make_app(backend), f"/v1/adapters{query}").json()
+    assert answer["object"] == "list"
+    data: list[dict[str, Any]] = answer["data"]
+    return data
+
+
+def test_an_adapter_is_shown_with_its_place_and_use() -> None:
+    backend = ScriptedBackend()
+    backend.uses = [LEGAL]
+    legal, polite = listed(backend)
+    assert legal == {
+        "id": "legal",
+        "object": "adapter",
+        "names": ["legal"],
+        "cid": "cidv1:sha256:legal",
+        "path": "/adapters/legal",
+        "rank": 8,
+        "bytes": 1024,
+        "tier": "device",
+        "pinned": False,
+        "hits": 5,
+        "misses": 1,
+        "last_use": 1_700_000_100.5,
+        "running": 2,
+        "waiting": 3,
+        "cached_tokens": 64,
+        "requests": 0,
+        "prompt_tokens": 0,
+        "generation_tokens": 0,
+    }
+    # The engine has not heard of this one yet.
+    assert (polite["tier"], polite["rank"], polite["last_use"]) == ("source", 8, None)
+
+
+def test_two_names_are_one_entry_and_an_unloaded_one_that_still_runs_is_seen() -> None:
+    backend = ScriptedBackend()
+    backend.adapters["alias"] = replace(backend.adapters["legal"], name="alias")
+    backend.uses = [LEGAL, replace(LEGAL, cid="cidv1:sha256:gone")]
+    entries = {entry["id"]: entry for entry in listed(backend)}
+    assert list(entries) == ["legal", "team/polite", "cidv1:sha256:gone"]
+    assert entries["legal"]["names"] == ["legal", "alias"]
+    assert entries["cidv1:sha256:gone"]["names"] == []
+    app = make_app(backend)
+    assert get(app, "/v1/adapters/alias").json() == get(app, "/v1/adapters/legal").json()
+
+
+def test_one_adapter_by_its_name_also_with_a_slash() -> None:
+    app = make_app()
+    assert get(app, "/v1/adapters/team/polite").json()["id"] == "team/polite"
+    missing = get(app, "/v1/adapters/nobody")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["param"] == "name"
+
+
+@pytest.mark.parametrize("name", ["legal", "team/polite"])
+def test_pin_and_unpin(name: str) -> None:
+    app = make_app()
+    assert request(app, "POST", f"/v1/adapters/{name}/pin").json()["pinned"] is True
+    assert get(app, f"/v1/adapters/{name}").json()["pinned"] is True
+    assert request(app, "DELETE", f"/v1/adapters/{name}/pin").json()["pinned"] is False
+    assert request(app, "POST", "/v1/adapters/nobody/pin").status_code == 404
+
+
+def test_busiest_come_first_and_the_list_can_be_cut() -> None:
+    backend = ScriptedBackend()
+    app = make_app(backend)
+    complete(app, model="team/polite")
+    answer = get(app, "/v1/adapters?order=busiest&limit=1").json()
+    [first] = answer["data"]
+    assert (first["id"], first["requests"], answer["total"]) == ("team/polite", 1, 2)
+    assert (first["prompt_tokens"], first["generation_tokens"]) == (2, 9)
+    names = [entry["id"] for entry in get(app, "/v1/adapters?order=busiest").json()["data"]]
+    assert names == ["team/polite", "legal"]
+
+
+@pytest.mark.parametrize("query", ["order=size", "limit=-1", "limit=x", "limit=", "limit=1e3"])
+def test_a_wrong_query_is_named(query: str) -> None:
+    response = get(make_app(), f"/v1/adapters?{query}")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == query.partition("=")[0]
+
+
+@pytest.mark.parametrize("path", ["/v1/adapters", "/v1/adapters/legal"])
+def test_without_an_engine_there_is_nothing_to_tell(path: str) -> None:
+    backend = ScriptedBackend()
+    backend.health = Health.RESTARTING
+    assert get(make_app(backend), path).status_code == 503
