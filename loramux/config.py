@@ -24,6 +24,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 EvictionName = Literal["cost", "lru"]
+MERGES = ("off", "auto")
 SCHEDULES = ("fair", "fcfs")
 EVICTIONS: tuple[EvictionName, ...] = ("cost", "lru")
 
@@ -97,12 +98,17 @@ class EngineConfig:
     """Refuse an adapter that was trained on a base of another name."""
     pack_weights: bool = True
     """Keep a second copy of the base weights in the CPU's fastest layout, when memory allows."""
+    merge: str = "off"
+    """auto: an adapter that dominates is merged into a copy of the weights, where it is faster."""
+    merge_memory_bytes: int | None = None
+    """Largest merged copy; None: a quarter of the memory."""
     reference_kernels: bool = False
     """Run the plain torch kernels everywhere; for hunting bugs (also LORAMUX_KERNELS=torch)."""
 
     def __post_init__(self) -> None:
         _check_choice("eviction", self.eviction, EVICTIONS)
         _check_choice("schedule", self.schedule, SCHEDULES)
+        _check_choice("merge", self.merge, MERGES)
         if not 0 < self.adapter_memory_fraction <= 1:
             raise InvalidRequest("adapter_memory_fraction must be in (0, 1].")
 

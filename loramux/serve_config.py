@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from loramux.config import EVICTIONS, SCHEDULES, EngineConfig, EvictionName
+from loramux.config import EVICTIONS, MERGES, SCHEDULES, EngineConfig, EvictionName
 from loramux.errors import InvalidRequest
 from loramux.serve_values import CHECKS, Kind, LoraModule, nearest
 
@@ -126,6 +126,21 @@ class ServeConfig:
     no_prefix_cache: bool = setting(
         False, Kind.SWITCH, MEMORY, "Compute every prompt anew, even one that was just computed."
     )
+    merge: str = setting(
+        "off",
+        Kind.TEXT,
+        MEMORY,
+        "auto: an adapter that dominates is merged into a copy of the weights where that is "
+        "measured to be faster; off: never.",
+        metavar="NAME",
+    )
+    merge_memory: int | None = setting(
+        None,
+        Kind.SIZE,
+        MEMORY,
+        "Largest merged copy of the weights. Default: a quarter of the memory.",
+        metavar="SIZE",
+    )
     schedule: str = setting(
         "fair",
         Kind.TEXT,
@@ -216,6 +231,7 @@ class ServeConfig:
             ("port", 0 <= self.port <= 65535, "between 0 and 65535"),
             ("host", bool(self.host), "an address such as 127.0.0.1"),
             ("eviction", self.eviction in EVICTIONS, f"one of {', '.join(EVICTIONS)}"),
+            ("merge", self.merge in MERGES, f"one of {', '.join(MERGES)}"),
             ("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
             (
                 "adapter_memory_fraction",
@@ -274,6 +290,8 @@ class ServeConfig:
             max_cpu_loras=self.max_cpu_loras,
             adapter_memory_fraction=self.adapter_memory_fraction,
             eviction=cast(EvictionName, self.eviction),
+            merge=self.merge,
+            merge_memory_bytes=self.merge_memory,
             prefix_cache=not self.no_prefix_cache,
             schedule=self.schedule,
             max_wait_s=self.max_wait_s,

@@ -14,6 +14,7 @@ import torch
 from loramux.adapters.catalog import KnownAdapter
 from loramux.adapters.image import AdapterImage
 from loramux.adapters.layout import AdapterLayout, Site, plan_layout
+from loramux.adapters.packing import StackedPacking
 from loramux.errors import AdapterNotFound, AdapterRefused
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.host_tier import HostTier
@@ -26,6 +27,7 @@ from loramux.memory.records import LowerTiers
 from loramux.memory.residency import AdapterResidency
 
 SITES = (Site(name="o", in_features=8, projections=("o_proj",), out_features=(8,)),)
+PACKING = StackedPacking(SITES, torch.float32)
 # One rank of an adapter is one page: 16 elements of float32.
 PAGE_ELEMENTS = 16
 RANK_BYTES = 64

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from loramux.adapters.image import AdapterImage, pack_adapter
-from loramux.adapters.layout import Site
+from loramux.adapters.image import AdapterImage
+from loramux.adapters.packing import Packing
 from loramux.adapters.reader import CheckedAdapter, read_adapter
 from loramux.errors import AdapterNotFound, AdapterRefused
 from loramux.types import BaseModelInfo
@@ -29,8 +27,7 @@ class KnownAdapter:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRules:
     base: BaseModelInfo
-    sites: tuple[Site, ...]
-    dtype: torch.dtype
+    packing: Packing
     max_rank: int | None = None
     strict_base: bool = False
 
@@ -121,7 +118,7 @@ class AdapterCatalog:
         adapter = read_adapter(
             folder, rules.base, max_rank=rules.max_rank, strict_base=rules.strict_base
         )
-        return adapter, pack_adapter(adapter, rules.sites, rules.dtype)
+        return adapter, rules.packing.pack(adapter)
 
 
 def _signature(folder: Path) -> Signature:

@@ -11,13 +11,14 @@ from loramux.adapters.layout import AdapterLayout, Site, plan_layout
 from loramux.errors import AdapterRefused
 
 if TYPE_CHECKING:
+    from loramux.adapters.grouped_layout import GroupedLayout
     from loramux.adapters.reader import CheckedAdapter
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterImage:
     cid: str
-    layout: AdapterLayout
+    layout: AdapterLayout | GroupedLayout
     buffer: torch.Tensor
     """[num_elements], in the base's dtype, the scale folded into B."""
 

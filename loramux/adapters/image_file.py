@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from loramux.adapters.image import AdapterImage
-from loramux.adapters.layout import AdapterLayout, Site, plan_layout
+from loramux.adapters.layout import IMAGE_HEADER_BYTES
+from loramux.adapters.packing import Packing
 from loramux.errors import AdapterRefused
 
 _MAGIC = b"loramux image 1\n"
-# The buffer starts here, so that it can be read or mapped in whole pages.
-_HEADER_BYTES = 65536
 _MAX_HEADER = 16 * 2**20
 
 # Makes room for so many elements; in pinned memory where the device wants that.
@@ -41,7 +40,8 @@ def write_image(path: Path, image: AdapterImage) -> None:
         }
     ).encode()
     head = _MAGIC + len(header).to_bytes(8, "little") + header
-    size = -(-len(head) // _HEADER_BYTES) * _HEADER_BYTES
+    # The buffer starts at a whole page, so that it can be read or mapped.
+    size = _padded(len(head))
     partial = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.partial")
     try:
         with partial.open("wb", buffering=0) as file:
@@ -53,13 +53,13 @@ def write_image(path: Path, image: AdapterImage) -> None:
 
 
 def read_image(
-    path: Path, cid: str, sites: tuple[Site, ...], allocate: Allocate = plain_buffer
+    path: Path, cid: str, packing: Packing, allocate: Allocate = plain_buffer
 ) -> AdapterImage:
     """Raises FileNotFoundError, or AdapterRefused when the file is not what it should be."""
     with path.open("rb", buffering=0) as file:
         found = _read_header(file.fileno(), path)
         try:
-            layout = _layout_of(found["layout"], sites)
+            layout = packing.layout_of(cast(Sequence[Any], found["layout"]))
             dtype = getattr(torch, str(found["dtype"]).removeprefix("torch."))
             if found["cid"] != cid or found["num_elements"] != layout.num_elements:
                 raise _broken(path, "it holds another adapter")
@@ -72,25 +72,13 @@ def read_image(
     return AdapterImage(cid=cid, layout=layout, buffer=buffer)
 
 
-def _layout_of(key: Any, sites: tuple[Site, ...]) -> AdapterLayout:
-    projections = {site.name: site.projections for site in sites}
-    ranks = {
-        (layer, projection): rank
-        for layer, name, site_ranks in key
-        for projection, rank in zip(projections[name], site_ranks, strict=True)
-        if rank
-    }
-    return plan_layout(sites, ranks)
-
-
 def _read_header(descriptor: int, path: Path) -> dict[str, object]:
     prefix = os.read(descriptor, len(_MAGIC) + 8)
     length = int.from_bytes(prefix[len(_MAGIC) :], "little")
     if not prefix.startswith(_MAGIC) or not 0 < length < _MAX_HEADER:
         raise _broken(path, "it is no image file")
     header = os.read(descriptor, length)
-    size = -(-(len(prefix) + length) // _HEADER_BYTES) * _HEADER_BYTES
-    os.lseek(descriptor, size, os.SEEK_SET)
+    os.lseek(descriptor, _padded(len(prefix) + length), os.SEEK_SET)
     try:
         found = json.loads(header)
     except ValueError as error:
@@ -98,6 +86,10 @@ def _read_header(descriptor: int, path: Path) -> dict[str, object]:
     if not isinstance(found, dict):
         raise _broken(path, "its header is no object")
     return found
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // IMAGE_HEADER_BYTES) * IMAGE_HEADER_BYTES
 
 
 def _as_bytes(buffer: torch.Tensor) -> memoryview:

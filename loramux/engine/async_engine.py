@@ -18,6 +18,7 @@ from loramux.backend import (
     Health,
     Job,
     ModelCard,
+    failure_of,
 )
 from loramux.config import EngineConfig
 from loramux.engine.calls import PendingCalls
@@ -138,7 +139,7 @@ class AsyncEngine:
             while True:
                 for delta in await stream.take():
                     if delta.finish_reason is FinishReason.ERROR:
-                        raise LoramuxError(delta.error or "The request failed in the engine.")
+                        raise failure_of(delta)
                     yield delta
                 if stream.is_finished:
                     return

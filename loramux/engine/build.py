@@ -11,17 +11,21 @@ import torch
 
 from loramux.adapters.catalog import AdapterRules
 from loramux.adapters.layout import sites_of
+from loramux.adapters.packing import StackedPacking
 from loramux.config import EngineConfig, SchedulerConfig
 from loramux.engine.engine import Engine
 from loramux.engine.memory import Clock, build_memory
 from loramux.errors import DoesNotFit
 from loramux.kernels.interface import select_kernels
+from loramux.lora.merge import LinearKinds, MergeSource, PageDeltas
+from loramux.lora.merge_controller import MergeController
 from loramux.memory.device import default_pool_bytes, total_memory_bytes
 from loramux.memory.pool import KVGeometry, PagePool
 from loramux.models.architectures import base_info
 from loramux.models.dtypes import resolve_dtype
+from loramux.models.layers import Linear
 from loramux.models.loader import LoadedModel, load_model
-from loramux.models.packed_linear import pack_linears
+from loramux.models.packed_linear import PackedLinear, pack_linears
 from loramux.runner.runner import Runner
 from loramux.scheduler.scheduler import Scheduler
 
@@ -49,8 +53,7 @@ def build_engine(
     pool = _make_pool(model, config)
     rules = AdapterRules(
         base=base,
-        sites=sites,
-        dtype=pool.storage.dtype,
+        packing=StackedPacking(sites, pool.storage.dtype),
         max_rank=config.max_rank,
         strict_base=config.strict_base,
     )
@@ -70,7 +73,25 @@ def build_engine(
         kernels=select_kernels(config.device, reference=config.wants_reference_kernels),
     )
     return Engine(
-        scheduler=scheduler, runner=runner, memory=memory, vocab_size=model.config.vocab_size
+        scheduler=scheduler,
+        runner=runner,
+        memory=memory,
+        vocab_size=model.config.vocab_size,
+        merge=_merge_controller(config, runner, PageDeltas(memory.residency.resident, pool)),
+    )
+
+
+def _merge_controller(
+    config: EngineConfig, runner: Runner, deltas: PageDeltas
+) -> MergeController | None:
+    if config.merge == "off":
+        return None
+    kinds = LinearKinds(plain=Linear, packed=PackedLinear)
+    byte_limit = config.merge_memory_bytes
+    return MergeController(
+        runner.lora,
+        MergeSource(bases=runner.lora.bases, deltas=deltas, kinds=kinds),
+        byte_limit=total_memory_bytes() // 4 if byte_limit is None else byte_limit,
     )
 
 

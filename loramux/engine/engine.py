@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from loramux.adapters.catalog import AdapterCatalog, KnownAdapter
 from loramux.engine.memory import EngineMemory
 from loramux.errors import DoesNotFit, InvalidRequest
+from loramux.lora.merge_controller import MergeController
 from loramux.memory.pages import PageAllocator
 from loramux.memory.residency import AdapterResidency
 from loramux.runner.penalties import check_logit_bias
@@ -22,16 +24,24 @@ from loramux.types import Chunk, Request, Selection, StepPlan, StepResult, Token
 _LOAD_WAIT_S = 0.005
 # A step with this many rows says what a prompt token costs.
 _PROMPT_ROWS = 64
+_SMOOTHING = 0.1
 
 
 class Engine:
     def __init__(
-        self, *, scheduler: Scheduler, runner: Runner, memory: EngineMemory, vocab_size: int
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: Runner,
+        memory: EngineMemory,
+        vocab_size: int,
+        merge: MergeController | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.memory = memory
         self.vocab_size = vocab_size
+        self.merge = merge
 
     def step(self) -> list[TokenEvent]:
         self.memory.move_adapters()
@@ -60,7 +70,11 @@ class Engine:
 
     def forget_adapter(self, cid: str) -> bool:
         """Frees all that an adapter holds; False: a sequence needs it, and nothing was done."""
-        return self.memory.forget(cid)
+        if not self.memory.forget(cid):
+            return False
+        if self.merge is not None:
+            self.merge.forget(cid)
+        return True
 
     def add(self, request: Request) -> None:
         """Raises for what could not be computed: it would fail everybody's step."""
@@ -103,11 +117,13 @@ class Engine:
         self.memory.close()
 
     def _run(self, plan: StepPlan) -> StepResult:
-        began = time.perf_counter()
-        result = self.runner.run(plan)
+        with nullcontext() if self.merge is None else self.merge.step(plan):
+            began = time.perf_counter()
+            result = self.runner.run(plan)
         prefixes = self.memory.prefixes
         if prefixes is not None and plan.num_tokens >= _PROMPT_ROWS:
-            prefixes.token_s = (time.perf_counter() - began) / plan.num_tokens
+            seconds = (time.perf_counter() - began) / plan.num_tokens
+            prefixes.token_s += _SMOOTHING * (seconds - prefixes.token_s)
         return result
 
     def _wait_for_adapters(self) -> None:
@@ -132,6 +148,8 @@ class Engine:
             claims |= self.memory.prefixes.claims()
         self.memory.room.check_integrity()
         self.pages.check_integrity(claims)
+        if self.merge is not None:
+            self.merge.check_integrity()
 
 
 def _whole_chunks(

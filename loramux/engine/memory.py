@@ -129,8 +129,7 @@ def _lower_tiers(
         disk = DiskTier(
             Path(config.disk_folder).expanduser(),
             budget_bytes=config.disk_space_bytes,
-            sites=catalog.rules.sites,
-            dtype=catalog.rules.dtype,
+            packing=catalog.rules.packing,
             policy=policy,
         )
 
@@ -155,7 +154,7 @@ def _lower_tiers(
     def keep(image: AdapterImage) -> None:
         host.offer(image)
         if disk is not None:
-            disk.put(image)
+            disk.offer(image)
 
     catalog.on_image = keep
     return tiers

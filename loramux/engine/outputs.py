@@ -57,6 +57,7 @@ class _Choice:
         )
         self._num_sent = 0
         self._prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+        self._num_reused: int | None = None
         self.output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
 
     def apply(self, event: TokenEvent) -> Delta | None:
@@ -64,6 +65,8 @@ class _Choice:
             return None
         if event.prompt_logprobs and self._request.params.prompt_logprobs is not None:
             self._prompt_logprobs = tuple(event.prompt_logprobs)
+        if not self.output.token_ids:
+            self._num_reused = event.num_reused
         text = self._read(event)
         self.output.text += text
         stop_string = self._detokenizer.stopped_by
@@ -76,7 +79,7 @@ class _Choice:
         if not text and self.output.finish_reason is None:
             return None
         stop_hit = stop_string is not None and event.finish_reason is None
-        return self._delta(text, stop_hit=stop_hit, error=event.error)
+        return self._delta(text, event, stop_hit=stop_hit)
 
     def _read(self, event: TokenEvent) -> str:
         """The event's new text. A token that ends the choice has none, unless it is asked for."""
@@ -99,10 +102,11 @@ class _Choice:
         )
         return None if is_eos else event.stop_token_id
 
-    def _delta(self, text: str, *, stop_hit: bool, error: str | None) -> Delta:
+    def _delta(self, text: str, event: TokenEvent, *, stop_hit: bool) -> Delta:
         output, start = self.output, self._num_sent
         self._num_sent = len(output.token_ids)
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        num_reused, self._num_reused = self._num_reused, None
         return Delta(
             index=output.index,
             text=text,
@@ -111,6 +115,8 @@ class _Choice:
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             stop_hit=stop_hit,
-            error=error,
+            error=event.error,
+            error_code=event.error_code,
             prompt_logprobs=prompt_logprobs,
+            num_reused=num_reused,
         )

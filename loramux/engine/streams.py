@@ -68,5 +68,7 @@ def _join(first: Delta, second: Delta) -> Delta:
         stop_reason=second.stop_reason,
         stop_hit=second.stop_hit,
         error=second.error,
+        error_code=second.error_code,
         prompt_logprobs=first.prompt_logprobs,
+        num_reused=first.num_reused,
     )

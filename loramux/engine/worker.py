@@ -65,6 +65,8 @@ class Worker:
         self._usage = usage
         self._usage_saved_s = time.monotonic()
         self._snapshot_sent_s = 0.0
+        # Whether the server knows how things stand; it must before the engine falls idle.
+        self._is_told = False
         self._channel = channel
         self._pulse = pulse
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -91,13 +93,18 @@ class Worker:
 
     def _report(self, events: list[TokenEvent]) -> None:
         now = time.monotonic()
+        self._is_told = False
         if events or now - self._snapshot_sent_s > _SNAPSHOT_S:
-            self._snapshot_sent_s = now
-            snapshot = take_snapshot(self._engine, num_steps=self._num_steps)
-            self._channel.send(Events(events=events, snapshot=snapshot))
+            self._tell(events)
         if now - self._usage_saved_s > _USAGE_S:
             self._usage_saved_s = now
             self._save_usage()
+
+    def _tell(self, events: list[TokenEvent]) -> None:
+        self._snapshot_sent_s = time.monotonic()
+        self._is_told = True
+        snapshot = take_snapshot(self._engine, num_steps=self._num_steps)
+        self._channel.send(Events(events=events, snapshot=snapshot))
 
     def _save_usage(self) -> None:
         if self._usage is not None:
@@ -113,11 +120,15 @@ class Worker:
     def _obey_all(self) -> None:
         """Takes what has arrived; waits only when there is nothing to compute."""
         while self._is_open:
+            is_idle = not self._engine.has_work
+            if is_idle and not self._is_told:
+                self._tell([])
             try:
-                command = self._inbox.get(block=not self._engine.has_work)
+                command = self._inbox.get(block=is_idle)
             except queue.Empty:
                 return
             self._obey(command)
+            self._is_told = False
 
     def _obey(self, command: Command | None) -> None:
         match command:
@@ -150,6 +161,7 @@ class Worker:
                 answer = Answer(call_id=call_id)
                 try:
                     residency.pin(cid, is_pinned=is_pinned)
+                    residency.poll()
                 except LoramuxError as error:
                     answer = Answer(call_id=call_id, error=describe_error(error))
                 self._channel.send(answer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -12,11 +12,15 @@ from loramux.lora.stacks import SiteKey
 
 
 class LoraContext:
-    """The batch that the wrapped modules are computing now; None: base rows only."""
+    """What the wrapped modules compute in this forward; neither batch nor merged: base rows."""
 
     def __init__(self, kernels: LoraKernels) -> None:
         self.kernels = kernels
+        self.bases: dict[SiteKey, nn.Module] = {}
+        """The modules that were wrapped, as they are without any adapter."""
         self.batch: LoraBatch | None = None
+        self.merged: Mapping[SiteKey, nn.Module] | None = None
+        """Stands for the batch: every row of this forward has what these sites have merged in."""
 
 
 class LoraLinear(nn.Module):
@@ -27,6 +31,10 @@ class LoraLinear(nn.Module):
         self.context = context
 
     def forward(self, x: Tensor) -> Tensor:
+        merged = self.context.merged
+        if merged is not None:
+            replaced: Tensor = merged.get(self.site, self.base)(x)
+            return replaced
         y: Tensor = self.base(x)
         batch = self.context.batch
         if batch is not None:
@@ -43,5 +51,7 @@ def attach(
     names = tuple(site_names)
     for index, layer in enumerate(layers):
         for name in names:
-            setattr(layer, name, LoraLinear(getattr(layer, name), (index, name), context))
+            site, base = (index, name), getattr(layer, name)
+            context.bases[site] = base
+            setattr(layer, name, LoraLinear(base, site, context))
     return context

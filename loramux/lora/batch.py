@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from loramux.kernels.interface import LoraKernels, LoraRows, LoraWeights, Segment
 from loramux.lora.stacks import LoraStacks, SiteKey, Stack
-from loramux.memory.residency import ResidentAdapter
+from loramux.memory.records import ResidentAdapter
 from loramux.types import Selection
 
 

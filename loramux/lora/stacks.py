@@ -15,7 +15,7 @@ from torch import Tensor
 from loramux.adapters.layout import AdapterLayout
 from loramux.kernels.interface import LoraSlice, LoraWeights
 from loramux.memory.pool import PagePool
-from loramux.memory.residency import ResidentAdapter
+from loramux.memory.records import ResidentAdapter
 
 LayoutKey = tuple[tuple[int, str, tuple[int, ...]], ...]
 SiteKey = tuple[int, str]
@@ -49,7 +49,7 @@ class LoraStacks:
         """Stacks whose slots are exactly these adapters, those of one layout in one stack."""
         by_layout: dict[LayoutKey, list[ResidentAdapter]] = {}
         for adapter in adapters:
-            by_layout.setdefault(adapter.layout.key, []).append(adapter)
+            by_layout.setdefault(adapter.stacked.key, []).append(adapter)
         # What no row of this step uses is dropped: its pages still have it.
         for key in self._stacks.keys() - by_layout.keys():
             del self._stacks[key]
@@ -81,8 +81,8 @@ class LoraStacks:
         width = num_pages * self._pool.geometry.page_elements
         like = self._pool.storage
         storage = torch.empty(capacity, width, dtype=like.dtype, device=like.device)
-        stack = Stack(layout=first.layout, num_pages=num_pages, storage=storage)
-        stack.weights = {site: _views(stack, site) for site in first.layout.places}
+        stack = Stack(layout=first.stacked, num_pages=num_pages, storage=storage)
+        stack.weights = {site: _views(stack, site) for site in first.stacked.places}
         return stack
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import threading
 from pathlib import Path
 
-import torch
-
 from loramux.adapters.image import AdapterImage
 from loramux.adapters.image_file import Allocate, plain_buffer, read_image, write_image
-from loramux.adapters.layout import Site
+from loramux.adapters.packing import Packing
 from loramux.errors import AdapterRefused
 from loramux.memory.policies import EvictionPolicy
 from loramux.memory.tiers import TierCounters
@@ -33,14 +30,13 @@ class DiskTier:
         folder: Path,
         *,
         budget_bytes: int,
-        sites: tuple[Site, ...],
-        dtype: torch.dtype,
+        packing: Packing,
         policy: EvictionPolicy,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.counters = TierCounters()
-        self._folder = folder / hashlib.sha256(repr((sites, dtype)).encode()).hexdigest()[:16]
-        self._sites = sites
+        self._folder = folder / packing.fingerprint[:16]
+        self._packing = packing
         self._policy = policy
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
@@ -64,7 +60,7 @@ class DiskTier:
             return None
         path = self._path(cid)
         try:
-            return read_image(path, cid, self._sites, allocate)
+            return read_image(path, cid, self._packing, allocate)
         except FileNotFoundError:
             pass
         except (AdapterRefused, OSError) as error:
@@ -74,6 +70,11 @@ class DiskTier:
         with self._lock:
             self._sizes.pop(cid, None)
         return None
+
+    def offer(self, image: AdapterImage) -> None:
+        """Keeps an image that is at hand anyway, if that costs nobody else his place."""
+        if self.used_bytes + image.num_bytes + 2**16 <= self.budget_bytes:
+            self.put(image)
 
     def put(self, image: AdapterImage) -> bool:
         """False: there is no room for it, or the disk is full; both are fine."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from loramux.adapters.catalog import KnownAdapter
+from loramux.adapters.grouped_layout import GroupedLayout
 from loramux.adapters.layout import AdapterLayout
 from loramux.errors import LoramuxError
 from loramux.memory.disk_tier import DiskTier
@@ -30,9 +31,15 @@ class ResidentAdapter:
     """An adapter whose weights are all in pages."""
 
     cid: str
-    layout: AdapterLayout
+    layout: AdapterLayout | GroupedLayout
     page_ids: list[int]
     num_leases: int = 0
+
+    @property
+    def stacked(self) -> AdapterLayout:
+        """The layout, for kernels that work on copies."""
+        assert isinstance(self.layout, AdapterLayout)
+        return self.layout
 
 
 @dataclass(slots=True)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from loramux.kernels.interface import Kernels
-from loramux.lora.attach import attach
+from loramux.lora.attach import LoraContext, attach
 from loramux.lora.batch import LoraBatch, RowRun, gather_batch
 from loramux.lora.stacks import LoraStacks
 from loramux.memory.pool import PagePool
-from loramux.memory.residency import ResidentAdapter
+from loramux.memory.records import ResidentAdapter
 from loramux.models.decoder import Decoder
 from loramux.runner.batch import PagedAttention, StepBatch, build_batch, half_filled_pages
 from loramux.runner.sampler import prompt_logprobs, sample
@@ -41,6 +41,10 @@ class Runner:
         return self._pool.storage.dtype
 
     @property
+    def lora(self) -> LoraContext:
+        return self._lora
+
+    @property
     def pool_bytes(self) -> int:
         return self._pool.storage.nbytes
 
@@ -64,7 +68,9 @@ class Runner:
         }
 
     def _forward(self, plan: StepPlan) -> tuple[StepBatch, Tensor]:
-        lora = gather_batch([c.selection for c in plan.chunks], self._adapters, self._stacks)
+        selections = [chunk.selection for chunk in plan.chunks]
+        is_merged = self._lora.merged is not None
+        lora = None if is_merged else gather_batch(selections, self._adapters, self._stacks)
         batch = self._build(plan, lora)
         self._lora.batch = lora
         try:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from loramux.adapters.catalog import AdapterCatalog, AdapterRules
-from loramux.adapters.image import pack_adapter
+from loramux.adapters.image import AdapterImage, pack_adapter
 from loramux.adapters.layout import sites_of
+from loramux.adapters.packing import StackedPacking
 from loramux.adapters.reader import read_adapter
 from loramux.errors import AdapterNotFound, AdapterRefused
 from tests.adapter_factory import (
@@ -22,9 +23,8 @@ from tests.adapter_factory import (
 BASE = tiny_base_info(tiny_llama_config())
 
 
-def make_catalog(host_memory_bytes: int = 2**20, **rules: Any) -> AdapterCatalog:
-    settings = {"base": BASE, "sites": sites_of(BASE), "dtype": torch.float32, **rules}
-    return AdapterCatalog(AdapterRules(**settings), host_memory_bytes=host_memory_bytes)
+def make_catalog(dtype: torch.dtype = torch.float32) -> AdapterCatalog:
+    return AdapterCatalog(AdapterRules(base=BASE, packing=StackedPacking(sites_of(BASE), dtype)))
 
 
 def write(folder: Path, seed: int = 0, **config: Any) -> Path:
@@ -37,7 +37,8 @@ def test_the_same_bytes_in_two_folders_are_one_adapter(tmp_path: Path) -> None:
     catalog = make_catalog()
     first, second = catalog.register(write(tmp_path / "a")), catalog.register(write(tmp_path / "b"))
     assert first.cid == second.cid
-    assert catalog.host_bytes == catalog.load(first.cid).num_bytes
+    assert [known.cid for known in catalog.known()] == [first.cid]
+    assert first.num_bytes == catalog.read(first.cid).num_bytes
 
 
 def test_files_are_read_again_only_when_they_changed(
@@ -57,24 +58,25 @@ def test_files_are_read_again_only_when_they_changed(
     assert changed.cid != first.cid and len(reads) == 2
 
 
-def test_host_memory_is_bounded_and_what_was_dropped_comes_back_from_disk(tmp_path: Path) -> None:
-    one = make_catalog().register(write(tmp_path / "0")).num_elements * 4
-    catalog = make_catalog(host_memory_bytes=3 * one)
-    known = [catalog.register(write(tmp_path / str(i), seed=i)) for i in range(8)]
-    assert catalog.host_bytes == 3 * one
-    image = catalog.load(known[0].cid)
-    expected = pack_adapter(read_adapter(tmp_path / "0", BASE), sites_of(BASE), torch.float32)
-    assert torch.equal(image.buffer, expected.buffer)
-    assert catalog.host_bytes == 3 * one
+def test_registration_hands_on_the_image_that_a_later_read_would_give(tmp_path: Path) -> None:
+    catalog = make_catalog()
+    heard: list[AdapterImage] = []
+    catalog.on_image = heard.append
+    known = catalog.register(write(tmp_path / "a"))
+    catalog.register(tmp_path / "a")
+    expected = pack_adapter(read_adapter(tmp_path / "a", BASE), sites_of(BASE), torch.float32)
+    assert len(heard) == 1 and heard[0].cid == known.cid
+    assert torch.equal(heard[0].buffer, expected.buffer)
+    assert torch.equal(catalog.read(known.cid).buffer, expected.buffer)
 
 
 def test_a_folder_that_was_replaced_is_never_served_under_its_old_id(tmp_path: Path) -> None:
-    catalog = make_catalog(host_memory_bytes=1)
+    catalog = make_catalog()
     old = catalog.register(write(tmp_path / "a"))
     catalog.register(write(tmp_path / "b", seed=1))
     write(tmp_path / "a", seed=2)
     with pytest.raises(AdapterRefused, match="no longer holds") as caught:
-        catalog.load(old.cid)
+        catalog.read(old.cid)
     assert caught.value.code == "changed_on_disk"
     with pytest.raises(AdapterRefused, match="no longer holds"):
         catalog.verify(old.cid)
@@ -84,9 +86,9 @@ def test_forget_frees_all_and_the_adapter_can_come_again(tmp_path: Path) -> None
     catalog = make_catalog()
     known = catalog.register(write(tmp_path / "a"))
     catalog.forget(known.cid)
-    assert catalog.host_bytes == 0
+    assert catalog.known() == []
     with pytest.raises(AdapterNotFound):
-        catalog.load(known.cid)
+        catalog.read(known.cid)
     catalog.forget(known.cid)
     assert catalog.register(tmp_path / "a").cid == known.cid
 

@@ -8,12 +8,14 @@ import torch
 from loramux.adapters.image import AdapterImage
 from loramux.adapters.image_file import read_image, write_image
 from loramux.adapters.layout import Site, plan_layout
+from loramux.adapters.packing import StackedPacking
 from loramux.errors import AdapterRefused
 
 SITES = (
     Site("qkv", 8, ("q_proj", "k_proj", "v_proj"), (8, 4, 4)),
     Site("o", 8, ("o_proj",), (8,)),
 )
+PACKING = StackedPacking(SITES, torch.float32)
 RANKS = {(0, "q_proj"): 3, (0, "v_proj"): 1, (2, "o_proj"): 5}
 
 
@@ -28,7 +30,7 @@ def make_image(dtype: torch.dtype) -> AdapterImage:
 def test_any_layout_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     image = make_image(dtype)
     write_image(tmp_path / "x.image", image)
-    again = read_image(tmp_path / "x.image", image.cid, SITES)
+    again = read_image(tmp_path / "x.image", image.cid, PACKING)
     assert again.layout == image.layout and again.buffer.dtype == dtype
     assert torch.equal(again.buffer.view(torch.uint8), image.buffer.view(torch.uint8))
 
@@ -37,21 +39,21 @@ def test_the_buffer_comes_from_the_callers_allocator(tmp_path: Path) -> None:
     image = make_image(torch.float32)
     write_image(tmp_path / "x.image", image)
     room = torch.zeros(image.buffer.numel())
-    again = read_image(tmp_path / "x.image", image.cid, SITES, lambda count, dtype: room[:count])
+    again = read_image(tmp_path / "x.image", image.cid, PACKING, lambda count, dtype: room[:count])
     assert again.buffer.data_ptr() == room.data_ptr()
 
 
 def test_a_file_of_another_adapter_is_refused(tmp_path: Path) -> None:
     write_image(tmp_path / "x.image", make_image(torch.float32))
     with pytest.raises(AdapterRefused, match="another adapter"):
-        read_image(tmp_path / "x.image", "cidv1:sha256:cd", SITES)
+        read_image(tmp_path / "x.image", "cidv1:sha256:cd", PACKING)
 
 
 @pytest.mark.parametrize("content", [b"", b"loramux image 1\n", b"x" * 100000])
 def test_what_is_no_image_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.image").write_bytes(content)
     with pytest.raises(AdapterRefused, match="cannot be used"):
-        read_image(tmp_path / "x.image", "cidv1:sha256:ab", SITES)
+        read_image(tmp_path / "x.image", "cidv1:sha256:ab", PACKING)
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -39,3 +39,19 @@ def test_without_a_batch_the_base_is_called_and_nothing_else() -> None:
     plain = layer.o(x)
     attach([layer], ["o"], lora_torch)
     assert isinstance(layer.o, LoraLinear) and torch.equal(layer.o(x), plain)
+
+
+def test_merged_sites_stand_for_the_batch_and_untouched_sites_stay_the_base() -> None:
+    layer = Layer()
+    x, double = torch.randn(3, 4), nn.Linear(4, 4)
+    plain = layer.down(x)
+    context = attach([layer], ["o", "down"], lora_torch)
+    weights = LoraWeights(torch.randn(1, 4, 2), (LoraSlice(torch.randn(1, 2, 4), 0, 0),))
+    context.batch = LoraBatch([])
+    context.batch.sites[0, "o"] = [(weights, lora_torch.cut_rows([Segment(0, 0, 3)], 1))]
+    context.merged = {(0, "o"): double}
+    with torch.inference_mode():
+        assert torch.equal(layer.o(x), double(x)), "the adapter must not be added twice"
+        assert torch.equal(layer.down(x), plain)
+    assert list(context.bases) == [(0, "o"), (0, "down")]
+    assert context.bases[0, "o"] is layer.o.base

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from loramux.adapters.layout import Site, plan_layout
 from loramux.lora.stacks import LoraStacks
 from loramux.memory.pool import KVGeometry, PagePool
-from loramux.memory.residency import ResidentAdapter
+from loramux.memory.records import ResidentAdapter
 
 SITES = (
     Site(name="qkv", in_features=4, projections=("q", "k", "v"), out_features=(4, 2, 2)),

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from loramux.adapters.packing import StackedPacking
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.policies import LruPolicy
 from tests.memory_factory import SITES, cid_of, image_of
@@ -17,8 +18,7 @@ def make_tier(folder: Path, num_files: int = 8, dtype: torch.dtype = torch.float
     return DiskTier(
         folder,
         budget_bytes=num_files * FILE_BYTES,
-        sites=SITES,
-        dtype=dtype,
+        packing=StackedPacking(SITES, dtype),
         policy=LruPolicy(),
     )
 
@@ -69,6 +69,13 @@ def test_the_budget_holds_and_the_least_used_leaves(tmp_path: Path) -> None:
     assert len(tier) == 2 and tier.counters.evictions == 1
     assert len(list(tmp_path.glob("*/*.image"))) == 2
     assert len(make_tier(tmp_path, num_files=1)) == 1, "a smaller budget at the next start"
+
+
+def test_an_offer_costs_nobody_his_place(tmp_path: Path) -> None:
+    tier = make_tier(tmp_path, num_files=1)
+    tier.offer(image_of(A))
+    tier.offer(image_of(C))
+    assert A in tier and C not in tier and tier.counters.evictions == 0
 
 
 def test_other_shapes_or_dtypes_do_not_meet_each_others_images(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from loramux.memory.disk_tier import DiskTier
 from loramux.memory.loader import AdapterLoader, Arrival
 from loramux.memory.policies import LruPolicy
 from loramux.memory.tiers import AdapterState
-from tests.memory_factory import SITES, NumberedAdapters, cid_of
+from tests.memory_factory import PACKING, NumberedAdapters, cid_of
 
 A = cid_of(1)
 
@@ -38,9 +38,7 @@ def take(loader: AdapterLoader) -> Arrival:
 
 
 def test_a_read_goes_to_disk_as_well_and_comes_from_there_next_time(tmp_path: Path) -> None:
-    disk = DiskTier(
-        tmp_path, budget_bytes=2**20, sites=SITES, dtype=torch.float32, policy=LruPolicy()
-    )
+    disk = DiskTier(tmp_path, budget_bytes=2**20, packing=PACKING, policy=LruPolicy())
     adapters, written = NumberedAdapters(), Written()
     loader = AdapterLoader(source=adapters, disk=disk, write_pages=written)
     loader.read(A, [3])

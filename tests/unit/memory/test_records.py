@@ -3,21 +3,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.policies import LruPolicy
 from loramux.memory.records import AdapterRecord
 from loramux.memory.tiers import AdapterState
-from tests.memory_factory import SITES, cid_of, image_of, tiny_memory
+from tests.memory_factory import PACKING, cid_of, image_of, tiny_memory
 
 A = cid_of(1)
 
 
 def test_the_resting_place_is_the_fastest_tier_that_has_the_bytes(tmp_path: Path) -> None:
-    disk = DiskTier(
-        tmp_path, budget_bytes=2**20, sites=SITES, dtype=torch.float32, policy=LruPolicy()
-    )
+    disk = DiskTier(tmp_path, budget_bytes=2**20, packing=PACKING, policy=LruPolicy())
     tiers = tiny_memory(num_pages=2, disk=disk).tiers
     assert tiers.resting_place(A) is AdapterState.SOURCE
     from_source = tiers.reload_s(A, 2**20)

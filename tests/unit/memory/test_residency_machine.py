@@ -6,7 +6,6 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -14,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from loramux.errors import AdapterRefused, DoesNotFit
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.policies import CostAwarePolicy, LruPolicy
-from tests.memory_factory import SITES, TinyMemory, cid_of, facts_of, tiny_memory
+from tests.memory_factory import PACKING, TinyMemory, cid_of, facts_of, tiny_memory
 
 NUM_PAGES = 10
 CIDS = [cid_of(number, rank=1 + number % 4) for number in range(1, 9)]
@@ -43,8 +42,7 @@ class TierMachine(RuleBasedStateMachine):
         disk = DiskTier(
             Path(self.folder.name),
             budget_bytes=disk_files * FILE_BYTES,
-            sites=SITES,
-            dtype=torch.float32,
+            packing=PACKING,
             policy=policy,
         )
         self.memory = tiny_memory(

@@ -1,0 +1,91 @@
+"""How an adapter's weights lie in its buffer: one way for each kind of kernel that reads them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from loramux.adapters.grouped_layout import GroupedLayout, pack_groups, plan_groups
+from loramux.adapters.image import AdapterImage, pack_adapter
+from loramux.adapters.layout import AdapterLayout, Site, plan_layout
+
+if TYPE_CHECKING:
+    from loramux.adapters.reader import CheckedAdapter
+
+
+class Packing(Protocol):
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def sites(self) -> tuple[Site, ...]: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two that make the same buffers of the same adapters."""
+        ...
+
+    def pack(self, adapter: CheckedAdapter) -> AdapterImage: ...
+
+    def layout_of(self, key: Sequence[Any]) -> AdapterLayout | GroupedLayout:
+        """The layout again from its key, which may come from a file."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StackedPacking:
+    """For kernels that work on copies: A as [in, ranks], B as [rank, out], without gaps."""
+
+    sites: tuple[Site, ...]
+    dtype: torch.dtype
+
+    @property
+    def fingerprint(self) -> str:
+        return _digest("stacked", self.sites, self.dtype)
+
+    def pack(self, adapter: CheckedAdapter) -> AdapterImage:
+        return pack_adapter(adapter, self.sites, self.dtype)
+
+    def layout_of(self, key: Sequence[Any]) -> AdapterLayout:
+        projections = {site.name: site.projections for site in self.sites}
+        ranks = {
+            (layer, projection): rank
+            for layer, name, site_ranks in key
+            for projection, rank in zip(projections[name], site_ranks, strict=True)
+            if rank
+        }
+        return plan_layout(self.sites, ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPacking:
+    """For kernels that follow addresses into pages: groups of ranks, none across a page."""
+
+    sites: tuple[Site, ...]
+    dtype: torch.dtype
+    page_elements: int
+    allocate: Callable[[int, torch.dtype], torch.Tensor]
+    """Makes the buffers: pinned, where they are copied to a GPU."""
+
+    @property
+    def fingerprint(self) -> str:
+        return _digest("grouped", self.sites, self.dtype, self.page_elements)
+
+    def pack(self, adapter: CheckedAdapter) -> AdapterImage:
+        ranks = {(m.target.layer, m.target.projection): m.rank for m in adapter.modules}
+        layout = plan_groups(self.sites, ranks, self.page_elements)
+        buffer = self.allocate(layout.num_elements, self.dtype)
+        pack_groups(adapter, layout, buffer)
+        return AdapterImage(cid=adapter.cid, layout=layout, buffer=buffer)
+
+    def layout_of(self, key: Sequence[Any]) -> GroupedLayout:
+        ranks = {(layer, projection): rank for layer, projection, rank in key}
+        return plan_groups(self.sites, ranks, self.page_elements)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

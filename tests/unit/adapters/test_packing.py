@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from loramux.adapters.image_file import plain_buffer
+from loramux.adapters.layout import sites_of
+from loramux.adapters.packing import GroupedPacking, Packing, StackedPacking
+from loramux.adapters.reader import read_adapter
+from tests.adapter_factory import (
+    lora_config_dict,
+    lora_tensors,
+    tiny_base_info,
+    tiny_llama_config,
+    write_adapter,
+)
+
+BASE = tiny_base_info(tiny_llama_config())
+SITES = sites_of(BASE)
+STACKED = StackedPacking(SITES, torch.float32)
+GROUPED = GroupedPacking(SITES, torch.float32, 4096, plain_buffer)
+
+
+@pytest.mark.parametrize("packing", [STACKED, GROUPED])
+def test_a_layout_comes_back_from_its_key_in_a_file(packing: Packing, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path, lora_config_dict(), lora_tensors(tiny_llama_config(), seed=1))
+    image = packing.pack(read_adapter(folder, BASE))
+    assert image.buffer.numel() == image.layout.num_elements
+    again = packing.layout_of(json.loads(json.dumps(image.layout.key)))
+    assert again == image.layout
+
+
+def test_what_makes_other_buffers_has_another_fingerprint() -> None:
+    others = [
+        STACKED,
+        GROUPED,
+        StackedPacking(SITES, torch.bfloat16),
+        GroupedPacking(SITES, torch.float32, 8192, plain_buffer),
+        StackedPacking(SITES[:1], torch.float32),
+    ]
+    assert len({packing.fingerprint for packing in others}) == len(others)
+    assert StackedPacking(SITES, torch.float32).fingerprint == STACKED.fingerprint
