@@ -43,5 +43,5 @@ def write_report(
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{date}-{name}.md").write_text("\n".join(text))
     record = {"command": command, "machine": machine, "settings": vars(args), "table": table}
-    (RESULTS / f"{date}-{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    (RESULTS / f"{date}-{name}.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
     print(f"\nwritten: benchmarks/results/{date}-{name}.md")

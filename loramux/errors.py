@@ -49,6 +49,10 @@ class EngineBusy(LoramuxError):
         self.retry_after_s = retry_after_s
 
 
+class RequestTimeout(LoramuxError):
+    """The time that the request allowed was over before its last token."""
+
+
 class EngineStopped(LoramuxError):
     """The engine died, hung or is shutting down; what had been answered so far is not complete."""
 
@@ -67,3 +71,36 @@ class StoreFull(LoramuxError):
 
 class StoreDamaged(LoramuxError):
     """Bytes in the adapter store are not those that their digest names."""
+
+
+class SourceRefused(LoramuxError):
+    """An id or its bytes that must not be fetched.
+
+    `code` is a stable short word for programs ("pickle"), the message says what is wrong, and
+    `fix` what to do about it.
+    """
+
+    def __init__(self, code: str, message: str, *, fix: str = "") -> None:
+        super().__init__(f"{message} {fix}".strip())
+        self.code = code
+        self.reason = message
+        self.fix = fix
+
+
+class SourceForbidden(SourceRefused):
+    """A sound id of a place that this server, or its credentials, may not read."""
+
+
+class SourceNotFound(LoramuxError):
+    """The source has no such repository, revision or file."""
+
+
+class SourceFailed(LoramuxError):
+    """The source could not be reached, broke off, or gave other bytes than it had promised."""
+
+    def __init__(
+        self, message: str, *, is_temporary: bool = True, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.is_temporary = is_temporary
+        self.retry_after_s = retry_after_s

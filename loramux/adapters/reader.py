@@ -14,7 +14,8 @@ from loramux.adapters.folder import open_folder
 from loramux.adapters.manifest import Manifest, compute_cid, make_manifest
 from loramux.adapters.peft_config import PeftLoraConfig, read_config
 from loramux.adapters.refusals import RefusalCode, name_some
-from loramux.adapters.safetensors_file import WEIGHTS_NAME, open_weights
+from loramux.adapters.safetensors_file import open_weights
+from loramux.adapters.safetensors_header import WEIGHTS_NAME
 from loramux.adapters.targets import plan_modules
 from loramux.errors import AdapterRefused
 from loramux.types import BaseModelInfo, TargetModule

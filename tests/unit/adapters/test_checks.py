@@ -7,7 +7,7 @@ import torch
 
 from loramux.adapters.checks import MatchedTensors, match_tensors
 from loramux.adapters.peft_config import parse_config
-from loramux.adapters.safetensors_file import TensorEntry
+from loramux.adapters.safetensors_header import TensorEntry
 from loramux.adapters.targets import plan_modules
 from loramux.errors import AdapterRefused
 from tests.adapter_factory import (

@@ -1,0 +1,156 @@
+"""Every change of a name: each is one transaction, and changes happen one after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, text
+
+from loramux.errors import RegistryConflict
+from loramux.registry import adapter_rows, alias_rows
+from loramux.registry.names import AdapterName
+from loramux.registry.records import AliasAction, AliasState, Content, Target, VersionInfo
+
+CHANNEL = "loramux_registry"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A transaction that no other change runs beside."""
+
+    connection: Connection
+    revision: int
+    now: float
+
+    def push(
+        self, adapter: AdapterName, version: str | None, content: Content
+    ) -> tuple[VersionInfo, bool]:
+        """The version, and whether it is new. No version given: the next free one."""
+        connection = self.connection
+        row = adapter_rows.make_adapter(connection, adapter, revision=self.revision, now=self.now)
+        if version is None:
+            version = self._name_for(row, content)
+        found = adapter_rows.find_version(connection, row.id, version)
+        is_new = found is None or found.removed_at is not None
+        if found is None:
+            adapter_rows.add_version(connection, row, version, content, now=self.now)
+        else:
+            adapter_rows.refuse_other_content(adapter, found, content)
+            adapter_rows.set_removed(connection, [found.id], None)
+        if is_new:
+            self._note(row.id)
+        found = adapter_rows.find_version(connection, row.id, version)
+        assert found is not None
+        return adapter_rows.version_info(adapter, found, content.size_bytes), is_new
+
+    def _name_for(self, row: adapter_rows.AdapterRow, content: Content) -> str:
+        if row.latest is not None:
+            latest = adapter_rows.find_version(self.connection, row.id, row.latest)
+            if latest is not None and latest.cid == content.cid:
+                return str(row.latest)
+        return str(adapter_rows.next_version(self.connection, row.id))
+
+    def remove_version(self, adapter: AdapterName, version: str) -> None:
+        row = adapter_rows.get_adapter(self.connection, adapter)
+        found = adapter_rows.get_version(self.connection, row, adapter, version)
+        users = [
+            state.alias
+            for state in alias_rows.list_aliases(self.connection, row.id)
+            if any(target.version == version for target in state.targets)
+        ]
+        if users:
+            raise RegistryConflict(
+                f"{adapter}@{version} is what {', '.join(users)} names. Promote another version "
+                "first, or remove the alias."
+            )
+        adapter_rows.set_removed(self.connection, [found.id], self.now)
+        self._note(row.id)
+
+    def remove_adapter(self, adapter: AdapterName) -> None:
+        row = adapter_rows.get_adapter(self.connection, adapter)
+        for state in alias_rows.list_aliases(self.connection, row.id):
+            self.remove_alias(adapter, state.alias, if_revision=None)
+        for version in adapter_rows.live_versions(self.connection, row.id):
+            found = adapter_rows.get_version(self.connection, row, adapter, str(version))
+            adapter_rows.set_removed(self.connection, [found.id], self.now)
+        self._note(row.id)
+
+    def move_alias(
+        self,
+        adapter: AdapterName,
+        alias: str,
+        targets: tuple[Target, ...],
+        *,
+        action: AliasAction,
+        if_revision: int | None,
+    ) -> AliasState:
+        row = adapter_rows.get_adapter(self.connection, adapter)
+        for target in targets:
+            adapter_rows.get_version(self.connection, row, adapter, target.version)
+        current = alias_rows.current_row(self.connection, row.id, alias)
+        alias_rows.refuse_stale(adapter, alias, current, if_revision)
+        if current is not None and alias_rows.read_targets(current.targets) == targets:
+            return alias_rows.alias_state(current)
+        parent = None if current is None else current.revision
+        return self._add(row.id, alias, targets, action=action, parent_revision=parent)
+
+    def remove_alias(self, adapter: AdapterName, alias: str, *, if_revision: int | None) -> None:
+        row = adapter_rows.get_adapter(self.connection, adapter)
+        current = alias_rows.current_row(self.connection, row.id, alias)
+        alias_rows.refuse_stale(adapter, alias, current, if_revision)
+        if current is None or not current.targets:
+            raise RegistryConflict(f"{adapter} has no alias {alias}.")
+        self._add(row.id, alias, (), action=AliasAction.REMOVE, parent_revision=current.revision)
+
+    def rollback(self, adapter: AdapterName, alias: str, *, if_revision: int | None) -> AliasState:
+        """Each one goes a state further back, until something else is promoted."""
+        row = adapter_rows.get_adapter(self.connection, adapter)
+        current = alias_rows.current_row(self.connection, row.id, alias)
+        alias_rows.refuse_stale(adapter, alias, current, if_revision)
+        if current is None or current.parent_revision is None:
+            raise RegistryConflict(f"{adapter}@{alias} has no earlier state to go back to.")
+        parent = alias_rows.row_of(self.connection, row.id, alias, current.parent_revision)
+        targets = alias_rows.read_targets(parent.targets)
+        for target in targets:
+            adapter_rows.get_version(self.connection, row, adapter, target.version)
+        return self._add(
+            row.id,
+            alias,
+            targets,
+            action=AliasAction.ROLLBACK,
+            parent_revision=parent.parent_revision,
+        )
+
+    def _add(
+        self,
+        adapter_id: int,
+        alias: str,
+        targets: tuple[Target, ...],
+        *,
+        action: AliasAction,
+        parent_revision: int | None,
+    ) -> AliasState:
+        current = alias_rows.current_row(self.connection, adapter_id, alias)
+        state = AliasState(
+            alias=alias,
+            revision=1 if current is None else current.revision + 1,
+            action=action,
+            targets=targets,
+            created_at=self.now,
+        )
+        alias_rows.add_state(
+            self.connection,
+            current,
+            adapter_id=adapter_id,
+            parent_revision=parent_revision,
+            state=state,
+        )
+        self._note(adapter_id)
+        return state
+
+    def _note(self, adapter_id: int) -> None:
+        adapter_rows.touch_adapter(self.connection, adapter_id, revision=self.revision)
+        if self.connection.dialect.name == "postgresql":
+            # Wakes the watchers when this is committed; they look for themselves what changed.
+            notify = text("SELECT pg_notify(:channel, '')")
+            self.connection.execute(notify, {"channel": CHANNEL})

@@ -1,0 +1,140 @@
+"""How adapters are named: one strict pattern for each part, and the forms of a reference."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from loramux.errors import InvalidRequest
+from loramux.registry.semantic_version import SemanticVersion, is_version, parse_version
+
+DEFAULT_TENANT = "default"
+LATEST = "latest"
+PROD = "prod"
+CID_PREFIX = "cidv1:sha256:"
+DIGEST_DIGITS = 64
+MIN_PREFIX_DIGITS = 12
+MAX_REFERENCE_CHARACTERS = 512
+
+NAME = re.compile(r"[A-Za-z0-9](?:[._-]?[A-Za-z0-9]){0,127}", re.ASCII)
+ALIAS = re.compile(r"[a-z](?:-?[a-z0-9]){0,62}", re.ASCII)
+MAX_NAME_CHARACTERS = 128
+MAX_ALIAS_CHARACTERS = 63
+DIGEST_START = re.compile(rf"[0-9a-f]{{{MIN_PREFIX_DIGITS},{DIGEST_DIGITS}}}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AdapterName:
+    tenant: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.tenant}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class NameReference:
+    """At most one of version and alias is given."""
+
+    adapter: AdapterName
+    version: SemanticVersion | None = None
+    alias: str | None = None
+
+    def __str__(self) -> str:
+        selector = self.alias if self.version is None else str(self.version)
+        return f"{self.adapter}@{selector}" if selector else str(self.adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class CidReference:
+    digest_start: str
+
+    def __str__(self) -> str:
+        return CID_PREFIX + self.digest_start
+
+
+Reference = NameReference | CidReference
+
+
+def parse_reference(text: str, *, home_tenant: str = DEFAULT_TENANT) -> Reference:
+    """`name` is looked for in the home tenant; hex digits of a CID may stand without its prefix."""
+    if len(text) > MAX_REFERENCE_CHARACTERS:
+        raise InvalidRequest(
+            f"The adapter's name has {len(text)} characters; at most {MAX_REFERENCE_CHARACTERS} "
+            "are allowed."
+        )
+    if text.startswith(CID_PREFIX):
+        return parse_digest(text.removeprefix(CID_PREFIX))
+    if DIGEST_START.fullmatch(text):
+        return CidReference(text)
+    return parse_name_reference(text, home_tenant=home_tenant)
+
+
+def parse_name_reference(text: str, *, home_tenant: str = DEFAULT_TENANT) -> NameReference:
+    path, at, selector = text.partition("@")
+    adapter = parse_adapter_name(path, home_tenant=home_tenant)
+    if not at:
+        return NameReference(adapter)
+    if is_version(selector):
+        return NameReference(adapter, version=parse_version(selector))
+    if ALIAS.fullmatch(selector):
+        return NameReference(adapter, alias=selector)
+    raise InvalidRequest(
+        f"{selector[:100]!r} after the @ is neither a version such as 1.4.2 nor an alias such as "
+        f"{PROD} (lower-case letters, digits and single hyphens)."
+    )
+
+
+def parse_push_reference(text: str, *, home_tenant: str = DEFAULT_TENANT) -> NameReference:
+    """With a version or without: an alias is no place to push to."""
+    parsed = parse_name_reference(text, home_tenant=home_tenant)
+    if parsed.alias is not None:
+        raise InvalidRequest(
+            f"{text!r} ends with an alias. Push under a version such as 1.4.2, or under none."
+        )
+    return parsed
+
+
+def parse_adapter_name(path: str, *, home_tenant: str = DEFAULT_TENANT) -> AdapterName:
+    first, slash, rest = path.partition("/")
+    if not slash:
+        return AdapterName(check_name(home_tenant, "tenant"), check_name(first, "adapter"))
+    return AdapterName(check_name(first, "tenant"), check_name(rest, "adapter"))
+
+
+def parse_digest(digits: str) -> CidReference:
+    if not DIGEST_START.fullmatch(digits):
+        raise InvalidRequest(
+            f"A content id is {CID_PREFIX} and {DIGEST_DIGITS} lower-case hex digits, or at least "
+            f"the first {MIN_PREFIX_DIGITS} of them; found {digits[:100]!r}."
+        )
+    return CidReference(digits)
+
+
+def check_name(text: str, kind: str) -> str:
+    if len(text) > MAX_NAME_CHARACTERS or not NAME.fullmatch(text):
+        raise InvalidRequest(
+            f"{text[:100]!r} cannot be the name of a {kind}: letters, digits, and single . _ - "
+            f"between them, at most {MAX_NAME_CHARACTERS}."
+        )
+    if DIGEST_START.fullmatch(text):
+        raise InvalidRequest(
+            f"{text!r} cannot be the name of a {kind}: it looks like a content id. "
+            "Add a letter after f."
+        )
+    return text
+
+
+def check_alias(text: str) -> str:
+    """One that may be moved: `latest` moves by itself."""
+    if text == LATEST:
+        raise InvalidRequest(
+            f"{LATEST} always names the highest version and cannot be moved. Use an alias such "
+            f"as {PROD}."
+        )
+    if len(text) > MAX_ALIAS_CHARACTERS or not ALIAS.fullmatch(text):
+        raise InvalidRequest(
+            f"{text[:100]!r} cannot be an alias: it starts with a letter and has lower-case "
+            f"letters, digits and single hyphens, at most {MAX_ALIAS_CHARACTERS}."
+        )
+    return text

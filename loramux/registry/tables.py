@@ -1,0 +1,133 @@
+"""The tables. Times are seconds since 1970; the migrations are what makes them."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    UniqueConstraint,
+    text,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+# One row. Whoever changes a name updates it first, so that changes happen one after another
+# and become visible in the order of their numbers.
+registry_state = Table(
+    "registry_state",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("revision", BigInteger, nullable=False),
+    CheckConstraint("id = 1", name="one_row"),
+)
+
+tenants = Table(
+    "tenants",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("name", String(128), nullable=False, unique=True),
+    Column("created_at", Double, nullable=False),
+)
+
+contents = Table(
+    "contents",
+    metadata,
+    Column("cid", String(77), primary_key=True),
+    Column("manifest", JSON, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("created_at", Double, nullable=False),
+)
+
+adapters = Table(
+    "adapters",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("tenant_id", ForeignKey("tenants.id"), nullable=False),
+    Column("name", String(128), nullable=False),
+    Column("latest", String(64)),
+    Column("revision", BigInteger, nullable=False, index=True),
+    Column("created_at", Double, nullable=False),
+    UniqueConstraint("tenant_id", "name"),
+)
+
+# A removed version keeps its row, so that its name can never mean other bytes.
+versions = Table(
+    "versions",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("adapter_id", ForeignKey("adapters.id"), nullable=False),
+    Column("version", String(64), nullable=False),
+    Column("cid", ForeignKey("contents.cid"), nullable=False, index=True),
+    Column("base_model", String),
+    Column("created_at", Double, nullable=False),
+    Column("removed_at", Double),
+    UniqueConstraint("adapter_id", "version"),
+)
+
+# Every state that an alias was ever in; parent_revision is where a rollback leads.
+alias_states = Table(
+    "alias_states",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("adapter_id", ForeignKey("adapters.id"), nullable=False),
+    Column("alias", String(63), nullable=False),
+    Column("revision", Integer, nullable=False),
+    Column("parent_revision", Integer),
+    Column("action", String(16), nullable=False),
+    Column("targets", JSON, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("is_current", Boolean, nullable=False),
+    UniqueConstraint("adapter_id", "alias", "revision"),
+    Index(
+        "uq_alias_states_current",
+        "adapter_id",
+        "alias",
+        unique=True,
+        sqlite_where=text("is_current"),
+        postgresql_where=text("is_current"),
+    ),
+)
+
+statistics = Table(
+    "statistics",
+    metadata,
+    Column("cid", String(77), primary_key=True),
+    Column("num_requests", BigInteger, nullable=False),
+    Column("num_prompt_tokens", BigInteger, nullable=False),
+    Column("num_output_tokens", BigInteger, nullable=False),
+    Column("last_used_at", Double, nullable=False, index=True),
+)
+
+receipts = Table(
+    "receipts",
+    metadata,
+    Column("id", String(128), primary_key=True),
+    Column("created_at", Double, nullable=False),
+    Column("tenant", String(128), nullable=False),
+    Column("cid", String(77)),
+    Column("latency_ms", Double, nullable=False),
+    Column("is_cold", Boolean, nullable=False),
+    Column("body", JSON, nullable=False),
+    Index(None, "created_at"),
+    Index(None, "tenant", "created_at"),
+    Index(None, "cid", "created_at"),
+    Index(None, "latency_ms"),
+)

@@ -1,0 +1,191 @@
+"""A feed of changed adapters: PostgreSQL wakes its watchers, SQLite is asked again and again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Protocol
+
+from loramux.errors import LoramuxError, RegistryUnavailable
+from loramux.registry import adapter_rows
+from loramux.registry.changes import CHANNEL
+from loramux.registry.database import Database
+from loramux.registry.names import AdapterName
+
+DEFAULT_POLL_S = 0.5
+# How often PostgreSQL is asked although nothing was announced: a proxy may drop announcements.
+LISTEN_POLL_S = 15.0
+RETRY_S = 1.0
+# A server that vanished without a word is noticed after this.
+KEEPALIVE_S = 10
+
+_log = logging.getLogger(__name__)
+
+
+class Waiter(Protocol):
+    """Returns when something may have changed, or at the latest when asked to stop."""
+
+    def wait(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Watch:
+    """Iterate over it for tuples of names, oldest change first; close() ends the iteration."""
+
+    def __init__(self, database: Database, *, poll_s: float = DEFAULT_POLL_S) -> None:
+        self._database = database
+        self._poll_s = poll_s
+        self._stop = StopSignal()
+        # What is changed between here and the thread's first look is not missed.
+        with database.reading() as connection:
+            self._revision, _ = adapter_rows.changed_since(connection, 0)
+        self._changes: queue.SimpleQueue[tuple[AdapterName, ...] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="registry-watch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[tuple[AdapterName, ...]]:
+        while (names := self._changes.get()) is not None:
+            yield names
+        # Wakes the next one who iterates.
+        self._changes.put(None)
+
+    def next(self, *, timeout_s: float) -> tuple[AdapterName, ...] | None:
+        """None: no change within the time, or closed."""
+        try:
+            names = self._changes.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if names is None:
+            self._changes.put(None)
+        return names
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._stop.close()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                try:
+                    self._follow()
+                except LoramuxError as error:
+                    _log.warning("The registry's watch starts again: %s", error)
+                    self._stop.wait(RETRY_S)
+                # A watch that died would leave its server on old versions without a word.
+                except Exception:
+                    _log.exception("The registry's watch failed and starts again")
+                    self._stop.wait(RETRY_S)
+        finally:
+            self._changes.put(None)
+
+    def _follow(self) -> None:
+        waiter = self._open_waiter()
+        try:
+            while not self._stop.is_set():
+                self._look()
+                waiter.wait()
+        finally:
+            waiter.close()
+
+    def _look(self) -> None:
+        with self._database.reading() as connection:
+            revision, names = adapter_rows.changed_since(connection, self._revision)
+        self._revision = revision
+        if names:
+            self._changes.put(tuple(names))
+
+    def _open_waiter(self) -> Waiter:
+        if self._database.is_sqlite:
+            return Pause(self._stop, self._poll_s)
+        return Listener(self._database, self._stop)
+
+
+class StopSignal:
+    """An event that can be waited for beside a socket."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        self._event = threading.Event()
+        self._is_closed = False
+
+    def set(self) -> None:
+        if not self._event.is_set():
+            self._event.set()
+            os.write(self._writer, b"x")
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout_s: float, *descriptors: int) -> None:
+        """Until it is set, or one of the descriptors is readable, or the time is over."""
+        poll = select.poll()
+        for descriptor in (self._reader, *descriptors):
+            poll.register(descriptor, select.POLLIN)
+        poll.poll(timeout_s * 1000)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self._reader)
+            os.close(self._writer)
+
+
+class Pause:
+    def __init__(self, stop: StopSignal, poll_s: float) -> None:
+        self._stop = stop
+        self._poll_s = poll_s
+
+    def wait(self) -> None:
+        self._stop.wait(self._poll_s)
+
+    def close(self) -> None:
+        pass
+
+
+class Listener:
+    """LISTEN on a connection of its own."""
+
+    def __init__(self, database: Database, stop: StopSignal) -> None:
+        import psycopg
+
+        self._stop = stop
+        self._lost = psycopg.OperationalError
+        url = database.url.set(drivername="postgresql")
+        try:
+            self._connection = psycopg.connect(
+                url.render_as_string(hide_password=False),
+                autocommit=True,
+                keepalives_idle=KEEPALIVE_S,
+            )
+            self._connection.execute(f"LISTEN {CHANNEL}")
+        except psycopg.OperationalError as error:
+            raise RegistryUnavailable(f"{database} cannot be listened to: {error}.") from error
+
+    def wait(self) -> None:
+        self._stop.wait(LISTEN_POLL_S, self._connection.fileno())
+        try:
+            for _ in self._connection.notifies(timeout=0):
+                pass
+        except self._lost as error:
+            raise RegistryUnavailable(f"The connection was lost: {error}.") from error
+
+    def close(self) -> None:
+        self._connection.close()

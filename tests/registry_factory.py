@@ -1,0 +1,41 @@
+"""Contents and times for tests of the registry."""
+
+from __future__ import annotations
+
+import hashlib
+
+from sqlalchemy import delete, update
+
+from loramux.registry import tables
+from loramux.registry.database import Database
+from loramux.registry.names import CID_PREFIX
+from loramux.registry.records import Content
+
+
+class FakeClock:
+    def __init__(self, now: float = 1_700_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def make_cid(seed: object) -> str:
+    return CID_PREFIX + hashlib.sha256(str(seed).encode()).hexdigest()
+
+
+def make_content(seed: object = 0, *, base_model: str | None = "tiny") -> Content:
+    manifest = {"format": "loramux-adapter/1", "config": {"r": 4}, "files": {}, "seed": str(seed)}
+    return Content(cid=make_cid(seed), manifest=manifest, size_bytes=100, base_model=base_model)
+
+
+def wipe(database: Database) -> None:
+    """As it was when it was made."""
+    with database.writing() as connection:
+        for table in reversed(tables.metadata.sorted_tables):
+            if table is not tables.registry_state:
+                connection.execute(delete(table))
+        connection.execute(update(tables.registry_state).values(revision=0))

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loramux.adapters.library import AdapterLibrary
+from loramux.adapters.store import ContentStore
+from loramux.errors import AdapterNotFound, InvalidRequest, RegistryConflict
+from loramux.registry.records import Use
+from loramux.registry.registry import Registry
+from tests.registry_factory import FakeClock
+from tests.store_factory import FolderTier, all_files, tiny_weights, write_tiny
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def library(tmp_path: Path, clock: FakeClock) -> Iterator[AdapterLibrary]:
+    store = ContentStore(tmp_path / "store", clock=clock)
+    with Registry(tmp_path / "registry.db", clock=clock) as registry:
+        yield AdapterLibrary(store, registry, clock=clock)
+
+
+def push(library: AdapterLibrary, tmp_path: Path, reference: str, seed: int) -> str:
+    return library.push(write_tiny(tmp_path / "sources" / str(seed), seed), reference).cid
+
+
+def test_from_push_to_pull(library: AdapterLibrary, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "a", seed=1)
+    pushed = library.push(folder, "alice/sql@1.4.2")
+    assert (str(pushed.version), pushed.is_new) == ("1.4.2", True)
+    assert library.registry.show("alice/sql").versions[0].base_model == "tiny-llama"
+    assert library.registry.manifest(pushed.cid) == library.store.read(pushed.cid).manifest
+    resolved = library.pull("alice/sql@1.4.2", tmp_path / "out")
+    assert resolved.cid == pushed.cid
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == tiny_weights(1)
+    resolved, view = library.open("alice/sql")
+    assert (resolved.alias, (view / WEIGHTS).read_bytes()) == ("latest", tiny_weights(1))
+
+
+def test_pushing_again_is_fine_and_other_bytes_are_not(
+    library: AdapterLibrary, tmp_path: Path
+) -> None:
+    push(library, tmp_path, "alice/sql@1.0.0", 1)
+    again = library.push(write_tiny(tmp_path / "b", seed=1), "alice/sql@1.0.0")
+    assert not again.is_new
+    with pytest.raises(RegistryConflict, match="other bytes"):
+        push(library, tmp_path, "alice/sql@1.0.0", 2)
+    assert library.registry.cids() == {again.cid}
+    assert library.verify().faults == ()
+
+
+def test_without_a_version_each_push_gets_the_next(library: AdapterLibrary, tmp_path: Path) -> None:
+    versions = [library.push(write_tiny(tmp_path / "a", s), "sql").version for s in (1, 1, 2)]
+    assert versions == ["1.0.0", "1.0.0", "1.0.1"]
+
+
+def test_two_tenants_with_the_same_bytes_share_the_disk(
+    library: AdapterLibrary, tmp_path: Path
+) -> None:
+    push(library, tmp_path, "alice/sql@1.0.0", 1)
+    size = library.store.size_bytes()
+    push(library, tmp_path, "bob/other@7.0.0", 1)
+    assert library.store.size_bytes() == size
+    library.registry.remove("alice/sql")
+    library.gc(grace_s=0.0)
+    assert library.open("bob/other")[1].exists()
+
+
+@pytest.mark.parametrize("reference", ["../x@1.0.0", "a/b@prod", "a b@1.0.0", "a/b@1.0"])
+def test_a_name_that_cannot_be_leaves_nothing_written(
+    library: AdapterLibrary, tmp_path: Path, reference: str
+) -> None:
+    with pytest.raises(InvalidRequest):
+        push(library, tmp_path, reference, 1)
+    assert all_files(tmp_path / "store") == {"lock"}
+
+
+def test_gc_keeps_what_is_named_used_or_new(
+    library: AdapterLibrary, tmp_path: Path, clock: FakeClock
+) -> None:
+    cids = [push(library, tmp_path, f"a/b@{n}.0.0", n) for n in range(4)]
+    for number in (1, 2, 3):
+        library.registry.remove(f"a/b@{number}.0.0")
+    clock.advance(5000.0)
+    # A request on 2 may still run; 3 was put again without a name.
+    library.registry.add_uses([Use(cid=cids[2], at=clock.now - 10.0)])
+    library.store.put_folder(tmp_path / "sources" / "3")
+    assert library.gc(grace_s=3600.0).num_adapters == 1
+    assert set(library.store.cids()) == {cids[0], cids[2], cids[3]}
+    assert library.gc(grace_s=0.0).num_adapters == 2
+    assert library.store.cids() == [cids[0]]
+
+
+def test_gc_never_takes_what_a_push_beside_it_names(
+    library: AdapterLibrary, tmp_path: Path
+) -> None:
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def collect() -> None:
+        try:
+            while not stop.is_set():
+                library.gc(grace_s=0.0)
+        except BaseException as error:
+            failures.append(error)
+
+    collector = threading.Thread(target=collect)
+    collector.start()
+    for number in range(15):
+        cid = push(library, tmp_path, f"a/b@{number}.0.0", number)
+        assert (library.store.materialize(cid) / WEIGHTS).exists()
+    stop.set()
+    collector.join()
+    assert failures == []
+    assert library.verify().faults == ()
+
+
+def test_a_name_whose_bytes_are_gone_is_reported(library: AdapterLibrary, tmp_path: Path) -> None:
+    cid = push(library, tmp_path, "alice/sql@1.0.0", 1)
+    library.store.gc(set)
+    assert library.verify().faults == (
+        f"alice/sql@1.0.0 needs {cid}, which is neither in the store nor behind it.",
+    )
+    with pytest.raises(AdapterNotFound):
+        library.pull("alice/sql", tmp_path / "out")
+
+
+def test_a_machine_that_shares_only_registry_and_bucket_serves_the_push(
+    library: AdapterLibrary, tmp_path: Path
+) -> None:
+    """The bytes are behind the store before the name is there for others to see."""
+    tier = FolderTier(tmp_path / "bucket")
+    here = AdapterLibrary(ContentStore(tmp_path / "here", tiers=[tier]), library.registry)
+    there = AdapterLibrary(ContentStore(tmp_path / "there", tiers=[tier]), library.registry)
+    push(here, tmp_path, "alice/sql@1.0.0", 3)
+    assert there.verify().faults == ()
+    assert (there.open("alice/sql")[1] / WEIGHTS).read_bytes() == tiny_weights(3)
+
+
+def test_the_library_comes_without_a_database_driver() -> None:
+    """The engine's machines have neither SQLAlchemy nor Redis."""
+    import subprocess
+    import sys
+
+    code = """
+import sys
+for name in ("sqlalchemy", "alembic", "psycopg", "redis", "torch"):
+    sys.modules[name] = None
+import loramux.adapters.library, loramux.adapters.store_redis
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,75 @@
+"""Every test of the registry that asks for a database runs on both kinds."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from loramux.registry.database import Database
+from loramux.registry.registry import Registry
+from tests.postgres_server import PostgresServer
+from tests.postgres_server import postgres_server as postgres_server
+from tests.registry_factory import FakeClock, wipe
+
+KINDS = ["sqlite", "postgresql"]
+
+
+@pytest.fixture(params=KINDS)
+def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database without any table."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'registry.db'}"
+    server: PostgresServer = request.getfixturevalue("postgres_server")
+    return server.new_database()
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("template") / "registry.db"
+    Database(path).close()
+    return path
+
+
+@pytest.fixture(scope="session")
+def postgres_database(postgres_server: PostgresServer) -> Iterator[Database]:
+    database = Database(postgres_server.new_database())
+    yield database
+    database.close()
+
+
+@pytest.fixture(params=KINDS)
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database with all tables and no rows."""
+    if request.param == "sqlite":
+        template: Path = request.getfixturevalue("sqlite_template")
+        return f"sqlite:///{shutil.copy(template, tmp_path / 'registry.db')}"
+    database: Database = request.getfixturevalue("postgres_database")
+    wipe(database)
+    return database.url.render_as_string(hide_password=False)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def open_registry(database_url: str, clock: FakeClock) -> Iterator[Callable[[], Registry]]:
+    """Opens the same database each time, as another process would."""
+    opened: list[Registry] = []
+
+    def open_one() -> Registry:
+        opened.append(Registry(database_url, clock=clock))
+        return opened[-1]
+
+    yield open_one
+    for registry in opened:
+        registry.close()
+
+
+@pytest.fixture
+def registry(open_registry: Callable[[], Registry]) -> Registry:
+    return open_registry()
