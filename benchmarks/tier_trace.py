@@ -124,7 +124,7 @@ def _request(
         temperature=0, max_tokens=max(1, arrival.output_tokens // shorten), ignore_eos=True
     )
     prompt = tuple(source.randrange(10, 40_000) for _ in range(num_prompt))
-    selection = ((cids[arrival.adapter], 1.0),)
+    selection = ((cids[arrival.adapter], 1.0),) if cids else ()
     return Request(request_id=name, prompt_token_ids=prompt, params=params, selection=selection)
 
 
@@ -140,11 +140,15 @@ def make_llm(args: argparse.Namespace, folder: Path) -> LLM:
 
 
 def memory_budget(llm: LLM, num_pool: int) -> int:
-    """What is there now, the whole pool, the host tier, and the CPU kernels' copies of adapters."""
+    """What base requests alone take with the whole pool in use; the host tier; the CPU kernels'
+    copies of the adapters that run."""
     memory = llm.engine.memory
+    memory.pool.storage.zero_()
+    base = [Arrival(0.0, 0, 0, 512, 64) for _ in range(64)]
+    replay(llm, [], base, shorten=16)
     resting = psutil.Process().memory_info().rss - memory.tiers.host.used_bytes
-    stacks = num_pool * MEAN_BYTES * 5 // 4
-    return resting + memory.pool.storage.nbytes + memory.tiers.host.budget_bytes + stacks
+    stacks = num_pool * (MEAN_BYTES + memory.pool.page_bytes) * 5 // 4
+    return resting + memory.tiers.host.budget_bytes + stacks
 
 
 def make_table(llm: LLM, trace: list[Arrival], times: dict[str, list[float]], memory: str) -> Table:

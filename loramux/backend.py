@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from loramux.types import FinishReason, SamplingParams, TokenLogprob
+from loramux.errors import AdapterRefused, DoesNotFit, LoramuxError, RequestTimeout
+from loramux.types import FinishReason, RequestFacts, SamplingParams, TokenLogprob
 
 
 class Health(StrEnum):
@@ -105,8 +106,27 @@ class Delta:
     stop_hit: bool = False
     """A stop string ended the choice, and the scheduler does not know yet."""
     error: str | None = None
+    error_code: str | None = None
+    """As in TokenEvent: timeout, adapter or memory."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     """With the choice's first delta, where they were asked for; the first prompt token has none."""
+    num_reused: int | None = None
+    """With the choice's first delta: prompt tokens that came from the prefix cache."""
+    facts: RequestFacts | None = None
+    """With the job's first delta."""
+
+
+def failure_of(delta: Delta) -> LoramuxError:
+    """What a choice that ended in an error raises."""
+    message = delta.error or "The engine failed on this request."
+    match delta.error_code:
+        case "timeout":
+            return RequestTimeout(message)
+        case "adapter":
+            return AdapterRefused("adapter_unavailable", message)
+        case "memory":
+            return DoesNotFit(message)
+    return LoramuxError(message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,8 +251,9 @@ class Backend(Protocol):
     def submit(self, job: Job) -> AsyncIterator[Delta]:
         """Deltas of all choices until each has its finish_reason.
 
-        Raises InvalidRequest, DoesNotFit, AdapterNotFound, EngineBusy (queue full) or EngineStopped
-        (the engine died: the answer is not complete). Closing the iterator early aborts the job.
+        Raises InvalidRequest, DoesNotFit, AdapterNotFound, AdapterRefused (it cannot be loaded),
+        EngineBusy (queue full), RequestTimeout or EngineStopped (the engine died: the answer is
+        not complete). Closing the iterator early aborts the job.
         """
         ...
 

@@ -50,6 +50,7 @@ async def _serve(
             served_model_names=names,
             cors_origins=config.cors_origins,
             probe_timeout_s=config.probe_timeout_s,
+            tenant_header=config.tenant_header,
         )
         settings = uvicorn.Config(
             create_app(engine, options),

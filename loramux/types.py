@@ -235,6 +235,21 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
 
 
+class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
+    """How a request came to its first token; for its receipt."""
+
+    tier_found: str | None
+    """Where the slowest of its adapters was at arrival: device, host, disk, source; None: base."""
+    load_s: float
+    """Seconds that its adapters' loads took; 0 when they were there."""
+    queue_depth: int
+    """Requests that waited when it came."""
+    queue_s: float
+    """From arrival to a place in the batch."""
+    num_distinct: int
+    """Adapters in the batch of its first token."""
+
+
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One more token, or the end, of one choice of a request."""
 
@@ -251,6 +266,10 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     """timeout: its time is up; adapter: one cannot be loaded; memory: no room will ever come."""
     num_reused: int = 0
     """With the choice's first event: prompt tokens that came from the prefix cache."""
+    started_s: float | None = None
+    """With the choice's first event: when it got its place, by the engine's clock."""
+    facts: RequestFacts | None = None
+    """With the request's first event."""
 
 
 @dataclass(slots=True)

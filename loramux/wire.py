@@ -44,6 +44,10 @@ class GenerationRequest(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    timeout: float | None = None
+    """Seconds from arrival to the last token; then the request ends with an error."""
+    cache_salt: str | None = None
+    """Only requests of the same salt share cached prefixes."""
     user: str | None = None
 
 
@@ -64,10 +68,16 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+class PromptTokensDetails(Struct, kw_only=True):
+    cached_tokens: int
+    """Prompt tokens that were not computed again."""
+
+
 class Usage(Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TopLogprob(Struct, kw_only=True):
@@ -168,6 +178,8 @@ class ErrorInfo(Struct, kw_only=True):
     """The field of the request that is at fault."""
     code: int
     """The HTTP status; in a stream, the one it would have had."""
+    reason: str | UnsetType = UNSET
+    """What is wrong with an adapter, as a short word for programs."""
 
 
 class ErrorBody(Struct, kw_only=True):

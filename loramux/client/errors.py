@@ -61,7 +61,7 @@ class ConnectionLost(ClientError):
 
 
 class TimedOut(ClientError):
-    """Nothing came for timeout_s."""
+    """Nothing came for timeout_s; or 408: the request's own `timeout` was over."""
 
 
 class BadReply(ClientError):
@@ -80,6 +80,7 @@ BY_STATUS: dict[int, type[ClientError]] = {
     401: NotAllowed,
     403: NotAllowed,
     404: NotFound,
+    408: TimedOut,
     429: RateLimited,
     503: Unavailable,
 }

@@ -7,10 +7,21 @@ from typing import Any
 import msgspec
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the server had computed before."""
+        details = self.prompt_tokens_details
+        return 0 if details is None else details.cached_tokens or 0
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):

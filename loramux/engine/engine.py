@@ -10,8 +10,9 @@ from pathlib import Path
 from torch import Tensor
 
 from loramux.adapters.catalog import AdapterCatalog, KnownAdapter
+from loramux.engine.facts import FactsKeeper
 from loramux.engine.memory import EngineMemory
-from loramux.errors import DoesNotFit, InvalidRequest
+from loramux.errors import DoesNotFit, InvalidRequest, LoramuxError
 from loramux.lora.merge_controller import MergeController
 from loramux.memory.pages import PageAllocator
 from loramux.memory.residency import AdapterResidency
@@ -42,15 +43,16 @@ class Engine:
         self.memory = memory
         self.vocab_size = vocab_size
         self.merge = merge
+        self._facts = FactsKeeper(memory.residency, memory.tiers)
 
     def step(self) -> list[TokenEvent]:
         self.memory.move_adapters()
         plan = self.scheduler.next_plan(self.memory.clock())
         if plan is None:
             self._wait_for_adapters()
-            return self.scheduler.take_events()
+            return self._facts.tell(self.scheduler.take_events(), None)
         result = self._run(plan)
-        return self.scheduler.apply(plan, result)
+        return self._facts.tell(self.scheduler.apply(plan, result), plan)
 
     @property
     def pages(self) -> PageAllocator:
@@ -85,10 +87,17 @@ class Engine:
                     f"Token id {token_id} is outside the vocabulary of {self.vocab_size}.",
                     param="prompt",
                 )
-        self.scheduler.add(request, self.memory.clock())
+        now = self.memory.clock()
+        self._facts.arrive(request, now=now, queue_depth=self.scheduler.num_waiting)
+        try:
+            self.scheduler.add(request, now)
+        except LoramuxError:
+            self._facts.forget(request.request_id)
+            raise
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
+        self._facts.forget(request_id)
 
     def finish(self, request_id: str, index: int) -> None:
         self.scheduler.finish(request_id, index)

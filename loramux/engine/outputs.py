@@ -9,6 +9,7 @@ from loramux.types import (
     CompletionOutput,
     FinishReason,
     Request,
+    RequestFacts,
     RequestOutput,
     TokenEvent,
     TokenLogprob,
@@ -58,6 +59,7 @@ class _Choice:
         self._num_sent = 0
         self._prompt_logprobs: tuple[TokenLogprob, ...] | None = None
         self._num_reused: int | None = None
+        self._facts: RequestFacts | None = None
         self.output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
 
     def apply(self, event: TokenEvent) -> Delta | None:
@@ -67,6 +69,7 @@ class _Choice:
             self._prompt_logprobs = tuple(event.prompt_logprobs)
         if not self.output.token_ids:
             self._num_reused = event.num_reused
+        self._facts = event.facts or self._facts
         text = self._read(event)
         self.output.text += text
         stop_string = self._detokenizer.stopped_by
@@ -107,6 +110,7 @@ class _Choice:
         self._num_sent = len(output.token_ids)
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         num_reused, self._num_reused = self._num_reused, None
+        facts, self._facts = self._facts, None
         return Delta(
             index=output.index,
             text=text,
@@ -119,4 +123,5 @@ class _Choice:
             error_code=event.error_code,
             prompt_logprobs=prompt_logprobs,
             num_reused=num_reused,
+            facts=facts,
         )

@@ -27,7 +27,7 @@ def take_snapshot(engine: Engine, *, num_steps: int) -> Snapshot:
         num_adapter_evictions=device.evictions,
         num_steps=num_steps,
         resident_adapters=tuple(engine.residency.resident),
-        running_adapters=engine.scheduler.leases(),
+        running_adapters=engine.scheduler.running_adapters(),
         waiting_adapters=engine.scheduler.waiting_adapters(),
         tiers=tier_stats(engine),
         prefix_query_tokens=0 if prefixes is None else prefixes.num_query_tokens,
@@ -55,7 +55,7 @@ def tier_stats(engine: Engine) -> tuple[TierStats, ...]:
 
 def adapter_uses(engine: Engine) -> list[AdapterUse]:
     """Every adapter that the engine knows, used or not."""
-    running, waiting = engine.scheduler.leases(), engine.scheduler.waiting_adapters()
+    running, waiting = engine.scheduler.running_adapters(), engine.scheduler.waiting_adapters()
     prefixes = engine.memory.prefixes
     # The records count in the engine's own time; the world counts from its epoch.
     epoch_s = time.time() - engine.memory.clock()

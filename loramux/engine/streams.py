@@ -71,4 +71,5 @@ def _join(first: Delta, second: Delta) -> Delta:
         error_code=second.error_code,
         prompt_logprobs=first.prompt_logprobs,
         num_reused=first.num_reused,
+        facts=first.facts or second.facts,
     )

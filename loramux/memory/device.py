@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -39,3 +40,92 @@ def host_buffer(device: torch.device) -> Callable[[int, torch.dtype], Tensor]:
         return torch.empty(num_elements, dtype=dtype, pin_memory=is_pinned)
 
     return allocate
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError)
+
+
+def device_memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Free and in all."""
+    return torch.cuda.mem_get_info(device)
+
+
+def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
+    """The most memory that `work` held beyond what was held before it."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def release_cached(device: torch.device) -> None:
+    """Gives memory that torch keeps for later back to the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class Fence:
+    """A point in the work that the calling thread's stream has been given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(torch.cuda.current_stream(device))
+
+
+class SideCopier:
+    """Copies to the device beside its kernels: each thread that copies has a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._threads = threading.local()
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], *, after: Fence | None) -> None:
+        """Each pair's first becomes its second, once `after` has passed; returns at the end."""
+        stream = self._stream()
+        # Waiting gives up the processor: loads must not take cores from the step loop.
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        if after is not None:
+            stream.wait_event(after.event)
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        done.record(stream)
+        done.synchronize()
+
+    def _stream(self) -> torch.cuda.Stream:
+        stream: torch.cuda.Stream | None = getattr(self._threads, "stream", None)
+        if stream is None:
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._threads.stream = stream
+        return stream
+
+
+class GraphMaker:
+    """Makes one launch of all that a function does to fixed tensors. On a CPU it stays as it is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_real = device.type == "cuda"
+        if self._is_real:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def make(self, work: Callable[[], None]) -> Callable[[], None]:
+        if not self._is_real:
+            return work
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            # Compiles and loads the kernels, which a capture must not.
+            work()
+        current.wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            work()
+        return graph.replay

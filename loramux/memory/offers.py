@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from loramux.errors import DoesNotFit
 from loramux.memory.pages import Owner
 from loramux.memory.policies import EvictionPolicy
 from loramux.memory.reclaim import PageHolder, Reclaimer
@@ -33,6 +34,16 @@ class ResidencyLimits:
         return (self.max_pages is None or num_pages <= self.max_pages) and (
             self.max_adapters is None or num_adapters <= self.max_adapters
         )
+
+    def check(self, records: Sequence[AdapterRecord]) -> None:
+        """Raises for a selection that could never be on the device at once."""
+        wanted = {record.cid: record.num_pages for record in records}
+        if not self.are_kept(sum(wanted.values()), len(wanted)):
+            raise DoesNotFit(
+                f"The request's {len(wanted)} adapters take {sum(wanted.values())} pages, and "
+                f"adapters may have {self.max_pages or 'all'} pages and {self.max_adapters or 'any'} "
+                "places of the pool. Ask for fewer, or raise the limits."
+            )
 
 
 class AdapterOffers:

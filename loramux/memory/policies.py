@@ -15,12 +15,12 @@ Value = TypeVar("Value")
 # long one tells rarely used keys apart.
 HALF_LIFE_TURNOVERS = 10.0
 LOWER_HALF_LIFE_TURNOVERS = 80.0
-HALF_LIFE_S = 6 * 3600.0
+HALF_LIFE_S = 24 * 3600.0
 MAX_KEYS = 262_144
 # Of a miss in a tier while a faster one has a copy too: how likely it still is.
 HELD_ABOVE_FACTOR = 0.5
-
-
+# A miss that was measured to cost nothing must not stop the eviction of others.
+MIN_COST_S = 1e-9
 # Below any rate: what was only fetched ahead of its use leaves first, by cost and size.
 NEVER_USED = -1e6
 
@@ -32,7 +32,7 @@ class EvictionPolicy(Protocol):
         """A request looked for it in this tier, hit or miss; a miss leaves a ghost entry."""
 
     def worth(self, key: Hashable, *, cost_s: float, size: int) -> float:
-        """Higher stays longer; cost_s > 0 is what a miss would cost, size > 0 what it takes.
+        """Higher stays longer; cost_s is what a miss would cost, size > 0 what it takes.
 
         It changes only when the key is used, so that a heap may hold it until then.
         """
@@ -72,7 +72,7 @@ class CostAwarePolicy:
 
     The rate is a count of uses that fades: a use weighs half as much after every half-life. Age is
     counted in turnovers of the tier, so that a large tier, or one that seldom misses, remembers
-    longer, and misses make it forget faster; hours count too, for tiers that never turn over.
+    longer, and misses make it forget faster; days count too, for tiers that seldom turn over.
     All keys age alike: log2(sum of 2^(age at each use)) ranks them and never changes by itself.
     """
 
@@ -102,7 +102,7 @@ class CostAwarePolicy:
     def worth(self, key: Hashable, *, cost_s: float, size: int) -> float:
         use = self._uses.get(key)
         log_rate = NEVER_USED if use is None else _log2_sum(*use, self._last_use_bonus)
-        return log_rate + math.log2(cost_s / size)
+        return log_rate + math.log2(max(cost_s, MIN_COST_S) / size)
 
     def evicted(self, share: float) -> None:
         self._num_turnovers += share

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loramux.memory.device import zeros
+from loramux.memory.device import Fence, SideCopier, zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,9 @@ class PagePool:
         # Zeros, not empty: the tail of a KV page is read (and masked) before it is written, and
         # whatever bits lie there must be finite.
         self.storage = zeros((num_pages, geometry.page_elements), dtype=dtype, device=device)
+        self._copier = SideCopier(device) if device.type == "cuda" else None
+        # By the first of the pages; kept until they are written.
+        self._fences: dict[int, Fence] = {}
 
     @property
     def device(self) -> torch.device:
@@ -53,8 +56,20 @@ class PagePool:
     def pages_for_elements(self, num_elements: int) -> int:
         return -(-num_elements // self.geometry.page_elements)
 
+    def fence(self, page_ids: list[int]) -> None:
+        """Pages have a new owner who will write them: only after what may still read them now."""
+        if self._copier is not None:
+            self._fences[page_ids[0]] = Fence(self.device)
+
     def write(self, page_ids: list[int], buffer: torch.Tensor) -> None:
-        """Copies a flat buffer into pages, in order; the rest of the last page is left as it is."""
+        """Copies a flat buffer into pages, in order; the rest of the last page is left as it is.
+
+        May be called from any thread; on a GPU the copy runs beside the kernels of a step.
+        """
+        if self._copier is not None:
+            pairs = copies_of_runs(self.storage, page_ids, buffer)
+            self._copier.copy(pairs, after=self._fences.pop(page_ids[0], None))
+            return
         width = self.geometry.page_elements
         full, rest = divmod(buffer.numel(), width)
         index = torch.tensor(page_ids, device=self.storage.device)
@@ -70,3 +85,20 @@ class PagePool:
         """out [len(page_ids) * page elements] = the pages, in order."""
         index = torch.tensor(page_ids, device=self.storage.device)
         torch.index_select(self.storage, 0, index, out=out.view(len(page_ids), -1))
+
+
+def copies_of_runs(
+    storage: torch.Tensor, page_ids: list[int], buffer: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(target, source) for each run of neighbouring pages, in the order of the buffer."""
+    width = storage.shape[1]
+    pairs = []
+    first = 0
+    for index in range(1, len(page_ids) + 1):
+        if index < len(page_ids) and page_ids[index] == page_ids[index - 1] + 1:
+            continue
+        source = buffer[first * width : index * width]
+        start = page_ids[first] * width
+        pairs.append((storage.view(-1)[start : start + source.numel()], source))
+        first = index
+    return pairs

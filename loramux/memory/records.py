@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from loramux.adapters.layout import AdapterLayout
 from loramux.errors import LoramuxError
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.host_tier import HostTier
-from loramux.memory.loader import AdapterLoader
+from loramux.memory.loader import AdapterLoader, Arrival
 from loramux.memory.tiers import AdapterState, TierCounters, check_move
 
 # Of a GPU's bus, an NVMe disk and a folder of safetensors, until loads have been measured.
@@ -40,6 +41,30 @@ class ResidentAdapter:
         """The layout, for kernels that work on copies."""
         assert isinstance(self.layout, AdapterLayout)
         return self.layout
+
+
+@dataclass(slots=True)
+class MoveListeners:
+    """Who hears, on the step loop's thread, of adapters that come to the device and leave it."""
+
+    on_take: list[Callable[[list[int]], None]] = field(default_factory=list)
+    """Pages were taken for a load."""
+    on_arrive: list[Callable[[ResidentAdapter], None]] = field(default_factory=list)
+    """May raise DoesNotFit: then the load has failed."""
+    on_leave: list[Callable[[str], None]] = field(default_factory=list)
+    """Of a CID whose pages are about to be free."""
+
+    def take_pages(self, page_ids: list[int]) -> None:
+        for tell in self.on_take:
+            tell(page_ids)
+
+    def arrive(self, adapter: ResidentAdapter) -> None:
+        for tell in self.on_arrive:
+            tell(adapter)
+
+    def leave(self, cid: str) -> None:
+        for tell in self.on_leave:
+            tell(cid)
 
 
 @dataclass(slots=True)
@@ -107,6 +132,16 @@ class LowerTiers:
                 return
             if counters is not None:
                 counters.misses += 1
+
+    def keep_in_host(self, arrival: Arrival, num_bytes: int) -> None:
+        """What came from below stays in host memory, and says how fast it came."""
+        assert arrival.image is not None
+        self.host.put(arrival.image)
+        self.host.counters.loaded(num_bytes, arrival.read_s)
+        came_from = self.source_counters
+        if arrival.found is AdapterState.DISK and self.disk is not None:
+            came_from = self.disk.counters
+        came_from.loaded(num_bytes, arrival.read_s)
 
     def reload_s(self, cid: str, num_bytes: int) -> float:
         """Seconds to bring it (back) to the device from the best place that is not the device."""

@@ -6,9 +6,9 @@ Everything here runs on the step loop's thread; only the moving of bytes happens
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
 from itertools import count
 
-from loramux.adapters.image import AdapterImage
 from loramux.errors import DoesNotFit
 from loramux.memory.loader import Arrival
 from loramux.memory.offers import (
@@ -21,7 +21,7 @@ from loramux.memory.offers import (
 from loramux.memory.pages import Owner, PageAllocator
 from loramux.memory.policies import EvictionPolicy
 from loramux.memory.reclaim import Reclaimer
-from loramux.memory.records import AdapterRecord, LowerTiers, ResidentAdapter
+from loramux.memory.records import AdapterRecord, LowerTiers, MoveListeners, ResidentAdapter
 from loramux.memory.tiers import AdapterState
 
 _WAIT_S = 0.05
@@ -58,6 +58,7 @@ class AdapterResidency:
         self._pending: dict[str, None] = {}
         self._prewarm: dict[str, None] = {}
         self._ticks = count()
+        self.listeners = MoveListeners()
         room.add_holder(self)
 
     # What the scheduler asks.
@@ -67,6 +68,7 @@ class AdapterResidency:
 
     def want(self, cids: Iterable[str]) -> None:
         records = [self._record(cid) for cid in cids]
+        self.limits.check(records)
         for record in records:
             if record.num_wants == 0:
                 record.error = None
@@ -227,6 +229,7 @@ class AdapterResidency:
         resident = self._resident.pop(record.cid)
         assert resident.num_leases == 0, f"{record.cid} is in use"
         self._offers.clear(record)
+        self.listeners.leave(record.cid)
         self._free_pages(record)
         record.move(self._tiers.resting_place(record.cid))
         self._tiers.device_counters.evictions += 1
@@ -318,10 +321,10 @@ class AdapterResidency:
             self._fail(record, arrival, was_copying=was_copying)
             return
         if not was_copying:
-            self._keep_in_host(record, arrival)
+            self._tiers.keep_in_host(arrival, record.known.num_bytes)
         record.load_s = arrival.read_s + arrival.copy_s
         if record.page_ids:
-            self._arrive(record, arrival.image, arrival.copy_s)
+            self._arrive(record, arrival)
         else:
             record.move(AdapterState.HOST)
             if record.num_wants or record.is_pinned:
@@ -336,20 +339,17 @@ class AdapterResidency:
         record.move(self._tiers.resting_place(record.cid))
         self._tiers.device_counters.failures += 1
 
-    def _keep_in_host(self, record: AdapterRecord, arrival: Arrival) -> None:
+    def _arrive(self, record: AdapterRecord, arrival: Arrival) -> None:
         assert arrival.image is not None
-        self._tiers.host.put(arrival.image)
-        num_bytes = record.known.num_bytes
-        self._tiers.host.counters.loaded(num_bytes, arrival.read_s)
-        came_from = self._tiers.source_counters
-        if arrival.found is AdapterState.DISK and self._tiers.disk is not None:
-            came_from = self._tiers.disk.counters
-        came_from.loaded(num_bytes, arrival.read_s)
-
-    def _arrive(self, record: AdapterRecord, image: AdapterImage, copy_s: float) -> None:
+        resident = ResidentAdapter(record.cid, arrival.image.layout, record.page_ids)
+        try:
+            self.listeners.arrive(resident)
+        except DoesNotFit as error:
+            self._fail(record, replace(arrival, error=error), was_copying=True)
+            return
         record.move(AdapterState.DEVICE)
-        self._resident[record.cid] = ResidentAdapter(record.cid, image.layout, record.page_ids)
-        self._tiers.device_counters.loaded(record.known.num_bytes, copy_s)
+        self._resident[record.cid] = resident
+        self._tiers.device_counters.loaded(record.known.num_bytes, arrival.copy_s)
         self._settle(record)
         if self.prefixes is not None:
             self.prefixes.adapter_moved(record.cid, on_device=True)
@@ -371,6 +371,7 @@ class AdapterResidency:
         page_ids = self._pages.allocate(owner_of(new.cid), new.num_pages)
         assert page_ids is not None
         new.page_ids = page_ids
+        self.listeners.take_pages(page_ids)
         return True
 
     def _free_pages(self, record: AdapterRecord) -> None:

@@ -59,15 +59,16 @@ class EngineCollector(Collector):
 
 def _gauges(stats: EngineStats, health: Health) -> list[tuple[str, str, float]]:
     num_used = stats.num_pages - stats.num_free_pages
+    num_busy = num_used - stats.num_idle_pages
     return [
         ("vllm:num_requests_running", "Sequences in the batch.", stats.num_running),
         ("vllm:num_requests_waiting", "Sequences in the queue.", stats.num_waiting),
         (
             "vllm:kv_cache_usage_perc",
-            "Used part of the pages that KV cache and adapters share; 1 is full.",
-            num_used / stats.num_pages if stats.num_pages else 0.0,
+            "Part of the pages that running sequences and their adapters hold; 1 is full.",
+            num_busy / stats.num_pages if stats.num_pages else 0.0,
         ),
-        ("loramux:pages_used", "Pages in use by KV cache and adapters.", num_used),
+        ("loramux:pages_used", "Pages of KV cache and adapters, idle ones included.", num_used),
         ("loramux:pages", "All pages of the pool.", stats.num_pages),
         ("loramux:engine_ready", "1 while the engine can answer.", health is Health.READY),
     ]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
-from itertools import islice
 
 from loramux.config import SchedulerConfig
 from loramux.errors import LoramuxError
 from loramux.scheduler.batch import AdapterGate, Batch, PageRoom
 from loramux.scheduler.fairness import Debtors
-from loramux.scheduler.queue import Candidates, Lane, Rank, WaitingQueue
+from loramux.scheduler.queue import Candidates, Lane, WaitingQueue
 from loramux.scheduler.sequence import Sequence
 
 # Lanes that are looked at for one whose adapters run already, and for loads that failed.
@@ -55,18 +53,17 @@ class Admission:
         self._holder: Sequence | None = None
         self._num_held = 0
         self._held_cids: list[str] = []
+        # The last for whom enough pages were free when the adapters were to be loaded.
+        self._had_room: Sequence | None = None
         # Those whose adapters the pass found missing so far.
         self._passed: list[Sequence] = []
         # Owed a place, ready, and without one in this step.
         self._unserved: set[int] = set()
 
     def num_held_against(self, sequence: Sequence) -> int:
-        """Pages that it must leave for somebody who comes first; none if it is alone."""
+        """Pages that it must leave for somebody who comes first."""
         holder, rank = self._holder, self.waiting.rank
-        is_alone = not any(other is not sequence for other in islice(self._batch, 2))
-        if holder is None or is_alone or rank(sequence) <= rank(holder):
-            return 0
-        return self._num_held
+        return 0 if holder is None or rank(sequence) <= rank(holder) else self._num_held
 
     def held_adapters(self) -> Counter[str]:
         """Leased for a sequence that waits for the rest of its adapters."""
@@ -93,9 +90,20 @@ class Admission:
         self._serve_overdue(now)
 
     def hold_for_first(self, now: float) -> None:
-        """Nothing runs: whoever comes first may take the pages of what the others wait for."""
-        heads = (lane.head for lane in self.waiting.lanes())
-        self._hold_for_one([(self.waiting.rank(head), head) for head in heads], now)
+        """If nothing runs, whoever comes first may take the pages of what others wait for."""
+        if len(self._batch) > 0:
+            return
+        candidates = Candidates(self.waiting.lanes(), self.waiting.rank)
+        before: list[Sequence] = []
+        while self._holder is None and (lane := candidates.pop()) is not None:
+            is_ready = self._is_ready(lane.head)
+            if is_ready:
+                return
+            if is_ready is None:
+                candidates.push(lane)
+            else:
+                before.append(lane.head)
+                self._hold_for_last(before, now)
 
     def _end_failed(self) -> None:
         """Ends what waits in vain, even while there is no place to be had."""
@@ -112,34 +120,38 @@ class Admission:
         if not lanes:
             return
         debtors = self._debtors(now)
-        ready: list[tuple[Rank, Sequence]] = []
-        loading: list[tuple[Rank, Sequence]] = []
+        ready: list[Lane] = []
+        loading: list[Lane] = []
         for lane in lanes:
             if debtors.owe(lane.standing) and (is_ready := self._is_ready(lane.head)) is not None:
-                (ready if is_ready else loading).append((self.waiting.rank(lane.head), lane.head))
-        self._hold_for_one(loading, now)
-        self._serve_in_order(ready, now)
+                (ready if is_ready else loading).append(lane)
+        self._serve_in_order(
+            Candidates(ready, self.waiting.rank), Candidates(loading, self.waiting.rank), now
+        )
 
     def admitted(self, now: float) -> Iterator[Sequence]:
         """Fills free places, one for each turn; the caller plans each at once."""
-        if not self._batch.has_place:
-            return
         self.num_loading = 0
         self._passed = []
+        if not self._batch.has_place:
+            return
         candidates = Candidates(self.waiting.lanes(), self.waiting.rank)
         while self._batch.has_place and (best := candidates.pop()) is not None:
-            lane = self._prefer_running(best, candidates)
-            sequence = lane.head
-            outcome = self._try(lane, now)
+            outcome, lane = self._examine(best, now), best
+            if outcome is None:
+                lane = self._prefer_running(best, candidates, now)
+                sequence = lane.head
+                outcome = _Outcome.ADMITTED if self._start(sequence, now) else _Outcome.BLOCKED
             if outcome is _Outcome.ADMITTED:
                 yield sequence
             if outcome in (_Outcome.ADMITTED, _Outcome.FAILED):
                 candidates.push(lane)
             elif outcome is _Outcome.BLOCKED and lane is best:
-                self._refuse_if_hopeless(sequence)
+                self._refuse_if_hopeless(best.head)
                 return
 
-    def _try(self, lane: Lane, now: float) -> _Outcome:
+    def _examine(self, lane: Lane, now: float) -> _Outcome | None:
+        """None: it may start, if there are pages."""
         sequence = lane.head
         is_ready = self._is_ready(sequence)
         if is_ready is None:
@@ -147,20 +159,20 @@ class Admission:
         if not is_ready:
             self.num_loading += len(lane)
             self._passed.append(sequence)
-            if not self._is_fair and self._holder is None and self._is_overdue(sequence, now):
-                self._hold_for_last(self._passed, now)
+            if self._is_overdue(sequence, now) and now >= sequence.no_hold_until_s:
+                self._keep(sequence)
+                if not self._is_fair and self._holder is None:
+                    self._hold_for_last(self._passed, now)
             return _Outcome.PASSED
-        if not self._batch.has_place_for_adapters(sequence.cids):
-            must_wait = not self._is_fair or sequence.sequence_id in self._unserved
-            return _Outcome.BLOCKED if must_wait else _Outcome.PASSED
-        if not self._start(sequence, now):
-            return _Outcome.BLOCKED
-        return _Outcome.ADMITTED
+        if self._batch.has_place_for_adapters(sequence.cids):
+            return None
+        must_wait = not self._is_fair or sequence.sequence_id in self._unserved
+        return _Outcome.BLOCKED if must_wait else _Outcome.PASSED
 
-    def _prefer_running(self, best: Lane, candidates: Candidates) -> Lane:
+    def _prefer_running(self, best: Lane, candidates: Candidates, now: float) -> Lane:
         """A lane that is about as much entitled as the best, if it brings no adapter along."""
         head = best.head
-        if not self._is_fair or self._batch.uses(head.cids) or head.sequence_id in self._unserved:
+        if not self._is_fair or self._batch.uses(head.cids) or self._is_overdue(head, now):
             return best
         choice, put_back = best, [best]
         for _ in range(_NUM_LOOKED_AT):
@@ -195,8 +207,9 @@ class Admission:
             return None
 
     def _refuse_if_hopeless(self, sequence: Sequence) -> None:
-        """Nothing runs and nothing is on its way, so the room that it lacks will never come."""
-        if len(self._batch) == 0 and not self._adapters.is_loading:
+        """Nothing runs, loads or is kept, so the room that it lacks will never come."""
+        is_kept = self._holder is not None or bool(self._held_cids)
+        if len(self._batch) == 0 and not self._adapters.is_loading and not is_kept:
             needed = self._batch.pages_for(sequence.num_tokens)
             self._fail(
                 sequence,
@@ -209,14 +222,24 @@ class Admission:
     def _is_overdue(self, sequence: Sequence, now: float) -> bool:
         return now - sequence.queued_s >= self._max_wait_s
 
-    def _serve_in_order(self, ready: list[tuple[Rank, Sequence]], now: float) -> None:
-        heapq.heapify(ready)
-        num_preemptions = -1
-        while ready:
+    def _serve_in_order(self, ready: Candidates, loading: Candidates, now: float) -> None:
+        """Those who are loading are looked at until pages are kept for one of them."""
+        before: list[Sequence] = []
+        num_preemptions, debtors = self.num_preemptions, self._debtors(now)
+        while True:
             if num_preemptions != self.num_preemptions:
                 num_preemptions, debtors = self.num_preemptions, self._debtors(now)
-            _, sequence = heapq.heappop(ready)
-            if debtors.owe(sequence.standing) and not self._serve(sequence, now):
+            is_loading = self._holder is None and loading.comes_before(ready)
+            lane = loading.pop() if is_loading else ready.pop()
+            if lane is None:
+                return
+            # The others may have changed that, or a preempted one may stand at its head.
+            if not self._is_overdue(lane.head, now) or not debtors.owe(lane.standing):
+                continue
+            if is_loading:
+                before.append(lane.head)
+                self._hold_for_last(before, now)
+            elif not self._serve(lane.head, now):
                 return
 
     def _serve(self, sequence: Sequence, now: float) -> bool:
@@ -228,13 +251,6 @@ class Admission:
         self._unserved.add(sequence.sequence_id)
         return False
 
-    def _hold_for_one(self, loading: list[tuple[Rank, Sequence]], now: float) -> None:
-        heapq.heapify(loading)
-        before: list[Sequence] = []
-        while loading and self._holder is None:
-            before.append(heapq.heappop(loading)[1])
-            self._hold_for_last(before, now)
-
     def _hold_for_last(self, before: list[Sequence], now: float) -> None:
         """Finds the pages that the last one's adapters lack and keeps them free, if any lacks.
 
@@ -244,14 +260,26 @@ class Admission:
         num_missing = self._adapters.missing_pages(sequence.cids)
         if num_missing == 0:
             return
+        has_room = self._room.num_available >= num_missing
+        if has_room and sequence is self._had_room and not self._adapters.is_loading:
+            # It is not pages that keep the load from starting; others must not wait for it.
+            sequence.no_hold_until_s = now + self._max_wait_s
+        if now < sequence.no_hold_until_s:
+            before.pop()
+            return
         self._holder, self._num_held = sequence, num_missing
-        cids = dict.fromkeys(cid for other in before for cid in other.cids)
-        self._held_cids = [cid for cid in cids if self._adapters.acquire([cid])]
         for other in reversed(before):
+            self._keep(other)
             self._adapters.hurry(other.cids)
         if self._batch.pages_without(self._victims(sequence, now)) >= num_missing:
             self._take_until(lambda: self._room.num_available >= num_missing, sequence, now)
-        self._room.make_room(num_missing)
+        self._had_room = sequence if self._room.make_room(num_missing) else None
+
+    def _keep(self, sequence: Sequence) -> None:
+        """What it has of its adapters must not be evicted while it waits for the rest."""
+        for cid in sequence.cids if len(sequence.cids) > 1 else ():
+            if cid not in self._held_cids and self._adapters.acquire([cid]):
+                self._held_cids.append(cid)
 
     def _let_go(self) -> None:
         self._adapters.release(self._held_cids)

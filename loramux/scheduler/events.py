@@ -20,6 +20,7 @@ def token_event(
         logprob=result.logprobs.get(sequence.sequence_id),
         prompt_logprobs=(sequence.prompt_logprobs or None) if is_first else None,
         num_reused=sequence.num_reused_tokens if is_first else 0,
+        started_s=sequence.first_started_s if is_first else None,
     )
 
 
@@ -33,6 +34,7 @@ def length_event(sequence: Sequence) -> TokenEvent:
         finish_reason=FinishReason.LENGTH,
         prompt_logprobs=(sequence.prompt_logprobs or None) if is_first else None,
         num_reused=sequence.num_reused_tokens if is_first else 0,
+        started_s=sequence.first_started_s if is_first else None,
     )
 
 

@@ -91,10 +91,6 @@ class Standing:
         for account in (self.tenant, self.adapter):
             account.counter += cost / account.weight
 
-    def counters_after(self, cost: float) -> tuple[float, float]:
-        tenant, adapter = self.tenant, self.adapter
-        return tenant.counter + cost / tenant.weight, adapter.counter + cost / adapter.weight
-
     def is_near(self, other: Standing) -> bool:
         """Whether the other, who comes later, may as well go first."""
         mine, theirs = self._compared(other)

@@ -113,6 +113,9 @@ class Candidates:
             self.push(lane)
         return None
 
+    def comes_before(self, other: Candidates) -> bool:
+        return bool(self._heap) and (not other._heap or self._heap[0] < other._heap[0])
+
     def push(self, lane: Lane) -> None:
         if lane:
             heapq.heappush(self._heap, (self._rank(lane.head), lane))

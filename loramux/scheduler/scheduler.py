@@ -40,22 +40,22 @@ class Scheduler:
     had nothing waiting is lifted to the least of the others. Counters that are NEAR count as equal
     if that brings no further adapter into the batch.
 
-    The bound (fair): a request whose tenant has had less than a tenant who runs (or, of the same
-    tenant, whose adapter has had less than one that runs), and who has nothing running, or less
-    than half as many sequences as the other would keep, is in the batch after
+    The bound (fair): a request starts no later than
 
         max_wait_s + the load of its adapters + three steps
 
-    at the latest, unless others who have had still less take the room. After max_wait_s, sequences
-    of who had most are preempted, the newest first, until it has its place, its adapters theirs,
-    and its prompt pages. The steps: to see that it is late, that pages were freed for the load,
-    and that the load is done. A preempted sequence waits from then on, so that two who owe each
-    other change places after max_wait_s at the soonest; only who went past somebody to get its
-    place has no such respite.
+    after its arrival if, by then, its tenant has had less than another one who runs (inside a
+    tenant: its adapter less than another that runs), and has nothing running, or with this one at
+    most half as many sequences as the other keeps. Those who have had still less go first, and who
+    has but one request open is not taken from. The means: sequences of who had most are preempted,
+    the newest first, until there are a place, places for its adapters, and pages for these and for
+    its prompt. The steps: to see that it is late, that pages were freed for the load, and that
+    the load has ended. Each place is kept for max_wait_s, save against those who came first when
+    it was given, so that two who are owed by each other in turn do not change places all the time.
 
     When pages run out, who comes last in the order gives its own back and is computed again later,
-    from the prefix cache where that still has them; who comes first always goes on, and counters
-    change only with real progress, so the queue always drains.
+    from the prefix cache where that still has them. Who comes first always goes on, and counters
+    change with real progress only, so the queue always drains.
     """
 
     def __init__(
@@ -189,6 +189,10 @@ class Scheduler:
         """CID -> sequences that keep it on the device: those that run, and one that is about to."""
         return dict(self._batch.leases() + self._admission.held_adapters())
 
+    def running_adapters(self) -> dict[str, int]:
+        """CID -> sequences in the batch that use it."""
+        return dict(self._batch.leases())
+
     def prefix_leases(self) -> list[PrefixLease]:
         return self._batch.prefix_leases()
 
@@ -275,13 +279,12 @@ class Scheduler:
         step.budget -= num_tokens
 
     def _reserve(self, sequence: Sequence, num_tokens: int, step: _Step) -> bool:
-        """Pages at the cost of those who come later; False: there are none for it."""
-        while not self._batch.grow(
-            sequence, num_tokens, num_held=self._admission.num_held_against(sequence)
-        ):
+        """Pages at the cost of those who come later; False: there are none for it now."""
+        num_held = self._admission.num_held_against(sequence)
+        while not self._batch.grow(sequence, num_tokens, num_held=num_held):
             if len(self._batch) == 1:
-                # A load that is under way has the pages; without one, no more will ever come.
-                if not self._adapters.is_loading:
+                # Somebody's load has the pages, or will have them; else no more will ever come.
+                if num_held == 0 and not self._adapters.is_loading:
                     self._end(sequence, length_event(sequence))
                 return False
             victim = next(

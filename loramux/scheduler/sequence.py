@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from loramux.memory.pages import Owner
 from loramux.memory.prefix import PrefixLease
 from loramux.scheduler.fairness import PROMPT_TOKEN_COST, Standing, Tenure
@@ -46,9 +48,12 @@ class Sequence:
         self.started_s: float | None = None
         """Since when it runs."""
         self.start_counters = (0.0, 0.0)
-        """What its tenant and its adapter had had when it got its place, a first token included."""
+        """What its tenant and its adapter had had when it got its place."""
+        self.no_hold_until_s = -math.inf
+        """Until then, no pages are kept free for its adapters: they were not used."""
         self.num_spare_refused: int | None = None
         """Pages that seemed to be left over when it was refused all the same."""
+        self.first_started_s: float | None = None
         self._num_starts = 0
         self._num_charged = 0
 
@@ -78,10 +83,11 @@ class Sequence:
 
     def start(self, now: float) -> None:
         self.started_s = now
-        self.start_counters = self.standing.counters_after(PROMPT_TOKEN_COST)
+        self.start_counters = (self.standing.tenant.counter, self.standing.adapter.counter)
         self.num_spare_refused = None
         self._num_starts += 1
         if self._num_starts == 1:
+            self.first_started_s = now
             self.num_reused_tokens = self.num_computed
 
     def chunk(self, num_tokens: int) -> Chunk:
@@ -111,7 +117,7 @@ class Sequence:
         )
 
     def tenure(self, now: float, min_s: float) -> Tenure:
-        """For min_s, it yields only to those who came before it, or equal, when it started."""
+        """For min_s, it yields only to those who came before it when it started."""
         assert self.started_s is not None
         if now - self.started_s < min_s:
             return Tenure(self.standing, *self.start_counters)

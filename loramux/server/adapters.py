@@ -25,6 +25,7 @@ ORDERS = (ADDED, BUSIEST)
 def adapter_routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["adapters"])
     of_one = answering(AdapterEntry, 404, 503, path_name="name")
+    of_pinned = answering(AdapterEntry, 400, 404, 503, path_name="name")
 
     @router.get("/v1/adapters", **answering(AdapterList, 400, 503, parameters=_list_parameters()))
     async def list_adapters(request: Request) -> Response:
@@ -35,7 +36,7 @@ def adapter_routes(context: Context) -> APIRouter:
             entries = _by_traffic(entries, context.metrics.traffic)
         return json_response(AdapterList(data=entries[:limit], total=len(entries)))
 
-    @router.post("/v1/adapters/{name:path}/pin", **of_one)
+    @router.post("/v1/adapters/{name:path}/pin", **of_pinned)
     async def pin_adapter(request: Request) -> Response:
         """A pinned adapter is not evicted from the device, once it is there."""
         return await _pin(context, request.path_params["name"], pinned=True)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from loramux.backend import Delta, TextCodec
 from loramux.server.body import json_response
 from loramux.server.context import Context
-from loramux.server.generation import Answer, Choice, Deltas, collect, run_jobs
+from loramux.server.generation import Answer, Choice, Deltas, UsageCount, collect, run_jobs
 from loramux.server.intake import PromptKind, make_answer, take_in
 from loramux.server.logprobs import chat_logprobs
 from loramux.server.openapi import generating
@@ -25,6 +25,7 @@ from loramux.wire import (
     ChatDelta,
     ChatMessage,
     ChatRequest,
+    Usage,
 )
 
 CHAT = PromptKind(id_prefix="chatcmpl", param="messages", default_max_tokens=None)
@@ -48,13 +49,13 @@ def chat_routes(context: Context) -> APIRouter:
         deltas = run_jobs(backend, context.metrics, answer.jobs)
         if intake.request.stream:
             return await stream_events(request, _events(answer, deltas, backend.codec))
-        choices = await until_gone(request, collect(answer, deltas))
-        return json_response(_whole(answer, choices, backend.codec))
+        choices, usage = await until_gone(request, collect(answer, deltas))
+        return json_response(_whole(answer, choices, usage, backend.codec))
 
     return router
 
 
-def _whole(answer: Answer, choices: list[Choice], codec: TextCodec) -> ChatCompletion:
+def _whole(answer: Answer, choices: list[Choice], usage: Usage, codec: TextCodec) -> ChatCompletion:
     return ChatCompletion(
         id=answer.answer_id,
         created=answer.created_s,
@@ -74,34 +75,33 @@ def _whole(answer: Answer, choices: list[Choice], codec: TextCodec) -> ChatCompl
             )
             for index, choice in enumerate(choices)
         ],
-        usage=answer.usage(sum(choice.num_tokens for choice in choices)),
+        usage=usage,
     )
 
 
 async def _events(answer: Answer, deltas: Deltas, codec: TextCodec) -> Events:
     begun: set[int] = set()
-    num_tokens = 0
+    count = UsageCount(answer.jobs)
     async with aclosing(deltas):
-        async for _, delta in deltas:
-            num_tokens += len(delta.token_ids)
+        async for job_index, delta in deltas:
             written = b""
             if delta.index not in begun:
                 begun.add(delta.index)
                 role = ChatDelta(role="assistant", content="")
-                written = _chunk(answer, ChatChunkChoice(index=delta.index, delta=role), 0)
-            yield written + _chunk(answer, _chunk_choice(delta, codec), num_tokens)
+                written = _chunk(answer, ChatChunkChoice(index=delta.index, delta=role), count)
+            count.add(job_index, delta)
+            yield written + _chunk(answer, _chunk_choice(delta, codec), count)
     if answer.include_usage:
-        yield event(_chunk_of(answer, [], num_tokens, with_usage=True))
+        yield event(_chunk_of(answer, [], count.usage()))
     yield DONE
 
 
-def _chunk(answer: Answer, choice: ChatChunkChoice, num_tokens: int) -> bytes:
-    return event(_chunk_of(answer, [choice], num_tokens, with_usage=answer.continuous_usage))
+def _chunk(answer: Answer, choice: ChatChunkChoice, count: UsageCount) -> bytes:
+    usage = count.usage() if answer.continuous_usage else None
+    return event(_chunk_of(answer, [choice], usage))
 
 
-def _chunk_of(
-    answer: Answer, choices: list[ChatChunkChoice], num_tokens: int, *, with_usage: bool
-) -> ChatChunk:
+def _chunk_of(answer: Answer, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
     chunk = ChatChunk(
         id=answer.answer_id,
         created=answer.created_s,
@@ -109,8 +109,8 @@ def _chunk_of(
         system_fingerprint=answer.fingerprint,
         choices=choices,
     )
-    if with_usage:
-        chunk.usage = answer.usage(num_tokens)
+    if usage is not None:
+        chunk.usage = usage
     return chunk
 
 

@@ -12,14 +12,20 @@ from starlette.responses import Response
 from loramux.backend import Delta, Job, TextCodec
 from loramux.server.body import json_response
 from loramux.server.context import Context
-from loramux.server.generation import Answer, Choice, Deltas, collect, run_jobs
+from loramux.server.generation import Answer, Choice, Deltas, UsageCount, collect, run_jobs
 from loramux.server.intake import Intake, PromptKind, check_num_choices, make_answer, take_in
 from loramux.server.logprobs import CompletionLogprobsWriter
 from loramux.server.openapi import generating
 from loramux.server.prompts import encode_prompt, off_loop, split_prompts
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.types import TokenLogprob
-from loramux.wire import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from loramux.wire import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    Usage,
+)
 
 COMPLETION = PromptKind(id_prefix="cmpl", param="prompt", default_max_tokens=16)
 
@@ -42,8 +48,8 @@ def completion_routes(context: Context) -> APIRouter:
         deltas = run_jobs(backend, context.metrics, answer.jobs)
         if intake.request.stream:
             return await stream_events(request, _events(answer, deltas, writers))
-        choices = await until_gone(request, collect(answer, deltas))
-        return json_response(_whole(answer, choices, writers))
+        choices, usage = await until_gone(request, collect(answer, deltas))
+        return json_response(_whole(answer, choices, usage, writers))
 
     return router
 
@@ -118,28 +124,28 @@ def _text_of(prompt: str | list[int], codec: TextCodec, job: Job) -> str:
     return codec.decode(prompt, skip_special_tokens=job.params.skip_special_tokens)
 
 
-def _whole(answer: Answer, choices: list[Choice], writers: list[ChoiceWriter]) -> Completion:
+def _whole(
+    answer: Answer, choices: list[Choice], usage: Usage, writers: list[ChoiceWriter]
+) -> Completion:
     written = []
     for index, (choice, writer) in enumerate(zip(choices, writers, strict=True)):
         shown = writer.write(index, choice.text, choice.logprobs, choice.prompt_logprobs)
         shown.finish_reason, shown.stop_reason = choice.finish_reason, choice.stop_reason
         written.append(shown)
-    num_tokens = sum(choice.num_tokens for choice in choices)
-    return _completion(answer, written, num_tokens, with_usage=True)
+    return _completion(answer, written, usage)
 
 
 async def _events(answer: Answer, deltas: Deltas, writers: list[ChoiceWriter]) -> Events:
-    num_tokens = 0
+    count = UsageCount(answer.jobs)
     async with aclosing(deltas):
         async for job_index, delta in deltas:
-            num_tokens += len(delta.token_ids)
+            count.add(job_index, delta)
             index = answer.choice_index(job_index, delta)
             choice = _chunk_choice(writers[index], index, delta)
-            yield event(
-                _completion(answer, [choice], num_tokens, with_usage=answer.continuous_usage)
-            )
+            usage = count.usage() if answer.continuous_usage else None
+            yield event(_completion(answer, [choice], usage))
     if answer.include_usage:
-        yield event(_completion(answer, [], num_tokens, with_usage=True))
+        yield event(_completion(answer, [], count.usage()))
     yield DONE
 
 
@@ -151,9 +157,7 @@ def _chunk_choice(writer: ChoiceWriter, index: int, delta: Delta) -> CompletionC
     return choice
 
 
-def _completion(
-    answer: Answer, choices: list[CompletionChoice], num_tokens: int, *, with_usage: bool
-) -> Completion:
+def _completion(answer: Answer, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
     completion = Completion(
         id=answer.answer_id,
         created=answer.created_s,
@@ -161,6 +165,6 @@ def _completion(
         system_fingerprint=answer.fingerprint,
         choices=choices,
     )
-    if with_usage:
-        completion.usage = answer.usage(num_tokens)
+    if usage is not None:
+        completion.usage = usage
     return completion

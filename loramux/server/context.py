@@ -29,6 +29,8 @@ class ServerOptions:
     """Web origins whose pages may call this server; "*" for any."""
     probe_timeout_s: float = 30.0
     """What a deep health check may take."""
+    tenant_header: str | None = None
+    """Header that names a request's tenant; None: all requests are one tenant's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from loramux.errors import (
     EngineStopped,
     InvalidRequest,
     LoramuxError,
+    RequestTimeout,
 )
 from loramux.wire import ErrorBody, ErrorInfo
 
@@ -45,6 +46,7 @@ HTTP_STATUS: dict[type[LoramuxError], int] = {
     DoesNotFit: 400,
     NotServed: 404,
     AdapterNotFound: 404,
+    RequestTimeout: 408,
     BodyTooLarge: 413,
     NotJson: 415,
     AdapterRefused: 422,
@@ -57,6 +59,7 @@ ERROR_TYPE = {
     400: "BadRequestError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     413: "PayloadTooLargeError",
     415: "UnsupportedMediaTypeError",
     422: "UnprocessableEntityError",
@@ -75,7 +78,10 @@ def error_info(error: Exception) -> ErrorInfo:
     """What a client may know of an error; the text of an unforeseen one stays in the log."""
     if isinstance(error, LoramuxError):
         status = next(HTTP_STATUS[kind] for kind in type(error).__mro__ if kind in HTTP_STATUS)
-        return _info(status, str(error), getattr(error, "param", None))
+        info = _info(status, str(error), getattr(error, "param", None))
+        if isinstance(error, AdapterRefused):
+            info.reason = error.code
+        return info
     if isinstance(error, HTTPException):
         return _info(error.status_code, str(error.detail))
     return _info(500, "The server failed on this request; its log has the reason.")
@@ -87,6 +93,9 @@ def error_response(error: Exception) -> Response:
     retry_after_s = _retry_after_s(error)
     if retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    if isinstance(error, RequestTimeout):
+        # OpenAI's clients would send it again at once, to a server that is busy already.
+        headers["x-should-retry"] = "false"
     return Response(
         msgspec.json.encode(ErrorBody(error=info)),
         status_code=info.code,

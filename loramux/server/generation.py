@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from loramux.backend import Backend, Delta, Job
+from loramux.backend import Backend, Delta, Job, failure_of
 from loramux.errors import EngineStopped, LoramuxError
 from loramux.metrics.server import Metrics
 from loramux.types import FinishReason, TokenLogprob
-from loramux.wire import Usage
+from loramux.wire import PromptTokensDetails, Usage
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
 """(which job, delta)"""
@@ -30,19 +30,31 @@ class Answer:
     include_usage: bool = False
     continuous_usage: bool = False
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(job.prompt_token_ids) for job in self.jobs)
-
     def choice_index(self, job_index: int, delta: Delta) -> int:
         return job_index * self.jobs[0].params.n + delta.index
 
-    def usage(self, num_completion_tokens: int) -> Usage:
-        num_prompt_tokens = self.num_prompt_tokens
+
+class UsageCount:
+    """Tokens of an answer, as far as its deltas have come."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._num_prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
+        self._num_completion_tokens = 0
+        self._num_reused: dict[int, int] = {}
+
+    def add(self, job_index: int, delta: Delta) -> None:
+        self._num_completion_tokens += len(delta.token_ids)
+        if delta.num_reused is not None:
+            # A prompt counts once for all its choices: what the first computed, others only reuse.
+            before = self._num_reused.get(job_index, delta.num_reused)
+            self._num_reused[job_index] = min(before, delta.num_reused)
+
+    def usage(self) -> Usage:
         return Usage(
-            prompt_tokens=num_prompt_tokens,
-            completion_tokens=num_completion_tokens,
-            total_tokens=num_prompt_tokens + num_completion_tokens,
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=self._num_completion_tokens,
+            total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_reused.values())),
         )
 
 
@@ -52,7 +64,6 @@ class Choice:
 
     job: Job
     texts: list[str] = field(default_factory=list)
-    num_tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str = ""
@@ -64,7 +75,6 @@ class Choice:
 
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
-        self.num_tokens += len(delta.token_ids)
         self.logprobs += delta.logprobs or ()
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs or ()
         if delta.finish_reason is not None:
@@ -72,13 +82,15 @@ class Choice:
             self.stop_reason = delta.stop_reason
 
 
-async def collect(answer: Answer, deltas: Deltas) -> list[Choice]:
+async def collect(answer: Answer, deltas: Deltas) -> tuple[list[Choice], Usage]:
     """All choices, whole; raises rather than return a part."""
     choices = [Choice(job) for job in answer.jobs for _ in range(job.params.n)]
+    count = UsageCount(answer.jobs)
     async with aclosing(deltas):
         async for job_index, delta in deltas:
+            count.add(job_index, delta)
             choices[answer.choice_index(job_index, delta)].add(delta)
-    return choices
+    return choices, count.usage()
 
 
 async def run_jobs(backend: Backend, metrics: Metrics, jobs: Sequence[Job]) -> Deltas:
@@ -137,7 +149,7 @@ class _Watch:
                 prompt_tokens=num_prompt_tokens, generation_tokens=len(delta.token_ids)
             )
         if delta.finish_reason is FinishReason.ERROR:
-            raise LoramuxError(delta.error or "The engine failed on this request.")
+            raise failure_of(delta)
         if delta.finish_reason is FinishReason.ABORT:
             raise EngineStopped(delta.error or "The engine gave this request up before its end.")
         if delta.finish_reason is not None:

@@ -25,6 +25,7 @@ from loramux.server.sampling import (
     sampling_params,
 )
 from loramux.server.selection import Selected, select
+from loramux.server.terms import Terms, read_terms
 from loramux.types import SamplingParams
 from loramux.wire import GenerationRequest, StreamOptions
 
@@ -39,6 +40,7 @@ class Intake(Generic[RequestT]):
     selected: Selected
     params: SamplingParams
     length: AskedLength
+    terms: Terms
     num_body_bytes: int
 
 
@@ -57,12 +59,14 @@ async def take_in(context: Context, http: Request, kind: type[RequestT]) -> Inta
     request = decode(body, kind)
     refuse_unsupported(body, request)
     check_stream_options(request)
+    terms = read_terms(http.headers, request, tenant_header=context.options.tenant_header)
     context.require_ready()
     return Intake(
         request=request,
         selected=select(context, request),
         params=sampling_params(request, vocab_size=context.backend.card.vocab_size),
         length=asked_length(request),
+        terms=terms,
         num_body_bytes=len(body),
     )
 
@@ -88,6 +92,9 @@ def make_answer(
                 params=_params_for(context, intake, token_ids, kind),
                 adapter=intake.selected.adapter,
                 adapter_weight=intake.selected.weight,
+                tenant=intake.terms.tenant,
+                cache_salt=intake.terms.cache_salt,
+                timeout_s=intake.terms.timeout_s,
             )
             for number, token_ids in enumerate(prompts)
         ),

@@ -49,6 +49,7 @@ EXAMPLES: dict[type[Any], dict[str, Any]] = {
 WHEN = {
     400: "A field has a wrong type or a value that cannot be honoured; `param` names it.",
     404: "No such model or adapter.",
+    408: "The time that the request's `timeout` allows was over before its last token.",
     413: "The body is larger than the limit.",
     415: "The body is not declared as JSON.",
     422: "The adapter cannot be used.",
@@ -57,7 +58,7 @@ WHEN = {
     503: "The engine is starting, restarting or stopping; Retry-After says when to come back.",
 }
 OF_A_BODY = (400, 404, 413, 415, 500, 503)
-OF_GENERATION = (*OF_A_BODY, 422, 429)
+OF_GENERATION = (*OF_A_BODY, 408, 422, 429)
 
 
 def generating(request: type[Any], answer: type[Any]) -> dict[str, Any]:

@@ -31,8 +31,8 @@ ADAPTERS = ("json", "pirate", "sentiment", "shout")
 # What a reader types into `loramux chat`.
 CONVERSATION = "/max 16\nWhat is the capital of France?\n/adapter shout\nAnd of Italy?\n"
 
-# `make` shows what it would do; curl fails on an error status; chat finds the test's server; serve
-# reads its flags and its file, and then finds that the port is taken.
+# `make` shows what it would do; curl fails on an error status; chat and top find the test's
+# server; serve reads its flags and its file, and then finds that the port is taken.
 SHELL = """
 set -euo pipefail
 make() {{ command make -n "$@" >/dev/null; }}
@@ -40,7 +40,7 @@ curl() {{ command curl -sS --fail-with-body --max-time 60 "$@"; echo; }}
 python() {{ {python} "$@"; }}
 loramux() {{
     case $1 in
-        chat) python -m loramux.cli.main "$@" --url {url} ;;
+        chat|top) python -m loramux.cli.main "$@" --url {url} ;;
         serve) said=$(python -m loramux.cli.main "$@" --port {port} 2>&1 || true)
             [[ $said == *"Cannot listen on"* ]] || {{ echo "$said"; return 1; }} ;;
         *) python -m loramux.cli.main "$@" ;;
@@ -194,7 +194,7 @@ def test_the_documented_health_has_the_fields_of_a_deep_check(server: RunningSer
 def test_every_route_stands_in_its_table(server: RunningServer) -> None:
     paths = httpx2.get(f"{server.url}/openapi.json").json()["paths"]
     served = {f"{method.upper()} {path}" for path, ways in paths.items() for method in ways}
-    assert set(re.findall(r"^\| `((?:GET|POST) [^`]+)` \|", SERVING, re.MULTILINE)) == served
+    assert set(re.findall(r"^\| `((?:GET|POST|DELETE) [^`]+)` \|", SERVING, re.MULTILINE)) == served
 
 
 def test_every_metric_stands_in_its_table(server: RunningServer) -> None:

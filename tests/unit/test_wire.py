@@ -28,7 +28,10 @@ def test_chunk_leaves_out_what_it_does_not_have() -> None:
 
 
 def test_every_body_survives_the_way_there_and_back() -> None:
-    usage = wire.Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
+    details = wire.PromptTokensDetails(cached_tokens=1)
+    usage = wire.Usage(
+        prompt_tokens=1, completion_tokens=2, total_tokens=3, prompt_tokens_details=details
+    )
     choice = wire.CompletionChoice(index=0, text="a", finish_reason="stop", stop_reason=None)
     whole = wire.Completion(id="x", created=1, model="m", choices=[choice], usage=usage)
     assert msgspec.json.decode(msgspec.json.encode(whole), type=wire.Completion) == whole

@@ -3,7 +3,13 @@ from __future__ import annotations
 import pytest
 
 from loramux.client import errors
-from loramux.client.errors import ClientError, error_for_status, read_error
+from loramux.client.errors import (
+    ClientError,
+    Retryable,
+    TimedOut,
+    error_for_status,
+    read_error,
+)
 from loramux.errors import LoramuxError
 
 
@@ -37,3 +43,9 @@ def test_the_message_is_found_in_every_shape(body: str, message: str, param: str
 
 def test_an_empty_body_still_says_the_status() -> None:
     assert str(error_for_status(502, "")) == "HTTP status 502."
+
+
+def test_a_request_that_ran_out_of_its_own_time_is_not_sent_again() -> None:
+    error = error_for_status(408, '{"error": {"message": "Too late."}}')
+    assert isinstance(error, TimedOut) and not isinstance(error, Retryable)
+    assert (str(error), error.status) == ("Too late.", 408)

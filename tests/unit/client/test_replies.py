@@ -10,6 +10,7 @@ from loramux.client.replies import (
     EngineInfo,
     ModelList,
     TierInfo,
+    Usage,
 )
 
 
@@ -47,3 +48,14 @@ def test_what_the_server_tells_of_adapters_and_engine_is_what_the_client_reads()
         (EngineInfo, wire.EngineReport),
     ):
         assert set(read.__struct_fields__) == set(written.__struct_fields__) - {"object"}
+
+
+def test_cached_tokens_are_read_from_any_server() -> None:
+    for details, cached in (
+        (b"", 0),
+        (b', "prompt_tokens_details": null', 0),
+        (b', "prompt_tokens_details": {"cached_tokens": null}', 0),
+        (b', "prompt_tokens_details": {"audio_tokens": 0, "cached_tokens": 5}', 5),
+    ):
+        usage = msgspec.json.decode(b'{"prompt_tokens": 9' + details + b"}", type=Usage)
+        assert usage.cached_tokens == cached

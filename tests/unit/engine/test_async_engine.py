@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from loramux.errors import (
     EngineBusy,
     EngineStopped,
     InvalidRequest,
+    RequestTimeout,
     UnsupportedModel,
 )
 from loramux.types import SamplingParams
@@ -35,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def model(folder: Path) -> Any:
     return save_model(folder)
 
@@ -110,6 +112,8 @@ def test_what_is_refused_says_why_and_the_engine_goes_on(folder: Path, tmp_path:
             await tokens_of(engine, make_job("bias", logit_bias={99_999: 1.0}))
         with pytest.raises(AdapterNotFound):
             await engine.remove_adapter("never")
+        with pytest.raises(RequestTimeout, match="of 480 tokens"):
+            await tokens_of(engine, replace(make_job("late", max_tokens=480), timeout_s=1e-4))
         assert len(await tokens_of(engine, make_job("fine"))) == 8
         assert engine.health is Health.READY and engine.num_restarts == 0
 
@@ -120,15 +124,21 @@ def test_a_reader_who_leaves_aborts_the_job_and_full_means_busy(folder: Path) ->
     async def use(engine: AsyncEngine) -> None:
         stream = engine.submit(make_job("long", max_tokens=480))
         await anext(stream)
-        with pytest.raises(EngineBusy):
-            await tokens_of(engine, make_job("second"))
+        with pytest.raises(EngineBusy, match="600") as busy:
+            await tokens_of(engine, make_job("second", max_tokens=120))
+        assert busy.value.retry_after_s > 0
+        other = engine.submit(make_job("fits", max_tokens=80))
+        await anext(other)
+        with pytest.raises(EngineBusy, match="2 requests"):
+            await tokens_of(engine, make_job("third", max_tokens=1))
+        await other.aclose()
         await stream.aclose()
-        await tokens_of(engine, make_job("third"))
+        await tokens_of(engine, make_job("last"))
         assert engine.stats.num_running == 0
         stats = engine.stats
         assert stats.num_free_pages + stats.num_idle_pages == stats.num_pages
 
-    with_engine(folder, use, max_jobs=1)
+    with_engine(folder, use, max_jobs=2, max_job_tokens=600)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -180,12 +180,23 @@ def test_prompt_logprobs_come_with_the_first_delta_of_a_choice(tokenizer: Tokeni
     assert [d.prompt_logprobs for d in deltas if d is not None] == [tuple(described), None]
 
 
+def test_reused_tokens_come_with_the_first_delta_of_a_choice(tokenizer: Tokenizer) -> None:
+    """Catches a count that is lost while text is held back, or told twice."""
+    collector = make_collector(tokenizer)
+    head = tokenizer.encode("🚀")[0]
+    assert collector.apply(event(head, num_reused=2)) is None
+    deltas = [collector.apply(event(token_id)) for token_id in tokenizer.encode(" fox fox")]
+    assert [d.num_reused for d in deltas if d is not None] == [2, None]
+
+
 def test_an_error_reaches_the_stream(tokenizer: Tokenizer) -> None:
     """Catches a stream that ends early and looks complete."""
     collector = make_collector(tokenizer)
-    delta = collector.apply(event(None, FinishReason.ERROR, error="The adapter is gone."))
+    end = event(None, FinishReason.ERROR, error="The adapter is gone.", error_code="adapter")
+    delta = collector.apply(end)
     assert delta is not None
     assert (delta.finish_reason, delta.error) == (FinishReason.ERROR, "The adapter is gone.")
+    assert delta.error_code == "adapter"
     assert collector.is_finished
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.engine.messages import Shutdown, Start
+from loramux.engine.messages import Events, Shutdown, Start
 from loramux.engine.process import EngineProcess
 from loramux.errors import UnsupportedModel
 from tests.engine_factory import save_model_with_tokenizer
@@ -34,6 +34,7 @@ def test_a_life_from_ready_to_shutdown_with_progress(tmp_path: Path) -> None:
         process.send(Shutdown())
         await process.wait(timeout_s=10)
         assert not is_alive(process.pid)
+        assert isinstance(await process.receive(), Events)
         assert await process.receive() is None
 
     asyncio.run(live())

@@ -98,3 +98,25 @@ def test_an_end_that_comes_while_the_reader_is_busy_is_not_lost(tokenizer: Token
         assert last.finish_reason is FinishReason.LENGTH and stream.is_finished
 
     asyncio.run(read())
+
+
+def test_reuse_and_an_errors_code_survive_the_joining(tokenizer: Tokenizer) -> None:
+    async def read() -> None:
+        stream = make_stream(tokenizer)
+        (first, *_) = tokenizer.encode("The quick")
+        stream.put(TokenEvent(request_id="a", index=0, token_id=first, num_reused=7))
+        put_text(stream, tokenizer, " quick")
+        stream.put(
+            TokenEvent(
+                request_id="a",
+                index=0,
+                token_id=None,
+                finish_reason=FinishReason.ERROR,
+                error="Too late.",
+                error_code="timeout",
+            )
+        )
+        (delta,) = await stream.take()
+        assert (delta.num_reused, delta.error, delta.error_code) == (7, "Too late.", "timeout")
+
+    asyncio.run(read())

@@ -21,6 +21,8 @@ from loramux.engine.messages import (
     Finish,
     Forget,
     Heartbeat,
+    Pin,
+    Prewarm,
     Ready,
     Refused,
     Register,
@@ -112,6 +114,36 @@ def test_adapters_are_registered_verified_and_forgotten(folder: Path) -> None:
         assert (await next_of(channel, Answer)).error.kind == "AdapterNotFound"
 
     assert converse(folder, talk) in (0, 1)
+
+
+def test_an_idle_engine_still_tells_of_its_memory(folder: Path) -> None:
+    """Catches figures that are all zero, or old, until somebody sends a request."""
+
+    async def talk(channel: ServerChannel) -> None:
+        await next_of(channel, Ready)
+        snapshot = (await next_of(channel, Events)).snapshot
+        assert snapshot.num_pages == snapshot.num_free_pages > 0
+        assert [tier.tier for tier in snapshot.tiers] == ["device", "host"]
+        channel.send(Register(call_id=1, path=str(folder / "adapter")))
+        known = (await next_of(channel, Answer)).adapter
+        channel.send(Prewarm())
+        while (await next_of(channel, Events)).snapshot.tiers[1].used_bytes != known.num_bytes:
+            pass
+        channel.send(Pin(call_id=2, cid=known.cid, is_pinned=True))
+        while known.cid not in (await next_of(channel, Events)).snapshot.resident_adapters:
+            pass
+        channel.send(Forget(cid=known.cid))
+        while (await next_of(channel, Events)).snapshot.resident_adapters:
+            pass
+        channel.send(Add(request=make_request("long", (3, 4), max_tokens=400)))
+        while not (await next_of(channel, Events)).snapshot.num_running:
+            pass
+        channel.send(Abort(request_id="long"))
+        while (await next_of(channel, Events)).snapshot.num_running:
+            pass
+        channel.send(Shutdown())
+
+    assert converse(folder, talk) == 0
 
 
 def test_aborts_and_stops_take_effect_at_the_next_step(folder: Path) -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pytest
+
+from loramux.errors import DoesNotFit
 from loramux.memory.offers import AdapterOffers, ResidencyLimits, gives_way
 from loramux.memory.policies import CostAwarePolicy
 from loramux.memory.records import AdapterRecord
@@ -40,6 +43,13 @@ def test_cached_prefixes_make_their_adapter_worth_more() -> None:
     assert offers.worth(record(1)) == offers.worth(record(2))
     offers.prefixes = FixedPrefixes()
     assert offers.worth(record(1)) > offers.worth(record(2))
+
+
+def test_a_selection_that_the_limits_can_never_take_is_refused_with_the_numbers() -> None:
+    limits = ResidencyLimits(max_adapters=1)
+    limits.check([record(1), record(1)])
+    with pytest.raises(DoesNotFit, match="2 adapters take 2 pages"):
+        limits.check([record(1), record(2)])
 
 
 def test_limits_count_pages_and_adapters() -> None:

@@ -14,6 +14,7 @@ STATS = EngineStats(
     num_waiting=2,
     num_pages=100,
     num_free_pages=25,
+    num_idle_pages=30,
     num_preemptions=4,
     num_adapter_loads=7,
     num_adapter_evictions=5,
@@ -45,7 +46,7 @@ STATS = EngineStats(
 OF_ROUTERS = {
     "vllm:num_requests_running": 3,
     "vllm:num_requests_waiting": 2,
-    "vllm:kv_cache_usage_perc": 0.75,
+    "vllm:kv_cache_usage_perc": 0.45,
     "vllm:num_preemptions_total": 4,
     "loramux:pages": 100,
     "loramux:pages_used": 75,

@@ -47,6 +47,8 @@ class FakeAdapters:
         self._idle: dict[str, FakeAdapter] = {}
         self._ticks = count()
         self.load_s = load_s
+        self.is_stuck = False
+        """No load can start."""
         room.add_holder(self)
 
     def num_pages(self, cid: str) -> int:
@@ -113,7 +115,7 @@ class FakeAdapters:
         for record in self._records.values():
             if record.done_s is not None and record.done_s <= now:
                 self._arrive(record)
-        for cid in list(self._pending):
+        for cid in [] if self.is_stuck else list(self._pending):
             record = self._records[cid]
             # It may take the place of what was asked for after it.
             later = [
@@ -190,6 +192,7 @@ class World:
         load_s: float = 0.0,
         step_s: float = 0.1,
         has_prefixes: bool = True,
+        check_every: int = 1,
         **settings: object,
     ) -> None:
         defaults: dict[str, object] = {
@@ -222,6 +225,8 @@ class World:
         )
         self.kv = FakeKV(self.config.block_tokens)
         self.plan: StepPlan | None = None
+        self._check_every = check_every
+        self._num_checks = 0
 
     def add(self, name: str, num_prompt: int | list[int] = 3, **fields: object) -> None:
         self.scheduler.add(make_request(name, num_prompt, **fields), self.now)
@@ -276,6 +281,9 @@ class World:
             self.kv.compute(chunk, sequence.tokens(0, stop))
 
     def check(self) -> None:
+        self._num_checks += 1
+        if self._num_checks % self._check_every:
+            return
         scheduler = self.scheduler
         scheduler.check_integrity()
         self.adapters.check_integrity(scheduler.leases(), scheduler.waiting_adapters())

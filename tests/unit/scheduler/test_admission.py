@@ -178,3 +178,154 @@ def test_a_step_does_not_ask_after_every_waiting_request(
     )
     world.step()
     assert 0 < len(asked) <= 64
+
+
+def long_hot(world: World, num_sequences: int, **fields: object) -> None:
+    """Two requests, so that it may be taken from; all on one adapter, none ends soon."""
+    world.add("hot", 4, cid="hot", max_tokens=500, n=num_sequences, **fields)
+    world.add("more", 4, cid="hot", max_tokens=500, **fields)
+    world.step()
+
+
+def test_the_newest_of_who_had_most_gives_its_place_and_not_before_its_time() -> None:
+    world = World(max_sequences=3, max_wait_s=1.0, max_model_len=600, num_pages=600)
+    long_hot(world, 3, tenant="a")
+    world.add("cold", 4, cid="cold", tenant="b", max_tokens=500)
+    while world.now < 1.05:
+        world.step()
+        assert world.scheduler.num_preemptions == 0
+    world.step()
+    world.begin()
+    assert sorted(world.running()) == ["cold", "hot", "hot"]
+    assert world.scheduler.num_preemptions == 1
+    assert world.scheduler.open_choices("hot") == [0, 1, 2]
+    waiting = [s for s in world.scheduler._waiting if s.request.request_id == "hot"]
+    assert [s.index for s in waiting] == [2]
+
+
+def test_who_was_put_out_does_not_come_back_at_once_at_the_others_cost() -> None:
+    """Two who flood, one place: it changes hands after max_wait_s, not with every token."""
+    world = World(max_sequences=1, max_wait_s=1.0, max_model_len=600, num_pages=600)
+    for tenant in "ab":
+        world.add(tenant, 4, tenant=tenant, max_tokens=500, n=2)
+    turns: list[str] = []
+    for _ in range(60):
+        if world.begin() is not None:
+            turns += world.running()
+        world.end()
+    changes = sum(now != before for before, now in zip(turns, turns[1:], strict=False))
+    assert 4 <= changes <= 6
+    assert abs(turns.count("a") - turns.count("b")) <= 12
+
+
+def full_pool() -> World:
+    world = World(num_pages=22, max_wait_s=0.5, load_s=0.3, max_sequences=8)
+    long_hot(world, 4, tenant="a")
+    while world.room.num_available:
+        world.step()
+    return world
+
+
+def test_pages_for_a_late_load_are_found_and_kept_from_those_who_come_later() -> None:
+    """Five sequences of a page each and their adapter fill the pool, and nobody grows soon."""
+    world = World(num_pages=7, max_wait_s=0.5, max_batch_tokens=32, block_tokens=32)
+    long_hot(world, 4, tenant="a")
+    world.adapters.load_s = 0.3
+    world.add("cold", 4, cid="cold", tenant="b")
+    came = world.now
+    for number in range(20):
+        world.add(f"hot{number}", 4, cid="hot", tenant="a", max_tokens=2)
+    while world.begin() is not None and not world.scheduler.num_preemptions:
+        world.end()
+    assert world.now - came == pytest.approx(0.5, abs=world.step_s + 1e-6)
+    assert (world.scheduler.num_preemptions, world.pages.num_free) == (2, 2)
+    while "cold" not in world.running():
+        world.end()
+        world.begin()
+    assert world.now - came < 0.5 + 0.3 + 3 * world.step_s
+
+
+def test_a_late_load_goes_before_those_that_were_asked_for_earlier() -> None:
+    """Else the pages that were freed for it go to the other's next adapters."""
+    world = full_pool()
+    for number in range(40):
+        world.add(f"next{number}", 4, cid=f"next{number}", tenant="a", max_tokens=9)
+    world.add("cold", 4, cid="cold", tenant="b")
+    came = world.now
+    while world.begin() is None or "cold" not in world.running():
+        world.end()
+    assert world.now - came < 0.5 + 0.3 + 3 * world.step_s
+
+
+@pytest.mark.parametrize("max_wait_s", [0.5, 1.1])
+def test_a_load_that_cannot_start_in_spite_of_free_pages_stops_nobody(max_wait_s: float) -> None:
+    """The host tier is full, say: who runs must neither wait for it for ever nor be cut short."""
+    world = World(num_pages=8, max_wait_s=max_wait_s, max_sequences=1)
+    long_hot(world, 1, tenant="a")
+    world.adapters.is_stuck = True
+    world.add("cold", 4, cid="cold", tenant="b")
+    events: list[TokenEvent] = []
+    for _ in range(60):
+        events += world.step()
+    assert sum(e.request_id == "hot" for e in events) == (8 - 2) * 4 - 4 - 1
+    assert sum(e.request_id == "more" for e in events) >= 10
+    world.adapters.is_stuck = False
+    world.run()
+
+
+def test_requests_that_each_keep_half_of_what_the_other_needs_both_end() -> None:
+    """p is old and q is new; r and s are in between: no adapter gives way to a younger one."""
+    world = World(num_pages=5, load_s=0.3)
+    world.add("one", 3, cid="p", max_tokens=1)
+    world.add("zed", 3, selection=(("r", 1.0), ("s", 1.0)), max_tokens=1)
+    world.add("ex", 3, selection=(("p", 1.0), ("q", 1.0)), max_tokens=1)
+    assert {e.request_id for e in world.run() if e.finish_reason} == {"one", "zed", "ex"}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_a_late_request_has_of_its_adapters_is_not_evicted_under_it(schedule: str) -> None:
+    """Its second adapter loads; a base request must not push out the first meanwhile."""
+    world = World(num_pages=8, max_wait_s=0.3, schedule=schedule)
+    world.add("first", 2, cid="p", max_tokens=1)
+    world.run()
+    world.adapters.load_s = 2.0
+    world.add("pair", 2, selection=(("p", 1.0), ("q", 1.0)), max_tokens=2)
+    world.now += 0.5
+    world.add("base", 20, max_tokens=2)
+    assert first_seen(world.run()) == ["pair", "base"]
+
+
+def test_a_prompt_for_which_no_room_will_ever_come_is_refused() -> None:
+    """Pinned adapters came after the check at arrival; waiting for ever would be the worst."""
+    world = World(num_pages=12, check_every=10**9)
+    world.pages.allocate(("adapter", "pinned"), 6)
+    world.add("big", 40, max_tokens=1)
+    world.add("small", 8)
+    events = world.run()
+    error = next(e for e in events if e.error is not None)
+    assert (error.request_id, error.error_code) == ("big", "memory")
+    assert error.error is not None and "needs 10 pages" in error.error and "only 6" in error.error
+    assert sum(e.request_id == "small" for e in events) == 4
+
+
+def test_an_answer_ends_where_pinned_adapters_leave_no_room() -> None:
+    world = World(num_pages=8, check_every=10**9)
+    world.add("a", 8, max_tokens=30)
+    world.step()
+    world.pages.allocate(("adapter", "pinned"), 5)
+    events = world.run()
+    assert events[-1].finish_reason is FinishReason.LENGTH
+    # Three pages, and the token that follows them.
+    assert sum(e.token_id is not None for e in events) == 3 * 4 + 1 - 8 - 1
+
+
+def test_the_last_sequence_waits_for_a_load_instead_of_giving_up() -> None:
+    """The load has the pages; giving up would bring the two to take turns for ever."""
+    world = World(num_pages=5, load_s=0.5)
+    world.add("a", 8, max_tokens=9)
+    world.step()
+    world.add("b", 4, cid="x", max_tokens=2)
+    events = world.run()
+    assert world.scheduler.num_preemptions == 0
+    assert sum(e.request_id == "a" for e in events) == 8
+    assert sum(e.request_id == "b" for e in events) == 2

@@ -92,3 +92,16 @@ def test_every_lane_has_its_turn_to_be_looked_at() -> None:
     seen = [lane.head.sequence_id for _ in range(3) for lane in queue.some_lanes(2)]
     assert set(seen) == {1, 2, 3, 4, 5}
     assert len(queue.some_lanes(99)) == 5
+
+
+def test_two_passes_can_be_walked_as_one() -> None:
+    make = Maker()
+    queue = WaitingQueue(is_fair=False)
+    for number in range(4):
+        queue.add(make("a", f"x{number}"))
+    lanes = list(queue.lanes())
+    odd, even = Candidates(lanes[::2], queue.rank), Candidates(lanes[1::2], queue.rank)
+    seen = []
+    while (lane := (odd if odd.comes_before(even) else even).pop()) is not None:
+        seen.append(lane.head.sequence_id)
+    assert seen == [1, 2, 3, 4]

@@ -18,6 +18,17 @@ def test_decodes_come_before_prompts_and_prompts_fill_the_rest() -> None:
     assert plan.chunks[1].sample is None
 
 
+def test_a_long_prompt_holds_up_nobody_who_has_had_more() -> None:
+    world = World()
+    world.add("a", 3, tenant="a", tenant_weight=0.01, max_tokens=20)
+    world.step()
+    world.add("b", 60, tenant="b", max_tokens=1)
+    for _ in range(4):
+        plan = world.begin()
+        assert plan is not None and world.running() == ["a", "b"]
+        world.end()
+
+
 def test_a_long_prompt_is_computed_in_chunks_and_sampled_once() -> None:
     world = World()
     world.add("a", 40, max_tokens=1)

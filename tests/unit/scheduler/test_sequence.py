@@ -84,7 +84,7 @@ def test_only_the_first_start_says_what_others_had_computed() -> None:
     assert sequence.num_reused_tokens == 2
 
 
-@pytest.mark.parametrize(("now", "limits"), [(2.9, (11.0, 5.0)), (3.0, (19.0, 13.0))])
+@pytest.mark.parametrize(("now", "limits"), [(2.9, (10.0, 4.0)), (3.0, (19.0, 13.0))])
 def test_a_place_is_kept_for_a_while_against_all_who_were_not_passed_over(
     now: float, limits: tuple[float, float]
 ) -> None:

@@ -130,6 +130,19 @@ async def say_hello(job: Job) -> AsyncIterator[Delta]:
             return
 
 
+def says_it_reused(*num_tokens: int) -> Script:
+    """One number for each choice, with its first delta."""
+
+    async def script(job: Job) -> AsyncIterator[Delta]:
+        begun: set[int] = set()
+        async for item in say_hello(job):
+            is_first = item.index not in begun
+            begun.add(item.index)
+            yield replace(item, num_reused=num_tokens[item.index]) if is_first else item
+
+    return script
+
+
 class ScriptedBackend:
     def __init__(self, script: Script = say_hello) -> None:
         self.script = script

@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 
 from tests.unit.server.asgi_client import chat, events_of, make_app
-from tests.unit.server.scripted_backend import ScriptedBackend
+from tests.unit.server.scripted_backend import ScriptedBackend, says_it_reused
 
-USAGE = {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}
+USAGE = {
+    "prompt_tokens": 7,
+    "completion_tokens": 9,
+    "total_tokens": 16,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
 
 
 def test_whole_answer_has_the_fields_that_clients_read() -> None:
@@ -101,6 +106,16 @@ def test_usage_chunk_comes_last_and_without_choices() -> None:
     assert last["choices"] == []
     assert last["usage"] == USAGE
     assert not any("usage" in chunk for chunk in chunks)
+
+
+def test_tokens_from_the_prefix_cache_are_told_whole_and_streamed() -> None:
+    """With two choices the prompt counts once: by the one that had to compute most of it."""
+    app = make_app(ScriptedBackend(says_it_reused(4, 6)))
+    assert chat(app).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert chat(app, n=2).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    response = chat(app, n=2, stream=True, stream_options={"include_usage": True})
+    *_, last, _ = events_of(response.text)
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
 
 
 def test_continuous_usage_counts_up_in_every_chunk() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.server.asgi_client import complete, events_of, make_app
-from tests.unit.server.scripted_backend import ScriptedBackend
+from tests.unit.server.scripted_backend import ScriptedBackend, says_it_reused
 
 
 @pytest.mark.parametrize(
@@ -103,5 +103,19 @@ def test_usage_chunk_counts_all_prompts() -> None:
     options = {"include_usage": True}
     response = complete(make_app(), ["a", "bc"], stream=True, stream_options=options)
     *_, last, _ = events_of(response.text)
-    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 18, "total_tokens": 21}
+    assert last["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 18,
+        "total_tokens": 21,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert last["choices"] == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_tokens_from_the_prefix_cache_add_up_over_prompts(stream: bool) -> None:
+    app = make_app(ScriptedBackend(says_it_reused(2)))
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    response = complete(app, ["abc", "abcd"], stream=stream, **options)
+    usage = events_of(response.text)[-2]["usage"] if stream else response.json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 4}

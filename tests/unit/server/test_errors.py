@@ -16,6 +16,7 @@ from loramux.errors import (
     EngineStopped,
     InvalidRequest,
     LoramuxError,
+    RequestTimeout,
     UnsupportedModel,
 )
 from loramux.server.errors import HTTP_STATUS, error_info, error_response
@@ -26,6 +27,7 @@ ERRORS: list[tuple[Exception, int, str]] = [
     (InvalidRequest("x", param="n"), 400, "BadRequestError"),
     (DoesNotFit("x"), 400, "BadRequestError"),
     (AdapterNotFound("x"), 404, "NotFoundError"),
+    (RequestTimeout("x"), 408, "RequestTimeoutError"),
     (AdapterRefused("wrong_shape", "x"), 422, "UnprocessableEntityError"),
     (EngineBusy("x"), 429, "RateLimitError"),
     (EngineStopped("x"), 503, "ServiceUnavailableError"),
@@ -63,6 +65,20 @@ def test_busy_engine_says_when_to_come_back() -> None:
     backend = failing_backend(EngineBusy("Full.", retry_after_s=2.5))
     assert complete(make_app(backend)).headers["retry-after"] == "3"
     assert error_response(EngineBusy("x", retry_after_s=0)).headers["retry-after"] == "1"
+
+
+def test_timed_out_request_is_not_to_be_sent_again_by_itself() -> None:
+    """OpenAI's clients repeat a 408 unless they are told not to."""
+    response = complete(make_app(failing_backend(RequestTimeout("Too late."))))
+    assert response.headers["x-should-retry"] == "false"
+    assert "x-should-retry" not in error_response(EngineBusy("x")).headers
+
+
+def test_refused_adapter_has_a_word_for_programs_and_others_have_none() -> None:
+    backend = failing_backend(AdapterRefused("adapter_unavailable", "Its files are gone."))
+    error = complete(make_app(backend)).json()["error"]
+    assert (error["reason"], error["message"]) == ("adapter_unavailable", "Its files are gone.")
+    assert "reason" not in complete(make_app(failing_backend(DoesNotFit("x")))).json()["error"]
 
 
 @pytest.mark.parametrize("health", [h for h in Health if h is not Health.READY])

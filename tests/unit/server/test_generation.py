@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from loramux.backend import Delta, Job
-from loramux.errors import EngineStopped
+from loramux.errors import (
+    AdapterRefused,
+    DoesNotFit,
+    EngineStopped,
+    LoramuxError,
+    RequestTimeout,
+)
 from loramux.metrics.server import Metrics
 from loramux.server.generation import Answer, collect, run_jobs
 from loramux.types import FinishReason, SamplingParams
@@ -47,10 +54,10 @@ def test_choices_of_many_jobs_never_swap() -> None:
     backend = ScriptedBackend(own_prompt)
     jobs = make_jobs(b"aaa", b"b", b"cc", n=2)
     answer = make_answer(jobs)
-    choices = run(collect(answer, run_jobs(backend, Metrics(backend), jobs)))
+    choices, usage = run(collect(answer, run_jobs(backend, Metrics(backend), jobs)))
     texts = [choice.text for choice in choices]
     assert texts == [f"{p}{i}" * 3 for p in ("aaa", "b", "cc") for i in range(2)]
-    assert answer.usage(18).total_tokens == 6 + 18
+    assert (usage.prompt_tokens, usage.total_tokens) == (6, 6 + 2 * 3 * (4 + 2 + 3))
 
 
 def test_counters_tell_how_jobs_ended() -> None:
@@ -93,6 +100,25 @@ def test_answer_without_every_choice_is_an_error() -> None:
         run(collect(answer, run_jobs(backend, Metrics(backend), answer.jobs)))
 
 
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [("timeout", RequestTimeout), ("adapter", AdapterRefused), ("memory", DoesNotFit)],
+)
+def test_job_that_ends_in_the_engine_raises_what_its_code_says(
+    code: str, kind: type[LoramuxError]
+) -> None:
+    async def fails(job: Job) -> AsyncIterator[Delta]:
+        end = delta(job, 0, b"", FinishReason.ERROR)
+        yield replace(end, error="Said why.", error_code=code)
+
+    backend = ScriptedBackend(fails)
+    answer = make_answer(make_jobs(b"a"))
+    metrics = Metrics(backend)
+    with pytest.raises(kind, match="Said why."):
+        run(collect(answer, run_jobs(backend, metrics, answer.jobs)))
+    assert sample(metrics, "vllm:request_success_total", finished_reason="error") == 1
+
+
 def test_backend_may_hand_out_a_plain_iterator() -> None:
     """The contract promises an AsyncIterator; only generators have aclose()."""
 
@@ -114,5 +140,5 @@ def test_backend_may_hand_out_a_plain_iterator() -> None:
 
     backend = PlainBackend()
     answer = make_answer(make_jobs(b"a"))
-    [choice] = run(collect(answer, run_jobs(backend, Metrics(backend), answer.jobs)))
+    [choice], _ = run(collect(answer, run_jobs(backend, Metrics(backend), answer.jobs)))
     assert choice.text == "a"

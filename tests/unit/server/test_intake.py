@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.server.asgi_client import complete, make_app
+from tests.unit.server.asgi_client import COMPLETIONS, chat, complete, make_app, post
 from tests.unit.server.scripted_backend import ScriptedBackend
 
 
@@ -24,6 +24,17 @@ def test_nothing_runs_when_one_prompt_is_refused() -> None:
     backend = ScriptedBackend()
     assert complete(make_app(backend), ["a", "x" * 64]).status_code == 400
     assert not backend.jobs
+
+
+def test_every_job_of_a_request_runs_on_its_terms() -> None:
+    backend = ScriptedBackend()
+    app = make_app(backend, tenant_header="X-Tenant")
+    body = {"prompt": ["a", "b"], "timeout": 2, "cache_salt": "s"}
+    post(app, COMPLETIONS, body, headers={"x-tenant": "acme"})
+    terms = [(job.tenant, job.cache_salt, job.timeout_s) for job in backend.jobs]
+    assert terms == [("acme", "s", 2.0)] * 2
+    chat(app)
+    assert (backend.jobs[-1].tenant, backend.jobs[-1].timeout_s) == ("", None)
 
 
 def test_number_of_answers_is_bounded() -> None:

@@ -11,9 +11,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from loramux.backend import Health
-from loramux.errors import EngineBusy
+from loramux.errors import EngineBusy, RequestTimeout
 from tests.unit.server.asgi_client import make_app, run
-from tests.unit.server.scripted_backend import ScriptedBackend
+from tests.unit.server.scripted_backend import ScriptedBackend, says_it_reused
 from tests.unit.server.test_errors import failing_backend
 from tests.unit.server.test_streaming import dies_after_two
 
@@ -22,14 +22,17 @@ PARTS: Any = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 
 
 def with_client(
-    work: Callable[[AsyncOpenAI], Awaitable[Any]], backend: ScriptedBackend | None = None
+    work: Callable[[AsyncOpenAI], Awaitable[Any]],
+    backend: ScriptedBackend | None = None,
+    *,
+    max_retries: int = 0,
 ) -> Any:
     async def go() -> Any:
         transport = httpx2.ASGITransport(make_app(backend))
         async with AsyncOpenAI(
             base_url="http://test/v1",
             api_key="none",
-            max_retries=0,
+            max_retries=max_retries,
             http_client=httpx2.AsyncClient(transport=transport),
         ) as client:
             return await work(client)
@@ -158,3 +161,24 @@ def test_busy_and_restarting_have_the_clients_own_types() -> None:
     with pytest.raises(openai.InternalServerError) as raised:
         with_client(ask, backend)
     assert raised.value.status_code == 503
+
+
+def test_a_timeout_of_the_request_is_raised_and_not_tried_again() -> None:
+    backend = failing_backend(RequestTimeout("Too late."))
+
+    def ask(client: AsyncOpenAI) -> Awaitable[Any]:
+        extra = {"timeout": 0.5, "cache_salt": "s"}
+        return client.chat.completions.create(model="legal", messages=MESSAGES, extra_body=extra)
+
+    with pytest.raises(openai.APIStatusError, match="Too late.") as raised:
+        with_client(ask, backend, max_retries=2)
+    assert raised.value.status_code == 408
+    assert [(job.timeout_s, job.cache_salt) for job in backend.jobs] == [(0.5, "s")]
+
+
+def test_cached_tokens_stand_where_the_client_reads_them() -> None:
+    answer = with_client(
+        lambda client: client.chat.completions.create(model="legal", messages=MESSAGES),
+        ScriptedBackend(says_it_reused(5)),
+    )
+    assert answer.usage.prompt_tokens_details.cached_tokens == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,12 @@ async def ends_in_an_error(job: Job) -> AsyncIterator[Delta]:
     yield delta(job, 0, b"", FinishReason.ERROR)
 
 
+async def runs_out_of_time(job: Job) -> AsyncIterator[Delta]:
+    yield delta(job, 0, b"a")
+    end = delta(job, 0, b"", FinishReason.ERROR)
+    yield replace(end, error="Timed out.", error_code="timeout")
+
+
 async def is_aborted(job: Job) -> AsyncIterator[Delta]:
     yield delta(job, 0, b"a")
     yield delta(job, 0, b"", FinishReason.ABORT)
@@ -72,6 +79,7 @@ FAILURES = [
     (ends_early, 503),
     (is_aborted, 503),
     (ends_in_an_error, 500),
+    (runs_out_of_time, 408),
     (has_a_bug, 500),
 ]
 

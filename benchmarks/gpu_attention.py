@@ -1,0 +1,102 @@
+"""Paged attention by itself, against torch's own kernels (prompts) and the memory (decodes).
+
+Shapes of Llama-3.1-8B, bfloat16. Needs an NVIDIA GPU.
+
+    python benchmarks/gpu_attention.py
+"""
+
+from __future__ import annotations
+
+import torch
+from gpu_timing import print_table, replay_times
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from loramux.kernels import attention_triton as attention
+from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
+READ_BYTES_PER_S = 4.06e12
+"""Of one large matrix-vector product on an H200."""
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+
+PROMPTS = [(1, 8192), (4, 2048), (16, 512)]
+"""sequences, tokens of each"""
+DECODES = [(1, 512), (1, 16384), (8, 4096), (32, 512), (128, 512), (256, 512), (64, None)]
+"""sequences, tokens of each; None: from 16 to 2048"""
+
+
+def make_storage(num_pages: int, num_layers: int) -> tuple[torch.Tensor, PagedLayout]:
+    layout = PagedLayout(num_layers, KV_HEADS, HEAD_DIM, BLOCK)
+    page = num_layers * 2 * BLOCK * KV_HEADS * HEAD_DIM
+    return torch.empty(num_pages, page, dtype=DTYPE, device=DEVICE).normal_(), layout
+
+
+def time_prompt(num_sequences: int, num_tokens: int) -> float:
+    pages_each = -(-num_tokens // BLOCK)
+    storage, layout = make_storage(num_sequences * pages_each, 2)
+    order = torch.randperm(num_sequences * pages_each).view(num_sequences, -1).tolist()
+    sequences = [SequenceRows(i * num_tokens, num_tokens, 0, p) for i, p in enumerate(order)]
+    plan = attention.plan(sequences, layout, DEVICE)
+    q = torch.randn(num_sequences * num_tokens, HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE)
+    args = AttendArgs(layer=1, scale=HEAD_DIM**-0.5)
+    attention.attend(storage, plan, q, args)
+    return replay_times(lambda: attention.attend(storage, plan, q, args), num_replays=6)[1]
+
+
+def time_sdpa(num_sequences: int, num_tokens: int, backend: SDPBackend) -> float:
+    q, k, v = torch.randn(3, num_sequences, HEADS, num_tokens, HEAD_DIM, device=DEVICE).to(DTYPE)
+
+    def work() -> None:
+        with sdpa_kernel(backend):
+            scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return replay_times(work, num_replays=6)[1]
+
+
+def time_decode(lengths: torch.Tensor, num_layers: int = 32) -> float:
+    """Of one layer; a graph runs all of them, so that the cache holds nothing of use."""
+    num_sequences, width = lengths.shape[0], int(lengths.max()) // BLOCK + 1
+    storage, layout = make_storage(num_sequences * width, num_layers)
+    pages = torch.randperm(num_sequences * width, device=DEVICE).int().view(num_sequences, width)
+    heads = HEADS + 2 * KV_HEADS
+    qkv = torch.randn(num_sequences, heads, HEAD_DIM, dtype=DTYPE, device=DEVICE)
+    q = qkv[:, :HEADS]
+    plan = attention.plan_decodes(pages, layout, q)
+    attention.refresh(plan, lengths)
+
+    def work() -> None:
+        for layer in range(num_layers):
+            attention.attend(storage, plan, q, AttendArgs(layer=layer, scale=0.09))
+
+    return replay_times(work, num_replays=4)[1] / num_layers
+
+
+def main() -> None:
+    rows: list[list[object]] = []
+    for count, tokens in PROMPTS:
+        flops = count * HEADS * HEAD_DIM * 2 * tokens * (tokens + 1)
+        ours = time_prompt(count, tokens)
+        flash = time_sdpa(count, tokens, SDPBackend.FLASH_ATTENTION)
+        cudnn = time_sdpa(count, tokens, SDPBackend.CUDNN_ATTENTION)
+        us = [f"{seconds * 1e6:.0f}" for seconds in (ours, flash, cudnn)]
+        teraflops = f"{flops / ours / 1e12:.0f}"
+        rows.append([f"{count} x {tokens}", *us, teraflops, f"{flash / ours:.0%}"])
+    header = ["prompt", "us", "flash us", "cudnn us", "TFLOP/s", "of flash's speed"]
+    print_table(header, rows)
+    rows = []
+    for count, tokens in DECODES:
+        lengths = torch.full((count,), tokens or 0, dtype=torch.int32, device=DEVICE)
+        if tokens is None:
+            lengths = torch.randint(16, 2048, (count,), device=DEVICE).int()
+        seconds = time_decode(lengths)
+        num_bytes = int(lengths.sum()) * 2 * KV_HEADS * HEAD_DIM * 2
+        speed = num_bytes / seconds
+        share = f"{speed / READ_BYTES_PER_S:.0%}"
+        name = f"{count} x {tokens or '16..2048'}"
+        rows.append([name, f"{seconds * 1e6:.1f}", f"{speed / 1e12:.2f}", share])
+    print_table(["decode", "us a layer", "TB/s", f"of {READ_BYTES_PER_S / 1e12} TB/s"], rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""The attention kernel: one program computes one item (attention_items.py) for one kv head.
+
+Query heads that share keys are rows of one block, so that keys and values are read once. Items of
+the same rows leave partial results; the last of them to finish adds these up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from loramux.kernels.launch_triton import begin_after_previous
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attend_items(  # noqa: PLR0913
+    q_ptr,
+    storage_ptr,
+    out_ptr,
+    items_ptr,
+    page_table_ptr,
+    partial_ptr,
+    log_sum_ptr,
+    arrivals_ptr,
+    q_stride,
+    page_stride,
+    page_table_stride,
+    layer_start,
+    scale,
+    softcap,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TWO_PHASES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    MERGED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """out = softmax(q K^T * scale) V for the item's rows, over the item's tokens."""
+    item = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    field = items_ptr + item * 8
+    sequence = tl.load(field)
+    first_row = tl.load(field + 1)
+    num_rows = tl.load(field + 2)
+    position = tl.load(field + 3)
+    begin = tl.load(field + 4)
+    end = tl.load(field + 5)
+    num_items = tl.load(field + 6)
+    first_item = tl.load(field + 7)
+    keys_ptr = storage_ptr + layer_start + kv_head * HEAD_DIM
+    pages_ptr = page_table_ptr + sequence.to(tl.int64) * page_table_stride
+    begin_after_previous(OVERLAP)
+    if num_rows == 0:
+        return
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    inside = (row // GROUP < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + row % GROUP
+    positions = position + row // GROUP
+    q_at = (first_row + row // GROUP).to(tl.int64) * q_stride + head * HEAD_DIM
+    q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=inside, other=0.0)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    masked_from = begin
+    if TWO_PHASES:
+        # Tokens that every row sees need no mask.
+        seen_by_all = tl.maximum(tl.minimum(position + 1, end) - begin, 0)
+        masked_from = begin + seen_by_all // (TILES * TOKENS) * (TILES * TOKENS)
+        for start in range(begin, masked_from, TILES * TOKENS):
+            acc, best, total = _fold(
+                q, acc, best, total, keys_ptr, pages_ptr, page_stride, start, end, positions,
+                scale, softcap, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_TOKENS, 0, HAS_SOFTCAP,
+                CAUSAL, False, TILES, TOKENS, DIM, PRECISION,
+            )  # fmt: skip
+    for start in range(masked_from, end, TILES * TOKENS):
+        acc, best, total = _fold(
+            q, acc, best, total, keys_ptr, pages_ptr, page_stride, start, end, positions,
+            scale, softcap, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_TOKENS, WINDOW, HAS_SOFTCAP,
+            CAUSAL, True, TILES, TOKENS, DIM, PRECISION,
+        )  # fmt: skip
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+
+    out_stride: tl.constexpr = KV_HEADS * GROUP * HEAD_DIM
+    if not SPLIT or num_items <= 1:
+        out_at = (first_row + row // GROUP).to(tl.int64) * out_stride + head * HEAD_DIM
+        out_at = out_at[:, None] + dim[None, :]
+        tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        slot = (item * KV_HEADS + kv_head).to(tl.int64) * ROWS + row
+        tl.store(partial_ptr + slot[:, None] * HEAD_DIM + dim[None, :], acc, mask=inside)
+        log_sum = best + tl.log2(tl.where(total > 0, total, 1.0))
+        tl.store(log_sum_ptr + slot, log_sum)
+        tl.debug_barrier()
+        arrivals_ptr += first_item * KV_HEADS + kv_head
+        if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == num_items - 1:
+            tl.store(arrivals_ptr, 0)
+            first_slot = (first_item * KV_HEADS + kv_head).to(tl.int64) * ROWS
+            out_ptr += first_row.to(tl.int64) * out_stride + kv_head * GROUP * HEAD_DIM
+            _merge_items(
+                out_ptr, partial_ptr + first_slot * HEAD_DIM, log_sum_ptr + first_slot,
+                num_items, num_rows * GROUP, KV_HEADS, GROUP, HEAD_DIM, ROWS, DIM, MERGED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _fold(  # noqa: PLR0913
+    q,
+    acc,
+    best,
+    total,
+    keys_ptr,
+    pages_ptr,
+    page_stride,
+    start,
+    end,
+    positions,
+    scale,
+    softcap,
+    token_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One step of the running softmax, over one or two tiles of tokens from `start` on."""
+    k, v = _load_tile(
+        keys_ptr, pages_ptr, page_stride, start, end, token_stride, HEAD_DIM, BLOCK_TOKENS,
+        MASKED, TOKENS, DIM,
+    )  # fmt: skip
+    scores, factor = _scores(
+        q, k, start, end, positions, scale, softcap, WINDOW, HAS_SOFTCAP, CAUSAL, MASKED,
+        TOKENS, PRECISION,
+    )  # fmt: skip
+    highest = tl.max(scores, 1)
+    if TILES == 2:
+        next_k, next_v = _load_tile(
+            keys_ptr, pages_ptr, page_stride, start + TOKENS, end, token_stride, HEAD_DIM,
+            BLOCK_TOKENS, MASKED, TOKENS, DIM,
+        )  # fmt: skip
+        next_scores, factor = _scores(
+            q, next_k, start + TOKENS, end, positions, scale, softcap, WINDOW, HAS_SOFTCAP,
+            CAUSAL, MASKED, TOKENS, PRECISION,
+        )  # fmt: skip
+        highest = tl.maximum(highest, tl.max(next_scores, 1))
+    new_best = tl.maximum(best, highest * factor)
+    shift = new_best
+    if MASKED and (CAUSAL or WINDOW > 0):
+        # A row may have seen nothing yet.
+        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+    weights = tl.exp2(scores * factor - shift[:, None])
+    fade = tl.exp2(best - shift)
+    total = total * fade + tl.sum(weights, 1)
+    acc = acc * fade[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    if TILES == 2:
+        weights = tl.exp2(next_scores * factor - shift[:, None])
+        total += tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), next_v, acc, input_precision=PRECISION)
+    return acc, new_best, total
+
+
+@triton.jit
+def _load_tile(  # noqa: PLR0913
+    keys_ptr,
+    pages_ptr,
+    page_stride,
+    start,
+    end,
+    token_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    MASKED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Keys and values [TOKENS, DIM]; keys past the end are any finite or other numbers."""
+    offset = tl.arange(0, TOKENS)
+    dim = tl.arange(0, DIM)
+    if BLOCK_TOKENS % TOKENS == 0:
+        # A tile within one page: its address is one number.
+        page = tl.load(pages_ptr + tl.minimum(start, end - 1) // BLOCK_TOKENS)
+        keys_ptr += page.to(tl.int64) * page_stride + start % BLOCK_TOKENS * token_stride
+        at = offset * token_stride
+    else:
+        pages = tl.load(pages_ptr + tl.minimum(start + offset, end - 1) // BLOCK_TOKENS)
+        at = pages.to(tl.int64) * page_stride
+        at += (start + offset) % BLOCK_TOKENS * token_stride
+    at = at[:, None] + dim[None, :]
+    values_ptr = keys_ptr + BLOCK_TOKENS * token_stride
+    inside = (start + offset < end)[:, None]
+    if HEAD_DIM != DIM:
+        in_head = (dim < HEAD_DIM)[None, :]
+        k = tl.load(keys_ptr + at, mask=in_head, other=0.0)
+        v = tl.load(values_ptr + at, mask=in_head & inside, other=0.0)
+    elif MASKED:
+        k = tl.load(keys_ptr + at)
+        # What lies past the end may be no number, and 0 times that is none either.
+        v = tl.load(values_ptr + at, mask=inside, other=0.0)
+    else:
+        k = tl.load(keys_ptr + at)
+        v = tl.load(values_ptr + at)
+    return k, v
+
+
+@triton.jit
+def _scores(  # noqa: PLR0913
+    q,
+    k,
+    start,
+    end,
+    positions,
+    scale,
+    softcap,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """q k^T, and the factor that makes it exponents of 2."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    factor = scale * LOG2_E
+    if HAS_SOFTCAP:
+        scores = (2.0 * tl.sigmoid(scores * (2.0 * scale / softcap)) - 1.0) * softcap
+        factor = LOG2_E
+    if MASKED:
+        token = start + tl.arange(0, TOKENS)
+        seen = (token < end)[None, :]
+        if CAUSAL:
+            seen = seen & (token[None, :] <= positions[:, None])
+        if WINDOW > 0:
+            seen = seen & (token[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    return scores, factor
+
+
+@triton.jit
+def _merge_items(  # noqa: PLR0913
+    out_ptr,
+    partial_ptr,
+    log_sum_ptr,
+    num_items,
+    num_rows,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """The items' results, weighted by their sums of exponentials; a few rows at a time."""
+    # Past the multiprocessor's own cache (.cg): other programs wrote these just now.
+    STEP_ROWS: tl.constexpr = 4 if ROWS <= 16 else 16
+    STEP_ITEMS: tl.constexpr = MERGED // (STEP_ROWS * DIM) if MERGED >= 2 * STEP_ROWS * DIM else 2
+    dim = tl.arange(0, DIM)
+    for row_start in range(0, num_rows, STEP_ROWS):
+        row = row_start + tl.arange(0, STEP_ROWS)
+        best = tl.full([STEP_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([STEP_ROWS], tl.float32)
+        acc = tl.zeros([STEP_ROWS, DIM], tl.float32)
+        for item_start in tl.range(0, num_items, STEP_ITEMS, num_stages=4):
+            item = item_start + tl.arange(0, STEP_ITEMS)
+            slot = item[:, None] * (KV_HEADS * ROWS) + row[None, :]
+            known = (item < num_items)[:, None] & (row < num_rows)[None, :]
+            log_sum = tl.load(
+                log_sum_ptr + slot, mask=known, other=float("-inf"), cache_modifier=".cg"
+            )
+            part = tl.load(
+                partial_ptr + slot[:, :, None] * HEAD_DIM + dim[None, None, :],
+                mask=known[:, :, None] & (dim < HEAD_DIM)[None, None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            new_best = tl.maximum(best, tl.max(log_sum, 0))
+            shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+            weight = tl.exp2(log_sum - shift[None, :])
+            fade = tl.exp2(best - shift)
+            total = total * fade + tl.sum(weight, 0)
+            acc = acc * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
+            best = new_best
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        inside = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+        at = (row // GROUP) * (KV_HEADS * GROUP * HEAD_DIM) + (row % GROUP) * HEAD_DIM
+        tl.store(
+            out_ptr + at[:, None] + dim[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside
+        )
+
+
+@triton.jit
+def write_rows(  # noqa: PLR0913
+    k_ptr,
+    v_ptr,
+    storage_ptr,
+    slots_ptr,
+    k_stride,
+    v_stride,
+    page_stride,
+    layer_start,
+    BLOCK_TOKENS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The keys and values of one row into its slot; a slot below 0 is no slot."""
+    begin_after_previous(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    if slot >= 0:
+        at = slot // BLOCK_TOKENS * page_stride.to(tl.int64) + layer_start
+        at += slot % BLOCK_TOKENS * SIZE
+        column = tl.arange(0, BLOCK)
+        inside = column < SIZE
+        k = tl.load(k_ptr + row * k_stride + column, mask=inside)
+        v = tl.load(v_ptr + row * v_stride + column, mask=inside)
+        tl.store(storage_ptr + at + column, k, mask=inside)
+        tl.store(storage_ptr + at + BLOCK_TOKENS * SIZE + column, v, mask=inside)

@@ -1,0 +1,256 @@
+"""Paged attention on a GPU. A step's plan is made on the host, or on the device for decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import triton
+from torch import Tensor
+
+from loramux.kernels import attention_items_triton
+from loramux.kernels.attention_items import Cut, cut_sequences
+from loramux.kernels.attention_jit_triton import attend_items, write_rows
+from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.launch_triton import num_multiprocessors, overlap_options
+
+_MANY_PROGRAMS = 400
+"""Three on each multiprocessor of an H200; measured there, as are all tiles below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    rows: int
+    """Query rows of a program: tokens times the query heads that share one kv head."""
+    tokens: int
+    """Tokens of a tile."""
+    item_tokens: int
+    """Items are cut at multiples of this."""
+    num_warps: int
+    num_stages: int
+    shares_per_multiprocessor: int
+    """Programs that one multiprocessor should have before spans are no longer cut."""
+    num_tiles: int = 1
+    """Tiles that a program folds in at once, one or two."""
+    two_phases: bool = False
+    """Tokens that all rows see are folded in without masks, before the others."""
+    merged_per_warp: int = 1024
+    """Elements that are held at once when partial results are added up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Items with one tile shape, and room for the partial results of spans that were cut."""
+
+    items: Tensor
+    tiles: Tiles
+    window: int | None
+    partial: Tensor | None
+    log_sums: Tensor | None
+    arrivals: Tensor | None
+    """Zero between kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    layout: PagedLayout
+    page_table: Tensor
+    """[sequences, pages] int32"""
+    slots: Tensor
+    """[rows] int32: page * block_tokens + token; below 0 the row is not stored."""
+    sequences: tuple[SequenceRows, ...] = ()
+    work: dict[int | None, tuple[Work, ...]] = field(default_factory=dict)
+    """By sliding window; made on first use when `sequences` are known."""
+
+
+def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
+    block = layout.block_tokens
+    slots = [
+        sequence.page_ids[position // block] * block + position % block
+        for sequence in sequences
+        for position in range(sequence.position_start, sequence.num_tokens)
+    ]
+    width = max(len(sequence.page_ids) for sequence in sequences)
+    page_table = [[*s.page_ids, *[0] * (width - len(s.page_ids))] for s in sequences]
+    return Plan(
+        layout=layout,
+        page_table=torch.tensor(page_table, dtype=torch.int32).to(device),
+        slots=torch.tensor(slots, dtype=torch.int32).to(device),
+        sequences=tuple(sequences),
+    )
+
+
+def plan_decodes(
+    page_table: Tensor,
+    layout: PagedLayout,
+    q: Tensor,
+    windows: Iterable[int | None] = (None,),
+) -> Plan:
+    """A plan of fixed shape for a CUDA graph: one row per sequence; `refresh` fills it.
+
+    page_table [sequences, pages] int32   q: any tensor of the queries' shape and dtype
+    """
+    num_sequences, device = page_table.shape[0], page_table.device
+    group, num_programs = q.shape[1] // layout.num_kv_heads, num_sequences * layout.num_kv_heads
+    tiles = decode_tiles(group, layout, q.dtype, num_programs=num_programs)
+    num_items = num_sequences + _num_shares(tiles, layout, device)
+    items = torch.zeros(num_items, 8, dtype=torch.int32, device=device)
+    return Plan(
+        layout=layout,
+        page_table=page_table,
+        slots=torch.full((num_sequences,), -1, dtype=torch.int32, device=device),
+        work={w: (_work(items.clone(), tiles, layout, w, True),) for w in windows},
+    )
+
+
+def refresh(plan: Plan, num_tokens: Tensor) -> None:
+    """Cuts a decode plan's work anew. num_tokens [sequences] int32, 0 for padding."""
+    attention_items_triton.last_slots(num_tokens, plan.page_table, plan.layout, plan.slots)
+    for window, works in plan.work.items():
+        for work in works:
+            cut = _cut(work.tiles, plan.layout, work.items.device, window, group=1)
+            attention_items_triton.cut_decodes(num_tokens, cut, work.items)
+
+
+def write_kv(storage: Tensor, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
+    """Stores the step's keys and values in their pages."""
+    layout = plan.layout
+    size = layout.num_kv_heads * layout.head_dim
+    write_rows[(k.shape[0],)](
+        k,
+        v,
+        storage,
+        plan.slots,
+        k.stride(0),
+        v.stride(0),
+        storage.stride(0),
+        layer * 2 * layout.block_tokens * size,
+        BLOCK_TOKENS=layout.block_tokens,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        **overlap_options(k.device.type),
+    )
+
+
+def attend(storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> Tensor:
+    """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
+    if args.sliding_window not in plan.work:
+        plan.work[args.sliding_window] = _make_work(plan, q, args.sliding_window)
+    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+    for work in plan.work[args.sliding_window]:
+        _launch(storage, plan, work, q, args, out)
+    return out
+
+
+def _launch(  # noqa: PLR0913
+    storage: Tensor, plan: Plan, work: Work, q: Tensor, args: AttendArgs, out: Tensor
+) -> None:
+    layout, tiles = plan.layout, work.tiles
+    attend_items[(work.items.shape[0] * layout.num_kv_heads,)](
+        q,
+        storage,
+        out,
+        work.items,
+        plan.page_table,
+        work.partial,
+        work.log_sums,
+        work.arrivals,
+        q.stride(0),
+        storage.stride(0),
+        plan.page_table.stride(0),
+        args.layer * 2 * layout.block_tokens * layout.num_kv_heads * layout.head_dim,
+        args.scale,
+        args.softcap if args.softcap is not None else 1.0,
+        KV_HEADS=layout.num_kv_heads,
+        GROUP=q.shape[1] // layout.num_kv_heads,
+        HEAD_DIM=layout.head_dim,
+        BLOCK_TOKENS=layout.block_tokens,
+        WINDOW=work.window or 0,
+        HAS_SOFTCAP=args.softcap is not None,
+        SPLIT=work.partial is not None,
+        TWO_PHASES=tiles.two_phases and work.window is None,
+        CAUSAL=len(plan.sequences) > 0,
+        ROWS=tiles.rows,
+        TILES=tiles.num_tiles,
+        TOKENS=tiles.tokens,
+        DIM=triton.next_power_of_2(layout.head_dim),
+        MERGED=tiles.num_warps * tiles.merged_per_warp,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **overlap_options(q.device.type),
+    )
+
+
+def decode_tiles(
+    group: int, layout: PagedLayout, dtype: torch.dtype, *, num_programs: int
+) -> Tiles:
+    """For sequences with few rows. num_programs: as many as there would be with no span cut."""
+    rows = max(16, triton.next_power_of_2(group))
+    if layout.head_dim > 128 or dtype == torch.float32 or rows > 16:
+        return Tiles(rows, 16, 64, 4, 5, 2, merged_per_warp=512)
+    # One warp hides no latency of its own: with few of them, each has two tiles in flight.
+    if num_programs < _MANY_PROGRAMS:
+        return Tiles(rows, 16, 64, 1, 5, 2, num_tiles=2)
+    return Tiles(rows, 16, 64, 1, 5, 6, merged_per_warp=2048)
+
+
+def prompt_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
+    rows = triton.next_power_of_2(group)
+    if dtype == torch.float32:
+        # Without matrix units; larger tiles take the compiler a minute.
+        return Tiles(max(16, rows), 16, 64, 4, 2, 2, merged_per_warp=512)
+    stages = 3 if head_dim > 128 else 5
+    return Tiles(max(128, rows), 64, 64, 8, stages, 1, two_phases=True)
+
+
+def _make_work(plan: Plan, q: Tensor, window: int | None) -> tuple[Work, ...]:
+    """Sequences whose rows fit one decode tile, and all the others."""
+    layout, device = plan.layout, plan.page_table.device
+    group = q.shape[1] // layout.num_kv_heads
+    num_programs = len(plan.sequences) * layout.num_kv_heads
+    few = decode_tiles(group, layout, q.dtype, num_programs=num_programs)
+    many = prompt_tiles(group, layout.head_dim, q.dtype)
+    limit = few.rows // group
+    found = []
+    for tiles, is_short in ((many, False), (few, True)):
+        members = [(s.num_rows <= limit) == is_short for s in plan.sequences]
+        cut = _cut(tiles, layout, device, window, group)
+        items = cut_sequences(plan.sequences, members, cut)
+        if items.shape[0]:
+            is_split = bool((items[:, 6] > 1).any())
+            found.append(_work(items.to(device), tiles, layout, window, is_split))
+    return tuple(found)
+
+
+def _cut(
+    tiles: Tiles, layout: PagedLayout, device: torch.device, window: int | None, group: int
+) -> Cut:
+    return Cut(
+        rows=tiles.rows // group,
+        tile_tokens=tiles.item_tokens,
+        num_shares=_num_shares(tiles, layout, device),
+        window=window,
+    )
+
+
+def _num_shares(tiles: Tiles, layout: PagedLayout, device: torch.device) -> int:
+    programs = num_multiprocessors(device.type) * tiles.shares_per_multiprocessor
+    return max(1, programs // layout.num_kv_heads)
+
+
+def _work(
+    items: Tensor, tiles: Tiles, layout: PagedLayout, window: int | None, is_split: bool
+) -> Work:
+    if not is_split:
+        return Work(items, tiles, window, None, None, None)
+    num_slots = items.shape[0] * layout.num_kv_heads * tiles.rows
+    return Work(
+        items=items,
+        tiles=tiles,
+        window=window,
+        partial=items.new_empty(num_slots, layout.head_dim, dtype=torch.float32),
+        log_sums=items.new_empty(num_slots, dtype=torch.float32),
+        arrivals=items.new_zeros(items.shape[0] * layout.num_kv_heads),
+    )

@@ -1,0 +1,285 @@
+"""The small operations between a decoder's matrix products, each one kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
+from loramux.kernels.launch_triton import (
+    begin_after_previous,
+    overlap_options,
+)
+
+_HEADS_PER_PROGRAM = 8
+
+
+def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None) -> Tensor:
+    """residual += x, in place; returns norm(residual). With `after`, x is normed first.
+
+    x, residual [rows, hidden]
+    """
+    num_rows, size = residual.shape
+    out = torch.empty_like(residual)
+    _add_norm[(num_rows,)](
+        x,
+        residual,
+        norm.weight,
+        None if after is None else after.weight,
+        out,
+        norm.eps,
+        norm.eps if after is None else after.eps,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=4 if size <= 2048 else 8,
+        **overlap_options(residual.device.type),
+    )
+    return out
+
+
+def rotation(
+    positions: Tensor, frequencies: Tensor, signs: Tensor, factor: float
+) -> tuple[Tensor, Tensor]:
+    """cos * factor and sin * signs of positions * frequencies: [rows, head_dim] float32 each.
+
+    positions [rows] int32   frequencies, signs [head_dim] float32
+    """
+    num_rows, head_dim = positions.shape[0], frequencies.shape[0]
+    cos, sin = frequencies.new_empty(2, num_rows, head_dim)
+    _rotation[(num_rows,)](
+        positions,
+        frequencies,
+        signs,
+        cos,
+        sin,
+        factor,
+        SIZE=head_dim,
+        BLOCK=triton.next_power_of_2(head_dim),
+        num_warps=1,
+        **overlap_options(positions.device.type),
+    )
+    return cos, sin
+
+
+def rotate_write(qkv: Tensor, rotation: Rotation, target: KVTarget) -> Tensor:
+    """Rotates queries in place and returns them; keys, rotated, and values go into their pages.
+
+    qkv [rows, (heads + 2 * kv_heads) * head_dim] -> [rows, heads, head_dim], a view of it
+    """
+    layout, num_rows = target.layout, qkv.shape[0]
+    heads = qkv.view(num_rows, -1, layout.head_dim)
+    num_queries = heads.shape[1] - 2 * layout.num_kv_heads
+    norm = rotation.head_norm
+    _rotate_write[(num_rows, triton.cdiv(heads.shape[1], _HEADS_PER_PROGRAM))](
+        qkv,
+        rotation.cos,
+        rotation.sin,
+        target.storage,
+        target.slots,
+        None if norm is None else norm.weight,
+        qkv.stride(0),
+        target.storage.stride(0),
+        target.layer * 2 * layout.block_tokens * layout.num_kv_heads * layout.head_dim,
+        0.0 if norm is None else norm.eps,
+        NUM_QUERIES=num_queries,
+        KV_HEADS=layout.num_kv_heads,
+        HEAD_DIM=layout.head_dim,
+        BLOCK_TOKENS=layout.block_tokens,
+        HEADS=_HEADS_PER_PROGRAM,
+        DIM=triton.next_power_of_2(layout.head_dim),
+        num_warps=4,
+        **overlap_options(qkv.device.type),
+    )
+    return heads[:, :num_queries]
+
+
+def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up. gate_up [rows, 2 * inner], gate first -> [rows, inner]"""
+    num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, inner)
+    block = min(1024, triton.next_power_of_2(inner))
+    _activate_mul[(num_rows, triton.cdiv(inner, block))](
+        gate_up,
+        out,
+        gate_up.stride(0),
+        INNER=inner,
+        ACTIVATION=activation,
+        BLOCK=block,
+        num_warps=4,
+        **overlap_options(gate_up.device.type),
+    )
+    return out
+
+
+@triton.jit
+def _scaled(x, weight, eps, SIZE: tl.constexpr):
+    """x / rms(x) * weight"""
+    return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight.to(tl.float32)
+
+
+@triton.jit
+def _add_norm(  # noqa: PLR0913
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    after_ptr,
+    out_ptr,
+    eps,
+    after_eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    at = tl.program_id(0).to(tl.int64) * SIZE + column
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    begin_after_previous(OVERLAP)
+    total = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if x_ptr is not None:
+        x = tl.load(x_ptr + at, mask=inside, other=0.0)
+        if after_ptr is not None:
+            after = tl.load(after_ptr + column, mask=inside, other=0.0)
+            x = _scaled(x.to(tl.float32), after, after_eps, SIZE).to(x.dtype)
+        # The sum is normed as it is stored, rounded.
+        stored = (total + x.to(tl.float32)).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + at, stored, mask=inside)
+        total = stored.to(tl.float32)
+    normed = _scaled(total, weight, eps, SIZE)
+    tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotation(  # noqa: PLR0913
+    positions_ptr,
+    frequencies_ptr,
+    signs_ptr,
+    cos_ptr,
+    sin_ptr,
+    factor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    frequency = tl.load(frequencies_ptr + column, mask=inside)
+    sign = tl.load(signs_ptr + column, mask=inside)
+    begin_after_previous(OVERLAP)
+    angle = tl.load(positions_ptr + row).to(tl.float32) * frequency
+    at = row * SIZE + column
+    tl.store(cos_ptr + at, tl.cos(angle) * factor, mask=inside)
+    tl.store(sin_ptr + at, tl.sin(angle) * sign, mask=inside)
+
+
+@triton.jit
+def _rotate_write(  # noqa: PLR0913
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    storage_ptr,
+    slots_ptr,
+    norm_ptr,
+    qkv_stride,
+    page_stride,
+    layer_start,
+    eps,
+    NUM_QUERIES: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dim = tl.arange(0, DIM)[None, :]
+    in_head = dim < HEAD_DIM
+    cos = tl.load(cos_ptr + row * HEAD_DIM + dim, mask=in_head, other=0.0)
+    sin = tl.load(sin_ptr + row * HEAD_DIM + dim, mask=in_head, other=0.0)
+    slot = tl.load(slots_ptr + row)
+    begin_after_previous(OVERLAP)
+    head = head[:, None]
+    is_rotated = head < NUM_QUERIES + KV_HEADS
+    inside = (head < NUM_QUERIES + 2 * KV_HEADS) & in_head
+    row_ptr = qkv_ptr + row * qkv_stride
+    x = tl.load(row_ptr + head * HEAD_DIM + dim, mask=inside, other=0.0)
+    rotated = _rotate_heads(
+        row_ptr, head, is_rotated & in_head, cos, sin, norm_ptr, eps, HEAD_DIM, DIM
+    ).to(x.dtype)
+    # All of x must be read before any of it is overwritten.
+    tl.debug_barrier()
+    tl.store(row_ptr + head * HEAD_DIM + dim, rotated, mask=(head < NUM_QUERIES) & inside)
+    if slot >= 0:
+        at = (slot // BLOCK_TOKENS).to(tl.int64) * page_stride + layer_start
+        at += slot % BLOCK_TOKENS * (KV_HEADS * HEAD_DIM)
+        # Values follow the keys of the whole block.
+        first = tl.where(is_rotated, NUM_QUERIES, NUM_QUERIES + KV_HEADS - BLOCK_TOKENS * KV_HEADS)
+        kv = tl.where(is_rotated, rotated, x)
+        where = storage_ptr + at + (head - first) * HEAD_DIM + dim
+        tl.store(where, kv, mask=(head >= NUM_QUERIES) & inside)
+
+
+@triton.jit
+def _rotate_heads(  # noqa: PLR0913
+    row_ptr,
+    head,
+    inside,
+    cos,
+    sin,
+    norm_ptr,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Heads of one row, normed if there is a weight, and rotated: [heads, DIM] float32.
+
+    head [heads, 1]   inside [heads, DIM]   cos, sin [1, DIM]
+    """
+    dim = tl.arange(0, DIM)[None, :]
+    partner = (dim + HEAD_DIM // 2) % HEAD_DIM
+    heads_ptr = row_ptr + head * HEAD_DIM
+    x = tl.load(heads_ptr + dim, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(heads_ptr + partner, mask=inside, other=0.0).to(tl.float32)
+    if norm_ptr is not None:
+        inverse = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
+        norm_ptr += head * HEAD_DIM
+        x *= inverse * tl.load(norm_ptr + dim, mask=inside, other=0.0).to(tl.float32)
+        y *= inverse * tl.load(norm_ptr + partner, mask=inside, other=0.0).to(tl.float32)
+    return x * cos.to(tl.float32) + y * sin.to(tl.float32)
+
+
+@triton.jit
+def _activate_mul(  # noqa: PLR0913
+    gate_up_ptr,
+    out_ptr,
+    stride,
+    INNER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    begin_after_previous(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < INNER
+    gate = tl.load(gate_up_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride + INNER + column, mask=inside, other=0.0)
+    mixed = _activate(gate, ACTIVATION) * up.to(tl.float32)
+    tl.store(out_ptr + row * INNER + column, mixed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _activate(gate, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        gate = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "gelu":
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        cubed = gate + 0.044715 * gate * gate * gate
+        gate = gate * tl.sigmoid(2.0 * 0.7978845608028654 * cubed)
+    return gate

@@ -1,0 +1,49 @@
+"""What the launch of a Triton kernel needs to know of the device."""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+from triton.runtime import driver
+
+HOPPER = 90
+
+
+@functools.cache
+def overlaps_launches(device_type: str) -> bool:
+    """May a kernel start before the one ahead of it ends (programmatic dependent launch)?"""
+    if device_type != "cuda":
+        return False
+    target = driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= HOPPER)
+
+
+def overlap_options(device_type: str) -> dict[str, bool]:
+    """Keyword arguments of a launch whose kernel calls begin_after_previous."""
+    if overlaps_launches(device_type):
+        return {"OVERLAP": True, "launch_pdl": True}
+    return {"OVERLAP": False}
+
+
+@functools.cache
+def num_multiprocessors(device_type: str) -> int:
+    """Of the device; a few for the interpreter, so that long spans are cut there as well."""
+    if device_type != "cuda":
+        return 8
+    device = driver.active.get_current_device()
+    return int(driver.active.utils.get_device_properties(device)["multiprocessor_count"])
+
+
+@triton.jit
+def begin_after_previous(OVERLAP: tl.constexpr):
+    """Waits for the kernel ahead, then lets the next one start.
+
+    In this order, so that what was written two kernels ago or earlier is complete when a kernel
+    starts: that much may be read before the call.
+    """
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loramux.engine.engine import Engine
+from loramux.errors import LoramuxError
+from loramux.types import Request, RequestFacts
+from tests.adapter_factory import make_peft_adapter
+from tests.engine_factory import make_engine, make_prompt, make_request
+from tests.memory_factory import InlineExecutor
+from tests.model_factory import tiny_transformers_model
+
+
+def facts_of(engine: Engine, *requests: Request) -> dict[str, list[RequestFacts]]:
+    for request in requests:
+        engine.add(request)
+    told: dict[str, list[RequestFacts]] = {request.request_id: [] for request in requests}
+    while engine.has_work:
+        for event in engine.step():
+            if event.facts is not None:
+                told[event.request_id].append(event.facts)
+    return told
+
+
+def test_each_request_is_told_of_once_with_the_tier_it_found(tmp_path: Path) -> None:
+    model = tiny_transformers_model("llama")
+    engine = make_engine(
+        model, tmp_path / "model", disk_folder=str(tmp_path / "disk"), loads=InlineExecutor()
+    )
+    cids = [
+        engine.register_adapter(make_peft_adapter(tmp_path / str(seed), model, seed=seed)).cid
+        for seed in range(2)
+    ]
+    prompt = make_prompt(9, seed=1)
+    engine.memory.tiers.host.drop(cids[1])
+    told = facts_of(
+        engine,
+        make_request("base", prompt),
+        make_request("host", prompt, ((cids[0], 1.0),), n=2),
+        make_request("both", prompt, ((cids[0], 1.0), (cids[1], 0.5)), max_tokens=1),
+    )
+    assert {name: len(facts) for name, facts in told.items()} == {"base": 1, "host": 1, "both": 1}
+    assert told["base"][0].tier_found is None and told["base"][0].load_s == 0
+    assert told["host"][0].tier_found == "host" and told["both"][0].tier_found == "disk"
+    assert told["both"][0].load_s > 0 and told["both"][0].num_distinct == 2
+    assert [told[name][0].queue_depth for name in ("base", "host", "both")] == [0, 1, 3]
+    assert all(facts[0].queue_s >= 0 for facts in told.values())
+    warm = facts_of(engine, make_request("warm", prompt, ((cids[1], 1.0),)))["warm"][0]
+    assert warm.tier_found == "device" and warm.load_s == 0
+
+
+def test_nothing_is_kept_of_what_was_refused_or_aborted(tmp_path: Path) -> None:
+    engine = make_engine(tiny_transformers_model("llama"), tmp_path / "model")
+    with pytest.raises(LoramuxError):
+        engine.add(make_request("empty", ()))
+    engine.add(make_request("gone", (1, 2, 3)))
+    engine.abort("gone")
+    assert len(engine._facts) == 0

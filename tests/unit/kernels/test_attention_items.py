@@ -1,0 +1,91 @@
+"""Cutting attention into items: every visible token in exactly one, on the host and the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loramux.kernels import attention_items
+from loramux.kernels.attention_items import Cut
+from loramux.kernels.interface import PagedLayout, SequenceRows
+
+LAYOUT = PagedLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_tokens=4)
+
+
+def covered_tokens(items: torch.Tensor, sequence: int, row: int) -> list[int]:
+    own = [item for item in items.tolist() if item[2] and item[0] == sequence]
+    own = [item for item in own if item[1] <= row < item[1] + item[2]]
+    return sorted(token for item in own for token in range(item[4], item[5]))
+
+
+@settings(max_examples=60)
+@given(
+    mix=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 20)), min_size=1, max_size=5),
+    rows=st.integers(1, 8),
+    tile=st.sampled_from([4, 16]),
+    shares=st.integers(1, 40),
+    window=st.one_of(st.none(), st.integers(1, 30)),
+)
+def test_each_row_meets_all_it_may_see_once(
+    mix: list[tuple[int, int]], rows: int, tile: int, shares: int, window: int | None
+) -> None:
+    sequences, row = [], 0
+    for start, count in mix:
+        sequences.append(SequenceRows(row, count, start, []))
+        row += count
+    cut = Cut(rows, tile, shares, window)
+    items = attention_items.cut_sequences(sequences, [True] * len(mix), cut)
+    assert all(item[4] % tile == 0 for item in items.tolist())
+    for place, sequence in enumerate(sequences):
+        for i in range(sequence.num_rows):
+            tokens = covered_tokens(items, place, sequence.row_start + i)
+            position = sequence.position_start + i
+            first = 0 if window is None else max(0, position - window + 1)
+            assert tokens == list(range(tokens[0], tokens[-1] + 1))
+            assert tokens[0] <= first
+            assert tokens[-1] >= position
+
+
+def test_items_of_the_same_rows_stand_together_and_know_each_other() -> None:
+    num_tokens = torch.tensor([100, 0, 30], dtype=torch.int32)
+    items = attention_items.cut_decodes(num_tokens, Cut(1, 16, 4))
+    assert items.shape == (7, attention_items.ITEM_FIELDS)
+    assert items[:, 6:].tolist()[:4] == [[3, 0], [3, 0], [3, 0], [1, 3]]
+    assert items[4:].count_nonzero() == 0
+
+
+def test_only_members_are_cut() -> None:
+    sequences = [SequenceRows(0, 1, 5, []), SequenceRows(1, 9, 0, [])]
+    items = attention_items.cut_sequences(sequences, [False, True], Cut(16, 16, 8))
+    assert items[:, 0].tolist() == [1]
+
+
+def test_padding_has_no_slot() -> None:
+    pages = torch.tensor([[5, 6], [7, 8], [9, 3]], dtype=torch.int32)
+    num_tokens = torch.tensor([5, 0, 4], dtype=torch.int32)
+    slots = attention_items.last_slots(num_tokens, pages, LAYOUT)
+    assert slots.tolist() == [6 * 4, -1, 9 * 4 + 3]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("shares", [1, 3, 50])
+def test_the_device_cuts_as_the_host_does(window: int | None, shares: int) -> None:
+    pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
+    from loramux.kernels import attention_items_triton
+
+    num_tokens = torch.tensor([0, 1, 64, 65, 300, 0], dtype=torch.int32)
+    cut = Cut(1, 16, shares, window)
+    actual = attention_items_triton.cut_decodes(num_tokens, cut)
+    assert torch.equal(actual, attention_items.cut_decodes(num_tokens, cut))
+
+
+def test_the_device_finds_the_slots_that_the_host_finds() -> None:
+    pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
+    from loramux.kernels import attention_items_triton
+
+    pages = torch.randperm(60).int().view(3, 20)
+    num_tokens = torch.tensor([0, 1, 77], dtype=torch.int32)
+    expected = attention_items.last_slots(num_tokens, pages, LAYOUT)
+    assert torch.equal(attention_items_triton.last_slots(num_tokens, pages, LAYOUT), expected)

@@ -1,0 +1,71 @@
+"""The fused kernels, in Triton's interpreter, against their torch twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
+
+from loramux.kernels import fused_torch, fused_triton  # noqa: E402
+from loramux.kernels.fused_torch import KVTarget, Norm, Rotation  # noqa: E402
+from loramux.kernels.interface import PagedLayout  # noqa: E402
+
+LIMITS = {
+    torch.float32: {"atol": 1e-5, "rtol": 1e-4},
+    torch.float16: {"atol": 4e-3, "rtol": 2e-3},
+    torch.bfloat16: {"atol": 4e-2, "rtol": 1e-2},
+}
+SIZES = [48, 64]
+"""One of them is no power of two."""
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["norm", "add", "sandwich"])
+def test_add_norm_equals_its_twin(kind: str, size: int, dtype: torch.dtype) -> None:
+    x = None if kind == "norm" else torch.randn(3, size, dtype=dtype)
+    after = Norm(torch.randn(size), 1e-4) if kind == "sandwich" else None
+    norm, residual = Norm(torch.randn(size, dtype=dtype), 1e-5), torch.randn(3, size, dtype=dtype)
+    twin_residual = residual.clone()
+    expected = fused_torch.add_norm(x, twin_residual, norm, after)
+    actual = fused_triton.add_norm(x, residual, norm, after)
+    torch.testing.assert_close(residual, twin_residual, **LIMITS[dtype])
+    torch.testing.assert_close(actual, expected, **LIMITS[dtype])
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("activation", fused_torch.ACTIVATIONS)
+def test_activate_mul_equals_its_twin(activation: str, dtype: torch.dtype) -> None:
+    gate_up = torch.randn(3, 2 * 48, dtype=dtype)
+    actual = fused_triton.activate_mul(gate_up, activation)
+    expected = fused_torch.activate_mul(gate_up, activation)
+    torch.testing.assert_close(actual, expected, **LIMITS[dtype])
+
+
+def test_rotation_equals_its_twin_far_out() -> None:
+    positions = torch.tensor([0, 1, 131_000], dtype=torch.int32)
+    frequencies, signs = torch.rand(48), torch.randn(48)
+    actual = fused_triton.rotation(positions, frequencies, signs, 1.5)
+    expected = fused_torch.rotation(positions, frequencies, signs, 1.5)
+    torch.testing.assert_close(torch.stack(actual), torch.stack(expected))
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("head_dim", SIZES)
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_rotate_write_equals_its_twin(has_norm: bool, head_dim: int, dtype: torch.dtype) -> None:
+    """The second row has no slot: padding must not be stored."""
+    layout = PagedLayout(num_layers=2, num_kv_heads=2, head_dim=head_dim, block_tokens=4)
+    norm = Norm(torch.randn(5, head_dim), 1e-6) if has_norm else None
+    cos, sin = torch.randn(2, 3, head_dim)
+    slots = torch.tensor([7, -1, 13], dtype=torch.int32)
+    qkv = torch.randn(3, 7 * head_dim).to(dtype)
+    storage = torch.randn(4, 2 * 2 * 4 * 2 * head_dim).to(dtype)
+    outs = []
+    for kernels in (fused_torch, fused_triton):
+        target = KVTarget(storage.clone(), slots, layout, 1)
+        q = kernels.rotate_write(qkv.clone(), Rotation(cos, sin, norm), target)
+        outs.append((q, target.storage))
+    torch.testing.assert_close(outs[1][0], outs[0][0], **LIMITS[dtype])
+    torch.testing.assert_close(outs[1][1], outs[0][1], **LIMITS[dtype])

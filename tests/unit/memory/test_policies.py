@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loramux.errors import InvalidRequest
+from loramux.memory.policies import (
+    CostAwarePolicy,
+    EvictionPolicy,
+    LruPolicy,
+    PolicyName,
+    make_policy,
+    miss_cost_s,
+)
+
+KEYS = st.sampled_from("abcd")
+# (key used after so many seconds) or (share of the tier evicted)
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(KEYS, st.floats(0, 1e5)),
+        st.tuples(st.none(), st.floats(0, 3)),
+    ),
+    max_size=40,
+)
+HALF_LIFE_TURNOVERS = 2.0
+HALF_LIFE_S = 1000.0
+
+
+def replay(
+    policy: EvictionPolicy, events: list[tuple[str | None, float]]
+) -> dict[str, list[float]]:
+    """The ages, in half-lives, at which each key was used; and the age at the end under ''."""
+    now, turnovers = 0.0, 0.0
+    ages: dict[str, list[float]] = {}
+    for key, amount in events:
+        if key is None:
+            turnovers += amount
+            policy.evicted(amount)
+        else:
+            now += amount
+            policy.used(key, now)
+            ages.setdefault(key, []).append(turnovers / HALF_LIFE_TURNOVERS + now / HALF_LIFE_S)
+    ages[""] = [turnovers / HALF_LIFE_TURNOVERS + now / HALF_LIFE_S]
+    return ages
+
+
+def faded_count(ages: list[float], end: float, bonus: float) -> float:
+    return sum(2.0 ** (age - end) for age in ages) + bonus * 2.0 ** (ages[-1] - end)
+
+
+@given(events=EVENTS, bonus=st.sampled_from([0.0, 1.0]))
+def test_worth_is_the_faded_count_times_cost_per_size(
+    events: list[tuple[str | None, float]], bonus: float
+) -> None:
+    policy = CostAwarePolicy(
+        half_life_turnovers=HALF_LIFE_TURNOVERS, half_life_s=HALF_LIFE_S, last_use_bonus=bonus
+    )
+    ages = replay(policy, events)
+    (end,) = ages.pop("")
+    for key, own_ages in ages.items():
+        count = faded_count(own_ages, end, bonus)
+        if count > 0:  # not faded beyond what a float can hold
+            expected = math.log2(count) + end + math.log2(0.25 / 8)
+            assert policy.worth(key, cost_s=0.25, size=8) == pytest.approx(expected, abs=1e-6)
+
+
+@given(before=EVENTS, after=EVENTS, name=st.sampled_from(["lru", "cost"]))
+def test_a_worth_in_a_heap_stays_true_until_its_key_is_used(
+    before: list[tuple[str | None, float]], after: list[tuple[str | None, float]], name: PolicyName
+) -> None:
+    policy = make_policy(name)
+    replay(policy, before)
+    worths = {key: policy.worth(key, cost_s=0.01, size=3) for key in "abcd"}
+    now = 1e7
+    for key, amount in after:
+        if key is None:
+            policy.evicted(amount)
+        else:
+            now += amount
+            policy.used(key, now)
+            worths[key] = policy.worth(key, cost_s=0.01, size=3)
+    assert worths == {key: policy.worth(key, cost_s=0.01, size=3) for key in "abcd"}
+
+
+def test_lru_looks_at_the_last_use_alone_even_within_one_tick_of_the_clock() -> None:
+    policy = LruPolicy()
+    for key in ("often", "often", "early", "late"):
+        policy.used(key, now=5.0)
+    worths = [
+        policy.worth(key, cost_s=cost_s, size=size)
+        for key, cost_s, size in (
+            ("unknown", 9, 1),
+            ("often", 9, 1),
+            ("early", 1, 9),
+            ("late", 1, 9),
+        )
+    ]
+    assert worths == sorted(worths) and len(set(worths)) == 4
+
+
+def test_a_miss_that_costs_more_or_a_key_that_takes_less_is_worth_keeping() -> None:
+    policy = CostAwarePolicy()
+    policy.used("key", now=0.0)
+    plain = policy.worth("key", cost_s=0.01, size=8)
+    assert policy.worth("key", cost_s=0.02, size=8) == pytest.approx(plain + 1)
+    assert policy.worth("key", cost_s=0.01, size=4) == pytest.approx(plain + 1)
+
+
+def test_what_was_popular_loses_to_what_is_after_enough_turnovers_or_hours_only() -> None:
+    for turnovers, hours, old_stays in ((0, 0, True), (100, 0, False), (0, 240, False)):
+        policy = CostAwarePolicy()
+        for _ in range(50):
+            policy.used("old", now=0.0)
+        policy.evicted(turnovers)
+        policy.used("new", now=hours * 3600)
+        old, new = (policy.worth(key, cost_s=1, size=1) for key in ("old", "new"))
+        assert (old > new) is old_stays
+
+
+def test_what_was_never_used_leaves_before_all_else_and_the_dearest_of_it_last() -> None:
+    policy = CostAwarePolicy()
+    policy.used("used", now=0.0)
+    worths = [
+        policy.worth("prewarmed", cost_s=0.01, size=64),
+        policy.worth("prewarmed too", cost_s=0.01, size=8),
+        policy.worth("used", cost_s=1e-6, size=10**9),
+    ]
+    assert worths == sorted(worths) and len(set(worths)) == 3
+
+
+@pytest.mark.parametrize("policy_type", [LruPolicy, CostAwarePolicy])
+def test_no_more_keys_are_remembered_than_allowed_and_the_longest_unused_go(
+    policy_type: type[LruPolicy] | type[CostAwarePolicy],
+) -> None:
+    policy = policy_type(max_keys=3)
+    for time_s, key in enumerate(["kept", "dropped", "kept", "x", "y"]):
+        policy.used(key, now=float(time_s))
+    unknown = policy.worth("unknown", cost_s=1, size=1)
+    assert policy.worth("dropped", cost_s=1, size=1) == unknown
+    assert policy.worth("kept", cost_s=1, size=1) > unknown
+
+
+@pytest.mark.parametrize("name", ["lru", "cost"])
+def test_a_removed_adapter_leaves_nothing_behind(name: PolicyName) -> None:
+    policy = make_policy(name)
+    policy.used("gone", now=1.0)
+    policy.forget("gone")
+    policy.forget("never seen")
+    unknown = policy.worth("unknown", cost_s=1, size=1)
+    assert policy.worth("gone", cost_s=1, size=1) == unknown
+
+
+def test_years_of_uptime_and_turnovers_neither_overflow_nor_blur_the_order() -> None:
+    policy = CostAwarePolicy()
+    policy.used("first", now=0.0)
+    policy.evicted(1e6)
+    policy.used("first", now=1e9)
+    policy.used("second", now=1e9)
+    policy.used("second", now=1e9)
+    assert policy.worth("second", cost_s=1, size=1) > policy.worth("first", cost_s=1, size=1)
+
+
+def test_a_lower_tier_is_less_moved_by_the_last_use() -> None:
+    def newer_wins(policy: EvictionPolicy) -> bool:
+        policy.used("twice", now=0.0)
+        policy.used("twice", now=0.0)
+        policy.evicted(10.0)
+        policy.used("once", now=0.0)
+        twice, once = (policy.worth(key, cost_s=1, size=1) for key in ("twice", "once"))
+        return once > twice
+
+    assert newer_wins(make_policy("cost"))
+    assert not newer_wins(make_policy("cost", is_lower_tier=True))
+
+
+def test_an_unknown_policy_is_refused_with_the_names_of_the_known_ones() -> None:
+    with pytest.raises(InvalidRequest, match=r"'mru'.*lru, cost") as refusal:
+        make_policy(cast(PolicyName, "mru"))
+    assert refusal.value.param == "eviction_policy"
+
+
+def test_a_copy_that_a_faster_tier_has_too_is_cheaper_to_lose() -> None:
+    assert miss_cost_s(0.01, step_s=0.006) == pytest.approx(0.016)
+    assert miss_cost_s(0.01, step_s=0.006, is_held_above=True) < 0.016
+
+
+def test_a_miss_that_costs_nothing_is_the_first_to_leave_and_no_error() -> None:
+    policy = CostAwarePolicy()
+    policy.used("free", now=0.0)
+    policy.used("dear", now=0.0)
+    free = policy.worth("free", cost_s=0.0, size=1)
+    assert free < policy.worth("dear", cost_s=1e-6, size=1)

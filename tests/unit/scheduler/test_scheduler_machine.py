@@ -1,0 +1,150 @@
+"""Arrivals, loads that end or fail, aborts, deadlines and too few pages, in any order."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from loramux.types import TokenEvent
+from tests.unit.scheduler.scheduler_factory import World
+
+selections = st.sampled_from(
+    [
+        (),
+        (),
+        (("x", 1.0),),
+        (("x", 0.5),),
+        (("y", 1.0),),
+        (("z", 1.0),),
+        (("bad", 1.0),),
+        (("x", 1.0), ("y", 1.0)),
+        (("z", 1.0), ("w", 1.0)),
+        (("x", 1.0), ("bad", 1.0)),
+    ]
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """World checks integrity, and what attention would read, before and after each step."""
+
+    @initialize(
+        num_pages=st.sampled_from([9, 14, 40]),
+        schedule=st.sampled_from(["fair", "fcfs"]),
+        has_prefixes=st.booleans(),
+        max_loras=st.sampled_from([None, 2]),
+        max_sequences=st.sampled_from([1, 3, 6]),
+        load_s=st.sampled_from([0.0, 0.3]),
+    )
+    def begin(self, load_s: float, has_prefixes: bool, num_pages: int, **config: object) -> None:
+        self.world = World(
+            num_pages=num_pages,
+            load_s=load_s,
+            has_prefixes=has_prefixes,
+            max_wait_s=0.35,
+            max_batch_tokens=12,
+            max_model_len=32,
+            **config,
+        )
+        self.count = 0
+        self.open: dict[str, set[int]] = {}
+        self.num_tokens: Counter[tuple[str, int]] = Counter()
+        self.limits: dict[str, int] = {}
+
+    @rule(
+        start=st.integers(0, 2),
+        num_prompt=st.integers(1, 15),
+        max_tokens=st.integers(0, 12),
+        n=st.sampled_from([1, 1, 2, 3]),
+        selection=selections,
+        tenant=st.sampled_from(["", "a", "b"]),
+        weights=st.sampled_from([(1.0, 1.0), (3.0, 1.0), (1.0, 0.5)]),
+        timeout_s=st.sampled_from([None, None, 0.4, 2.0]),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
+    )
+    def add(self, start: int, num_prompt: int, n: int, **fields: object) -> None:
+        self.count += 1
+        name = str(self.count)
+        weights = fields.pop("weights")
+        assert isinstance(weights, tuple)
+        self.limits[name] = int(str(fields["max_tokens"]))
+        self.world.add(
+            name,
+            list(range(start, start + num_prompt)),
+            n=n,
+            tenant_weight=weights[0],
+            adapter_weight=weights[1],
+            **fields,
+        )
+        self.open[name] = set(range(n))
+
+    @rule(times=st.integers(1, 4))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.take(self.world.step())
+
+    @rule()
+    def time_passes(self) -> None:
+        self.world.now += 0.5
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), in_step=st.booleans())
+    def abort(self, data: st.DataObject, in_step: bool) -> None:
+        if in_step:
+            self.world.begin()
+        name = data.draw(st.sampled_from(sorted(self.open)))
+        self.world.scheduler.abort(name)
+        del self.open[name]
+        if in_step:
+            self.take([e for e in self.world.end() if e.request_id != name])
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def stop_string(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.open)))
+        index = data.draw(st.sampled_from(sorted(self.open[name])))
+        assert self.world.scheduler.open_choices(name) == sorted(self.open[name])
+        self.world.scheduler.finish(name, index)
+        self.close(name, index)
+
+    def take(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            name, index = event.request_id, event.index
+            assert index in self.open[name], "an event after the end"
+            if event.token_id is not None:
+                self.num_tokens[name, index] += 1
+                assert self.num_tokens[name, index] <= self.limits[name]
+            assert event.error_code in (None, "timeout", "adapter"), event.error
+            if event.error_code == "adapter":
+                assert event.error == "bad is broken."
+            if event.finish_reason is not None:
+                self.close(name, index)
+
+    def close(self, name: str, index: int) -> None:
+        self.open[name].discard(index)
+        if not self.open[name]:
+            del self.open[name]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for _ in range(3000):
+            if not self.world.scheduler.has_work:
+                break
+            self.step(1)
+        assert not self.open, "a request never ended"
+        assert self.world.scheduler.leases() == {} == self.world.scheduler.waiting_adapters()
+        assert self.world.scheduler.claims() == {}
+        self.world.adapters.poll(self.world.now + 1.0)
+        assert self.world.room.num_available == self.world.pages.num_pages
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=40,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
