@@ -19,7 +19,7 @@ from loramux.memory.disk_tier import DiskTier
 from loramux.memory.tiers import AdapterState
 
 # Lower priority than the step loop: where cores are short, a load takes longer and a step does not.
-_NICENESS = 10
+_NICENESS = 19
 _NUM_THREADS = 2
 
 

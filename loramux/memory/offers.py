@@ -40,9 +40,10 @@ class ResidencyLimits:
         wanted = {record.cid: record.num_pages for record in records}
         if not self.are_kept(sum(wanted.values()), len(wanted)):
             raise DoesNotFit(
-                f"The request's {len(wanted)} adapters take {sum(wanted.values())} pages, and "
-                f"adapters may have {self.max_pages or 'all'} pages and {self.max_adapters or 'any'} "
-                "places of the pool. Ask for fewer, or raise the limits."
+                f"The request's {len(wanted)} adapters take {sum(wanted.values())} pages, more "
+                f"than adapters may have here: {self.max_pages or 'all'} pages, in at most "
+                f"{self.max_adapters or 'any number of'} adapters. Ask for fewer, or raise the "
+                "limits."
             )
 
 
