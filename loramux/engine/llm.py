@@ -10,11 +10,12 @@ from typing import Any, TypeVar, cast
 
 from tqdm.std import tqdm
 
+from loramux.backend import failure_of
 from loramux.config import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.outputs import OutputCollector
 from loramux.engine.tokenizer import Tokenizer
-from loramux.errors import InvalidRequest, LoramuxError
+from loramux.errors import InvalidRequest
 from loramux.models.default_model import default_model_path
 from loramux.types import FinishReason, LoRARequest, Request, RequestOutput, SamplingParams
 
@@ -146,9 +147,9 @@ class LLM:
         num_done = 0
         for event in self.engine.step():
             collector = open_requests[event.request_id]
-            if event.finish_reason is FinishReason.ERROR:
-                raise LoramuxError(event.error or "The request failed.")
             delta = collector.apply(event)
+            if delta is not None and delta.finish_reason is FinishReason.ERROR:
+                raise failure_of(delta)
             if delta is not None and delta.stop_hit:
                 self.engine.finish(event.request_id, event.index)
             num_done += collector.is_finished

@@ -1,0 +1,240 @@
+"""Requests over a device, a host and a disk tier with true sizes, in simulated time.
+
+The engine notices requests and finished loads once a step. A request whose adapter is on the device
+starts at once and leases it for as long as it runs; otherwise its load begins, in the order of
+arrival, as soon as idle adapters can make room. What is leased, loading or waited for stays.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from benchmarks.cache_policies import CachePolicy, Key, PolicyFactory
+from benchmarks.workloads import Arrival
+from loramux.memory.policies import miss_cost_s
+
+# Llama-3.1-8B, q,k,v,o of 32 layers in bfloat16: 27.3 MB at rank 16.
+BYTES_PER_RANK = 32 * 2 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
+# A decode step at a middling batch; a prompt token in a chunked prefill.
+STEP_S = 6e-3
+PROMPT_TOKEN_S = 30e-6
+# Seconds to start, bytes per second: pinned host memory, NVMe, object store.
+LINKS = {"host": (1e-4, 55e9), "disk": (1e-3, 3e9), "remote": (3e-2, 0.5e9)}
+DEVICE = "device"
+# Of the last load in the mean time that loads wait for a link.
+QUEUE_WEIGHT = 0.02
+
+
+def adapter_bytes(rank: int) -> int:
+    return rank * BYTES_PER_RANK
+
+
+class Link:
+    """Reads one adapter at a time."""
+
+    def __init__(self, start_s: float, bytes_per_s: float) -> None:
+        self._start_s = start_s
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+        self.queue_s = 0.0
+        """What the last loads have waited for the link."""
+
+    def seconds(self, size: int) -> float:
+        return self._start_s + size / self._bytes_per_s
+
+    def read(self, size: int, now: float) -> float:
+        begins = max(now, self._free_at)
+        self.queue_s += QUEUE_WEIGHT * (begins - now - self.queue_s)
+        self._free_at = begins + self.seconds(size)
+        return self._free_at
+
+
+class Tier:
+    """A budget of bytes; misses are read over the link to what stands below."""
+
+    def __init__(self, *, capacity: int, policy: CachePolicy, link: Link, step_s: float) -> None:
+        self.capacity = capacity
+        self.policy = policy
+        self.sizes: dict[Key, int] = {}
+        self.num_bytes = 0
+        self.above: Tier | None = None
+        self.below: Tier | None = None
+        self._link = link
+        self._step_s = step_s
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.sizes
+
+    def insert(self, key: Key, size: int, *, busy: Mapping[Key, int], now: float) -> bool:
+        """False: what is busy leaves no room, though idle ones may have left."""
+        while self.num_bytes + size > self.capacity:
+            victim = self.policy.victim(busy, now)
+            if victim is None:
+                return False
+            self._evict(victim)
+        self.sizes[key] = size
+        self.num_bytes += size
+        self.policy.inserted(key, cost_s=self._cost_s(key), size=size, now=now)
+        self._reprice_below(key)
+        return True
+
+    def _evict(self, key: Key) -> None:
+        self.policy.evicted(key)
+        self.num_bytes -= self.sizes.pop(key)
+        self._reprice_below(key)
+
+    def _cost_s(self, key: Key) -> float:
+        load_s = self._link.queue_s + self._link.seconds(self.sizes[key])
+        is_held_above = self.above is not None and key in self.above
+        return miss_cost_s(load_s, step_s=self._step_s, is_held_above=is_held_above)
+
+    def _reprice_below(self, key: Key) -> None:
+        if self.below is not None and key in self.below:
+            self.below.policy.priced(key, self.below._cost_s(key))
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What happened after the warm-up. Waits are counted from the step that saw the request."""
+
+    waits_s: list[float] = field(default_factory=list)
+    found: dict[str, int] = field(default_factory=lambda: dict.fromkeys((DEVICE, *LINKS), 0))
+    """Requests by the fastest tier that had the adapter; one that joins a load counts like it."""
+    moved_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINKS, 0))
+
+
+class Simulation:
+    def __init__(
+        self,
+        sizes: Mapping[Key, int],
+        *,
+        capacities: tuple[int, int, int],
+        make: PolicyFactory,
+        step_s: float = STEP_S,
+        warm_up_s: float = 0.0,
+    ) -> None:
+        self._sizes = sizes
+        self._step_s = step_s
+        self._warm_up_s = warm_up_s
+        self._links = {name: Link(*terms) for name, terms in LINKS.items()}
+        self._device, self._host, self._disk = (
+            Tier(capacity=capacity, policy=make(capacity, level > 0), link=link, step_s=step_s)
+            for level, (capacity, link) in enumerate(
+                zip(capacities, self._links.values(), strict=True)
+            )
+        )
+        self._device.below, self._host.below = self._host, self._disk
+        self._host.above, self._disk.above = self._device, self._host
+        # How many requests run with it or wait for it.
+        self._busy: dict[Key, int] = {}
+        self._waiting: dict[Key, list[Arrival]] = {}
+        self._source_of: dict[Key, str] = {}
+        self._queue: deque[Key] = deque()
+        # (time, order, adapter, is the end of a load, not of a request)
+        self._events: list[tuple[float, int, Key, bool]] = []
+        self._order = itertools.count()
+        self.outcome = Outcome()
+
+    def run(self, arrivals: Iterable[Arrival]) -> Outcome:
+        """Every tier begins full of whatever comes first in `sizes`."""
+        for tier in (self._device, self._host, self._disk):
+            for key, size in self._sizes.items():
+                if tier.num_bytes + size <= tier.capacity:
+                    tier.insert(key, size, busy={}, now=0.0)
+        for arrival in arrivals:
+            seen_s = self._next_step(arrival.time_s)
+            self._advance(seen_s)
+            self._arrive(replace(arrival, time_s=seen_s))
+        self._advance(math.inf)
+        return self.outcome
+
+    def _next_step(self, time_s: float) -> float:
+        if not self._step_s:
+            return time_s
+        # The margin keeps a time on a boundary where it is.
+        return math.ceil(time_s / self._step_s - 1e-6) * self._step_s
+
+    def _advance(self, until_s: float) -> None:
+        while self._events and self._events[0][0] <= until_s:
+            now, _, key, is_load = heapq.heappop(self._events)
+            if is_load:
+                self._loaded(key, now)
+            else:
+                self._finished(key, now)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        key, now = arrival.adapter, arrival.time_s
+        self._busy[key] = self._busy.get(key, 0) + 1
+        self._device.policy.used(key, now)
+        if key in self._waiting:
+            self._waiting[key].append(arrival)
+            if key in self._source_of:
+                self._count(arrival, self._source_of[key])
+        elif key in self._device:
+            self._count(arrival, DEVICE)
+            self._start(arrival, now)
+        else:
+            self._waiting[key] = [arrival]
+            self._queue.append(key)
+            self._load_queued(now)
+
+    def _load_queued(self, now: float) -> None:
+        while self._queue:
+            key = self._queue[0]
+            size = self._sizes[key]
+            if not self._device.insert(key, size, busy=self._busy, now=now):
+                return
+            self._queue.popleft()
+            source = self._find(key, now)
+            self._source_of[key] = source
+            for arrival in self._waiting[key]:
+                self._count(arrival, source)
+            if now >= self._warm_up_s:
+                self.outcome.moved_bytes[source] += size
+            self._push(self._links[source].read(size, now), key, is_load=True)
+
+    def _find(self, key: Key, now: float) -> str:
+        """Where it lies; on its way up it comes into every tier that it passes."""
+        size = self._sizes[key]
+        self._host.policy.used(key, now)
+        if key in self._host:
+            return "host"
+        self._disk.policy.used(key, now)
+        source = "disk" if key in self._disk else "remote"
+        if source == "remote":
+            self._disk.insert(key, size, busy=self._busy, now=now)
+        self._host.insert(key, size, busy=self._busy, now=now)
+        return source
+
+    def _loaded(self, key: Key, now: float) -> None:
+        del self._source_of[key]
+        for arrival in self._waiting.pop(key):
+            self._start(arrival, now)
+
+    def _start(self, arrival: Arrival, now: float) -> None:
+        if arrival.time_s >= self._warm_up_s:
+            self.outcome.waits_s.append(now - arrival.time_s)
+        self._push(now + service_s(arrival), arrival.adapter, is_load=False)
+
+    def _finished(self, key: Key, now: float) -> None:
+        self._busy[key] -= 1
+        if not self._busy[key]:
+            del self._busy[key]
+            self._load_queued(now)
+
+    def _push(self, time_s: float, key: Key, *, is_load: bool) -> None:
+        event = (self._next_step(time_s), next(self._order), key, is_load)
+        heapq.heappush(self._events, event)
+
+    def _count(self, arrival: Arrival, tier: str) -> None:
+        if arrival.time_s >= self._warm_up_s:
+            self.outcome.found[tier] += 1
+
+
+def service_s(arrival: Arrival) -> float:
+    return arrival.prompt_tokens * PROMPT_TOKEN_S + arrival.output_tokens * STEP_S
