@@ -1,0 +1,132 @@
+"""Whether bytes are what they should be: their first ones before the rest is fetched."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from loramux.errors import SourceFailed, SourceRefused
+from loramux.sources.origin import Checksum, RemoteFile
+from loramux.sources.refusals import SourceCode, archive_refused, pickle_refused, too_large
+from loramux.sources.source_id import CONFIG_NAME
+
+MAX_CONFIG_BYTES = 2**20
+MAX_HEADER_BYTES = 16 * 2**20
+LENGTH_BYTES = 8
+# As far as the mark of a tar archive.
+HEAD_BYTES = 512
+CHUNK_BYTES = 2**20
+TAR_MARK, TAR_POSITION = b"ustar", 257
+PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+ARCHIVES = (
+    b"PK\x03\x04",
+    b"PK\x05\x06",
+    b"\x1f\x8b",
+    b"BZh",
+    b"\xfd7zXZ\x00",
+    b"(\xb5/\xfd",
+    b"7z\xbc\xaf",
+)
+LFS_MARK = b"version https://git-lfs"
+
+
+def check_start(name: str, head: bytes, size_bytes: int | None) -> None:
+    """`head`: the first HEAD_BYTES, or all there are."""
+    if head.startswith(LFS_MARK):
+        raise SourceRefused(
+            SourceCode.LFS_POINTER,
+            f"{name} is a git-lfs pointer, not the file.",
+            fix="Upload the file itself.",
+        )
+    if name == CONFIG_NAME:
+        check_config_start(name, head)
+    else:
+        check_weights_start(name, head, size_bytes)
+
+
+def check_config_start(name: str, head: bytes) -> None:
+    if not head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+        raise SourceRefused(
+            SourceCode.NOT_AN_ADAPTER,
+            f"{name} is not JSON.",
+            fix="Check that the source gives the file itself, not a page about it.",
+        )
+
+
+def check_weights_start(name: str, head: bytes, size_bytes: int | None) -> None:
+    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    is_sound = head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{"
+    fits = size_bytes is None or LENGTH_BYTES + length <= size_bytes
+    if is_sound and length <= MAX_HEADER_BYTES and fits:
+        return
+    if head.startswith(PICKLES):
+        raise pickle_refused(name)
+    if head.startswith(ARCHIVES) or head[TAR_POSITION:].startswith(TAR_MARK):
+        raise archive_refused(name)
+    if is_sound and length > MAX_HEADER_BYTES:
+        raise SourceRefused(
+            SourceCode.OVERSIZED_HEADER,
+            f"{name} says that its header has {length} bytes; at most {MAX_HEADER_BYTES} are "
+            "allowed.",
+            fix="Save the adapter again.",
+        )
+    raise SourceRefused(
+        SourceCode.NOT_AN_ADAPTER,
+        f"{name} is not a safetensors file, or only the start of one.",
+        fix="Check that the source gives the file itself, and save the adapter again.",
+    )
+
+
+def max_bytes_of(name: str, max_file_bytes: int) -> int:
+    return min(max_file_bytes, MAX_CONFIG_BYTES) if name == CONFIG_NAME else max_file_bytes
+
+
+def check_sizes(
+    files: Mapping[str, RemoteFile], *, max_file_bytes: int, max_total_bytes: int
+) -> None:
+    """What the source says of them, before a byte is fetched."""
+    for name, file in files.items():
+        allowed_bytes = max_bytes_of(name, max_file_bytes)
+        if (file.size_bytes or 0) > allowed_bytes:
+            raise too_large(name, file.size_bytes or 0, allowed_bytes)
+    total_bytes = sum(file.size_bytes or 0 for file in files.values())
+    if total_bytes > max_total_bytes:
+        raise too_large("The adapter", total_bytes, max_total_bytes)
+
+
+def check_file(path: Path, file: RemoteFile, expected_sha256: str | None) -> str:
+    """The SHA-256 of a file that is whole, as it should be, and what the source says it is."""
+    size_bytes = path.stat().st_size
+    sha256, second = hashlib.sha256(), second_hash(file.checksum, size_bytes)
+    with path.open("rb") as reader:
+        check_start(path.name, reader.read(HEAD_BYTES), size_bytes)
+        reader.seek(0)
+        while chunk := reader.read(CHUNK_BYTES):
+            sha256.update(chunk)
+            if second is not None:
+                second.update(chunk)
+    found = sha256.hexdigest()
+    said = found if second is None else second.hexdigest()
+    if file.checksum is not None and said != file.checksum.hexadecimal:
+        raise mismatch(path.name, f"its source says ({file.checksum.algorithm})")
+    if expected_sha256 not in (None, found):
+        raise mismatch(path.name, "was expected (sha256)")
+    return found
+
+
+def second_hash(checksum: Checksum | None, size_bytes: int) -> hashlib._Hash | None:
+    """For checksums other than SHA-256, which is computed anyway."""
+    if checksum is None or checksum.algorithm == "sha256":
+        return None
+    if checksum.algorithm == "git":
+        return hashlib.sha1(f"blob {size_bytes}\0".encode(), usedforsecurity=False)
+    return hashlib.new(checksum.algorithm, usedforsecurity=False)
+
+
+def mismatch(name: str, promised: str) -> SourceFailed:
+    return SourceFailed(
+        f"The bytes of {name} are not those that {promised}; they were thrown away. Fetch it "
+        "again; if that fails too, upload the file again.",
+        is_temporary=False,
+    )

@@ -1,0 +1,168 @@
+"""An adapter's files from wherever they are into a new folder, all of them or none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from loramux.errors import LoramuxError, SourceFailed, SourceNotFound
+from loramux.sources.config import FetchLimits, SourceConfig
+from loramux.sources.content import check_file, check_sizes, max_bytes_of
+from loramux.sources.download import Download, Meter, Progress
+from loramux.sources.http_origin import HttpOrigin
+from loramux.sources.hub_origin import HubOrigin
+from loramux.sources.local_origin import LocalOrigin
+from loramux.sources.object_origin import ObjectOrigin
+from loramux.sources.origin import Origin, RemoteFile, SourceChanged, find_adapter
+from loramux.sources.partial import Staging
+from loramux.sources.retry import SYSTEM_TIMING, Backoff, Deadline, Timing, retrying
+from loramux.sources.secret import scrub_error
+from loramux.sources.source_id import SourceId, SourceKind
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    folder: Path
+    files: tuple[str, ...]
+    revision: str | None
+    """The commit, or the ETag of the weights; None: the source has no such thing."""
+    digests: dict[str, str]
+    """SHA-256 by file."""
+    size_bytes: int
+
+
+class Fetcher:
+    """May be used by several threads."""
+
+    def __init__(self, config: SourceConfig, *, timing: Timing = SYSTEM_TIMING) -> None:
+        self._config = config
+        self._timing = timing
+
+    def fetch(
+        self,
+        source: SourceId,
+        folder: Path,
+        *,
+        limits: FetchLimits | None = None,
+        progress: Callable[[Progress], None] | None = None,
+        expected_sha256: Mapping[str, str] | None = None,
+    ) -> Fetched:
+        """Raises the Source errors, InvalidRequest when the folder is there, StoreFull.
+
+        After a failure that may pass, what has come is kept beside the folder, and the next fetch
+        of the same source into the same folder goes on from there. `progress` may be called in
+        other threads; whatever it raises ends the fetch.
+        """
+        used = limits or self._config.limits
+        job = FetchJob(
+            source=source,
+            limits=used,
+            deadline=Deadline(used.timeout_s, self._timing),
+            progress=progress,
+            expected_sha256=expected_sha256 or {},
+        )
+        staging = Staging(folder)
+        try:
+            with closing(open_origin(source, self._config, used)) as origin, staging.held():
+                return job.run(origin, staging)
+        except LoramuxError as error:
+            scrub_error(error, self._config.secrets)
+            raise
+
+
+def open_origin(source: SourceId, config: SourceConfig, limits: FetchLimits) -> Origin:
+    if source.kind is SourceKind.LOCAL:
+        return LocalOrigin(source)
+    if source.kind is SourceKind.HUB:
+        return HubOrigin(source, config.hub, limits)
+    if source.kind is SourceKind.HTTP:
+        return HttpOrigin(source, config.http, limits)
+    return ObjectOrigin(source, config, limits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchJob:
+    source: SourceId
+    limits: FetchLimits
+    deadline: Deadline
+    progress: Callable[[Progress], None] | None
+    expected_sha256: Mapping[str, str]
+
+    def run(self, origin: Origin, staging: Staging) -> Fetched:
+        try:
+            digests = self._fetch_unchanged(origin, staging)
+            size_bytes = sum(staging.path_of(name).stat().st_size for name in digests)
+            staging.commit(frozenset(digests))
+        except BaseException as error:
+            if not (staging.has_progress and may_pass(error)):
+                staging.discard()
+            raise
+        _log.info("Fetched %s: %d bytes", self.source, size_bytes)
+        return Fetched(
+            folder=staging.target,
+            files=tuple(digests),
+            revision=origin.revision,
+            digests=digests,
+            size_bytes=size_bytes,
+        )
+
+    def _fetch_unchanged(self, origin: Origin, staging: Staging) -> dict[str, str]:
+        """From the start again when the source changes under our hands."""
+        backoff = Backoff(self.deadline, max_attempts=self.limits.max_attempts)
+        while True:
+            try:
+                return self._fetch_files(origin, staging)
+            except SourceChanged as error:
+                staging.clear()
+                backoff.wait(error)
+
+    def _fetch_files(self, origin: Origin, staging: Staging) -> dict[str, str]:
+        """The SHA-256 of each file, of which nothing but the rename is missing."""
+        files = retrying(
+            lambda: find_adapter(self.source, origin),
+            self.deadline,
+            max_attempts=self.limits.max_attempts,
+        )
+        self._check_expected(files)
+        check_sizes(
+            files,
+            max_file_bytes=self.limits.max_file_bytes,
+            max_total_bytes=self.limits.max_total_bytes,
+        )
+        sizes = [file.size_bytes for file in files.values()]
+        meter = Meter(None if None in sizes else sum(filter(None, sizes)), self.progress)
+        left_bytes = self.limits.max_total_bytes
+        digests: dict[str, str] = {}
+        for name, file in files.items():
+            with closing(staging.open(name, file, source=str(self.source))) as partial:
+                Download(
+                    origin,
+                    file,
+                    partial,
+                    limits=self.limits,
+                    deadline=self.deadline,
+                    meter=meter,
+                ).run(max_bytes=min(left_bytes, max_bytes_of(name, self.limits.max_file_bytes)))
+            path = staging.path_of(name)
+            left_bytes -= path.stat().st_size
+            digests[name] = check_file(path, file, self.expected_sha256.get(name))
+        return digests
+
+    def _check_expected(self, files: Mapping[str, RemoteFile]) -> None:
+        missing = sorted(set(self.expected_sha256) - set(files))
+        if missing:
+            raise SourceNotFound(
+                f"{self.source} does not have {', '.join(missing)}, for which a digest was given."
+            )
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a later try may succeed with what has come so far."""
+    if isinstance(error, SourceFailed):
+        return error.is_temporary
+    return not isinstance(error, LoramuxError)

@@ -1,0 +1,92 @@
+"""A bucket behind the content-addressed store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from loramux.errors import SourceFailed, SourceNotFound
+from loramux.sources.config import SourceConfig
+from loramux.sources.object_store import open_store, store_errors, translated
+from loramux.sources.origin import CHUNK_BYTES
+from loramux.sources.parse import parse_bucket_url
+from loramux.sources.retry import SYSTEM_TIMING, Deadline, Timing, retrying
+
+
+class ObjectTier:
+    """Has the methods of the store's RemoteTier.
+
+    A bucket that cannot be reached is an error, unlike a key that it does not have: a push must
+    not seem to be kept there, nor an adapter to be missing.
+    """
+
+    def __init__(self, url: str, config: SourceConfig, *, timing: Timing = SYSTEM_TIMING) -> None:
+        """`s3://bucket/folder`, `gs://…` or `az://…`."""
+        place = parse_bucket_url(url)
+        self._prefix = place.folder
+        self._bucket = f"{place.kind}://{place.place}"
+        self._limits = config.limits
+        self._timing = timing
+        self._store = open_store(place.kind, place.place, config, config.limits)
+
+    def __repr__(self) -> str:
+        return f"ObjectTier({'/'.join((self._bucket, *self._prefix))})"
+
+    def has(self, key: str) -> bool:
+        import obstore
+
+        def look() -> bool:
+            with store_errors(self._show(key)):
+                obstore.head(self._store, self._path(key))
+            return True
+
+        try:
+            return self._retrying(look)
+        except SourceNotFound:
+            return False
+
+    def get(self, key: str, destination: Path, *, max_bytes: int) -> bool:
+        """Writes the file; False when the bucket has no such key, or more than max_bytes."""
+        try:
+            return self._retrying(lambda: self._download(key, destination, max_bytes))
+        except SourceNotFound:
+            return False
+
+    def put(self, key: str, source: Path) -> None:
+        import obstore
+
+        def upload() -> bool:
+            with store_errors(self._show(key)):
+                obstore.put(self._store, self._path(key), source)
+            return True
+
+        self._retrying(upload)
+
+    def _download(self, key: str, destination: Path, max_bytes: int) -> bool:
+        import obstore
+
+        what = self._show(key)
+        with store_errors(what):
+            found = obstore.get(self._store, self._path(key))
+        left_bytes = found.meta["size"]
+        if left_bytes > max_bytes:
+            return False
+        with destination.open("wb") as writer:
+            for chunk in translated(found.stream(min_chunk_size=CHUNK_BYTES), what):
+                left_bytes -= len(chunk)
+                if left_bytes < 0:
+                    break
+                writer.write(chunk)
+        if left_bytes != 0:
+            raise SourceFailed(f"{what} has another size than its bucket says. Try again.")
+        return True
+
+    def _retrying(self, action: Callable[[], bool]) -> bool:
+        deadline = Deadline(self._limits.timeout_s, self._timing)
+        return retrying(action, deadline, max_attempts=self._limits.max_attempts)
+
+    def _path(self, key: str) -> str:
+        return "/".join((*self._prefix, key))
+
+    def _show(self, key: str) -> str:
+        return f"{self._bucket}/{self._path(key)}"

@@ -1,0 +1,107 @@
+"""Where an adapter comes from, in one checked form."""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from dataclasses import dataclass
+from enum import StrEnum
+from urllib.parse import quote
+
+from loramux.sources.refusals import archive_refused, bad_form, pickle_refused
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+WEIGHTS_SUFFIX = ".safetensors"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+ARCHIVE_SUFFIXES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z")
+MAX_SEGMENT_BYTES = 255
+# Control and format characters, surrogates, private and unassigned ones, line separators.
+ODD_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+class SourceKind(StrEnum):
+    LOCAL = "local"
+    HUB = "hf"
+    S3 = "s3"
+    GCS = "gs"
+    AZURE = "az"
+    HTTP = "http"
+
+
+BUCKET_KINDS = (SourceKind.S3, SourceKind.GCS, SourceKind.AZURE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceId:
+    """Made by parse_source, which checks every part. Its text holds no credentials."""
+
+    kind: SourceKind
+    place: str
+    """The root's real path, `owner/name`, the bucket, or `https://host[:port]`."""
+    folder: tuple[str, ...] = ()
+    """Inside the place; empty: its top."""
+    weights_name: str | None = None
+    """A single file, whose config need not be there; None: a folder as PEFT writes it."""
+    revision: str | None = None
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        return self.folder if self.weights_name is None else (*self.folder, self.weights_name)
+
+    def path_of(self, name: str) -> str:
+        return "/".join((*self.folder, name))
+
+    @property
+    def slug(self) -> str:
+        """A folder name of its own, so that a fetch which broke off is found again."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:32]
+
+    def __str__(self) -> str:
+        path = "/".join(self.segments)
+        if self.kind is SourceKind.LOCAL:
+            return f"{self.place.rstrip('/')}/{path}"
+        if self.kind is SourceKind.HUB:
+            revision = f"@{self.revision}" if self.revision else ""
+            return f"hf:{self.place}{revision}" + (f":{path}" if path else "")
+        if self.kind is SourceKind.HTTP:
+            return f"{self.place}/{quote(path)}".rstrip("/")
+        return f"{self.kind}://{self.place}/{path}".rstrip("/")
+
+
+def split_path(path: str, *, what: str) -> tuple[str, ...]:
+    """The names between the slashes; a single slash at the end does not matter."""
+    if not path:
+        return ()
+    segments = tuple(path.removesuffix("/").split("/"))
+    for segment in segments:
+        check_segment(segment, what=what)
+    return segments
+
+
+def check_segment(segment: str, *, what: str) -> None:
+    fix = "Use plain names, separated by single slashes."
+    if segment in ("", ".", ".."):
+        raise bad_form(f"{what} has {segment!r} for a folder, which could lead elsewhere.", fix=fix)
+    if "\\" in segment or "/" in segment or has_odd_characters(segment):
+        raise bad_form(f"{what} has odd characters in {segment[:80]!r}.", fix=fix)
+    if len(segment.encode()) > MAX_SEGMENT_BYTES:
+        raise bad_form(f"{what} has a name of over {MAX_SEGMENT_BYTES} bytes.", fix=fix)
+
+
+def has_odd_characters(text: str) -> bool:
+    return any(unicodedata.category(character) in ODD_CATEGORIES for character in text)
+
+
+def split_weights(segments: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
+    """The folder, and the single file when the path names one."""
+    last = segments[-1] if segments else ""
+    lowered = last.lower()
+    if lowered.endswith(WEIGHTS_SUFFIX) and lowered != WEIGHTS_SUFFIX:
+        return segments[:-1], last
+    if lowered.endswith(PICKLE_SUFFIXES):
+        raise pickle_refused(last)
+    if lowered.endswith(ARCHIVE_SUFFIXES):
+        raise archive_refused(last)
+    return segments, None

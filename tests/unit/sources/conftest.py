@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loramux.sources.config import HttpConfig, HubConfig, S3Config, SourceConfig
+from loramux.sources.secret import Secret
+from tests.fault_server import FaultServer
+from tests.hub_server import HubServer
+from tests.s3_server import S3Server
+from tests.s3_server import s3_server as s3_server
+from tests.unit.sources.source_factory import FAST, adapter_files
+
+
+@pytest.fixture
+def web() -> Iterator[FaultServer]:
+    """Has an adapter under /pirate."""
+    with FaultServer(adapter_files("pirate")) as server:
+        yield server
+
+
+@pytest.fixture
+def web_config(web: FaultServer) -> SourceConfig:
+    return SourceConfig(http=HttpConfig(private_hosts=(web.host,)), limits=FAST)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    """The client may go online, and knows no token of whoever runs the tests."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with HubServer() as server:
+        yield server
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def hub_config(hub: HubServer) -> SourceConfig:
+    return SourceConfig(hub=HubConfig(endpoint=hub.url), limits=FAST)
+
+
+@pytest.fixture
+def s3_config(s3_server: S3Server) -> SourceConfig:
+    return make_s3_config(s3_server, s3_server.endpoint)
+
+
+@pytest.fixture
+def s3_proxy(s3_server: S3Server) -> Iterator[FaultServer]:
+    """Stands before the real server, and fails on order."""
+    with FaultServer(upstream=s3_server.endpoint) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_proxy_config(s3_server: S3Server, s3_proxy: FaultServer) -> SourceConfig:
+    return make_s3_config(s3_server, s3_proxy.url)
+
+
+def make_s3_config(server: S3Server, endpoint: str) -> SourceConfig:
+    return SourceConfig(
+        s3=S3Config(
+            endpoint=endpoint,
+            region="us-east-1",
+            access_key_id=Secret(server.access_key_id),
+            secret_access_key=Secret(server.secret_access_key),
+        ),
+        limits=FAST,
+    )

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from loramux.errors import SourceNotFound, SourceRefused
+from loramux.sources.origin import RemoteFile, changed, find_adapter
+from loramux.sources.source_id import SourceId, SourceKind
+
+FOLDER = SourceId(kind=SourceKind.HUB, place="acme/pirate")
+SINGLE = SourceId(kind=SourceKind.HUB, place="acme/pirate", weights_name="x.safetensors")
+
+
+class Names:
+    """An origin that only knows which names it has."""
+
+    revision = None
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.asked: list[str] = []
+
+    def find(self, name: str) -> RemoteFile | None:
+        self.asked.append(name)
+        if name not in self.names:
+            return None
+        return RemoteFile(path=name, size_bytes=1, validator=None)
+
+    @contextmanager
+    def read(self, file: RemoteFile, start: int, end: int | None) -> Iterator[Iterator[bytes]]:
+        raise AssertionError("only names are asked for")
+        yield
+
+    def close(self) -> None:
+        pass
+
+
+def test_local_names_are_fixed_so_that_no_name_of_the_source_is_ever_written() -> None:
+    origin = Names("adapter_config.json", "adapter_model.safetensors", "../evil", "/etc/passwd")
+    found = find_adapter(FOLDER, origin)
+    assert list(found) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert set(origin.asked) == set(found)
+
+
+def test_a_single_file_takes_the_config_beside_it_when_there_is_one() -> None:
+    assert list(find_adapter(SINGLE, Names("x.safetensors"))) == ["adapter_model.safetensors"]
+    found = find_adapter(SINGLE, Names("x.safetensors", "adapter_config.json"))
+    assert found["adapter_model.safetensors"].path == "x.safetensors"
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt", "adapter_model.pth"])
+def test_weights_that_are_a_pickle_only_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(SourceRefused, match=f"{name} is a pickle") as refused:
+        find_adapter(FOLDER, Names("adapter_config.json", name))
+    assert refused.value.code == "pickle"
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(SourceNotFound, match=r"adapter_model\.safetensors"):
+        find_adapter(FOLDER, Names("adapter_config.json"))
+    with pytest.raises(SourceNotFound, match=r"adapter_config\.json"):
+        find_adapter(FOLDER, Names("adapter_model.safetensors"))
+    with pytest.raises(SourceNotFound, match=r"x\.safetensors"):
+        find_adapter(SINGLE, Names("adapter_model.bin"))
+
+
+def test_a_change_is_worth_another_try() -> None:
+    assert changed("x").is_temporary
