@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loramux.adapters.grouped_layout import (
+    ALIGN_ELEMENTS,
+    GROUP_RANKS,
+    GroupedLayout,
+    pack_groups,
+    plan_groups,
+    tabulate,
+)
+from loramux.adapters.layout import fused_sites, sites_of
+from loramux.adapters.reader import CheckedAdapter, read_adapter
+from loramux.errors import AdapterRefused, DoesNotFit
+from tests.adapter_factory import make_peft_adapter, tiny_base_info, tiny_llama_config
+
+BASE = tiny_base_info(tiny_llama_config())
+SITES = sites_of(BASE)
+PROJECTIONS = tuple(name for site in SITES for name in site.projections)
+SHAPES = {
+    name: (site.in_features, out)
+    for site in SITES
+    for name, out in zip(site.projections, site.out_features, strict=True)
+}
+PAGE_ELEMENTS = 576
+
+LLAMA_8B = {
+    **dict.fromkeys(("q_proj", "o_proj"), (4096, 4096)),
+    **dict.fromkeys(("k_proj", "v_proj"), (4096, 1024)),
+    **dict.fromkeys(("gate_proj", "up_proj"), (4096, 14336)),
+    "down_proj": (14336, 4096),
+}
+PAGE_OF_2_MIB = 1 << 20
+
+
+def blocks_of(layout: GroupedLayout) -> list[tuple[int, int]]:
+    """(offset, elements) of every block of weights."""
+    return [
+        (offset, group.num_ranks * width)
+        for (_, name), groups in layout.groups.items()
+        for group in groups
+        for offset, width in zip((group.a_offset, group.b_offset), SHAPES[name], strict=True)
+    ]
+
+
+def read_tiny(folder: Path, rank_pattern: dict[str, int] | None = None) -> CheckedAdapter:
+    return read_adapter(
+        make_peft_adapter(
+            folder,
+            tiny_llama_config(),
+            target_modules=["q_proj", "v_proj", "down_proj"],
+            rank_pattern=rank_pattern or {},
+        ),
+        BASE,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ranks=st.dictionaries(
+        st.tuples(st.integers(0, 2), st.sampled_from(PROJECTIONS)), st.integers(1, 40), min_size=1
+    )
+)
+def test_no_block_overlaps_another_or_crosses_a_page(ranks: dict[tuple[int, str], int]) -> None:
+    layout = plan_groups(SITES, ranks, PAGE_ELEMENTS)
+    blocks = sorted(blocks_of(layout))
+    for (offset, size), (following, _) in zip(blocks, blocks[1:], strict=False):
+        assert offset + size <= following
+    for offset, size in blocks:
+        assert offset % ALIGN_ELEMENTS == 0
+        assert offset // PAGE_ELEMENTS == (offset + size - 1) // PAGE_ELEMENTS < layout.num_pages
+    for (layer, name), groups in layout.groups.items():
+        starts = np.cumsum([0, *(group.num_ranks for group in groups)])
+        assert [group.rank_start for group in groups] == starts[:-1].tolist()
+        assert starts[-1] == ranks[layer, name]
+        assert all(group.num_ranks <= GROUP_RANKS for group in groups)
+
+
+@pytest.mark.parametrize("rank", [8, 16, 32, 64])
+@pytest.mark.parametrize("names", [tuple(LLAMA_8B)[:4], tuple(LLAMA_8B)], ids=["qkvo", "all"])
+def test_an_adapter_of_a_real_base_takes_no_page_more_than_its_bytes(
+    rank: int, names: tuple[str, ...]
+) -> None:
+    ranks = {(layer, name): rank for layer in range(4) for name in names}
+    layout = plan_groups(fused_sites(LLAMA_8B), ranks, PAGE_OF_2_MIB)
+    assert layout.num_pages == -(-layout.num_weights // PAGE_OF_2_MIB)
+
+
+def test_weights_can_be_read_back_through_the_table(tmp_path: Path) -> None:
+    """Catches a group at another one's place, a wrong page, and a scale that was lost."""
+    adapter = read_tiny(tmp_path / "a", {"v_proj": 19})
+    ranks = {(m.target.layer, m.target.projection): m.rank for m in adapter.modules}
+    layout = plan_groups(SITES, ranks, PAGE_ELEMENTS)
+    buffer = torch.empty(layout.num_elements)
+    pack_groups(adapter, layout, buffer)
+    page_ids = torch.randperm(layout.num_pages + 3)[: layout.num_pages].tolist()
+    pool = torch.full((layout.num_pages + 3, PAGE_ELEMENTS), float("nan"))
+    pool[page_ids] = buffer.view(-1, PAGE_ELEMENTS)
+    table = tabulate(layout, projections=PROJECTIONS, num_layers=BASE.num_layers)
+    entries = table.addresses(page_ids)
+    first = np.cumsum([0, *table.groups_per_projection])
+    for module in adapter.modules:
+        name, layer = module.target.projection, module.target.layer
+        change = torch.zeros(SHAPES[name][1], SHAPES[name][0])
+        column = PROJECTIONS.index(name)
+        for a_at, b_at, num_ranks, _ in entries[layer, first[column] : first[column + 1]].tolist():
+            a, b = (
+                pool.view(-1)[at * ALIGN_ELEMENTS :][: num_ranks * width].view(num_ranks, width)
+                for at, width in zip((a_at, b_at), SHAPES[name], strict=True)
+            )
+            change += b.t() @ a
+        torch.testing.assert_close(change, module.b @ module.a * module.scale)
+
+
+def test_what_an_adapter_leaves_alone_has_no_ranks_in_the_table() -> None:
+    layout = plan_groups(SITES, {(1, "k_proj"): 17, (2, "k_proj"): 3}, PAGE_ELEMENTS)
+    table = tabulate(layout, projections=PROJECTIONS, num_layers=3)
+    assert table.groups_per_projection.tolist() == [0, 2, 0, 0, 0, 0, 0]
+    assert table.num_ranks.tolist() == [[0, 0], [16, 1], [3, 0]]
+
+
+def test_a_page_too_small_for_one_rank_is_refused() -> None:
+    with pytest.raises(DoesNotFit, match="larger block size"):
+        plan_groups(fused_sites(LLAMA_8B), {(0, "down_proj"): 1}, 8192)
+
+
+def test_a_page_that_addresses_cannot_reach_is_an_error() -> None:
+    with pytest.raises(ValueError, match="multiple of 64"):
+        plan_groups(SITES, {(0, "q_proj"): 1}, 100)
+
+
+def test_weights_that_overflow_the_served_dtype_are_refused(tmp_path: Path) -> None:
+    adapter = read_tiny(tmp_path / "a")
+    adapter.modules[0].b.fill_(1e30)
+    ranks = {(m.target.layer, m.target.projection): m.rank for m in adapter.modules}
+    layout = plan_groups(SITES, ranks, PAGE_ELEMENTS)
+    with pytest.raises(AdapterRefused, match="float16"):
+        pack_groups(adapter, layout, torch.empty(layout.num_elements, dtype=torch.float16))
