@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loramux.adapters.canonical_json import canonical_json
 from loramux.adapters.peft_config import PeftLoraConfig
+from loramux.canonical_json import canonical_json
 
 FORMAT = "loramux-adapter/1"
 CID_PREFIX = "cidv1:sha256:"

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loramux.adapters.canonical_json import canonical_json
 from loramux.adapters.manifest import CID_PREFIX, FileDigest, Manifest, compute_cid
 from loramux.adapters.peft_config import CONFIG_NAME, PeftLoraConfig, decode_json, parse_config
+from loramux.canonical_json import canonical_json
 from loramux.errors import AdapterRefused, InvalidRequest, StoreDamaged
 
 MAX_RECORD_BYTES = 2**22

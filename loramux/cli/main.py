@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from loramux import __version__
-from loramux.cli import bench, chat, doctor, plan, serve, top
+from loramux.cli import (
+    bench,
+    chat,
+    doctor,
+    plan,
+    pull,
+    push,
+    receipts,
+    registry_changes,
+    registry_questions,
+    serve,
+    top,
+)
+
+REGISTRY_COMMANDS: dict[str, Callable[..., None]] = {
+    "push": push.push,
+    "pull": pull.pull,
+    "list": registry_questions.list_adapters,
+    "show": registry_questions.show,
+    "promote": registry_changes.promote,
+    "rollback": registry_changes.rollback,
+    "split": registry_changes.split,
+    "rm": registry_changes.remove,
+    "gc": registry_changes.collect,
+    "verify": registry_questions.verify,
+}
+REGISTRY_PANEL = "Names and versions"
 
 app = typer.Typer(
     name="loramux",
@@ -21,6 +48,9 @@ app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("top")(top.top)
 app.add_typer(bench.app, name="bench")
+for name, command in REGISTRY_COMMANDS.items():
+    app.command(name, rich_help_panel=REGISTRY_PANEL)(command)
+app.add_typer(receipts.app, name="receipts", rich_help_panel=REGISTRY_PANEL)
 
 
 def show_version(wanted: bool) -> None:

@@ -6,7 +6,7 @@ import sys
 from typer.testing import CliRunner
 
 from loramux import __version__
-from loramux.cli.main import app
+from loramux.cli.main import REGISTRY_COMMANDS, app
 
 
 def test_version_is_the_package_version() -> None:
@@ -17,8 +17,10 @@ def test_version_is_the_package_version() -> None:
 def test_help_names_every_command() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("serve", "chat", "doctor", "plan", "top", "bench"):
+    for command in ("serve", "chat", "doctor", "plan", "top", "bench", "receipts"):
         assert command in result.output
+    for command in REGISTRY_COMMANDS:
+        assert f" {command} " in result.output
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:

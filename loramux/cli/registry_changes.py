@@ -1,0 +1,144 @@
+"""Commands that change what names mean, or remove what has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from loramux.cli.doctor_view import say, size_text
+from loramux.cli.registry_options import (
+    AliasFlag,
+    DataFlag,
+    RegistryFlag,
+    open_library,
+    open_registry,
+    working,
+)
+from loramux.cli.registry_view import show_alias
+from loramux.errors import InvalidRequest, RegistryConflict
+from loramux.registry.names import PROD, parse_name_reference
+
+if TYPE_CHECKING:
+    from loramux.adapters.library import AdapterLibrary
+
+DEFAULT_GRACE_S = 3600.0
+
+NameArgument = Annotated[
+    str, typer.Argument(metavar="TENANT/NAME", help="Such as alice/refund-flagger.")
+]
+VersionArgument = Annotated[
+    str, typer.Argument(metavar="TENANT/NAME@VERSION", help="Such as alice/refund-flagger@1.5.0.")
+]
+SharesArgument = Annotated[
+    list[str], typer.Argument(metavar="VERSION=SHARE...", help="Such as 1.4.2=90 1.5.0=10.")
+]
+
+
+def promote(
+    reference: VersionArgument,
+    alias: AliasFlag = PROD,
+    registry: RegistryFlag = None,
+    data: DataFlag = None,
+) -> None:
+    """Let an alias name this version: running servers follow with their next request."""
+    with open_registry(registry, data) as opened:
+        parsed = parse_name_reference(reference)
+        if parsed.version is None:
+            raise InvalidRequest(f"Say which version of {parsed.adapter}: {parsed.adapter}@1.4.2.")
+        name = str(parsed.adapter)
+        state = opened.promote(name, str(parsed.version), alias=alias)
+        show_alias(name, state, Console())
+
+
+def rollback(
+    adapter: NameArgument,
+    alias: AliasFlag = PROD,
+    registry: RegistryFlag = None,
+    data: DataFlag = None,
+) -> None:
+    """Move an alias back to what it named before; once more: to the state before that."""
+    with open_registry(registry, data) as opened:
+        state = opened.rollback(adapter, alias=alias)
+        show_alias(adapter, state, Console())
+
+
+def split(
+    adapter: NameArgument,
+    shares: SharesArgument,
+    alias: AliasFlag = PROD,
+    registry: RegistryFlag = None,
+    data: DataFlag = None,
+) -> None:
+    """Let an alias name several versions, each for its share of the requests.
+
+    The same user always meets the same version.
+
+    [bold]Example[/bold]
+
+    loramux split alice/refund-flagger --alias prod 1.4.2=90 1.5.0=10
+    """
+    with open_registry(registry, data) as opened:
+        state = opened.split(adapter, parse_shares(shares), alias=alias)
+        show_alias(adapter, state, Console())
+
+
+def remove(
+    reference: Annotated[
+        str,
+        typer.Argument(metavar="REF", help="tenant/name@1.4.2, tenant/name@alias or tenant/name."),
+    ],
+    registry: RegistryFlag = None,
+    data: DataFlag = None,
+) -> None:
+    """Remove a version, an alias, or an adapter with all of both.
+
+    A version that an alias names stays until the alias moves. The bytes go with `loramux gc`.
+    """
+    with open_registry(registry, data) as opened:
+        opened.remove(reference)
+        say(Console(), "Removed  ", str(parse_name_reference(reference)), style="bold")
+
+
+def collect(
+    grace_s: Annotated[
+        float,
+        typer.Option(min=0, help="Keep what was pushed, opened or used in the last seconds."),
+    ] = DEFAULT_GRACE_S,
+    is_empty_right: Annotated[
+        bool, typer.Option("--all", help="Go on although the registry names no adapter at all.")
+    ] = False,
+    registry: RegistryFlag = None,
+    data: DataFlag = None,
+) -> None:
+    """Remove stored bytes that no version names."""
+    with open_library(registry, data) as library:
+        if not is_empty_right:
+            refuse_empty_registry(library)
+        with working("Removing"):
+            removed = library.gc(grace_s=grace_s)
+        count = f"{removed.num_adapters} adapters, {removed.num_files} files"
+        say(Console(), "Removed  ", f"{count}, {size_text(removed.freed_bytes)}", style="bold")
+
+
+def refuse_empty_registry(library: AdapterLibrary) -> None:
+    """Most likely it is the wrong one: it would cost every adapter in the store."""
+    if library.store.cids() and not library.registry.cids():
+        raise RegistryConflict(
+            "The store has adapters and the registry names none. Check --registry and --data; "
+            "if all of them shall go, say --all."
+        )
+
+
+def parse_shares(shares: Iterable[str]) -> dict[str, int]:
+    weights: dict[str, int] = {}
+    for share in shares:
+        version, _, weight = share.partition("=")
+        if not (weight.isascii() and weight.isdigit()):
+            raise InvalidRequest(f"{share!r} is no share. Write it like 1.4.2=90.")
+        if version in weights:
+            raise InvalidRequest(f"{version} is named twice.")
+        weights[version] = int(weight)
+    return weights

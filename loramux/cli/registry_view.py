@@ -1,0 +1,154 @@
+"""How the registry's adapters, versions and aliases look on a terminal and in JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from loramux.cli.doctor_view import printable, say, size_text
+from loramux.registry.names import CID_PREFIX
+from loramux.registry.records import (
+    AdapterInfo,
+    AliasState,
+    Resolved,
+    Target,
+    Usage,
+    VersionInfo,
+)
+
+SHORT_CID_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionDetails:
+    resolved: Resolved
+    share: int
+    """Of the alias's requests, in proportion to the other shares."""
+    names: tuple[str, ...]
+    """All that the same bytes have."""
+    manifest: Mapping[str, object]
+    usage: Usage | None
+    """None: never used."""
+    is_stored: bool
+
+
+def adapter_table(found: Iterable[AdapterInfo]) -> Table:
+    table = Table("adapter", "latest", "aliases", "base")
+    table.add_column("versions", justify="right")
+    table.add_column("size", justify="right")
+    for info in found:
+        latest = next((v for v in info.versions if v.version == info.latest), None)
+        table.add_row(
+            Text(str(info.adapter), overflow="fold"),
+            info.latest,
+            "\n".join(f"{state.alias} → {targets_text(state.targets)}" for state in info.aliases),
+            Text(printable((latest.base_model if latest else None) or "–"), overflow="fold"),
+            str(len(info.versions)),
+            size_text(latest.size_bytes) if latest else "–",
+        )
+    return table
+
+
+def show_adapter(info: AdapterInfo, console: Console) -> None:
+    say(console, "Adapter  ", str(info.adapter), style="bold")
+    say(console, "Latest   ", info.latest or "–", style="bold")
+    for state in info.aliases:
+        text = f"{targets_text(state.targets)} (revision {state.revision})"
+        say(console, f"{state.alias:<8} ", text, style="bold")
+    table = Table("version", "content id", "base")
+    table.add_column("pushed (UTC)", no_wrap=True)
+    table.add_column("size", justify="right")
+    for version in info.versions:
+        table.add_row(
+            version.version,
+            short_cid(version.cid),
+            Text(printable(version.base_model or "–"), overflow="fold"),
+            time_text(version.created_at),
+            size_text(version.size_bytes),
+        )
+    console.print(table)
+
+
+def show_details(details: VersionDetails, console: Console) -> None:
+    for label, value in detail_lines(details):
+        say(console, f"{label:<15} ", value, style="bold")
+
+
+def detail_lines(details: VersionDetails) -> Iterator[tuple[str, str]]:
+    yield "Version", reference_text(details.resolved)
+    yield "CID", details.resolved.cid
+    yield "Names", ", ".join(details.names) or "–"
+    if details.resolved.base_model is not None:
+        yield "Base", details.resolved.base_model
+    yield "Stored", "yes" if details.is_stored else "no"
+    usage = details.usage
+    if usage is not None:
+        yield "Requests", f"{usage.num_requests}, last {time_text(usage.last_used_at)}"
+    for name, value in manifest_config(details.manifest).items():
+        yield name, str(value)
+
+
+def manifest_config(manifest: Mapping[str, object]) -> Mapping[str, object]:
+    """What the adapter's config sets."""
+    config = manifest.get("config")
+    values = config if isinstance(config, Mapping) else {}
+    return {name: value for name, value in values.items() if value not in (None, False, [], {})}
+
+
+def show_alias(adapter: str, state: AliasState, console: Console) -> None:
+    label = f"{adapter}@{state.alias} "
+    targets = targets_text(state.targets) or "nothing"
+    say(console, label, f"→ {targets} (revision {state.revision})", style="bold green")
+
+
+def targets_text(targets: tuple[Target, ...]) -> str:
+    """1.4.2, or 1.4.2 90%, 1.5.0 10%"""
+    if len(targets) == 1:
+        return targets[0].version
+    total = sum(target.weight for target in targets)
+    return ", ".join(f"{t.version} {100 * t.weight / total:.4g}%" for t in targets)
+
+
+def reference_text(resolved: Resolved) -> str:
+    if resolved.name is None:
+        return short_cid(resolved.cid)
+    via = f" (as {resolved.alias})" if resolved.alias else ""
+    return f"{resolved.tenant}/{resolved.name}@{resolved.version}{via}"
+
+
+def short_cid(cid: str) -> str:
+    """As many digits as a reference needs."""
+    return cid.removeprefix(CID_PREFIX)[:SHORT_CID_DIGITS]
+
+
+def time_text(seconds: float) -> str:
+    """UTC"""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def adapter_json(info: AdapterInfo) -> dict[str, Any]:
+    return {
+        "adapter": str(info.adapter),
+        "tenant": info.adapter.tenant,
+        "name": info.adapter.name,
+        "latest": info.latest,
+        "versions": [version_json(version) for version in info.versions],
+        "aliases": [msgspec.to_builtins(state) for state in info.aliases],
+    }
+
+
+def version_json(version: VersionInfo) -> dict[str, Any]:
+    values: dict[str, Any] = msgspec.to_builtins(version)
+    return {name: value for name, value in values.items() if name != "adapter"}
+
+
+def details_json(details: VersionDetails) -> dict[str, Any]:
+    values: dict[str, Any] = msgspec.to_builtins(details)
+    return {**values.pop("resolved"), **values}

@@ -1,0 +1,42 @@
+"""Where the registry and the adapter store are, for the server and every command alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+REGISTRY_VARIABLE = "LORAMUX_REGISTRY"
+DATA_VARIABLE = "LORAMUX_DATA"
+REGISTRY_FILE = "registry.db"
+STORE_FOLDER = "store"
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlaces:
+    registry: str
+    """A database's URL, or the path of a SQLite file."""
+    store: Path
+
+
+def find_places(
+    *,
+    registry: str | None = None,
+    data: str | Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> DataPlaces:
+    """What is given, else what the environment names, else files in the user's data folder."""
+    environment = os.environ if environment is None else environment
+    folder = data_folder(data, environment)
+    chosen = registry or environment.get(REGISTRY_VARIABLE) or str(folder / REGISTRY_FILE)
+    return DataPlaces(registry=chosen, store=folder / STORE_FOLDER)
+
+
+def data_folder(chosen: str | Path | None, environment: Mapping[str, str]) -> Path:
+    """$LORAMUX_DATA, or loramux under $XDG_DATA_HOME, or ~/.local/share/loramux."""
+    own = chosen or environment.get(DATA_VARIABLE)
+    if own:
+        return Path(own).expanduser().absolute()
+    shared = environment.get("XDG_DATA_HOME")
+    return (Path(shared) if shared else Path("~/.local/share")).expanduser() / "loramux"

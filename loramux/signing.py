@@ -1,0 +1,107 @@
+"""Ed25519 keys in PEM files. Needs cryptography, which is imported when a key is used."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loramux.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
+
+KEY_ID_DIGITS = 16
+PUBLIC_SUFFIX = ".pub"
+# What a key file of any kind stays far below.
+MAX_KEY_BYTES = 2**16
+PRIVATE_MODE, PUBLIC_MODE = 0o600, 0o644
+
+
+def key_id_of(public_key: Ed25519PublicKey) -> str:
+    """The first digits of the sha256 of the key's 32 bytes."""
+    return hashlib.sha256(public_key.public_bytes_raw()).hexdigest()[:KEY_ID_DIGITS]
+
+
+def make_key_files(path: Path) -> str:
+    """The new key's id. The public key is put beside the private one, as FILE.pub."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.generate()
+    public_path = public_key_path(path)
+    for place in (path, public_path):
+        if place.exists():
+            raise InvalidRequest(f"{place} exists; a key is never overwritten. Name a new file.")
+    public = key.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    write_new(path, private, mode=PRIVATE_MODE)
+    write_new(public_path, public, mode=PUBLIC_MODE)
+    return key_id_of(key.public_key())
+
+
+def public_key_path(path: Path) -> Path:
+    return path.with_name(path.name + PUBLIC_SUFFIX)
+
+
+def write_new(path: Path, content: bytes, *, mode: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError as error:
+        message = f"{path} exists; a key is never overwritten. Name a new file."
+        raise InvalidRequest(message) from error
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_private_key(path: Path) -> Ed25519PrivateKey:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        key = load_pem_private_key(read_pem(path), password=None)
+    # Without its cause, which may quote what is in the file.
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise not_a_key(path, "private") from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise not_a_key(path, "private")
+    return key
+
+
+def read_public_key(path: Path) -> Ed25519PublicKey:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    try:
+        key = load_pem_public_key(read_pem(path))
+    except (ValueError, UnsupportedAlgorithm):
+        raise not_a_key(path, "public") from None
+    if not isinstance(key, Ed25519PublicKey):
+        raise not_a_key(path, "public")
+    return key
+
+
+def read_pem(path: Path) -> bytes:
+    with path.expanduser().open("rb") as file:
+        return file.read(MAX_KEY_BYTES)
+
+
+def not_a_key(path: Path, kind: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{path} holds no {kind} Ed25519 key in PEM without a password. "
+        "Make a pair with `loramux receipts keygen FILE`."
+    )

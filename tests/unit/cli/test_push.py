@@ -1,0 +1,89 @@
+"""Push: what is there afterwards, and that a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loramux.cli.push import folder_bytes
+from tests.adapter_factory import (
+    lora_config_dict,
+    lora_tensors,
+    tiny_llama,
+    tiny_llama_config,
+    write_adapter,
+)
+from tests.cli_factory import NAME, Shell
+
+
+def stored(shell: Shell) -> tuple[int, int]:
+    return shell.in_library(lambda found: (len(found.store.cids()), len(found.registry.cids())))
+
+
+def test_a_pushed_adapter_is_stored_under_its_name_and_promoted(shell: Shell) -> None:
+    output = shell.ok("push", shell.adapter(), f"{NAME}@1.4.2", "--alias", "prod")
+    cid = shell.in_library(lambda library: library.registry.resolve(f"{NAME}@prod").cid)
+    assert "Pushed   alice/flagger@1.4.2" in output
+    assert cid in output
+    assert "alice/flagger@prod → 1.4.2" in output
+    assert shell.targets() == [("1.4.2", 1)]
+
+
+def test_without_a_version_the_next_one_is_taken(shell: Shell) -> None:
+    shell.push(f"{NAME}@1.4.2", seed=1)
+    assert f"{NAME}@1.4.3" in shell.ok("push", shell.adapter(2), NAME)
+
+
+def test_the_same_bytes_again_are_known_and_other_bytes_refused(shell: Shell) -> None:
+    shell.push(f"{NAME}@1.4.2", seed=1)
+    assert "Known    alice/flagger@1.4.2" in shell.ok("push", shell.adapter(1), f"{NAME}@1.4.2")
+    refused = shell.run("push", shell.adapter(2), f"{NAME}@1.4.2")
+    assert refused.exit_code == 1
+    assert "Versions never change" in refused.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["alice/flagger@prod"], ["alice/../x"], [f"{NAME}@1.0.0", "--alias", "latest"], []],
+    ids=["alias for a version", "odd name", "alias that cannot move", "no name"],
+)
+def test_wrong_usage_is_2_and_nothing_is_stored(words: list[str], shell: Shell) -> None:
+    assert shell.run("push", shell.adapter(), *words).exit_code == 2
+    assert stored(shell) == (0, 0)
+
+
+def test_what_is_no_adapter_is_refused_and_nothing_is_stored(shell: Shell, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    pickled = shell.adapter(1)
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    for folder in (empty, pickled, tmp_path / "absent"):
+        result = shell.run("push", folder, f"{NAME}@1.0.0")
+        assert result.exit_code == 1
+        assert result.stderr.startswith("error: ")
+    assert stored(shell) == (0, 0)
+
+
+def test_the_check_on_a_base_refuses_an_adapter_of_another_shape(
+    shell: Shell, tmp_path: Path
+) -> None:
+    config = tiny_llama_config()
+    tiny_llama(config).save_pretrained(tmp_path / "base")
+    good = write_adapter(tmp_path / "good", lora_config_dict(), lora_tensors(config))
+    other = lora_tensors(tiny_llama_config(hidden_size=48))
+    bad = write_adapter(tmp_path / "bad", lora_config_dict(), other)
+    refused = shell.run("push", bad, f"{NAME}@1.0.0", "--check-base", tmp_path / "base")
+    assert refused.exit_code == 1
+    assert "REFUSED (wrong_shape)" in refused.stderr
+    assert stored(shell) == (0, 0)
+    shell.ok("push", good, f"{NAME}@1.0.0", "--check-base", tmp_path / "base")
+    assert stored(shell) == (1, 1)
+
+
+def test_the_size_shown_is_that_of_the_adapters_files(shell: Shell, tmp_path: Path) -> None:
+    folder = shell.adapter()
+    expected = sum(path.stat().st_size for path in folder.iterdir())
+    (folder / "README.md").write_text("not pushed")
+    assert folder_bytes(folder) == expected
+    assert folder_bytes(tmp_path / "absent") == 0
