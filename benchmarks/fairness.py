@@ -3,7 +3,8 @@
     python -m benchmarks.fairness --seconds 60
 
 Prints how long the second tenant's requests wait for their first token, under fair scheduling and
-in order of arrival. The stated bound is max_wait_s, the load, and three steps (the longest is taken).
+in order of arrival. The stated bound is max_wait_s, the load, and three steps (the longest is
+taken for each).
 """
 
 from __future__ import annotations

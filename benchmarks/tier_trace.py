@@ -141,14 +141,15 @@ def make_llm(args: argparse.Namespace, folder: Path) -> LLM:
 
 def memory_budget(llm: LLM, num_pool: int) -> int:
     """What base requests alone take with the whole pool in use; the host tier; the CPU kernels'
-    copies of the adapters that run."""
+    copies of the adapters that run; the files that two threads read, check and convert at once."""
     memory = llm.engine.memory
     memory.pool.storage.zero_()
     base = [Arrival(0.0, 0, 0, 512, 64) for _ in range(64)]
     replay(llm, [], base, shorten=16)
     resting = psutil.Process().memory_info().rss - memory.tiers.host.used_bytes
     stacks = num_pool * (MEAN_BYTES + memory.pool.page_bytes) * 5 // 4
-    return resting + memory.tiers.host.budget_bytes + stacks
+    reading = 2 * 3 * MEAN_BYTES * max(SLORA_RANKS) // (sum(SLORA_RANKS) // len(SLORA_RANKS))
+    return resting + memory.tiers.host.budget_bytes + stacks + reading
 
 
 def make_table(llm: LLM, trace: list[Arrival], times: dict[str, list[float]], memory: str) -> Table:
