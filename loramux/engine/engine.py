@@ -129,10 +129,12 @@ class Engine:
         with nullcontext() if self.merge is None else self.merge.step(plan):
             began = time.perf_counter()
             result = self.runner.run(plan)
+        seconds = time.perf_counter() - began
+        tiers = self.memory.tiers
+        tiers.step_s += _SMOOTHING * (seconds - tiers.step_s)
         prefixes = self.memory.prefixes
         if prefixes is not None and plan.num_tokens >= _PROMPT_ROWS:
-            seconds = (time.perf_counter() - began) / plan.num_tokens
-            prefixes.token_s += _SMOOTHING * (seconds - prefixes.token_s)
+            prefixes.token_s += _SMOOTHING * (seconds / plan.num_tokens - prefixes.token_s)
         return result
 
     def _wait_for_adapters(self) -> None:

@@ -18,7 +18,7 @@ from loramux.memory.host_tier import HostTier
 from loramux.memory.loader import AdapterLoader
 from loramux.memory.offers import ResidencyLimits
 from loramux.memory.pages import PageAllocator
-from loramux.memory.policies import EvictionPolicy, make_policy
+from loramux.memory.policies import make_policy, miss_cost_s
 from loramux.memory.pool import PagePool
 from loramux.memory.prefix import PrefixCache
 from loramux.memory.reclaim import Reclaimer
@@ -83,7 +83,7 @@ def build_memory(
     room = Reclaimer(pages)
     policy = make_policy(config.eviction)
     catalog = AdapterCatalog(rules)
-    tiers = _lower_tiers(config, pool, policy, catalog, loads)
+    tiers = _lower_tiers(config, pool, catalog, loads)
     residency = AdapterResidency(
         pages=pages,
         room=room,
@@ -120,7 +120,6 @@ def build_memory(
 def _lower_tiers(
     config: EngineConfig,
     pool: PagePool,
-    policy: EvictionPolicy,
     catalog: AdapterCatalog,
     loads: Executor | None,
 ) -> LowerTiers:
@@ -130,16 +129,19 @@ def _lower_tiers(
             Path(config.disk_folder).expanduser(),
             budget_bytes=config.disk_space_bytes,
             packing=catalog.rules.packing,
-            policy=policy,
+            policy=make_policy(config.eviction, is_lower_tier=True),
         )
 
     def write_pages(page_ids: list[int], image: AdapterImage) -> None:
         pool.write(page_ids, image.buffer)
 
+    def cost_s(cid: str, num_bytes: int) -> float:
+        return miss_cost_s(tiers.read_s(cid, num_bytes), is_held_above=cid in tiers.on_device)
+
     host = HostTier(
         budget_bytes=config.host_memory_bytes,
-        policy=policy,
-        cost_s=lambda cid, num_bytes: tiers.read_s(cid, num_bytes),
+        policy=make_policy(config.eviction, is_lower_tier=True),
+        cost_s=cost_s,
         max_adapters=config.max_cpu_loras,
     )
     loader = AdapterLoader(

@@ -16,6 +16,9 @@ from loramux.memory.tiers import TierCounters
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".image"
+# What reading and checking a PEFT folder takes, roughly.
+_SOURCE_S = 1e-2
+_SOURCE_BYTES_PER_S = 2e8
 
 
 class DiskTier:
@@ -71,6 +74,10 @@ class DiskTier:
             self._sizes.pop(cid, None)
         return None
 
+    def used(self, cid: str, now: float) -> None:
+        """A request asked for it, and no faster tier had it."""
+        self._policy.used(cid, now)
+
     def offer(self, image: AdapterImage) -> None:
         """Keeps an image that is at hand anyway, if that costs nobody else his place."""
         if self.used_bytes + image.num_bytes + 2**16 <= self.budget_bytes:
@@ -124,7 +131,9 @@ class DiskTier:
         if used + num_bytes <= self.budget_bytes:
             return True
         for cid in sorted(self._sizes, key=self._worth):
-            used -= self._sizes.pop(cid)
+            freed = self._sizes.pop(cid)
+            used -= freed
+            self._policy.evicted(freed / max(1, self.budget_bytes))
             self._path(cid).unlink(missing_ok=True)
             self.counters.evictions += 1
             if used + num_bytes <= self.budget_bytes:
@@ -132,4 +141,5 @@ class DiskTier:
         return True
 
     def _worth(self, cid: str) -> float:
-        return self._policy.worth(cid, cost_s=1.0, size=self._sizes[cid])
+        size = self._sizes[cid]
+        return self._policy.worth(cid, cost_s=_SOURCE_S + size / _SOURCE_BYTES_PER_S, size=size)

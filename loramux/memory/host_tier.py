@@ -48,6 +48,10 @@ class HostTier:
         """Kept and reserved."""
         return self._used_bytes
 
+    def used(self, cid: str, now: float) -> None:
+        """A request asked for it, and the device did not have it."""
+        self._policy.used(cid, now)
+
     def get(self, cid: str) -> AdapterImage | None:
         return self._images.get(cid)
 
@@ -129,6 +133,7 @@ class HostTier:
             victim = idle.pop()
             del self._images[victim.cid]
             self._used_bytes -= victim.num_bytes
+            self._policy.evicted(victim.num_bytes / self.budget_bytes)
             self.counters.evictions += 1
         return True
 

@@ -199,6 +199,7 @@ class PrefixCache:
         """For the reclaimer: frees an idle leaf; its parent may be the next."""
         parent = self._free(self._nodes[key])
         self.num_evicted_pages += 1
+        self._policy.evicted(1 / self._pages.num_pages)
         if parent.is_idle_leaf:
             self._offer(parent)
         else:

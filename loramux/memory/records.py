@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from loramux.errors import LoramuxError
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.host_tier import HostTier
 from loramux.memory.loader import AdapterLoader, Arrival
+from loramux.memory.policies import miss_cost_s
 from loramux.memory.tiers import AdapterState, TierCounters, check_move
 
 # Of a GPU's bus, an NVMe disk and a folder of safetensors, until loads have been measured.
@@ -109,6 +110,10 @@ class LowerTiers:
     loader: AdapterLoader
     device_counters: TierCounters = field(default_factory=TierCounters)
     source_counters: TierCounters = field(default_factory=TierCounters)
+    on_device: Container[str] = ()
+    """The adapters that the tier above has."""
+    step_s: float = 0.0
+    """How long steps take at present: a request whose adapter is missing sits one out."""
 
     def resting_place(self, cid: str) -> AdapterState:
         if cid in self.host:
@@ -117,8 +122,12 @@ class LowerTiers:
             return AdapterState.DISK
         return AdapterState.SOURCE
 
-    def count_use(self, found: AdapterState) -> None:
+    def count_use(self, cid: str, found: AdapterState, now: float) -> None:
         """A hit in the tier where it was found, a miss in those above."""
+        if found is not AdapterState.DEVICE:
+            self.host.used(cid, now)
+        if self.disk is not None and found in (AdapterState.DISK, AdapterState.SOURCE):
+            self.disk.used(cid, now)
         ladder = [
             (AdapterState.DEVICE, self.device_counters),
             (AdapterState.HOST, self.host.counters),
@@ -144,9 +153,10 @@ class LowerTiers:
         came_from.loaded(num_bytes, arrival.read_s)
 
     def reload_s(self, cid: str, num_bytes: int) -> float:
-        """Seconds to bring it (back) to the device from the best place that is not the device."""
+        """Seconds that a request waits for it once it is no longer on the device."""
         copying = self.device_counters.seconds_for(num_bytes, *_COPY_GUESS)
-        return copying + self.read_s(cid, num_bytes, place=self.resting_place(cid))
+        load_s = copying + self.read_s(cid, num_bytes, place=self.resting_place(cid))
+        return miss_cost_s(load_s, step_s=self.step_s)
 
     def read_s(self, cid: str, num_bytes: int, *, place: AdapterState | None = None) -> float:
         """Seconds to bring it back to host memory once it is no longer there."""

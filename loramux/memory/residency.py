@@ -59,6 +59,7 @@ class AdapterResidency:
         self._prewarm: dict[str, None] = {}
         self._ticks = count()
         self.listeners = MoveListeners()
+        tiers.on_device = self._resident
         room.add_holder(self)
 
     # What the scheduler asks.
@@ -233,6 +234,7 @@ class AdapterResidency:
         self._free_pages(record)
         record.move(self._tiers.resting_place(record.cid))
         self._tiers.device_counters.evictions += 1
+        self._policy.evicted(record.num_pages / self._pages.num_pages)
         if record.num_wants:
             self._pending[record.cid] = None
         if self.prefixes is not None:
@@ -268,10 +270,10 @@ class AdapterResidency:
         record.last_use_s = now
         if record.cid in self._resident:
             record.hits += 1
-            self._tiers.count_use(AdapterState.DEVICE)
+            self._tiers.count_use(record.cid, AdapterState.DEVICE, now)
         else:
             record.misses += 1
-            self._tiers.count_use(self._tiers.resting_place(record.cid))
+            self._tiers.count_use(record.cid, self._tiers.resting_place(record.cid), now)
 
     def _start_loads(self) -> int:
         num_started = 0

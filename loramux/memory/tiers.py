@@ -57,4 +57,4 @@ class TierCounters:
         """What a load of this size takes, by what loads have taken so far."""
         if self.load_bytes == 0:
             return guess_s + num_bytes / guess_bytes_per_s
-        return self.load_seconds * num_bytes / self.load_bytes
+        return guess_s + self.load_seconds * num_bytes / self.load_bytes

@@ -5,7 +5,14 @@ import resource
 import pytest
 import torch
 
-from loramux.memory.device import default_pool_bytes, total_memory_bytes, zeros
+from loramux.memory.device import (
+    GraphMaker,
+    default_pool_bytes,
+    device_memory_bytes,
+    is_out_of_memory,
+    total_memory_bytes,
+    zeros,
+)
 
 CPU = torch.device("cpu")
 
@@ -27,3 +34,22 @@ def test_a_pool_takes_no_memory_before_it_is_used() -> None:
 
 def test_the_default_pool_is_a_share_of_the_machine() -> None:
     assert 0 < default_pool_bytes() <= total_memory_bytes() // 4
+
+
+def test_free_memory_is_part_of_all_memory() -> None:
+    free, total = device_memory_bytes(CPU)
+    assert 0 < free <= total == total_memory_bytes()
+
+
+def test_only_a_lack_of_memory_counts_as_one() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("no room"))
+    assert not is_out_of_memory(RuntimeError("out of memory, says somebody else"))
+
+
+def test_without_a_gpu_a_graph_is_the_function_itself() -> None:
+    calls: list[int] = []
+    replay = GraphMaker(CPU).make(lambda: calls.append(1))
+    assert calls == []
+    replay()
+    replay()
+    assert calls == [1, 1]

@@ -363,7 +363,7 @@ def test_a_very_long_prefix_is_evicted_and_dropped_without_recursion() -> None:
 def test_the_policy_is_told_to_forget_pages_that_are_gone() -> None:
     class Remembering(CostAwarePolicy):
         def keys(self) -> set[Hashable]:
-            return set(self._log_rates)
+            return set(self._uses)
 
     policy = Remembering()
     bench = Bench()

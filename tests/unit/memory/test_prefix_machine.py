@@ -55,6 +55,8 @@ class LastUsePolicy:
     def worth(self, key: Hashable, *, cost_s: float, size: int) -> float:
         return worth_of(self.last_uses[key], cost_s, size)
 
+    def evicted(self, share: float) -> None: ...
+
     def forget(self, key: Hashable) -> None:
         del self.last_uses[key]
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from loramux.errors import DoesNotFit
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.policies import LruPolicy
 from loramux.memory.records import AdapterRecord
@@ -33,3 +34,33 @@ def test_a_record_moves_only_along_the_table() -> None:
     assert record.is_in_flight
     with pytest.raises(AssertionError):
         record.move(AdapterState.COPYING)
+
+
+def test_listeners_hear_of_pages_arrivals_and_departures() -> None:
+    memory = tiny_memory(num_pages=2)
+    told: list[object] = []
+    listeners = memory.residency.listeners
+    listeners.on_take.append(lambda page_ids: told.append(list(page_ids)))
+    listeners.on_arrive.append(lambda adapter: told.append((adapter.cid, adapter.page_ids)))
+    listeners.on_leave.append(told.append)
+    memory.bring(A)
+    assert told == [[0], (A, [0])]
+    assert memory.residency.forget(A)
+    assert told[2:] == [A]
+
+
+def test_an_adapter_for_which_a_listener_has_no_room_has_not_arrived() -> None:
+    memory = tiny_memory(num_pages=2)
+
+    def refuse(_: object) -> None:
+        raise DoesNotFit("the tables are full")
+
+    memory.residency.listeners.on_arrive.append(refuse)
+    memory.residency.want([A])
+    memory.finish_loads()
+    with pytest.raises(DoesNotFit, match="tables are full"):
+        memory.residency.is_ready([A])
+    assert A not in memory.residency and memory.pages.num_free == 2
+    assert A in memory.host, "what was read stays in host memory"
+    memory.residency.unwant([A])
+    memory.check()

@@ -21,4 +21,4 @@ def test_the_time_of_a_load_is_a_guess_until_one_was_measured() -> None:
     counters = TierCounters()
     assert counters.seconds_for(1000, 0.5, 2000.0) == 1.0
     counters.loaded(100, 0.2)
-    assert counters.seconds_for(1000, 0.5, 2000.0) == pytest.approx(2.0)
+    assert counters.seconds_for(1000, 0.5, 2000.0) == pytest.approx(2.5)
