@@ -5,25 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
+from loramux.adapters.library import AdapterLibrary
+from loramux.adapters.store import ContentStore
 from loramux.config import EngineConfig
+from loramux.data_folder import REGISTRY_VARIABLE, find_places
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.engine.process import OnProgress
 from loramux.errors import InvalidRequest
 from loramux.models.default_model import cache_folder, default_model_path
+from loramux.registry.receipt_writer import ReceiptWriter
+from loramux.registry.registry import Registry
 from loramux.serve_config import ServeConfig
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
+from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.serving import ReceiptDesk
+from loramux.signing import read_private_key
 
+RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+SECONDS_PER_DAY = 86_400.0
 _log = logging.getLogger(__name__)
 # After the drain every stream has ended, with an error event if need be; this is for the sockets.
 _CLOSING_S = 5
@@ -44,31 +56,74 @@ def serve(config: ServeConfig, *, progress: OnProgress, on_ready: OnReady) -> in
 async def _serve(
     config: ServeConfig, listener: socket.socket, progress: OnProgress, on_ready: OnReady
 ) -> None:
-    async with _running_engine(config, progress) as engine:
-        names = config.served_model_name or (engine.card.name,)
-        options = ServerOptions(
-            served_model_names=names,
-            cors_origins=config.cors_origins,
-            probe_timeout_s=config.probe_timeout_s,
-            tenant_header=config.tenant_header,
-        )
-        settings = uvicorn.Config(
-            create_app(engine, options),
-            log_level=config.log_level,
-            access_log=False,
-            timeout_graceful_shutdown=int(config.drain_s) + _CLOSING_S,
-            timeout_keep_alive=30,
-        )
-        server = DrainingServer(settings, engine, config.drain_s)
-        host, port = listener.getsockname()[:2]
+    with opened_registry(config) as (registry, desk):
+        async with _running_engine(config, progress) as engine:
+            options = server_options(config, base_name=engine.card.name)
+            app = create_app(engine, options, receipts=desk, registry=registry)
+            server = DrainingServer(_uvicorn_config(config, app), engine, config.drain_s)
+            host, port = listener.getsockname()[:2]
 
-        def say() -> None:
-            on_ready(host, port, names[0], list(engine.adapters))
+            def say() -> None:
+                on_ready(host, port, options.served_model_names[0], list(engine.adapters))
 
-        announcing = asyncio.create_task(_announce(server, say))
-        await server.serve(sockets=[listener])
-        announcing.cancel()
-        await server.wait_until_drained()
+            announcing = asyncio.create_task(_announce(server, say))
+            await server.serve(sockets=[listener])
+            announcing.cancel()
+            await server.wait_until_drained()
+
+
+def server_options(
+    config: ServeConfig, *, base_name: str, environment: Mapping[str, str] = os.environ
+) -> ServerOptions:
+    is_allowed = environment.get(RUNTIME_LORA_VARIABLE, "").strip().lower() in ("1", "true")
+    return ServerOptions(
+        served_model_names=config.served_model_name or (base_name,),
+        cors_origins=config.cors_origins,
+        probe_timeout_s=config.probe_timeout_s,
+        tenant_header=config.tenant_header,
+        allow_runtime_lora_updating=config.allow_runtime_lora_updating or is_allowed,
+        allowed_roots=config.allowed_roots,
+    )
+
+
+@contextlib.contextmanager
+def opened_registry(
+    config: ServeConfig, environment: Mapping[str, str] = os.environ
+) -> Iterator[tuple[RegistryAdapters | None, ReceiptDesk]]:
+    """The registry where one is configured, and how receipts are written; both closed after."""
+    named = (config.registry, config.data, environment.get(REGISTRY_VARIABLE))
+    is_on = config.receipts != "off"
+    key = None if config.receipt_key is None else read_private_key(Path(config.receipt_key))
+    desk = ReceiptDesk(
+        is_on=is_on,
+        in_streams=is_on and (config.receipts == "on" or any(named)),
+        pool_id=config.pool_id or socket.gethostname(),
+        home_tenant=config.home_tenant,
+        key=key,
+    )
+    if not any(named):
+        yield None, desk
+        return
+    places = find_places(registry=config.registry, data=config.data, environment=environment)
+    with contextlib.ExitStack() as stack:
+        registry = stack.enter_context(Registry(places.registry, home_tenant=config.home_tenant))
+        adapters = RegistryAdapters(AdapterLibrary(ContentStore(places.store), registry))
+        stack.callback(adapters.close)
+        adapters.start()
+        days = config.receipt_retention_days
+        max_age_s = None if days is None else days * SECONDS_PER_DAY
+        writer = stack.enter_context(ReceiptWriter(registry, max_age_s=max_age_s))
+        yield adapters, replace(desk, writer=writer)
+
+
+def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_level=config.log_level,
+        access_log=False,
+        timeout_graceful_shutdown=int(config.drain_s) + _CLOSING_S,
+        timeout_keep_alive=30,
+    )
 
 
 @contextlib.asynccontextmanager

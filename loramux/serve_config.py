@@ -6,24 +6,23 @@ import dataclasses
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from loramux.config import EVICTIONS, MERGES, SCHEDULES, EngineConfig, EvictionName
 from loramux.errors import InvalidRequest
-from loramux.serve_values import CHECKS, Kind, LoraModule, nearest
+from loramux.serve_values import CHECKS, Kind, LoraModule, nearest, setting
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+RECEIPTS = ("auto", "on", "off")
+AT_LEAST_ONE = (
+    *("max_lora_rank", "max_loras", "max_cpu_loras", "max_queue_tokens", "max_model_len"),
+    *("max_batch_tokens", "max_sequences", "device_memory", "receipt_retention_days"),
+)
 MODEL, MEMORY, NETWORK = "Model and adapters", "Memory and batching", "Network and operation"
-
-
-def setting(
-    default: object, kind: Kind, group: str, text: str, *, metavar: str | None = None
-) -> Any:
-    metadata = {"kind": kind, "group": group, "help": text, "metavar": metavar}
-    return field(default=default, metadata=metadata)
+REGISTRY = "Registry and receipts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +63,63 @@ class ServeConfig:
     )
     strict_base: bool = setting(
         False, Kind.SWITCH, MODEL, "Refuse an adapter that records another base's name."
+    )
+    registry: str | None = setting(
+        None,
+        Kind.URL_OR_PATH,
+        REGISTRY,
+        "Serve this registry's adapters too: a SQLite file, or postgresql://… Default: none.",
+        metavar="URL|PATH",
+    )
+    data: str | None = setting(
+        None,
+        Kind.PATH,
+        REGISTRY,
+        "Folder of the adapter store; alone, its registry.db is the registry. Default with "
+        "--registry: loramux in the user's data folder.",
+        metavar="FOLDER",
+    )
+    home_tenant: str = setting(
+        "default", Kind.TEXT, REGISTRY, "Tenant of names without tenant/.", metavar="NAME"
+    )
+    allow_runtime_lora_updating: bool = setting(
+        False,
+        Kind.SWITCH,
+        REGISTRY,
+        "Let requests load and unload adapters by vLLM's calls; also "
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.",
+    )
+    allowed_roots: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        REGISTRY,
+        "Folders under which a request may name an adapter's path.",
+        metavar="FOLDER…",
+    )
+    receipts: str = setting(
+        "auto",
+        Kind.TEXT,
+        REGISTRY,
+        "auto: whole answers have one, with a registry streams too, where they are kept; on: "
+        "streams always; off: none.",
+        metavar="NAME",
+    )
+    receipt_key: str | None = setting(
+        None,
+        Kind.PATH,
+        REGISTRY,
+        "Sign receipts with the Ed25519 key of this PEM file. Default: unsigned.",
+        metavar="FILE",
+    )
+    receipt_retention_days: int | None = setting(
+        None, Kind.COUNT, REGISTRY, "Remove older receipts. Default: keep all."
+    )
+    pool_id: str | None = setting(
+        None,
+        Kind.TEXT,
+        REGISTRY,
+        "What receipts call this server. Default: the machine's name.",
+        metavar="NAME",
     )
     device: str = setting("cpu", Kind.TEXT, MEMORY, "Where the model runs.", metavar="NAME")
     device_memory: int | None = setting(
@@ -232,6 +288,8 @@ class ServeConfig:
             ("host", bool(self.host), "an address such as 127.0.0.1"),
             ("eviction", self.eviction in EVICTIONS, f"one of {', '.join(EVICTIONS)}"),
             ("merge", self.merge in MERGES, f"one of {', '.join(MERGES)}"),
+            ("receipts", self.receipts in RECEIPTS, f"one of {', '.join(RECEIPTS)}"),
+            ("home_tenant", bool(self.home_tenant), "the name of a tenant"),
             ("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
             (
                 "adapter_memory_fraction",
@@ -244,16 +302,7 @@ class ServeConfig:
             ),
             *(
                 (name, (value := getattr(self, name)) is None or value >= 1, "1 or more")
-                for name in (
-                    "max_lora_rank",
-                    "max_loras",
-                    "max_cpu_loras",
-                    "max_queue_tokens",
-                    "max_model_len",
-                    "max_batch_tokens",
-                    "max_sequences",
-                    "device_memory",
-                )
+                for name in AT_LEAST_ONE
             ),
             *(
                 (name, 0 <= getattr(self, name) < math.inf, "0 or more seconds")

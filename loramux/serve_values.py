@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ class Kind(Enum):
     TEXT = auto()
     TEXTS = auto()
     PATH = auto()
+    URL_OR_PATH = auto()
     COUNT = auto()
     SECONDS = auto()
     SWITCH = auto()
@@ -25,6 +27,13 @@ class Kind(Enum):
     SHARE = auto()
     WEIGHTS = auto()
     LORA_MODULES = auto()
+
+
+def setting(
+    default: object, kind: Kind, group: str, text: str, *, metavar: str | None = None
+) -> Any:
+    metadata = {"kind": kind, "group": group, "help": text, "metavar": metavar}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +45,10 @@ class LoraModule:
     base_model_name: str | None = None
 
     def __post_init__(self) -> None:
-        for field in ("name", "path"):
-            if not getattr(self, field):
+        for part in ("name", "path"):
+            if not getattr(self, part):
                 raise InvalidRequest(
-                    f"An adapter has no {field}. Write name=folder.", param="lora_modules"
+                    f"An adapter has no {part}. Write name=folder.", param="lora_modules"
                 )
 
 
@@ -117,6 +126,12 @@ def check_path(value: object, folder: Path | None) -> str:
     return located(value, folder)
 
 
+def check_url_or_path(value: object, folder: Path | None) -> str:
+    if isinstance(value, str) and "://" in value:
+        return value
+    return check_path(value, folder)
+
+
 def check_count(value: object, folder: Path | None) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise wrong_type(value, "a whole number")
@@ -183,6 +198,7 @@ CHECKS: dict[Kind, Callable[[object, Path | None], object]] = {
     Kind.TEXT: check_text,
     Kind.TEXTS: check_texts,
     Kind.PATH: check_path,
+    Kind.URL_OR_PATH: check_url_or_path,
     Kind.COUNT: check_count,
     Kind.SECONDS: check_seconds,
     Kind.SWITCH: check_switch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,9 @@ from loramux.metrics.traffic import AdapterTraffic
 from loramux.server.body import json_response
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
+from loramux.server.naming import find_named
 from loramux.server.openapi import answering
+from loramux.server.registry_bodies import RegistryEntry, registry_entry
 from loramux.wire import AdapterEntry, AdapterList
 
 ADDED, BUSIEST = "added", "busiest"
@@ -24,7 +27,7 @@ ORDERS = (ADDED, BUSIEST)
 
 def adapter_routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["adapters"])
-    of_one = answering(AdapterEntry, 404, 503, path_name="name")
+    of_one = answering(AdapterEntry, 400, 404, 503, path_name="name")
     of_pinned = answering(AdapterEntry, 400, 404, 503, path_name="name")
 
     @router.get("/v1/adapters", **answering(AdapterList, 400, 503, parameters=_list_parameters()))
@@ -45,25 +48,36 @@ def adapter_routes(context: Context) -> APIRouter:
     async def unpin_adapter(request: Request) -> Response:
         return await _pin(context, request.path_params["name"], pinned=False)
 
-    @router.get("/v1/adapters/{name:path}", **of_one)
+    @router.get(
+        "/v1/adapters/{name:path}",
+        **answering((AdapterEntry, RegistryEntry), 400, 404, 503, path_name="name"),
+    )
     async def get_adapter(request: Request) -> Response:
-        return json_response(await _entry(context, request.path_params["name"]))
+        """Its place and use; of an adapter of the registry its versions and aliases."""
+        name = request.path_params["name"]
+        if context.registry is not None and name not in context.backend.adapters:
+            info = await asyncio.to_thread(context.registry.registry.show, name)
+            return json_response(registry_entry(info))
+        return json_response(await _entry(context, name))
 
     return router
 
 
 async def _pin(context: Context, name: str, *, pinned: bool) -> Response:
     context.require_ready()
-    _require_adapter(context, name)
-    await context.backend.pin_adapter(name, pinned)
-    return json_response(await _entry(context, name))
+    found = await find_named(context, name, param="name")
+    if found is None or found.adapter is None:
+        raise _unknown(name)
+    await context.backend.pin_adapter(found.adapter, pinned)
+    return json_response(await _entry(context, found.adapter))
 
 
 async def _entry(context: Context, name: str) -> AdapterEntry:
     context.require_ready()
     _require_adapter(context, name)
+    cid = context.backend.adapters[name].cid
     for entry in await _entries(context):
-        if name in entry.names:
+        if entry.cid == cid:
             return entry
     # It was removed while the engine answered.
     raise _unknown(name)
@@ -78,6 +92,11 @@ async def _entries(context: Context) -> list[AdapterEntry]:
         cards.setdefault(card.cid, []).append(card)
     traffic = context.metrics.traffic
     named = [_make_entry(group, uses.pop(cid, None), traffic) for cid, group in cards.items()]
+    if context.registry is not None:
+        for entry in named:
+            # Those of the registry are known to the engine by their CID alone.
+            entry.names = [context.registry.name_of(name) for name in entry.names]
+            entry.id = entry.names[0]
     return named + [_make_entry([], use, traffic) for use in uses.values()]
 
 

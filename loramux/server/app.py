@@ -19,7 +19,13 @@ from loramux.server.errors import install_error_handlers
 from loramux.server.models import model_routes
 from loramux.server.openapi import install_openapi
 from loramux.server.plans import plan_routes
-from loramux.server.request_ids import RequestIds
+from loramux.server.receipts import receipt_routes
+from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.registry_routes import registry_routes
+from loramux.server.request_ids import RECEIPT_HEADER, RequestIds
+from loramux.server.run import run_routes
+from loramux.server.runtime_lora import runtime_lora_routes
+from loramux.server.serving import ReceiptDesk
 from loramux.server.status import status_routes
 from loramux.server.tokens import token_routes
 
@@ -27,8 +33,13 @@ ROUTES = (
     chat_routes,
     completion_routes,
     model_routes,
+    run_routes,
+    receipt_routes,
+    runtime_lora_routes,
     plan_routes,
     adapter_routes,
+    # After /pin, which its DELETE would take for a part of the name.
+    registry_routes,
     token_routes,
     status_routes,
 )
@@ -36,7 +47,12 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 def create_app(
-    backend: Backend, options: ServerOptions, *, lifespan: Lifespan | None = None
+    backend: Backend,
+    options: ServerOptions,
+    *,
+    receipts: ReceiptDesk | None = None,
+    registry: RegistryAdapters | None = None,
+    lifespan: Lifespan | None = None,
 ) -> FastAPI:
     """The backend may start before or after; until it is ready, requests are answered with 503."""
     app = FastAPI(
@@ -51,6 +67,8 @@ def create_app(
         backend=backend,
         options=options,
         metrics=Metrics(backend, model_name=names[0] if names else None),
+        receipts=receipts or ReceiptDesk(),
+        registry=registry,
     )
     for routes in ROUTES:
         app.include_router(routes(context))
@@ -60,7 +78,7 @@ def create_app(
             allow_origins=list(options.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", RECEIPT_HEADER],
         )
     app.add_middleware(RequestIds)
     install_error_handlers(app)

@@ -5,23 +5,24 @@ from __future__ import annotations
 from contextlib import aclosing
 
 from fastapi import APIRouter
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.backend import Delta, TextCodec
 from loramux.server.body import json_response
 from loramux.server.context import Context
-from loramux.server.generation import Answer, Choice, Deltas, UsageCount, collect, run_jobs
+from loramux.server.generation import Answer, Choice, Deltas, collect, run_jobs
 from loramux.server.intake import PromptKind, make_answer, take_in
 from loramux.server.logprobs import chat_logprobs
 from loramux.server.openapi import generating
 from loramux.server.prompts import encode_messages, off_loop
+from loramux.server.serving_bodies import ServedChat, ServedChatChunk
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
+from loramux.server.usage import UsageCount
 from loramux.wire import (
     ChatChoice,
-    ChatChunk,
     ChatChunkChoice,
-    ChatCompletion,
     ChatDelta,
     ChatMessage,
     ChatRequest,
@@ -34,7 +35,7 @@ CHAT = PromptKind(id_prefix="chatcmpl", param="messages", default_max_tokens=Non
 def chat_routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
-    @router.post("/v1/chat/completions", **generating(ChatRequest, ChatCompletion))
+    @router.post("/v1/chat/completions", **generating(ChatRequest, ServedChat))
     async def create_chat_completion(request: Request) -> Response:
         """Answers a conversation, whole or as a stream of chunks."""
         intake = await take_in(context, request, ChatRequest)
@@ -46,7 +47,7 @@ def chat_routes(context: Context) -> APIRouter:
             ),
         )
         answer = make_answer(context, intake, [token_ids], CHAT)
-        deltas = run_jobs(backend, context.metrics, answer.jobs)
+        deltas = run_jobs(backend, context.metrics, answer)
         if intake.request.stream:
             return await stream_events(request, _events(answer, deltas, backend.codec))
         choices, usage = await until_gone(request, collect(answer, deltas))
@@ -55,8 +56,8 @@ def chat_routes(context: Context) -> APIRouter:
     return router
 
 
-def _whole(answer: Answer, choices: list[Choice], usage: Usage, codec: TextCodec) -> ChatCompletion:
-    return ChatCompletion(
+def _whole(answer: Answer, choices: list[Choice], usage: Usage, codec: TextCodec) -> ServedChat:
+    return ServedChat(
         id=answer.answer_id,
         created=answer.created_s,
         model=answer.model,
@@ -76,6 +77,7 @@ def _whole(answer: Answer, choices: list[Choice], usage: Usage, codec: TextCodec
             for index, choice in enumerate(choices)
         ],
         usage=usage,
+        serving=answer.record.receipt or UNSET,
     )
 
 
@@ -93,6 +95,10 @@ async def _events(answer: Answer, deltas: Deltas, codec: TextCodec) -> Events:
             yield written + _chunk(answer, _chunk_choice(delta, codec), count)
     if answer.include_usage:
         yield event(_chunk_of(answer, [], count.usage()))
+    if answer.record.is_streamed:
+        chunk = _chunk_of(answer, [], None)
+        chunk.serving = answer.record.receipt or UNSET
+        yield event(chunk)
     yield DONE
 
 
@@ -101,8 +107,10 @@ def _chunk(answer: Answer, choice: ChatChunkChoice, count: UsageCount) -> bytes:
     return event(_chunk_of(answer, [choice], usage))
 
 
-def _chunk_of(answer: Answer, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
-    chunk = ChatChunk(
+def _chunk_of(
+    answer: Answer, choices: list[ChatChunkChoice], usage: Usage | None
+) -> ServedChatChunk:
+    chunk = ServedChatChunk(
         id=answer.answer_id,
         created=answer.created_s,
         model=answer.model,

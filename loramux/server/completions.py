@@ -6,21 +6,23 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from fastapi import APIRouter
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.backend import Delta, Job, TextCodec
 from loramux.server.body import json_response
 from loramux.server.context import Context
-from loramux.server.generation import Answer, Choice, Deltas, UsageCount, collect, run_jobs
+from loramux.server.generation import Answer, Choice, Deltas, collect, run_jobs
 from loramux.server.intake import Intake, PromptKind, check_num_choices, make_answer, take_in
 from loramux.server.logprobs import CompletionLogprobsWriter
 from loramux.server.openapi import generating
 from loramux.server.prompts import encode_prompt, off_loop, split_prompts
+from loramux.server.serving_bodies import ServedCompletion
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
+from loramux.server.usage import UsageCount
 from loramux.types import TokenLogprob
 from loramux.wire import (
-    Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
@@ -33,7 +35,7 @@ COMPLETION = PromptKind(id_prefix="cmpl", param="prompt", default_max_tokens=16)
 def completion_routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
-    @router.post("/v1/completions", **generating(CompletionRequest, Completion))
+    @router.post("/v1/completions", **generating(CompletionRequest, ServedCompletion))
     async def create_completion(request: Request) -> Response:
         """Goes on from one or several prompts, whole or as a stream of chunks."""
         intake = await take_in(context, request, CompletionRequest)
@@ -45,7 +47,7 @@ def completion_routes(context: Context) -> APIRouter:
         )
         answer = make_answer(context, intake, token_ids, COMPLETION)
         writers = _writers(intake, answer, prompts, backend.codec)
-        deltas = run_jobs(backend, context.metrics, answer.jobs)
+        deltas = run_jobs(backend, context.metrics, answer)
         if intake.request.stream:
             return await stream_events(request, _events(answer, deltas, writers))
         choices, usage = await until_gone(request, collect(answer, deltas))
@@ -126,13 +128,15 @@ def _text_of(prompt: str | list[int], codec: TextCodec, job: Job) -> str:
 
 def _whole(
     answer: Answer, choices: list[Choice], usage: Usage, writers: list[ChoiceWriter]
-) -> Completion:
+) -> ServedCompletion:
     written = []
     for index, (choice, writer) in enumerate(zip(choices, writers, strict=True)):
         shown = writer.write(index, choice.text, choice.logprobs, choice.prompt_logprobs)
         shown.finish_reason, shown.stop_reason = choice.finish_reason, choice.stop_reason
         written.append(shown)
-    return _completion(answer, written, usage)
+    whole = _completion(answer, written, usage)
+    whole.serving = answer.record.receipt or UNSET
+    return whole
 
 
 async def _events(answer: Answer, deltas: Deltas, writers: list[ChoiceWriter]) -> Events:
@@ -146,6 +150,10 @@ async def _events(answer: Answer, deltas: Deltas, writers: list[ChoiceWriter]) -
             yield event(_completion(answer, [choice], usage))
     if answer.include_usage:
         yield event(_completion(answer, [], count.usage()))
+    if answer.record.is_streamed:
+        last = _completion(answer, [], None)
+        last.serving = answer.record.receipt or UNSET
+        yield event(last)
     yield DONE
 
 
@@ -157,8 +165,10 @@ def _chunk_choice(writer: ChoiceWriter, index: int, delta: Delta) -> CompletionC
     return choice
 
 
-def _completion(answer: Answer, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
-    completion = Completion(
+def _completion(
+    answer: Answer, choices: list[CompletionChoice], usage: Usage | None
+) -> ServedCompletion:
+    completion = ServedCompletion(
         id=answer.answer_id,
         created=answer.created_s,
         model=answer.model,

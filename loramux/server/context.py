@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from loramux.backend import Backend, Health
 from loramux.errors import EngineStopped
 from loramux.metrics.server import Metrics
+from loramux.server.errors import NotServed
+from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.serving import ReceiptDesk
 
 _NOT_READY = {
     Health.STARTING: "The engine is starting: ask again in a moment.",
@@ -31,6 +34,11 @@ class ServerOptions:
     """What a deep health check may take."""
     tenant_header: str | None = None
     """Header that names a request's tenant; None: all requests are one tenant's."""
+    allow_runtime_lora_updating: bool = False
+    """Whether vLLM's calls to load and unload adapters are there."""
+    allowed_roots: tuple[str, ...] = ()
+    """Folders that adapters may be read from when a request names a path. Empty: a push may name
+    none, and vLLM's call to load an adapter any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +46,8 @@ class Context:
     backend: Backend
     options: ServerOptions
     metrics: Metrics
+    receipts: ReceiptDesk = field(default_factory=ReceiptDesk)
+    registry: RegistryAdapters | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -48,6 +58,11 @@ class Context:
     def fingerprint(self) -> str:
         digest = self.backend.card.digest.rpartition(":")[2]
         return f"fp_{digest[:12]}"
+
+    def require_registry(self) -> RegistryAdapters:
+        if self.registry is None:
+            raise NotServed("This server has no registry: start it with --registry.", param=None)
+        return self.registry
 
     def require_ready(self) -> None:
         health = self.backend.health

@@ -20,7 +20,15 @@ from loramux.errors import (
     EngineStopped,
     InvalidRequest,
     LoramuxError,
+    RegistryConflict,
+    RegistryUnavailable,
     RequestTimeout,
+    SourceFailed,
+    SourceForbidden,
+    SourceNotFound,
+    SourceRefused,
+    StoreDamaged,
+    StoreFull,
 )
 from loramux.wire import ErrorBody, ErrorInfo
 
@@ -28,7 +36,7 @@ from loramux.wire import ErrorBody, ErrorInfo
 class NotServed(LoramuxError):
     """The request names a model or an adapter that is not here."""
 
-    def __init__(self, message: str, *, param: str) -> None:
+    def __init__(self, message: str, *, param: str | None) -> None:
         super().__init__(message)
         self.param = param
 
@@ -46,26 +54,38 @@ HTTP_STATUS: dict[type[LoramuxError], int] = {
     DoesNotFit: 400,
     NotServed: 404,
     AdapterNotFound: 404,
+    SourceForbidden: 403,
+    SourceNotFound: 404,
     RequestTimeout: 408,
+    RegistryConflict: 409,
     BodyTooLarge: 413,
     NotJson: 415,
     AdapterRefused: 422,
+    SourceRefused: 422,
     EngineBusy: 429,
-    EngineStopped: 503,
+    StoreDamaged: 500,
     LoramuxError: 500,
+    SourceFailed: 502,
+    EngineStopped: 503,
+    RegistryUnavailable: 503,
+    StoreFull: 507,
 }
 
 ERROR_TYPE = {
     400: "BadRequestError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
+    409: "ConflictError",
     413: "PayloadTooLargeError",
     415: "UnsupportedMediaTypeError",
     422: "UnprocessableEntityError",
     429: "RateLimitError",
     500: "InternalServerError",
+    502: "BadGatewayError",
     503: "ServiceUnavailableError",
+    507: "InsufficientStorageError",
 }
 
 CLIENT_GONE_STATUS = 499
@@ -79,7 +99,7 @@ def error_info(error: Exception) -> ErrorInfo:
     if isinstance(error, LoramuxError):
         status = next(HTTP_STATUS[kind] for kind in type(error).__mro__ if kind in HTTP_STATUS)
         info = _info(status, str(error), getattr(error, "param", None))
-        if isinstance(error, AdapterRefused):
+        if isinstance(error, AdapterRefused | SourceRefused):
             info.reason = error.code
         return info
     if isinstance(error, HTTPException):
@@ -142,4 +162,5 @@ def _info(status: int, message: str, param: str | None = None) -> ErrorInfo:
 def _retry_after_s(error: Exception) -> float | None:
     if isinstance(error, EngineBusy):
         return error.retry_after_s
-    return RESTART_RETRY_AFTER_S if isinstance(error, EngineStopped) else None
+    passes = isinstance(error, EngineStopped | RegistryUnavailable)
+    return RESTART_RETRY_AFTER_S if passes else None

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from loramux.backend import Backend, Delta, Job, failure_of
 from loramux.errors import EngineStopped, LoramuxError
 from loramux.metrics.server import Metrics
+from loramux.server.serving import ServingRecord, ServingStatus
+from loramux.server.usage import UsageCount
 from loramux.types import FinishReason, TokenLogprob
-from loramux.wire import PromptTokensDetails, Usage
+from loramux.wire import Usage
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
 """(which job, delta)"""
@@ -27,35 +29,12 @@ class Answer:
     model: str
     fingerprint: str
     jobs: tuple[Job, ...]
+    record: ServingRecord
     include_usage: bool = False
     continuous_usage: bool = False
 
     def choice_index(self, job_index: int, delta: Delta) -> int:
         return job_index * self.jobs[0].params.n + delta.index
-
-
-class UsageCount:
-    """Tokens of an answer, as far as its deltas have come."""
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._num_prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
-        self._num_completion_tokens = 0
-        self._num_reused: dict[int, int] = {}
-
-    def add(self, job_index: int, delta: Delta) -> None:
-        self._num_completion_tokens += len(delta.token_ids)
-        if delta.num_reused is not None:
-            # A prompt counts once for all its choices: what the first computed, others only reuse.
-            before = self._num_reused.get(job_index, delta.num_reused)
-            self._num_reused[job_index] = min(before, delta.num_reused)
-
-    def usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self._num_prompt_tokens,
-            completion_tokens=self._num_completion_tokens,
-            total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_reused.values())),
-        )
 
 
 @dataclass(slots=True)
@@ -93,19 +72,42 @@ async def collect(answer: Answer, deltas: Deltas) -> tuple[list[Choice], Usage]:
     return choices, count.usage()
 
 
-async def run_jobs(backend: Backend, metrics: Metrics, jobs: Sequence[Job]) -> Deltas:
-    if len(jobs) == 1:
-        async with aclosing(_run_job(backend, metrics, jobs[0])) as deltas:
-            async for delta in deltas:
-                yield 0, delta
+async def run_jobs(backend: Backend, metrics: Metrics, answer: Answer) -> Deltas:
+    """However it ends, the answer's record hears of it."""
+    record = answer.record
+    try:
+        async with aclosing(_run_all(backend, metrics, answer)) as deltas:
+            async for job_index, delta in deltas:
+                record.saw(job_index, delta)
+                yield job_index, delta
+        record.end(ServingStatus.COMPLETED)
+    except Exception:
+        record.end(ServingStatus.FAILED)
+        raise
+    finally:
+        record.end(ServingStatus.ABORTED)
+
+
+async def _run_all(backend: Backend, metrics: Metrics, answer: Answer) -> Deltas:
+    streams = [_run_job(backend, metrics, job, answer.record) for job in answer.jobs]
+    if len(streams) > 1:
+        async with aclosing(_merge(streams)) as merged:
+            async for item in merged:
+                yield item
         return
-    async with aclosing(_merge([_run_job(backend, metrics, job) for job in jobs])) as merged:
-        async for item in merged:
-            yield item
+    async with aclosing(streams[0]) as deltas:
+        async for delta in deltas:
+            yield 0, delta
 
 
-async def _run_job(backend: Backend, metrics: Metrics, job: Job) -> AsyncGenerator[Delta, None]:
+async def _run_job(
+    backend: Backend, metrics: Metrics, job: Job, record: ServingRecord
+) -> AsyncGenerator[Delta, None]:
     watch = _Watch(metrics, job)
+    # The name means the same a moment later, when the engine takes the job: nothing waits between.
+    card = None if job.adapter is None else backend.adapters.get(job.adapter)
+    if card is not None:
+        record.begin(card.cid)
     deltas = backend.submit(job)
     try:
         async for delta in deltas:

@@ -16,6 +16,7 @@ from loramux.errors import InvalidRequest
 from loramux.server.body import decode, read_body
 from loramux.server.context import Context
 from loramux.server.generation import Answer
+from loramux.server.naming import Asker
 from loramux.server.prompts import check_token_ids, room_for_answer
 from loramux.server.sampling import (
     AskedLength,
@@ -25,6 +26,7 @@ from loramux.server.sampling import (
     sampling_params,
 )
 from loramux.server.selection import Selected, select
+from loramux.server.serving import Arrival, Served, ServingRecord
 from loramux.server.terms import Terms, read_terms
 from loramux.types import SamplingParams
 from loramux.wire import GenerationRequest, StreamOptions
@@ -36,6 +38,8 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 class Intake(Generic[RequestT]):
     """A request whose fields are all right; its prompt has not been looked at yet."""
 
+    http: Request
+    arrival: Arrival
     request: RequestT
     selected: Selected
     params: SamplingParams
@@ -55,17 +59,23 @@ class PromptKind:
 
 
 async def take_in(context: Context, http: Request, kind: type[RequestT]) -> Intake[RequestT]:
+    arrival = Arrival()
     body = await read_body(http, context.options.max_body_bytes)
     request = decode(body, kind)
     refuse_unsupported(body, request)
     check_stream_options(request)
     terms = read_terms(http.headers, request, tenant_header=context.options.tenant_header)
     context.require_ready()
+    params = sampling_params(request, vocab_size=context.backend.card.vocab_size)
+    length = asked_length(request)
+    asker = Asker(tenant=terms.tenant, user=request.user)
     return Intake(
+        http=http,
+        arrival=arrival,
         request=request,
-        selected=select(context, request),
-        params=sampling_params(request, vocab_size=context.backend.card.vocab_size),
-        length=asked_length(request),
+        selected=await select(context, request, asker=asker),
+        params=params,
+        length=length,
         terms=terms,
         num_body_bytes=len(body),
     )
@@ -80,27 +90,46 @@ def make_answer(
     answer_id = f"{kind.id_prefix}-{uuid.uuid4().hex}"
     options = intake.request.stream_options or StreamOptions()
     include_usage = bool(options.include_usage)
+    jobs = tuple(
+        Job(
+            request_id=f"{answer_id}-{number}",
+            prompt_token_ids=tuple(token_ids),
+            params=_params_for(context, intake, token_ids, kind),
+            adapter=intake.selected.adapter,
+            adapter_weight=intake.selected.weight,
+            tenant=intake.terms.tenant,
+            cache_salt=intake.terms.cache_salt,
+            timeout_s=intake.terms.timeout_s,
+        )
+        for number, token_ids in enumerate(prompts)
+    )
     return Answer(
         answer_id=answer_id,
         created_s=int(time.time()),
         model=intake.selected.model,
         fingerprint=context.fingerprint,
-        jobs=tuple(
-            Job(
-                request_id=f"{answer_id}-{number}",
-                prompt_token_ids=tuple(token_ids),
-                params=_params_for(context, intake, token_ids, kind),
-                adapter=intake.selected.adapter,
-                adapter_weight=intake.selected.weight,
-                tenant=intake.terms.tenant,
-                cache_salt=intake.terms.cache_salt,
-                timeout_s=intake.terms.timeout_s,
-            )
-            for number, token_ids in enumerate(prompts)
-        ),
+        jobs=jobs,
+        record=_open_record(context, intake, jobs),
         include_usage=include_usage,
         continuous_usage=include_usage and bool(options.continuous_usage_stats),
     )
+
+
+def _open_record(context: Context, intake: Intake[RequestT], jobs: Sequence[Job]) -> ServingRecord:
+    served = Served(
+        base_name=context.base_names[0],
+        base=context.backend.card,
+        tenant=intake.terms.tenant,
+        adapter=intake.selected.adapter,
+        weight=intake.selected.weight,
+        resolved=intake.selected.resolved,
+        arrival=intake.arrival,
+    )
+    record = ServingRecord(context.receipts, served, jobs)
+    if context.receipts.is_on:
+        # The response's header is written from it, whatever the response will be.
+        intake.http.state.receipt_id = record.id
+    return record
 
 
 def check_num_choices(context: Context, intake: Intake[RequestT], num_prompts: int) -> None:

@@ -10,6 +10,26 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from loramux.adapters.memory_plan import MemoryPlan
+from loramux.receipts import Receipt
+from loramux.server.registry_bodies import (
+    AliasEntry,
+    PromoteRequest,
+    PushedEntry,
+    PushRequest,
+    RegistryEntry,
+    Removed,
+    RollbackRequest,
+    SplitRequest,
+)
+from loramux.server.serving_bodies import (
+    ReceiptList,
+    RunAnswer,
+    RunChunk,
+    RunRequest,
+    ServedChat,
+    ServedChatChunk,
+    ServedCompletion,
+)
 from loramux.wire import (
     AdapterEntry,
     AdapterList,
@@ -36,6 +56,9 @@ STRUCTS = (
     *(TokenizeRequest, TokenizeAnswer, DetokenizeRequest, DetokenizeAnswer),
     *(ModelList, ModelEntry, HealthReport, VersionReport, ErrorBody),
     *(AdapterList, AdapterEntry, EngineReport, PlanRequest, MemoryPlan),
+    *(ServedChat, ServedChatChunk, ServedCompletion, Receipt, ReceiptList),
+    *(RunRequest, RunAnswer, RunChunk, PushRequest, PushedEntry, RegistryEntry, Removed),
+    *(PromoteRequest, RollbackRequest, SplitRequest, AliasEntry),
 )
 
 EXAMPLES: dict[type[Any], dict[str, Any]] = {
@@ -43,22 +66,32 @@ EXAMPLES: dict[type[Any], dict[str, Any]] = {
     CompletionRequest: {"prompt": "Once upon a time", "max_tokens": 16},
     TokenizeRequest: {"prompt": "Hello!"},
     DetokenizeRequest: {"tokens": [72, 73]},
+    RunRequest: {"artifact": "alice/refund-flagger@1.4.2", "input": "ticket text..."},
+    PushRequest: {"reference": "alice/refund-flagger@1.4.2", "source": "adapters/refund-flagger"},
+    PromoteRequest: {"version": "1.4.2", "alias": "prod"},
+    RollbackRequest: {"alias": "prod"},
+    SplitRequest: {"weights": {"1.4.2": 90, "1.5.0": 10}},
     PlanRequest: {"adapters": 300, "rank": 16, "targets": "q,k,v,o"},
 }
 
 WHEN = {
     400: "A field has a wrong type or a value that cannot be honoured; `param` names it.",
-    404: "No such model or adapter.",
+    403: "The server, or its credentials, may not read the source.",
+    404: "No such model, adapter or receipt.",
     408: "The time that the request's `timeout` allows was over before its last token.",
+    409: "A name means something else already, or another writer was first.",
     413: "The body is larger than the limit.",
     415: "The body is not declared as JSON.",
     422: "The adapter cannot be used.",
     429: "The queue is full; Retry-After says when to come back.",
     500: "A fault of the server.",
+    502: "The source of the adapter failed.",
     503: "The engine is starting, restarting or stopping; Retry-After says when to come back.",
+    507: "The store has no room left.",
 }
 OF_A_BODY = (400, 404, 413, 415, 500, 503)
 OF_GENERATION = (*OF_A_BODY, 408, 422, 429)
+OF_A_CHANGE = (*OF_A_BODY, 403, 408, 409, 422, 429, 502, 507)
 
 
 def generating(request: type[Any], answer: type[Any]) -> dict[str, Any]:
@@ -76,6 +109,18 @@ def taking(request: type[Any], answer: type[Any]) -> dict[str, Any]:
     return _route(answer, OF_A_BODY, body=request)
 
 
+def changing(request: type[Any], answer: type[Any], path_name: str | None = None) -> dict[str, Any]:
+    """Of a route that changes the registry."""
+    documented = _route(answer, OF_A_CHANGE, body=request)
+    if path_name is not None:
+        documented["openapi_extra"]["parameters"] = [_in_path(path_name)]
+    return documented
+
+
+def _in_path(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
 def answering(
     answer: Any,
     *statuses: int,
@@ -85,9 +130,7 @@ def answering(
     documented = _route(answer, (*statuses, 500))
     shown = list(parameters)
     if path_name is not None:
-        shown.append(
-            {"name": path_name, "in": "path", "required": True, "schema": {"type": "string"}}
-        )
+        shown.append(_in_path(path_name))
     if shown:
         documented["openapi_extra"]["parameters"] = shown
     return documented
@@ -157,6 +200,11 @@ def _route(
 
 
 def _json_content(kind: Any) -> dict[str, Any]:
+    if isinstance(kind, tuple):
+        return {"application/json": {"schema": {"anyOf": [_schema(one) for one in kind]}}}
+    return {"application/json": {"schema": _schema(kind)}}
+
+
+def _schema(kind: Any) -> dict[str, Any]:
     is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"} if is_struct else {"type": "object"}
-    return {"application/json": {"schema": schema}}
+    return {"$ref": f"#/components/schemas/{kind.__name__}"} if is_struct else {"type": "object"}

@@ -133,8 +133,7 @@ def check_stream_options(request: GenerationRequest) -> None:
 def _logprobs(request: GenerationRequest) -> dict[str, int]:
     if isinstance(request, ChatRequest):
         return _chat_logprobs(request)
-    assert isinstance(request, CompletionRequest)
-    if request.logprobs is None:
+    if not isinstance(request, CompletionRequest) or request.logprobs is None:
         return {}
     if request.echo:
         return {"logprobs": request.logprobs, "prompt_logprobs": request.logprobs}

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loramux.errors import InvalidRequest
+from loramux.registry.records import Resolved
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
+from loramux.server.naming import NOBODY, Asker, find_named
+from loramux.server.serving_bodies import RunRequest
 from loramux.wire import GenerationRequest
 
 MAX_WEIGHT = 100.0
@@ -18,12 +21,19 @@ class Selected:
     model: str
     """The name that the answer shows: the adapter's, or the base's."""
     adapter: str | None
+    """The name by which the engine knows it."""
     weight: float = 1.0
+    resolved: Resolved | None = None
+    """What the registry said of it."""
 
 
-def select(context: Context, request: GenerationRequest) -> Selected:
+async def select(
+    context: Context, request: GenerationRequest, *, asker: Asker = NOBODY
+) -> Selected:
     """`adapters` decides where it is given, `model` otherwise; either must name what is here."""
-    named = select_model(context, request.model)
+    if isinstance(request, RunRequest):
+        return await _select_artifact(context, request.artifact, asker)
+    named = await select_model(context, request.model, asker=asker)
     if request.adapters is None:
         if request.adapter_weights is not None:
             raise _refusal("adapter_weights needs adapters to go with.", "adapter_weights")
@@ -39,19 +49,26 @@ def select(context: Context, request: GenerationRequest) -> Selected:
             "adapters",
         )
     name = request.adapters[0]
-    if name not in context.backend.adapters:
+    found = await find_named(context, name, param="adapters", asker=asker)
+    if found is None or found.adapter is None:
         raise NotServed(f"The adapter `{name}` does not exist.", param="adapters")
-    return Selected(name, name, weights[0])
+    return Selected(name, found.adapter, weights[0], found.resolved)
 
 
-def select_model(context: Context, model: str | None) -> Selected:
+async def select_model(context: Context, model: str | None, *, asker: Asker = NOBODY) -> Selected:
     if model is None:
         return Selected(context.base_names[0], None)
-    if model in context.base_names:
-        return Selected(model, None)
-    if model in context.backend.adapters:
-        return Selected(model, model)
-    raise NotServed(f"The model `{model}` does not exist.", param="model")
+    found = await find_named(context, model, param="model", asker=asker)
+    if found is None:
+        raise NotServed(f"The model `{model}` does not exist.", param="model")
+    return Selected(model, found.adapter, resolved=found.resolved)
+
+
+async def _select_artifact(context: Context, artifact: str, asker: Asker) -> Selected:
+    found = await find_named(context, artifact, param="artifact", asker=asker, own_base_only=True)
+    if found is None:
+        raise NotServed(f"The artifact `{artifact}` does not exist.", param="artifact")
+    return Selected(artifact, found.adapter, resolved=found.resolved)
 
 
 def _weights(adapters: Sequence[str], weights: Sequence[float] | None) -> Sequence[float]:

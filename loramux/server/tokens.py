@@ -71,7 +71,7 @@ def token_routes(context: Context) -> APIRouter:
 async def _read(context: Context, request: Request, kind: type[Any]) -> tuple[Any, int]:
     asked, num_bytes = await read_json(request, kind, max_bytes=context.options.max_body_bytes)
     context.require_known()
-    select_model(context, asked.model)
+    await select_model(context, asked.model)
     return asked, num_bytes
 
 

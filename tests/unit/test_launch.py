@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
+from loramux.data_folder import REGISTRY_VARIABLE
 from loramux.errors import InvalidRequest
-from loramux.launch import _listen, serve
+from loramux.launch import _listen, opened_registry, serve, server_options
 from loramux.serve_config import ServeConfig
+from loramux.signing import make_key_files
 
 
 def test_a_port_in_use_is_said_before_the_model_is_loaded() -> None:
@@ -22,3 +25,53 @@ def test_answers_do_not_wait_for_acknowledgements() -> None:
     """asyncio sets TCP_NODELAY only where the listener says that its protocol is TCP."""
     with _listen("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
+
+
+@pytest.mark.parametrize(
+    ("receipts", "in_body", "in_streams"),
+    [("auto", True, False), ("on", True, True), ("off", False, False)],
+)
+def test_without_a_registry_streams_have_receipts_only_when_asked(
+    receipts: str, in_body: bool, in_streams: bool
+) -> None:
+    with opened_registry(ServeConfig(receipts=receipts), environment={}) as (registry, desk):
+        assert registry is None and desk.writer is None
+        assert (desk.is_on, desk.in_streams) == (in_body, in_streams)
+        assert desk.pool_id == socket.gethostname()
+
+
+def test_a_registry_is_opened_where_the_settings_or_the_environment_say(tmp_path: Path) -> None:
+    config = ServeConfig(data=str(tmp_path / "data"), pool_id="p", home_tenant="acme")
+    with opened_registry(config, environment={}) as (registry, desk):
+        assert registry is not None and desk.writer is not None and desk.in_streams
+        assert (desk.pool_id, desk.home_tenant) == ("p", "acme")
+        assert registry.registry.adapters() == []
+    assert (tmp_path / "data" / "registry.db").exists()
+    environment = {REGISTRY_VARIABLE: str(tmp_path / "named.db"), "LORAMUX_DATA": str(tmp_path)}
+    with opened_registry(ServeConfig(), environment) as (registry, _):
+        assert registry is not None
+    assert (tmp_path / "named.db").exists()
+
+
+def test_a_key_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "key.pem"
+    make_key_files(file)
+    with opened_registry(ServeConfig(receipt_key=str(file)), environment={}) as (_, desk):
+        assert desk.key is not None
+    file.write_text("no key")
+    with (
+        pytest.raises(InvalidRequest, match="Ed25519"),
+        opened_registry(ServeConfig(receipt_key=str(file)), environment={}),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("value", "is_allowed"), [("1", True), ("True", True), ("0", False), ("", False), (None, False)]
+)
+def test_vllms_variable_allows_its_calls(value: str | None, is_allowed: bool) -> None:
+    environment = {} if value is None else {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": value}
+    options = server_options(ServeConfig(), base_name="b", environment=environment)
+    assert options.allow_runtime_lora_updating is is_allowed
+    given = ServeConfig(allow_runtime_lora_updating=True)
+    assert server_options(given, base_name="b", environment={}).allow_runtime_lora_updating

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loramux.errors import InvalidRequest
-from loramux.serve_values import LoraModule, nearest, parse_lora_module
+from loramux.serve_values import CHECKS, Kind, LoraModule, nearest, parse_lora_module
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,12 @@ def test_relative_paths_start_at_the_folder_and_home_is_known() -> None:
 def test_suggestions_name_the_nearest_or_all() -> None:
     assert nearest("prot", ["port", "host"]) == "Did you mean port?"
     assert nearest("zzz", ["port", "host"]) == "Known are: port, host."
+
+
+def test_a_registrys_url_is_kept_and_its_path_starts_at_the_files_folder(tmp_path: Path) -> None:
+    check = CHECKS[Kind.URL_OR_PATH]
+    url = "postgresql://user@host/loramux"
+    assert check(url, tmp_path) == url
+    assert check("registry.db", tmp_path) == str(tmp_path / "registry.db")
+    with pytest.raises(InvalidRequest):
+        check(5, tmp_path)

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
+from loramux.server.serving import ReceiptDesk
 from tests.unit.server.scripted_backend import ScriptedBackend
 
 TIMEOUT_S = 20
@@ -19,8 +20,10 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
-def make_app(backend: ScriptedBackend | None = None, **options: Any) -> FastAPI:
-    return create_app(backend or ScriptedBackend(), ServerOptions(**options))
+def make_app(
+    backend: ScriptedBackend | None = None, *, receipts: ReceiptDesk | None = None, **options: Any
+) -> FastAPI:
+    return create_app(backend or ScriptedBackend(), ServerOptions(**options), receipts=receipts)
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:

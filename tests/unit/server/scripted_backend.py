@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from loramux.backend import (
@@ -18,7 +20,8 @@ from loramux.backend import (
     ModelCard,
     ProjectionShape,
 )
-from loramux.errors import InvalidRequest
+from loramux.errors import AdapterNotFound, InvalidRequest
+from loramux.registry.names import CID_PREFIX
 from loramux.types import FinishReason, TokenLogprob
 
 SHAPES = BaseShapes(
@@ -143,6 +146,12 @@ def says_it_reused(*num_tokens: int) -> Script:
     return script
 
 
+def cid_of(folder: Path) -> str:
+    """Other bytes in the folder, another CID."""
+    content = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
+    return CID_PREFIX + hashlib.sha256(content).hexdigest()
+
+
 class ScriptedBackend:
     def __init__(self, script: Script = say_hello) -> None:
         self.script = script
@@ -158,6 +167,10 @@ class ScriptedBackend:
         ]
         self.probe_script: Callable[[float], dict[str, float]] = lambda _: {"generate_s": 0.1}
         self.jobs: list[Job] = []
+        self.added: list[tuple[str, str]] = []
+        """(name, path) of every adapter that was to be added."""
+        self.refusal: Exception | None = None
+        """What add_adapter raises."""
         self.closed = asyncio.Event()
         """Set whenever a job's iterator has ended or was closed."""
         self.num_closed = 0
@@ -174,10 +187,20 @@ class ScriptedBackend:
             self.closed.set()
 
     async def add_adapter(self, name: str, path: str) -> AdapterCard:
-        raise NotImplementedError
+        self.added.append((name, path))
+        if self.refusal is not None:
+            raise self.refusal
+        if not Path(path).is_dir():
+            raise AdapterNotFound(f"No adapter folder at {path}.")
+        await asyncio.sleep(0)
+        cid = name if name.startswith(CID_PREFIX) else cid_of(Path(path))
+        card = AdapterCard(name=name, path=path, cid=cid, rank=4, num_bytes=64)
+        self.adapters[name] = card
+        return card
 
     async def remove_adapter(self, name: str) -> None:
-        del self.adapters[name]
+        if self.adapters.pop(name, None) is None:
+            raise AdapterNotFound(f"The lora adapter '{name}' cannot be found.")
 
     async def prewarm(self, names: Sequence[str], *, num_busiest: int = 0) -> None: ...
 

@@ -20,9 +20,10 @@ from loramux.errors import (
 )
 from loramux.metrics.server import Metrics
 from loramux.server.generation import Answer, collect, run_jobs
+from loramux.server.serving import Arrival, ReceiptDesk, Served, ServingRecord
 from loramux.types import FinishReason, SamplingParams
 from tests.unit.server.asgi_client import run
-from tests.unit.server.scripted_backend import ScriptedBackend, delta
+from tests.unit.server.scripted_backend import CARD, ScriptedBackend, delta
 
 
 def make_jobs(*prompts: bytes, n: int = 1) -> tuple[Job, ...]:
@@ -33,8 +34,28 @@ def make_jobs(*prompts: bytes, n: int = 1) -> tuple[Job, ...]:
     )
 
 
+def make_record(jobs: Sequence[Job]) -> ServingRecord:
+    served = Served(
+        base_name="m",
+        base=CARD,
+        tenant="",
+        adapter=None,
+        weight=1.0,
+        resolved=None,
+        arrival=Arrival(),
+    )
+    return ServingRecord(ReceiptDesk(), served, jobs)
+
+
 def make_answer(jobs: Sequence[Job]) -> Answer:
-    return Answer(answer_id="x", created_s=0, model="m", fingerprint="fp", jobs=tuple(jobs))
+    return Answer(
+        answer_id="x",
+        created_s=0,
+        model="m",
+        fingerprint="fp",
+        jobs=tuple(jobs),
+        record=make_record(jobs),
+    )
 
 
 def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -54,7 +75,7 @@ def test_choices_of_many_jobs_never_swap() -> None:
     backend = ScriptedBackend(own_prompt)
     jobs = make_jobs(b"aaa", b"b", b"cc", n=2)
     answer = make_answer(jobs)
-    choices, usage = run(collect(answer, run_jobs(backend, Metrics(backend), jobs)))
+    choices, usage = run(collect(answer, run_jobs(backend, Metrics(backend), answer)))
     texts = [choice.text for choice in choices]
     assert texts == [f"{p}{i}" * 3 for p in ("aaa", "b", "cc") for i in range(2)]
     assert (usage.prompt_tokens, usage.total_tokens) == (6, 6 + 2 * 3 * (4 + 2 + 3))
@@ -66,12 +87,12 @@ def test_counters_tell_how_jobs_ended() -> None:
 
     async def work() -> None:
         answer = make_answer(make_jobs(b"abc", b"d"))
-        await collect(answer, run_jobs(backend, metrics, answer.jobs))
-        async with aclosing(run_jobs(backend, metrics, make_jobs(b"e"))) as deltas:
+        await collect(answer, run_jobs(backend, metrics, answer))
+        async with aclosing(run_jobs(backend, metrics, make_answer(make_jobs(b"e")))) as deltas:
             await anext(deltas)
         backend.script = broken
         with pytest.raises(EngineStopped):
-            await collect(answer, run_jobs(backend, metrics, answer.jobs[:1]))
+            await collect(answer, run_jobs(backend, metrics, make_answer(answer.jobs[:1])))
 
     async def broken(job: Job) -> AsyncIterator[Delta]:
         yield delta(job, 0, b"a")
@@ -97,7 +118,7 @@ def test_answer_without_every_choice_is_an_error() -> None:
     backend = ScriptedBackend(forgets_the_second)
     answer = make_answer(make_jobs(b"a", n=2))
     with pytest.raises(EngineStopped, match="broke off"):
-        run(collect(answer, run_jobs(backend, Metrics(backend), answer.jobs)))
+        run(collect(answer, run_jobs(backend, Metrics(backend), answer)))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +136,7 @@ def test_job_that_ends_in_the_engine_raises_what_its_code_says(
     answer = make_answer(make_jobs(b"a"))
     metrics = Metrics(backend)
     with pytest.raises(kind, match="Said why."):
-        run(collect(answer, run_jobs(backend, metrics, answer.jobs)))
+        run(collect(answer, run_jobs(backend, metrics, answer)))
     assert sample(metrics, "vllm:request_success_total", finished_reason="error") == 1
 
 
@@ -140,5 +161,5 @@ def test_backend_may_hand_out_a_plain_iterator() -> None:
 
     backend = PlainBackend()
     answer = make_answer(make_jobs(b"a"))
-    [choice], _ = run(collect(answer, run_jobs(backend, Metrics(backend), answer.jobs)))
+    [choice], _ = run(collect(answer, run_jobs(backend, Metrics(backend), answer)))
     assert choice.text == "a"

@@ -88,7 +88,7 @@ def result(folder: Path) -> bytes:
 @settings(max_examples=20)
 @given(
     cuts=st.lists(st.integers(0, 5000), max_size=12),
-    part_bytes=st.integers(2000, 12_000),
+    part_bytes=st.integers(500, 12_000),
     num_workers=st.integers(1, 4),
 )
 def test_whatever_breaks_off_the_bytes_are_right(

@@ -1,0 +1,110 @@
+"""GET /v1/receipts: what was served, to whom, on which bytes, and how fast."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux.errors import InvalidRequest
+from loramux.receipts import Receipt
+from loramux.registry.names import CID_PREFIX
+from loramux.registry.records import ReceiptFilter
+from loramux.server.body import json_response
+from loramux.server.context import Context
+from loramux.server.errors import NotServed
+from loramux.server.openapi import answering
+from loramux.server.serving_bodies import ReceiptList
+
+DEFAULT_LIMIT = 100
+
+
+def receipt_routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["receipts"])
+
+    @router.get("/v1/receipts", **answering(ReceiptList, 400, 404, 503, parameters=_parameters()))
+    async def list_receipts(request: Request) -> Response:
+        """The newest first; with `slow_ms` the slowest. A new one is there within a second."""
+        registry = context.require_registry().registry
+        wanted = await asyncio.to_thread(_filter, context, request)
+        found = await asyncio.to_thread(registry.find_receipts, wanted)
+        return json_response(ReceiptList(data=[dict(receipt.body) for receipt in found]))
+
+    @router.get("/v1/receipts/{receipt_id}", **answering(Receipt, 404, 503, path_name="receipt_id"))
+    async def get_receipt(request: Request) -> Response:
+        receipt_id = request.path_params["receipt_id"]
+        registry = context.require_registry().registry
+        writer = context.receipts.writer
+        pending = None if writer is None else writer.find(receipt_id)
+        if pending is not None:
+            return json_response(pending)
+        kept = await asyncio.to_thread(registry.receipt, receipt_id)
+        if kept is None:
+            raise NotServed(f"There is no receipt `{receipt_id}`.", param="receipt_id")
+        return json_response(dict(kept.body))
+
+    return router
+
+
+def _filter(context: Context, request: Request) -> ReceiptFilter:
+    query = request.query_params
+    slow_ms = _number(query.get("slow_ms"), "slow_ms")
+    limit = _number(query.get("limit"), "limit")
+    return ReceiptFilter(
+        tenant=query.get("tenant"),
+        cids=_cids(context, query.get("adapter")),
+        min_latency_ms=slow_ms,
+        slowest_first=slow_ms is not None,
+        limit=DEFAULT_LIMIT if limit is None else int(limit),
+    )
+
+
+def _cids(context: Context, adapter: str | None) -> tuple[str, ...] | None:
+    """A name stands for all that it ever meant, a name with @ for what it means now."""
+    if adapter is None:
+        return None
+    given = context.backend.adapters.get(adapter)
+    if given is not None:
+        return (given.cid,)
+    if adapter.startswith(CID_PREFIX):
+        return (adapter,)
+    registry = context.require_registry().registry
+    if "@" in adapter:
+        route = registry.route(registry.parse(adapter))
+        return tuple(choice.resolved.cid for choice in route.choices)
+    return tuple(sorted(registry.cids_of(adapter)))
+
+
+def _number(text: str | None, param: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < 1e12:
+        raise InvalidRequest(f"{param} must be a number from 0 on, got {text!r}.", param=param)
+    return number
+
+
+def _parameters() -> list[dict[str, Any]]:
+    meanings = {
+        "adapter": "tenant/name for all its versions, tenant/name@version, or a content id.",
+        "tenant": "Who asked.",
+        "slow_ms": "Only those that took at least so long, the slowest first.",
+        "limit": f"At most so many; default {DEFAULT_LIMIT}.",
+    }
+    return [
+        {
+            "name": name,
+            "in": "query",
+            "required": False,
+            "description": meaning,
+            "schema": {"type": "number" if name in ("slow_ms", "limit") else "string"},
+        }
+        for name, meaning in meanings.items()
+    ]

@@ -1,0 +1,142 @@
+"""Adapters of the registry as requests meet them: found by name, made known to the engine once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections.abc import Iterable
+from itertools import islice
+
+from loramux.adapters.library import AdapterLibrary
+from loramux.backend import AdapterCard, Backend
+from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged
+from loramux.registry.cache import RouteCache
+from loramux.registry.names import CID_PREFIX, NAME, AdapterName, Reference
+from loramux.registry.records import Resolved
+from loramux.registry.registry import Registry
+from loramux.registry.resolution import Route
+from loramux.registry.watch import DEFAULT_POLL_S, Watch
+
+_log = logging.getLogger(__name__)
+
+
+class RouteTable(RouteCache):
+    """A RouteCache that can be asked without a query."""
+
+    def peek(self, reference: Reference) -> Route | None:
+        return self._routes.get(reference)
+
+
+class RegistryAdapters:
+    """Belongs to one event loop; queries and files are for threads."""
+
+    def __init__(self, library: AdapterLibrary) -> None:
+        self.library = library
+        self._routes = RouteTable(library.registry)
+        self._adding: dict[str, asyncio.Task[AdapterCard]] = {}
+        self._names: dict[str, str] = {}
+        self._watch: Watch | None = None
+        self._follower: threading.Thread | None = None
+
+    @property
+    def registry(self) -> Registry:
+        return self.library.registry
+
+    def start(self, *, poll_s: float = DEFAULT_POLL_S) -> None:
+        """From now on what others change is served on the next request."""
+        self._watch = self.registry.watch(poll_s=poll_s)
+        self._follower = threading.Thread(target=self._follow, args=(self._watch,), daemon=True)
+        self._follower.start()
+
+    def close(self) -> None:
+        if self._watch is not None and self._follower is not None:
+            self._watch.close()
+            self._follower.join()
+
+    def forget(self, adapters: Iterable[AdapterName]) -> None:
+        self._routes.forget(adapters)
+
+    def name_of(self, cid: str) -> str:
+        """What it was last asked for as, with its version."""
+        return self._names.get(cid, cid)
+
+    async def resolve(
+        self, text: str, *, sticky_key: str | None = None, tenant: str = ""
+    ) -> Resolved:
+        """A bare name is looked for in the tenant, if there is one, and then at home."""
+        if tenant and "/" not in text and NAME.fullmatch(tenant):
+            try:
+                return await self._resolve(text, sticky_key, tenant)
+            except AdapterNotFound:
+                pass
+        return await self._resolve(text, sticky_key, None)
+
+    async def make_known(self, backend: Backend, resolved: Resolved) -> None:
+        """To the engine, under its CID; however many ask, it is added once."""
+        cid = resolved.cid
+        if resolved.name is not None:
+            self._names[cid] = f"{resolved.tenant}/{resolved.name}@{resolved.version}"
+        if cid in backend.adapters:
+            return
+        task = self._adding.get(cid)
+        if task is None:
+            task = self._adding[cid] = asyncio.create_task(self._add(backend, cid))
+            task.add_done_callback(lambda done: self._added(cid, done))
+        # Others may wait for it too: who leaves does not take it along.
+        await asyncio.shield(task)
+
+    def list_current(self, *, limit: int) -> list[Resolved]:
+        """What each adapter's bare name means now. Queries: for threads."""
+        found = []
+        for name in islice(self.registry.adapters(), limit):
+            try:
+                found.append(self._routes.resolve(str(name), sticky_key=""))
+            # Removed since it was listed.
+            except AdapterNotFound:
+                continue
+        return found
+
+    async def _resolve(self, text: str, sticky_key: str | None, home: str | None) -> Resolved:
+        reference = self._parse(text, home)
+        route = self._routes.peek(reference)
+        if route is not None:
+            return route.choose(secrets.token_hex(16) if sticky_key is None else sticky_key)
+        try:
+            return await asyncio.to_thread(
+                self._routes.resolve, text, sticky_key=sticky_key, home_tenant=home
+            )
+        except InvalidRequest as error:
+            raise await asyncio.to_thread(self._ambiguous, reference) from error
+
+    def _parse(self, text: str, home: str | None) -> Reference:
+        try:
+            return self.registry.parse(text, home_tenant=home)
+        except InvalidRequest as error:
+            if text.startswith(CID_PREFIX):
+                raise
+            raise AdapterNotFound(str(error)) from error
+
+    def _ambiguous(self, reference: Reference) -> InvalidRequest:
+        start = str(reference)
+        num_found = sum(cid.startswith(start) for cid in self.registry.cids())
+        return InvalidRequest(f"{num_found} content ids begin with {start}. Give more digits.")
+
+    async def _add(self, backend: Backend, cid: str) -> AdapterCard:
+        folder = await asyncio.to_thread(self.library.store.materialize, cid)
+        card = await backend.add_adapter(cid, str(folder))
+        if card.cid != cid:
+            await backend.remove_adapter(cid)
+            raise StoreDamaged(f"The store's files of {cid} are those of {card.cid}.")
+        return card
+
+    def _added(self, cid: str, task: asyncio.Task[AdapterCard]) -> None:
+        del self._adding[cid]
+        # Looked at, so that a failure which nobody waits for any more is not reported as lost.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("%s cannot be served: %s", self.name_of(cid), error)
+
+    def _follow(self, watch: Watch) -> None:
+        for names in watch:
+            self.forget(names)

@@ -1,0 +1,176 @@
+"""vLLM's calls to load and unload adapters while the server runs, to the letter of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from loramux.errors import AdapterNotFound, AdapterRefused, SourceNotFound
+from loramux.registry.names import CID_PREFIX
+from loramux.server.body import json_response, read_body
+from loramux.server.context import Context
+from loramux.server.errors import NotJson
+from loramux.server.local_sources import local_folder
+from loramux.server.naming import is_given
+from loramux.wire import ErrorBody, ErrorInfo
+
+INVALID_INPUT = "InvalidUserInput"
+NOT_FOUND_CODES = ("config_missing",)
+# What vLLM's users look for in its refusals -> how ours are told apart.
+KNOWN_PHRASES = {
+    "is greater than max_lora_rank": ("rank_over_cap", ""),
+    "does not yet support DoRA": ("", "use_dora"),
+    "only supports modules_to_save being None": ("", "modules_to_save"),
+}
+
+
+class LoadRequest(msgspec.Struct, kw_only=True):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+class UnloadRequest(msgspec.Struct, kw_only=True):
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class VllmError(Exception):
+    def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.info = ErrorInfo(message=message, type=kind, param=param, code=status)
+
+    def response(self) -> Response:
+        return json_response(ErrorBody(error=self.info), status=self.info.code)
+
+
+def runtime_lora_routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["vLLM"])
+    if not context.options.allow_runtime_lora_updating:
+        return router
+    # Two calls for one name come one after the other.
+    locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    @router.post("/v1/load_lora_adapter", include_in_schema=False)
+    async def load_lora_adapter(request: Request) -> Response:
+        try:
+            asked = await _read(context, request, LoadRequest)
+            async with locks[asked.lora_name]:
+                await _load(context, asked)
+        except VllmError as error:
+            return error.response()
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+    async def unload_lora_adapter(request: Request) -> Response:
+        try:
+            asked = await _read(context, request, UnloadRequest)
+            async with locks[asked.lora_name]:
+                await _unload(context, asked.lora_name)
+        except VllmError as error:
+            return error.response()
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+
+    router.add_api_route(
+        "/v1/unload_lora_adapter",
+        unload_lora_adapter,
+        methods=["POST", "DELETE"],
+        include_in_schema=False,
+    )
+    return router
+
+
+async def _load(context: Context, asked: LoadRequest) -> None:
+    name = asked.lora_name
+    if not name or not asked.lora_path:
+        raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
+    if asked.is_3d_lora_weight:
+        raise _invalid("is_3d_lora_weight is not supported by this server: leave it out.")
+    if name in context.base_names or name.startswith(CID_PREFIX):
+        raise _invalid(f"The name '{name}' is the base model's or a content id. Take another one.")
+    if is_given(context, name) and not asked.load_inplace:
+        raise _invalid(
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter "
+            "in place, set 'load_inplace' to True."
+        )
+    context.require_ready()
+    try:
+        folder = await asyncio.to_thread(_folder, context, asked.lora_path)
+        await context.backend.add_adapter(name, folder)
+    except (AdapterNotFound, SourceNotFound) as error:
+        raise _not_found(name) from error
+    except AdapterRefused as error:
+        raise _refused(asked, error) from error
+
+
+def _folder(context: Context, path: str) -> str:
+    """Without roots the caller is trusted with any path, as in vLLM."""
+    roots = context.options.allowed_roots
+    return str(local_folder(path, roots)) if roots else path
+
+
+async def _unload(context: Context, name: str) -> None:
+    if not name:
+        raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
+    if not is_given(context, name):
+        raise VllmError(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.")
+    await context.backend.remove_adapter(name)
+
+
+def _invalid(message: str) -> VllmError:
+    return VllmError(400, INVALID_INPUT, message)
+
+
+def _not_found(name: str) -> VllmError:
+    # The path is masked, as vLLM does: it may say more of the machine than a client should know.
+    message = f"Loading lora {name} failed: No adapter found for <path>"
+    return VllmError(404, "NotFoundError", message)
+
+
+def _refused(asked: LoadRequest, error: AdapterRefused) -> VllmError:
+    if error.code in NOT_FOUND_CODES:
+        return _not_found(asked.lora_name)
+    said = str(error).replace(asked.lora_path, "<path>")
+    for phrase, (code, field) in KNOWN_PHRASES.items():
+        if error.code == code or (field and field in said):
+            said = f"This server {phrase}: {said}" if field else f"LoRA rank {phrase}: {said}"
+    return VllmError(500, "InternalServerError", said)
+
+
+async def _read(context: Context, request: Request, kind: type[Any]) -> Any:
+    """All faults of the fields at once, as vLLM's own validation tells them."""
+    try:
+        body = await read_body(request, context.options.max_body_bytes)
+    except NotJson as error:
+        raise _bad_request({"body": str(error)}) from error
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _bad_request({"body": f"JSON decode error: {error}"}) from error
+    faults = dict(filter(None, (_fault(fields, field) for field in msgspec.structs.fields(kind))))
+    if faults:
+        raise _bad_request(faults)
+    return msgspec.convert(fields, kind)
+
+
+def _fault(fields: dict[str, Any], field: msgspec.structs.FieldInfo) -> tuple[str, str] | None:
+    place = f"body.{field.name}"
+    if field.name not in fields:
+        return (place, "Field required") if field.required else None
+    try:
+        msgspec.convert(fields[field.name], field.type)
+    except msgspec.ValidationError as error:
+        return place, str(error)
+    return None
+
+
+def _bad_request(faults: dict[str, str]) -> VllmError:
+    count = "1 validation error" if len(faults) == 1 else f"{len(faults)} validation errors"
+    told = "; ".join(f"{place}: {what}" for place, what in faults.items())
+    return VllmError(400, "Bad Request", f"{count}: {told}", next(iter(faults)))

@@ -1,0 +1,30 @@
+"""Tokens of an answer, as far as its deltas have come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loramux.backend import Delta, Job
+from loramux.wire import PromptTokensDetails, Usage
+
+
+class UsageCount:
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._num_prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
+        self._num_completion_tokens = 0
+        self._num_reused: dict[int, int] = {}
+
+    def add(self, job_index: int, delta: Delta) -> None:
+        self._num_completion_tokens += len(delta.token_ids)
+        if delta.num_reused is not None:
+            # A prompt counts once for all its choices: what the first computed, others only reuse.
+            before = self._num_reused.get(job_index, delta.num_reused)
+            self._num_reused[job_index] = min(before, delta.num_reused)
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=self._num_completion_tokens,
+            total_tokens=self._num_prompt_tokens + self._num_completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_reused.values())),
+        )

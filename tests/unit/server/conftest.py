@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.server.registry_app import Make, RegistryApp, make_registry_app
+
+
+@pytest.fixture
+def registry_app(tmp_path: Path) -> Iterator[Make]:
+    made: list[RegistryApp] = []
+
+    def make(**options: Any) -> RegistryApp:
+        made.append(make_registry_app(tmp_path, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.registry.close()

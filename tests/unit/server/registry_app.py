@@ -1,0 +1,79 @@
+"""An application over a real registry and store in a folder, and a scripted engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from loramux.adapters.library import AdapterLibrary
+from loramux.adapters.store import ContentStore
+from loramux.receipts import Receipt
+from loramux.registry.receipt_writer import to_record
+from loramux.registry.registry import Registry
+from loramux.server.app import create_app
+from loramux.server.context import ServerOptions
+from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.serving import ReceiptDesk
+from tests.store_factory import CONFIG, write_tiny
+from tests.unit.server.scripted_backend import ScriptedBackend
+
+BASE = {**CONFIG, "base_model_name_or_path": "owner/tiny-base"}
+
+
+class KeptAtOnce:
+    """A writer without a thread."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self.receipts: list[Receipt] = []
+
+    def add(self, receipt: Receipt) -> None:
+        self.receipts.append(receipt)
+        self._registry.add_receipts([to_record(receipt)])
+
+    def find(self, receipt_id: str) -> Receipt | None:
+        return None
+
+
+@dataclass(frozen=True)
+class RegistryApp:
+    folder: Path
+    app: FastAPI
+    backend: ScriptedBackend
+    adapters: RegistryAdapters
+    writer: KeptAtOnce
+
+    @property
+    def registry(self) -> Registry:
+        return self.adapters.registry
+
+    @property
+    def library(self) -> AdapterLibrary:
+        return self.adapters.library
+
+    def push(self, reference: str, seed: int, **config: Any) -> str:
+        """The CID."""
+        source = write_tiny(self.folder / f"source-{seed}", seed, config={**BASE, **config})
+        pushed = self.library.push(source, reference)
+        self.adapters.forget([])
+        return pushed.cid
+
+
+Make = Callable[..., RegistryApp]
+
+
+def make_registry_app(folder: Path, *, in_streams: bool = True, **options: Any) -> RegistryApp:
+    registry = Registry(folder / "registry.db")
+    library = AdapterLibrary(ContentStore(folder / "store"), registry)
+    adapters, writer, backend = RegistryAdapters(library), KeptAtOnce(registry), ScriptedBackend()
+    app = create_app(
+        backend,
+        ServerOptions(**options),
+        registry=adapters,
+        receipts=ReceiptDesk(in_streams=in_streams, pool_id="pool", writer=writer),
+    )
+    return RegistryApp(folder, app, backend, adapters, writer)
