@@ -41,7 +41,9 @@ def test_any_shape_of_tiles_equals_the_reference(
     args = AttendArgs(layer=1, scale=0.3, sliding_window=window)
     plan = attention_triton.plan(sequences, LAYOUT, CPU)
     actual = attention_triton.attend(storage, plan, q, args)
-    expected = attention_torch.attend(storage, attention_torch.plan(sequences, LAYOUT, CPU), q, args)
+    expected = attention_torch.attend(
+        storage, attention_torch.plan(sequences, LAYOUT, CPU), q, args
+    )
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
