@@ -1,0 +1,397 @@
+"""LoRA kernels on one GPU: checked against their reference, timed beside other servers' kernels.
+
+    python3 -m benchmarks.gpu_lora_kernels [--peers FOLDER] [--out FILE]
+
+Llama-3.1-8B shapes, rank 16, one decode step, in microseconds per decoder layer, in a CUDA graph
+over several layers with weights of their own. FOLDER holds the peers' packages and the file
+lora_peers.py with a provider for each; it is never part of this repository. Needs torch, triton
+and numpy alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loramux.adapters.grouped_layout import plan_groups, tabulate
+from loramux.kernels import lora_grouped_torch, lora_triton
+from loramux.kernels.launch_triton import overlaps_launches
+from loramux.kernels.lora_tables import LaunchShape, LoraTables, decode_launch, make_tables
+from loramux.kernels.lora_work import (
+    GroupDirectory,
+    RowTiles,
+    SiteShape,
+    WorkLimits,
+    build_work,
+    gather_tiles,
+    plain_tiles,
+)
+
+Selection = tuple[tuple[int, float], ...]
+
+RANK = 16
+# Enough that the start of a graph weighs little.
+NUM_LAYERS = 12
+HIDDEN, KEYS, INNER = 4096, 1024, 14336
+PAGE_ELEMENTS = 1 << 20
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class BenchSite:
+    """As the planner of adapter layouts wants it."""
+
+    name: str
+    in_features: int
+    projections: tuple[str, ...]
+    out_features: tuple[int, ...]
+
+    @property
+    def shape(self) -> SiteShape:
+        return SiteShape(self.name, self.in_features, self.out_features)
+
+
+SITES = (
+    BenchSite("qkv", HIDDEN, ("q_proj", "k_proj", "v_proj"), (HIDDEN, KEYS, KEYS)),
+    BenchSite("o", HIDDEN, ("o_proj",), (HIDDEN,)),
+    BenchSite("gate_up", HIDDEN, ("gate_proj", "up_proj"), (INNER, INNER)),
+    BenchSite("down", INNER, ("down_proj",), (HIDDEN,)),
+)
+PROJECTIONS = tuple(name for site in SITES for name in site.projections)
+
+
+@dataclass(frozen=True)
+class Case:
+    num_rows: int
+    sites: str
+    popularity: str
+    goal_us: float
+
+    @property
+    def site_indices(self) -> tuple[int, ...]:
+        return (0, 1) if self.sites == "qkvo" else (0, 1, 2, 3)
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return PROJECTIONS[:4] if self.sites == "qkvo" else PROJECTIONS
+
+    def adapters(self) -> Tensor:
+        """[rows] the adapter of each row, sorted as the runner sorts rows."""
+        if self.popularity == "identical":
+            return torch.zeros(self.num_rows, dtype=torch.long)
+        if self.popularity == "distinct":
+            return torch.arange(self.num_rows)
+        generator = torch.Generator().manual_seed(0)
+        weights = 1.0 / torch.arange(1, self.num_rows + 1, dtype=torch.float64) ** 1.5
+        ids = torch.multinomial(weights, self.num_rows, True, generator=generator)
+        return torch.unique(ids, return_inverse=True)[1].sort().values
+
+
+CASES = (
+    Case(1, "qkvo", "identical", 6),
+    Case(1, "all", "identical", 12),
+    Case(32, "qkvo", "identical", 6),
+    Case(32, "qkvo", "distinct", 15),
+    Case(32, "all", "skewed", 16),
+    Case(32, "all", "distinct", 40),
+    Case(256, "qkvo", "skewed", 25),
+    Case(256, "all", "skewed", 60),
+    Case(256, "all", "distinct", 240),
+)
+
+
+class World:
+    """Adapters in pool pages, and the tables of a step."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        projections: Sequence[str],
+        *,
+        num_layers: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        layouts = {
+            rank: plan_groups(
+                SITES,  # type: ignore[arg-type]
+                {(layer, name): rank for layer in range(num_layers) for name in projections},
+                PAGE_ELEMENTS,
+            )
+            for rank in set(ranks)
+        }
+        num_pages = sum(layouts[rank].num_pages for rank in ranks)
+        self.num_layers = num_layers
+        self.pool = torch.empty(num_pages, PAGE_ELEMENTS, dtype=dtype, device=DEVICE)
+        self.pool.normal_(std=0.02)
+        pages = np.random.default_rng(0).permutation(num_pages)
+        tables = {
+            rank: tabulate(layout, projections=PROJECTIONS, num_layers=num_layers)
+            for rank, layout in layouts.items()
+        }
+        max_groups = sum(tables[rank].offsets.shape[1] for rank in ranks)
+        self.index = GroupDirectory(max_slots=len(ranks), max_groups=max_groups)
+        directory = np.zeros((num_layers, max_groups, 4), dtype=np.int32)
+        taken = 0
+        for rank in ranks:
+            table = tables[rank]
+            _, start = self.index.add(table.groups_per_projection)
+            mine = pages[taken : taken + layouts[rank].num_pages]
+            taken += layouts[rank].num_pages
+            directory[:, start : start + table.offsets.shape[1]] = table.addresses(mine)
+        self.directory = torch.from_numpy(directory).to(DEVICE)
+        self.slots = torch.from_numpy(self.index.slots).to(DEVICE)
+
+    def tables(self, tiles: RowTiles, launch: LaunchShape, limits: WorkLimits) -> LoraTables:
+        """Tables with the step's work in them."""
+        tables = make_tables(
+            [site.shape for site in SITES],
+            num_layers=self.num_layers,
+            limits=limits,
+            launch=launch,
+            device=DEVICE,
+            num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
+        )
+        host = np.zeros(limits.num_words, dtype=np.int32)
+        used = build_work(tiles, self.index, limits, host)
+        tables.work[:used].copy_(torch.from_numpy(host[:used]))
+        lora_triton.resolve(tables, self.directory, self.slots)
+        return tables
+
+    def decode_tables(self, ids: Tensor, launch: LaunchShape) -> LoraTables:
+        limits = WorkLimits(max_units=1024, max_h_rows=4096)
+        tiles = plain_tiles(ids.numpy().astype(np.int32), limits.tile_rows)
+        return self.tables(tiles, launch, limits)
+
+
+class Layer:
+    """What one decoder layer computes: the products of the base, and rows to compute them for."""
+
+    def __init__(self, num_rows: int, num_layers: int) -> None:
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16) * 0.02
+
+        self.weights = [
+            [random(sum(site.out_features), site.in_features) for site in SITES]
+            for _ in range(num_layers)
+        ]
+        self.x = [random(num_rows, site.in_features) for site in SITES]
+        self.y = [random(num_rows, sum(site.out_features)) for site in SITES]
+
+    def base(self, layer: int, site: int) -> None:
+        torch.mm(self.x[site], self.weights[layer][site].t(), out=self.y[site])
+
+
+def time_graph(run: Callable[[], None], *, num_replays: int = 20) -> float:
+    """Median microseconds of a replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    times = []
+    for index in range(num_replays + 3):
+        start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        if index >= 3:
+            times.append(start.elapsed_time(stop) * 1e3)
+    return statistics.median(times)
+
+
+def add_lora(tables: LoraTables, world: World, layer: Layer, at: int, site: int) -> None:
+    lora_triton.shrink(tables, world.pool, layer.x[site], at, site)
+    lora_triton.expand(tables, world.pool, layer.y[site], at, site)
+
+
+def relative_error(world: World, tables: LoraTables, num_rows: int, site: int) -> float:
+    """Of what the last layer's adapters add, against the reference."""
+    shape, at, dtype = SITES[site], world.num_layers - 1, world.pool.dtype
+    x = torch.randn(num_rows, shape.in_features, device=DEVICE).to(dtype)
+    y = (torch.randn(num_rows, sum(shape.out_features), device=DEVICE) / 10).to(dtype)
+    before, expected = y.clone(), y.clone()
+    tables.partials.fill_(float("nan"))
+    lora_triton.shrink(tables, world.pool, x, at, site)
+    lora_triton.expand(tables, world.pool, y, at, site)
+    lora_grouped_torch.shrink(tables, world.pool, x, at, site)
+    lora_grouped_torch.expand(tables, world.pool, expected, at, site)
+    change = (expected.float() - before.float()).norm()
+    return ((y.float() - expected.float()).norm() / change).item()
+
+
+# Rows of each adapter: (slot, weight) pairs and how many rows have them.
+MIXES: dict[str, list[tuple[Selection, int]]] = {
+    "distinct": [(((slot, 1.0),), 1) for slot in range(4)],
+    "identical": [(((0, 1.0),), 20)],
+    "skewed, base rows": [(((0, 1.0),), 18), ((), 2), (((1, 1.0),), 3), (((2, 1.0),), 1)],
+    "composed": [(((0, 0.5), (1, -1.5)), 3), (((2, 1.0), (0, 2.0)), 1), (((3, 1.0),), 1)],
+}
+
+
+def check(launches: Sequence[LaunchShape]) -> list[dict[str, Any]]:
+    """Every dtype, rank, mix and launch against the reference; rows as the mix says."""
+    rows = []
+    for dtype, most in ((torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-5)):
+        for ranks in ((1, 3, 8, 16), (16, 16, 16, 16), (64, 16, 200, 1)):
+            world = World(ranks, PROJECTIONS[:4], num_layers=1, dtype=dtype)
+            for name, mix in MIXES.items():
+                tiles = gather_tiles([pairs for pairs, _ in mix], [n for _, n in mix], 16)
+                for launch in launches:
+                    limits = WorkLimits(max_units=256, max_h_rows=512)
+                    tables = world.tables(tiles, launch, limits)
+                    error = relative_error(world, tables, sum(n for _, n in mix), site=0)
+                    rows.append({"dtype": str(dtype), "ranks": ranks, "mix": name, "error": error})
+                    assert error < most, rows[-1]
+    return rows
+
+
+AddLora = Callable[[int, int], None]
+"""Adds the adapters of (layer, site) to that layer's y."""
+
+
+def time_lora(case: Case, layer: Layer, add: AddLora) -> tuple[float, float]:
+    """Microseconds per layer of LoRA alone, and of the base with it."""
+    num_layers = len(layer.weights)
+    places = [(at, site) for at in range(num_layers) for site in range(len(SITES))]
+
+    def lora() -> None:
+        for at, site in places:
+            if site in case.site_indices:
+                add(at, site)
+
+    def both() -> None:
+        for at, site in places:
+            layer.base(at, site)
+            if site in case.site_indices:
+                add(at, site)
+
+    return time_graph(lora) / num_layers, time_graph(both) / num_layers
+
+
+def time_base(layer: Layer) -> float:
+    num_layers = len(layer.weights)
+
+    def base() -> None:
+        for at in range(num_layers):
+            for site in range(len(SITES)):
+                layer.base(at, site)
+
+    return time_graph(base) / num_layers
+
+
+def time_case(case: Case, world: World, launch: LaunchShape, layer: Layer) -> dict[str, float]:
+    """Microseconds per layer: the base alone, LoRA alone, and what LoRA adds to the base."""
+    tables = world.decode_tables(case.adapters(), launch)
+
+    def add(at: int, site: int) -> None:
+        add_lora(tables, world, layer, at, site)
+
+    base_us = time_base(layer)
+    alone_us, both_us = time_lora(case, layer, add)
+    return {"base": base_us, "alone": alone_us, "added": both_us - base_us}
+
+
+def time_peer(case: Case, peers: Any, name: str, layer: Layer, base_us: float) -> dict[str, Any]:
+    ids = peers.assignment(case.popularity, case.num_rows)
+    names = [SITES[site].name for site in case.site_indices]
+    try:
+        peer = peers.PROVIDERS[name](names, RANK, int(ids.max()) + 1, ids, len(layer.weights))
+
+        def add(at: int, site: int) -> None:
+            peer(at, SITES[site].name, layer.x[site], layer.y[site])
+
+        alone_us, both_us = time_lora(case, layer, add)
+        return {name: alone_us, f"{name} added": both_us - base_us}
+    except Exception as error:  # A peer that does not run here is a gap in the table.
+        return {name: f"{type(error).__name__}: {error}"[:60]}
+
+
+def floor_us(case: Case, read_tbps: float) -> float:
+    num_adapters = int(case.adapters().max()) + 1
+    sites = [SITES[site] for site in case.site_indices]
+    per_adapter = RANK * sum(
+        s.in_features * len(s.out_features) + sum(s.out_features) for s in sites
+    )
+    return num_adapters * per_adapter * 2 / (read_tbps * 1e6)
+
+
+def measure_read_tbps() -> float:
+    big = torch.randn(65536, 16384, device=DEVICE, dtype=torch.bfloat16)
+    one = torch.randn(1, 16384, device=DEVICE, dtype=torch.bfloat16)
+    return big.numel() * 2 / time_graph(lambda: torch.mm(one, big.t())) / 1e6
+
+
+def launch_of(num_rows: int) -> LaunchShape:
+    return decode_launch(num_rows, use_pdl=overlaps_launches(DEVICE.type))
+
+
+def run_cases(peers: Any) -> list[dict[str, Any]]:
+    world = World([RANK] * 256, PROJECTIONS, num_layers=NUM_LAYERS)
+    read_tbps = measure_read_tbps()
+    rows: list[dict[str, Any]] = []
+    for case in CASES:
+        layer = Layer(case.num_rows, NUM_LAYERS)
+        row: dict[str, Any] = {
+            "rows": case.num_rows,
+            "sites": case.sites,
+            "adapters": int(case.adapters().max()) + 1,
+            "floor": floor_us(case, read_tbps),
+            "goal": case.goal_us,
+            **time_case(case, world, launch_of(case.num_rows), layer),
+        }
+        for name in peers.PROVIDERS if peers else ():
+            row |= time_peer(case, peers, name, layer, row["base"])
+            torch.cuda.empty_cache()
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    names = list(rows[0])
+    print(" ".join(f"{name:>14}" for name in names))
+    for row in rows:
+        cells = (row.get(name, "") for name in names)
+        texts = (f"{cell:.1f}" if isinstance(cell, float) else str(cell)[:14] for cell in cells)
+        print(" ".join(f"{text:>14}" for text in texts))
+
+
+def import_peers(folder: Path) -> Any:
+    sys.path.insert(0, str(folder))
+    sys.path.append(str(folder / "site312"))
+    return importlib.import_module("lora_peers")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    checks = check([launch_of(1), launch_of(256)])
+    worst = max(checks, key=lambda row: float(row["error"]))
+    print(f"{len(checks)} checks passed; largest relative error {worst}")
+    rows = run_cases(import_peers(arguments.peers) if arguments.peers else None)
+    print_table(rows)
+    if arguments.out:
+        arguments.out.write_text(json.dumps({"checks": checks, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""y += h @ B of every head of a step's work list."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from loramux.kernels.lora_shrink_triton import load_group, load_word, share
+
+
+@triton.jit
+def _h_of_row(h, splits, MAX_SPLITS: tl.constexpr, TAIL: tl.constexpr):
+    """h [16] of one row; without TAIL the sum of its splits."""
+    rank = tl.arange(0, 16)
+    if TAIL:
+        sums = tl.load(h + rank).to(tl.float32)
+    else:
+        split = tl.arange(0, MAX_SPLITS)[:, None]
+        sums = tl.sum(tl.load(h + split * 16 + rank[None, :], mask=split < splits, other=0.0), 0)
+    return sums
+
+
+@triton.jit
+def _h_of_tile(h, h_stride, num_rows, splits, TILE_M: tl.constexpr, TAIL: tl.constexpr):
+    """h [TILE_M, 16] of a tile of rows."""
+    row = tl.arange(0, TILE_M)[:, None]
+    source = h + row * h_stride + tl.arange(0, 16)[None, :]
+    if TAIL:
+        sums = tl.load(source, mask=row < num_rows, other=0.0).to(tl.float32)
+    else:
+        sums = tl.zeros((TILE_M, 16), tl.float32)
+        for first in tl.range(0, splits, 16, num_stages=1):
+            for split in tl.static_range(16):
+                mask = row < tl.where(first + split < splits, num_rows, 0)
+                sums += tl.load(source + (first + split) * 16, mask=mask, other=0.0)
+    return sums
+
+
+@triton.jit
+def _load_more(records, unit):
+    """B's address, ranks, h and weight of a unit that follows a head."""
+    record = records + unit * 64
+    ranks = load_word(record + 2) & 255
+    weight = load_word(record + 5).to(tl.float32, bitcast=True)
+    return load_word(record + 1), ranks, load_word(record + 4), weight
+
+
+@triton.jit
+def _locate(  # noqa: PLR0913
+    tile, heads_of_row, heads_of_tile, num_row_units, width0, width1, width2,
+    ROW_N: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Whether it is a row, unit, slice, first column in the slice, and the slice's width."""
+    row_tiles = heads_of_row * (
+        tl.cdiv(width0, ROW_N) + tl.cdiv(width1, ROW_N) + tl.cdiv(width2, ROW_N)
+    )
+    is_row = tile < row_tiles
+    heads = tl.where(is_row, heads_of_row, heads_of_tile)
+    rest = tl.where(is_row, tile, tile - row_tiles)
+    chunks0 = tl.where(is_row, tl.cdiv(width0, ROW_N), tl.cdiv(width0, TILE_N))
+    chunks1 = tl.where(is_row, tl.cdiv(width1, ROW_N), tl.cdiv(width1, TILE_N))
+    chunks2 = tl.where(is_row, tl.cdiv(width2, ROW_N), tl.cdiv(width2, TILE_N))
+    is_past0 = rest >= heads * chunks0
+    is_past1 = rest >= heads * (chunks0 + chunks1)
+    rest -= tl.where(is_past0, heads * chunks0, 0) + tl.where(is_past1, heads * chunks1, 0)
+    chunks = tl.where(is_past1, chunks2, tl.where(is_past0, chunks1, chunks0))
+    width = tl.where(is_past1, width2, tl.where(is_past0, width1, width0))
+    slice_index = tl.where(is_past0, 1, 0) + tl.where(is_past1, 1, 0)
+    head = rest // tl.maximum(chunks, 1)
+    first = (rest - head * chunks) * tl.where(is_row, ROW_N, TILE_N)
+    unit = head + tl.where(is_row, 0, num_row_units)
+    return is_row, unit, slice_index, first, width
+
+
+@triton.jit
+def _load_expand(  # noqa: PLR0913
+    tile, live, pool, records, heads_of_row, heads_of_tile, num_row_units,
+    width0, width1, width2, ROW_N: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """A tile's B, as [16, ROW_N] for one row or [16, TILE_N] for several, and its record."""
+    is_row, unit, slice_index, first, width = _locate(
+        tile, heads_of_row, heads_of_tile, num_row_units, width0, width1, width2, ROW_N, TILE_N
+    )
+    record = records + (unit * 8 + slice_index) * 8
+    address = load_word(record + 1, live)
+    shape = load_word(record + 2, live)
+    row_start = load_word(record + 3, live)
+    at = load_word(record + 4, live)
+    weight = load_word(record + 5, live).to(tl.float32, bitcast=True)
+    more = load_word(record + 6, live)
+    num_more = load_word(record + 7, live)
+    ranks = shape & 255
+    b_row = load_group(pool, address, tl.where(is_row, ranks, 0), first, width, ROW_N)
+    b_tile = load_group(pool, address, tl.where(is_row, 0, ranks), first, width, TILE_N)
+    return (
+        is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more,
+        slice_index, first, width,
+    )  # fmt: skip
+
+
+@triton.jit
+def _expand_row(  # noqa: PLR0913
+    b, h, h_step, y, at, weight, splits, pool, records, more, num_more, first, width, written,
+    MAX_SPLITS: tl.constexpr, ROW_N: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    column = first + tl.arange(0, ROW_N)
+    values = tl.load(y + column, mask=column < written, other=0.0).to(tl.float32)
+    sums = _h_of_row(h + at.to(tl.int64) * h_step, splits, MAX_SPLITS, TAIL) * weight
+    # Rounded as the matrix units do it: a row alone and a row in a tile get the same h.
+    values += tl.sum(b.to(tl.float32) * sums.to(b.dtype).to(tl.float32)[:, None], axis=0)
+    for index in tl.range(num_more, num_stages=1):
+        address, ranks, more_at, more_weight = _load_more(records, more + index)
+        more_b = load_group(pool, address, ranks, first, width, ROW_N)
+        sums = _h_of_row(h + more_at.to(tl.int64) * h_step, splits, MAX_SPLITS, TAIL) * more_weight
+        values += tl.sum(more_b.to(tl.float32) * sums.to(b.dtype).to(tl.float32)[:, None], axis=0)
+    tl.store(y + column, values.to(y.dtype.element_ty), mask=column < written)
+
+
+@triton.jit
+def _expand_tile(  # noqa: PLR0913
+    b, h, h_step, h_stride, y, y_stride, at, weight, num_rows, splits, pool, records, more,
+    num_more, first, width, written, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TAIL: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, TILE_M)[:, None]
+    column = first + tl.arange(0, TILE_N)[None, :]
+    target = y + row * y_stride + column
+    mask = (row < num_rows) & (column < written)
+    values = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    sums = _h_of_tile(h + at.to(tl.int64) * h_step, h_stride, num_rows, splits, TILE_M, TAIL)
+    values = tl.dot((sums * weight).to(b.dtype), b, values, input_precision="ieee")
+    for index in tl.range(num_more, num_stages=1):
+        address, ranks, more_at, more_weight = _load_more(records, more + index)
+        more_b = load_group(pool, address, ranks, first, width, TILE_N)
+        more_h = h + more_at.to(tl.int64) * h_step
+        sums = _h_of_tile(more_h, h_stride, num_rows, splits, TILE_M, TAIL) * more_weight
+        values = tl.dot(sums.to(b.dtype), more_b, values, input_precision="ieee")
+    tl.store(target, values.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _expand(  # noqa: PLR0913
+    is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more, slice_index,
+    first, width, pool, records, partials, y, y_stride, width0, width1, width2,
+    splits, MAX_SPLITS: tl.constexpr, TILE_M: tl.constexpr,
+    ROW_N: tl.constexpr, TILE_N: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    out_start = tl.where(slice_index > 0, width0, 0) + tl.where(slice_index > 1, width1, 0)
+    rows = y + row_start.to(tl.int64) * y_stride
+    if TAIL:
+        num_slices = 1 + (width1 > 0).to(tl.int32) + (width2 > 0).to(tl.int32)
+        h = rows + width0 + width1 + width2 + slice_index * 16
+        h_step = num_slices * 16
+        h_stride = y_stride
+    else:
+        h = partials + slice_index * (MAX_SPLITS * 16)
+        h_step = 3 * MAX_SPLITS * 16
+        h_stride = 3 * MAX_SPLITS * 16
+    # Nothing, where the adapter leaves this layer alone.
+    written = tl.where((shape & 255) + num_more > 0, width, 0)
+    of_slice = records + slice_index * 8
+    if is_row:
+        _expand_row(
+            b_row, h, h_step, rows + out_start, at, weight, splits, pool, of_slice, more,
+            num_more, first, width, written, MAX_SPLITS, ROW_N, TAIL,
+        )  # fmt: skip
+    else:
+        _expand_tile(
+            b_tile, h, h_step, h_stride, rows + out_start, y_stride, at, weight, shape >> 16,
+            splits, pool, of_slice, more, num_more, first, width, written,
+            TILE_M, TILE_N, TAIL,
+        )  # fmt: skip
+
+
+@triton.jit
+def expand_kernel(  # noqa: PLR0913
+    pool,
+    records,
+    work,
+    partials,
+    y,
+    record_start,
+    y_stride,
+    width0,
+    width1,
+    width2,
+    splits,
+    MAX_SPLITS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    ROW_N: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TAIL: tl.constexpr,
+    LOOP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Without LOOP there are as many programs as tiles, or more."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    heads_of_row = load_word(work)
+    num_row_units = load_word(work + 1)
+    heads_of_tile = load_word(work + 2)
+    row_chunks = tl.cdiv(width0, ROW_N) + tl.cdiv(width1, ROW_N) + tl.cdiv(width2, ROW_N)
+    tile_chunks = tl.cdiv(width0, TILE_N) + tl.cdiv(width1, TILE_N) + tl.cdiv(width2, TILE_N)
+    num_tiles = heads_of_row * row_chunks + heads_of_tile * tile_chunks
+    records += record_start
+    if LOOP:
+        begin, end = share(num_tiles)
+        zero = begin * 0
+        is_row = begin < 0
+        b_row = tl.zeros((16, ROW_N), pool.dtype.element_ty)
+        b_tile = tl.zeros((16, TILE_N), pool.dtype.element_ty)
+        shape, row_start, at, weight = zero, zero, zero, zero.to(tl.float32)
+        more, num_more, slice_index, first, width = zero, zero, zero, zero, zero
+        # A turn computes a tile and loads the weights of the next; the first turn only loads.
+        for tile in range(begin - 1, end):
+            if tile >= begin:
+                _expand(
+                    is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more,
+                    slice_index, first, width, pool, records, partials, y, y_stride,
+                    width0, width1, width2, splits,
+                    MAX_SPLITS, TILE_M, ROW_N, TILE_N, TAIL,
+                )  # fmt: skip
+            (
+                is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more, slice_index,
+                first, width,
+            ) = _load_expand(
+                tile + 1, tile + 1 < end, pool, records, heads_of_row, heads_of_tile,
+                num_row_units, width0, width1, width2, ROW_N, TILE_N,
+            )  # fmt: skip
+            if PDL:  # noqa: SIM102 - known when compiling
+                if tile < begin:
+                    tl.extra.cuda.gdc_wait()
+    else:
+        tile = tl.program_id(0)
+        (
+            is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more, slice_index,
+            first, width,
+        ) = _load_expand(
+            tile, tile < num_tiles, pool, records, heads_of_row, heads_of_tile, num_row_units,
+            width0, width1, width2, ROW_N, TILE_N,
+        )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        if tile < num_tiles:
+            _expand(
+                is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more, slice_index,
+                first, width, pool, records, partials, y, y_stride, width0, width1, width2,
+                splits, MAX_SPLITS, TILE_M, ROW_N, TILE_N, TAIL,
+            )  # fmt: skip

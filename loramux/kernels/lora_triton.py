@@ -1,0 +1,172 @@
+"""LoRA on a GPU: persistent kernels that take their tiles from a step's work list.
+
+For each site of each layer: the base's matrix product, then `shrink`, then `expand`. With use_pdl
+a kernel lets its successor start at once and, before it waits for its predecessor, reads its
+records and weights. So the product must be launched without PDL: then all that was written before
+it is complete (by `resolve`, by a copy of an adapter's pages), and a kernel behind an `expand` may
+read that much, and no more, before its own wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loramux.kernels.lora_expand_triton import expand_kernel
+from loramux.kernels.lora_shrink_triton import shrink_kernel, shrink_wide_kernel
+from loramux.kernels.lora_tables import LoraTables
+from loramux.kernels.lora_work import MAX_SLICES
+
+_RESOLVE_UNITS = 16
+
+
+def resolve(tables: LoraTables, directory: Tensor, slots: Tensor) -> None:
+    """records[layer, i, projection] = the step's unit i with its addresses there.
+
+    directory int32 [layers, groups, 4]: addresses of A and B, number of ranks
+    slots int32 [slots, 8 projections, 2]: first group, number of groups
+    """
+    num_layers, max_units = tables.records.shape[:2]
+    grid = (min(triton.cdiv(max_units, _RESOLVE_UNITS), tables.num_sms), num_layers)
+    _resolve_kernel[grid](
+        tables.work,
+        directory,
+        slots,
+        tables.records,
+        directory.stride(0),
+        tables.records.stride(0),
+        BLOCK=_RESOLVE_UNITS,
+        num_warps=4,
+    )
+
+
+def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -> None:
+    """partials[h of row i, slice, split] = x[i, split] @ A[split].T for every unit.
+
+    pool [pages, elements]   x [rows, in]
+    """
+    cut, launch = tables.sites[site], tables.launch
+    num_slices = len(cut.shape.out_features)
+    is_wide = not tables.limits.has_row_units
+    kernel = shrink_wide_kernel if is_wide else shrink_kernel
+    options: dict[str, Any] = {"PDL": launch.use_pdl, **_pdl(launch.use_pdl)}
+    if is_wide:
+        options = {"STEP_K": launch.step_k, "RANKS": 16 if num_slices == 1 else 64}
+    # Enough programs for one group of ranks per row; more work is looped over.
+    tiles = x.shape[0] * num_slices * cut.num_splits
+    kernel[(min(tables.num_sms * launch.shrinks_per_sm, max(tiles, tables.num_sms)),)](
+        pool,
+        tables.records,
+        tables.work,
+        x,
+        tables.partials,
+        _record_start(tables, layer, site),
+        num_slices,
+        x.stride(0),
+        IN=cut.shape.in_features,
+        BLOCK_K=cut.block_k,
+        TILE_M=tables.limits.tile_rows,
+        MAX_SPLITS=tables.max_splits,
+        num_warps=launch.shrink_warps * (1 if is_wide else cut.block_k // launch.block_k),
+        maxnreg=launch.registers,
+        **options,
+    )
+
+
+def expand(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -> None:
+    """y[i] += weight * h[i] @ B for every unit; rows without an adapter stay.
+
+    pool [pages, elements]   y [rows, out]
+    """
+    _launch_expand(tables, pool, y, (layer, site), is_tail=False)
+
+
+def expand_tail(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -> None:
+    """As expand, with h in blocks of 16 columns of y behind its outputs, slice by slice.
+
+    H_START is a unit's block.   pool [pages, elements]   y [rows, out + tail]
+    """
+    _launch_expand(tables, pool, y, (layer, site), is_tail=True)
+
+
+def _launch_expand(
+    tables: LoraTables, pool: Tensor, y: Tensor, place: tuple[int, int], *, is_tail: bool
+) -> None:
+    cut, launch = tables.sites[place[1]], tables.launch
+    widths = (*cut.shape.out_features, 0, 0)[:MAX_SLICES]
+    row_tiles, tiles = (
+        sum(triton.cdiv(width, block) for width in widths)
+        for block in (launch.row_n, launch.tile_n)
+    )
+    pairs, single = divmod(y.shape[0], 2)
+    # The most work that these rows can be: each alone with its adapter, or two by two.
+    tiles = max(y.shape[0] * row_tiles, pairs * tiles + single * row_tiles)
+    most = tables.num_sms * launch.expands_per_sm
+    is_loop = tiles > most or not tables.limits.has_row_units
+    expand_kernel[(min(tiles, most),)](
+        pool,
+        tables.records,
+        tables.work,
+        tables.partials,
+        y,
+        _record_start(tables, *place),
+        y.stride(0),
+        *widths,
+        cut.num_splits,
+        MAX_SPLITS=tables.max_splits,
+        TILE_M=tables.limits.tile_rows,
+        ROW_N=launch.row_n,
+        TILE_N=launch.tile_n,
+        TAIL=is_tail,
+        LOOP=is_loop,
+        PDL=launch.use_pdl,
+        num_warps=launch.expand_warps,
+        maxnreg=launch.registers,
+        **_pdl(launch.use_pdl),
+    )
+
+
+def _record_start(tables: LoraTables, layer: int, site: int) -> int:
+    return layer * tables.records.stride(0) + tables.sites[site].first_projection * 8
+
+
+def _pdl(use_pdl: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if use_pdl else {}
+
+
+@triton.jit
+def _resolve_kernel(  # noqa: PLR0913
+    work, directory, slots, records, directory_stride, record_stride, BLOCK: tl.constexpr
+):
+    layer = tl.program_id(1)
+    num_units = tl.load(work + 1) + tl.load(work + 3)
+    # A row of a block is a unit at one projection.
+    row = tl.arange(0, BLOCK * 8)
+    word = tl.arange(0, 8)[None, :]
+    for first in range(tl.program_id(0) * BLOCK, num_units, tl.num_programs(0) * BLOCK):
+        unit = first + row // 8
+        live = unit < num_units
+        source = work + 16 + unit * 8
+        slot = tl.load(source, mask=live, other=0)
+        chain = tl.load(source + 1, mask=live, other=0)
+        found = slots + slot * 16 + (row % 8) * 2
+        group = tl.load(found, mask=live, other=0) + chain
+        has_group = live & (chain < tl.load(found + 1, mask=live, other=0))
+        entry = directory + layer * directory_stride + group * 4
+        a = tl.load(entry, mask=has_group, other=0)
+        b = tl.load(entry + 1, mask=has_group, other=0)
+        ranks = tl.load(entry + 2, mask=has_group, other=0)
+        words = tl.load(source[:, None] + word, mask=live[:, None], other=0)
+        words = tl.where(word == 0, a[:, None], words)
+        words = tl.where(word == 1, b[:, None], words)
+        words = tl.where(word == 2, words * 65536 + ranks[:, None], words)
+        target = records + layer.to(tl.int64) * record_stride + first * 64
+        tl.store(
+            target + row[:, None] * 8 + word,
+            words,
+            mask=live[:, None],
+            eviction_policy="evict_last",
+        )

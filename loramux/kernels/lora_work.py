@@ -1,0 +1,247 @@
+"""A step's LoRA work as one list of integers, built on the host once and read by every layer.
+
+A unit is one group of ranks of one adapter for one tile of neighbouring rows, at every projection.
+What else is added to the same rows (more groups, more adapters) follows a unit: it is its head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+GROUP_RANKS = 16
+ALIGN_ELEMENTS = 64
+MAX_SLICES = 3
+MAX_PROJECTIONS = 8
+
+# The list begins with how many units are heads of one row, of one row, heads of several rows, of
+# several rows; the units follow in this order.
+HEADER_WORDS = 16
+ROW_HEADS, ROW_UNITS, TILE_HEADS, TILE_UNITS = range(4)
+UNIT_WORDS = 8
+SLOT, CHAIN, NUM_ROWS, ROW_START, H_START, WEIGHT, MORE_START, NUM_MORE = range(UNIT_WORDS)
+# A record is a unit at one projection of one layer: where its weights are, and in NUM_ROWS the
+# number of ranks too (ranks + rows * 2^16).
+A_ADDRESS, B_ADDRESS = SLOT, CHAIN
+# The bits of 1.0.
+ONE = np.array(1, dtype=np.float32).view(np.int32)
+
+
+class WorkListFull(ValueError):
+    """A step has more LoRA work than the device tables were made for."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiteShape:
+    """One fused linear layer; slice i writes out_features[i] columns of its output."""
+
+    name: str
+    in_features: int
+    out_features: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkLimits:
+    max_units: int
+    max_h_rows: int
+    """Sum over all units of their rows."""
+    tile_rows: int = 16
+    """Longer runs of rows are cut."""
+    has_row_units: bool = True
+    """False: a single row is a tile too, as in prompts."""
+
+    @property
+    def num_words(self) -> int:
+        """Of the longest list."""
+        return HEADER_WORDS + self.max_units * UNIT_WORDS
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    """Entry e adds adapter slot[e], times weight[e], to num_rows[e] rows from start[e].
+
+    In the order of rows. Entries with one start are several adapters on the same rows; base rows
+    have none.
+    """
+
+    start: Ints
+    num_rows: Ints
+    slot: Ints
+    weight: NDArray[np.float32] | None
+    """None: all are 1, and no row has two entries."""
+
+
+def gather_tiles(
+    selections: Sequence[Sequence[tuple[int, float]]], num_rows: Sequence[int], tile_rows: int
+) -> RowTiles:
+    """selections[i]: (slot, weight) pairs of the next num_rows[i] rows; neighbours are joined."""
+    runs: list[tuple[int, int, Sequence[tuple[int, float]]]] = []
+    row = 0
+    for selection, count in zip(selections, num_rows, strict=True):
+        if runs and runs[-1][2] == selection:
+            runs[-1] = (runs[-1][0], row + count, selection)
+        else:
+            runs.append((row, row + count, selection))
+        row += count
+    entries = [
+        (start, min(tile_rows, stop - start), slot, weight)
+        for first, stop, selection in runs
+        for start in range(first, stop, tile_rows)
+        for slot, weight in selection
+    ]
+    columns = zip(*entries, strict=True) if entries else ((), (), (), ())
+    start, rows, slot, weight = columns
+    return RowTiles(
+        start=np.array(start, dtype=np.int32),
+        num_rows=np.array(rows, dtype=np.int32),
+        slot=np.array(slot, dtype=np.int32),
+        weight=np.array(weight, dtype=np.float32),
+    )
+
+
+def plain_tiles(slots: Ints, tile_rows: int) -> RowTiles:
+    """slots[i]: the one adapter of row i, at weight 1; -1: a base row. Fast, for decode steps."""
+    start = np.flatnonzero(slots[1:] != slots[:-1]).astype(np.int32)
+    start += 1
+    if len(slots):
+        start = np.concatenate((np.zeros(1, np.int32), start))
+    stop = np.append(start[1:], np.int32(len(slots)))[: len(start)]
+    slot = slots[start]
+    if len(slots) and slots.min() < 0:
+        used = slot >= 0
+        start, stop, slot = start[used], stop[used], slot[used]
+    num_rows = stop - start
+    if len(start) and num_rows.max() > tile_rows:
+        per_run = (num_rows + (tile_rows - 1)) // tile_rows
+        run = np.repeat(np.arange(len(start)), per_run)
+        first = np.cumsum(per_run) - per_run
+        within = (np.arange(len(run)) - first[run]).astype(np.int32)
+        start = start[run] + within * np.int32(tile_rows)
+        num_rows = np.minimum(stop[run] - start, np.int32(tile_rows))
+        slot = slot[run]
+    return RowTiles(start, num_rows, slot, None)
+
+
+class GroupDirectory:
+    """Which rows of the device's table of groups belong to which adapter slot.
+
+    That table is [layers, max_groups, 4], as GroupTable.addresses makes its rows; beside it stands
+    `slots`. Whoever adds an adapter copies both to the device.
+    """
+
+    def __init__(self, *, max_slots: int, max_groups: int) -> None:
+        self.slots: Ints = np.zeros((max_slots, MAX_PROJECTIONS, 2), dtype=np.int32)
+        """First group and number of groups of each projection."""
+        self.num_chained: Ints = np.zeros(max_slots, dtype=np.int32)
+        """The most groups that any projection of the slot's adapter has."""
+        self._max_groups = max_groups
+        self._ranges: dict[int, tuple[int, int]] = {}
+
+    def add(self, groups_per_projection: Ints) -> tuple[int, int]:
+        """(slot, first row of the table) for as many rows as there are groups."""
+        num_groups = int(groups_per_projection.sum())
+        slot = next((s for s in range(len(self.slots)) if s not in self._ranges), None)
+        start = self._find_room(num_groups)
+        if slot is None or start is None:
+            raise WorkListFull(
+                f"No room for an adapter of {num_groups} groups among {len(self._ranges)} others: "
+                f"the table has {len(self.slots)} slots and {self._max_groups} groups. "
+                "Make it larger, or evict an adapter first."
+            )
+        self._ranges[slot] = (start, start + num_groups)
+        mine = self.slots[slot, : len(groups_per_projection)]
+        mine[:, 0] = start + np.cumsum(groups_per_projection) - groups_per_projection
+        mine[:, 1] = groups_per_projection
+        self.num_chained[slot] = groups_per_projection.max()
+        return slot, start
+
+    def remove(self, slot: int) -> None:
+        del self._ranges[slot]
+        self.slots[slot] = 0
+        self.num_chained[slot] = 0
+
+    def _find_room(self, num_groups: int) -> int | None:
+        end = 0
+        for start, stop in sorted(self._ranges.values()):
+            if start - end >= num_groups:
+                return end
+            end = stop
+        return end if self._max_groups - end >= num_groups else None
+
+
+def build_work(
+    tiles: RowTiles,
+    directory: GroupDirectory,
+    limits: WorkLimits,
+    out: Ints,
+    tail_blocks: Ints | None = None,
+) -> int:
+    """Fills out, which has limits.num_words; returns how many words are used.
+
+    tail_blocks[slot]: for expand_tail, the slot's first block of 16 ranks in every tail.
+    """
+    start, num_rows, slot = tiles.start, tiles.num_rows, tiles.slot
+    weight = ONE if tiles.weight is None else tiles.weight.view(np.int32)
+    chained = directory.num_chained.take(slot)
+    chain: Ints | None = None
+    # An adapter that changes nothing has no unit.
+    if tiles.weight is not None or len(slot) != np.count_nonzero(chained == 1):
+        entry = np.repeat(np.arange(len(slot)), chained)
+        first = np.cumsum(chained) - chained
+        chain = (np.arange(len(entry)) - first[entry]).astype(np.int32)
+        start, num_rows, slot = start[entry], num_rows[entry], slot[entry]
+        weight = weight if tiles.weight is None else weight[entry]
+    _check(len(slot), int(np.add.reduce(num_rows)), limits)
+    units = np.zeros((len(slot), UNIT_WORDS), dtype=np.int32)
+    units[:, SLOT] = slot
+    units[:, NUM_ROWS] = num_rows
+    units[:, ROW_START] = start
+    units[:, WEIGHT] = weight
+    if chain is not None:
+        units[:, CHAIN] = chain
+    units = _sort(units, chain is not None, limits, out[:HEADER_WORDS])
+    num_rows = units[:, NUM_ROWS]
+    if tail_blocks is None:
+        units[:, H_START] = np.cumsum(num_rows) - num_rows
+    else:
+        units[:, H_START] = tail_blocks[units[:, SLOT]] + units[:, CHAIN]
+    end = HEADER_WORDS + units.size
+    out[HEADER_WORDS:end] = units.reshape(-1)
+    return end
+
+
+def _sort(units: Ints, is_chained: bool, limits: WorkLimits, header: Ints) -> Ints:
+    """The units in the order of the list, each head linked to what follows it."""
+    num_units = len(units)
+    is_tile = units[:, NUM_ROWS] > (1 if limits.has_row_units else 0)
+    num_tiles = int(np.count_nonzero(is_tile))
+    header[:] = 0
+    header[:4] = num_units - num_tiles, num_units - num_tiles, num_tiles, num_tiles
+    if not is_chained:
+        return units if num_tiles in (0, num_units) else units[np.argsort(is_tile, kind="stable")]
+    is_head = np.diff(units[:, ROW_START], prepend=-1) != 0
+    header[TILE_HEADS] = np.count_nonzero(is_tile & is_head)
+    header[ROW_HEADS] = np.count_nonzero(is_head) - header[TILE_HEADS]
+    order = np.argsort(is_tile * 2 + ~is_head, kind="stable")
+    place = np.empty(num_units + 1, dtype=np.int32)
+    place[order] = np.arange(num_units, dtype=np.int32)
+    heads = np.flatnonzero(is_head)
+    num_more = np.diff(heads, append=num_units) - 1
+    units[heads, NUM_MORE] = num_more
+    # What follows a head keeps its order, behind all heads.
+    units[heads, MORE_START] = np.where(num_more > 0, place[heads + 1], 0)
+    return units[order]
+
+
+def _check(num_units: int, num_h_rows: int, limits: WorkLimits) -> None:
+    if num_units > limits.max_units or num_h_rows > limits.max_h_rows:
+        raise WorkListFull(
+            f"The step has {num_units} units of LoRA work with {num_h_rows} rows together; the "
+            f"tables hold {limits.max_units} and {limits.max_h_rows}. Run fewer rows or lower "
+            "ranks in one step, or make the tables larger."
+        )

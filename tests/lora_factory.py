@@ -1,0 +1,183 @@
+"""Random adapters in the pages of a small pool, and what they should add to a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loramux.adapters.grouped_layout import Group, GroupedLayout, plan_groups, tabulate
+from loramux.adapters.layout import Site
+from loramux.kernels import lora_grouped_torch
+from loramux.kernels.lora_tables import LaunchShape, LoraTables, make_tables
+from loramux.kernels.lora_work import (
+    GroupDirectory,
+    SiteShape,
+    WorkLimits,
+    build_work,
+    gather_tiles,
+)
+
+Selection = Sequence[tuple[int, float]]
+
+NUM_LAYERS = 2
+PAGE_ELEMENTS = 1536
+SITES = (
+    Site("qkv", 48, ("q_proj", "k_proj", "v_proj"), (80, 16, 16)),
+    Site("o", 80, ("o_proj",), (48,)),
+    Site("gate_up", 48, ("gate_proj", "up_proj"), (72, 72)),
+)
+SHAPES = tuple(SiteShape(site.name, site.in_features, site.out_features) for site in SITES)
+PROJECTIONS = tuple(name for site in SITES for name in site.projections)
+LAUNCH = LaunchShape(
+    block_k=32,
+    step_k=16,
+    shrink_warps=1,
+    row_n=64,
+    tile_n=32,
+    expand_warps=1,
+    shrinks_per_sm=3,
+    expands_per_sm=3,
+)
+LIMITS = WorkLimits(max_units=128, max_h_rows=400)
+
+
+@dataclass
+class LoraWorld:
+    """Adapters by slot, where they lie, and the tables of a step."""
+
+    pool: Tensor
+    directory: Tensor
+    index: GroupDirectory
+    tables: LoraTables
+    weights: list[dict[tuple[int, str], tuple[Tensor, Tensor]]]
+
+    def plan(self, rows: Sequence[Selection], *, tail_blocks: Sequence[int] | None = None) -> None:
+        """The step's work, in the tables; rows[i] is what row i selects."""
+        limits = self.tables.limits
+        host = np.zeros(limits.num_words, dtype=np.int32)
+        tiles = gather_tiles(rows, [1] * len(rows), limits.tile_rows)
+        blocks = None if tail_blocks is None else np.array(tail_blocks, dtype=np.int32)
+        used = build_work(tiles, self.index, limits, host, blocks)
+        self.tables.work[:used].copy_(torch.from_numpy(host[:used]))
+        lora_grouped_torch.resolve(self.tables, self.directory, self.slots)
+
+    @property
+    def slots(self) -> Tensor:
+        return torch.from_numpy(self.index.slots)
+
+    def expected(
+        self, y: Tensor, x: Tensor, rows: Sequence[Selection], layer: int, site: int
+    ) -> Tensor:
+        """y + sum of weight * x A.T B.T in float64, one row after the other."""
+        total = y.double()
+        for row, selection in enumerate(rows):
+            for slot, weight in selection:
+                total[row] += weight * self._change(x[row].double(), slot, layer, site)
+        return total
+
+    def _change(self, x: Tensor, slot: int, layer: int, site: int) -> Tensor:
+        shape = SITES[site]
+        parts = []
+        for name, out_features in zip(shape.projections, shape.out_features, strict=True):
+            a, b = self.weights[slot].get((layer, name), (None, None))
+            if a is None or b is None:
+                parts.append(torch.zeros(out_features, dtype=torch.float64, device=x.device))
+            else:
+                parts.append((x @ a.double().t()) @ b.double())
+        return torch.cat(parts)
+
+
+def random_rows(
+    num_rows: int, site: int, *, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """x [rows, in] and y [rows, out]"""
+    generator = torch.Generator().manual_seed(num_rows)
+    shape = SITES[site]
+    x = torch.randn(num_rows, shape.in_features, generator=generator)
+    y = torch.randn(num_rows, sum(shape.out_features), generator=generator)
+    return x.to(dtype), y.to(dtype)
+
+
+def make_world(
+    ranks: Sequence[Mapping[str, int]],
+    *,
+    dtype: torch.dtype = torch.float32,
+    limits: WorkLimits = LIMITS,
+    launch: LaunchShape = LAUNCH,
+    skip: Sequence[tuple[int, int]] = (),
+) -> LoraWorld:
+    """ranks[slot]: projection -> rank, in every layer but those (slot, layer) in skip."""
+    generator = torch.Generator().manual_seed(3)
+    layouts = [
+        plan_groups(
+            SITES,
+            {
+                (layer, name): rank
+                for layer in range(NUM_LAYERS)
+                for name, rank in of_slot.items()
+                if (slot, layer) not in skip
+            },
+            PAGE_ELEMENTS,
+        )
+        for slot, of_slot in enumerate(ranks)
+    ]
+    num_pages = sum(layout.num_pages for layout in layouts)
+    # What lies between the groups must never reach a result.
+    pool = torch.full((num_pages + 2, PAGE_ELEMENTS), float("nan"), dtype=dtype)
+    pages = torch.randperm(num_pages + 2, generator=generator).tolist()
+    tables = [tabulate(one, projections=PROJECTIONS, num_layers=NUM_LAYERS) for one in layouts]
+    max_groups = sum(int(table.groups_per_projection.sum()) for table in tables) + 3
+    index = GroupDirectory(max_slots=len(ranks), max_groups=max_groups)
+    directory = torch.zeros(NUM_LAYERS, max_groups, 4, dtype=torch.int32)
+    weights = []
+    for layout, table in zip(layouts, tables, strict=True):
+        page_ids = [pages.pop() for _ in range(layout.num_pages)]
+        _, start = index.add(table.groups_per_projection)
+        entries = torch.from_numpy(table.addresses(page_ids))
+        directory[:, start : start + entries.shape[1]] = entries
+        weights.append(_fill(pool, layout, page_ids, generator))
+    return LoraWorld(
+        pool=pool,
+        directory=directory,
+        index=index,
+        tables=make_tables(
+            SHAPES, num_layers=NUM_LAYERS, limits=limits, launch=launch, device=pool.device
+        ),
+        weights=weights,
+    )
+
+
+def _fill(
+    pool: Tensor, layout: GroupedLayout, page_ids: Sequence[int], generator: torch.Generator
+) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
+    """Random A [rank, in] and B [rank, out] in their places."""
+    shapes = {
+        name: (site.in_features, out)
+        for site in SITES
+        for name, out in zip(site.projections, site.out_features, strict=True)
+    }
+    weights: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+    for (layer, name), groups in layout.groups.items():
+        sides: list[Tensor] = []
+        for side, width in enumerate(shapes[name]):
+            blocks = [_block(pool, layout, page_ids, (group, side, width)) for group in groups]
+            for block in blocks:
+                block.copy_(torch.randn(block.shape, generator=generator) / 4)
+            sides.append(torch.cat(blocks))
+        weights[layer, name] = (sides[0], sides[1])
+    return weights
+
+
+def _block(
+    pool: Tensor,
+    layout: GroupedLayout,
+    page_ids: Sequence[int],
+    which: tuple[Group, int, int],
+) -> Tensor:
+    group, side, width = which
+    page, start = divmod((group.a_offset, group.b_offset)[side], layout.page_elements)
+    return pool[page_ids[page], start : start + group.num_ranks * width].view(-1, width)

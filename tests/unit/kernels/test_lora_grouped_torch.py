@@ -1,0 +1,66 @@
+"""The reference that reads a work list, against dense float64: popularity x ranks x weights."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from loramux.kernels import lora_grouped_torch
+from tests.lora_factory import NUM_LAYERS, SITES, LoraWorld, Selection, make_world, random_rows
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
+
+# Rows per adapter, and how many base rows follow.
+POPULARITIES: dict[str, tuple[list[int], int]] = {
+    "distinct": ([1] * 6, 0),
+    "identical": ([20], 0),
+    "uniform": ([3] * 3, 2),
+    "skewed": ([18, 5, 2, 1], 1),
+}
+
+
+def check(world: LoraWorld, kernels: ModuleType, rows: list[Selection]) -> None:
+    world.plan(rows)
+    for layer in range(NUM_LAYERS):
+        for site in range(len(SITES)):
+            x, y = random_rows(len(rows), site)
+            expected = world.expected(y, x, rows, layer, site)
+            kernels.shrink(world.tables, world.pool, x, layer, site)
+            kernels.expand(world.tables, world.pool, y, layer, site)
+            torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8, 16, 64, 200])
+@pytest.mark.parametrize("popularity", POPULARITIES)
+def test_every_mix_and_rank(rank: int, popularity: str) -> None:
+    counts, num_base = POPULARITIES[popularity]
+    rows: list[Selection] = [((slot, 1.0),) for slot, n in enumerate(counts) for _ in range(n)]
+    world = make_world([dict.fromkeys(ALL, rank)] * len(counts))
+    check(world, lora_grouped_torch, rows + [()] * num_base)
+
+
+def test_adapters_that_leave_projections_and_layers_alone() -> None:
+    world = make_world(
+        [{"q_proj": 3}, {"k_proj": 20, "up_proj": 1}, dict.fromkeys(ALL, 4)], skip=[(2, 1)]
+    )
+    check(world, lora_grouped_torch, [((0, 1.0),), ((1, 1.0),), ((2, 1.0),), ((2, 1.0),)])
+
+
+def test_several_weighted_adapters_on_one_row_add_up() -> None:
+    world = make_world([dict.fromkeys(ALL, 3), dict.fromkeys(ALL, 17), {"v_proj": 2}])
+    pair = ((0, 0.5), (1, -2.0))
+    check(world, lora_grouped_torch, [pair, pair, ((1, 1.0),), (), ((2, 3.0), (0, 1.0))])
+
+
+def test_base_rows_keep_their_bits() -> None:
+    world = make_world([dict.fromkeys(ALL, 3)])
+    rows: list[Selection] = [(), ((0, 1.0),), ()]
+    world.plan(rows)
+    x, y = random_rows(len(rows), site=0)
+    before = y.clone()
+    lora_grouped_torch.shrink(world.tables, world.pool, x, 0, 0)
+    lora_grouped_torch.expand(world.tables, world.pool, y, 0, 0)
+    assert torch.equal(y[[0, 2]], before[[0, 2]])
+    assert not torch.equal(y, before)

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.lora_factory import LIMITS, Selection, make_world, random_rows
+
+pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
+
+from loramux.kernels import lora_grouped_torch, lora_triton  # noqa: E402
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
+ROWS: list[Selection] = [((0, 1.0),), ((1, 1.0),), ((1, 1.0),), ()]
+
+
+@pytest.mark.parametrize("has_row_units", [True, False], ids=["decode", "prompt"])
+def test_partial_sums_equal_the_reference(has_row_units: bool) -> None:
+    """Catches a split at another one's columns, which the sum of all would hide."""
+    limits = replace(LIMITS, has_row_units=has_row_units)
+    world = make_world([dict.fromkeys(ALL, 3), {"v_proj": 18}], limits=limits)
+    world.plan(ROWS)
+    x, _ = random_rows(len(ROWS), site=0)
+    found = {}
+    for kernels in (lora_grouped_torch, lora_triton):
+        world.tables.partials.zero_()
+        kernels.shrink(world.tables, world.pool, x, 1, 0)
+        found[kernels] = world.tables.partials.clone()
+    expected = found[lora_grouped_torch]
+    torch.testing.assert_close(found[lora_triton], expected, atol=1e-5, rtol=1e-5)
+    assert expected.any()

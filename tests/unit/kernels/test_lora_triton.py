@@ -1,0 +1,138 @@
+"""The Triton kernels of a work list against dense float64, in the interpreter or on a GPU.
+
+The interpreter's matrix product is wrong for bfloat16, so that is checked on a GPU alone
+(benchmarks/gpu_lora_kernels.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.lora_factory import LAUNCH, LIMITS, LoraWorld, Selection, make_world, random_rows
+
+pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
+
+from loramux.kernels import lora_triton  # noqa: E402
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
+QKV, O_PROJ, GATE_UP = range(3)
+
+
+def rows_of(counts: list[int]) -> list[Selection]:
+    """counts[slot] rows of each adapter."""
+    return [((slot, 1.0),) for slot, count in enumerate(counts) for _ in range(count)]
+
+
+def check(world: LoraWorld, rows: list[Selection], site: int, *, layer: int = 0) -> None:
+    world.plan(rows)
+    # What no shrink of this step wrote must not reach y.
+    world.tables.partials.fill_(float("nan"))
+    x, y = random_rows(len(rows), site, dtype=world.pool.dtype)
+    expected = world.expected(y, x, rows, layer, site)
+    lora_triton.shrink(world.tables, world.pool, x, layer, site)
+    lora_triton.expand(world.tables, world.pool, y, layer, site)
+    limit = 1e-4 if world.pool.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(y.double(), expected, atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize(
+    ("counts", "rank", "site"),
+    [
+        ([1, 1, 1], 16, QKV),
+        ([1, 1, 1], 1, GATE_UP),
+        ([19], 3, QKV),
+        ([2, 2], 16, O_PROJ),
+        ([5, 2, 1], 8, GATE_UP),
+        ([1, 2], 64, O_PROJ),
+        ([1], 200, O_PROJ),
+    ],
+    ids=["distinct", "rank 1", "identical", "uniform", "skewed", "rank 64", "rank 200"],
+)
+def test_popularity_and_rank(counts: list[int], rank: int, site: int) -> None:
+    check(make_world([dict.fromkeys(ALL, rank)] * len(counts)), rows_of(counts), site)
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [3]], ids=["rows", "tile"])
+def test_float16(counts: list[int]) -> None:
+    world = make_world([dict.fromkeys(ALL, 8)] * len(counts), dtype=torch.float16)
+    check(world, rows_of(counts), QKV)
+
+
+def test_adapters_of_other_ranks_beside_base_rows() -> None:
+    world = make_world([dict.fromkeys(ALL, 3), dict.fromkeys(ALL, 20)])
+    check(world, [((0, 1.0),), (), ((1, 1.0),), ((1, 1.0),), ()], QKV)
+
+
+def test_several_weighted_adapters_on_one_row_add_up() -> None:
+    world = make_world([dict.fromkeys(ALL, 3), dict.fromkeys(ALL, 17)])
+    pair = ((0, 0.5), (1, -2.0))
+    check(world, [pair, pair, ((1, 1.0), (0, 2.0)), ((0, 3.0),)], O_PROJ)
+
+
+def test_projections_and_layers_that_an_adapter_leaves_alone() -> None:
+    world = make_world([{"q_proj": 3}, {"v_proj": 20}, dict.fromkeys(ALL, 4)], skip=[(2, 1)])
+    rows: list[Selection] = [((0, 1.0),), ((1, 1.0),), ((2, 1.0),), ((2, 1.0),)]
+    check(world, rows, QKV, layer=1)
+
+
+def test_rows_in_any_order() -> None:
+    world = make_world([dict.fromkeys(ALL, 4)] * 2)
+    check(world, [((1, 1.0),), ((0, 1.0),), ((1, 1.0),), ((1, 1.0),)], O_PROJ)
+
+
+def test_more_tiles_than_programs() -> None:
+    """Catches a loop that stops early: one program, and many tiles of both kinds."""
+    launch = replace(LAUNCH, shrinks_per_sm=1, expands_per_sm=1)
+    world = make_world([dict.fromkeys(ALL, 4)] * 3, launch=launch)
+    check(world, rows_of([1, 3, 1]), QKV)
+
+
+def test_as_many_programs_as_tiles() -> None:
+    """Catches a grid that is too small for a pair beside a single row: its work would be lost."""
+    launch = replace(LAUNCH, tile_n=16, expands_per_sm=64)
+    world = make_world([dict.fromkeys(ALL, 4)] * 2, launch=launch)
+    check(world, rows_of([2, 1]), O_PROJ)
+    check(world, rows_of([1, 2]), QKV)
+
+
+def test_prompts() -> None:
+    """All slices in one shrink, and single rows as tiles."""
+    world = make_world(
+        [dict.fromkeys(ALL, 4), {"v_proj": 18}], limits=replace(LIMITS, has_row_units=False)
+    )
+    check(world, rows_of([5, 1]), QKV)
+    check(world, rows_of([1, 2]), O_PROJ)
+
+
+def test_a_step_without_adapters_changes_nothing() -> None:
+    world = make_world([dict.fromkeys(ALL, 4)])
+    world.plan([(), ()])
+    x, y = random_rows(2, QKV)
+    before = y.clone()
+    lora_triton.shrink(world.tables, world.pool, x, 0, QKV)
+    lora_triton.expand(world.tables, world.pool, y, 0, QKV)
+    assert torch.equal(y, before)
+
+
+def test_base_rows_keep_their_bits() -> None:
+    world = make_world([dict.fromkeys(ALL, 3)])
+    rows: list[Selection] = [(), ((0, 1.0),), ((0, 1.0),), ()]
+    world.plan(rows)
+    x, y = random_rows(len(rows), O_PROJ)
+    before = y.clone()
+    lora_triton.shrink(world.tables, world.pool, x, 0, O_PROJ)
+    lora_triton.expand(world.tables, world.pool, y, 0, O_PROJ)
+    assert torch.equal(y[[0, 3]], before[[0, 3]])
+    assert not torch.equal(y[[1, 2]], before[[1, 2]])
+
+
+def test_resolve_equals_its_twin() -> None:
+    world = make_world([dict.fromkeys(ALL, 20), {"k_proj": 3}], skip=[(0, 1)])
+    world.plan([((0, 1.0),), ((0, 1.0),), ((1, 0.5), (0, 1.0))])
+    expected = world.tables.records.clone()
+    world.tables.records.zero_()
+    lora_triton.resolve(world.tables, world.directory, world.slots)
+    assert torch.equal(world.tables.records, expected)

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loramux.kernels.lora_work import (
+    CHAIN,
+    H_START,
+    HEADER_WORDS,
+    MORE_START,
+    NUM_MORE,
+    NUM_ROWS,
+    ROW_HEADS,
+    ROW_START,
+    ROW_UNITS,
+    SLOT,
+    TILE_HEADS,
+    TILE_UNITS,
+    UNIT_WORDS,
+    WEIGHT,
+    GroupDirectory,
+    Ints,
+    RowTiles,
+    WorkLimits,
+    WorkListFull,
+    build_work,
+    gather_tiles,
+    plain_tiles,
+)
+
+LIMITS = WorkLimits(max_units=200, max_h_rows=2000)
+Pairs = tuple[tuple[int, float], ...]
+
+
+def directory_of(num_groups: list[list[int]]) -> GroupDirectory:
+    """num_groups[slot]: of each projection."""
+    directory = GroupDirectory(max_slots=len(num_groups), max_groups=100)
+    for groups in num_groups:
+        directory.add(np.array(groups, dtype=np.int32))
+    return directory
+
+
+def build(tiles: RowTiles, directory: GroupDirectory, limits: WorkLimits = LIMITS) -> Ints:
+    out = np.full(limits.num_words, 7, dtype=np.int32)
+    used = build_work(tiles, directory, limits, out)
+    assert used == HEADER_WORDS + UNIT_WORDS * (out[ROW_UNITS] + out[TILE_UNITS])
+    return out
+
+
+def units_of(out: Ints) -> Ints:
+    return out[HEADER_WORDS:][: (out[ROW_UNITS] + out[TILE_UNITS]) * UNIT_WORDS].reshape(-1, 8)
+
+
+def added_by(out: Ints) -> dict[int, list[tuple[int, int, float]]]:
+    """row -> (slot, chain, weight) of all that is added to it, by following the heads."""
+    units = units_of(out)
+    found: dict[int, list[tuple[int, int, float]]] = {}
+    heads = [*range(out[ROW_HEADS]), *range(out[ROW_UNITS], out[ROW_UNITS] + out[TILE_HEADS])]
+    for head in heads:
+        more = units[head, MORE_START]
+        for index in [head, *range(more, more + units[head, NUM_MORE])]:
+            unit = units[index]
+            weight = float(unit[WEIGHT : WEIGHT + 1].view(np.float32)[0])
+            assert unit[ROW_START] == units[head, ROW_START]
+            assert unit[NUM_ROWS] == units[head, NUM_ROWS]
+            for row in range(unit[ROW_START], unit[ROW_START] + unit[NUM_ROWS]):
+                found.setdefault(row, []).append((int(unit[SLOT]), int(unit[CHAIN]), weight))
+    return found
+
+
+@given(
+    runs=st.lists(
+        st.tuples(
+            st.lists(
+                st.tuples(st.integers(0, 3), st.sampled_from([1.0, -0.5])), max_size=2, unique=True
+            ).map(tuple),
+            st.integers(1, 40),
+        ),
+        max_size=6,
+    )
+)
+def test_every_row_gets_each_group_of_its_adapters_once(runs: list[tuple[Pairs, int]]) -> None:
+    """Catches work that is skipped, done twice, or linked to another head."""
+    num_groups = [[1, 1], [3, 1], [0, 2], [0, 0]]
+    out = build(
+        gather_tiles([pairs for pairs, _ in runs], [n for _, n in runs], 16),
+        directory_of(num_groups),
+    )
+    expected: dict[int, list[tuple[int, int, float]]] = {}
+    row = 0
+    for pairs, count in runs:
+        wanted = [(s, c, w) for s, w in pairs for c in range(max(num_groups[s]))]
+        expected |= {row + i: wanted for i in range(count) if wanted}
+        row += count
+    assert added_by(out) == expected
+    assert all(units_of(out)[: out[ROW_UNITS], NUM_ROWS] == 1)
+    assert all(units_of(out)[out[ROW_UNITS] :, NUM_ROWS] > 1)
+
+
+@given(slots=st.lists(st.integers(-1, 3), max_size=70).map(sorted))
+def test_plain_tiles_are_what_gathering_finds(slots: list[int]) -> None:
+    plain = plain_tiles(np.array(slots, dtype=np.int32), 16)
+    gathered = gather_tiles([((s, 1.0),) if s >= 0 else () for s in slots], [1] * len(slots), 16)
+    assert plain.weight is None
+    for name in ("start", "num_rows", "slot"):
+        assert getattr(plain, name).tolist() == getattr(gathered, name).tolist()
+    directory = directory_of([[1, 1]] * 4)
+    assert build(plain, directory).tolist() == build(gathered, directory).tolist()
+
+
+def test_rows_of_ranks_do_not_share_their_place() -> None:
+    out = build(plain_tiles(np.array([0, 0, 1, 2], dtype=np.int32), 16), directory_of([[1]] * 3))
+    units = units_of(out)
+    places = [u[H_START] + i for u in units for i in range(u[NUM_ROWS])]
+    assert sorted(places) == list(range(len(places)))
+
+
+def test_a_tail_block_takes_the_place_of_partial_sums() -> None:
+    out = np.zeros(LIMITS.num_words, dtype=np.int32)
+    tiles = plain_tiles(np.array([0, 1], dtype=np.int32), 16)
+    build_work(tiles, directory_of([[1], [2]]), LIMITS, out, np.array([5, 8], dtype=np.int32))
+    units = units_of(out)
+    assert sorted(units[:, H_START].tolist()) == [5, 8, 9]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [WorkLimits(max_units=3, max_h_rows=2000), WorkLimits(max_units=200, max_h_rows=3)],
+    ids=["units", "rows"],
+)
+def test_more_work_than_the_tables_hold_is_an_error(limits: WorkLimits) -> None:
+    tiles = plain_tiles(np.arange(4, dtype=np.int32), 16)
+    with pytest.raises(WorkListFull, match="make the tables larger"):
+        build(tiles, directory_of([[1]] * 4), limits)
+
+
+def test_a_step_without_adapters_has_no_work() -> None:
+    out = build(plain_tiles(np.full(3, -1, dtype=np.int32), 16), directory_of([[1]]))
+    assert out[:HEADER_WORDS].tolist() == [0] * HEADER_WORDS
+    assert len(plain_tiles(np.zeros(0, dtype=np.int32), 16).start) == 0
+
+
+class TestGroupDirectory:
+    def test_gives_ranges_that_do_not_overlap_and_takes_them_back(self) -> None:
+        directory = GroupDirectory(max_slots=3, max_groups=10)
+        assert directory.add(np.array([2, 1], dtype=np.int32)) == (0, 0)
+        assert directory.add(np.array([0, 4], dtype=np.int32)) == (1, 3)
+        assert directory.slots[1, :2].tolist() == [[3, 0], [3, 4]]
+        directory.remove(0)
+        assert directory.slots[0].tolist() == [[0, 0]] * 8
+        assert directory.add(np.array([1, 1], dtype=np.int32)) == (0, 0)
+        assert directory.add(np.array([3, 0], dtype=np.int32)) == (2, 7)
+
+    @pytest.mark.parametrize("groups", [[11], [1]], ids=["no room", "no slot"])
+    def test_a_full_table_is_an_error(self, groups: list[int]) -> None:
+        directory = GroupDirectory(max_slots=1, max_groups=10)
+        if groups == [1]:
+            directory.add(np.array([1], dtype=np.int32))
+        with pytest.raises(WorkListFull, match="evict an adapter"):
+            directory.add(np.array(groups, dtype=np.int32))
