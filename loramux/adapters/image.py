@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,12 +28,22 @@ class AdapterImage:
         return self.buffer.numel() * self.buffer.element_size()
 
 
+def mapped_buffer(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory of its own, that goes back to the system with the tensor.
+
+    The allocator would keep freed megabytes for later, in every thread, and a tier would take more
+    than its budget.
+    """
+    memory = mmap.mmap(-1, max(1, num_elements) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype, count=num_elements)
+
+
 def pack_adapter(
     adapter: CheckedAdapter, sites: tuple[Site, ...], dtype: torch.dtype
 ) -> AdapterImage:
     modules = {(m.target.layer, m.target.projection): m for m in adapter.modules}
     layout = plan_layout(sites, {place: module.rank for place, module in modules.items()})
-    buffer = torch.empty(layout.num_elements, dtype=dtype)
+    buffer = mapped_buffer(layout.num_elements, dtype)
     projections = {site.name: site.projections for site in sites}
     for (layer, site_name), place in layout.places.items():
         a = buffer[place.a_offset :][: place.in_features * place.total_rank]

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from loramux.adapters.image import AdapterImage
+from loramux.adapters.image import AdapterImage, mapped_buffer
 from loramux.adapters.layout import IMAGE_HEADER_BYTES
 from loramux.adapters.packing import Packing
 from loramux.errors import AdapterRefused
@@ -21,10 +21,6 @@ _MAX_HEADER = 16 * 2**20
 
 # Makes room for so many elements; in pinned memory where the device wants that.
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
-
-
-def plain_buffer(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(num_elements, dtype=dtype)
 
 
 def write_image(path: Path, image: AdapterImage) -> None:
@@ -53,7 +49,7 @@ def write_image(path: Path, image: AdapterImage) -> None:
 
 
 def read_image(
-    path: Path, cid: str, packing: Packing, allocate: Allocate = plain_buffer
+    path: Path, cid: str, packing: Packing, allocate: Allocate = mapped_buffer
 ) -> AdapterImage:
     """Raises FileNotFoundError, or AdapterRefused when the file is not what it should be."""
     with path.open("rb", buffering=0) as file:

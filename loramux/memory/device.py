@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from loramux.adapters.image import mapped_buffer
+
 _DEFAULT_POOL_LIMIT = 4 * 2**30
 
 
@@ -37,9 +39,9 @@ def host_buffer(device: torch.device) -> Callable[[int, torch.dtype], Tensor]:
     is_pinned = device.type == "cuda"
 
     def allocate(num_elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(num_elements, dtype=dtype, pin_memory=is_pinned)
+        return torch.empty(num_elements, dtype=dtype, pin_memory=True)
 
-    return allocate
+    return allocate if is_pinned else mapped_buffer
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -48,17 +50,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def device_memory_bytes(device: torch.device) -> tuple[int, int]:
     """Free and in all."""
+    if device.type != "cuda":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), total_memory_bytes()
     return torch.cuda.mem_get_info(device)
-
-
-def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """The most memory that `work` held beyond what was held before it."""
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    work()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def release_cached(device: torch.device) -> None:

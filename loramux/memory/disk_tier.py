@@ -7,8 +7,8 @@ import os
 import threading
 from pathlib import Path
 
-from loramux.adapters.image import AdapterImage
-from loramux.adapters.image_file import Allocate, plain_buffer, read_image, write_image
+from loramux.adapters.image import AdapterImage, mapped_buffer
+from loramux.adapters.image_file import Allocate, read_image, write_image
 from loramux.adapters.packing import Packing
 from loramux.errors import AdapterRefused
 from loramux.memory.policies import EvictionPolicy
@@ -57,7 +57,7 @@ class DiskTier:
     def used_bytes(self) -> int:
         return sum(self._sizes.copy().values())
 
-    def read(self, cid: str, allocate: Allocate = plain_buffer) -> AdapterImage | None:
+    def read(self, cid: str, allocate: Allocate = mapped_buffer) -> AdapterImage | None:
         """None: it is not here (any more); a file that is not right is removed."""
         if cid not in self._sizes:
             return None

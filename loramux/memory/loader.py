@@ -12,8 +12,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from loramux.adapters.image import AdapterImage
-from loramux.adapters.image_file import Allocate, plain_buffer
+from loramux.adapters.image import AdapterImage, mapped_buffer
+from loramux.adapters.image_file import Allocate
 from loramux.errors import LoramuxError
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.tiers import AdapterState
@@ -50,7 +50,7 @@ class AdapterLoader:
         source: ImageSource,
         disk: DiskTier | None,
         write_pages: Callable[[list[int], AdapterImage], None],
-        allocate: Allocate = plain_buffer,
+        allocate: Allocate = mapped_buffer,
         executor: Executor | None = None,
     ) -> None:
         self._source = source

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.adapters.image_file import plain_buffer
+from loramux.adapters.image import mapped_buffer
 from loramux.adapters.layout import sites_of
 from loramux.adapters.packing import GroupedPacking, Packing, StackedPacking
 from loramux.adapters.reader import read_adapter
@@ -21,7 +21,7 @@ from tests.adapter_factory import (
 BASE = tiny_base_info(tiny_llama_config())
 SITES = sites_of(BASE)
 STACKED = StackedPacking(SITES, torch.float32)
-GROUPED = GroupedPacking(SITES, torch.float32, 4096, plain_buffer)
+GROUPED = GroupedPacking(SITES, torch.float32, 4096, mapped_buffer)
 
 
 @pytest.mark.parametrize("packing", [STACKED, GROUPED])
@@ -38,7 +38,7 @@ def test_what_makes_other_buffers_has_another_fingerprint() -> None:
         STACKED,
         GROUPED,
         StackedPacking(SITES, torch.bfloat16),
-        GroupedPacking(SITES, torch.float32, 8192, plain_buffer),
+        GroupedPacking(SITES, torch.float32, 8192, mapped_buffer),
         StackedPacking(SITES[:1], torch.float32),
     ]
     assert len({packing.fingerprint for packing in others}) == len(others)
