@@ -59,6 +59,10 @@ class SchedulerConfig:
         for name in ("max_batch_tokens", "max_sequences", "block_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be 1 or more.", param=name)
+        if self.max_loras is not None and self.max_loras < 1:
+            raise InvalidRequest("max_loras must be 1 or more.", param="max_loras")
+        if self.max_wait_s < 0:
+            raise InvalidRequest("max_wait_s must be 0 or more seconds.", param="max_wait_s")
         _check_choice("schedule", self.schedule, SCHEDULES)
 
 
@@ -68,7 +72,10 @@ class EngineConfig:
     """auto, bfloat16, float16 or float32; auto is float32 on a CPU without fast bfloat16."""
     device: str = "cpu"
     device_memory_bytes: int | None = None
-    """The page pool of KV cache and adapters; None: a quarter of the memory, 4 GiB at most."""
+    """The page pool of KV cache and adapters; None: a quarter of the memory, 4 GiB at most, and
+    on a GPU what gpu_memory_utilization leaves."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory for weights, working memory, graphs and the page pool together."""
     host_memory_bytes: int = 2**30
     """Adapters kept in host memory, packed and ready to copy into the pool."""
     disk_space_bytes: int = 8 * 2**30
@@ -111,6 +118,25 @@ class EngineConfig:
         _check_choice("merge", self.merge, MERGES)
         if not 0 < self.adapter_memory_fraction <= 1:
             raise InvalidRequest("adapter_memory_fraction must be in (0, 1].")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise InvalidRequest("gpu_memory_utilization must be in (0, 1].")
+        if self.merge != "off" and self.is_gpu:
+            raise InvalidRequest(
+                f"merge={self.merge!r} works on a CPU only: a GPU's kernels read adapters from "
+                "their pages, and merging would gain nothing. Set merge to off.",
+                param="merge",
+            )
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.partition(":")[0] == "cuda"
+
+    @property
+    def wants_device_kernels(self) -> bool:
+        """Those of a GPU; LORAMUX_KERNELS=triton runs them in Triton's interpreter, for tests."""
+        if os.environ.get("LORAMUX_KERNELS") == "triton":
+            return True
+        return self.is_gpu and not self.wants_reference_kernels
 
     @property
     def wants_reference_kernels(self) -> bool:

@@ -130,6 +130,9 @@ class ServeConfig:
         "memory, 4 GiB at most.",
         metavar="SIZE",
     )
+    gpu_memory_utilization: float = setting(
+        0.9, Kind.SHARE, MEMORY, "Share of a GPU's memory for everything.", metavar="SHARE"
+    )
     host_memory: int = setting(
         2**30,
         Kind.SIZE,
@@ -159,11 +162,7 @@ class ServeConfig:
         None, Kind.COUNT, MEMORY, "Adapters in host memory. Default: as many as fit."
     )
     adapter_memory_fraction: float = setting(
-        1.0,
-        Kind.SHARE,
-        MEMORY,
-        "Largest share of the page pool that adapters may take from the KV cache.",
-        metavar="SHARE",
+        1.0, Kind.SHARE, MEMORY, "Most of the page pool that adapters may take.", metavar="SHARE"
     )
     eviction: str = setting(
         "cost",
@@ -291,10 +290,9 @@ class ServeConfig:
             ("receipts", self.receipts in RECEIPTS, f"one of {', '.join(RECEIPTS)}"),
             ("home_tenant", bool(self.home_tenant), "the name of a tenant"),
             ("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
-            (
-                "adapter_memory_fraction",
-                0 < self.adapter_memory_fraction <= 1,
-                "over 0 and at most 1",
+            *(
+                (name, 0 < getattr(self, name) <= 1, "over 0 and at most 1")
+                for name in ("adapter_memory_fraction", "gpu_memory_utilization")
             ),
             *(
                 (name, getattr(self, name) >= 0, "0 or more")
@@ -327,6 +325,7 @@ class ServeConfig:
             dtype=self.dtype,
             device=self.device,
             device_memory_bytes=self.device_memory,
+            gpu_memory_utilization=self.gpu_memory_utilization,
             host_memory_bytes=self.host_memory,
             max_batch_tokens=self.max_batch_tokens,
             max_sequences=self.max_sequences,

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from loramux.adapters.catalog import AdapterRules
-from loramux.adapters.layout import sites_of
-from loramux.adapters.packing import StackedPacking
+from loramux.adapters.layout import Site, sites_of
+from loramux.adapters.packing import GroupedPacking, Packing, StackedPacking
 from loramux.config import EngineConfig, SchedulerConfig
 from loramux.engine.engine import Engine
 from loramux.engine.memory import Clock, build_memory
@@ -19,7 +20,7 @@ from loramux.errors import DoesNotFit
 from loramux.kernels.interface import select_kernels
 from loramux.lora.merge import LinearKinds, MergeSource, PageDeltas
 from loramux.lora.merge_controller import MergeController
-from loramux.memory.device import default_pool_bytes, total_memory_bytes
+from loramux.memory.device import default_pool_bytes, host_buffer, total_memory_bytes
 from loramux.memory.pool import KVGeometry, PagePool
 from loramux.models.architectures import base_info
 from loramux.models.dtypes import resolve_dtype
@@ -29,13 +30,17 @@ from loramux.models.packed_linear import PackedLinear, pack_linears
 from loramux.runner.runner import Runner
 from loramux.scheduler.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from loramux.engine.build_device import DevicePlan
+
 
 def load_base(
     path: Path, config: EngineConfig, *, progress: Callable[[str, float], None] | None = None
 ) -> LoadedModel:
     dtype = resolve_dtype(config.dtype, config.device)
     model = load_model(path, dtype=dtype, device=config.device, progress=progress)
-    if config.pack_weights and not config.wants_reference_kernels:
+    packs = config.pack_weights and not config.is_gpu and not config.wants_device_kernels
+    if packs and not config.wants_reference_kernels:
         pack_linears(model.decoder, byte_limit=total_memory_bytes() // 4)
     return model
 
@@ -46,14 +51,16 @@ def build_engine(
     *,
     clock: Clock = time.monotonic,
     loads: Executor | None = None,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Engine:
     """`loads`: where adapters are loaded; None: on threads of the engine's own."""
     base = base_info(model.config, model.name)
     sites = sites_of(base)
-    pool = _make_pool(model, config)
+    device_plan = _device_plan(model, config, sites) if config.wants_device_kernels else None
+    pool = _make_pool(model, config, device_plan, progress)
     rules = AdapterRules(
         base=base,
-        packing=StackedPacking(sites, pool.storage.dtype),
+        packing=_packing(sites, pool, for_device=device_plan is not None),
         max_rank=config.max_rank,
         strict_base=config.strict_base,
     )
@@ -65,20 +72,40 @@ def build_engine(
         adapters=memory.residency,
         prefixes=memory.prefixes,
     )
+    vocab_size = model.config.vocab_size
+    if device_plan is not None:
+        from loramux.engine.build_device import connect, prepare
+
+        device_runner = device_plan.make_runner(pool)
+        connect(device_runner, memory)
+        prepare(device_plan, device_runner, progress)
+        return Engine(
+            scheduler=scheduler, runner=device_runner, memory=memory, vocab_size=vocab_size
+        )
     runner = Runner(
         decoder=model.decoder,
         site_names=tuple(site.name for site in sites),
         pool=pool,
         adapters=memory.residency.resident,
-        kernels=select_kernels(config.device, reference=config.wants_reference_kernels),
+        kernels=select_kernels(
+            config.device, reference=config.wants_reference_kernels or config.is_gpu
+        ),
     )
     return Engine(
         scheduler=scheduler,
         runner=runner,
         memory=memory,
-        vocab_size=model.config.vocab_size,
+        vocab_size=vocab_size,
         merge=_merge_controller(config, runner, PageDeltas(memory.residency.resident, pool)),
     )
+
+
+def _packing(sites: tuple[Site, ...], pool: PagePool, *, for_device: bool) -> Packing:
+    dtype = pool.storage.dtype
+    if not for_device:
+        return StackedPacking(sites, dtype)
+    allocate = host_buffer(pool.device)
+    return GroupedPacking(sites, dtype, pool.geometry.page_elements, allocate)
 
 
 def _merge_controller(
@@ -95,16 +122,43 @@ def _merge_controller(
     )
 
 
-def _make_pool(model: LoadedModel, config: EngineConfig) -> PagePool:
-    geometry = KVGeometry(
+def _geometry(model: LoadedModel, config: EngineConfig) -> KVGeometry:
+    return KVGeometry(
         num_layers=model.config.num_layers,
         num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim,
         block_tokens=config.block_tokens,
     )
+
+
+def _device_plan(model: LoadedModel, config: EngineConfig, sites: tuple[Site, ...]) -> DevicePlan:
+    from loramux.engine.build_device import DevicePlan
+    from loramux.runner.device_runner import DeviceLimits
+
+    limits = DeviceLimits(
+        max_batch_tokens=config.max_batch_tokens,
+        max_sequences=config.max_sequences,
+        max_pages=-(-_max_model_len(model, config) // config.block_tokens),
+    )
+    return DevicePlan(model, sites, _geometry(model, config), limits)
+
+
+def _make_pool(
+    model: LoadedModel,
+    config: EngineConfig,
+    device_plan: DevicePlan | None,
+    progress: Callable[[str, float], None] | None,
+) -> PagePool:
+    geometry = _geometry(model, config)
     dtype = model.decoder.dtype
-    page_bytes = geometry.page_elements * torch.empty(0, dtype=dtype).element_size()
-    pool_bytes = config.device_memory_bytes or default_pool_bytes()
+    page_bytes = geometry.page_elements * dtype.itemsize
+    pool_bytes = config.device_memory_bytes
+    if pool_bytes is None and config.is_gpu and device_plan is not None:
+        from loramux.engine.build_device import measured_pool_bytes
+
+        pool_bytes = measured_pool_bytes(device_plan, config, progress=progress)
+    if pool_bytes is None:
+        pool_bytes = default_pool_bytes()
     if pool_bytes < 2 * page_bytes:
         raise DoesNotFit(
             f"A pool of {pool_bytes} bytes holds fewer than two pages of {page_bytes} bytes. "
@@ -118,13 +172,17 @@ def _make_pool(model: LoadedModel, config: EngineConfig) -> PagePool:
     )
 
 
+def _max_model_len(model: LoadedModel, config: EngineConfig) -> int:
+    return min(config.max_model_len or model.config.max_position, model.config.max_position)
+
+
 def _scheduler_config(model: LoadedModel, config: EngineConfig, pool: PagePool) -> SchedulerConfig:
-    wanted = config.max_model_len or model.config.max_position
+    max_model_len = _max_model_len(model, config)
     return SchedulerConfig(
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,
         block_tokens=config.block_tokens,
-        max_model_len=min(wanted, model.config.max_position, pool.num_pages * config.block_tokens),
+        max_model_len=min(max_model_len, pool.num_pages * config.block_tokens),
         schedule=config.schedule,
         max_wait_s=config.max_wait_s,
         max_loras=config.max_loras,

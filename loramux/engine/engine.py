@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,6 +22,9 @@ from loramux.runner.runner import Runner
 from loramux.scheduler.scheduler import Scheduler
 from loramux.types import Chunk, Request, Selection, StepPlan, StepResult, TokenEvent
 
+if TYPE_CHECKING:
+    from loramux.runner.device_runner import DeviceRunner
+
 # How long a step that has nothing to compute waits for an adapter before it looks at its commands.
 _LOAD_WAIT_S = 0.005
 # A step with this many rows says what a prompt token costs.
@@ -33,7 +37,7 @@ class Engine:
         self,
         *,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: Runner | DeviceRunner,
         memory: EngineMemory,
         vocab_size: int,
         merge: MergeController | None = None,

@@ -242,7 +242,7 @@ def serve(connection: socket.socket) -> int:
             channel.send(Progress(what=what, share=share))
 
         model = load_base(Path(start.model), config, progress=report)
-        engine = build_engine(model, config)
+        engine = build_engine(model, config, progress=report)
         channel.send(_ready(model, engine, start.model))
     except (LoramuxError, OSError, MemoryError) as error:
         channel.send(Failed(error=describe_error(error)))

@@ -30,7 +30,10 @@ def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
         parse_bytes(text)
 
 
-@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(SchedulerConfig)])
+COUNTS = [f.name for f in dataclasses.fields(SchedulerConfig) if f.type in ("int", "int | None")]
+
+
+@pytest.mark.parametrize("name", COUNTS)
 def test_zero_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidRequest, match=name):
         SchedulerConfig(**{name: 0})
@@ -46,3 +49,18 @@ def test_the_reference_can_be_forced_from_outside(monkeypatch: pytest.MonkeyPatc
     assert EngineConfig(reference_kernels=True).wants_reference_kernels
     monkeypatch.setenv("LORAMUX_KERNELS", "torch")
     assert EngineConfig().wants_reference_kernels
+
+
+def test_a_gpu_runs_its_own_kernels_and_merges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LORAMUX_KERNELS", raising=False)
+    assert EngineConfig(device="cuda:1").wants_device_kernels
+    assert not EngineConfig().wants_device_kernels
+    assert not EngineConfig(device="cuda", reference_kernels=True).wants_device_kernels
+    with pytest.raises(InvalidRequest, match="works on a CPU only"):
+        EngineConfig(device="cuda", merge="auto")
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.01])
+def test_a_share_of_the_gpu_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(InvalidRequest, match="gpu_memory_utilization"):
+        EngineConfig(gpu_memory_utilization=share)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from loramux.sources.config import FetchLimits
@@ -13,7 +13,9 @@ from loramux.sources.retry import Timing
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG = json.dumps({"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}).encode()
-FAST = FetchLimits(read_timeout_s=0.3, connect_timeout_s=2.0, max_attempts=3, part_bytes=4096)
+FAST = FetchLimits(max_attempts=3, part_bytes=4096)
+# For servers that never answer. On a busy machine others may seem to do so too, hence the tries.
+IMPATIENT = replace(FAST, read_timeout_s=0.3, max_attempts=10)
 
 
 def make_weights(num_bytes: int = 10_000, *, seed: int = 0) -> bytes:

@@ -6,17 +6,24 @@ from contextlib import contextmanager
 import pytest
 
 from loramux.errors import SourceFailed, SourceForbidden
-from loramux.sources.config import SourceConfig
+from loramux.sources.config import FetchLimits, SourceConfig
 from loramux.sources.http_origin import HttpOrigin
 from loramux.sources.origin import SourceChanged
 from loramux.sources.parse import parse_source
 from tests.fault_server import Answer, Fault, FaultServer
-from tests.unit.sources.source_factory import CONFIG, CONFIG_NAME, FAST, WEIGHTS, WEIGHTS_NAME
+from tests.unit.sources.source_factory import (
+    CONFIG,
+    CONFIG_NAME,
+    FAST,
+    IMPATIENT,
+    WEIGHTS,
+    WEIGHTS_NAME,
+)
 
 
 @contextmanager
-def origin_of(url: str, config: SourceConfig) -> Iterator[HttpOrigin]:
-    origin = HttpOrigin(parse_source(url, config), config.http, FAST)
+def origin_of(url: str, config: SourceConfig, limits: FetchLimits = FAST) -> Iterator[HttpOrigin]:
+    origin = HttpOrigin(parse_source(url, config), config.http, limits)
     try:
         yield origin
     finally:
@@ -82,19 +89,29 @@ def test_another_file_under_the_same_name_is_noticed(origin: HttpOrigin, web: Fa
             pass
 
 
-def test_silence_a_cut_and_an_error_are_failures_that_may_pass(
+def test_a_cut_and_an_error_are_failures_that_may_pass(
     origin: HttpOrigin, web: FaultServer
 ) -> None:
     file = origin.find(WEIGHTS_NAME)
     assert file is not None
-    web.faults = [Fault(is_silent=True), Fault(cut_at=100), Fault(answer=Answer(status=502))]
-    for reason in ("in time", "failed", "status 502"):
+    web.faults = [Fault(cut_at=100), Fault(answer=Answer(status=502))]
+    for reason in ("failed", "status 502"):
         with (
             pytest.raises(SourceFailed, match=reason) as failed,
             origin.read(file, 0, None) as chunks,
         ):
             list(chunks)
         assert failed.value.is_temporary
+
+
+def test_silence_is_a_failure_that_may_pass(web: FaultServer, web_config: SourceConfig) -> None:
+    web.faults = [Fault(method="HEAD", is_silent=True)]
+    with (
+        origin_of(f"{web.url}/pirate", web_config, IMPATIENT) as origin,
+        pytest.raises(SourceFailed, match="in time") as failed,
+    ):
+        origin.find(WEIGHTS_NAME)
+    assert failed.value.is_temporary
 
 
 def test_names_are_escaped_in_the_url(web: FaultServer, web_config: SourceConfig) -> None:

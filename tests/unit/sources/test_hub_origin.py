@@ -20,6 +20,7 @@ from tests.hub_server import SIGNATURE, HubRepository, HubServer
 from tests.unit.sources.source_factory import (
     CONFIG,
     CONFIG_NAME,
+    IMPATIENT,
     WEIGHTS,
     WEIGHTS_NAME,
     FakeTime,
@@ -182,9 +183,10 @@ def test_a_broken_hub_is_waited_for_and_then_given_up(
 def test_a_hub_that_is_silent_or_away_is_a_failure(
     hub: HubServer, hub_config: SourceConfig, tmp_path: Path
 ) -> None:
-    hub.faults += [Fault(method="HEAD", is_silent=True)] * 3
+    hub.faults += [Fault(method="HEAD", is_silent=True)] * 2
+    impatient = replace(hub_config, limits=replace(IMPATIENT, max_attempts=2))
     with pytest.raises(SourceFailed, match="did not answer in time"):
-        fetch(hub_config, "hf:acme/pirate", tmp_path)
+        fetch(impatient, "hf:acme/pirate", tmp_path)
     away = replace(hub_config, hub=HubConfig(endpoint="http://127.0.0.1:9"))
     with pytest.raises(SourceFailed, match="connection to hf:acme/pirate failed"):
         fetch(away, "hf:acme/pirate", tmp_path)

@@ -24,6 +24,7 @@ from tests.s3_server import S3Server
 from tests.unit.sources.source_factory import (
     CONFIG_NAME,
     FAST,
+    IMPATIENT,
     WEIGHTS,
     WEIGHTS_NAME,
     FakeTime,
@@ -68,7 +69,7 @@ def test_a_single_object_and_one_of_several_parts(
     # Over 5 MiB, where obstore uploads in parts.
     large = make_weights(2**10) + bytes(6 * 2**20)
     upload(s3_config, {f"{prefix}/styles/water.safetensors": large})
-    config = replace(s3_config, limits=replace(FAST, part_bytes=2**20, read_timeout_s=30.0))
+    config = replace(s3_config, limits=replace(FAST, part_bytes=2**20))
     fetched = fetch(config, f"{prefix}/styles/water.safetensors", tmp_path)
     assert fetched.files == (WEIGHTS_NAME,)
     assert fetched.digests[WEIGHTS_NAME] == hashlib.sha256(large).hexdigest()
@@ -134,7 +135,7 @@ def test_errors_and_silence_are_waited_out(
         Fault(path_end=CONFIG_NAME, is_silent=True),
         Fault(path_end=WEIGHTS_NAME, answer=Answer(status=500)),
     ]
-    fetched = fetch(s3_proxy_config, prefix, tmp_path)
+    fetched = fetch(replace(s3_proxy_config, limits=IMPATIENT), prefix, tmp_path)
     assert (fetched.folder / WEIGHTS_NAME).read_bytes() == WEIGHTS
     assert s3_proxy.faults == []
 

@@ -14,7 +14,7 @@ from loramux.sources.object_tier import ObjectTier
 from loramux.sources.secret import Secret
 from tests.fault_server import Answer, Fault, FaultServer
 from tests.store_factory import tiny_weights, write_tiny
-from tests.unit.sources.source_factory import FakeTime
+from tests.unit.sources.source_factory import IMPATIENT, FakeTime
 
 KEY = "blobs/" + "a" * 64
 CONTENT = b"0123456789" * 1000
@@ -63,7 +63,7 @@ def test_failures_are_waited_out(
     file: Path,
     tmp_path: Path,
 ) -> None:
-    tier = make_tier(url, s3_proxy_config)
+    tier = make_tier(url, replace(s3_proxy_config, limits=IMPATIENT))
     s3_proxy.faults = [
         Fault(method="PUT", answer=Answer(status=500)),
         Fault(method="HEAD", answer=Answer(status=503)),

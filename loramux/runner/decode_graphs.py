@@ -1,0 +1,148 @@
+"""Decode steps without the host: one CUDA graph for each size of batch, with LoRA and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loramux.kernels.lora_work import WorkListFull
+from loramux.lora.device_work import LoraWork
+from loramux.memory.device import GraphMaker
+from loramux.runner.decode_inputs import DecodeInputs
+from loramux.runner.device_sampler import draw, finish
+from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
+from loramux.runner.sampler import SampleOutput
+from loramux.types import Chunk, SampleRow
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLimits:
+    max_sequences: int
+    """Of one step; larger ones than the last of BATCH_SIZES are not captured."""
+    max_pages: int
+    """Of one sequence."""
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        most = min(self.max_sequences, BATCH_SIZES[-1])
+        return [size for size in BATCH_SIZES if size < most] + [most]
+
+
+def is_decode(chunk: Chunk) -> bool:
+    return len(chunk.token_ids) == 1 and chunk.sample is not None and chunk.prompt_logprobs is None
+
+
+class DecodeGraphs:
+    """Every size shares its inputs, its tokens and its logits with the others: one runs at once."""
+
+    def __init__(
+        self,
+        decoder: FusedDecoder,
+        kernels: DeviceKernels,
+        lora: LoraWork,
+        limits: DecodeLimits,
+        device: torch.device,
+    ) -> None:
+        self._decoder = decoder
+        self._kernels = kernels
+        self._lora = lora
+        self._sizes = limits.batch_sizes
+        most = self._sizes[-1]
+        self._inputs = DecodeInputs(
+            max_rows=most,
+            max_pages=limits.max_pages,
+            num_lora_words=lora.tables.limits.num_words,
+            device=device,
+        )
+        lora.read_from(self._inputs.lora_words[: lora.tables.limits.num_words])
+        self._page_table = torch.zeros(most, limits.max_pages, dtype=torch.int32, device=device)
+        self._logits = decoder.empty_logits(most)
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        self._plans = {size: self._plan(size) for size in self._sizes}
+        self._maker = GraphMaker(device)
+        self._steps: dict[tuple[int, bool], Callable[[], None]] = {}
+
+    @torch.inference_mode()
+    def capture(self, progress: Progress | None = None) -> None:
+        """The largest first: the others fit into the memory that it took. On a CPU, nothing."""
+        todo = [(size, has_lora) for size in reversed(self._sizes) for has_lora in (True, False)]
+        for number, (size, has_lora) in enumerate(todo):
+            self._step(size, has_lora)
+            if progress is not None:
+                progress("Capturing decode graphs", (number + 1) / len(todo))
+
+    @torch.inference_mode()
+    def capture_largest(self) -> None:
+        """Without and with LoRA, as the first ones of `capture`."""
+        for has_lora in (True, False):
+            self._step(self._sizes[-1], has_lora)
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk], rows: Sequence[SampleRow]) -> SampleOutput | None:
+        """A token for each chunk, in the order given; None: this is not a step for a graph.
+
+        Chunks of one selection stand together.
+        """
+        if len(chunks) > self._sizes[-1]:
+            return None
+        has_lora = any(chunk.selection for chunk in chunks)
+        if has_lora and not self._fill_lora(chunks):
+            return None
+        size = next(size for size in self._sizes if size >= len(chunks))
+        draws = draw(rows)
+        self._inputs.fill(chunks, draws.temperatures, draws.noise)
+        self._inputs.send()
+        self._step(size, has_lora)()
+        token_ids: list[int] = self._tokens[: len(chunks)].tolist()
+        return finish(token_ids, self._logits[: len(chunks)], rows, draws.others)
+
+    def _fill_lora(self, chunks: Sequence[Chunk]) -> bool:
+        selections = [chunk.selection for chunk in chunks]
+        try:
+            self._lora.fill(selections, [1] * len(chunks), self._inputs.host_lora_words)
+        except WorkListFull:
+            return False
+        return True
+
+    def _step(self, size: int, has_lora: bool) -> Callable[[], None]:
+        step = self._steps.get((size, has_lora))
+        if step is None:
+            step = self._maker.make(partial(self._compute, size, has_lora))
+            self._steps[size, has_lora] = step
+        return step
+
+    def _plan(self, size: int) -> Any:
+        """The attention's; its shape depends on the number of rows alone."""
+        layout = self._decoder.layout
+        q = self._logits.new_empty(
+            size, self._decoder.num_heads, layout.head_dim, dtype=self._decoder.dtype
+        )
+        return self._kernels.attention.plan_decodes(
+            self._page_table[:size], layout, q, self._decoder.windows
+        )
+
+    def _compute(self, size: int, has_lora: bool) -> None:
+        """Nothing here asks the device for a value: it is captured once and run again."""
+        inputs, plan = self._inputs, self._plans[size]
+        num_tokens = inputs.num_tokens[:size]
+        inputs.write_page_table(self._page_table[:size])
+        self._kernels.attention.refresh(plan, num_tokens)
+        lora = self._lora.for_decodes(size) if has_lora else None
+        if lora is not None:
+            lora.resolve()
+        hidden = self._decoder.hidden(inputs.token_ids[:size], num_tokens - 1, plan, lora)
+        logits: Tensor = self._logits[:size]
+        self._decoder.write_logits(hidden, logits)
+        self._tokens[:size].copy_(
+            self._kernels.sampling.choose_tokens(
+                logits, inputs.temperatures[:size], inputs.noise[:size]
+            )
+        )

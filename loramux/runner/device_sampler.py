@@ -1,0 +1,68 @@
+"""Which rows a kernel samples on the device, and the full sampler for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loramux.runner.penalties import changes_logits
+from loramux.runner.sampler import SampleOutput, sample, uniform
+from loramux.types import SampleRow, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What the kernel needs of each row: 0 and 0 of those that it cannot sample."""
+
+    temperatures: list[float]
+    noise: list[float]
+    others: list[int]
+    """Rows for the full sampler."""
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """A temperature alone, or none: what choose_tokens can do."""
+    is_filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    if params.logprobs is not None or changes_logits(params):
+        return False
+    return params.is_greedy or not is_filtered
+
+
+def draw(rows: Sequence[SampleRow]) -> Draws:
+    others = [i for i, row in enumerate(rows) if not is_plain(row.params)]
+    temperatures = [row.params.temperature for row in rows]
+    for i in others:
+        temperatures[i] = 0.0
+    noise = [
+        uniform(row.seed, len(row.output_token_ids)) if temperature else 0.0
+        for row, temperature in zip(rows, temperatures, strict=True)
+    ]
+    return Draws(temperatures, noise, others)
+
+
+def choose(logits: Tensor, rows: Sequence[SampleRow], kernels: Any) -> SampleOutput:
+    """One token per row. logits [rows, vocab]"""
+    draws = draw(rows)
+    token_ids = kernels.choose_tokens(
+        logits,
+        torch.tensor(draws.temperatures, dtype=torch.float32, device=logits.device),
+        torch.tensor(draws.noise, dtype=torch.float64, device=logits.device),
+    )
+    return finish(token_ids.tolist(), logits, rows, draws.others)
+
+
+def finish(
+    token_ids: list[int], logits: Tensor, rows: Sequence[SampleRow], others: Sequence[int]
+) -> SampleOutput:
+    """The kernel's tokens, with those in their place that it could not choose."""
+    logprobs: list[TokenLogprob | None] = [None] * len(rows)
+    if others:
+        own = logits[torch.tensor(others, device=logits.device)].float()
+        output = sample(own, [rows[i] for i in others])
+        for i, token_id, logprob in zip(others, output.token_ids, output.logprobs, strict=True):
+            token_ids[i], logprobs[i] = token_id, logprob
+    return SampleOutput(token_ids, logprobs)

@@ -1,0 +1,241 @@
+"""The decoder over fused kernels, as a GPU runs it: the same weights, fewer launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loramux.errors import UnsupportedModel
+from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
+from loramux.kernels.interface import AttendArgs, PagedLayout
+from loramux.models.decoder import Decoder, DecoderLayer
+from loramux.models.layers import Linear, RMSNorm, Rotary
+
+
+class LoraStep(Protocol):
+    """A step's adapters: what they add to a site's output."""
+
+    def shrink(self, x: Tensor, layer: int, site: int) -> None: ...
+
+    def expand(self, y: Tensor, layer: int, site: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKernels:
+    """Modules of loramux.kernels, and what they found out about the device; chosen once."""
+
+    attention: Any
+    fused: Any
+    lora: Any
+    sampling: Any
+    num_multiprocessors: int
+    overlaps_launches: bool
+    """A kernel may start while the one ahead of it ends."""
+
+
+def device_kernels(device: torch.device) -> DeviceKernels:
+    """Triton's; on a CPU, where its interpreter runs them, the torch twins wherever there is one.
+
+    That is for tests of what stands above the kernels.
+    """
+    try:
+        from loramux.kernels import (
+            attention_triton,
+            fused_triton,
+            launch_triton,
+            lora_triton,
+            sampling_triton,
+        )
+    except ImportError as error:
+        raise UnsupportedModel(
+            f"Serving on {device} needs Triton, which cannot be imported ({error}). "
+            "Install a torch build for this GPU, or serve with --device cpu."
+        ) from error
+    if device.type == "cpu":
+        from loramux.kernels import fused_torch, lora_grouped_torch, sampling_torch
+
+        return DeviceKernels(
+            attention=attention_triton,
+            fused=fused_torch,
+            lora=lora_grouped_torch,
+            sampling=sampling_torch,
+            num_multiprocessors=1,
+            overlaps_launches=False,
+        )
+    return DeviceKernels(
+        attention=attention_triton,
+        fused=fused_triton,
+        lora=lora_triton,
+        sampling=sampling_triton,
+        num_multiprocessors=launch_triton.num_multiprocessors(device.type),
+        overlaps_launches=launch_triton.overlaps_launches(device.type),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
+    attention_norm: Norm
+    mlp_norm: Norm
+    after_attention: Norm | None
+    after_mlp: Norm | None
+    head_norm: Norm | None
+    sliding_window: int | None
+
+
+QKV, OUT, GATE_UP, DOWN = range(4)
+
+
+class FusedDecoder:
+    """At most nine launches a layer beside LoRA's: four products, and what stands between them."""
+
+    def __init__(
+        self, decoder: Decoder, kernels: DeviceKernels, layout: PagedLayout, storage: Tensor
+    ) -> None:
+        config = decoder.config
+        self._decoder = decoder
+        self._kernels = kernels
+        self._layout = layout
+        self._storage = storage
+        self._scale = config.query_scale
+        self._softcap = config.attn_logit_softcap
+        self._activation = config.activation
+        self._layers = [_layer(layer) for layer in decoder.layers]  # type: ignore[arg-type]
+        self._final_norm = _norm(decoder.norm)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._storage.dtype
+
+    @property
+    def num_heads(self) -> int:
+        return self._decoder.config.num_heads
+
+    @property
+    def layout(self) -> PagedLayout:
+        return self._layout
+
+    @property
+    def windows(self) -> set[int | None]:
+        """Of all layers; None: one that sees everything."""
+        return {layer.sliding_window for layer in self._layers}
+
+    def hidden(
+        self, token_ids: Tensor, positions: Tensor, plan: Any, lora: LoraStep | None
+    ) -> Tensor:
+        """The normed hidden state of every row. token_ids, positions [rows] int32"""
+        fused = self._kernels.fused
+        rotations = self._rotations(positions)
+        hidden: Tensor = self._decoder.embed_tokens(token_ids)
+        normed: Tensor = fused.add_norm(None, hidden, self._layers[0].attention_norm)
+        norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
+        for index, layer in enumerate(self._layers):
+            attended = self._attend(index, layer, normed, rotations, plan, lora)
+            x = self._linear(layer.o, attended, (index, OUT), lora)
+            normed = fused.add_norm(x, hidden, layer.mlp_norm, layer.after_attention)
+            x = self._linear(layer.gate_up, normed, (index, GATE_UP), lora)
+            mixed = fused.activate_mul(x, self._activation)
+            x = self._linear(layer.down, mixed, (index, DOWN), lora)
+            normed = fused.add_norm(x, hidden, norms[index], layer.after_mlp)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab] float32"""
+        return self._decoder.logits(hidden)
+
+    def empty_logits(self, num_rows: int) -> Tensor:
+        """What write_logits fills, in the dtype that it needs."""
+        config = self._decoder.config
+        dtype = self._storage.dtype if config.final_logit_softcap is None else torch.float32
+        return self._storage.new_empty(num_rows, config.vocab_size, dtype=dtype)
+
+    def write_logits(self, hidden: Tensor, out: Tensor) -> None:
+        """As logits, not yet in float32 where the product is not."""
+        head = _linear(self._decoder.lm_head)
+        if self._decoder.config.final_logit_softcap is None and head.bias is None:
+            torch.mm(hidden, head.weight.t(), out=out)
+        else:
+            out.copy_(self._decoder.logits(hidden))
+
+    def _rotations(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """(cos, sin) for layers that see all, and for those with a sliding window."""
+        whole = self._rotation(self._decoder.rotary, positions)
+        local = self._decoder.rotary_local
+        return whole, whole if local is None else self._rotation(local, positions)
+
+    def _rotation(self, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self._kernels.fused.rotation(
+            positions, rotary.frequencies, rotary.signs, rotary.attention_factor
+        )
+        return found
+
+    def _attend(  # noqa: PLR0913
+        self,
+        index: int,
+        layer: _Layer,
+        normed: Tensor,
+        rotations: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
+        plan: Any,
+        lora: LoraStep | None,
+    ) -> Tensor:
+        qkv = self._linear(layer.qkv, normed, (index, QKV), lora)
+        cos, sin = rotations[layer.sliding_window is not None]
+        q = self._kernels.fused.rotate_write(
+            qkv,
+            Rotation(cos, sin, layer.head_norm),
+            KVTarget(self._storage, plan.slots, self._layout, index),
+        )
+        args = AttendArgs(
+            layer=index,
+            scale=self._scale,
+            sliding_window=layer.sliding_window,
+            softcap=self._softcap,
+        )
+        attended: Tensor = self._kernels.attention.attend(self._storage, plan, q, args)
+        return attended
+
+    def _linear(
+        self, linear: Linear, x: Tensor, place: tuple[int, int], lora: LoraStep | None
+    ) -> Tensor:
+        y = F.linear(x, linear.weight, linear.bias)
+        if lora is not None:
+            # Behind the product, without which a shrink may start too early: see lora_triton.
+            lora.shrink(x, *place)
+            lora.expand(y, *place)
+        return y
+
+
+def _layer(layer: DecoderLayer) -> _Layer:
+    head_norm = layer.head_norm
+    return _Layer(
+        qkv=_linear(layer.qkv),
+        o=_linear(layer.o),
+        gate_up=_linear(layer.gate_up),
+        down=_linear(layer.down),
+        attention_norm=_norm(layer.attention_norm),
+        mlp_norm=_norm(layer.mlp_norm),
+        after_attention=_maybe(layer.after_attention_norm),
+        after_mlp=_maybe(layer.after_mlp_norm),
+        head_norm=None if head_norm is None else Norm(head_norm.weight, head_norm.eps),
+        sliding_window=layer.sliding_window,
+    )
+
+
+def _linear(module: nn.Module) -> Linear:
+    assert isinstance(module, Linear), "a linear layer was packed or wrapped"
+    return module
+
+
+def _norm(norm: RMSNorm) -> Norm:
+    return Norm(norm.weight, norm.eps)
+
+
+def _maybe(norm: RMSNorm | None) -> Norm | None:
+    return None if norm is None else _norm(norm)

@@ -1,0 +1,54 @@
+"""One step as two smaller ones, with the same result."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loramux.types import Chunk, StepPlan, StepResult
+
+
+def halves(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
+    """The first half of the rows and the rest; the chunk in the middle is cut."""
+    room = plan.num_tokens // 2
+    first: list[Chunk] = []
+    second: list[Chunk] = []
+    for chunk in plan.chunks:
+        size = len(chunk.token_ids)
+        if size <= room:
+            first.append(chunk)
+        elif room == 0:
+            second.append(chunk)
+        else:
+            head, tail = _cut(chunk, room)
+            first.append(head)
+            second.append(tail)
+        room -= min(room, size)
+    return StepPlan(tuple(first)), StepPlan(tuple(second))
+
+
+def join(first: StepResult, second: StepResult) -> StepResult:
+    prompt_logprobs = dict(first.prompt_logprobs)
+    for sequence_id, found in second.prompt_logprobs.items():
+        prompt_logprobs[sequence_id] = prompt_logprobs.get(sequence_id, []) + found
+    return StepResult(
+        {**first.token_ids, **second.token_ids},
+        {**first.logprobs, **second.logprobs},
+        prompt_logprobs,
+    )
+
+
+def _cut(chunk: Chunk, size: int) -> tuple[Chunk, Chunk]:
+    following = chunk.next_prompt_token_ids
+    head = replace(
+        chunk,
+        token_ids=chunk.token_ids[:size],
+        sample=None,
+        next_prompt_token_ids=following[:size],
+    )
+    tail = replace(
+        chunk,
+        token_ids=chunk.token_ids[size:],
+        start=chunk.start + size,
+        next_prompt_token_ids=following[size:],
+    )
+    return head, tail

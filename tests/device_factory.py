@@ -1,0 +1,60 @@
+"""The engine as a GPU runs it, on a CPU: torch twins, and attention in Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loramux.engine.engine import Engine
+from loramux.runner.device_runner import DeviceRunner
+from loramux.types import Chunk, SampleRow, SamplingParams, Selection
+from tests.adapter_factory import make_peft_adapter
+from tests.engine_factory import make_engine
+from tests.memory_factory import InlineExecutor
+
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def device_engine(
+    patch: pytest.MonkeyPatch, model: Any, folder: Path, **settings: Any
+) -> tuple[Engine, DeviceRunner]:
+    with patch.context() as scoped:
+        scoped.setenv("LORAMUX_KERNELS", "triton")
+        engine = make_engine(model, folder, loads=InlineExecutor(), **settings)
+    assert isinstance(engine.runner, DeviceRunner)
+    return engine, engine.runner
+
+
+def reference_engine(model: Any, folder: Path, **settings: Any) -> Engine:
+    return make_engine(model, folder, loads=InlineExecutor(), reference_kernels=True, **settings)
+
+
+def two_adapters(model: Any, folder: Path) -> list[Path]:
+    """One of a few ranks at some places, one of more ranks than fit a group at all of them."""
+    few = make_peft_adapter(folder / "few", model, r=3, seed=1)
+    many = make_peft_adapter(folder / "many", model, r=20, seed=2, target_modules=ALL_LINEAR)
+    return [few, many]
+
+
+def mixed_selections(engine: Engine, folders: list[Path]) -> list[Selection]:
+    """Base rows between rows of one adapter and of two."""
+    first, second = (engine.register_adapter(folder).cid for folder in folders)
+    one, other = ((first, 1.0),), ((second, 1.0),)
+    return [(), one, other, ((first, 0.5), (second, 1.5)), one, ()]
+
+
+def lease(engine: Engine, *selections: Selection) -> None:
+    """Brings their adapters to the device, and keeps them there."""
+    cids = {cid for selection in selections for cid, _ in selection}
+    assert engine.residency.load_now(sorted(cids))
+
+
+def row(**params: Any) -> SampleRow:
+    settings = SamplingParams(**{"temperature": 0.0, **params})
+    return SampleRow(params=settings, seed=7, prompt_token_ids=(5, 6), output_token_ids=(9,))
+
+
+def decode(number: int, token: int, start: int, pages: list[int], selection: Selection) -> Chunk:
+    return Chunk(number, (token,), start, pages, selection, sample=row())

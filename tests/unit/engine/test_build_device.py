@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loramux.adapters.layout import sites_of
+from loramux.config import EngineConfig
+from loramux.engine.build import load_base
+from loramux.engine.build_device import (
+    DevicePlan,
+    largest_step,
+    measured_pool_bytes,
+    warm_up_steps,
+)
+from loramux.errors import DoesNotFit
+from loramux.memory.pool import KVGeometry
+from loramux.models.architectures import base_info
+from loramux.runner.device_runner import DeviceLimits
+from tests.device_factory import device_engine, two_adapters
+from tests.engine_factory import make_prompt, make_request, run_all
+from tests.model_factory import save_hf_folder, tiny_transformers_model
+
+pytest.importorskip("triton", reason="no Triton on this machine")
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> DevicePlan:
+    save_hf_folder(tiny_transformers_model("llama", num_hidden_layers=1), tmp_path)
+    model = load_base(tmp_path, EngineConfig(dtype="float32", pack_weights=False))
+    geometry = KVGeometry(num_layers=1, num_kv_heads=2, head_dim=16, block_tokens=16)
+    limits = DeviceLimits(max_batch_tokens=20, max_sequences=3, max_pages=4)
+    return DevicePlan(model, sites_of(base_info(model.config, "tiny")), geometry, limits)
+
+
+def test_tables_follow_the_adapters_that_come_and_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    folders = two_adapters(model, tmp_path)
+    settings: dict[str, Any] = {"max_active_adapters": 1, "max_sequences": 2}
+    engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **settings)
+    cids = [engine.register_adapter(folder).cid for folder in folders]
+    for cid, other in (cids, reversed(cids)):
+        run_all(engine, [make_request("one", make_prompt(4, seed=1), ((cid, 1.0),), max_tokens=1)])
+        assert cid in runner.directory and other not in runner.directory
+    assert engine.forget_adapter(cids[0])
+    assert cids[0] not in runner.directory
+
+
+def test_residents_never_outnumber_the_places_in_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    engine, runner = device_engine(
+        monkeypatch, model, tmp_path, max_sequences=2, device_memory_bytes=2**16
+    )
+    assert engine.residency.limits.max_adapters == runner.directory.max_adapters
+    assert runner.directory.max_adapters == engine.pages.num_pages
+
+
+def test_the_step_that_is_measured_has_all_rows_and_all_samples(plan: DevicePlan) -> None:
+    step = largest_step(plan)
+    assert step.num_tokens == 20 and len(step.chunks) == 3
+    assert all(chunk.sample is not None for chunk in step.chunks)
+    pages = [page for chunk in step.chunks for page in chunk.page_ids]
+    assert len(set(pages)) == len(pages)
+    runner = plan.make_runner(plan.make_pool(max(pages) + 1, torch.device("cpu")))
+    assert len(runner.run(step).token_ids) == 3
+
+
+def test_steps_to_warm_up_with_stay_within_what_the_runner_was_made_for(plan: DevicePlan) -> None:
+    runner = plan.make_runner(plan.make_pool(16, torch.device("cpu")))
+    steps = warm_up_steps(plan, 16)
+    limits = plan.limits
+    for step in steps:
+        assert step.num_tokens <= limits.max_batch_tokens + limits.max_sequences
+        assert all(len(chunk.page_ids) <= limits.max_pages for chunk in step.chunks)
+        assert max(page for chunk in step.chunks for page in chunk.page_ids) < 16
+    starts = {chunk.start for step in steps for chunk in step.chunks}
+    assert len(starts) > 1, "some have a past"
+    runner.warm_up(steps[:2])
+
+
+def test_too_little_memory_is_refused_with_the_numbers(plan: DevicePlan) -> None:
+    config = EngineConfig(gpu_memory_utilization=1e-6, max_batch_tokens=20)
+    told: list[str] = []
+    with pytest.raises(DoesNotFit, match=r"MiB are taken.*max_batch_tokens \(20\)"):
+        measured_pool_bytes(plan, config, progress=lambda what, _: told.append(what))
+    assert told == ["Measuring memory"]
+
+
+def test_running_out_of_memory_while_measuring_is_told_the_same_way(
+    plan: DevicePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(DevicePlan, "make_pool", fail)
+    with pytest.raises(DoesNotFit, match="need more than is left"):
+        measured_pool_bytes(plan, EngineConfig())

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from loramux.adapters.grouped_layout import pack_groups, plan_groups
+from loramux.errors import DoesNotFit
+from loramux.kernels import lora_grouped_torch
+from loramux.lora.device_work import (
+    DeviceDirectory,
+    LoraDevice,
+    LoraWork,
+    decode_work,
+    prompt_work,
+)
+from loramux.memory.records import ResidentAdapter
+from loramux.types import Selection
+from tests.lora_factory import NUM_LAYERS, PAGE_ELEMENTS, SITES
+
+CPU = torch.device("cpu")
+SHAPES = {"q_proj": (48, 80), "v_proj": (48, 16), "o_proj": (80, 48)}
+
+
+def random_adapter(rank: int, generator: torch.Generator) -> Any:
+    """As a reader of PEFT folders makes it."""
+    return SimpleNamespace(
+        modules=[
+            SimpleNamespace(
+                target=SimpleNamespace(layer=layer, projection=name),
+                a=torch.randn(rank, size_in, generator=generator) / 4,
+                b=torch.randn(size_out, rank, generator=generator) / 4,
+                scale=2.0,
+            )
+            for layer in range(NUM_LAYERS)
+            for name, (size_in, size_out) in SHAPES.items()
+        ]
+    )
+
+
+class World:
+    """Adapters a, b, c of ranks 3, 20 and 16 in pages of a pool."""
+
+    def __init__(self, *, max_adapters: int = 4, max_groups: int = 32) -> None:
+        self.pool = torch.full((64, PAGE_ELEMENTS), float("nan"))
+        self.directory = DeviceDirectory(
+            SITES,
+            num_layers=NUM_LAYERS,
+            max_adapters=max_adapters,
+            max_groups=max_groups,
+            device=CPU,
+        )
+        self.weights: dict[str, torch.Tensor] = {}
+        self.residents: dict[str, ResidentAdapter] = {}
+        generator = torch.Generator().manual_seed(0)
+        first = 3
+        for cid, rank in (("a", 3), ("b", 20), ("c", 16)):
+            adapter = random_adapter(rank, generator)
+            ranks = {(layer, name): rank for layer in range(NUM_LAYERS) for name in SHAPES}
+            layout = plan_groups(SITES, ranks, PAGE_ELEMENTS)
+            page_ids = list(range(first, first + layout.num_pages))
+            first += layout.num_pages
+            pages = self.pool[page_ids[0] : first]
+            pack_groups(adapter, layout, pages.view(-1))
+            last = adapter.modules[-1]
+            self.weights[cid] = last.scale * last.a.t() @ last.b.t()
+            self.residents[cid] = ResidentAdapter(cid, layout, page_ids)
+
+    def device(self) -> LoraDevice:
+        return LoraDevice(
+            kernels=lora_grouped_torch,
+            directory=self.directory,
+            num_layers=NUM_LAYERS,
+            pool=self.pool,
+            num_multiprocessors=1,
+        )
+
+    def expected(self, x: torch.Tensor, rows: Sequence[Selection]) -> torch.Tensor:
+        """What site o of the last layer adds."""
+        total = torch.zeros(len(rows), SITES[1].out_features[0])
+        for i, selection in enumerate(rows):
+            for cid, weight in selection:
+                total[i] += weight * x[i] @ self.weights[cid]
+        return total
+
+
+A: Selection = (("a", 1.0),)
+BOTH: Selection = (("a", 0.5), ("b", -2.0))
+
+
+def added(world: World, work: LoraWork, x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(x.shape[0], SITES[1].out_features[0])
+    work.shrink(x, NUM_LAYERS - 1, 1)
+    work.expand(y, NUM_LAYERS - 1, 1)
+    return y
+
+
+@pytest.mark.parametrize("kind", ["decode", "prompt"])
+@pytest.mark.parametrize("selections", [[A, A, ()], [A, (), BOTH]], ids=["plain", "weighted"])
+def test_rows_get_their_own_adapters_and_base_rows_none(
+    kind: str, selections: list[Selection]
+) -> None:
+    world = World()
+    for cid in ("b", "a"):
+        world.directory.add(world.residents[cid])
+    device = world.device()
+    work = decode_work(device, 4, use_pdl=False) if kind == "decode" else prompt_work(device, 4)
+    num_rows = [1, 1, 1] if kind == "decode" else [1, 4, 2]
+    work.fill_now(selections, num_rows)
+    rows = [s for s, count in zip(selections, num_rows, strict=True) for _ in range(count)]
+    x = torch.randn(len(rows), SITES[1].in_features)
+    expected = world.expected(x, rows)
+    torch.testing.assert_close(added(world, work, x), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_tables_that_are_too_small_grow() -> None:
+    world = World()
+    for resident in world.residents.values():
+        world.directory.add(resident)
+    work = prompt_work(world.device(), 1)
+    selections: list[Selection] = [BOTH, (("c", 1.0),)] * 20
+    work.fill_now(selections, [1] * 40)
+    x = torch.randn(40, SITES[1].in_features)
+    expected = world.expected(x, selections)
+    torch.testing.assert_close(added(world, work, x), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_that_left_makes_room_and_its_place_is_taken_by_the_next() -> None:
+    world = World(max_adapters=2)
+    world.directory.add(world.residents["a"])
+    world.directory.add(world.residents["b"])
+    with pytest.raises(DoesNotFit, match="2 slots"):
+        world.directory.add(world.residents["c"])
+    assert "c" not in world.directory
+    world.directory.remove("a")
+    assert "a" not in world.directory
+    world.directory.add(world.residents["c"])
+    work = prompt_work(world.device(), 4)
+    work.fill_now([(("c", 1.0),)], [2])
+    x = torch.randn(2, SITES[1].in_features)
+    expected = world.expected(x, [(("c", 1.0),)] * 2)
+    torch.testing.assert_close(added(world, work, x), expected, atol=1e-4, rtol=1e-4)
+    world.directory.remove("never there")
+
+
+def test_rows_of_one_selection_stand_together_and_base_rows_come_last() -> None:
+    world = World()
+    for resident in world.residents.values():
+        world.directory.add(resident)
+    selections = [(), BOTH, A, (("a", 0.5),), (), A, BOTH]
+    ordered = sorted(selections, key=world.directory.order)
+    assert ordered[-2:] == [(), ()]
+    runs = [s for i, s in enumerate(ordered) if i == 0 or s != ordered[i - 1]]
+    assert len(runs) == len(set(runs)) == 4

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import torch
+
+from loramux.runner.decode_inputs import DecodeInputs
+from loramux.types import Chunk
+
+CPU = torch.device("cpu")
+
+
+def test_rows_arrive_in_their_places_and_the_rest_is_padding() -> None:
+    inputs = DecodeInputs(max_rows=5, max_pages=3, num_lora_words=7, device=CPU)
+    chunks = [
+        Chunk(0, (11,), 4, [8, 2], (), sample=None),
+        Chunk(1, (12,), 0, [5], (), sample=None),
+        Chunk(2, (13,), 40, [1, 9, 7], (), sample=None),
+    ]
+    inputs.host_lora_words[:7] = range(7)
+    inputs.fill(chunks, [0.0, 0.5, 1.5], [0.0, 0.25, 1 - 2**-53])
+    inputs.send()
+    assert inputs.token_ids[:5].tolist() == [11, 12, 13, 0, 0]
+    assert inputs.num_tokens[:5].tolist() == [5, 1, 41, 0, 0]
+    assert inputs.temperatures[:4].tolist() == [0.0, 0.5, 1.5, 0.0]
+    assert inputs.noise[:4].tolist() == [0.0, 0.25, 1 - 2**-53, 0.0]
+    assert inputs.lora_words[:7].tolist() == list(range(7))
+    table = torch.full((5, 3), -1, dtype=torch.int32)
+    inputs.write_page_table(table)
+    assert table[0, :2].tolist() == [8, 2]
+    assert table[1, :1].tolist() == [5]
+    assert table[2].tolist() == [1, 9, 7]
+
+
+def test_nothing_of_a_larger_step_is_left_in_the_rows_of_a_smaller_one() -> None:
+    inputs = DecodeInputs(max_rows=3, max_pages=1, num_lora_words=1, device=CPU)
+    chunks = [Chunk(i, (20 + i,), i, [i], (), sample=None) for i in range(3)]
+    inputs.fill(chunks, [1.0] * 3, [0.5] * 3)
+    inputs.fill(chunks[:1], [0.0], [0.0])
+    inputs.send()
+    assert inputs.num_tokens[:3].tolist() == [1, 0, 0]
+    assert inputs.temperatures[:3].tolist() == [0.0, 0.0, 0.0]

@@ -1,0 +1,217 @@
+"""The GPU's runner against the reference, over the same weights and pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from loramux.errors import DoesNotFit
+from loramux.runner.device_runner import DeviceLimits, DeviceRunner
+from loramux.types import Chunk, StepPlan
+from tests.device_factory import (
+    decode,
+    device_engine,
+    lease,
+    mixed_selections,
+    reference_engine,
+    row,
+    two_adapters,
+)
+from tests.engine_factory import make_prompt, make_request, run_all
+from tests.model_factory import tiny_transformers_model
+
+pytest.importorskip("triton", reason="no Triton on this machine")
+
+SETTINGS: dict[str, Any] = {"max_batch_tokens": 24, "max_sequences": 6}
+
+
+def test_mixed_requests_get_the_tokens_of_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama")
+    folders = two_adapters(model, tmp_path)
+    answers = []
+    for engine in (
+        reference_engine(model, tmp_path / "model", **SETTINGS),
+        device_engine(monkeypatch, model, tmp_path / "model", **SETTINGS)[0],
+    ):
+        requests = [
+            make_request(f"r{i}", make_prompt(3 + 6 * i, seed=i), selection, max_tokens=3)
+            for i, selection in enumerate(mixed_selections(engine, folders))
+        ]
+        answers.append(run_all(engine, requests))
+    assert answers[0] == answers[1]
+
+
+def test_logits_of_chunks_and_decodes_equal_those_of_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama")
+    folders = two_adapters(model, tmp_path)
+    tokens = make_prompt(20, seed=4)
+    found = []
+    for engine in (
+        reference_engine(model, tmp_path / "model"),
+        device_engine(monkeypatch, model, tmp_path / "model", max_sequences=4)[0],
+    ):
+        selections = mixed_selections(engine, folders)[:4]
+        lease(engine, *selections)
+        # Pages from the end of the pool: the adapters have those at its start.
+        last = engine.pages.num_pages - 1
+        parts = []
+        for cut in (slice(0, 17), slice(17, 20)):
+            chunks = [
+                Chunk(i, tokens[cut], cut.start, [last - 2 * i, last - 2 * i - 1], s, sample=None)
+                for i, s in enumerate(selections)
+            ]
+            logits = engine.runner.logits(StepPlan(tuple(chunks)))
+            parts += [logits[i] for i in range(len(chunks))]
+        found.append(torch.cat(parts))
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_step_reports_does_not_depend_on_who_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    prompt = make_prompt(6, seed=3)
+    rows = [row(), row(temperature=0.8), row(top_k=5, temperature=1.0), row(logprobs=2)]
+    rows.append(row(temperature=1.0, repetition_penalty=1.3, logit_bias={4: 5.0}))
+    chunks = [
+        Chunk(
+            10 + i,
+            prompt,
+            0,
+            [i],
+            (),
+            sample=sample,
+            prompt_logprobs=1 if i == 3 else None,
+            next_prompt_token_ids=prompt[1:] if i == 3 else (),
+        )
+        for i, sample in enumerate(rows)
+    ]
+    chunks.append(Chunk(20, prompt, 0, [9], (), sample=None))
+    expected = reference_engine(model, tmp_path).runner.run(StepPlan(tuple(chunks)))
+    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=4)[1]
+    result = runner.run(StepPlan(tuple(chunks)))
+    assert result.token_ids == expected.token_ids
+    for found, known in (
+        (result.logprobs[13], expected.logprobs[13]),
+        *zip(result.prompt_logprobs[13], expected.prompt_logprobs[13], strict=True),
+    ):
+        assert (found.token_id, found.rank) == (known.token_id, known.rank)
+        assert found.logprob == pytest.approx(known.logprob, abs=1e-4)
+    assert list(result.logprobs) == [13] and list(result.prompt_logprobs) == [13]
+
+
+class ScarceMemory:
+    """Attention for which a step of more than some rows does not fit."""
+
+    def __init__(self, attention: Any, max_rows: int) -> None:
+        self._attention = attention
+        self._max_rows = max_rows
+        self.attend = attention.attend
+
+    def plan(self, sequences: Any, *others: Any) -> Any:
+        if sum(sequence.num_rows for sequence in sequences) > self._max_rows:
+            raise torch.OutOfMemoryError("no room")
+        return self._attention.plan(sequences, *others)
+
+
+def test_a_step_without_memory_is_computed_in_parts_and_says_so_when_none_is_small_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2)[1]
+    prompt = make_prompt(9, seed=2)
+    chunk = Chunk(
+        3, prompt, 0, [0], (), sample=row(), prompt_logprobs=0, next_prompt_token_ids=prompt[1:]
+    )
+    plan = StepPlan((chunk, replace(chunk, sequence_id=4, page_ids=[1])))
+    expected = runner.run(plan)
+    kernels = runner._kernels
+    runner._kernels = replace(kernels, attention=ScarceMemory(kernels.attention, max_rows=5))
+    result = runner.run(plan)
+    assert result.token_ids == expected.token_ids
+    assert len(result.prompt_logprobs[3]) == 8
+    assert runner._max_rows <= 5
+    runner._kernels = replace(kernels, attention=ScarceMemory(kernels.attention, max_rows=0))
+    with pytest.raises(DoesNotFit, match="bytes are free"):
+        runner.run(plan)
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2)[1]
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    runner._kernels = replace(runner._kernels, attention=SimpleNamespace(plan=broken))
+    with pytest.raises(RuntimeError, match="broken"):
+        runner.run(StepPlan((Chunk(0, (1, 2), 0, [0], (), sample=None),)))
+
+
+def test_a_step_with_more_lora_work_than_a_graph_holds_is_still_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    folders = two_adapters(model, tmp_path)
+    engine, runner = device_engine(monkeypatch, model, tmp_path / "model", max_sequences=4)
+    selections = mixed_selections(engine, folders)[:4]
+    lease(engine, *selections)
+    last = engine.pages.num_pages - 1
+    chunks = tuple(decode(i, 5 + i, 0, [last - i], s) for i, s in enumerate(selections))
+    expected = runner.run(StepPlan(chunks))
+    for work in (runner._graphs._lora, runner._prompt_lora):
+        limits = replace(work.tables.limits, max_units=1)
+        work.tables = replace(work.tables, limits=limits)
+    assert runner.run(StepPlan(chunks)).token_ids == expected.token_ids
+
+
+def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from loramux.kernels import fused_triton, lora_triton, sampling_triton
+
+    model = tiny_transformers_model("llama", num_hidden_layers=1, vocab_size=64)
+    folders = two_adapters(model, tmp_path)
+    engine, runner = device_engine(monkeypatch, model, tmp_path / "model", max_sequences=2)
+    few = mixed_selections(engine, folders)[1]
+    lease(engine, few)
+    kernels = replace(
+        runner._kernels, fused=fused_triton, lora=lora_triton, sampling=sampling_triton
+    )
+    limits = DeviceLimits(max_batch_tokens=8, max_sequences=2, max_pages=2)
+    decoder, pool = runner._decoder._decoder, engine.memory.pool
+    fast = DeviceRunner(
+        decoder=decoder, pool=pool, directory=runner.directory, kernels=kernels, limits=limits
+    )
+    last = engine.pages.num_pages - 1
+    prompt = StepPlan((Chunk(0, (5, 6), 0, [last], few, sample=row(temperature=1.0)),))
+    assert fast.run(prompt).token_ids == runner.run(prompt).token_ids
+    step = StepPlan((decode(0, 7, 2, [last], few), decode(1, 8, 0, [last - 1], ())))
+    assert fast.run(step).token_ids == runner.run(step).token_ids
+    torch.testing.assert_close(fast._graphs._logits, runner._graphs._logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_graph_step_whose_sampler_has_no_memory_is_computed_without_the_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2)[1]
+    plan = StepPlan((decode(0, 7, 0, [0], ()), decode(1, 8, 0, [1], ())))
+    expected = runner.run(plan)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(runner._graphs, "run", fail)
+    assert runner.run(plan).token_ids == expected.token_ids

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from loramux.kernels import sampling_torch
+from loramux.runner.device_sampler import choose, draw, is_plain
+from loramux.runner.sampler import sample
+from loramux.types import SampleRow, SamplingParams
+
+
+def row(seed: int = 3, **params: Any) -> SampleRow:
+    return SampleRow(SamplingParams(**params), seed, (1, 2), (3,))
+
+
+@pytest.mark.parametrize(
+    ("params", "plain"),
+    [
+        ({"temperature": 0.0}, True),
+        ({"temperature": 0.0, "top_k": 4, "top_p": 0.5}, True),
+        ({"temperature": 0.7}, True),
+        ({"temperature": 0.7, "top_k": 4}, False),
+        ({"temperature": 0.7, "top_p": 0.9}, False),
+        ({"temperature": 0.7, "min_p": 0.1}, False),
+        ({"temperature": 0.0, "logprobs": 0}, False),
+        ({"temperature": 0.0, "presence_penalty": 1.0}, False),
+        ({"temperature": 0.0, "logit_bias": {1: 2.0}}, False),
+    ],
+)
+def test_a_row_is_plain_when_temperature_is_all_that_it_asks_for(
+    params: dict[str, Any], plain: bool
+) -> None:
+    assert is_plain(SamplingParams(**params)) is plain
+
+
+def test_any_mix_of_rows_gets_the_tokens_of_the_full_sampler() -> None:
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    rows = [
+        row(temperature=0.0),
+        row(temperature=1.0, top_p=0.4),
+        row(seed=9, temperature=1.3),
+        row(temperature=0.0, logprobs=2),
+        row(seed=2, temperature=0.6),
+        row(temperature=0.0, frequency_penalty=2.0),
+    ]
+    found, expected = choose(logits, rows, sampling_torch), sample(logits, rows)
+    assert found.token_ids == expected.token_ids
+    assert [one is None for one in found.logprobs] == [one is None for one in expected.logprobs]
+
+
+def test_rows_of_the_full_sampler_cost_the_kernel_no_draw() -> None:
+    draws = draw([row(temperature=1.0, top_k=3), row(temperature=0.5)])
+    assert draws.temperatures == [0.0, 0.5] and draws.others == [0]
+    assert draws.noise[0] == 0.0 and 0 < draws.noise[1] < 1

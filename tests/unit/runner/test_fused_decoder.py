@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from loramux.runner.fused_decoder import FusedDecoder, device_kernels
+from loramux.types import Chunk, StepPlan
+from tests.device_factory import device_engine, reference_engine
+from tests.engine_factory import make_prompt
+from tests.model_factory import tiny_transformers_model
+
+pytest.importorskip("triton", reason="no Triton on this machine")
+
+FAMILIES = ["llama31", "qwen2", "qwen3", "gemma2", "gemma3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_equals_the_decoder_in_any_chunks(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases, norms of heads, norms after, windows with their own rope, softcaps, tied heads."""
+    model = tiny_transformers_model(family)
+    tokens = make_prompt(20, seed=2)
+    whole = StepPlan((Chunk(0, tokens, 0, [5, 1], (), sample=None),))
+    expected = reference_engine(model, tmp_path).runner.logits(whole)[0]
+    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2)[1]
+    parts = []
+    for start, stop in ((0, 15), (15, 20)):
+        piece = Chunk(0, tokens[start:stop], start, [5, 1], (), sample=None)
+        parts.append(runner.logits(StepPlan((piece,)))[0])
+    torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_packed_layer_is_refused_and_not_computed_without_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2)[1]
+    fused = runner._decoder
+    fused._decoder.layers[0].qkv = torch.nn.Identity()
+    with pytest.raises(AssertionError, match="packed or wrapped"):
+        FusedDecoder(fused._decoder, runner._kernels, fused.layout, fused._storage)
+
+
+def test_on_a_cpu_only_attention_goes_through_the_interpreter() -> None:
+    kernels = device_kernels(torch.device("cpu"))
+    assert kernels.attention.__name__.endswith("_triton")
+    assert kernels.lora.__name__.endswith("_torch")

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from loramux.runner.split_plan import halves, join
+from loramux.types import Chunk, StepPlan, StepResult, TokenLogprob
+from tests.device_factory import row
+
+
+def test_the_chunk_in_the_middle_is_cut_and_samples_with_its_last_token() -> None:
+    following = Chunk(2, (9,), 0, [1], (), sample=row())
+    whole = Chunk(
+        1, (1, 2, 3, 4, 5), 10, [0], (), row(), prompt_logprobs=0, next_prompt_token_ids=(2, 3, 4)
+    )
+    first, second = halves(StepPlan((whole, following)))
+    (head,), (tail, last) = first.chunks, second.chunks
+    assert (head.token_ids, head.start, head.sample) == ((1, 2, 3), 10, None)
+    assert (tail.token_ids, tail.start) == ((4, 5), 13) and tail.sample is whole.sample
+    assert (head.next_prompt_token_ids, tail.next_prompt_token_ids) == ((2, 3, 4), ())
+    assert last is following
+
+
+def test_every_row_is_in_one_half_whatever_the_sizes() -> None:
+    for sizes in ([1, 1], [2], [1, 5, 1], [7, 1], [1, 1, 1]):
+        chunks = [Chunk(i, tuple(range(n)), 0, [], (), None) for i, n in enumerate(sizes)]
+        first, second = halves(StepPlan(tuple(chunks)))
+        assert first.num_tokens == sum(sizes) // 2
+        assert first.num_tokens + second.num_tokens == sum(sizes)
+
+
+def test_results_of_a_cut_prompt_follow_each_other() -> None:
+    parts = [TokenLogprob(n, -1.0, 1) for n in range(3)]
+    joined = join(
+        StepResult({1: 4}, {1: parts[0]}, {7: parts[:2]}), StepResult({7: 5}, {}, {7: parts[2:]})
+    )
+    assert joined.token_ids == {1: 4, 7: 5}
+    assert joined.prompt_logprobs == {7: parts}
