@@ -1,9 +1,14 @@
-"""A real server on a registry: versions move under running streams, and receipts tell the truth."""
+"""A real server on a registry: versions move under running streams, and receipts tell the truth.
+
+LORAMUX_STREAMS sets how many streams run (32 for the full run), LORAMUX_RELOADS how often an
+adapter is replaced in place (50).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from functools import cache
@@ -20,8 +25,8 @@ from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import peft_logits, save_model_with_tokenizer
 from tests.serve_factory import RunningServer, running_server
 
-NUM_STREAMS = 16
-NUM_RELOADS = 30
+NUM_STREAMS = int(os.environ.get("LORAMUX_STREAMS", "16"))
+NUM_RELOADS = int(os.environ.get("LORAMUX_RELOADS", "30"))
 NUM_TOKENS = 6
 PROMPTS = ("The quick brown", "def add(a, b):")
 NAME = "acme/sql"
