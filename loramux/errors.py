@@ -23,8 +23,8 @@ class AdapterNotFound(LoramuxError):
     """No adapter where the request said it would be."""
 
 
-class AdapterRefused(LoramuxError):
-    """An adapter that must not be served.
+class Refusal(LoramuxError):
+    """Something that must not be used, with the fix.
 
     `code` is a stable short word for programs ("wrong_shape"), the message says what is wrong, and
     `fix` what to do about it.
@@ -35,6 +35,10 @@ class AdapterRefused(LoramuxError):
         self.code = code
         self.reason = message
         self.fix = fix
+
+
+class AdapterRefused(Refusal):
+    """An adapter that must not be served."""
 
 
 class DoesNotFit(LoramuxError):
@@ -73,18 +77,8 @@ class StoreDamaged(LoramuxError):
     """Bytes in the adapter store are not those that their digest names."""
 
 
-class SourceRefused(LoramuxError):
-    """An id or its bytes that must not be fetched.
-
-    `code` is a stable short word for programs ("pickle"), the message says what is wrong, and
-    `fix` what to do about it.
-    """
-
-    def __init__(self, code: str, message: str, *, fix: str = "") -> None:
-        super().__init__(f"{message} {fix}".strip())
-        self.code = code
-        self.reason = message
-        self.fix = fix
+class SourceRefused(Refusal):
+    """An id or its bytes that must not be fetched."""
 
 
 class SourceForbidden(SourceRefused):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from loramux.kernels.interface import AttendArgs, AttentionKernels, PagedLayout, SequenceRows
 from loramux.memory.pool import PagePool
-from loramux.types import Chunk
+from loramux.runner.sampler import prompt_logprobs
+from loramux.types import Chunk, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +91,19 @@ def half_filled_pages(chunks: Sequence[Chunk], block_tokens: int) -> list[int]:
         if filled and last * block_tokens >= chunk.start:
             pages.append(chunk.page_ids[last])
     return pages
+
+
+def prompt_logprobs_of(
+    batch: StepBatch, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+) -> dict[int, list[TokenLogprob]]:
+    """By sequence, of the chunks that ask for them. hidden [rows, hidden]"""
+    result = {}
+    for i, chunk in enumerate(batch.chunks):
+        if chunk.prompt_logprobs is None or not chunk.next_prompt_token_ids:
+            continue
+        start, count = batch.row_starts[i], len(chunk.next_prompt_token_ids)
+        logits = logits_of(hidden[start : start + count])
+        result[chunk.sequence_id] = prompt_logprobs(
+            logits, chunk.next_prompt_token_ids, chunk.prompt_logprobs
+        )
+    return result

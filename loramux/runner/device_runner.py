@@ -14,11 +14,11 @@ from loramux.lora.device_work import DeviceDirectory, LoraDevice, decode_work, p
 from loramux.memory.device import device_memory_bytes, is_out_of_memory, release_cached
 from loramux.memory.pool import PagePool
 from loramux.models.decoder import Decoder
-from loramux.runner.batch import StepBatch, build_batch
+from loramux.runner.batch import StepBatch, build_batch, prompt_logprobs_of
 from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits, Progress, is_decode
 from loramux.runner.device_sampler import choose
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
-from loramux.runner.sampler import SampleOutput, prompt_logprobs
+from loramux.runner.sampler import SampleOutput
 from loramux.runner.split_plan import halves, join
 from loramux.types import SampleRow, StepPlan, StepResult, TokenLogprob
 
@@ -176,7 +176,9 @@ class DeviceRunner:
             ]
             output = choose(logits, rows, self._kernels.sampling)
         sequence_ids = [batch.chunks[i].sequence_id for i in sampled]
-        return _result(sequence_ids, output, self._prompt_logprobs(batch, hidden))
+        return _result(
+            sequence_ids, output, prompt_logprobs_of(batch, hidden, self._decoder.logits)
+        )
 
     def _forward(self, plan: StepPlan, *, has_lora: bool) -> tuple[StepBatch, Tensor]:
         chunks = sorted(plan.chunks, key=lambda chunk: self.directory.order(chunk.selection))
@@ -191,18 +193,6 @@ class DeviceRunner:
         if lora is not None:
             lora.fill_now([c.selection for c in chunks], [len(c.token_ids) for c in chunks])
         return batch, self._decoder.hidden(batch.token_ids, batch.positions, attention, lora)
-
-    def _prompt_logprobs(self, batch: StepBatch, hidden: Tensor) -> dict[int, list[TokenLogprob]]:
-        result = {}
-        for i, chunk in enumerate(batch.chunks):
-            if chunk.prompt_logprobs is None or not chunk.next_prompt_token_ids:
-                continue
-            start, count = batch.row_starts[i], len(chunk.next_prompt_token_ids)
-            logits = self._decoder.logits(hidden[start : start + count])
-            result[chunk.sequence_id] = prompt_logprobs(
-                logits, chunk.next_prompt_token_ids, chunk.prompt_logprobs
-            )
-        return result
 
 
 def _result(

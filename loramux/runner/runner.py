@@ -14,8 +14,14 @@ from loramux.lora.stacks import LoraStacks
 from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter
 from loramux.models.decoder import Decoder
-from loramux.runner.batch import PagedAttention, StepBatch, build_batch, half_filled_pages
-from loramux.runner.sampler import prompt_logprobs, sample
+from loramux.runner.batch import (
+    PagedAttention,
+    StepBatch,
+    build_batch,
+    half_filled_pages,
+    prompt_logprobs_of,
+)
+from loramux.runner.sampler import sample
 from loramux.types import StepPlan, StepResult, TokenLogprob
 
 
@@ -110,16 +116,6 @@ class Runner:
                 token_ids[batch.chunks[i].sequence_id] = token_id
                 if logprob is not None:
                     logprobs[batch.chunks[i].sequence_id] = logprob
-        return StepResult(token_ids, logprobs, self._prompt_logprobs(batch, hidden))
-
-    def _prompt_logprobs(self, batch: StepBatch, hidden: Tensor) -> dict[int, list[TokenLogprob]]:
-        result = {}
-        for i, chunk in enumerate(batch.chunks):
-            if chunk.prompt_logprobs is None or not chunk.next_prompt_token_ids:
-                continue
-            start, count = batch.row_starts[i], len(chunk.next_prompt_token_ids)
-            logits = self._decoder.logits(hidden[start : start + count])
-            result[chunk.sequence_id] = prompt_logprobs(
-                logits, chunk.next_prompt_token_ids, chunk.prompt_logprobs
-            )
-        return result
+        return StepResult(
+            token_ids, logprobs, prompt_logprobs_of(batch, hidden, self._decoder.logits)
+        )

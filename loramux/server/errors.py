@@ -20,6 +20,7 @@ from loramux.errors import (
     EngineStopped,
     InvalidRequest,
     LoramuxError,
+    Refusal,
     RegistryConflict,
     RegistryUnavailable,
     RequestTimeout,
@@ -99,7 +100,7 @@ def error_info(error: Exception) -> ErrorInfo:
     if isinstance(error, LoramuxError):
         status = next(HTTP_STATUS[kind] for kind in type(error).__mro__ if kind in HTTP_STATUS)
         info = _info(status, str(error), getattr(error, "param", None))
-        if isinstance(error, AdapterRefused | SourceRefused):
+        if isinstance(error, Refusal):
             info.reason = error.code
         return info
     if isinstance(error, HTTPException):
