@@ -191,12 +191,17 @@ class SampleRow:
     output_token_ids: Sequence[int]
 
 
+UNKNOWN_TOKEN = -1
+"""The place of a token that a step still on the device will give."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """The rows that one sequence adds to a step."""
 
     sequence_id: int
     token_ids: Sequence[int]
+    """The last may be unknown: it is what the step before this one samples for the sequence."""
     start: int
     """Position of the first token."""
     page_ids: Sequence[int]

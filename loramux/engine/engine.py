@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,11 @@ from loramux.errors import DoesNotFit, InvalidRequest, LoramuxError
 from loramux.lora.merge_controller import MergeController
 from loramux.memory.pages import PageAllocator
 from loramux.memory.residency import AdapterResidency
+from loramux.runner.flight import Flight
 from loramux.runner.penalties import check_logit_bias
 from loramux.runner.runner import Runner
 from loramux.scheduler.scheduler import Scheduler
-from loramux.types import Chunk, Request, Selection, StepPlan, StepResult, TokenEvent
+from loramux.types import Chunk, Request, Selection, StepPlan, TokenEvent
 
 if TYPE_CHECKING:
     from loramux.runner.device_runner import DeviceRunner
@@ -30,6 +32,13 @@ _LOAD_WAIT_S = 0.005
 # A step with this many rows says what a prompt token costs.
 _PROMPT_ROWS = 64
 _SMOOTHING = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    plan: StepPlan
+    flight: Flight
+    launched_s: float
 
 
 class Engine:
@@ -48,15 +57,32 @@ class Engine:
         self.vocab_size = vocab_size
         self.merge = merge
         self._facts = FactsKeeper(memory.residency, memory.tiers)
+        self._flying: _Flying | None = None
+        self._landed_s = 0.0
 
     def step(self) -> list[TokenEvent]:
+        """Launches a step and tells what the one before it gave.
+
+        So the device computes while the host reads tokens and plans. What cannot be launched
+        without those tokens waits for them; where nothing is ever in flight, a step tells its own.
+        """
         self.memory.move_adapters()
         plan = self.scheduler.next_plan(self.memory.clock())
         if plan is None:
-            self._wait_for_adapters()
-            return self._facts.tell(self.scheduler.take_events(), None)
-        result = self._run(plan)
-        return self._facts.tell(self.scheduler.apply(plan, result), plan)
+            if self._flying is None:
+                self._wait_for_adapters()
+            return self._land()
+        events = [] if self.runner.can_run_ahead(plan) else self._land()
+        try:
+            flying = self._launch(plan)
+        except DoesNotFit as error:
+            events += self._land()
+            self.scheduler.fail(plan, str(error))
+            return events + self._land()
+        events += self._land()
+        self.scheduler.launched(plan)
+        self._flying = flying
+        return events + self._land() if flying.flight.is_over else events
 
     @property
     def pages(self) -> PageAllocator:
@@ -129,17 +155,29 @@ class Engine:
         """Ends the loader's threads; the engine is of no use afterwards."""
         self.memory.close()
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _launch(self, plan: StepPlan) -> _Flying:
+        """Raises DoesNotFit when there is no memory for it, whatever is done."""
         with nullcontext() if self.merge is None else self.merge.step(plan):
             began = time.perf_counter()
-            result = self.runner.run(plan)
-        seconds = time.perf_counter() - began
+            return _Flying(plan, self.runner.launch(plan), began)
+
+    def _land(self) -> list[TokenEvent]:
+        """What has happened, the tokens of the step in flight included, if there is one."""
+        flying, self._flying = self._flying, None
+        if flying is None:
+            return self._facts.tell(self.scheduler.take_events(), None)
+        plan, result = flying.plan, flying.flight.land()
+        now = time.perf_counter()
+        self._note_time(plan, now - max(flying.launched_s, self._landed_s))
+        self._landed_s = now
+        return self._facts.tell(self.scheduler.apply(plan, result), plan)
+
+    def _note_time(self, plan: StepPlan, seconds: float) -> None:
         tiers = self.memory.tiers
         tiers.step_s += _SMOOTHING * (seconds - tiers.step_s)
         prefixes = self.memory.prefixes
         if prefixes is not None and plan.num_tokens >= _PROMPT_ROWS:
             prefixes.token_s += _SMOOTHING * (seconds / plan.num_tokens - prefixes.token_s)
-        return result
 
     def _wait_for_adapters(self) -> None:
         if self.residency.is_loading:
@@ -151,7 +189,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.residency.is_loading
+        return self.scheduler.has_work or self.residency.is_loading or self._flying is not None
 
     def check_integrity(self) -> None:
         """Every page, lease and sequence is accounted for, exactly."""

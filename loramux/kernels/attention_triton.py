@@ -14,6 +14,7 @@ from loramux.kernels.attention_items import Cut, cut_sequences
 from loramux.kernels.attention_jit_triton import attend_items, write_rows
 from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
 from loramux.kernels.launch_triton import num_multiprocessors, overlap_options
+from loramux.kernels.transfer import send
 
 _MANY_PROGRAMS = 400
 """Three on each multiprocessor of an H200; measured there, as are all tiles below."""
@@ -75,8 +76,8 @@ def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.d
     page_table = [[*s.page_ids, *[0] * (width - len(s.page_ids))] for s in sequences]
     return Plan(
         layout=layout,
-        page_table=torch.tensor(page_table, dtype=torch.int32).to(device),
-        slots=torch.tensor(slots, dtype=torch.int32).to(device),
+        page_table=send(torch.tensor(page_table, dtype=torch.int32), device),
+        slots=send(torch.tensor(slots, dtype=torch.int32), device),
         sequences=tuple(sequences),
     )
 
@@ -220,7 +221,7 @@ def _make_work(plan: Plan, q: Tensor, window: int | None) -> tuple[Work, ...]:
         items = cut_sequences(plan.sequences, members, cut)
         if items.shape[0]:
             is_split = bool((items[:, 6] > 1).any())
-            found.append(_work(items.to(device), tiles, layout, window, is_split))
+            found.append(_work(send(items, device), tiles, layout, window, is_split))
     return tuple(found)
 
 

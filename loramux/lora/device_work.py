@@ -31,6 +31,7 @@ from loramux.kernels.lora_work import (
     gather_tiles,
     plain_tiles,
 )
+from loramux.kernels.transfer import send
 from loramux.memory.records import ResidentAdapter
 from loramux.types import Selection
 
@@ -99,9 +100,9 @@ class DeviceDirectory:
             raise DoesNotFit(str(error)) from error
         self._slot_of[adapter.cid] = slot
         self._found.clear()
-        entries = torch.from_numpy(table.addresses(adapter.page_ids))
+        entries = send(torch.from_numpy(table.addresses(adapter.page_ids)), self.slots.device)
         self.addresses[:, start : start + entries.shape[1]].copy_(entries)
-        self.slots[slot].copy_(torch.from_numpy(self.groups.slots[slot]))
+        self.slots[slot].copy_(send(torch.from_numpy(self.groups.slots[slot]), self.slots.device))
 
     def remove(self, cid: str) -> None:
         slot = self._slot_of.pop(cid, None)
@@ -170,7 +171,8 @@ class LoraWork:
                 break
             except WorkListFull:
                 self.tables = self._device.tables(_wider(limits), self.tables.launch)
-        self.tables.work[:used].copy_(torch.from_numpy(words[:used]))
+        listed = send(torch.from_numpy(words[:used]), self.tables.work.device)
+        self.tables.work[:used].copy_(listed)
         self.resolve()
 
     def resolve(self) -> None:

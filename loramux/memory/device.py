@@ -68,6 +68,10 @@ class Fence:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(torch.cuda.current_stream(device))
 
+    def wait(self) -> None:
+        """Until the device has passed it."""
+        self.event.synchronize()
+
 
 class SideCopier:
     """Copies to the device beside its kernels: each thread that copies has a stream of its own."""

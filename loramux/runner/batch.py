@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from loramux.kernels.interface import AttendArgs, AttentionKernels, PagedLayout, SequenceRows
+from loramux.kernels.transfer import send
 from loramux.memory.pool import PagePool
 from loramux.runner.sampler import prompt_logprobs
 from loramux.types import Chunk, TokenLogprob
@@ -39,11 +40,12 @@ def build_batch(chunks: Sequence[Chunk], device: torch.device) -> StepBatch:
         row_starts.append(len(token_ids))
         token_ids += chunk.token_ids
         positions += range(chunk.start, chunk.start + len(chunk.token_ids))
+    rows = send(torch.tensor([token_ids, positions]), device)
     return StepBatch(
         chunks=tuple(chunks),
         row_starts=tuple(row_starts),
-        token_ids=torch.tensor(token_ids, device=device),
-        positions=torch.tensor(positions, device=device),
+        token_ids=rows[0],
+        positions=rows[1],
     )
 
 

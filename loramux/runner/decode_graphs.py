@@ -14,10 +14,10 @@ from loramux.kernels.lora_work import WorkListFull
 from loramux.lora.device_work import LoraWork
 from loramux.memory.device import GraphMaker
 from loramux.runner.decode_inputs import DecodeInputs
-from loramux.runner.device_sampler import draw, finish
+from loramux.runner.device_sampler import Draws
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
-from loramux.runner.sampler import SampleOutput
-from loramux.types import Chunk, SampleRow
+from loramux.runner.token_feed import TokenFeed
+from loramux.types import Chunk
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 Progress = Callable[[str, float], None]
@@ -58,6 +58,7 @@ class DecodeGraphs:
         most = self._sizes[-1]
         self._inputs = DecodeInputs(
             max_rows=most,
+            max_sequences=limits.max_sequences,
             max_pages=limits.max_pages,
             num_lora_words=lora.tables.limits.num_words,
             device=device,
@@ -65,7 +66,6 @@ class DecodeGraphs:
         lora.read_from(self._inputs.lora_words[: lora.tables.limits.num_words])
         self._page_table = torch.zeros(most, limits.max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(most)
-        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._plans = {size: self._plan(size) for size in self._sizes}
         self._maker = GraphMaker(device)
         self._steps: dict[tuple[int, bool], Callable[[], None]] = {}
@@ -85,24 +85,29 @@ class DecodeGraphs:
         for has_lora in (True, False):
             self._step(self._sizes[-1], has_lora)
 
-    @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk], rows: Sequence[SampleRow]) -> SampleOutput | None:
-        """A token for each chunk, in the order given; None: this is not a step for a graph.
+    @property
+    def feed(self) -> TokenFeed:
+        """Has the tokens of the last step."""
+        return self._inputs.feed
 
-        Chunks of one selection stand together.
+    @torch.inference_mode()
+    def launch(self, chunks: Sequence[Chunk], draws: Draws) -> Tensor | None:
+        """Logits of each chunk, in the order given; None: this is not a step for a graph.
+
+        The feed has the tokens of all rows that the kernel can sample. Chunks of one selection
+        stand together. Does not wait for the device.
         """
         if len(chunks) > self._sizes[-1]:
             return None
+        self._inputs.begin()
         has_lora = any(chunk.selection for chunk in chunks)
         if has_lora and not self._fill_lora(chunks):
             return None
         size = next(size for size in self._sizes if size >= len(chunks))
-        draws = draw(rows)
         self._inputs.fill(chunks, draws.temperatures, draws.noise)
         self._inputs.send()
         self._step(size, has_lora)()
-        token_ids: list[int] = self._tokens[: len(chunks)].tolist()
-        return finish(token_ids, self._logits[: len(chunks)], rows, draws.others)
+        return self._logits[: len(chunks)]
 
     def _fill_lora(self, chunks: Sequence[Chunk]) -> bool:
         selections = [chunk.selection for chunk in chunks]
@@ -138,10 +143,10 @@ class DecodeGraphs:
         lora = self._lora.for_decodes(size) if has_lora else None
         if lora is not None:
             lora.resolve()
-        hidden = self._decoder.hidden(inputs.token_ids[:size], num_tokens - 1, plan, lora)
+        hidden = self._decoder.hidden(inputs.token_ids(size), num_tokens - 1, plan, lora)
         logits: Tensor = self._logits[:size]
         self._decoder.write_logits(hidden, logits)
-        self._tokens[:size].copy_(
+        self.feed.take(
             self._kernels.sampling.choose_tokens(
                 logits, inputs.temperatures[:size], inputs.noise[:size]
             )

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from loramux.errors import DoesNotFit
 from loramux.kernels.interface import PagedLayout, SequenceRows
+from loramux.kernels.transfer import send
 from loramux.lora.device_work import DeviceDirectory, LoraDevice, decode_work, prompt_work
 from loramux.memory.device import device_memory_bytes, is_out_of_memory, release_cached
 from loramux.memory.pool import PagePool
 from loramux.models.decoder import Decoder
 from loramux.runner.batch import StepBatch, build_batch, prompt_logprobs_of
 from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits, Progress, is_decode
-from loramux.runner.device_sampler import choose
+from loramux.runner.device_sampler import Draws, choose, draw, finish, is_plain
+from loramux.runner.flight import Flight, Landed, TokensInFlight
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
 from loramux.runner.sampler import SampleOutput
-from loramux.runner.split_plan import halves, join
-from loramux.types import SampleRow, StepPlan, StepResult, TokenLogprob
+from loramux.runner.split_plan import halves, join, with_known
+from loramux.types import SampleRow, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,8 @@ class DeviceRunner:
             DecodeLimits(max_sequences=limits.max_sequences, max_pages=limits.max_pages),
             pool.device,
         )
+        self._feed = self._graphs.feed
+        self._last: Flight | None = None
         # Rows that a step may have; fewer after one ran out of memory.
         self._max_rows = limits.max_batch_tokens
 
@@ -103,14 +107,31 @@ class DeviceRunner:
         """Compiles the kernels of such steps, with LoRA and without: no request waits for it."""
         for plan in plans:
             for has_lora in (False, True):
-                self._run(plan, has_lora=has_lora)
+                self._launch(plan, has_lora=has_lora)
+
+    def can_run_ahead(self, plan: StepPlan) -> bool:
+        """Whether it can be launched before the last step's tokens are on the host."""
+        return all(
+            chunk.prompt_logprobs is None
+            and (chunk.sample is None or is_plain(chunk.sample.params))
+            for chunk in plan.chunks
+        )
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        result = None
+    def launch(self, plan: StepPlan) -> Flight:
+        """Waits for the device only if the step cannot run ahead."""
+        flight: Flight | None = None
         if all(is_decode(chunk) for chunk in plan.chunks):
-            result = self._run_graph(plan)
-        return self._run_in_parts(plan) if result is None else result
+            flight = self._launch_graph(plan)
+        if flight is None:
+            flight = self._launch_in_parts(plan)
+        if flight.is_over:
+            self._feed.forget()
+        self._last = flight
+        return flight
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan).land()
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> dict[int, Tensor]:
@@ -123,29 +144,43 @@ class DeviceRunner:
             for i, chunk in enumerate(batch.chunks)
         }
 
-    def _run_graph(self, plan: StepPlan) -> StepResult | None:
+    def _launch_graph(self, plan: StepPlan) -> Flight | None:
         chunks = sorted(plan.chunks, key=lambda chunk: self.directory.order(chunk.selection))
         rows = [chunk.sample for chunk in chunks if chunk.sample is not None]
+        draws = draw(rows)
+        sequence_ids = [chunk.sequence_id for chunk in chunks]
         try:
-            output = self._graphs.run(chunks, rows)
+            logits = self._graphs.launch(chunks, draws)
+            if logits is None:
+                return None
+            flight = self._feed.publish(sequence_ids)
+            return self._finish(flight, logits, rows, draws) if draws.others else flight
         except RuntimeError as error:
             # A graph takes no memory, but the full sampler does.
             if not is_out_of_memory(error):
                 raise
             release_cached(self._pool.device)
-            return None
-        if output is None:
-            return None
-        return _result([chunk.sequence_id for chunk in chunks], output, {})
+        # The feed has this step's tokens by now.
+        return self._launch_in_parts(self._with_known(plan))
 
-    def _run_in_parts(self, plan: StepPlan) -> StepResult:
+    def _with_known(self, plan: StepPlan) -> StepPlan:
+        return with_known(plan, {} if self._last is None else self._last.land().token_ids)
+
+    def _finish(
+        self, flight: TokensInFlight, logits: Tensor, rows: Sequence[SampleRow], draws: Draws
+    ) -> Landed:
+        chosen = flight.land().token_ids
+        output = finish(list(chosen.values()), logits, rows, draws.others)
+        return Landed(_result(list(chosen), output))
+
+    def _launch_in_parts(self, plan: StepPlan) -> Flight:
         """A step that needs more memory than there is becomes two, again and again.
 
         What it has written of keys and values until then is written once more, the same.
         """
         if plan.num_tokens <= self._max_rows or plan.num_tokens == 1:
             try:
-                return self._run(plan, has_lora=any(chunk.selection for chunk in plan.chunks))
+                return self._launch(plan, has_lora=any(chunk.selection for chunk in plan.chunks))
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -154,8 +189,11 @@ class DeviceRunner:
             if plan.num_tokens == 1:
                 raise DoesNotFit(self._no_memory(message))
             self._max_rows = max(1, min(self._max_rows, plan.num_tokens) // 2)
-        first, second = halves(plan)
-        return join(self._run_in_parts(first), self._run_in_parts(second))
+        # The first part takes the feed from the second.
+        first, second = halves(self._with_known(plan))
+        return Landed(
+            join(self._launch_in_parts(first).land(), self._launch_in_parts(second).land())
+        )
 
     def _no_memory(self, message: str) -> str:
         free, total = device_memory_bytes(self._pool.device)
@@ -164,26 +202,30 @@ class DeviceRunner:
             f"{self.pool_bytes} are the pool's. Serve with a smaller pool. ({message})"
         )
 
-    def _run(self, plan: StepPlan, *, has_lora: bool) -> StepResult:
+    def _launch(self, plan: StepPlan, *, has_lora: bool) -> Flight:
         batch, hidden = self._forward(plan, has_lora=has_lora)
         sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.sample is not None]
-        output = SampleOutput([], [])
-        if sampled:
-            last_rows = torch.tensor([batch.rows(i)[-1] for i in sampled], device=hidden.device)
-            logits = self._decoder.logits(hidden.index_select(0, last_rows))
-            rows: list[SampleRow] = [
-                row for i in sampled if (row := batch.chunks[i].sample) is not None
-            ]
-            output = choose(logits, rows, self._kernels.sampling)
-        sequence_ids = [batch.chunks[i].sequence_id for i in sampled]
-        return _result(
-            sequence_ids, output, prompt_logprobs_of(batch, hidden, self._decoder.logits)
-        )
+        logprobs = prompt_logprobs_of(batch, hidden, self._decoder.logits)
+        if not sampled:
+            return Landed(StepResult({}, {}, logprobs)) if logprobs else self._feed.publish([])
+        last_rows = torch.tensor([batch.rows(i)[-1] for i in sampled])
+        logits = self._decoder.logits(hidden.index_select(0, send(last_rows, hidden.device)))
+        rows: list[SampleRow] = [
+            row for i in sampled if (row := batch.chunks[i].sample) is not None
+        ]
+        draws = draw(rows)
+        self._feed.take(choose(logits, draws, self._kernels.sampling))
+        flight = self._feed.publish([batch.chunks[i].sequence_id for i in sampled])
+        if not draws.others and not logprobs:
+            return flight
+        result = self._finish(flight, logits, rows, draws).land()
+        return Landed(replace(result, prompt_logprobs=logprobs))
 
     def _forward(self, plan: StepPlan, *, has_lora: bool) -> tuple[StepBatch, Tensor]:
         chunks = sorted(plan.chunks, key=lambda chunk: self.directory.order(chunk.selection))
         device = self._pool.device
         batch = build_batch(chunks, device)
+        self._feed.fill_in(chunks, batch.row_starts, batch.token_ids)
         sequences = [
             SequenceRows(start, len(chunk.token_ids), chunk.start, chunk.page_ids)
             for start, chunk in zip(batch.row_starts, chunks, strict=True)
@@ -195,15 +237,10 @@ class DeviceRunner:
         return batch, self._decoder.hidden(batch.token_ids, batch.positions, attention, lora)
 
 
-def _result(
-    sequence_ids: Sequence[int],
-    output: SampleOutput,
-    prompt_logprobs: dict[int, list[TokenLogprob]],
-) -> StepResult:
+def _result(sequence_ids: Sequence[int], output: SampleOutput) -> StepResult:
     logprobs = {
         sequence_id: logprob
         for sequence_id, logprob in zip(sequence_ids, output.logprobs, strict=True)
         if logprob is not None
     }
-    token_ids = dict(zip(sequence_ids, output.token_ids, strict=True))
-    return StepResult(token_ids, logprobs, prompt_logprobs)
+    return StepResult(dict(zip(sequence_ids, output.token_ids, strict=True)), logprobs)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loramux.kernels.transfer import send
 from loramux.runner.penalties import changes_logits
 from loramux.runner.sampler import SampleOutput, sample, uniform
 from loramux.types import SampleRow, SamplingParams, TokenLogprob
@@ -44,15 +45,12 @@ def draw(rows: Sequence[SampleRow]) -> Draws:
     return Draws(temperatures, noise, others)
 
 
-def choose(logits: Tensor, rows: Sequence[SampleRow], kernels: Any) -> SampleOutput:
-    """One token per row. logits [rows, vocab]"""
-    draws = draw(rows)
-    token_ids = kernels.choose_tokens(
-        logits,
-        torch.tensor(draws.temperatures, dtype=torch.float32, device=logits.device),
-        torch.tensor(draws.noise, dtype=torch.float64, device=logits.device),
-    )
-    return finish(token_ids.tolist(), logits, rows, draws.others)
+def choose(logits: Tensor, draws: Draws, kernels: Any) -> Tensor:
+    """One token per row, [rows]; any for those that need the full sampler. logits [rows, vocab]"""
+    numbers = torch.tensor([draws.temperatures, draws.noise], dtype=torch.float64)
+    temperatures, noise = send(numbers, logits.device)
+    chosen: Tensor = kernels.choose_tokens(logits, temperatures.float(), noise)
+    return chosen
 
 
 def finish(

@@ -21,6 +21,7 @@ from loramux.runner.batch import (
     half_filled_pages,
     prompt_logprobs_of,
 )
+from loramux.runner.flight import Flight, Landed
 from loramux.runner.sampler import sample
 from loramux.types import StepPlan, StepResult, TokenLogprob
 
@@ -57,6 +58,13 @@ class Runner:
     @property
     def pool_address(self) -> int:
         return self._pool.storage.data_ptr()
+
+    def can_run_ahead(self, plan: StepPlan) -> bool:
+        """No step is ever in flight here."""
+        return False
+
+    def launch(self, plan: StepPlan) -> Flight:
+        return Landed(self.run(plan))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from loramux.types import Chunk, StepPlan, StepResult
+from loramux.types import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
+
+
+def with_known(plan: StepPlan, token_ids: Mapping[int, int]) -> StepPlan:
+    """The plan with the last step's tokens (by sequence) where it had none yet."""
+    return StepPlan(
+        tuple(
+            chunk
+            if chunk.token_ids[-1] != UNKNOWN_TOKEN
+            else replace(chunk, token_ids=(*chunk.token_ids[:-1], token_ids[chunk.sequence_id]))
+            for chunk in plan.chunks
+        )
+    )
 
 
 def halves(plan: StepPlan) -> tuple[StepPlan, StepPlan]:

@@ -56,7 +56,7 @@ def timeout_event(sequence: Sequence) -> TokenEvent:
         sequence,
         "timeout",
         f"The request timed out after {request.timeout_s:g} s: "
-        f"{len(sequence.output_token_ids)} of {request.params.max_tokens} tokens were made, and "
+        f"{sequence.num_known_outputs} of {request.params.max_tokens} tokens were made, and "
         f"{where}. Ask for fewer tokens, allow more time, or try again when the server is less "
         "busy.",
     )

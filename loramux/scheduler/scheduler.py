@@ -17,7 +17,15 @@ from loramux.scheduler.batch import AdapterGate, Batch, PageRoom, PrefixGate
 from loramux.scheduler.events import error_event, length_event, timeout_event, token_event
 from loramux.scheduler.fairness import OUTPUT_TOKEN_COST, FairShares
 from loramux.scheduler.sequence import Sequence
-from loramux.types import Chunk, FinishReason, Request, StepPlan, StepResult, TokenEvent
+from loramux.types import (
+    UNKNOWN_TOKEN,
+    Chunk,
+    FinishReason,
+    Request,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 
 
 @dataclass(slots=True)
@@ -161,21 +169,42 @@ class Scheduler:
             return None
         return StepPlan(chunks=tuple(step.chunks))
 
-    def apply(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+    def launched(self, plan: StepPlan) -> None:
+        """The plan is on the device: the next one may build on tokens that nobody knows yet.
+
+        The result of the one before it has been applied by now.
+        """
         for chunk in plan.chunks:
             sequence = self._sequences.get(chunk.sequence_id)
             if sequence is None:
                 continue
-            had_prompt = sequence.num_computed >= len(sequence.prompt_token_ids)
             sequence.num_computed += len(chunk.token_ids)
+            if chunk.sample is not None:
+                sequence.output_token_ids.append(UNKNOWN_TOKEN)
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Of a plan that was launched."""
+        for chunk in plan.chunks:
+            sequence = self._sequences.get(chunk.sequence_id)
+            if sequence is None:
+                continue
+            num_prompt = len(sequence.prompt_token_ids)
             sequence.prompt_logprobs += result.prompt_logprobs.get(chunk.sequence_id, [])
-            if not had_prompt and sequence.num_computed >= len(sequence.prompt_token_ids):
+            ends_prompt = chunk.start < num_prompt <= chunk.start + len(chunk.token_ids)
+            if ends_prompt and sequence in self._batch:
                 self._batch.share(sequence)
             if chunk.sample is not None:
                 self._accept(sequence, result)
             elif sequence.num_uncomputed == 0:
                 self._end(sequence, length_event(sequence))
         return self.take_events()
+
+    def fail(self, plan: StepPlan, message: str) -> None:
+        """Ends all who are in a plan that could not be launched."""
+        for chunk in plan.chunks:
+            sequence = self._sequences.get(chunk.sequence_id)
+            if sequence is not None:
+                self._fail(sequence, "memory", message)
 
     def take_events(self) -> list[TokenEvent]:
         events, self._events = self._events, []
@@ -271,6 +300,8 @@ class Scheduler:
         num_tokens = min(sequence.num_uncomputed, step.budget)
         if num_tokens == 0 or sequence not in self._batch:
             return
+        if sequence.has_unknown and sequence.is_full:
+            return
         if not self._reserve(sequence, sequence.num_computed + num_tokens, step):
             return
         sequence.charge_prompt(num_tokens)
@@ -284,7 +315,8 @@ class Scheduler:
         while not self._batch.grow(sequence, num_tokens, num_held=num_held):
             if len(self._batch) == 1:
                 # Somebody's load has the pages, or will have them; else no more will ever come.
-                if num_held == 0 and not self._adapters.is_loading:
+                is_last = num_held == 0 and not self._adapters.is_loading
+                if is_last and not sequence.has_unknown:
                     self._end(sequence, length_event(sequence))
                 return False
             victim = next(
@@ -299,7 +331,7 @@ class Scheduler:
 
     def _accept(self, sequence: Sequence, result: StepResult) -> None:
         token_id = result.token_ids[sequence.sequence_id]
-        sequence.output_token_ids.append(token_id)
+        sequence.output_token_ids[-1] = token_id
         sequence.standing.charge(OUTPUT_TOKEN_COST)
         reason = _finish_reason(sequence, token_id)
         event = token_event(sequence, token_id, reason, result)
@@ -337,10 +369,7 @@ def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
     is_eos = token_id in request.eos_token_ids and not params.ignore_eos
     if is_eos or token_id in params.stop_token_ids:
         return FinishReason.STOP
-    is_full = sequence.num_tokens >= sequence.max_length
-    if is_full or len(sequence.output_token_ids) >= params.max_tokens:
-        return FinishReason.LENGTH
-    return None
+    return FinishReason.LENGTH if sequence.is_full else None
 
 
 def _check_shares(request: Request) -> None:

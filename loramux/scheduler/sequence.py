@@ -7,7 +7,7 @@ import math
 from loramux.memory.pages import Owner
 from loramux.memory.prefix import PrefixLease
 from loramux.scheduler.fairness import PROMPT_TOKEN_COST, Standing, Tenure
-from loramux.types import Chunk, Request, SampleRow, TokenLogprob
+from loramux.types import UNKNOWN_TOKEN, Chunk, Request, SampleRow, TokenLogprob
 
 _CHOICE_STRIDE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -64,6 +64,21 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return self.num_tokens - self.num_computed
+
+    @property
+    def has_unknown(self) -> bool:
+        """Its newest token is still on the device."""
+        return bool(self.output_token_ids) and self.output_token_ids[-1] == UNKNOWN_TOKEN
+
+    @property
+    def num_known_outputs(self) -> int:
+        return len(self.output_token_ids) - self.has_unknown
+
+    @property
+    def is_full(self) -> bool:
+        """No token may follow the newest one."""
+        num_outputs = len(self.output_token_ids)
+        return self.num_tokens >= self.max_length or num_outputs >= self.request.params.max_tokens
 
     @property
     def num_shared_pages(self) -> int:

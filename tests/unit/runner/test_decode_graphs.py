@@ -62,7 +62,7 @@ def test_rows_that_need_the_full_sampler_get_it_beside_those_that_do_not(
     samples = [row(temperature=0.9), row(top_p=0.5, temperature=1.0), row(logprobs=1)]
     chunks = [Chunk(i, (8,), 0, [i], (), sample=sample) for i, sample in enumerate(samples)]
     together = runner.run(StepPlan(tuple(chunks)))
-    apart = [runner._run(StepPlan((chunk,)), has_lora=False) for chunk in chunks]
+    apart = [runner._launch(StepPlan((chunk,)), has_lora=False).land() for chunk in chunks]
     assert together.token_ids == {i: result.token_ids[i] for i, result in enumerate(apart)}
     assert list(together.logprobs) == [2]
 

@@ -3,13 +3,14 @@ from __future__ import annotations
 import torch
 
 from loramux.runner.decode_inputs import DecodeInputs
-from loramux.types import Chunk
+from loramux.types import UNKNOWN_TOKEN, Chunk
 
 CPU = torch.device("cpu")
 
 
 def test_rows_arrive_in_their_places_and_the_rest_is_padding() -> None:
-    inputs = DecodeInputs(max_rows=5, max_pages=3, num_lora_words=7, device=CPU)
+    inputs = DecodeInputs(max_rows=5, max_sequences=5, max_pages=3, num_lora_words=7, device=CPU)
+    inputs.begin()
     chunks = [
         Chunk(0, (11,), 4, [8, 2], (), sample=None),
         Chunk(1, (12,), 0, [5], (), sample=None),
@@ -18,7 +19,7 @@ def test_rows_arrive_in_their_places_and_the_rest_is_padding() -> None:
     inputs.host_lora_words[:7] = range(7)
     inputs.fill(chunks, [0.0, 0.5, 1.5], [0.0, 0.25, 1 - 2**-53])
     inputs.send()
-    assert inputs.token_ids[:5].tolist() == [11, 12, 13, 0, 0]
+    assert inputs.token_ids(5).tolist() == [11, 12, 13, 0, 0]
     assert inputs.num_tokens[:5].tolist() == [5, 1, 41, 0, 0]
     assert inputs.temperatures[:4].tolist() == [0.0, 0.5, 1.5, 0.0]
     assert inputs.noise[:4].tolist() == [0.0, 0.25, 1 - 2**-53, 0.0]
@@ -31,10 +32,34 @@ def test_rows_arrive_in_their_places_and_the_rest_is_padding() -> None:
 
 
 def test_nothing_of_a_larger_step_is_left_in_the_rows_of_a_smaller_one() -> None:
-    inputs = DecodeInputs(max_rows=3, max_pages=1, num_lora_words=1, device=CPU)
+    inputs = DecodeInputs(max_rows=3, max_sequences=3, max_pages=1, num_lora_words=1, device=CPU)
     chunks = [Chunk(i, (20 + i,), i, [i], (), sample=None) for i in range(3)]
-    inputs.fill(chunks, [1.0] * 3, [0.5] * 3)
+    for _ in range(2):
+        inputs.begin()
+        inputs.fill(chunks, [1.0] * 3, [0.5] * 3)
+        inputs.send()
+    inputs.begin()
     inputs.fill(chunks[:1], [0.0], [0.0])
     inputs.send()
     assert inputs.num_tokens[:3].tolist() == [1, 0, 0]
     assert inputs.temperatures[:3].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_an_unknown_token_is_read_from_where_the_last_step_left_it() -> None:
+    inputs = DecodeInputs(max_rows=3, max_sequences=20, max_pages=1, num_lora_words=1, device=CPU)
+    inputs.feed.take(torch.tensor([70, 71, 72]))
+    inputs.feed.publish([5, 6, 7])
+    chunks = [
+        Chunk(7, (UNKNOWN_TOKEN,), 4, [0], (), sample=None),
+        Chunk(8, (20,), 0, [1], (), sample=None),
+        Chunk(5, (UNKNOWN_TOKEN,), 2, [2], (), sample=None),
+    ]
+    inputs.begin()
+    inputs.fill(chunks, [0.0] * 3, [0.0] * 3)
+    inputs.send()
+    assert inputs.token_ids(3).tolist() == [72, 20, 70]
+    # The next step's own tokens stand where this one had others'.
+    inputs.begin()
+    inputs.fill(chunks[1:2], [0.0], [0.0])
+    inputs.send()
+    assert inputs.token_ids(3).tolist() == [20, 0, 0]

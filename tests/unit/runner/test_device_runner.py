@@ -7,12 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from loramux.errors import DoesNotFit
 from loramux.runner.device_runner import DeviceLimits, DeviceRunner
-from loramux.types import Chunk, StepPlan
+from loramux.types import UNKNOWN_TOKEN, Chunk, StepPlan
 from tests.device_factory import (
     decode,
     device_engine,
@@ -46,6 +47,54 @@ def test_mixed_requests_get_the_tokens_of_the_reference(
         ]
         answers.append(run_all(engine, requests))
     assert answers[0] == answers[1]
+
+
+def test_the_host_plans_a_step_before_it_knows_the_tokens_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    engine = device_engine(monkeypatch, model, tmp_path, **SETTINGS)[0]
+    engine.add(make_request("a", make_prompt(5, seed=1), max_tokens=3))
+    counts = []
+    while engine.has_work:
+        counts.append(len(engine.step()))
+        engine.check_integrity()
+    # One step late, and no row for a fourth token.
+    assert counts == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("num_pages", [14, 200])
+def test_steps_that_run_ahead_give_the_tokens_of_steps_that_do_not(
+    num_pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends by a stop token, preemptions, and samplers that must see every token before."""
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    page_bytes = 1 * 2 * 16 * 2 * 16 * 4
+    settings = {**SETTINGS, "device_memory_bytes": num_pages * page_bytes}
+    reference = reference_engine(model, tmp_path, **settings)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": 4},
+        {"frequency_penalty": 1.5, "max_tokens": 30},
+        {"temperature": 0.9, "top_k": 7, "seed": 5},
+    ]
+    requests = [
+        make_request(f"r{i}", make_prompt(7 + 5 * i, seed=i), **{"max_tokens": 45, **kind})
+        for i, kind in enumerate(kinds * 2)
+    ]
+    free = run_all(reference, requests)
+    stops = [(*tokens[11:12], *tokens[25:26]) for tokens in free.values()]
+    stopped = [
+        msgspec.structs.replace(
+            request, params=msgspec.structs.replace(request.params, stop_token_ids=stop)
+        )
+        for request, stop in zip(requests, stops, strict=True)
+    ]
+    expected = run_all(reference, stopped)
+    assert any(len(expected[name]) < len(free[name]) for name in free)
+    engine = device_engine(monkeypatch, model, tmp_path, **settings)[0]
+    assert run_all(engine, stopped) == expected
+    assert (engine.scheduler.num_preemptions > 0) is (num_pages == 14)
 
 
 def test_logits_of_chunks_and_decodes_equal_those_of_the_reference(
@@ -140,6 +189,16 @@ def test_a_step_without_memory_is_computed_in_parts_and_says_so_when_none_is_sma
     assert result.token_ids == expected.token_ids
     assert len(result.prompt_logprobs[3]) == 8
     assert runner._max_rows <= 5
+    # Both halves need a token of the step before, which the first half's would replace.
+    first = StepPlan(tuple(replace(c, prompt_logprobs=None) for c in plan.chunks))
+    tokens = runner.launch(first).land().token_ids
+    later = [decode(c.sequence_id, UNKNOWN_TOKEN, 9, [*c.page_ids], ()) for c in plan.chunks]
+    known = [decode(c.sequence_id, tokens[c.sequence_id], 9, [*c.page_ids], ()) for c in later]
+    expected = runner.run(StepPlan(tuple(known)))
+    runner.launch(first)
+    runner._max_rows = 1
+    monkeypatch.setattr(runner._graphs, "launch", lambda *_: None)
+    assert runner.run(StepPlan(tuple(later))).token_ids == expected.token_ids
     runner._kernels = replace(kernels, attention=ScarceMemory(kernels.attention, max_rows=0))
     with pytest.raises(DoesNotFit, match="bytes are free"):
         runner.run(plan)
@@ -213,5 +272,24 @@ def test_a_graph_step_whose_sampler_has_no_memory_is_computed_without_the_graph(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(runner._graphs, "run", fail)
+    monkeypatch.setattr(runner._graphs, "launch", fail)
     assert runner.run(plan).token_ids == expected.token_ids
+
+
+def test_a_step_for_which_there_is_no_memory_ends_its_requests_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    engine, runner = device_engine(monkeypatch, model, tmp_path, **SETTINGS)
+    engine.add(make_request("lost", make_prompt(5, seed=1), max_tokens=9))
+    assert engine.step() == []
+    kernels = runner._kernels
+    runner._kernels = replace(kernels, attention=ScarceMemory(kernels.attention, max_rows=0))
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._graphs, "launch", lambda *_: None)
+        first, last = engine.step()
+    assert first.token_id is not None and last.error_code == "memory"
+    assert last.error is not None and "bytes are free" in last.error
+    runner._kernels = kernels
+    engine.check_integrity()
+    assert len(run_all(engine, [make_request("kept", make_prompt(5, seed=1))])["kept"]) == 8

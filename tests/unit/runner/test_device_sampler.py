@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loramux.kernels import sampling_torch
-from loramux.runner.device_sampler import choose, draw, is_plain
+from loramux.runner.device_sampler import choose, draw, finish, is_plain
 from loramux.runner.sampler import sample
 from loramux.types import SampleRow, SamplingParams
 
@@ -45,7 +45,9 @@ def test_any_mix_of_rows_gets_the_tokens_of_the_full_sampler() -> None:
         row(seed=2, temperature=0.6),
         row(temperature=0.0, frequency_penalty=2.0),
     ]
-    found, expected = choose(logits, rows, sampling_torch), sample(logits, rows)
+    draws = draw(rows)
+    chosen = choose(logits, draws, sampling_torch).tolist()
+    found, expected = finish(chosen, logits, rows, draws.others), sample(logits, rows)
     assert found.token_ids == expected.token_ids
     assert [one is None for one in found.logprobs] == [one is None for one in expected.logprobs]
 

@@ -192,6 +192,7 @@ class World:
         load_s: float = 0.0,
         step_s: float = 0.1,
         has_prefixes: bool = True,
+        runs_ahead: bool = False,
         check_every: int = 1,
         **settings: object,
     ) -> None:
@@ -225,6 +226,8 @@ class World:
         )
         self.kv = FakeKV(self.config.block_tokens)
         self.plan: StepPlan | None = None
+        self._runs_ahead = runs_ahead
+        self._flying: StepPlan | None = None
         self._check_every = check_every
         self._num_checks = 0
 
@@ -242,12 +245,22 @@ class World:
 
     def end(self, token: int = 7) -> list[TokenEvent]:
         self.now += self.step_s
-        if self.plan is None:
-            return self.scheduler.take_events()
-        self._compute(self.plan)
-        events = self.scheduler.apply(self.plan, answer(self.plan, token))
+        events = self._land(token)
+        if self.plan is not None:
+            # The device computes it when it knows the tokens, and who ended with them.
+            self._compute(self.plan)
+            self.scheduler.launched(self.plan)
+            self._flying = self.plan
+            if not self._runs_ahead:
+                events += self._land(token)
         self.check()
         return events
+
+    def _land(self, token: int) -> list[TokenEvent]:
+        plan, self._flying = self._flying, None
+        if plan is None:
+            return self.scheduler.take_events()
+        return self.scheduler.apply(plan, answer(plan, token))
 
     def step(self, token: int = 7) -> list[TokenEvent]:
         self.begin()
@@ -272,6 +285,7 @@ class World:
         for chunk in plan.chunks:
             sequence = self.scheduler._sequences.get(chunk.sequence_id)
             if sequence is None:
+                self.kv.scribble(chunk)
                 continue
             stop = chunk.start + len(chunk.token_ids)
             first = chunk.start // self.config.block_tokens
@@ -326,6 +340,12 @@ class FakeKV:
         for page_id in page_ids:
             for offset in range(self._block_tokens):
                 self._slots.pop((page_id, offset), None)
+
+    def scribble(self, chunk: Chunk) -> None:
+        """Rows of a sequence that ended while they were planned."""
+        for position in range(chunk.start, chunk.start + len(chunk.token_ids)):
+            page_id = chunk.page_ids[position // self._block_tokens]
+            self._slots[page_id, position % self._block_tokens] = -1
 
     def compute(self, chunk: Chunk, token_ids: list[int]) -> None:
         """`token_ids`: all of the sequence up to the chunk's end."""

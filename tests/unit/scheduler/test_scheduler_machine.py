@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -37,16 +38,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_loras=st.sampled_from([None, 2]),
         max_sequences=st.sampled_from([1, 3, 6]),
         load_s=st.sampled_from([0.0, 0.3]),
+        runs_ahead=st.booleans(),
     )
-    def begin(self, load_s: float, has_prefixes: bool, num_pages: int, **config: object) -> None:
+    def begin(self, num_pages: int, load_s: float, **settings: Any) -> None:
         self.world = World(
             num_pages=num_pages,
             load_s=load_s,
-            has_prefixes=has_prefixes,
             max_wait_s=0.35,
             max_batch_tokens=12,
             max_model_len=32,
-            **config,
+            **settings,
         )
         self.count = 0
         self.open: dict[str, set[int]] = {}

@@ -4,7 +4,7 @@ import pytest
 
 from loramux.scheduler.fairness import Account, Standing
 from loramux.scheduler.sequence import Sequence
-from loramux.types import Request, SamplingParams
+from loramux.types import UNKNOWN_TOKEN, Request, SamplingParams
 
 
 def make_sequence(**params: object) -> Sequence:
@@ -94,3 +94,13 @@ def test_a_place_is_kept_for_a_while_against_all_who_were_not_passed_over(
     sequence.standing.charge(9.0)
     tenure = sequence.tenure(now, 2.0)
     assert (tenure.tenant_limit, tenure.adapter_limit) == limits
+
+
+def test_a_token_in_flight_counts_as_one_that_nobody_has_seen() -> None:
+    sequence = make_sequence(max_tokens=2)
+    assert not sequence.has_unknown and not sequence.is_full
+    sequence.output_token_ids = [8, UNKNOWN_TOKEN]
+    assert sequence.has_unknown and sequence.is_full
+    assert (sequence.num_tokens, sequence.num_known_outputs) == (6, 1)
+    # What comes from the cache ends before it.
+    assert sequence.reusable_token_ids() == [1, 2, 3, 4, 8]
