@@ -36,7 +36,6 @@ def attend_items(  # noqa: PLR0913
     BLOCK_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr,
     TWO_PHASES: tl.constexpr,
     CAUSAL: tl.constexpr,
     ROWS: tl.constexpr,
@@ -95,7 +94,7 @@ def attend_items(  # noqa: PLR0913
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
 
     out_stride: tl.constexpr = KV_HEADS * GROUP * HEAD_DIM
-    if not SPLIT or num_items <= 1:
+    if num_items <= 1:
         out_at = (first_row + row // GROUP).to(tl.int64) * out_stride + head * HEAD_DIM
         out_at = out_at[:, None] + dim[None, :]
         tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)

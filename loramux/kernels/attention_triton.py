@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import triton
@@ -16,6 +16,8 @@ from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
 from loramux.kernels.launch_triton import num_multiprocessors, overlap_options
 from loramux.kernels.transfer import send
 
+# Prompts in one step before it has more items than a graph was made for.
+_MAX_PROMPTS = 64
 _MANY_PROGRAMS = 400
 """Three on each multiprocessor of an H200; measured there, as are all tiles below."""
 
@@ -47,9 +49,9 @@ class Work:
     items: Tensor
     tiles: Tiles
     window: int | None
-    partial: Tensor | None
-    log_sums: Tensor | None
-    arrivals: Tensor | None
+    partial: Tensor
+    log_sums: Tensor
+    arrivals: Tensor
     """Zero between kernels."""
 
 
@@ -61,6 +63,8 @@ class Plan:
     slots: Tensor
     """[rows] int32: page * block_tokens + token; below 0 the row is not stored."""
     sequences: tuple[SequenceRows, ...] = ()
+    is_causal: bool = True
+    """False: every row sees all tokens of its items."""
     work: dict[int | None, tuple[Work, ...]] = field(default_factory=dict)
     """By sliding window; made on first use when `sequences` are known."""
 
@@ -72,7 +76,8 @@ def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.d
         for sequence in sequences
         for position in range(sequence.position_start, sequence.num_tokens)
     ]
-    width = max(len(sequence.page_ids) for sequence in sequences)
+    # One compiled kernel for all widths: they differ in nothing that it could use.
+    width = _round_up(max(len(sequence.page_ids) for sequence in sequences), 16)
     page_table = [[*s.page_ids, *[0] * (width - len(s.page_ids))] for s in sequences]
     return Plan(
         layout=layout,
@@ -101,8 +106,67 @@ def plan_decodes(
         layout=layout,
         page_table=page_table,
         slots=torch.full((num_sequences,), -1, dtype=torch.int32, device=device),
-        work={w: (_work(items.clone(), tiles, layout, w, True),) for w in windows},
+        is_causal=False,
+        work={w: (_work(items.clone(), tiles, layout, w),) for w in windows},
     )
+
+
+def plan_steps(
+    page_table: Tensor,
+    slots: Tensor,
+    q: Tensor,
+    layout: PagedLayout,
+    items: Mapping[int | None, Sequence[Tensor]],
+) -> Plan:
+    """A plan of fixed shape for a CUDA graph of any step; `cut_steps` makes what `items` hold.
+
+    page_table [sequences, pages], slots [rows] int32   q: as in plan_decodes
+    """
+    tiles = step_tiles(q.shape[1] // layout.num_kv_heads, layout, q.dtype)
+    work = {
+        window: tuple(_work(*pair, layout, window) for pair in zip(both, tiles, strict=True))
+        for window, both in items.items()
+    }
+    return Plan(layout=layout, page_table=page_table, slots=slots, work=work)
+
+
+def first_rows(plan: Plan, num_rows: int, num_items: Sequence[int]) -> Plan:
+    """The same buffers for a smaller graph: so many rows, and items of each kind."""
+    work = {
+        window: tuple(
+            replace(kind, items=kind.items[:count])
+            for kind, count in zip(kinds, num_items, strict=True)
+        )
+        for window, kinds in plan.work.items()
+    }
+    return replace(plan, slots=plan.slots[:num_rows], work=work)
+
+
+def most_items(num_rows: int, num_sequences: int, q: Tensor, layout: PagedLayout) -> list[int]:
+    """For as many rows of as many sequences, of each kind that cut_steps makes, at most.
+
+    But for steps of very many prompts: those have more.
+    """
+    group = q.shape[1] // layout.num_kv_heads
+    tiles = step_tiles(group, layout, q.dtype)
+    shares = [_num_shares(kind, layout, q.device) for kind in tiles]
+    blocks = -(-num_rows // (tiles[0].rows // group)) + min(num_sequences, _MAX_PROMPTS)
+    return [blocks + shares[0], min(num_sequences, num_rows) + shares[1]]
+
+
+def cut_steps(
+    sequences: Sequence[SequenceRows], window: int | None, q: Tensor, layout: PagedLayout
+) -> list[Tensor]:
+    """[items, 8] int32 on the CPU: of sequences with many rows, and of those with few."""
+    group = q.shape[1] // layout.num_kv_heads
+    many, few = step_tiles(group, layout, q.dtype)
+    limit = few.rows // group
+    found = []
+    for tiles, is_short in ((many, False), (few, True)):
+        members = [(s.num_rows <= limit) == is_short for s in sequences]
+        cut = _cut(tiles, layout, q.device, window, group)
+        found.append(cut_sequences(sequences, members, cut))
+    return found
 
 
 def refresh(plan: Plan, num_tokens: Tensor) -> None:
@@ -169,9 +233,8 @@ def _launch(  # noqa: PLR0913
         BLOCK_TOKENS=layout.block_tokens,
         WINDOW=work.window or 0,
         HAS_SOFTCAP=args.softcap is not None,
-        SPLIT=work.partial is not None,
         TWO_PHASES=tiles.two_phases and work.window is None,
-        CAUSAL=len(plan.sequences) > 0,
+        CAUSAL=plan.is_causal,
         ROWS=tiles.rows,
         TILES=tiles.num_tiles,
         TOKENS=tiles.tokens,
@@ -206,23 +269,22 @@ def prompt_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
     return Tiles(max(128, rows), 64, 64, 8, stages, 1, two_phases=True)
 
 
+def step_tiles(group: int, layout: PagedLayout, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
+    """For sequences with many rows, and for those whose rows fit one decode tile."""
+    # One shape, whoever is in the step: a shape is a kernel to compile.
+    few = decode_tiles(group, layout, dtype, num_programs=_MANY_PROGRAMS)
+    return prompt_tiles(group, layout.head_dim, dtype), few
+
+
 def _make_work(plan: Plan, q: Tensor, window: int | None) -> tuple[Work, ...]:
-    """Sequences whose rows fit one decode tile, and all the others."""
-    layout, device = plan.layout, plan.page_table.device
-    group = q.shape[1] // layout.num_kv_heads
-    num_programs = len(plan.sequences) * layout.num_kv_heads
-    few = decode_tiles(group, layout, q.dtype, num_programs=num_programs)
-    many = prompt_tiles(group, layout.head_dim, q.dtype)
-    limit = few.rows // group
-    found = []
-    for tiles, is_short in ((many, False), (few, True)):
-        members = [(s.num_rows <= limit) == is_short for s in plan.sequences]
-        cut = _cut(tiles, layout, device, window, group)
-        items = cut_sequences(plan.sequences, members, cut)
-        if items.shape[0]:
-            is_split = bool((items[:, 6] > 1).any())
-            found.append(_work(send(items, device), tiles, layout, window, is_split))
-    return tuple(found)
+    layout = plan.layout
+    tiles = step_tiles(q.shape[1] // layout.num_kv_heads, layout, q.dtype)
+    kinds = cut_steps(plan.sequences, window, q, layout)
+    return tuple(
+        _work(send(items, q.device), kind, layout, window)
+        for items, kind in zip(kinds, tiles, strict=True)
+        if items.shape[0]
+    )
 
 
 def _cut(
@@ -241,11 +303,7 @@ def _num_shares(tiles: Tiles, layout: PagedLayout, device: torch.device) -> int:
     return max(1, programs // layout.num_kv_heads)
 
 
-def _work(
-    items: Tensor, tiles: Tiles, layout: PagedLayout, window: int | None, is_split: bool
-) -> Work:
-    if not is_split:
-        return Work(items, tiles, window, None, None, None)
+def _work(items: Tensor, tiles: Tiles, layout: PagedLayout, window: int | None) -> Work:
     num_slots = items.shape[0] * layout.num_kv_heads * tiles.rows
     return Work(
         items=items,
@@ -255,3 +313,7 @@ def _work(
         log_sums=items.new_empty(num_slots, dtype=torch.float32),
         arrivals=items.new_zeros(items.shape[0] * layout.num_kv_heads),
     )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

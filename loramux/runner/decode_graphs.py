@@ -70,6 +70,11 @@ class DecodeGraphs:
         self._maker = GraphMaker(device)
         self._steps: dict[tuple[int, bool], Callable[[], None]] = {}
 
+    @property
+    def num_sizes(self) -> int:
+        """With LoRA and without."""
+        return 2 * len(self._sizes)
+
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> None:
         """The largest first: the others fit into the memory that it took. On a CPU, nothing."""

@@ -1,4 +1,4 @@
-"""Runs one plan on a GPU: decode steps as one graph, all others kernel by kernel."""
+"""Runs one plan on a GPU: as one graph, or kernel by kernel where no graph can."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits, Progress, i
 from loramux.runner.device_sampler import Draws, choose, draw, finish, is_plain
 from loramux.runner.flight import Flight, Landed, TokensInFlight
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
+from loramux.runner.row_graphs import RowGraphs
 from loramux.runner.sampler import SampleOutput
 from loramux.runner.split_plan import halves, join, with_known
 from loramux.types import SampleRow, StepPlan, StepResult
@@ -70,6 +71,16 @@ class DeviceRunner:
             pool.device,
         )
         self._feed = self._graphs.feed
+        self._rows = RowGraphs(
+            self._decoder,
+            kernels,
+            prompt_work(lora, limits.max_batch_tokens),
+            self._feed,
+            pool.device,
+            max_rows=limits.max_batch_tokens,
+            max_sequences=limits.max_sequences,
+            max_pages=limits.max_pages,
+        )
         self._last: Flight | None = None
         # Rows that a step may have; fewer after one ran out of memory.
         self._max_rows = limits.max_batch_tokens
@@ -96,10 +107,23 @@ class DeviceRunner:
 
     def capture(self, progress: Progress | None = None) -> None:
         """Makes the graphs of decode steps; without it each is made when first needed."""
-        self._graphs.capture(progress)
+        sizes = self._rows.sizes
+        num_decodes = self._graphs.num_sizes
+        todo = num_decodes + len(sizes)
+
+        def tell(done: float) -> None:
+            if progress is not None:
+                progress("Capturing graphs", done / todo)
+
+        for number, size in enumerate(sizes):
+            self._rows.make(*size)
+            tell(number + 1)
+        self._graphs.capture(lambda _, share: tell(len(sizes) + share * num_decodes))
 
     def capture_largest(self) -> None:
         """Takes the memory that all graphs together will take, or nearly."""
+        for size in self._rows.sizes[:2]:
+            self._rows.make(*size)
         self._graphs.capture_largest()
 
     @torch.inference_mode()
@@ -121,7 +145,7 @@ class DeviceRunner:
     def launch(self, plan: StepPlan) -> Flight:
         """Waits for the device only if the step cannot run ahead."""
         flight: Flight | None = None
-        if all(is_decode(chunk) for chunk in plan.chunks):
+        if all(chunk.prompt_logprobs is None for chunk in plan.chunks):
             flight = self._launch_graph(plan)
         if flight is None:
             flight = self._launch_in_parts(plan)
@@ -146,14 +170,18 @@ class DeviceRunner:
 
     def _launch_graph(self, plan: StepPlan) -> Flight | None:
         chunks = sorted(plan.chunks, key=lambda chunk: self.directory.order(chunk.selection))
-        rows = [chunk.sample for chunk in chunks if chunk.sample is not None]
+        sampled = [chunk for chunk in chunks if chunk.sample is not None]
+        rows = [chunk.sample for chunk in sampled if chunk.sample is not None]
         draws = draw(rows)
-        sequence_ids = [chunk.sequence_id for chunk in chunks]
         try:
-            logits = self._graphs.launch(chunks, draws)
+            logits = None
+            if all(is_decode(chunk) for chunk in chunks):
+                logits = self._graphs.launch(chunks, draws)
+            if logits is None:
+                logits = self._rows.launch(chunks, draws)
             if logits is None:
                 return None
-            flight = self._feed.publish(sequence_ids)
+            flight = self._feed.publish([chunk.sequence_id for chunk in sampled])
             return self._finish(flight, logits, rows, draws) if draws.others else flight
         except RuntimeError as error:
             # A graph takes no memory, but the full sampler does.

@@ -42,6 +42,10 @@ class TokenFeed:
             known = self._tokens.index_select(0, index[:, 1]).to(token_ids.dtype)
             token_ids.index_copy_(0, index[:, 0], known)
 
+    def read(self, places: Tensor) -> Tensor:
+        """[places] int32: the last step's tokens there."""
+        return self._tokens.index_select(0, places)
+
     def take(self, token_ids: Tensor) -> None:
         """token_ids [sequences]"""
         self._tokens[: token_ids.shape[0]].copy_(token_ids)

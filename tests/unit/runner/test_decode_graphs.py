@@ -71,8 +71,9 @@ def test_capture_makes_every_size_and_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
-    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=3)[1]
+    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=3, max_batch_tokens=40)[1]
     told: list[float] = []
     runner.capture(lambda _, share: told.append(share))
-    assert told == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1.0])
+    assert told == pytest.approx([number / 10 for number in range(1, 11)])
+    assert set(runner._rows._steps) == {(n, lora) for n in (32, 40) for lora in (True, False)}
     assert set(runner._graphs._steps) == {(n, lora) for n in (1, 2, 3) for lora in (True, False)}

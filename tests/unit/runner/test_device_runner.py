@@ -197,7 +197,7 @@ def test_a_step_without_memory_is_computed_in_parts_and_says_so_when_none_is_sma
     expected = runner.run(StepPlan(tuple(known)))
     runner.launch(first)
     runner._max_rows = 1
-    monkeypatch.setattr(runner._graphs, "launch", lambda *_: None)
+    monkeypatch.setattr(runner, "_launch_graph", lambda *_: None)
     assert runner.run(StepPlan(tuple(later))).token_ids == expected.token_ids
     runner._kernels = replace(kernels, attention=ScarceMemory(kernels.attention, max_rows=0))
     with pytest.raises(DoesNotFit, match="bytes are free"):
@@ -214,8 +214,12 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(
         raise RuntimeError("broken")
 
     runner._kernels = replace(runner._kernels, attention=SimpleNamespace(plan=broken))
+    chunk = Chunk(0, (1, 2), 0, [0], (), sample=None, prompt_logprobs=0)
     with pytest.raises(RuntimeError, match="broken"):
-        runner.run(StepPlan((Chunk(0, (1, 2), 0, [0], (), sample=None),)))
+        runner.run(StepPlan((chunk,)))
+    monkeypatch.setattr(runner._graphs, "launch", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        runner.run(StepPlan((decode(0, 1, 0, [0], ()),)))
 
 
 def test_a_step_with_more_lora_work_than_a_graph_holds_is_still_right(
@@ -286,7 +290,7 @@ def test_a_step_for_which_there_is_no_memory_ends_its_requests_and_nobody_else(
     kernels = runner._kernels
     runner._kernels = replace(kernels, attention=ScarceMemory(kernels.attention, max_rows=0))
     with monkeypatch.context() as patch:
-        patch.setattr(runner._graphs, "launch", lambda *_: None)
+        patch.setattr(runner, "_launch_graph", lambda *_: None)
         first, last = engine.step()
     assert first.token_id is not None and last.error_code == "memory"
     assert last.error is not None and "bytes are free" in last.error

@@ -1,0 +1,176 @@
+"""Steps with prompts without the host: one CUDA graph for each number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loramux.kernels.interface import SequenceRows
+from loramux.kernels.lora_work import WorkListFull
+from loramux.lora.device_work import LoraWork
+from loramux.memory.device import GraphMaker
+from loramux.runner.device_sampler import Draws
+from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
+from loramux.runner.row_inputs import RowInputs, RowLimits
+from loramux.runner.token_feed import TokenFeed
+from loramux.types import Chunk
+
+# Rows cost little below 256, and from there on as many as they are. Steps of more rows than the
+# last keep the device busy for longer than it takes to launch them kernel by kernel.
+ROW_COUNTS = (
+    *(32, 64, 128, 192, 256, 320, 384, 448, 512, 640),
+    *(768, 896, 1024, 1280, 1536, 1792, 2048),
+)
+
+
+def row_counts(max_rows: int) -> list[int]:
+    most = min(max_rows, ROW_COUNTS[-1])
+    return [count for count in ROW_COUNTS if count < most] + [most]
+
+
+class RowGraphs:
+    """Every size shares its inputs and its logits with the others: one runs at once."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        decoder: FusedDecoder,
+        kernels: DeviceKernels,
+        lora: LoraWork,
+        feed: TokenFeed,
+        device: torch.device,
+        *,
+        max_rows: int,
+        max_sequences: int,
+        max_pages: int,
+    ) -> None:
+        self._decoder = decoder
+        self._kernels = kernels
+        self._lora = lora
+        self._feed = feed
+        self._counts = row_counts(max_rows)
+        most = self._counts[-1]
+        self._max_sequences = max_sequences
+        self._windows = sorted(decoder.windows, key=str)
+        self._q = torch.empty(
+            1, decoder.num_heads, decoder.layout.head_dim, dtype=decoder.dtype, device=device
+        )
+        self._num_items = {count: self._most_items(count) for count in self._counts}
+        limits = RowLimits(
+            max_rows=most,
+            max_sequences=max_sequences,
+            max_pages=max_pages,
+            block_tokens=decoder.layout.block_tokens,
+            num_items=tuple(self._num_items[most] * len(self._windows)),
+            num_lora_words=lora.tables.limits.num_words,
+        )
+        self._inputs = RowInputs(limits, feed, device)
+        lora.read_from(self._inputs.lora_words[: limits.num_lora_words])
+        self._page_table = torch.zeros(max_sequences, max_pages, dtype=torch.int32, device=device)
+        self._logits = decoder.empty_logits(min(most, max_sequences))
+        self._plan = self._largest_plan()
+        self._maker = GraphMaker(device)
+        self._steps: dict[tuple[int, bool], Callable[[], None]] = {}
+
+    @property
+    def sizes(self) -> list[tuple[int, bool]]:
+        """Rows and whether there is LoRA; the largest first: the others fit into its memory."""
+        return [(count, lora) for count in reversed(self._counts) for lora in (True, False)]
+
+    @torch.inference_mode()
+    def make(self, num_rows: int, has_lora: bool) -> Callable[[], None]:
+        step = self._steps.get((num_rows, has_lora))
+        if step is None:
+            step = self._maker.make(partial(self._compute, num_rows, has_lora))
+            self._steps[num_rows, has_lora] = step
+        return step
+
+    @torch.inference_mode()
+    def launch(self, chunks: Sequence[Chunk], draws: Draws) -> Tensor | None:
+        """Logits of each chunk with a sample row, in order; None: not a step for a graph.
+
+        As DecodeGraphs.launch.
+        """
+        num_rows = sum(len(chunk.token_ids) for chunk in chunks)
+        if num_rows > self._counts[-1] or len(chunks) > self._max_sequences:
+            return None
+        count = next(count for count in self._counts if count >= num_rows)
+        items = self._items(chunks)
+        most = self._num_items[count] * len(self._windows)
+        if any(len(some) > limit for some, limit in zip(items, most, strict=True)):
+            return None
+        self._inputs.begin()
+        has_lora = any(chunk.selection for chunk in chunks)
+        if has_lora and not self._fill_lora(chunks):
+            return None
+        self._inputs.fill(chunks, draws, items)
+        self._inputs.send()
+        self.make(count, has_lora)()
+        return self._logits[: len(draws.noise)]
+
+    def _most_items(self, num_rows: int) -> list[int]:
+        found: list[int] = self._kernels.attention.most_items(
+            num_rows, self._max_sequences, self._q, self._decoder.layout
+        )
+        return found
+
+    def _items(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        sequences = []
+        row = 0
+        for chunk in chunks:
+            length = len(chunk.token_ids)
+            sequences.append(SequenceRows(row, length, chunk.start, chunk.page_ids))
+            row += length
+        return [
+            items
+            for window in self._windows
+            for items in self._kernels.attention.cut_steps(
+                sequences, window, self._q, self._decoder.layout
+            )
+        ]
+
+    def _fill_lora(self, chunks: Sequence[Chunk]) -> bool:
+        selections = [chunk.selection for chunk in chunks]
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        try:
+            self._lora.fill(selections, lengths, self._inputs.host_lora_words)
+        except WorkListFull:
+            return False
+        return True
+
+    def _largest_plan(self) -> Any:
+        inputs = self._inputs
+        kinds = len(self._num_items[self._counts[-1]])
+        items = {
+            window: inputs.items[place * kinds : (place + 1) * kinds]
+            for place, window in enumerate(self._windows)
+        }
+        return self._kernels.attention.plan_steps(
+            self._page_table, inputs.slots, self._q, self._decoder.layout, items
+        )
+
+    def _compute(self, num_rows: int, has_lora: bool) -> None:
+        """Nothing here asks the device for a value: it is captured once and run again."""
+        inputs = self._inputs
+        num_logits = min(num_rows, self._logits.shape[0])
+        inputs.write_page_table(self._page_table)
+        plan = self._kernels.attention.first_rows(self._plan, num_rows, self._num_items[num_rows])
+        if has_lora:
+            self._lora.resolve()
+        hidden = self._decoder.hidden(
+            inputs.token_ids(num_rows),
+            inputs.positions[:num_rows],
+            plan,
+            self._lora if has_lora else None,
+        )
+        logits: Tensor = self._logits[:num_logits]
+        last_rows = inputs.last_rows[:num_logits]
+        self._decoder.write_logits(hidden.index_select(0, last_rows), logits)
+        self._feed.take(
+            self._kernels.sampling.choose_tokens(
+                logits, inputs.temperatures[:num_logits], inputs.noise[:num_logits]
+            )
+        )

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loramux.runner.row_graphs import ROW_COUNTS, row_counts
+from loramux.types import Chunk, StepPlan
+from tests.device_factory import decode, device_engine, lease, mixed_selections, row, two_adapters
+from tests.engine_factory import make_prompt
+from tests.model_factory import tiny_transformers_model
+
+pytest.importorskip("triton", reason="no Triton on this machine")
+
+
+@pytest.mark.parametrize(("most", "counts"), [(7, [7]), (64, [32, 64]), (9999, list(ROW_COUNTS))])
+def test_counts_end_with_the_most_rows_that_can_come(most: int, counts: list[int]) -> None:
+    assert row_counts(most) == counts
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model(family)
+    folders = two_adapters(model, tmp_path)
+    settings: dict[str, Any] = {"max_sequences": 6, "max_batch_tokens": 40}
+    engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **settings)
+    selections = mixed_selections(engine, folders)
+    lease(engine, *selections)
+    last = engine.pages.num_pages - 1
+    pages = [[last - 2 * i, last - 2 * i - 1] for i in range(len(selections))]
+    before = [3, 17, 9, 16, 2, 7]
+    for i, selection in enumerate(selections):
+        prompt = Chunk(i, make_prompt(before[i], seed=i), 0, pages[i], selection, sample=None)
+        runner.logits(StepPlan((prompt,)))
+    chunks = [
+        decode(0, 41, before[0], pages[0], selections[0]),
+        Chunk(1, make_prompt(12, seed=8), before[1], pages[1], selections[1], sample=row()),
+        decode(2, 42, before[2], pages[2], selections[2]),
+        Chunk(3, make_prompt(9, seed=9), before[3], pages[3], selections[3], sample=None),
+        Chunk(4, make_prompt(2, seed=7), before[4], pages[4], selections[4], sample=row()),
+        decode(5, 43, before[5], pages[5], selections[5]),
+    ]
+    runner._rows._steps.clear()
+    result = runner.run(StepPlan(tuple(chunks)))
+    assert set(runner._rows._steps) == {(32, True)}
+    order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
+    sampled = [chunk for chunk in order if chunk.sample is not None]
+    graph_logits = runner._rows._logits[: len(sampled)].clone()
+    for place, chunk in enumerate(sampled):
+        logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][-1]
+        torch.testing.assert_close(graph_logits[place].float(), logits, atol=1e-4, rtol=1e-4)
+        assert result.token_ids[chunk.sequence_id] == int(logits.argmax())
+    assert 3 not in result.token_ids
+
+
+def test_a_step_that_no_graph_was_made_for_is_left_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    settings: dict[str, Any] = {"max_sequences": 2, "max_batch_tokens": 40}
+    runner = device_engine(monkeypatch, model, tmp_path, **settings)[1]
+    plan = StepPlan((Chunk(0, make_prompt(30, seed=1), 0, [0, 1], (), sample=row()),))
+    expected = runner.run(plan)
+    for count in runner._rows._counts:
+        runner._rows._num_items[count] = [0, 0]
+    runner._rows._steps.clear()
+    assert runner.run(plan).token_ids == expected.token_ids
+    assert not runner._rows._steps
