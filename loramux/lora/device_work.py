@@ -192,6 +192,12 @@ def decode_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork
     return LoraWork(device, device.tables(limits, decode_launch(max_rows, use_pdl=use_pdl)))
 
 
+def row_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork:
+    """For graphs of steps with prompts: kernels that take single rows and runs of rows alike."""
+    limits = WorkLimits(max_units=_PROMPT_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows)
+    return LoraWork(device, device.tables(limits, decode_launch(max_rows, use_pdl=use_pdl)))
+
+
 def prompt_work(device: LoraDevice, max_rows: int) -> LoraWork:
     limits = WorkLimits(
         max_units=_PROMPT_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows, has_row_units=False

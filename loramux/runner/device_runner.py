@@ -11,7 +11,7 @@ from torch import Tensor
 from loramux.errors import DoesNotFit
 from loramux.kernels.interface import PagedLayout, SequenceRows
 from loramux.kernels.transfer import send
-from loramux.lora.device_work import DeviceDirectory, LoraDevice, decode_work, prompt_work
+from loramux.lora.device_work import DeviceDirectory, LoraDevice, decode_work, prompt_work, row_work
 from loramux.memory.device import device_memory_bytes, is_out_of_memory, release_cached
 from loramux.memory.pool import PagePool
 from loramux.models.decoder import Decoder
@@ -74,7 +74,7 @@ class DeviceRunner:
         self._rows = RowGraphs(
             self._decoder,
             kernels,
-            prompt_work(lora, limits.max_batch_tokens),
+            row_work(lora, limits.max_batch_tokens, use_pdl=kernels.overlaps_launches),
             self._feed,
             pool.device,
             max_rows=limits.max_batch_tokens,

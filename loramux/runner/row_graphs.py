@@ -158,13 +158,14 @@ class RowGraphs:
         num_logits = min(num_rows, self._logits.shape[0])
         inputs.write_page_table(self._page_table)
         plan = self._kernels.attention.first_rows(self._plan, num_rows, self._num_items[num_rows])
-        if has_lora:
-            self._lora.resolve()
+        lora = self._lora.for_decodes(num_rows) if has_lora else None
+        if lora is not None:
+            lora.resolve()
         hidden = self._decoder.hidden(
             inputs.token_ids(num_rows),
             inputs.positions[:num_rows],
             plan,
-            self._lora if has_lora else None,
+            lora,
         )
         logits: Tensor = self._logits[:num_logits]
         last_rows = inputs.last_rows[:num_logits]

@@ -16,6 +16,7 @@ from loramux.lora.device_work import (
     LoraWork,
     decode_work,
     prompt_work,
+    row_work,
 )
 from loramux.memory.records import ResidentAdapter
 from loramux.types import Selection
@@ -98,7 +99,7 @@ def added(world: World, work: LoraWork, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@pytest.mark.parametrize("kind", ["decode", "prompt"])
+@pytest.mark.parametrize("kind", ["decode", "rows", "prompt"])
 @pytest.mark.parametrize("selections", [[A, A, ()], [A, (), BOTH]], ids=["plain", "weighted"])
 def test_rows_get_their_own_adapters_and_base_rows_none(
     kind: str, selections: list[Selection]
@@ -107,7 +108,12 @@ def test_rows_get_their_own_adapters_and_base_rows_none(
     for cid in ("b", "a"):
         world.directory.add(world.residents[cid])
     device = world.device()
-    work = decode_work(device, 4, use_pdl=False) if kind == "decode" else prompt_work(device, 4)
+    works = {
+        "decode": lambda: decode_work(device, 4, use_pdl=False),
+        "rows": lambda: row_work(device, 8, use_pdl=False),
+        "prompt": lambda: prompt_work(device, 4),
+    }
+    work = works[kind]()
     num_rows = [1, 1, 1] if kind == "decode" else [1, 4, 2]
     work.fill_now(selections, num_rows)
     rows = [s for s, count in zip(selections, num_rows, strict=True) for _ in range(count)]
