@@ -77,8 +77,8 @@ def graph_seconds(engine: Engine, batch: int, *, has_lora: bool) -> float | None
     if not getattr(runner, "is_gpu", False):
         return None
     graphs = runner._graphs
-    size = next((size for size in graphs._sizes if size >= batch), None)
-    if size is None:
+    size = next((size for size in getattr(graphs, "_sizes", ()) if size >= batch), None)
+    if size is None or not hasattr(graphs, "_step"):
         return None
     replay = graphs._step(size, has_lora)
     torch.cuda.synchronize()
