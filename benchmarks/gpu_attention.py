@@ -2,16 +2,18 @@
 
 Shapes of Llama-3.1-8B, bfloat16. Needs an NVIDIA GPU.
 
-    python benchmarks/gpu_attention.py
+    python -m benchmarks.gpu_attention
 """
 
 from __future__ import annotations
 
 import torch
-from gpu_timing import print_table, replay_times
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.bench_report import cell
+from benchmarks.gpu_timing import replay_times
+from benchmarks.report import Table, markdown
 from loramux.kernels import attention_triton as attention
 from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
 
@@ -72,30 +74,41 @@ def time_decode(lengths: torch.Tensor, num_layers: int = 32) -> float:
     return replay_times(work, num_replays=4)[1] / num_layers
 
 
-def main() -> None:
-    rows: list[list[object]] = []
+def prompt_rows() -> Table:
+    rows: Table = []
     for count, tokens in PROMPTS:
         flops = count * HEADS * HEAD_DIM * 2 * tokens * (tokens + 1)
         ours = time_prompt(count, tokens)
         flash = time_sdpa(count, tokens, SDPBackend.FLASH_ATTENTION)
         cudnn = time_sdpa(count, tokens, SDPBackend.CUDNN_ATTENTION)
-        us = [f"{seconds * 1e6:.0f}" for seconds in (ours, flash, cudnn)]
-        teraflops = f"{flops / ours / 1e12:.0f}"
-        rows.append([f"{count} x {tokens}", *us, teraflops, f"{flash / ours:.0%}"])
-    header = ["prompt", "us", "flash us", "cudnn us", "TFLOP/s", "of flash's speed"]
-    print_table(header, rows)
-    rows = []
+        us = {"us": ours * 1e6, "flash us": flash * 1e6, "cudnn us": cudnn * 1e6}
+        row = {"prompt": f"{count} x {tokens}", **us, "TFLOP/s": flops / ours / 1e12}
+        rows.append({**row, "of flash's speed": flash / ours})
+    return rows
+
+
+def decode_rows() -> Table:
+    rows: Table = []
     for count, tokens in DECODES:
         lengths = torch.full((count,), tokens or 0, dtype=torch.int32, device=DEVICE)
         if tokens is None:
             lengths = torch.randint(16, 2048, (count,), device=DEVICE).int()
         seconds = time_decode(lengths)
-        num_bytes = int(lengths.sum()) * 2 * KV_HEADS * HEAD_DIM * 2
-        speed = num_bytes / seconds
-        share = f"{speed / READ_BYTES_PER_S:.0%}"
-        name = f"{count} x {tokens or '16..2048'}"
-        rows.append([name, f"{seconds * 1e6:.1f}", f"{speed / 1e12:.2f}", share])
-    print_table(["decode", "us a layer", "TB/s", f"of {READ_BYTES_PER_S / 1e12} TB/s"], rows)
+        speed = int(lengths.sum()) * 2 * KV_HEADS * HEAD_DIM * 2 / seconds
+        rows.append(
+            {
+                "decode": f"{count} x {tokens or '16..2048'}",
+                "us a layer": seconds * 1e6,
+                "TB/s": speed / 1e12,
+                f"of {READ_BYTES_PER_S / 1e12} TB/s": speed / READ_BYTES_PER_S,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    for rows in (prompt_rows(), decode_rows()):
+        print("\n".join(markdown([{name: cell(v) for name, v in row.items()} for row in rows])))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from gpu_timing import capture, print_table
 from torch import Tensor
 
+from benchmarks.gpu_timing import capture, print_table
 from loramux.kernels import (
     attention_items,
     attention_items_triton,

@@ -2,7 +2,7 @@
 
 Random weights; every kernel is first checked against its torch twin. Needs an NVIDIA GPU.
 
-    python benchmarks/gpu_decode_step.py [--batches 1,32,128,256] [--context 512] [--layers 32]
+    python -m benchmarks.gpu_decode_step [--batches 1,32,128,256] [--context 512] [--layers 32]
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from gpu_decode_checks import check_all
-from gpu_timing import print_table, replay_times, time_by_kernel
 from torch import Tensor
 
+from benchmarks.gpu_decode_checks import check_all
+from benchmarks.gpu_timing import print_table, replay_times, time_by_kernel
 from loramux.kernels import attention_triton as attention
 from loramux.kernels import fused_triton as fused
 from loramux.kernels.fused_torch import KVTarget, Norm, Rotation

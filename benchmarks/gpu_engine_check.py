@@ -1,8 +1,9 @@
-"""The whole engine on one GPU: its tokens against the reference's, and how fast it decodes.
+"""The whole engine on one GPU: its tokens and logits against the reference's.
 
-    python3 -m benchmarks.gpu_engine_check [--parts tokens,logits,speed] [--batches 1,32,128,256]
+    python3 -m benchmarks.gpu_engine_check [--parts tokens,logits]
 
-Random weights, made on the device; adapters as PEFT folders. Needs an NVIDIA GPU.
+Random weights, made on the device; adapters as PEFT folders. Needs an NVIDIA GPU. How fast it is:
+benchmarks/bench_step.py.
 """
 
 from __future__ import annotations
@@ -20,60 +21,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.gpu_timing import print_table
+from benchmarks.random_model import SHAPES, random_model
 from loramux.config import EngineConfig
 from loramux.engine.build import build_engine
 from loramux.engine.engine import Engine
-from loramux.models.architectures import base_info, parse_config
-from loramux.models.decoder import Decoder
-from loramux.models.layers import HeadNorm, RMSNorm
+from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
 from loramux.types import Request, SamplingParams, Selection
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-}
-LARGE: dict[str, Any] = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-}
 RANKS = (1, 3, 8, 16, 64)
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ROOFLINE_TOKENS_PER_S = {1: 285, 32: 8_000, 128: 23_300, 256: 28_900}
-
-
-def random_model(
-    shape: dict[str, Any], dtype: torch.dtype, *, std: float, seed: int = 0
-) -> LoadedModel:
-    """The same values for one seed, whatever the dtype, but for their rounding."""
-    settings = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape}
-    config = parse_config({"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, **settings})
-    decoder = Decoder(config, dtype=dtype, device="cuda")
-    generator = torch.Generator("cuda").manual_seed(seed)
-    for module in decoder.modules():
-        is_norm = isinstance(module, RMSNorm | HeadNorm)
-        for parameter in module.parameters(recurse=False):
-            noise = torch.randn(parameter.shape, device="cuda", generator=generator)
-            parameter.data.copy_((noise * 0.1 + 1 if is_norm else noise * std).bfloat16())
-    return LoadedModel(
-        decoder=decoder.eval(),
-        config=config,
-        name="random",
-        tokenizer_folder=Path(),
-        eos_token_ids=(),
-        digest=f"random:{seed}",
-    )
+SMALL = SHAPES["small"]
 
 
 def write_adapter(folder: Path, model: LoadedModel, rank: int, *, seed: int, std: float) -> Path:
@@ -233,96 +191,18 @@ def check_logits(folders: Sequence[Path]) -> None:
         print(f"logits: {name} against the reference in float32: {error:.2e}", flush=True)
 
 
-def time_decode(
-    engine: Engine, batch: int, cids: Sequence[str], *, num_steps: int = 48
-) -> tuple[float, float]:
-    """Seconds of an engine step, and of the graph alone, at 512 tokens of context."""
-    chance = random.Random(batch)
-    for number in range(batch):
-        prompt = [chance.randrange(1, 128000) for _ in range(480)]
-        selection: Selection = ((cids[number % len(cids)], 1.0),) if cids else ()
-        engine.add(request(f"b{number}", prompt, selection, 80))
-    engine.residency.poll()
-    began = time.perf_counter()
-    num_events = 0
-    while num_events < batch:
-        num_events = len(engine.step())
-    torch.cuda.synchronize()
-    prompt_s = time.perf_counter() - began
-    print(f"  batch {batch}, {len(cids)} adapters: {480 * batch / prompt_s:.0f} prompt tok/s")
-    began = time.perf_counter()
-    for _ in range(num_steps):
-        engine.step()
-    seconds = (time.perf_counter() - began) / num_steps
-    runner: Any = engine.runner
-    size = next(size for size in runner._graphs._sizes if size >= batch)
-    replay = runner._graphs._step(size, bool(cids))
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(10):
-        replay()
-    torch.cuda.synchronize()
-    device_s = (time.perf_counter() - began) / 10
-    for number in range(batch):
-        engine.abort(f"b{number}")
-    return seconds, device_s
-
-
-def check_speed(folder: Path, batches: Sequence[int]) -> None:
-    began = time.perf_counter()
-    model = random_model(LARGE, torch.bfloat16, std=0.02)
-    folders = [
-        write_adapter(folder / f"large{number}", model, 16, seed=number, std=0.02)
-        for number in range(8)
-    ]
-    print(f"weights and adapters: {time.perf_counter() - began:.1f} s", flush=True)
-    began = time.perf_counter()
-    config = EngineConfig(
-        device="cuda", max_batch_tokens=2048, max_model_len=2048, prefix_cache=False
-    )
-    engine = build_engine(model, config)
-    print(
-        f"engine with its graphs: {time.perf_counter() - began:.1f} s, "
-        f"a pool of {engine.runner.pool_bytes / 2**30:.1f} GiB, "
-        f"{torch.cuda.mem_get_info()[0] / 2**30:.1f} GiB free",
-        flush=True,
-    )
-    cids = [engine.register_adapter(path).cid for path in folders]
-    rows = []
-    for batch in batches:
-        base, base_device = time_decode(engine, batch, ())
-        lora, lora_device = time_decode(engine, batch, cids)
-        rows.append(
-            [batch, *(f"{s * 1e3:.2f}" for s in (base, base_device, lora, lora_device))]
-            + [f"{batch / base:.0f}", f"{batch / lora:.0f}", f"{base / lora:.3f}"]
-            + [f"{batch / base / ROOFLINE_TOKENS_PER_S.get(batch, 1):.1%}"]
-        )
-        print_table(["batch", "base ms", "graph", "LoRA ms", "graph", "base tok/s", "LoRA tok/s"]
-                    + ["ratio", "of roofline"], rows)  # fmt: skip
-    counters = engine.memory.tiers.device_counters
-    print(
-        f"{counters.loads} adapters of {counters.load_bytes / max(1, counters.loads) / 2**20:.0f} "
-        f"MiB copied in {counters.load_seconds / max(1, counters.loads) * 1e3:.1f} ms each"
-    )
-    print(f"free after all: {torch.cuda.mem_get_info()[0] / 2**30:.1f} GiB")
-    engine.close()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default="tokens,logits,speed")
-    parser.add_argument("--batches", default="1,32,128,256")
+    parser.add_argument("--parts", default="tokens,logits")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        small = small_adapters(folder) if {"tokens", "logits"} & set(parts) else []
+        small = small_adapters(folder)
         if "logits" in parts:
             check_logits(small)
         if "tokens" in parts:
             check_tokens(small)
-        if "speed" in parts:
-            check_speed(folder, [int(part) for part in arguments.batches.split(",")])
 
 
 if __name__ == "__main__":

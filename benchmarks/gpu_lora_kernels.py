@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.lora_cases import CASES, RANK, Case
 from loramux.adapters.grouped_layout import plan_groups, tabulate
 from loramux.kernels import lora_grouped_torch, lora_triton
 from loramux.kernels.launch_triton import overlaps_launches
@@ -40,7 +41,6 @@ from loramux.kernels.lora_work import (
 
 Selection = tuple[tuple[int, float], ...]
 
-RANK = 16
 # Enough that the start of a graph weighs little.
 NUM_LAYERS = 12
 HIDDEN, KEYS, INNER = 4096, 1024, 14336
@@ -69,46 +69,7 @@ SITES = (
     BenchSite("down", INNER, ("down_proj",), (HIDDEN,)),
 )
 PROJECTIONS = tuple(name for site in SITES for name in site.projections)
-
-
-@dataclass(frozen=True)
-class Case:
-    num_rows: int
-    sites: str
-    popularity: str
-    goal_us: float
-
-    @property
-    def site_indices(self) -> tuple[int, ...]:
-        return (0, 1) if self.sites == "qkvo" else (0, 1, 2, 3)
-
-    @property
-    def projections(self) -> tuple[str, ...]:
-        return PROJECTIONS[:4] if self.sites == "qkvo" else PROJECTIONS
-
-    def adapters(self) -> Tensor:
-        """[rows] the adapter of each row, sorted as the runner sorts rows."""
-        if self.popularity == "identical":
-            return torch.zeros(self.num_rows, dtype=torch.long)
-        if self.popularity == "distinct":
-            return torch.arange(self.num_rows)
-        generator = torch.Generator().manual_seed(0)
-        weights = 1.0 / torch.arange(1, self.num_rows + 1, dtype=torch.float64) ** 1.5
-        ids = torch.multinomial(weights, self.num_rows, True, generator=generator)
-        return torch.unique(ids, return_inverse=True)[1].sort().values
-
-
-CASES = (
-    Case(1, "qkvo", "identical", 6),
-    Case(1, "all", "identical", 12),
-    Case(32, "qkvo", "identical", 6),
-    Case(32, "qkvo", "distinct", 15),
-    Case(32, "all", "skewed", 16),
-    Case(32, "all", "distinct", 40),
-    Case(256, "qkvo", "skewed", 25),
-    Case(256, "all", "skewed", 60),
-    Case(256, "all", "distinct", 240),
-)
+SITE_INDICES = {"qkvo": (0, 1), "all": (0, 1, 2, 3)}
 
 
 class World:
@@ -273,13 +234,13 @@ def time_lora(case: Case, layer: Layer, add: AddLora) -> tuple[float, float]:
 
     def lora() -> None:
         for at, site in places:
-            if site in case.site_indices:
+            if site in SITE_INDICES[case.sites]:
                 add(at, site)
 
     def both() -> None:
         for at, site in places:
             layer.base(at, site)
-            if site in case.site_indices:
+            if site in SITE_INDICES[case.sites]:
                 add(at, site)
 
     return time_graph(lora) / num_layers, time_graph(both) / num_layers
@@ -310,7 +271,7 @@ def time_case(case: Case, world: World, launch: LaunchShape, layer: Layer) -> di
 
 def time_peer(case: Case, peers: Any, name: str, layer: Layer, base_us: float) -> dict[str, Any]:
     ids = peers.assignment(case.popularity, case.num_rows)
-    names = [SITES[site].name for site in case.site_indices]
+    names = [SITES[site].name for site in SITE_INDICES[case.sites]]
     try:
         peer = peers.PROVIDERS[name](names, RANK, int(ids.max()) + 1, ids, len(layer.weights))
 
@@ -324,12 +285,11 @@ def time_peer(case: Case, peers: Any, name: str, layer: Layer, base_us: float) -
 
 
 def floor_us(case: Case, read_tbps: float) -> float:
-    num_adapters = int(case.adapters().max()) + 1
-    sites = [SITES[site] for site in case.site_indices]
+    sites = [SITES[site] for site in SITE_INDICES[case.sites]]
     per_adapter = RANK * sum(
         s.in_features * len(s.out_features) + sum(s.out_features) for s in sites
     )
-    return num_adapters * per_adapter * 2 / (read_tbps * 1e6)
+    return case.num_adapters * per_adapter * 2 / (read_tbps * 1e6)
 
 
 def measure_read_tbps() -> float:
@@ -351,7 +311,7 @@ def run_cases(peers: Any) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             "rows": case.num_rows,
             "sites": case.sites,
-            "adapters": int(case.adapters().max()) + 1,
+            "adapters": case.num_adapters,
             "floor": floor_us(case, read_tbps),
             "goal": case.goal_us,
             **time_case(case, world, launch_of(case.num_rows), layer),

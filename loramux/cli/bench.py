@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,10 +33,38 @@ def engine(context: typer.Context) -> None:
     raise typer.Exit(run_benchmark(BENCHMARKS / "engine_throughput.py", context.args))
 
 
+@app.command(context_settings=PASS_THROUGH)
+def kernels(context: typer.Context) -> None:
+    """LoRA and attention kernels by themselves, beside other servers' if they are there."""
+    raise typer.Exit(run_benchmark(BENCHMARKS / "bench_kernels.py", context.args))
+
+
+@app.command(context_settings=PASS_THROUGH)
+def step(context: typer.Context) -> None:
+    """One decode step by batch, adapters, ranks and sites, beside the machine's roofline."""
+    raise typer.Exit(run_benchmark(BENCHMARKS / "bench_step.py", context.args))
+
+
+@app.command(context_settings=PASS_THROUGH)
+def trace(context: typer.Context) -> None:
+    """Workloads of S-LoRA and Punica on the whole engine, beside base-only runs."""
+    raise typer.Exit(run_benchmark(BENCHMARKS / "bench_trace.py", context.args))
+
+
+@app.command(context_settings=PASS_THROUGH)
+def plot(context: typer.Context) -> None:
+    """Draw the JSON file of a benchmark that ran elsewhere."""
+    raise typer.Exit(run_benchmark(BENCHMARKS / "plots.py", context.args))
+
+
 def run_benchmark(program: Path, arguments: list[str]) -> int:
     """The program's exit status. It has a process to itself, so that nothing else is measured."""
     if program.is_file():
-        return subprocess.run([sys.executable, str(program), *arguments]).returncode
+        # So that the programs find each other as `benchmarks.NAME`.
+        paths = [str(program.parent.parent), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        command = [sys.executable, str(program), *arguments]
+        return subprocess.run(command, env=environment).returncode
     typer.secho(
         f"{program.name} is not part of the installed package. "
         "Get loramux's repository and run `make bench` there.",

@@ -122,6 +122,8 @@ class HostTier:
         return self.max_adapters is None or taken < self.max_adapters
 
     def _make_room(self, num_bytes: int) -> bool:
+        if self.budget_bytes - self._used_bytes >= num_bytes and self._has_slot():
+            return True
         idle = [image for cid, image in self._images.items() if cid not in self._holds]
         free = self.budget_bytes - self._used_bytes
         if free + sum(image.num_bytes for image in idle) < num_bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,15 +82,20 @@ class AdapterOffers:
         return self._policy.worth(record.cid, cost_s=cost_s, size=record.num_pages)
 
     def over_limits(
-        self, new: AdapterRecord, records: Iterable[AdapterRecord], limits: ResidencyLimits
+        self, new: AdapterRecord, held: Collection[AdapterRecord], limits: ResidencyLimits
     ) -> list[AdapterRecord] | None:
-        """Adapters to evict so that one more keeps the limits; None: that is not possible."""
-        if limits == ResidencyLimits():
+        """Adapters to evict so that one more keeps the limits; None: that is not possible.
+
+        `held`: those that have pages.
+        """
+        num_adapters = len(held) + 1
+        num_pages = 0
+        if limits.max_pages is not None:
+            num_pages = sum(record.num_pages for record in held) + new.num_pages
+        # Thousands may be on the device, and a load must not look at each of them in vain.
+        if limits.are_kept(num_pages, num_adapters):
             return []
-        mine = [record for record in records if record.page_ids]
-        num_pages = sum(record.num_pages for record in mine) + new.num_pages
-        num_adapters = len(mine) + 1
-        idle = [record for record in mine if record.is_offered and gives_way(record, new)]
+        idle = [record for record in held if record.is_offered and gives_way(record, new)]
         idle.sort(key=lambda record: (record.is_protected, self.worth(record)), reverse=True)
         victims: list[AdapterRecord] = []
         while not limits.are_kept(num_pages, num_adapters):

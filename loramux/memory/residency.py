@@ -54,6 +54,8 @@ class AdapterResidency:
         self._offers = AdapterOffers(room, policy, tiers)
         self._records: dict[str, AdapterRecord] = {}
         self._resident: dict[str, ResidentAdapter] = {}
+        # Those that have pages, filled or not.
+        self._held: dict[str, AdapterRecord] = {}
         # Wanted, and neither on the device nor on the way; in the order of asking.
         self._pending: dict[str, None] = {}
         self._prewarm: dict[str, None] = {}
@@ -241,7 +243,7 @@ class AdapterResidency:
             self.prefixes.adapter_moved(record.cid, on_device=False)
 
     def claims(self) -> dict[Owner, list[int]]:
-        return {owner_of(cid): r.page_ids for cid, r in self._records.items() if r.page_ids}
+        return {owner_of(cid): record.page_ids for cid, record in self._held.items()}
 
     def check_integrity(self, leases: Mapping[str, int]) -> None:
         """`leases`: how many running sequences use each adapter."""
@@ -250,6 +252,7 @@ class AdapterResidency:
         for cid, record in self._records.items():
             assert (record.state is AdapterState.DEVICE) == (cid in self._resident)
             assert not record.page_ids or len(record.page_ids) == record.num_pages
+            assert (cid in self._held) == bool(record.page_ids)
             assert record.page_ids or record.state is not AdapterState.DEVICE
             if record.num_wants and record.error is None and cid not in self._resident:
                 assert record.is_in_flight or cid in self._pending, f"{cid} is wanted in vain"
@@ -358,13 +361,13 @@ class AdapterResidency:
 
     def _take_pages(self, new: AdapterRecord) -> bool:
         """Pages for an adapter, at the cost of what is idle and was not asked for before it."""
-        records = self._records.values()
-        victims = self._offers.over_limits(new, records, self.limits)
+        victims = self._offers.over_limits(new, self._held.values(), self.limits)
         if victims is None:
             return False
         room = self._room
         if room.num_unprotected < new.num_pages:
-            later = sum(r.num_pages for r in records if r.is_protected and gives_way(r, new))
+            held = self._held.values()
+            later = sum(r.num_pages for r in held if r.is_protected and gives_way(r, new))
             if room.num_unprotected + later < new.num_pages:
                 return False
         for victim in victims:
@@ -373,12 +376,14 @@ class AdapterResidency:
         page_ids = self._pages.allocate(owner_of(new.cid), new.num_pages)
         assert page_ids is not None
         new.page_ids = page_ids
+        self._held[new.cid] = new
         self.listeners.take_pages(page_ids)
         return True
 
     def _free_pages(self, record: AdapterRecord) -> None:
         self._pages.release(owner_of(record.cid), record.page_ids)
         record.page_ids = []
+        self._held.pop(record.cid, None)
 
     def _settle(self, record: AdapterRecord) -> None:
         resident = self._resident.get(record.cid)

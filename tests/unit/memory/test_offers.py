@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import pytest
 
 from loramux.errors import DoesNotFit
@@ -57,3 +59,21 @@ def test_limits_count_pages_and_adapters() -> None:
     assert limits.are_kept(4, 2)
     assert not limits.are_kept(5, 1) and not limits.are_kept(1, 3)
     assert ResidencyLimits().are_kept(10**9, 10**6)
+
+
+def test_a_load_within_the_limits_weighs_none_of_those_on_the_device() -> None:
+    class CountingPolicy(CostAwarePolicy):
+        num_asked = 0
+
+        def worth(self, key: Hashable, *, cost_s: float, size: int) -> float:
+            self.num_asked += 1
+            return super().worth(key, cost_s=cost_s, size=size)
+
+    policy = CountingPolicy()
+    memory = tiny_memory(num_pages=32, policy=policy)
+    memory.residency.limits = ResidencyLimits(max_adapters=32)
+    asked = []
+    for number in range(20):
+        memory.bring(cid_of(number))
+        asked.append(policy.num_asked)
+    assert asked[19] - asked[18] == asked[2] - asked[1], "the cost grows with who is there"

@@ -1,0 +1,122 @@
+"""How long a decode step of a whole engine takes, by the host's clock and by the device's."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.traffic import make_request
+from loramux.engine.engine import Engine
+from loramux.types import Selection
+
+# Steps between the last prompt and the clock: graphs and caches are warm then.
+_WARM_STEPS = 4
+_NUM_REPLAYS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    batch: int
+    step_s: float
+    """From step to step, all that the host does included."""
+    graph_s: float | None
+    """Of the device's graph alone; None: there is none."""
+    context: float
+    """Mean tokens of a sequence in the steps that were timed."""
+    prompt_tokens_per_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch / self.step_s
+
+
+def time_decode(
+    engine: Engine, selections: Sequence[Selection], *, context: int, num_steps: int
+) -> StepTime:
+    """One sequence for each selection, `context` tokens long in the middle of what is timed."""
+    batch = len(selections)
+    num_prompt = _prompt_length(engine, batch, context, num_steps)
+    began = time.perf_counter()
+    _add(engine, selections, num_prompt, _room(engine, num_prompt))
+    tokens: Counter[str] = Counter()
+    while len(tokens) < batch:
+        _step(engine, tokens)
+    prompt_s = time.perf_counter() - began
+    for _ in range(_WARM_STEPS):
+        _step(engine, tokens)
+    # No waiting for the device at either end: what is still under way at one is so at the other.
+    before = tokens.total()
+    began = time.perf_counter()
+    for _ in range(num_steps):
+        _step(engine, tokens)
+    seconds = time.perf_counter() - began
+    num_tokens = tokens.total() - before
+    graph_s = graph_seconds(engine, batch, has_lora=any(selections))
+    for number in range(batch):
+        engine.abort(_name(number))
+    while engine.has_work:
+        engine.step()
+    return StepTime(
+        batch=batch,
+        step_s=seconds * batch / num_tokens,
+        graph_s=graph_s,
+        context=num_prompt + (before + num_tokens / 2) / batch,
+        prompt_tokens_per_s=batch * num_prompt / prompt_s,
+    )
+
+
+def graph_seconds(engine: Engine, batch: int, *, has_lora: bool) -> float | None:
+    """Of the graph that the batch's steps replay, over the inputs of the last one."""
+    runner: Any = engine.runner
+    if not getattr(runner, "is_gpu", False):
+        return None
+    graphs = runner._graphs
+    size = next((size for size in getattr(graphs, "_sizes", ()) if size >= batch), None)
+    if size is None or not hasattr(graphs, "_step"):
+        return None
+    replay = graphs._step(size, has_lora)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(_NUM_REPLAYS):
+        replay()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / _NUM_REPLAYS
+
+
+def spread(cids: Sequence[str], batch: int) -> list[Selection]:
+    """Row i asks adapter i modulo their number; no cids: the base."""
+    return [((cids[i % len(cids)], 1.0),) if cids else () for i in range(batch)]
+
+
+def _prompt_length(engine: Engine, batch: int, context: int, num_steps: int) -> int:
+    """Those whose prompt comes first have made some tokens when the last one's is computed."""
+    num_prompt_steps = batch * context // engine.scheduler.config.max_batch_tokens
+    return max(1, context - _WARM_STEPS - num_steps // 2 - num_prompt_steps // 2)
+
+
+def _room(engine: Engine, num_prompt: int) -> int:
+    return engine.scheduler.config.max_model_len - num_prompt
+
+
+def _add(engine: Engine, selections: Sequence[Selection], num_prompt: int, room: int) -> None:
+    source = random.Random(len(selections))
+    for number, selection in enumerate(selections):
+        prompt = source.choices(range(engine.vocab_size), k=num_prompt)
+        engine.add(make_request(_name(number), prompt, selection, room))
+
+
+def _step(engine: Engine, tokens: Counter[str]) -> None:
+    for event in engine.step():
+        assert event.error is None, event.error
+        assert event.finish_reason is None, "a sequence ended while it was timed"
+        tokens[event.request_id] += 1
+
+
+def _name(number: int) -> str:
+    return f"decode-{number}"

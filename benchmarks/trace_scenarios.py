@@ -1,0 +1,276 @@
+"""Traces on a whole engine, each next to the base-only run of the same engine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from benchmarks.bench_report import Panel, Section
+from benchmarks.random_adapters import RandomAdapters
+from benchmarks.report import Table
+from benchmarks.traffic import (
+    Run,
+    make_requests,
+    milliseconds,
+    percentile,
+    replay,
+    saturate,
+)
+from benchmarks.workloads import (
+    SLORA_RANKS,
+    Arrival,
+    Popularity,
+    first,
+    num_skewed_adapters,
+    punica,
+    rank_of,
+    slora,
+    until,
+)
+from loramux.engine.engine import Engine
+from loramux.memory.tiers import TierCounters
+from loramux.types import Request
+
+POPULARITIES: tuple[Popularity, ...] = ("identical", "uniform", "skewed", "distinct")
+SLO_S = 6.0
+RANK = 16
+
+
+@dataclass(slots=True)
+class TraceBench:
+    engine: Engine
+    adapters: RandomAdapters
+    options: argparse.Namespace
+    seeds: count[int] = field(default_factory=count)
+    """Every run has prompts of its own: no run finds another's in the prefix cache."""
+
+    def saturated(self, arrivals: Sequence[Arrival], cids: Sequence[str]) -> Run:
+        return saturate(self.engine, self._requests(arrivals, cids))
+
+    def real_time(self, arrivals: Sequence[Arrival], cids: Sequence[str]) -> Run:
+        return replay(self.engine, arrivals, self._requests(arrivals, cids))
+
+    def _requests(self, arrivals: Sequence[Arrival], cids: Sequence[str]) -> list[Request]:
+        vocab_size = self.engine.vocab_size
+        return make_requests(arrivals, cids, vocab_size=vocab_size, seed=next(self.seeds))
+
+    def warm(self, cids: Sequence[str]) -> int:
+        """Brings adapters to the device until it has them all or one had to go; how many it has."""
+        residency, counters = self.engine.residency, self.counters
+        evicted = counters.evictions
+        for cid in cids:
+            if counters.evictions > evicted or not residency.load_now([cid]):
+                break
+            residency.release([cid])
+        return len(residency)
+
+    @property
+    def counters(self) -> TierCounters:
+        return self.engine.memory.tiers.device_counters
+
+    def lora(
+        self, arrivals: Sequence[Arrival], cids: Sequence[str], *, is_real_time: bool = False
+    ) -> tuple[Run, dict[str, object]]:
+        """A run on adapters, and what the device tier did in it."""
+        before = replace(self.counters)
+        run = (self.real_time if is_real_time else self.saturated)(arrivals, cids)
+        after = self.counters
+        hits, misses = after.hits - before.hits, after.misses - before.misses
+        facts: dict[str, object] = {
+            "device hit rate": hits / max(1, hits + misses),
+            "loads": after.loads - before.loads,
+            "evictions": after.evictions - before.evictions,
+        }
+        return run, facts
+
+    def slora_lengths(self, num_adapters: int, alpha: float = 1.0) -> list[Arrival]:
+        """All traces have the same lengths: they are drawn from one seed."""
+        options = self.options
+        trace = slora(
+            num_adapters=num_adapters, alpha=alpha, requests_per_s=1.0, tokens=tuple(options.tokens)
+        )
+        return first(trace, options.requests)
+
+
+def row_of(name: str, run: Run, *, is_real_time: bool = False) -> dict[str, object]:
+    row: dict[str, object] = {
+        "run": name,
+        "requests": run.num_done,
+        "seconds": run.seconds,
+        "requests/s": run.requests_per_s,
+        "output tok/s": run.output_per_s,
+        "prompt tok/s": run.num_prompt / run.seconds,
+        "inter-token P50 ms": milliseconds(percentile(run.gaps_s, 50)),
+        "inter-token P99 ms": milliseconds(percentile(run.gaps_s, 99)),
+    }
+    if is_real_time:
+        row["first token P50 ms"] = milliseconds(percentile(run.ttfts_s, 50))
+        row["first token P99 ms"] = milliseconds(percentile(run.ttfts_s, 99))
+        row["first token within 6 s"] = sum(s <= SLO_S for s in run.ttfts_s) / len(run.ttfts_s)
+    else:
+        row["window"] = "full batch" if run.is_steady else "whole run"
+    return row
+
+
+def few(bench: TraceBench) -> Section:
+    """Eight adapters on every linear layer."""
+    arrivals = bench.slora_lengths(8)
+    cids = bench.adapters.add([RANK] * 8, "all")
+    return compare(bench, "8 adapters, all linear layers, rank 16", arrivals, cids)
+
+
+def many(bench: TraceBench) -> Section:
+    """S-LoRA's trace, uniform, ranks of 8 to 64."""
+    num_adapters = bench.options.many
+    arrivals = bench.slora_lengths(num_adapters, bench.options.alpha)
+    ranks = [rank_of(number, SLORA_RANKS) for number in range(num_adapters)]
+    cids = bench.adapters.add(ranks, "qkvo")
+    title = f"S-LoRA trace: {num_adapters} adapters, q,k,v,o, ranks 8 to 64"
+    return compare(bench, title, arrivals, cids)
+
+
+def compare(
+    bench: TraceBench, title: str, arrivals: Sequence[Arrival], cids: Sequence[str]
+) -> Section:
+    """Base-only and LoRA in turn, the batch full all the time."""
+    rows: Table = []
+    ratios = []
+    note = bench.adapters.note(cids)
+    num_warm = bench.warm(cids)
+    for number in range(bench.options.repeats):
+        base = bench.saturated(arrivals, [])
+        run, facts = bench.lora(arrivals, cids)
+        ratios.append(run.output_per_s / base.output_per_s)
+        rows.append({**row_of(f"base {number + 1}", base), "/ base-only": 1.0})
+        rows.append({**row_of(f"LoRA {number + 1}", run), **facts, "/ base-only": ratios[-1]})
+    bench.adapters.forget(cids)
+    warm = f"{num_warm} of them were on the device when the run began."
+    return section(title, rows, (f"{note} {warm}",))
+
+
+def registered(bench: TraceBench) -> Section:
+    """The same trace over more and more adapters; the first number is run again at the end."""
+    rows: Table = []
+    notes = []
+    sizes = bench.options.registered
+    first_speed = 0.0
+    for number, size in enumerate([*sizes, sizes[0]]):
+        cids = bench.adapters.add([RANK] * size, "qkvo")
+        num_warm = bench.warm(cids)
+        run, facts = bench.lora(bench.slora_lengths(size, bench.options.alpha), cids)
+        first_speed = first_speed or run.output_per_s
+        row = row_of(f"{size} adapters" + (", again" if number == len(sizes) else ""), run)
+        ratio = run.output_per_s / first_speed
+        rows.append({**row, **facts, "on device": num_warm, f"/ {sizes[0]} adapters": ratio})
+        notes.append(bench.adapters.note(cids))
+        bench.adapters.forget(cids)
+    return section("Registered adapters: q,k,v,o, rank 16, uniform", rows, tuple(notes[:-1]))
+
+
+def base_only(bench: TraceBench) -> Section:
+    """Base requests while the engine knows of no adapter, and while it has many; in turn."""
+    arrivals = bench.slora_lengths(1)
+    rows: Table = []
+    speeds: dict[str, list[float]] = {"off": [], "on": []}
+    for number in range(max(2, bench.options.repeats)):
+        for name, count_on in (("off", 0), ("on", bench.options.many)):
+            cids = bench.adapters.add([RANK] * count_on, "qkvo")
+            num_warm = bench.warm(cids)
+            run = bench.saturated(arrivals, [])
+            bench.adapters.forget(cids)
+            speeds[name].append(run.output_per_s)
+            row = row_of(f"LoRA {name} {number + 1}", run)
+            rows.append({**row, "registered": count_on, "on device": num_warm})
+    ratio = sum(speeds["on"]) / sum(speeds["off"])
+    rows.append({"run": "on / off", "output tok/s": ratio})
+    note = (
+        "off: no adapter was ever named to the engine since the last one was forgotten; the "
+        "kernels and graphs of LoRA exist and do not run. on: adapters are registered and on the "
+        "device, and every request asks the base."
+    )
+    return section("Base requests, LoRA on and off", rows, (note,))
+
+
+def slora_trace(bench: TraceBench) -> Section:
+    """Arrivals in real time."""
+    options = bench.options
+    num_adapters = options.many
+    trace = slora(
+        num_adapters=num_adapters,
+        alpha=options.alpha,
+        requests_per_s=options.rate,
+        cv=options.cv,
+        tokens=tuple(options.tokens),
+    )
+    arrivals = until(trace, options.seconds)
+    ranks = [rank_of(number, SLORA_RANKS) for number in range(num_adapters)]
+    cids = bench.adapters.add(ranks, "qkvo")
+    base = bench.real_time(arrivals, [])
+    run, facts = bench.lora(arrivals, cids, is_real_time=True)
+    note = bench.adapters.note(cids)
+    bench.adapters.forget(cids)
+    rows: Table = [
+        {**row_of("base", base, is_real_time=True), "/ base-only": 1.0},
+        {
+            **row_of("LoRA", run, is_real_time=True),
+            **facts,
+            "/ base-only": run.output_per_s / base.output_per_s,
+        },
+    ]
+    title = f"S-LoRA trace in real time: {num_adapters} adapters, {options.rate:g} requests/s"
+    return section(title, rows, (note + " All of them were in host memory at the start.",))
+
+
+def punica_traces(bench: TraceBench) -> Section:
+    """Its four popularities, lengths as it draws them, the batch full all the time."""
+    options = bench.options
+    rows: Table = []
+    base_speed = 0.0
+    for popularity in POPULARITIES:
+        trace = punica(
+            popularity,
+            num_requests=options.requests,
+            requests_per_s=1.0,
+            max_tokens=options.punica_tokens,
+        )
+        arrivals = first(trace, options.requests)
+        if not rows:
+            base = bench.saturated(arrivals, [])
+            base_speed = base.output_per_s
+            rows.append({**row_of("base", base), "adapters": 0, "/ base-only": 1.0})
+        num_adapters = max(arrival.adapter for arrival in arrivals) + 1
+        cids = bench.adapters.add([RANK] * num_adapters, "all")
+        run, facts = bench.lora(arrivals, cids)
+        bench.adapters.forget(cids)
+        ratio = run.output_per_s / base_speed
+        rows.append({**row_of(popularity, run), "adapters": num_adapters, **facts})
+        rows[-1]["/ base-only"] = ratio
+    note = f"skewed: {num_skewed_adapters(options.requests)} adapters, each 1.5 times the next."
+    return section("Punica: all linear layers, rank 16", rows, (note,))
+
+
+def section(title: str, rows: Table, notes: tuple[str, ...]) -> Section:
+    shown = [row for row in rows if "requests/s" in row]
+    x = [str(row["run"]) for row in shown]
+    speed = Panel(
+        title=title,
+        x_label="run",
+        y_label="output tokens/s",
+        x=x,
+        series={"output tok/s": _floats(shown, "output tok/s")},
+    )
+    gaps = Panel(
+        title=f"{title}: between tokens",
+        x_label="run",
+        y_label="ms",
+        x=x,
+        series={name: _floats(shown, f"inter-token {name} ms") for name in ("P50", "P99")},
+    )
+    return Section(title=title, rows=rows, notes=notes, panels=(speed, gaps))
+
+
+def _floats(rows: Table, name: str) -> list[float | None]:
+    values = [row.get(name) for row in rows]
+    return [float(value) if isinstance(value, int | float) else None for value in values]

@@ -1,0 +1,114 @@
+"""The programs behind `loramux bench`, from their arguments to their files, on a tiny engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import bench_kernels, bench_step, bench_trace
+from benchmarks.lora_cases import Case
+
+# The last has more rows than the engine of the test runs at once.
+CASES = [(1, "identical"), (4, "identical"), (4, "distinct"), (5, "distinct")]
+TINY = ["--device", "cpu", "--model", "small", "--layers", "1", "--device-memory", "64"]
+
+
+def run(
+    program: Any, arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, Any]]:
+    """The sections of the JSON file."""
+    words = [*arguments, "--out", str(folder), "--name", "found"]
+    monkeypatch.setattr(sys, "argv", [program.__name__, *words])
+    program.main()
+    assert (folder / "found.md").is_file()
+    sections: list[dict[str, Any]] = json.loads((folder / "found.json").read_text())["sections"]
+    return sections
+
+
+def test_step_has_a_row_for_each_batch_and_kind_of_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = ["--batches", "1,3", "--adapters", "1,2", "--ranks", "2,4", "--sites", "qkvo"]
+    arguments = [*TINY, *work, "--context", "12", "--steps", "2"]
+    (section,) = run(bench_step, arguments, tmp_path, monkeypatch)
+    rows = section["rows"]
+    assert [(row["batch"], row["rank"], row["adapters"]) for row in rows] == [
+        *((1, 2, 1), (1, 4, 1), (3, 2, 1), (3, 2, 2), (3, 4, 1), (3, 4, 2))
+    ]
+    for row in rows:
+        assert 8 < row["context"] < 16
+        assert row["base tok/s"] == pytest.approx(1e3 * row["batch"] / row["base step ms"])
+        assert row["LoRA / base"] == pytest.approx(row["base step ms"] / row["LoRA step ms"])
+        assert row["base / roofline"] == pytest.approx(row["base tok/s"] / row["roofline tok/s"])
+
+
+def test_step_times_generate_on_the_same_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = ["--batches", "1", "--context", "12", "--steps", "1", "--ranks", "2"]
+    arguments = [*TINY, *work, "--transformers", "--generate", "2,5,3"]
+    answers, _ = run(bench_step, arguments, tmp_path, monkeypatch)
+    theirs, ours = answers["rows"]
+    assert ours["ratio"] == pytest.approx(ours["tok/s"] / theirs["tok/s"])
+
+
+def test_step_cases_stand_beside_the_peers_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = [{"alone": 5.5, "added": 9.0, "vllm": 21.4, "vllm added": 24.3}] * 3
+    monkeypatch.setattr(bench_step, "time_peers", lambda folder: peers)
+    few = [Case(rows, "all", popularity, 6) for rows, popularity in CASES]
+    monkeypatch.setattr(bench_step, "CASES", few)
+    arguments = [*TINY, "--cases", "--peers", str(tmp_path), "--max-sequences", "4"]
+    arguments += ["--context", "4", "--steps", "1"]
+    (section,) = run(bench_step, arguments, tmp_path, monkeypatch)
+    assert [row["adapters"] for row in section["rows"]] == [1, 1, 4]
+    assert section["rows"][0]["vllm added"] == 24.3
+    assert set(section["panels"][0]["series"]) == {
+        *("LoRA us a layer", "in the graph", "goal us", "vllm added")
+    }
+
+
+def test_trace_runs_every_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ["--requests", "6", "--tokens", "2,4", "--many", "5", "--registered", "2,4"]
+    sizes += ["--max-sequences", "4", "--punica-tokens", "8", "--seconds", "0.5", "--rate", "8"]
+    loads = ["--loads", "2", "--load-rates", "40", "--round-s", "0.1", "--rounds", "1"]
+    loads += ["--streams", "2", "--stream-prompt", "3"]
+    every = ["--scenarios", ",".join(bench_trace.SCENARIOS)]
+    found = run(bench_trace, [*TINY, *sizes, *loads, *every], tmp_path, monkeypatch)
+    few, many, registered, cold, base, slora, punica = [section["rows"] for section in found]
+    for rows in (few, many):
+        assert [row["run"] for row in rows] == ["base 1", "LoRA 1"]
+        speeds = [row["output tok/s"] for row in rows]
+        assert rows[1]["/ base-only"] == pytest.approx(speeds[1] / speeds[0])
+    assert [row["run"] for row in registered] == ["2 adapters", "4 adapters", "2 adapters, again"]
+    assert [row["loads"] > 0 for row in cold] == [True, False, True] * 2
+    assert [row["run"] for row in base][-1] == "on / off"
+    assert all("first token P99 ms" in row for row in slora)
+    assert [row["run"] for row in punica] == ["base", "identical", "uniform", "skewed", "distinct"]
+    assert (punica[1]["adapters"], punica[4]["adapters"]) == (1, 6)
+    assert all(section["notes"] and section["panels"] for section in found)
+
+
+def test_kernels_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = bench_kernels.cpu_lora_kernels.CASES[:2]
+    monkeypatch.setattr(bench_kernels.cpu_lora_kernels, "CASES", cases)
+    (section,) = run(bench_kernels, ["--device", "cpu"], tmp_path, monkeypatch)
+    assert [row["sites"] for row in section["rows"]] == ["qkvo", "all"]
+
+
+def test_a_file_from_elsewhere_is_drawn_without_running_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    record = {"benchmark": "b", "machine": {}, "sections": []}
+    file = tmp_path / "elsewhere.json"
+    file.write_text(json.dumps(record))
+    for program in (bench_kernels, bench_step, bench_trace):
+        monkeypatch.setattr(sys, "argv", ["bench", "--plot-from", str(file)])
+        program.main()
+        file.with_suffix(".png").unlink()

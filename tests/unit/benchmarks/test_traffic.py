@@ -1,0 +1,109 @@
+"""Runs over a real engine on a tiny random model, by a clock that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks import traffic
+from benchmarks.random_adapters import RandomAdapters
+from benchmarks.random_model import SHAPES, random_model
+from benchmarks.traffic import make_requests, percentile, replay, saturate
+from benchmarks.workloads import Arrival
+from loramux.config import EngineConfig
+from loramux.engine.build import build_engine
+from loramux.engine.engine import Engine
+from loramux.errors import AdapterNotFound
+from tests.memory_factory import Clock, InlineExecutor
+
+TINY = {**SHAPES["small"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    import torch
+
+    config = EngineConfig(
+        dtype="float32",
+        device_memory_bytes=8 * 2**20,
+        host_memory_bytes=2**40,
+        max_sequences=2,
+        max_batch_tokens=32,
+        prefix_cache=False,
+    )
+    model = random_model(TINY, torch.float32, std=0.2, device="cpu")
+    made = build_engine(model, config, loads=InlineExecutor())
+    yield made
+    made.close()
+
+
+def arrivals(count: int, gap_s: float = 0.0) -> list[Arrival]:
+    return [Arrival(number * gap_s, number % 2, 16, 3 + number % 3, 2) for number in range(count)]
+
+
+def test_a_steady_window_counts_only_what_happens_inside_of_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic, "QUEUE_DEPTH", 2)
+    requests = make_requests(arrivals(12), [], vocab_size=engine.vocab_size)
+    run = saturate(engine, requests, clock=Clock())
+    assert run.is_steady
+    # 4 came before the window, and what waits at its end never ran.
+    assert 4 <= run.num_done <= 8 and run.num_output < 24
+    assert not engine.has_work
+
+
+def test_too_few_requests_for_a_window_are_all_counted(engine: Engine) -> None:
+    requests = make_requests(arrivals(5), [], vocab_size=engine.vocab_size)
+    run = saturate(engine, requests, clock=Clock())
+    assert (run.is_steady, run.num_done, run.num_output) == (False, 5, 10)
+    assert run.num_prompt == sum(len(request.prompt_token_ids) for request in requests)
+    assert len(run.ttfts_s) == len(run.gaps_s) == 5
+
+
+def test_requests_come_when_the_trace_says_so(engine: Engine) -> None:
+    clock, slept = Clock(), []
+    trace = arrivals(4, gap_s=100.0)
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock.now += seconds
+
+    requests = make_requests(trace, [], vocab_size=engine.vocab_size)
+    run = replay(engine, trace, requests, clock=clock, sleep=sleep)
+    assert run.num_done == 4 and len(slept) == 3
+    assert all(wait < 20 for wait in run.ttfts_s), "a wait was counted from another's arrival"
+
+
+def test_generated_adapters_share_bytes_and_nothing_else(engine: Engine) -> None:
+    adapters = RandomAdapters(engine, num_images=2)
+    cids = adapters.add([4, 8, 4, 4], "all")
+    host = engine.memory.tiers.host
+    images = [host.get(cid) for cid in cids]
+    buffers = [image.buffer.data_ptr() for image in images if image is not None]
+    assert len(set(cids)) == 4 and len(set(buffers)) == 3 and buffers[0] == buffers[3]
+    assert "4 adapters" in adapters.note(cids) and "share 3 byte images" in adapters.note(cids)
+    assert engine.residency.load_now(cids)
+    claims = engine.residency.claims()
+    pages = [page for page_ids in claims.values() for page in page_ids]
+    assert len(claims) == 4 and len(set(pages)) == len(pages)
+    engine.residency.release(cids)
+    adapters.forget(cids)
+    engine.check_integrity()
+    assert len(engine.residency) == 0 and len(host) == 0
+    with pytest.raises(AdapterNotFound):
+        engine.catalog.get(cids[0])
+
+
+def test_a_generated_adapter_changes_what_the_base_says(engine: Engine) -> None:
+    cids = RandomAdapters(engine).add([64, 64], "all")
+    prompt = list(range(20))
+    base, other = engine.prompt_logits([(prompt, ()), (prompt, ((cids[0], 1.0),))])
+    assert (base - other).abs().max() > 1e-4
+
+
+def test_percentiles_of_few_values() -> None:
+    assert percentile([], 99) is None
+    assert percentile([2.0], 99) == 2.0
+    assert percentile([float(value) for value in range(101)], 99) == pytest.approx(99.0)
