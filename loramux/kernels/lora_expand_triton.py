@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loramux.kernels.lora_shrink_triton import load_group, load_word, share
+from loramux.kernels.lora_shrink_triton import is_site_used, load_group, load_word, share
 
 
 @triton.jit
@@ -201,7 +201,9 @@ def expand_kernel(  # noqa: PLR0913
     heads_of_tile = load_word(work + 2)
     row_chunks = tl.cdiv(width0, ROW_N) + tl.cdiv(width1, ROW_N) + tl.cdiv(width2, ROW_N)
     tile_chunks = tl.cdiv(width0, TILE_N) + tl.cdiv(width1, TILE_N) + tl.cdiv(width2, TILE_N)
+    num_slices = 1 + (width1 > 0).to(tl.int32) + (width2 > 0).to(tl.int32)
     num_tiles = heads_of_row * row_chunks + heads_of_tile * tile_chunks
+    num_tiles *= is_site_used(work, record_start, num_slices)
     records += record_start
     if LOOP:
         begin, end = share(num_tiles)

@@ -21,6 +21,15 @@ def load_word(record, live=True):
 
 
 @triton.jit
+def is_site_used(work, record_start, num_slices):
+    """1 if any adapter of the step changes the site whose records begin there, else 0."""
+    slice_index = tl.arange(0, 4)
+    first = work + 4 + record_start % 64 // 8
+    used = tl.load(first + slice_index, mask=slice_index < num_slices, other=0)
+    return tl.max(used, 0)
+
+
+@triton.jit
 def load_group(pool, address, ranks, first, width, BLOCK: tl.constexpr):
     """Columns first.. of a group [ranks, width], as [16, BLOCK]."""
     rank = tl.arange(0, 16)[:, None]
@@ -90,6 +99,7 @@ def shrink_kernel(  # noqa: PLR0913
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     num_units = load_word(work + 1) + load_word(work + 3)
+    num_units *= is_site_used(work, record_start, num_slices)
     records += record_start
     begin, end = share(num_slices * num_units * SPLITS)
     a = tl.zeros((16, BLOCK_K), pool.dtype.element_ty)
@@ -135,7 +145,7 @@ def shrink_wide_kernel(  # noqa: PLR0913
 ):
     """All slices of a unit together, so that x is read once; for prompts."""
     SPLITS: tl.constexpr = (IN + BLOCK_K - 1) // BLOCK_K
-    begin, end = share(tl.load(work + 3) * SPLITS)
+    begin, end = share(tl.load(work + 3) * is_site_used(work, record_start, num_slices) * SPLITS)
     rank = tl.arange(0, RANKS)
     row = tl.arange(0, TILE_M)[:, None]
     for tile in range(begin, end):

@@ -20,9 +20,10 @@ MAX_SLICES = 3
 MAX_PROJECTIONS = 8
 
 # The list begins with how many units are heads of one row, of one row, heads of several rows, of
-# several rows; the units follow in this order.
+# several rows, and with 1 for each projection that any of them changes; the units follow in this
+# order.
 HEADER_WORDS = 16
-ROW_HEADS, ROW_UNITS, TILE_HEADS, TILE_UNITS = range(4)
+ROW_HEADS, ROW_UNITS, TILE_HEADS, TILE_UNITS, FIRST_USED = range(5)
 UNIT_WORDS = 8
 SLOT, CHAIN, NUM_ROWS, ROW_START, H_START, WEIGHT, MORE_START, NUM_MORE = range(UNIT_WORDS)
 # A record is a unit at one projection of one layer: where its weights are, and in NUM_ROWS the
@@ -205,6 +206,8 @@ def build_work(
     if chain is not None:
         units[:, CHAIN] = chain
     units = _sort(units, chain is not None, limits, out[:HEADER_WORDS])
+    used = directory.slots[slot, :, 1].any(axis=0)
+    out[FIRST_USED : FIRST_USED + MAX_PROJECTIONS] = used
     num_rows = units[:, NUM_ROWS]
     if tail_blocks is None:
         units[:, H_START] = np.cumsum(num_rows) - num_rows

@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 from loramux.kernels.lora_work import (
     CHAIN,
+    FIRST_USED,
     H_START,
     HEADER_WORDS,
+    MAX_PROJECTIONS,
     MORE_START,
     NUM_MORE,
     NUM_ROWS,
@@ -160,3 +162,13 @@ class TestGroupDirectory:
             directory.add(np.array([1], dtype=np.int32))
         with pytest.raises(WorkListFull, match="evict an adapter"):
             directory.add(np.array(groups, dtype=np.int32))
+
+
+def test_the_list_says_which_projections_anybody_changes() -> None:
+    directory = directory_of([[1, 0, 2, 0], [0, 0, 1, 0], [0, 0, 0, 3]])
+    used = slice(FIRST_USED, FIRST_USED + MAX_PROJECTIONS)
+    selections = [((0, 1.0),), (), ((1, 1.0),)]
+    out = build(gather_tiles(selections, [1, 1, 1], 16), directory)
+    assert out[used].tolist() == [1, 0, 1, 0, 0, 0, 0, 0]
+    out = build(gather_tiles([()], [4], 16), directory)
+    assert out[used].tolist() == [0] * 8
