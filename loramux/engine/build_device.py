@@ -81,7 +81,12 @@ def _fits(step: StepPlan, num_pages: int) -> bool:
 def connect(runner: DeviceRunner, memory: EngineMemory) -> None:
     """The runner hears of every adapter that comes to the device and leaves it."""
     directory, residency = runner.directory, memory.residency
-    residency.listeners.on_take.append(memory.pool.fence)
+
+    def fence(page_ids: list[int]) -> None:
+        if not memory.pages.is_settled(page_ids):
+            memory.pool.fence(page_ids)
+
+    residency.listeners.on_take.append(fence)
     residency.listeners.on_arrive.append(directory.add)
     residency.listeners.on_leave.append(directory.remove)
     wanted = residency.limits.max_adapters

@@ -159,7 +159,9 @@ class Engine:
         """Raises DoesNotFit when there is no memory for it, whatever is done."""
         with nullcontext() if self.merge is None else self.merge.step(plan):
             began = time.perf_counter()
-            return _Flying(plan, self.runner.launch(plan), began)
+            flight = self.runner.launch(plan)
+        self.pages.num_launched += 1
+        return _Flying(plan, flight, began)
 
     def _land(self) -> list[TokenEvent]:
         """What has happened, the tokens of the step in flight included, if there is one."""
@@ -167,6 +169,7 @@ class Engine:
         if flying is None:
             return self._facts.tell(self.scheduler.take_events(), None)
         plan, result = flying.plan, flying.flight.land()
+        self.pages.num_landed += 1
         now = time.perf_counter()
         self._note_time(plan, now - max(flying.launched_s, self._landed_s))
         self._landed_s = now

@@ -56,9 +56,16 @@ def device_memory_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def release_cached(device: torch.device) -> None:
-    """Gives memory that torch keeps for later back to the device."""
+    """Gives memory that torch keeps for later back to the device, which is idle afterwards."""
+    wait_for(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def wait_for(device: torch.device) -> None:
+    """Until all that it was given is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Fence:

@@ -16,6 +16,12 @@ class PageAllocator:
         # Popped from the end, so that low page numbers are used first.
         self._free = list(range(num_pages - 1, -1, -1))
         self._owners: dict[int, Owner] = {}
+        self.num_launched = 0
+        """Steps that the device was given."""
+        self.num_landed = 0
+        """Those of them that it has finished."""
+        # How many steps had been launched when a page was released: they may still use it.
+        self._released_at: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
@@ -29,11 +35,27 @@ class PageAllocator:
         self._owners.update(dict.fromkeys(page_ids, owner))
         return page_ids
 
+    def allocate_settled(self, owner: Owner, count: int) -> list[int] | None:
+        """As allocate, but pages that no step in flight uses come first."""
+        in_use: list[int] = []
+        while self._free and not self.is_settled(self._free[-1:]):
+            in_use.append(self._free.pop())
+        # Below these, and before all others once there is nothing else.
+        at = max(0, len(self._free) - count)
+        self._free[at:at] = reversed(in_use)
+        return self.allocate(owner, count)
+
+    def is_settled(self, page_ids: Iterable[int]) -> bool:
+        """No step in flight uses any of them."""
+        released_at = self._released_at
+        return all(released_at.get(page_id, 0) <= self.num_landed for page_id in page_ids)
+
     def release(self, owner: Owner, page_ids: Iterable[int]) -> None:
         for page_id in page_ids:
             self._check_owner(page_id, owner)
             del self._owners[page_id]
             self._free.append(page_id)
+            self._released_at[page_id] = self.num_launched
 
     def transfer(self, page_ids: Iterable[int], owner: Owner, new_owner: Owner) -> None:
         for page_id in page_ids:

@@ -373,7 +373,7 @@ class AdapterResidency:
         for victim in victims:
             self.evict(owner_of(victim.cid))
         room.make_room(new.num_pages)
-        page_ids = self._pages.allocate(owner_of(new.cid), new.num_pages)
+        page_ids = self._pages.allocate_settled(owner_of(new.cid), new.num_pages)
         assert page_ids is not None
         new.page_ids = page_ids
         self._held[new.cid] = new

@@ -12,7 +12,12 @@ from loramux.errors import DoesNotFit
 from loramux.kernels.interface import PagedLayout, SequenceRows
 from loramux.kernels.transfer import send
 from loramux.lora.device_work import DeviceDirectory, LoraDevice, decode_work, prompt_work, row_work
-from loramux.memory.device import device_memory_bytes, is_out_of_memory, release_cached
+from loramux.memory.device import (
+    device_memory_bytes,
+    is_out_of_memory,
+    release_cached,
+    wait_for,
+)
 from loramux.memory.pool import PagePool
 from loramux.models.decoder import Decoder
 from loramux.runner.batch import StepBatch, build_batch, prompt_logprobs_of
@@ -163,6 +168,8 @@ class DeviceRunner:
         has_lora = any(chunk.selection for chunk in plan.chunks)
         batch, hidden = self._forward(plan, has_lora=has_lora)
         logits = self._decoder.logits(hidden)
+        # Its pages may be given to others at once.
+        wait_for(self._pool.device)
         return {
             chunk.sequence_id: logits[batch.rows(i).start : batch.rows(i).stop]
             for i, chunk in enumerate(batch.chunks)

@@ -37,6 +37,22 @@ def test_a_page_passes_from_its_owner_to_another_and_stays_in_use() -> None:
     assert pages.num_free == 3
 
 
+def test_pages_that_a_step_in_flight_may_use_are_taken_last() -> None:
+    pages = PageAllocator(4)
+    held = pages.allocate(("kv", 1), 2)
+    assert held == [0, 1]
+    pages.num_launched = 1
+    pages.release(("kv", 1), held)
+    assert not pages.is_settled([0]) and pages.is_settled([2, 3])
+    assert pages.allocate_settled(("adapter", "a"), 1) == [2]
+    taken = pages.allocate_settled(("adapter", "b"), 2)
+    assert taken is not None and taken[0] == 3 and not pages.is_settled(taken)
+    pages.num_landed = 1
+    assert pages.is_settled(range(4))
+    assert pages.allocate_settled(("adapter", "c"), 2) is None
+    pages.check_integrity({("adapter", "a"): [2], ("adapter", "b"): taken})
+
+
 def test_a_page_that_is_free_or_a_strangers_cannot_be_passed_on() -> None:
     pages = PageAllocator(4)
     held = pages.allocate(("kv", 1), 1)
