@@ -55,6 +55,10 @@ class LoraModule:
 FIELDS = ("name", "path", "base_model_name")
 
 
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def nearest(word: str, known: Sequence[str]) -> str:
     """A sentence that names what may have been meant."""
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
