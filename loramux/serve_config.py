@@ -57,16 +57,43 @@ class ServeConfig:
         None,
         Kind.URL_OR_PATH,
         REGISTRY,
-        "Serve this registry's adapters too: a SQLite file, or postgresql://… Default: none.",
+        "Serve this registry's adapters too: a SQLite file, or postgresql://…; none: no registry. "
+        "Default: $LORAMUX_REGISTRY, else registry.db in the data folder if something was pushed "
+        "there.",
         metavar="URL|PATH",
+        is_secret=True,
     )
     data: str | None = setting(
         None,
         Kind.PATH,
         REGISTRY,
-        "Folder of the adapter store; alone, its registry.db is the registry. Default with "
-        "--registry: loramux in the user's data folder.",
+        "Folder of the adapter store; alone, its registry.db is the registry. Default: "
+        "$LORAMUX_DATA, else loramux in the user's data folder.",
         metavar="FOLDER",
+    )
+    store_space: int | None = setting(
+        None,
+        Kind.SIZE,
+        REGISTRY,
+        "Largest adapter store. Default: as much as the disk holds.",
+        metavar="SIZE",
+    )
+    shared_cache: str | None = setting(
+        None,
+        Kind.TEXT,
+        REGISTRY,
+        "Redis that servers share as a cache before the remote store: redis://host:6379/0. "
+        "Default: $LORAMUX_SHARED_CACHE, else none.",
+        metavar="URL",
+        is_secret=True,
+    )
+    remote_store: str | None = setting(
+        None,
+        Kind.TEXT,
+        REGISTRY,
+        "Bucket that keeps every adapter too: s3://bucket/folder, gs://… or az://…; what is not in "
+        "the data folder comes from there. Default: $LORAMUX_REMOTE_STORE, else none.",
+        metavar="URL",
     )
     home_tenant: str = setting(
         "default", Kind.TEXT, REGISTRY, "Tenant of names without tenant/.", metavar="NAME"
@@ -80,10 +107,53 @@ class ServeConfig:
     )
     allowed_roots: tuple[str, ...] = setting(
         (),
-        Kind.TEXTS,
+        Kind.PATHS,
         REGISTRY,
         "Folders under which a request may name an adapter's path.",
         metavar="FOLDER…",
+    )
+    allowed_http_hosts: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        REGISTRY,
+        "Hosts that adapters may be pushed from by http(s)://, such as example.com, "
+        "*.example.com or host:8080; never private addresses.",
+        metavar="HOST…",
+    )
+    private_http_hosts: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        REGISTRY,
+        "The same for hosts of your own network, whose addresses may be private.",
+        metavar="HOST…",
+    )
+    allowed_buckets: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        REGISTRY,
+        "Buckets that adapters may be pushed from by s3://, gs:// and az://. Default: any that "
+        "the server's credentials may read.",
+        metavar="BUCKET…",
+    )
+    allowed_hub_owners: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        REGISTRY,
+        "Owners on the Hugging Face hub that adapters may be pushed from. Default: any.",
+        metavar="NAME…",
+    )
+    max_adapter_size: int = setting(
+        8 * 2**30,
+        Kind.SIZE,
+        REGISTRY,
+        "Largest adapter that is pushed or fetched. Default: 8GiB.",
+        metavar="SIZE",
+    )
+    fetch_timeout_s: float = setting(
+        1800.0, Kind.SECONDS, REGISTRY, "Seconds that fetching an adapter may take."
+    )
+    fetch_workers: int = setting(
+        4, Kind.COUNT, REGISTRY, "Parts of a file that are fetched at once."
     )
     receipts: str = setting(
         "auto",

@@ -18,6 +18,7 @@ RECEIPTS = ("auto", "on", "off")
 AT_LEAST_ONE = (
     *("max_lora_rank", "max_loras", "max_cpu_loras", "max_queue_tokens", "max_model_len"),
     *("max_batch_tokens", "max_sequences", "device_memory", "receipt_retention_days"),
+    *("store_space", "max_adapter_size", "fetch_workers"),
 )
 
 
@@ -38,6 +39,7 @@ def limits_of(config: ServeConfig) -> list[tuple[str, bool, str]]:
         ("eviction", config.eviction in EVICTIONS, f"one of {', '.join(EVICTIONS)}"),
         ("merge", config.merge in MERGES, f"one of {', '.join(MERGES)}"),
         ("receipts", config.receipts in RECEIPTS, f"one of {', '.join(RECEIPTS)}"),
+        ("fetch_timeout_s", 0 < config.fetch_timeout_s < math.inf, "over 0 seconds"),
         ("home_tenant", bool(config.home_tenant), "the name of a tenant"),
         ("schedule", config.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
         *(

@@ -26,6 +26,7 @@ FLAG_TYPES: dict[Kind, Any] = {
     Kind.SECONDS: float,
     Kind.SWITCH: bool,
     Kind.TEXTS: list[str],
+    Kind.PATHS: list[str],
     Kind.LORA_MODULES: list[str],
     Kind.WEIGHTS: list[str],
     Kind.SHARE: float,

@@ -75,6 +75,16 @@ def test_paths_of_flags_start_where_the_user_stands(tmp_path: Path) -> None:
     assert load_serve_config({"model": "~/base"}).model == str(Path.home() / "base")
 
 
+def test_folders_in_a_file_start_at_its_folder_and_those_of_flags_where_the_user_stands(
+    tmp_path: Path,
+) -> None:
+    file = write(tmp_path, 'allowed-roots = ["adapters", "/srv/more", "~/own"]')
+    expected = (str(tmp_path / "adapters"), "/srv/more", str(Path.home() / "own"))
+    assert load_serve_config({}, file).allowed_roots == expected
+    assert load_serve_config({"allowed_roots": ["adapters"]}, file).allowed_roots == ("adapters",)
+    assert load_serve_config({}, write(tmp_path, 'registry = "none"')).registry == "none"
+
+
 @pytest.mark.parametrize(
     ("text", "param", "words"),
     [
@@ -88,6 +98,8 @@ def test_paths_of_flags_start_where_the_user_stands(tmp_path: Path) -> None:
         ("port = 80.5", "port", "whole number"),
         ("port = 70000", "port", "between 0 and 65535"),
         ("max-queue = -1", "max_queue", "0 or more"),
+        ("fetch-timeout-s = 0", "fetch_timeout_s", "over 0 seconds"),
+        ("allowed-roots = [1]", "allowed_roots", "list of texts"),
         ("max-sequences = 0", "max_sequences", "1 or more"),
         ("drain-s = nan", "drain_s", "0 or more seconds"),
         ('drain-s = "30"', "drain_s", "number of seconds"),
