@@ -84,7 +84,9 @@ async def _serve(
             host, port = listener.getsockname()[:2]
 
             def say() -> None:
-                on_ready(host, port, options.served_model_names[0], list(engine.adapters))
+                known = [] if registry is None else map(str, registry.registry.adapters())
+                names = [*engine.adapters, *known]
+                on_ready(host, port, options.served_model_names[0], names)
 
             announcing = asyncio.create_task(_announce(server, say))
             await server.serve(sockets=[listener])

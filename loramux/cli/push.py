@@ -11,7 +11,14 @@ from rich.console import Console
 from loramux.cli.byte_view import ByteView
 from loramux.cli.doctor import diagnose, measure
 from loramux.cli.doctor_view import say, show_report, size_text
-from loramux.cli.push_source import FetchOptions, source_folder
+from loramux.cli.push_source import (
+    FetchOptions,
+    FetchTimeoutFlag,
+    FetchWorkersFlag,
+    MaxSizeFlag,
+    PrivateHostsFlag,
+    source_folder,
+)
 from loramux.cli.registry_options import (
     FAILED,
     DataFlag,
@@ -30,47 +37,42 @@ if TYPE_CHECKING:
     from loramux.adapters.library import Pushed
 
 
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="Adapter folder, as PEFT saves it; or hf:owner/name[@revision], s3://, gs:// or "
+        "az:// with bucket/folder, https://host/folder.",
+    ),
+]
+ReferenceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TENANT/NAME[@VERSION]",
+        help="Such as alice/refund-flagger@1.4.2. Without a version: the next free one.",
+    ),
+]
+PromoteFlag = Annotated[
+    str | None, typer.Option(help="Also promote the version, such as --alias prod.")
+]
+CheckBaseFlag = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="MODEL",
+        help="First check it on this base model, all that `loramux doctor` does.",
+    ),
+]
+
+
 def push(  # noqa: PLR0913  (one for each flag)
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="Adapter folder, as PEFT saves it; or hf:owner/name[@revision], s3://, gs:// or "
-            "az:// with bucket/folder, https://host/folder.",
-        ),
-    ],
-    reference: Annotated[
-        str,
-        typer.Argument(
-            metavar="TENANT/NAME[@VERSION]",
-            help="Such as alice/refund-flagger@1.4.2. Without a version: the next free one.",
-        ),
-    ],
-    alias: Annotated[
-        str | None, typer.Option(help="Also promote the version, such as --alias prod.")
-    ] = None,
-    check_base: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="MODEL",
-            help="First check it on this base model, all that `loramux doctor` does.",
-        ),
-    ] = None,
-    max_adapter_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Refuse what is larger.")
-    ] = "8GiB",
-    fetch_timeout_s: Annotated[
-        float, typer.Option(min=0.001, metavar="SECONDS", help="What a download may take.")
-    ] = 1800.0,
-    fetch_workers: Annotated[
-        int, typer.Option(min=1, help="Parts of a file that are downloaded at once.")
-    ] = 4,
-    private_http_hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST", help="Hosts of https:// sources whose address may be private."
-        ),
-    ] = None,
+    source: SourceArgument,
+    reference: ReferenceArgument,
+    alias: PromoteFlag = None,
+    check_base: CheckBaseFlag = None,
+    max_adapter_size: MaxSizeFlag = "8GiB",
+    fetch_timeout_s: FetchTimeoutFlag = 1800.0,
+    fetch_workers: FetchWorkersFlag = 4,
+    private_http_hosts: PrivateHostsFlag = None,
     shared_cache: SharedCacheFlag = None,
     remote_store: RemoteStoreFlag = None,
     registry: RegistryFlag = None,

@@ -7,11 +7,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
+
+import typer
 
 from loramux.cli.byte_view import ByteView
 from loramux.data_folder import FETCH_FOLDER, find_places
 from loramux.sources.config import FetchLimits, HttpConfig, SourceConfig
+
+MaxSizeFlag = Annotated[str, typer.Option(metavar="SIZE", help="Refuse what is larger.")]
+FetchTimeoutFlag = Annotated[
+    float, typer.Option(min=0.001, metavar="SECONDS", help="What a download may take.")
+]
+FetchWorkersFlag = Annotated[
+    int, typer.Option(min=1, help="Parts of a file that are downloaded at once.")
+]
+PrivateHostsFlag = Annotated[
+    list[str] | None,
+    typer.Option(metavar="HOST", help="Hosts of https:// sources whose address may be private."),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

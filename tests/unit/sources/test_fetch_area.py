@@ -13,7 +13,7 @@ from loramux.sources.config import SourceConfig
 from loramux.sources.fetch import Fetcher
 from loramux.sources.fetch_area import ABANDONED_S, fetched, held, sweep
 from loramux.sources.parse import parse_source
-from tests.fault_server import Answer, Fault, FaultServer
+from tests.fault_server import Fault, FaultServer
 from tests.unit.sources.source_factory import WEIGHTS, WEIGHTS_NAME, FakeTime, entries
 
 
@@ -35,10 +35,7 @@ def test_what_broke_off_is_gone_on_with(
     once = replace(web_config, limits=replace(web_config.limits, max_attempts=1))
     source = parse_source(f"{web.url}/pirate", once)
     fetcher = Fetcher(once, timing=FakeTime().timing)
-    web.faults = [
-        Fault(path_end=WEIGHTS_NAME, cut_at=3000),
-        Fault(path_end=WEIGHTS_NAME, answer=Answer(status=500)),
-    ]
+    web.faults = [Fault(path_end=WEIGHTS_NAME, cut_at=3000)]
     with pytest.raises(SourceFailed), fetched(fetcher, source, tmp_path):
         pass
     assert entries(tmp_path), "nothing was kept"
