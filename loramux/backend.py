@@ -86,6 +86,8 @@ class Job:
     adapter: str | None = None
     """None: the base."""
     adapter_weight: float = 1.0
+    label: str | None = None
+    """What shares and metrics call the adapter; None: by its name."""
     tenant: str = ""
     """Whose share of the machine it uses."""
     cache_salt: str = ""
@@ -166,6 +168,17 @@ class TierStats:
     evictions: int = 0
     load_seconds: float = 0.0
     load_bytes: int = 0
+    failures: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreTierStats:
+    """What stands behind the store of adapters, in files."""
+
+    tier: str
+    """shared_cache or remote_store"""
+    hits: int = 0
+    misses: int = 0
     failures: int = 0
 
 

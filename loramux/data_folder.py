@@ -4,33 +4,47 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 REGISTRY_VARIABLE = "LORAMUX_REGISTRY"
 DATA_VARIABLE = "LORAMUX_DATA"
+SHARED_CACHE_VARIABLE = "LORAMUX_SHARED_CACHE"
+REMOTE_STORE_VARIABLE = "LORAMUX_REMOTE_STORE"
 REGISTRY_FILE = "registry.db"
 STORE_FOLDER = "store"
+FETCH_FOLDER = "fetch"
 
 
 @dataclass(frozen=True, slots=True)
 class DataPlaces:
-    registry: str
+    registry: str = field(repr=False)
     """A database's URL, or the path of a SQLite file."""
     store: Path
+    shared_cache: str | None = field(default=None, repr=False)
+    """A Redis' URL."""
+    remote_store: str | None = None
+    """A bucket's."""
 
 
 def find_places(
     *,
     registry: str | None = None,
     data: str | Path | None = None,
+    shared_cache: str | None = None,
+    remote_store: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> DataPlaces:
     """What is given, else what the environment names, else files in the user's data folder."""
     environment = os.environ if environment is None else environment
     folder = data_folder(data, environment)
     chosen = registry or environment.get(REGISTRY_VARIABLE) or str(folder / REGISTRY_FILE)
-    return DataPlaces(registry=chosen, store=folder / STORE_FOLDER)
+    return DataPlaces(
+        registry=chosen,
+        store=folder / STORE_FOLDER,
+        shared_cache=shared_cache or environment.get(SHARED_CACHE_VARIABLE) or None,
+        remote_store=remote_store or environment.get(REMOTE_STORE_VARIABLE) or None,
+    )
 
 
 def data_folder(chosen: str | Path | None, environment: Mapping[str, str]) -> Path:

@@ -18,9 +18,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from loramux.adapters.library import AdapterLibrary
-from loramux.adapters.store import ContentStore
+from loramux.adapters.store_intake import StoreLimits
+from loramux.adapters.store_open import open_store
 from loramux.config import EngineConfig
-from loramux.data_folder import REGISTRY_VARIABLE, find_places
+from loramux.data_folder import (
+    REGISTRY_FILE,
+    REGISTRY_VARIABLE,
+    DataPlaces,
+    data_folder,
+    find_places,
+)
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.engine.process import OnProgress
 from loramux.errors import InvalidRequest
@@ -28,11 +35,22 @@ from loramux.models.default_model import cache_folder, default_model_path
 from loramux.registry.receipt_writer import ReceiptWriter
 from loramux.registry.registry import Registry
 from loramux.serve_config import ServeConfig
+from loramux.serve_values import NONE
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.serving import ReceiptDesk
 from loramux.signing import read_private_key
+from loramux.sources.config import (
+    AzureConfig,
+    FetchLimits,
+    GcsConfig,
+    HttpConfig,
+    HubConfig,
+    S3Config,
+    SourceConfig,
+)
+from loramux.sources.environment import read_environment
 
 RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 SECONDS_PER_DAY = 86_400.0
@@ -56,15 +74,19 @@ def serve(config: ServeConfig, *, progress: OnProgress, on_ready: OnReady) -> in
 async def _serve(
     config: ServeConfig, listener: socket.socket, progress: OnProgress, on_ready: OnReady
 ) -> None:
-    with opened_registry(config) as (registry, desk):
+    # First of all: what is wrong with it should not cost the wait for the model.
+    sources = source_config(config)
+    with opened_registry(config, sources=sources) as (registry, desk):
         async with _running_engine(config, progress) as engine:
-            options = server_options(config, base_name=engine.card.name)
+            options = server_options(config, sources=sources, base_name=engine.card.name)
             app = create_app(engine, options, receipts=desk, registry=registry)
             server = DrainingServer(_uvicorn_config(config, app), engine, config.drain_s)
             host, port = listener.getsockname()[:2]
 
             def say() -> None:
-                on_ready(host, port, options.served_model_names[0], list(engine.adapters))
+                known = [] if registry is None else map(str, registry.registry.adapters())
+                names = [*engine.adapters, *known]
+                on_ready(host, port, options.served_model_names[0], names)
 
             announcing = asyncio.create_task(_announce(server, say))
             await server.serve(sockets=[listener])
@@ -73,7 +95,11 @@ async def _serve(
 
 
 def server_options(
-    config: ServeConfig, *, base_name: str, environment: Mapping[str, str] = os.environ
+    config: ServeConfig,
+    *,
+    sources: SourceConfig | None = None,
+    base_name: str,
+    environment: Mapping[str, str] = os.environ,
 ) -> ServerOptions:
     is_allowed = environment.get(RUNTIME_LORA_VARIABLE, "").strip().lower() in ("1", "true")
     return ServerOptions(
@@ -83,31 +109,82 @@ def server_options(
         tenant_header=config.tenant_header,
         allow_runtime_lora_updating=config.allow_runtime_lora_updating or is_allowed,
         allowed_roots=config.allowed_roots,
+        sources=sources or source_config(config, environment),
+        unopened_registry=None if config.registry == NONE else _default_registry(environment),
     )
+
+
+def source_config(config: ServeConfig, environment: Mapping[str, str] = os.environ) -> SourceConfig:
+    buckets = config.allowed_buckets or None
+    found = SourceConfig(
+        allowed_roots=tuple(map(Path, config.allowed_roots)),
+        hub=HubConfig(allowed_owners=config.allowed_hub_owners or None),
+        s3=S3Config(allowed_buckets=buckets),
+        gcs=GcsConfig(allowed_buckets=buckets),
+        azure=AzureConfig(allowed_buckets=buckets),
+        http=HttpConfig(
+            allowed_hosts=config.allowed_http_hosts, private_hosts=config.private_http_hosts
+        ),
+        limits=FetchLimits(
+            max_file_bytes=config.max_adapter_size,
+            max_total_bytes=config.max_adapter_size,
+            timeout_s=config.fetch_timeout_s,
+            num_workers=config.fetch_workers,
+        ),
+    )
+    return read_environment(environment, found)
+
+
+def registry_places(config: ServeConfig, environment: Mapping[str, str]) -> DataPlaces | None:
+    """None: the server has no registry, because none is named and nobody has ever pushed."""
+    if config.registry == NONE:
+        return None
+    named = (config.registry, config.data, environment.get(REGISTRY_VARIABLE))
+    if not any(named) and not Path(_default_registry(environment)).exists():
+        return None
+    return find_places(
+        registry=config.registry,
+        data=config.data,
+        shared_cache=config.shared_cache,
+        remote_store=config.remote_store,
+        environment=environment,
+    )
+
+
+def _default_registry(environment: Mapping[str, str]) -> str:
+    return str(data_folder(None, environment) / REGISTRY_FILE)
 
 
 @contextlib.contextmanager
 def opened_registry(
-    config: ServeConfig, environment: Mapping[str, str] = os.environ
+    config: ServeConfig,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    sources: SourceConfig | None = None,
 ) -> Iterator[tuple[RegistryAdapters | None, ReceiptDesk]]:
-    """The registry where one is configured, and how receipts are written; both closed after."""
-    named = (config.registry, config.data, environment.get(REGISTRY_VARIABLE))
+    """The registry where there is one, and how receipts are written; both closed after."""
+    places = registry_places(config, environment)
     is_on = config.receipts != "off"
     key = None if config.receipt_key is None else read_private_key(Path(config.receipt_key))
     desk = ReceiptDesk(
         is_on=is_on,
-        in_streams=is_on and (config.receipts == "on" or any(named)),
+        in_streams=is_on and (config.receipts == "on" or places is not None),
         pool_id=config.pool_id or socket.gethostname(),
         home_tenant=config.home_tenant,
         key=key,
     )
-    if not any(named):
+    if places is None:
         yield None, desk
         return
-    places = find_places(registry=config.registry, data=config.data, environment=environment)
+    limits = StoreLimits(
+        max_file_bytes=config.max_adapter_size,
+        max_adapter_bytes=config.max_adapter_size,
+        max_store_bytes=config.store_space,
+    )
+    store = open_store(places, sources or source_config(config, environment), limits=limits)
     with contextlib.ExitStack() as stack:
         registry = stack.enter_context(Registry(places.registry, home_tenant=config.home_tenant))
-        adapters = RegistryAdapters(AdapterLibrary(ContentStore(places.store), registry))
+        adapters = RegistryAdapters(AdapterLibrary(store, registry))
         stack.callback(adapters.close)
         adapters.start()
         days = config.receipt_retention_days

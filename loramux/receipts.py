@@ -25,6 +25,16 @@ SIGNATURE = "signature"
 SHORT_DIGEST_DIGITS = 7
 
 
+class ServingStatus(StrEnum):
+    COMPLETED = "completed"
+    FAILED = "failed"
+    """The engine or the adapter failed, or the request's time was over."""
+    ABORTED = "aborted"
+    """The client left before the end."""
+    REFUSED = "refused"
+    """It never ran: wrong, for something that is not here, or too much at once."""
+
+
 class ServedAdapter(Struct, frozen=True, kw_only=True):
     """One adapter of the selection. Without a name: the request gave a content id."""
 
@@ -67,6 +77,12 @@ class Receipt(Struct, frozen=True, kw_only=True):
     """Prompt tokens that came from the prefix cache."""
     distinct_adapters: int = 0
     """In the batch that made the first token."""
+    status: ServingStatus = ServingStatus.COMPLETED
+    asked: str | UnsetType = UNSET
+    """Of a refused request: what it named."""
+    http_status: int | UnsetType = UNSET
+    reason: str | UnsetType = UNSET
+    """Why it was refused, or failed."""
     key_id: str | UnsetType = UNSET
     signature: str | UnsetType = UNSET
     """Base64 of the Ed25519 signature over the canonical JSON of all other fields."""

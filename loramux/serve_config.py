@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from loramux.config import EVICTIONS, MERGES, SCHEDULES, EngineConfig, EvictionName
-from loramux.errors import InvalidRequest
-from loramux.serve_values import CHECKS, Kind, LoraModule, nearest, setting
+from loramux.config import EVICTIONS, SCHEDULES, EngineConfig, EvictionName
+from loramux.serve_limits import DTYPES, LOG_LEVELS, check_limits, check_names
+from loramux.serve_values import Kind, LoraModule, setting
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-RECEIPTS = ("auto", "on", "off")
-AT_LEAST_ONE = (
-    *("max_lora_rank", "max_loras", "max_cpu_loras", "max_queue_tokens", "max_model_len"),
-    *("max_batch_tokens", "max_sequences", "device_memory", "receipt_retention_days"),
-)
 MODEL, MEMORY, NETWORK = "Model and adapters", "Memory and batching", "Network and operation"
 REGISTRY = "Registry and receipts"
 
@@ -68,16 +57,43 @@ class ServeConfig:
         None,
         Kind.URL_OR_PATH,
         REGISTRY,
-        "Serve this registry's adapters too: a SQLite file, or postgresql://… Default: none.",
+        "Serve this registry's adapters too: a SQLite file, or postgresql://…; none: no registry. "
+        "Default: $LORAMUX_REGISTRY, else registry.db in the data folder if something was pushed "
+        "there.",
         metavar="URL|PATH",
+        is_secret=True,
     )
     data: str | None = setting(
         None,
         Kind.PATH,
         REGISTRY,
-        "Folder of the adapter store; alone, its registry.db is the registry. Default with "
-        "--registry: loramux in the user's data folder.",
+        "Folder of the adapter store; alone, its registry.db is the registry. Default: "
+        "$LORAMUX_DATA, else loramux in the user's data folder.",
         metavar="FOLDER",
+    )
+    store_space: int | None = setting(
+        None,
+        Kind.SIZE,
+        REGISTRY,
+        "Largest adapter store. Default: as much as the disk holds.",
+        metavar="SIZE",
+    )
+    shared_cache: str | None = setting(
+        None,
+        Kind.TEXT,
+        REGISTRY,
+        "Redis that servers share as a cache before the remote store: redis://host:6379/0. "
+        "Default: $LORAMUX_SHARED_CACHE, else none.",
+        metavar="URL",
+        is_secret=True,
+    )
+    remote_store: str | None = setting(
+        None,
+        Kind.TEXT,
+        REGISTRY,
+        "Bucket that keeps every adapter too: s3://bucket/folder, gs://… or az://…; what is not in "
+        "the data folder comes from there. Default: $LORAMUX_REMOTE_STORE, else none.",
+        metavar="URL",
     )
     home_tenant: str = setting(
         "default", Kind.TEXT, REGISTRY, "Tenant of names without tenant/.", metavar="NAME"
@@ -91,10 +107,53 @@ class ServeConfig:
     )
     allowed_roots: tuple[str, ...] = setting(
         (),
-        Kind.TEXTS,
+        Kind.PATHS,
         REGISTRY,
         "Folders under which a request may name an adapter's path.",
         metavar="FOLDER…",
+    )
+    allowed_http_hosts: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        REGISTRY,
+        "Hosts that adapters may be pushed from by http(s)://, such as example.com, "
+        "*.example.com or host:8080; never private addresses.",
+        metavar="HOST…",
+    )
+    private_http_hosts: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        REGISTRY,
+        "The same for hosts of your own network, whose addresses may be private.",
+        metavar="HOST…",
+    )
+    allowed_buckets: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        REGISTRY,
+        "Buckets that adapters may be pushed from by s3://, gs:// and az://. Default: any that "
+        "the server's credentials may read.",
+        metavar="BUCKET…",
+    )
+    allowed_hub_owners: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        REGISTRY,
+        "Owners on the Hugging Face hub that adapters may be pushed from. Default: any.",
+        metavar="NAME…",
+    )
+    max_adapter_size: int = setting(
+        8 * 2**30,
+        Kind.SIZE,
+        REGISTRY,
+        "Largest adapter that is pushed or fetched. Default: 8GiB.",
+        metavar="SIZE",
+    )
+    fetch_timeout_s: float = setting(
+        1800.0, Kind.SECONDS, REGISTRY, "Seconds that fetching an adapter may take."
+    )
+    fetch_workers: int = setting(
+        4, Kind.COUNT, REGISTRY, "Parts of a file that are fetched at once."
     )
     receipts: str = setting(
         "auto",
@@ -272,53 +331,8 @@ class ServeConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, allowed, says in self._limits():
-            if not allowed:
-                raise InvalidRequest(
-                    f"{flag(name)} must be {says}, got {getattr(self, name)!r}.", param=name
-                )
-        self._check_names()
-
-    def _limits(self) -> list[tuple[str, bool, str]]:
-        return [
-            ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
-            ("log_level", self.log_level in LOG_LEVELS, f"one of {', '.join(LOG_LEVELS)}"),
-            ("port", 0 <= self.port <= 65535, "between 0 and 65535"),
-            ("host", bool(self.host), "an address such as 127.0.0.1"),
-            ("eviction", self.eviction in EVICTIONS, f"one of {', '.join(EVICTIONS)}"),
-            ("merge", self.merge in MERGES, f"one of {', '.join(MERGES)}"),
-            ("receipts", self.receipts in RECEIPTS, f"one of {', '.join(RECEIPTS)}"),
-            ("home_tenant", bool(self.home_tenant), "the name of a tenant"),
-            ("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
-            *(
-                (name, 0 < getattr(self, name) <= 1, "over 0 and at most 1")
-                for name in ("adapter_memory_fraction", "gpu_memory_utilization")
-            ),
-            *(
-                (name, getattr(self, name) >= 0, "0 or more")
-                for name in ("max_queue", "host_memory", "disk_space", "prewarm")
-            ),
-            *(
-                (name, (value := getattr(self, name)) is None or value >= 1, "1 or more")
-                for name in AT_LEAST_ONE
-            ),
-            *(
-                (name, 0 <= getattr(self, name) < math.inf, "0 or more seconds")
-                for name in ("drain_s", "probe_timeout_s", "max_wait_s")
-            ),
-        ]
-
-    def _check_names(self) -> None:
-        seen = set(self.served_model_name)
-        for module in self.lora_modules:
-            if module.name in seen:
-                raise InvalidRequest(
-                    f"Two models would be called {module.name!r}, and a request could not say "
-                    "which one it means. Rename one of them in --lora-modules or "
-                    "--served-model-name.",
-                    param="lora_modules",
-                )
-            seen.add(module.name)
+        check_limits(self)
+        check_names(self)
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(
@@ -347,53 +361,3 @@ class ServeConfig:
 
 
 SETTINGS = {setting.name: setting for setting in dataclasses.fields(ServeConfig)}
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def load_serve_config(flags: Mapping[str, Any], file: Path | None = None) -> ServeConfig:
-    """`flags` holds only what was given; each of them replaces the file's value."""
-    found = read_file(file) if file is not None else {}
-    given = {name: check(name, value, source=flag(name)) for name, value in flags.items()}
-    return ServeConfig(**{**found, **given})
-
-
-def read_file(file: Path) -> dict[str, Any]:
-    """Keys may be written with - or _; relative paths start at the file's folder."""
-    try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidRequest(
-            f"The config file {file} cannot be read: {error.strerror}.", param="config"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{file} is not valid TOML: {error}", param="config") from error
-    values: dict[str, Any] = {}
-    for key, value in content.items():
-        name = known_name(key, file)
-        if name in values:
-            raise InvalidRequest(f"{file} sets {key!r} twice: with - and with _.", param=name)
-        values[name] = check(name, value, source=f"{key} in {file}", folder=file.parent)
-    return values
-
-
-def known_name(key: str, file: Path) -> str:
-    name = key.replace("-", "_")
-    if name not in SETTINGS:
-        keys = [known.replace("_", "-") for known in SETTINGS]
-        raise InvalidRequest(
-            f"{file} has an unknown key {key!r}. {nearest(key.replace('_', '-'), keys)}",
-            param=key,
-        )
-    return name
-
-
-def check(name: str, value: object, *, source: str, folder: Path | None = None) -> object:
-    if name not in SETTINGS:
-        raise InvalidRequest(f"There is no setting {name!r}.", param=name)
-    try:
-        return CHECKS[SETTINGS[name].metadata["kind"]](value, folder)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{source}: {error}", param=name) from error

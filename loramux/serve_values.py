@@ -14,11 +14,14 @@ import msgspec
 from loramux.config import parse_bytes
 from loramux.errors import InvalidRequest
 
+NONE = "none"
+
 
 class Kind(Enum):
     TEXT = auto()
     TEXTS = auto()
     PATH = auto()
+    PATHS = auto()
     URL_OR_PATH = auto()
     COUNT = auto()
     SECONDS = auto()
@@ -29,11 +32,18 @@ class Kind(Enum):
     LORA_MODULES = auto()
 
 
-def setting(
-    default: object, kind: Kind, group: str, text: str, *, metavar: str | None = None
+def setting(  # noqa: PLR0913  (what a flag, a key and a line of help need)
+    default: object,
+    kind: Kind,
+    group: str,
+    text: str,
+    *,
+    metavar: str | None = None,
+    is_secret: bool = False,
 ) -> Any:
+    """A secret one may hold a password, and is left out where the settings are shown."""
     metadata = {"kind": kind, "group": group, "help": text, "metavar": metavar}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, repr=not is_secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,10 @@ class LoraModule:
 
 
 FIELDS = ("name", "path", "base_model_name")
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -126,8 +140,12 @@ def check_path(value: object, folder: Path | None) -> str:
     return located(value, folder)
 
 
+def check_paths(value: object, folder: Path | None) -> tuple[str, ...]:
+    return tuple(located(path, folder) for path in check_texts(value, folder))
+
+
 def check_url_or_path(value: object, folder: Path | None) -> str:
-    if isinstance(value, str) and "://" in value:
+    if isinstance(value, str) and ("://" in value or value == NONE):
         return value
     return check_path(value, folder)
 
@@ -198,6 +216,7 @@ CHECKS: dict[Kind, Callable[[object, Path | None], object]] = {
     Kind.TEXT: check_text,
     Kind.TEXTS: check_texts,
     Kind.PATH: check_path,
+    Kind.PATHS: check_paths,
     Kind.URL_OR_PATH: check_url_or_path,
     Kind.COUNT: check_count,
     Kind.SECONDS: check_seconds,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import httpx2
 from loramux.adapters.store import ContentStore
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import save_model_with_tokenizer
-from tests.serve_factory import RunningServer, running_server
+from tests.serve_factory import NOTHING, RunningServer, running_server
 
 BASE = "base"
 
@@ -36,12 +36,15 @@ class Scene:
         return self._cids.put_folder(folder)
 
     @contextmanager
-    def serving(self, name: str, *flags: str) -> Iterator[RunningServer]:
+    def serving(
+        self, name: str, *flags: str, environment: Mapping[str, str] = NOTHING
+    ) -> Iterator[RunningServer]:
         settings = ["--model", str(self.folder / "model"), "--served-model-name", BASE]
         settings += ["--dtype", "float32", "--device-memory", "16MiB", "--prewarm", "0"]
         settings += ["--data", str(self.data), "--allowed-roots", str(self.adapters)]
         settings += ["--disk-folder", str(self.folder / f"images-{name}"), "--pool-id", name]
-        with running_server(self.folder / f"{name}.log", *settings, *flags) as server:
+        log = self.folder / f"{name}.log"
+        with running_server(log, *settings, *flags, environment=environment) as server:
             yield server
 
 

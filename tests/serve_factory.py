@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+NOTHING: Mapping[str, str] = {}
 STARTED = re.compile(r"listening on http://([\d.]+):(\d+)", re.IGNORECASE)
 
 
@@ -33,9 +34,18 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(log: Path, *flags: str, timeout_s: float = 90) -> Iterator[RunningServer]:
+def running_server(
+    log: Path, *flags: str, timeout_s: float = 90, environment: Mapping[str, str] = NOTHING
+) -> Iterator[RunningServer]:
     command = [sys.executable, "-m", "loramux.cli.main", "serve", "--port", "0", *flags]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+    environment = {
+        # No adapters of whoever runs the tests.
+        "XDG_DATA_HOME": str(log.parent / "user-data"),
+        **{name: value for name, value in os.environ.items() if name != "XDG_DATA_HOME"},
+        "PYTHONUNBUFFERED": "1",
+        "COLUMNS": "200",
+        **environment,
+    }
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:

@@ -25,8 +25,10 @@ from loramux.adapters.store_intake import StagedAdapter, StoreLimits, stage_fold
 from loramux.adapters.store_layout import StoreLayout, size_of
 from loramux.adapters.store_lock import StagingArea, StoreLock
 from loramux.adapters.store_record import Record, digest_of
-from loramux.adapters.store_tier import RemoteTier, record_key
+from loramux.adapters.store_tier import CountedTier, RemoteTier, record_key
+from loramux.backend import StoreTierStats
 from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged, StoreFull
+from loramux.progress import SILENT, ByteSink
 
 PULL_PREFIX = ".loramux-pull-"
 WRITABLE = 0o644
@@ -43,12 +45,15 @@ class ContentStore:
         *,
         limits: StoreLimits = DEFAULT_LIMITS,
         tiers: Sequence[RemoteTier] = (),
+        sink: ByteSink = SILENT,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Tiers: nearest first; each gets what is put, and is asked for what is missing here."""
-        self._layout = StoreLayout(root.expanduser().resolve())
+        self.root = root.expanduser().resolve()
+        self._layout = StoreLayout(self.root)
         self._limits = limits
         self._tiers = tuple(tiers)
+        self._sink = sink
         self._clock = clock
         for folder in self._layout.folders:
             make_folder(folder)
@@ -62,7 +67,7 @@ class ContentStore:
     ) -> str:
         """The folder's CID. `then` runs while no gc can: what it names is sure to stay."""
         with self._staging.folder() as staging:
-            staged = stage_folder(folder, staging, self._limits)
+            staged = stage_folder(folder, staging, self._limits, self._sink)
             self._check_room(staged.record)
             staged.paths[RECORD_NAME] = staging / RECORD_NAME
             write_file(staged.paths[RECORD_NAME], staged.record.encode())
@@ -78,6 +83,9 @@ class ContentStore:
         """Here or in a tier."""
         key = record_key(digest_of(cid))
         return self.has(cid) or any(tier.has(key) for tier in self._tiers)
+
+    def tier_stats(self) -> list[StoreTierStats]:
+        return [tier.stats for tier in self._tiers if isinstance(tier, CountedTier)]
 
     def cids(self) -> list[str]:
         return self._layout.cids()
@@ -116,6 +124,7 @@ class ContentStore:
         with area.folder() as staging:
             copy = staging / "adapter"
             copy.mkdir()
+            self._sink.begin("Copying", record.size_bytes)
             for name, digest in record.files.items():
                 self._copy_file(record, digest, copy / name)
             sync_folder(copy)
@@ -256,7 +265,8 @@ class ContentStore:
             move_into_place(made, view)
 
     def _copy_file(self, record: Record, digest: FileDigest, destination: Path) -> None:
-        copied = copy_hashed(self._layout.blob(digest), destination, max_bytes=digest.size)
+        blob = self._layout.blob(digest)
+        copied = copy_hashed(blob, destination, max_bytes=digest.size, sink=self._sink)
         if copied != digest:
             raise StoreDamaged(f"A file of {record.cid} was damaged while it was copied.")
         destination.chmod(WRITABLE)

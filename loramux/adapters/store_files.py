@@ -12,6 +12,7 @@ from pathlib import Path
 
 from loramux.adapters.manifest import FileDigest
 from loramux.errors import AdapterRefused, StoreFull
+from loramux.progress import SILENT, ByteSink
 
 CHUNK_BYTES = 2**20
 READ_ONLY = 0o444
@@ -20,7 +21,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 
 
-def copy_hashed(source: Path, destination: Path, *, max_bytes: int) -> FileDigest:
+def copy_hashed(
+    source: Path, destination: Path, *, max_bytes: int, sink: ByteSink = SILENT
+) -> FileDigest:
     """The digest is of the bytes that were written; they are on the disk when this returns."""
     digest, size = hashlib.sha256(), 0
     with source.open("rb") as reader, reporting_full_disk(), destination.open("xb") as writer:
@@ -30,6 +33,7 @@ def copy_hashed(source: Path, destination: Path, *, max_bytes: int) -> FileDiges
                 raise too_large(source.name, max_bytes)
             digest.update(chunk)
             writer.write(chunk)
+            sink.add(len(chunk))
         seal(writer.fileno())
     return FileDigest(digest.hexdigest(), size)
 

@@ -23,6 +23,7 @@ from loramux.adapters.safetensors_header import (
 )
 from loramux.adapters.store_files import copy_hashed, too_large
 from loramux.adapters.store_record import Record, make_record
+from loramux.progress import SILENT, ByteSink
 
 GIBIBYTE = 2**30
 
@@ -44,7 +45,9 @@ class StagedAdapter:
     paths: dict[str, Path]
 
 
-def stage_folder(folder: Path, staging: Path, limits: StoreLimits) -> StagedAdapter:
+def stage_folder(
+    folder: Path, staging: Path, limits: StoreLimits, sink: ByteSink = SILENT
+) -> StagedAdapter:
     """Raises AdapterNotFound or AdapterRefused; reads nothing but the two files of an adapter."""
     source = open_folder(folder)
     # Before the weights are copied: most refusals need no more than this.
@@ -52,9 +55,10 @@ def stage_folder(folder: Path, staging: Path, limits: StoreLimits) -> StagedAdap
     weights = find_weights(source)
     check_size(weights, limits)
     check_header(weights)
+    sink.begin("Storing", weights.stat().st_size)
     config_file = copy_config(source, staging)
     config = read_config(staging)
-    weights_file = copy_weights(weights, staging, limits)
+    weights_file = copy_weights(weights, staging, limits, sink)
     record = make_record(make_manifest(config, {WEIGHTS_NAME: weights_file}), config_file)
     check_total(record, limits)
     return StagedAdapter(record, config, {name: staging / name for name in record.files})
@@ -67,10 +71,10 @@ def copy_config(source: Path, staging: Path) -> FileDigest:
         return copy_hashed(path, staging / CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
 
 
-def copy_weights(weights: Path, staging: Path, limits: StoreLimits) -> FileDigest:
+def copy_weights(weights: Path, staging: Path, limits: StoreLimits, sink: ByteSink) -> FileDigest:
     copy = staging / WEIGHTS_NAME
     with refusing_os_errors(weights):
-        digest = copy_hashed(weights, copy, max_bytes=limits.max_file_bytes)
+        digest = copy_hashed(weights, copy, max_bytes=limits.max_file_bytes, sink=sink)
     check_header(copy)
     return digest
 

@@ -9,8 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from loramux.errors import InvalidRequest
+from loramux.progress import SILENT, ByteSink
+from loramux.sources.secret import Secret, scrub
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -19,6 +22,8 @@ CHUNK_BYTES = 4 * 2**20
 # An upload that its writer did not finish is gone after this.
 UPLOAD_TTL_S = 600
 TIMEOUT_S = 5.0
+# After a failure nobody waits for Redis for this long.
+AWAY_S = 15.0
 
 # KEYS: upload, key, sizes, used. ARGV: size, ttl_s, max_total_bytes, now.
 # Forgets what has expired, then what was not used for longest, until the sizes fit.
@@ -63,13 +68,15 @@ DEFAULT_LIMITS = RedisLimits()
 class RedisTier:
     """A RemoteTier. While Redis is away it has nothing and keeps nothing: serving goes on."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         client: Redis,
         *,
         prefix: str = "loramux",
         limits: RedisLimits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.time,
+        sink: ByteSink = SILENT,
+        secrets: tuple[Secret, ...] = (),
     ) -> None:
         from redis.exceptions import RedisError
 
@@ -79,41 +86,50 @@ class RedisTier:
         self._limits = limits
         self._clock = clock
         self._errors = RedisError
+        self._sink = sink
+        self._secrets = secrets
+        self._away_until: float | None = None
         self.num_failures = 0
 
     @classmethod
-    def from_url(cls, url: str, *, limits: RedisLimits = DEFAULT_LIMITS) -> RedisTier:
+    def from_url(
+        cls, url: str, *, limits: RedisLimits = DEFAULT_LIMITS, sink: ByteSink = SILENT
+    ) -> RedisTier:
         try:
             from redis import Redis
         except ModuleNotFoundError as error:
             raise InvalidRequest(
                 "A cache in Redis needs its client. Run: pip install redis"
             ) from error
-        client = Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
-        return cls(client, limits=limits)
+        try:
+            password = urlsplit(url).password
+            client = Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+        # Its text may hold a part of the password.
+        except ValueError:
+            raise InvalidRequest(
+                "The URL of the shared cache is not one of a Redis. Write redis://host:6379/0, "
+                "rediss://user:password@host:6379/0 or unix:///path/of/socket.",
+                param="shared_cache",
+            ) from None
+        written = (url, *([] if not password else [password, unquote(password)]))
+        return cls(client, limits=limits, sink=sink, secrets=tuple(map(Secret, written)))
+
+    def __repr__(self) -> str:
+        return "RedisTier"
 
     def has(self, key: str) -> bool:
-        try:
-            return bool(self._client.exists(self._name(key)))
-        except self._errors as error:
-            self._note_failure("has", error)
-            return False
+        return self._try("look", lambda: bool(self._client.exists(self._name(key))))
 
     def get(self, key: str, destination: Path, *, max_bytes: int) -> bool:
-        try:
-            return self._download(self._name(key), destination, max_bytes=max_bytes)
-        except self._errors as error:
-            self._note_failure("get", error)
-            return False
+        return self._try(
+            "get", lambda: self._download(self._name(key), destination, max_bytes=max_bytes)
+        )
 
     def put(self, key: str, source: Path) -> None:
         size = source.stat().st_size
         if size > min(self._limits.max_object_bytes, self._limits.max_total_bytes):
             return
-        try:
-            self._upload(self._name(key), source, size)
-        except self._errors as error:
-            self._note_failure("put", error)
+        self._try("put", lambda: self._upload(self._name(key), source, size))
 
     def close(self) -> None:
         self._client.close()
@@ -122,6 +138,7 @@ class RedisTier:
         size = self._client.strlen(name)
         if not 0 < size <= max_bytes:
             return False
+        self._sink.begin("Downloading from the shared cache", size)
         with destination.open("wb") as writer:
             while writer.tell() < size:
                 start = writer.tell()
@@ -131,19 +148,23 @@ class RedisTier:
                     return False
                 assert isinstance(chunk, bytes), "the client must not decode what it gets"
                 writer.write(chunk)
+                self._sink.add(len(chunk))
         self._client.expire(name, self._limits.ttl_s)
         self._client.zadd(self._used, {name: self._clock()}, xx=True)
         return True
 
-    def _upload(self, name: str, source: Path, size: int) -> None:
+    def _upload(self, name: str, source: Path, size: int) -> bool:
+        self._sink.begin("Uploading to the shared cache", size)
         upload = f"{self._prefix}:upload:{secrets.token_hex(8)}"
         with source.open("rb") as reader:
             while chunk := reader.read(CHUNK_BYTES):
                 self._client.append(upload, chunk)
                 self._client.expire(upload, UPLOAD_TTL_S)
+                self._sink.add(len(chunk))
         keys = [upload, name, f"{self._prefix}:sizes", self._used]
         limits = [self._limits.ttl_s, self._limits.max_total_bytes]
         self._client.eval(COMMIT, len(keys), *keys, size, *limits, self._clock())
+        return True
 
     @property
     def _used(self) -> str:
@@ -152,6 +173,20 @@ class RedisTier:
     def _name(self, key: str) -> str:
         return f"{self._prefix}:{key}"
 
-    def _note_failure(self, action: str, error: Exception) -> None:
-        self.num_failures += 1
-        _log.warning("The Redis cache failed to %s: %s", action, error)
+    def _try(self, what: str, action: Callable[[], bool]) -> bool:
+        """False, at once, while Redis is away; said once for each time that it goes away."""
+        if self._away_until is not None and self._clock() < self._away_until:
+            return False
+        try:
+            done = action()
+        except self._errors as error:
+            self.num_failures += 1
+            level = logging.WARNING if self._away_until is None else logging.DEBUG
+            said = scrub(str(error), self._secrets)
+            _log.log(level, "The Redis cache failed to %s, and is done without: %s", what, said)
+            self._away_until = self._clock() + AWAY_S
+            return False
+        if self._away_until is not None:
+            self._away_until = None
+            _log.info("The Redis cache is there again")
+        return done

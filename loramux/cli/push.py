@@ -8,42 +8,73 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from loramux.cli.byte_view import ByteView
 from loramux.cli.doctor import diagnose, measure
 from loramux.cli.doctor_view import say, show_report, size_text
+from loramux.cli.push_source import (
+    FetchOptions,
+    FetchTimeoutFlag,
+    FetchWorkersFlag,
+    MaxSizeFlag,
+    PrivateHostsFlag,
+    source_folder,
+)
 from loramux.cli.registry_options import (
     FAILED,
     DataFlag,
     RegistryFlag,
+    RemoteStoreFlag,
+    SharedCacheFlag,
+    StoreOptions,
     open_library,
     reporting_errors,
-    working,
 )
 from loramux.cli.registry_view import show_alias
+from loramux.config import parse_bytes
 from loramux.registry.names import check_alias, parse_push_reference
 
 if TYPE_CHECKING:
     from loramux.adapters.library import Pushed
 
 
-def push(
-    folder: Annotated[Path, typer.Argument(help="Adapter folder, as PEFT saves it.")],
-    reference: Annotated[
-        str,
-        typer.Argument(
-            metavar="TENANT/NAME[@VERSION]",
-            help="Such as alice/refund-flagger@1.4.2. Without a version: the next free one.",
-        ),
-    ],
-    alias: Annotated[
-        str | None, typer.Option(help="Also promote the version, such as --alias prod.")
-    ] = None,
-    check_base: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="MODEL",
-            help="First check it on this base model, all that `loramux doctor` does.",
-        ),
-    ] = None,
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="Adapter folder, as PEFT saves it; or hf:owner/name[@revision], s3://, gs:// or "
+        "az:// with bucket/folder, https://host/folder.",
+    ),
+]
+ReferenceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TENANT/NAME[@VERSION]",
+        help="Such as alice/refund-flagger@1.4.2. Without a version: the next free one.",
+    ),
+]
+PromoteFlag = Annotated[
+    str | None, typer.Option(help="Also promote the version, such as --alias prod.")
+]
+CheckBaseFlag = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="MODEL",
+        help="First check it on this base model, all that `loramux doctor` does.",
+    ),
+]
+
+
+def push(  # noqa: PLR0913  (one for each flag)
+    source: SourceArgument,
+    reference: ReferenceArgument,
+    alias: PromoteFlag = None,
+    check_base: CheckBaseFlag = None,
+    max_adapter_size: MaxSizeFlag = "8GiB",
+    fetch_timeout_s: FetchTimeoutFlag = 1800.0,
+    fetch_workers: FetchWorkersFlag = 4,
+    private_http_hosts: PrivateHostsFlag = None,
+    shared_cache: SharedCacheFlag = None,
+    remote_store: RemoteStoreFlag = None,
     registry: RegistryFlag = None,
     data: DataFlag = None,
 ) -> None:
@@ -55,16 +86,34 @@ def push(
     [bold]Example[/bold]
 
     loramux push ./my-lora alice/refund-flagger@1.4.2 --alias prod
+
+    loramux push hf:alice/refund-flagger alice/refund-flagger --remote-store s3://adapters/prod
     """
     with reporting_errors():
         # Before anything is copied or a model is read.
         parse_push_reference(reference)
         if alias is not None:
             check_alias(alias)
-        if check_base is not None:
-            check_on_base(folder, check_base)
-    with open_library(registry, data) as library:
-        with working(f"Storing {size_text(folder_bytes(folder))}"):
+        max_adapter_bytes = parse_bytes(max_adapter_size)
+    view = ByteView()
+    fetch = FetchOptions(
+        data=data,
+        max_adapter_bytes=max_adapter_bytes,
+        timeout_s=fetch_timeout_s,
+        num_workers=fetch_workers,
+        private_hosts=tuple(private_http_hosts or ()),
+    )
+    options = StoreOptions(
+        shared_cache=shared_cache,
+        remote_store=remote_store,
+        max_adapter_bytes=max_adapter_bytes,
+        sink=view,
+    )
+    with open_library(registry, data, options) as library:
+        with view, source_folder(source, fetch, view) as folder:
+            if check_base is not None:
+                view.begin("Checking the adapter on its base model", None)
+                check_on_base(folder, check_base)
             pushed = library.push(folder, reference)
         show_pushed(pushed, Console())
         if alias is not None:
@@ -74,10 +123,9 @@ def push(
 
 
 def check_on_base(folder: Path, model: Path) -> None:
-    with working("Checking the adapter on its base model"):
-        report = diagnose(folder, model, strict_base=False, max_rank=None)
-        if report.ok:
-            report = measure(report, model)
+    report = diagnose(folder, model, strict_base=False, max_rank=None)
+    if report.ok:
+        report = measure(report, model)
     if not report.ok or report.warnings:
         show_report(report, Console(stderr=True))
     if not report.ok:
@@ -89,10 +137,3 @@ def show_pushed(pushed: Pushed, console: Console) -> None:
     say(console, label, f"{pushed.tenant}/{pushed.name}@{pushed.version}", style="bold green")
     say(console, "CID      ", pushed.cid, style="bold")
     say(console, "Size     ", size_text(pushed.size_bytes), style="bold")
-
-
-def folder_bytes(folder: Path) -> int:
-    """0 for what is no folder: the store says what is wrong with it."""
-    if not folder.is_dir():
-        return 0
-    return sum(path.stat().st_size for path in folder.glob("adapter_*") if path.is_file())

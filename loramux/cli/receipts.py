@@ -47,7 +47,7 @@ class ReceiptsGroup(TyperGroup):
 def with_latency(args: list[str]) -> list[str]:
     """--slow without a number -> --slow 0"""
     expanded: list[str] = []
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
+    for arg, following in zip(args, [*args, ""][1:], strict=True):
         is_bare = arg == SLOW and not NUMBER.fullmatch(following)
         expanded += [arg, ANY_LATENCY] if is_bare else [arg]
     return expanded

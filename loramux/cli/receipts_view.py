@@ -12,6 +12,7 @@ from loramux.cli.doctor_view import printable
 from loramux.cli.registry_view import short_cid, time_text
 from loramux.registry.records import Receipt
 
+REFUSED = "refused"
 TIMES = ("load_ms", "queue_ms", "ttft_ms", "latency_ms")
 
 
@@ -53,6 +54,8 @@ def found_text(receipt: Receipt) -> Text:
 
 
 def adapters_text(body: Mapping[str, object]) -> str:
+    if body.get("status") == REFUSED:
+        return printable(f"{body.get('asked', '–')} refused: {body.get('http_status', '–')}")
     adapters = body.get("adapters")
     if not isinstance(adapters, list) or not adapters:
         cid = body.get("adapter_cid")

@@ -18,8 +18,9 @@ from loramux.cli.registry_options import (
     working,
 )
 from loramux.cli.registry_view import show_alias
+from loramux.cli.warming import UrlsFlag, WarmFlag, warm_on_servers
 from loramux.errors import InvalidRequest, RegistryConflict
-from loramux.registry.names import PROD, parse_name_reference
+from loramux.registry.names import PROD, parse_adapter_name, parse_name_reference
 
 if TYPE_CHECKING:
     from loramux.adapters.library import AdapterLibrary
@@ -40,6 +41,8 @@ SharesArgument = Annotated[
 def promote(
     reference: VersionArgument,
     alias: AliasFlag = PROD,
+    warm: WarmFlag = False,
+    url: UrlsFlag = None,
     registry: RegistryFlag = None,
     data: DataFlag = None,
 ) -> None:
@@ -49,6 +52,8 @@ def promote(
         if parsed.version is None:
             raise InvalidRequest(f"Say which version of {parsed.adapter}: {parsed.adapter}@1.4.2.")
         name = str(parsed.adapter)
+        if warm:
+            warm_on_servers([f"{name}@{parsed.version}"], url)
         state = opened.promote(name, str(parsed.version), alias=alias)
         show_alias(name, state, Console())
 
@@ -56,19 +61,30 @@ def promote(
 def rollback(
     adapter: NameArgument,
     alias: AliasFlag = PROD,
+    warm: WarmFlag = False,
+    url: UrlsFlag = None,
     registry: RegistryFlag = None,
     data: DataFlag = None,
 ) -> None:
     """Move an alias back to what it named before; once more: to the state before that."""
     with open_registry(registry, data) as opened:
-        state = opened.rollback(adapter, alias=alias)
+        revision = None
+        if warm:
+            current, previous = opened.previous(adapter, alias=alias)
+            name = parse_adapter_name(adapter)
+            warm_on_servers([f"{name}@{target.version}" for target in previous.targets], url)
+            # What was warmed is what the alias moves to, or it does not move.
+            revision = current.revision
+        state = opened.rollback(adapter, alias=alias, if_revision=revision)
         show_alias(adapter, state, Console())
 
 
-def split(
+def split(  # noqa: PLR0913  (one for each flag)
     adapter: NameArgument,
     shares: SharesArgument,
     alias: AliasFlag = PROD,
+    warm: WarmFlag = False,
+    url: UrlsFlag = None,
     registry: RegistryFlag = None,
     data: DataFlag = None,
 ) -> None:
@@ -81,7 +97,11 @@ def split(
     loramux split alice/refund-flagger --alias prod 1.4.2=90 1.5.0=10
     """
     with open_registry(registry, data) as opened:
-        state = opened.split(adapter, parse_shares(shares), alias=alias)
+        weights = parse_shares(shares)
+        if warm:
+            name = parse_adapter_name(adapter)
+            warm_on_servers([f"{name}@{version}" for version in weights], url)
+        state = opened.split(adapter, weights, alias=alias)
         show_alias(adapter, state, Console())
 
 

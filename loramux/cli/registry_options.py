@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from loramux.cli.serve_view import show_error
 from loramux.data_folder import find_places
 from loramux.errors import InvalidRequest, LoramuxError
+from loramux.progress import SILENT, ByteSink
 
 if TYPE_CHECKING:
     from loramux.adapters.library import AdapterLibrary
@@ -41,6 +44,24 @@ DataFlag = Annotated[
         show_default=False,
     ),
 ]
+SharedCacheFlag = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Redis that servers share as a cache, such as redis://host:6379/0. Default: "
+        "$LORAMUX_SHARED_CACHE, else none.",
+        show_default=False,
+    ),
+]
+RemoteStoreFlag = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Bucket that keeps every adapter too: s3://bucket/folder, gs://… or az://…. Default: "
+        "$LORAMUX_REMOTE_STORE, else none.",
+        show_default=False,
+    ),
+]
 AliasFlag = Annotated[str, typer.Option(help="The alias to move.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
 
@@ -56,13 +77,44 @@ def open_registry(registry: str | None, data: Path | None) -> Iterator[Registry]
             yield opened
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """What a command may say of its store."""
+
+    shared_cache: str | None = None
+    remote_store: str | None = None
+    max_adapter_bytes: int | None = None
+    sink: ByteSink = SILENT
+
+
+NO_OPTIONS = StoreOptions()
+
+
 @contextmanager
-def open_library(registry: str | None, data: Path | None) -> Iterator[AdapterLibrary]:
+def open_library(
+    registry: str | None, data: Path | None, options: StoreOptions = NO_OPTIONS
+) -> Iterator[AdapterLibrary]:
     with open_registry(registry, data) as opened:
         from loramux.adapters.library import AdapterLibrary
-        from loramux.adapters.store import ContentStore
+        from loramux.adapters.store_intake import StoreLimits
+        from loramux.adapters.store_open import open_store
+        from loramux.sources.config import SourceConfig
+        from loramux.sources.environment import read_environment
 
-        store = ContentStore(find_places(registry=registry, data=data).store)
+        places = find_places(
+            registry=registry,
+            data=data,
+            shared_cache=options.shared_cache,
+            remote_store=options.remote_store,
+        )
+        size = options.max_adapter_bytes
+        limits = (
+            StoreLimits()
+            if size is None
+            else StoreLimits(max_file_bytes=size, max_adapter_bytes=size)
+        )
+        sources = read_environment(os.environ, SourceConfig())
+        store = open_store(places, sources, limits=limits, sink=options.sink)
         yield AdapterLibrary(store, opened)
 
 

@@ -15,6 +15,9 @@ from loramux.cli.registry_options import (
     DataFlag,
     JsonFlag,
     RegistryFlag,
+    RemoteStoreFlag,
+    SharedCacheFlag,
+    StoreOptions,
     open_library,
     open_registry,
     working,
@@ -98,14 +101,18 @@ def version_details(library: AdapterLibrary, choice: Choice) -> VersionDetails:
 
 def verify(
     as_json: JsonFlag = False,
+    shared_cache: SharedCacheFlag = None,
+    remote_store: RemoteStoreFlag = None,
     registry: RegistryFlag = None,
     data: DataFlag = None,
 ) -> None:
     """Read every byte of the store and every row of the registry.
 
-    Exit status 0: all is sound; 1: something is not.
+    What is not in the data folder must be in the shared cache or the remote store, where these
+    are named. Exit status 0: all is sound; 1: something is not.
     """
-    with open_library(registry, data) as library, working("Reading the store"):
+    options = StoreOptions(shared_cache=shared_cache, remote_store=remote_store)
+    with open_library(registry, data, options) as library, working("Reading the store"):
         report = library.verify()
     if as_json:
         body = {"is_sound": not report.faults, **msgspec.to_builtins(report)}

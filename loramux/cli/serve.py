@@ -15,8 +15,9 @@ from typer.core import TyperCommand
 
 from loramux.cli.serve_view import ServeView, show_error
 from loramux.errors import InvalidRequest, LoramuxError
-from loramux.serve_config import SETTINGS, ServeConfig, flag, load_serve_config
-from loramux.serve_values import Kind
+from loramux.serve_config import SETTINGS, ServeConfig
+from loramux.serve_file import load_serve_config
+from loramux.serve_values import Kind, flag
 
 # As a shell reports a process that died of the signal.
 STOPPED_BY_CTRL_C, STOPPED_BY_SIGTERM = 130, 143
@@ -25,6 +26,7 @@ FLAG_TYPES: dict[Kind, Any] = {
     Kind.SECONDS: float,
     Kind.SWITCH: bool,
     Kind.TEXTS: list[str],
+    Kind.PATHS: list[str],
     Kind.LORA_MODULES: list[str],
     Kind.WEIGHTS: list[str],
     Kind.SHARE: float,

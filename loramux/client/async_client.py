@@ -125,6 +125,10 @@ class AsyncClient:
         call = wire.adapters_call(busiest=busiest)
         return list(wire.decode(await self._send(call), AdapterList).data)
 
+    async def warm(self, name: str) -> AdapterInfo:
+        """Loads the adapter and uses it once, so that nobody waits for it later."""
+        return wire.decode(await self._send(wire.warm_call(name)), AdapterInfo)
+
     async def stats(self) -> EngineInfo:
         return wire.decode(await self._send(wire.get("/v1/stats")), EngineInfo)
 

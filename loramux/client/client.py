@@ -129,6 +129,10 @@ class Client:
         call = wire.adapters_call(busiest=busiest)
         return list(wire.decode(self._send(call), AdapterList).data)
 
+    def warm(self, name: str) -> AdapterInfo:
+        """Loads the adapter and uses it once, so that nobody waits for it later."""
+        return wire.decode(self._send(wire.warm_call(name)), AdapterInfo)
+
     def stats(self) -> EngineInfo:
         return wire.decode(self._send(wire.get("/v1/stats")), EngineInfo)
 

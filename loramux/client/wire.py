@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx2
 import msgspec
@@ -112,6 +113,10 @@ def detokenize_call(tokens: Sequence[int], model: str | None) -> Call:
 
 def adapters_call(*, busiest: int | None) -> Call:
     return get("/v1/adapters" if busiest is None else f"/v1/adapters?order=busiest&limit={busiest}")
+
+
+def warm_call(name: str) -> Call:
+    return post(f"/v1/adapters/{quote(name, safe='/@:')}/warm", {})
 
 
 def health_call(*, deep: bool) -> Call:

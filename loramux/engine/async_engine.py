@@ -322,7 +322,7 @@ class AsyncEngine:
             seed=secrets.randbits(63) if seed is None else seed & (2**63 - 1),
             tenant=job.tenant,
             tenant_weight=options.tenant_weights.get(job.tenant, 1.0),
-            adapter_weight=options.adapter_weights.get(job.adapter or "", 1.0),
+            adapter_weight=options.adapter_weights.get(job.label or job.adapter or "", 1.0),
             cache_salt=job.cache_salt,
             timeout_s=job.timeout_s,
         )

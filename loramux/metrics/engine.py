@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -16,6 +16,8 @@ from prometheus_client.registry import Collector
 
 from loramux.backend import Backend, EngineStats, Health, TierStats
 
+# Of the same bytes under the names of many tenants.
+MAX_LABELS = 4
 # Name, what it says, field of TierStats.
 TIER_COUNTERS = (
     ("hits", "Requests that found their adapter in this tier, and in no faster one.", "hits"),
@@ -36,8 +38,14 @@ TIER_GAUGES = (
 class EngineCollector(Collector):
     """Its counters start again at 0 when the engine does."""
 
-    def __init__(self, backend: Backend, model_name: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        model_name: Callable[[], str],
+        labels_of: Callable[[str], Iterable[str]],
+    ) -> None:
         self._backend = backend
+        self._labels_of = labels_of
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
@@ -50,7 +58,7 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(title, text, labels=["model_name"])
             counter.add_metric([name], total)
             yield counter
-        names = _names_by_cid(self._backend)
+        names = _names_by_cid(self._backend, self._labels_of)
         yield _lora_requests_info(stats, names, max_loras=_max_loras(self._backend))
         yield _resident(stats, names)
         yield from _tier_metrics(stats.tiers, name)
@@ -152,10 +160,12 @@ def _step_loss(stats: EngineStats, model_name: str) -> Metric:
     return histogram
 
 
-def _names_by_cid(backend: Backend) -> dict[str, list[str]]:
+def _names_by_cid(
+    backend: Backend, labels_of: Callable[[str], Iterable[str]]
+) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     for card in backend.adapters.values():
-        names.setdefault(card.cid, []).append(card.name)
+        names.setdefault(card.cid, []).extend(islice(labels_of(card.name), MAX_LABELS))
     return names
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from loramux.backend import Backend, Health
 from loramux.metrics.engine import EngineCollector
-from loramux.metrics.traffic import AdapterTraffic, Traffic, TrafficCollector
+from loramux.metrics.traffic import AdapterTraffic, CountedAdapter, Traffic, TrafficCollector
 from loramux.types import FinishReason
 
 FIRST_TOKEN_BUCKETS = (
@@ -35,7 +36,14 @@ class LabelledSeries:
 class Metrics:
     """Counters of one server, and its engine's figures read at each scrape."""
 
-    def __init__(self, backend: Backend, *, model_name: str | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        model_name: str | None = None,
+        labels_of: Callable[[str], Sequence[str]] = lambda name: (name,),
+    ) -> None:
+        """labels_of: what the adapter of this name in the engine is called for people."""
         self._backend = backend
         self._model_name = model_name
         self.registry = CollectorRegistry()
@@ -58,9 +66,13 @@ class Metrics:
             "vllm:request_success", "Ended requests, by how they ended.", "finished_reason"
         )
         self.traffic = AdapterTraffic()
+        """By the engine's names."""
+        self._labelled_traffic = AdapterTraffic()
         self.total = Traffic()
-        self.registry.register(EngineCollector(backend, lambda: self.model_name))
-        self.registry.register(TrafficCollector(self.traffic, backend, lambda: self.model_name))
+        self.registry.register(EngineCollector(backend, lambda: self.model_name, labels_of))
+        self.registry.register(
+            TrafficCollector(self._labelled_traffic, backend, lambda: self.model_name, labels_of)
+        )
 
     @property
     def model_name(self) -> str:
@@ -70,7 +82,12 @@ class Metrics:
         return self._model_name or ""
 
     def render(self) -> bytes:
+        self.traffic.forget_all_but(list(self._backend.adapters))
         return generate_latest(self.registry)
+
+    def counted(self, adapter: str, label: str | None) -> list[CountedAdapter]:
+        """To be added to as the adapter's requests go on."""
+        return [self.traffic.counted(adapter), self._labelled_traffic.counted(label or adapter)]
 
     def first_token(self, seconds: float, *, num_prompt_tokens: int) -> None:
         self._labelled.first_token.observe(seconds)

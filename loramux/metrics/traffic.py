@@ -87,8 +87,7 @@ class AdapterTraffic:
     def series(self, known: Iterable[str]) -> Iterator[tuple[str, Traffic]]:
         """Of the busiest among the known adapters, and of all others together."""
         self._score()
-        known = set(known)
-        self._counted = {name: one for name, one in self._counted.items() if name in known}
+        self.forget_all_but(known)
         ranked = sorted(
             (adapter for name, adapter in self._counted.items() if name != OTHER),
             key=lambda adapter: adapter.score * (STAYING if adapter.is_shown else 1.0),
@@ -99,6 +98,10 @@ class AdapterTraffic:
             if adapter.is_shown:
                 yield adapter.name, adapter.own
         yield OTHER, self._other
+
+    def forget_all_but(self, known: Iterable[str]) -> None:
+        kept = set(known)
+        self._counted = {name: one for name, one in self._counted.items() if name in kept}
 
     def _score(self) -> None:
         now = self._clock()
@@ -112,9 +115,14 @@ class AdapterTraffic:
 
 class TrafficCollector(Collector):
     def __init__(
-        self, traffic: AdapterTraffic, backend: Backend, model_name: Callable[[], str]
+        self,
+        traffic: AdapterTraffic,
+        backend: Backend,
+        model_name: Callable[[], str],
+        labels_of: Callable[[str], Iterable[str]],
     ) -> None:
         self._traffic = traffic
+        self._labels_of = labels_of
         self._backend = backend
         self._model_name = model_name
 
@@ -129,7 +137,8 @@ class TrafficCollector(Collector):
         answers = CounterMetricFamily(
             "loramux:adapter_generation_tokens", "Their generated tokens.", labels=labels
         )
-        for name, traffic in self._traffic.series(list(self._backend.adapters)):
+        known = [label for name in list(self._backend.adapters) for label in self._labels_of(name)]
+        for name, traffic in self._traffic.series(known):
             values = [self._model_name(), name]
             requests.add_metric(values, traffic.num_requests)
             prompts.add_metric(values, traffic.num_prompt_tokens)

@@ -48,6 +48,16 @@ def row_of(connection: Connection, adapter_id: int, alias: str, revision: int) -
     return connection.execute(statement).one()
 
 
+def current_and_previous(
+    connection: Connection, adapter: AdapterName, adapter_id: int, alias: str
+) -> tuple[Row[Any], Row[Any]]:
+    """The second is where a rollback leads."""
+    current = current_row(connection, adapter_id, alias)
+    if current is None or current.parent_revision is None:
+        raise RegistryConflict(f"{adapter}@{alias} has no earlier state to go back to.")
+    return current, row_of(connection, adapter_id, alias, current.parent_revision)
+
+
 def add_state(
     connection: Connection,
     current: Row[Any] | None,

@@ -29,6 +29,10 @@ class RouteCache:
         route = self._route(self._registry.parse(reference, home_tenant=home_tenant))
         return route.choose(secrets.token_hex(16) if sticky_key is None else sticky_key)
 
+    def peek(self, reference: Reference) -> Route | None:
+        """Without a query."""
+        return self._routes.get(reference)
+
     def forget(self, adapters: Iterable[AdapterName]) -> None:
         changed = set(adapters)
         with self._lock:

@@ -107,9 +107,7 @@ class Change:
         row = adapter_rows.get_adapter(self.connection, adapter)
         current = alias_rows.current_row(self.connection, row.id, alias)
         alias_rows.refuse_stale(adapter, alias, current, if_revision)
-        if current is None or current.parent_revision is None:
-            raise RegistryConflict(f"{adapter}@{alias} has no earlier state to go back to.")
-        parent = alias_rows.row_of(self.connection, row.id, alias, current.parent_revision)
+        _, parent = alias_rows.current_and_previous(self.connection, adapter, row.id, alias)
         targets = alias_rows.read_targets(parent.targets)
         for target in targets:
             adapter_rows.get_version(self.connection, row, adapter, target.version)

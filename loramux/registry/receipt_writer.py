@@ -208,6 +208,8 @@ def to_record(receipt: receipts.Receipt) -> Receipt:
 
 
 def uses_of(receipt: receipts.Receipt) -> Iterator[Use]:
+    if receipt.status is receipts.ServingStatus.REFUSED:
+        return
     for adapter in receipt.adapters:
         yield Use(
             cid=adapter.cid,

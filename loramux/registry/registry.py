@@ -122,6 +122,15 @@ class Registry:
         with self._changing() as change:
             return change.rollback(name, check_alias(alias), if_revision=if_revision)
 
+    def previous(self, adapter: str, *, alias: str) -> tuple[AliasState, AliasState]:
+        """What the alias is now, and what a rollback would make it."""
+        name = self._parse_adapter(adapter)
+        with self._database.reading() as connection:
+            row = adapter_rows.get_adapter(connection, name)
+            found = alias_rows.current_and_previous(connection, name, row.id, check_alias(alias))
+            current, previous = map(alias_rows.alias_state, found)
+            return current, previous
+
     def history(self, adapter: str, *, alias: str) -> list[AliasState]:
         """Newest first."""
         name = self._parse_adapter(adapter)

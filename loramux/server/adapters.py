@@ -19,6 +19,7 @@ from loramux.server.errors import NotServed
 from loramux.server.naming import find_named
 from loramux.server.openapi import answering
 from loramux.server.registry_bodies import RegistryEntry, registry_entry
+from loramux.server.warming import warm_up
 from loramux.wire import AdapterEntry, AdapterList
 
 ADDED, BUSIEST = "added", "busiest"
@@ -48,6 +49,16 @@ def adapter_routes(context: Context) -> APIRouter:
     async def unpin_adapter(request: Request) -> Response:
         return await _pin(context, request.path_params["name"], pinned=False)
 
+    @router.post(
+        "/v1/adapters/{name:path}/warm",
+        **answering(AdapterEntry, 400, 404, 408, 422, 429, 502, 503, path_name="name"),
+    )
+    async def warm_adapter(request: Request) -> Response:
+        """Loads it, and generates a token with it: whoever asks next does not wait for it."""
+        adapter = await _find(context, request.path_params["name"])
+        await warm_up(context, adapter)
+        return json_response(await _entry(context, adapter))
+
     @router.get(
         "/v1/adapters/{name:path}",
         **answering((AdapterEntry, RegistryEntry), 400, 404, 503, path_name="name"),
@@ -64,12 +75,18 @@ def adapter_routes(context: Context) -> APIRouter:
 
 
 async def _pin(context: Context, name: str, *, pinned: bool) -> Response:
+    adapter = await _find(context, name)
+    await context.backend.pin_adapter(adapter, pinned)
+    return json_response(await _entry(context, adapter))
+
+
+async def _find(context: Context, name: str) -> str:
+    """As the engine calls it."""
     context.require_ready()
     found = await find_named(context, name, param="name")
     if found is None or found.adapter is None:
         raise _unknown(name)
-    await context.backend.pin_adapter(found.adapter, pinned)
-    return json_response(await _entry(context, found.adapter))
+    return found.adapter
 
 
 async def _entry(context: Context, name: str) -> AdapterEntry:
@@ -134,7 +151,9 @@ def _by_traffic(entries: Sequence[AdapterEntry], traffic: AdapterTraffic) -> lis
     ranks = {name: rank for rank, name in enumerate(traffic.busiest())}
     last = len(ranks)
     return sorted(
-        entries, key=lambda entry: min((ranks.get(n, last) for n in entry.names), default=last)
+        entries,
+        # Those of the registry are counted by their CID.
+        key=lambda entry: min(ranks.get(name, last) for name in (*entry.names, entry.cid)),
     )
 
 

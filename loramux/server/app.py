@@ -9,8 +9,9 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from loramux import __version__
-from loramux.backend import Backend
+from loramux.backend import Backend, StoreTierStats
 from loramux.metrics.server import Metrics
+from loramux.metrics.store import StoreCollector
 from loramux.server.adapters import adapter_routes
 from loramux.server.chat import chat_routes
 from loramux.server.completions import completion_routes
@@ -63,10 +64,16 @@ def create_app(
         generate_unique_id_function=lambda route: route.name,
     )
     names = options.served_model_names
+    metrics = Metrics(
+        backend,
+        model_name=names[0] if names else None,
+        labels_of=(lambda name: (name,)) if registry is None else registry.labels_of,
+    )
+    metrics.registry.register(StoreCollector(lambda: _tier_stats(registry)))
     context = Context(
         backend=backend,
         options=options,
-        metrics=Metrics(backend, model_name=names[0] if names else None),
+        metrics=metrics,
         receipts=receipts or ReceiptDesk(),
         registry=registry,
     )
@@ -84,3 +91,7 @@ def create_app(
     install_error_handlers(app)
     install_openapi(app)
     return app
+
+
+def _tier_stats(registry: RegistryAdapters | None) -> list[StoreTierStats]:
+    return [] if registry is None else registry.library.store.tier_stats()

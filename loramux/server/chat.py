@@ -17,6 +17,7 @@ from loramux.server.intake import PromptKind, make_answer, take_in
 from loramux.server.logprobs import chat_logprobs
 from loramux.server.openapi import generating
 from loramux.server.prompts import encode_messages, off_loop
+from loramux.server.refusals import noting_refusals
 from loramux.server.serving_bodies import ServedChat, ServedChatChunk
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.server.usage import UsageCount
@@ -38,15 +39,16 @@ def chat_routes(context: Context) -> APIRouter:
     @router.post("/v1/chat/completions", **generating(ChatRequest, ServedChat))
     async def create_chat_completion(request: Request) -> Response:
         """Answers a conversation, whole or as a stream of chunks."""
-        intake = await take_in(context, request, ChatRequest)
         backend = context.backend
-        token_ids = await off_loop(
-            intake.num_body_bytes,
-            lambda: encode_messages(
-                backend.codec, intake.request, max_model_len=backend.card.max_model_len
-            ),
-        )
-        answer = make_answer(context, intake, [token_ids], CHAT)
+        with noting_refusals(context, request) as draft:
+            intake = await take_in(context, request, ChatRequest, draft)
+            token_ids = await off_loop(
+                intake.num_body_bytes,
+                lambda: encode_messages(
+                    backend.codec, intake.request, max_model_len=backend.card.max_model_len
+                ),
+            )
+            answer = make_answer(context, intake, [token_ids], CHAT)
         deltas = run_jobs(backend, context.metrics, answer)
         if intake.request.stream:
             return await stream_events(request, _events(answer, deltas, backend.codec))

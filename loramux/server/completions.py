@@ -18,6 +18,7 @@ from loramux.server.intake import Intake, PromptKind, check_num_choices, make_an
 from loramux.server.logprobs import CompletionLogprobsWriter
 from loramux.server.openapi import generating
 from loramux.server.prompts import encode_prompt, off_loop, split_prompts
+from loramux.server.refusals import noting_refusals
 from loramux.server.serving_bodies import ServedCompletion
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.server.usage import UsageCount
@@ -38,14 +39,15 @@ def completion_routes(context: Context) -> APIRouter:
     @router.post("/v1/completions", **generating(CompletionRequest, ServedCompletion))
     async def create_completion(request: Request) -> Response:
         """Goes on from one or several prompts, whole or as a stream of chunks."""
-        intake = await take_in(context, request, CompletionRequest)
         backend = context.backend
-        prompts = split_prompts(intake.request.prompt)
-        check_num_choices(context, intake, len(prompts))
-        token_ids = await off_loop(
-            intake.num_body_bytes, lambda: _encode_all(context, intake, prompts)
-        )
-        answer = make_answer(context, intake, token_ids, COMPLETION)
+        with noting_refusals(context, request) as draft:
+            intake = await take_in(context, request, CompletionRequest, draft)
+            prompts = split_prompts(intake.request.prompt)
+            check_num_choices(context, intake, len(prompts))
+            token_ids = await off_loop(
+                intake.num_body_bytes, lambda: _encode_all(context, intake, prompts)
+            )
+            answer = make_answer(context, intake, token_ids, COMPLETION)
         writers = _writers(intake, answer, prompts, backend.codec)
         deltas = run_jobs(backend, context.metrics, answer)
         if intake.request.stream:

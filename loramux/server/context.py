@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from loramux.backend import Backend, Health
 from loramux.errors import EngineStopped
@@ -11,6 +12,7 @@ from loramux.metrics.server import Metrics
 from loramux.server.errors import NotServed
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.serving import ReceiptDesk
+from loramux.sources.config import SourceConfig
 
 _NOT_READY = {
     Health.STARTING: "The engine is starting: ask again in a moment.",
@@ -36,6 +38,10 @@ class ServerOptions:
     """Header that names a request's tenant; None: all requests are one tenant's."""
     allow_runtime_lora_updating: bool = False
     """Whether vLLM's calls to load and unload adapters are there."""
+    sources: SourceConfig = field(default_factory=SourceConfig)
+    """Where a push may fetch adapters from, with which credentials and within which limits."""
+    unopened_registry: str | None = None
+    """A SQLite file that was not there at the start, so that the server has no registry."""
     allowed_roots: tuple[str, ...] = ()
     """Folders that adapters may be read from when a request names a path. Empty: a push may name
     none, and vLLM's call to load an adapter any."""
@@ -61,8 +67,22 @@ class Context:
 
     def require_registry(self) -> RegistryAdapters:
         if self.registry is None:
-            raise NotServed("This server has no registry: start it with --registry.", param=None)
+            raise NotServed(
+                f"This server has no registry: start it with --registry.{self.missed_registry}",
+                param=None,
+            )
         return self.registry
+
+    @property
+    def missed_registry(self) -> str:
+        """A sentence for who asks for something that was pushed after the start; mostly empty."""
+        path = self.options.unopened_registry
+        if self.registry is not None or path is None or not Path(path).exists():
+            return ""
+        return (
+            " Adapters have been pushed since this server started, and it has no registry: "
+            "start it again to serve them."
+        )
 
     def require_ready(self) -> None:
         health = self.backend.health

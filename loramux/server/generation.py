@@ -9,9 +9,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from loramux.backend import Backend, Delta, Job, failure_of
-from loramux.errors import EngineStopped, LoramuxError
+from loramux.errors import EngineBusy, EngineStopped, LoramuxError
 from loramux.metrics.server import Metrics
-from loramux.server.serving import ServingRecord, ServingStatus
+from loramux.receipts import ServingStatus
+from loramux.server.serving import ServingRecord
 from loramux.server.usage import UsageCount
 from loramux.types import FinishReason, TokenLogprob
 from loramux.wire import Usage
@@ -81,8 +82,11 @@ async def run_jobs(backend: Backend, metrics: Metrics, answer: Answer) -> Deltas
                 record.saw(job_index, delta)
                 yield job_index, delta
         record.end(ServingStatus.COMPLETED)
-    except Exception:
-        record.end(ServingStatus.FAILED)
+    except EngineBusy as error:
+        record.end(ServingStatus.REFUSED, error)
+        raise
+    except Exception as error:
+        record.end(ServingStatus.FAILED, error)
         raise
     finally:
         record.end(ServingStatus.ABORTED)
@@ -128,9 +132,9 @@ class _Watch:
     def __init__(self, metrics: Metrics, job: Job) -> None:
         self._metrics = metrics
         self._job = job
-        self._adapter = None if job.adapter is None else metrics.traffic.counted(job.adapter)
-        if self._adapter is not None:
-            self._adapter.add(requests=1)
+        self._adapters = [] if job.adapter is None else metrics.counted(job.adapter, job.label)
+        for adapter in self._adapters:
+            adapter.add(requests=1)
         self._open = set(range(job.params.n))
         self._started_s = time.monotonic()
         self._last_s: dict[int, float] = {}
@@ -146,10 +150,8 @@ class _Watch:
             self._metrics.inter_token(now - self._last_s[delta.index])
         self._last_s[delta.index] = now
         self._metrics.generated(len(delta.token_ids))
-        if self._adapter is not None:
-            self._adapter.add(
-                prompt_tokens=num_prompt_tokens, generation_tokens=len(delta.token_ids)
-            )
+        for adapter in self._adapters:
+            adapter.add(prompt_tokens=num_prompt_tokens, generation_tokens=len(delta.token_ids))
         if delta.finish_reason is FinishReason.ERROR:
             raise failure_of(delta)
         if delta.finish_reason is FinishReason.ABORT:

@@ -18,6 +18,7 @@ from loramux.server.context import Context
 from loramux.server.generation import Answer
 from loramux.server.naming import Asker
 from loramux.server.prompts import check_token_ids, room_for_answer
+from loramux.server.refusals import Draft
 from loramux.server.sampling import (
     AskedLength,
     asked_length,
@@ -58,10 +59,12 @@ class PromptKind:
     """None: all that fits."""
 
 
-async def take_in(context: Context, http: Request, kind: type[RequestT]) -> Intake[RequestT]:
-    arrival = Arrival()
+async def take_in(
+    context: Context, http: Request, kind: type[RequestT], draft: Draft
+) -> Intake[RequestT]:
     body = await read_body(http, context.options.max_body_bytes)
     request = decode(body, kind)
+    draft.read(request)
     refuse_unsupported(body, request)
     check_stream_options(request)
     terms = read_terms(http.headers, request, tenant_header=context.options.tenant_header)
@@ -69,11 +72,12 @@ async def take_in(context: Context, http: Request, kind: type[RequestT]) -> Inta
     params = sampling_params(request, vocab_size=context.backend.card.vocab_size)
     length = asked_length(request)
     asker = Asker(tenant=terms.tenant, user=request.user)
+    draft.selected = selected = await select(context, request, asker=asker)
     return Intake(
         http=http,
-        arrival=arrival,
+        arrival=draft.arrival,
         request=request,
-        selected=await select(context, request, asker=asker),
+        selected=selected,
         params=params,
         length=length,
         terms=terms,
@@ -97,6 +101,7 @@ def make_answer(
             params=_params_for(context, intake, token_ids, kind),
             adapter=intake.selected.adapter,
             adapter_weight=intake.selected.weight,
+            label=intake.selected.label,
             tenant=intake.terms.tenant,
             cache_salt=intake.terms.cache_salt,
             timeout_s=intake.terms.timeout_s,
@@ -118,7 +123,7 @@ def make_answer(
 def _open_record(context: Context, intake: Intake[RequestT], jobs: Sequence[Job]) -> ServingRecord:
     served = Served(
         base_name=context.base_names[0],
-        base=context.backend.card,
+        base_digest=context.backend.card.digest,
         tenant=intake.terms.tenant,
         adapter=intake.selected.adapter,
         weight=intake.selected.weight,

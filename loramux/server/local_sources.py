@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from loramux.sources.config import SourceConfig
-from loramux.sources.environment import read_environment
 from loramux.sources.fetch import Fetcher
+from loramux.sources.fetch_area import fetched
 from loramux.sources.local_paths import find_under_roots
-from loramux.sources.parse import parse_source
-
-REMOTE_PREFIXES = ("hf:", "s3://", "gs://", "az://", "http://", "https://")
-
-
-def is_remote(source: str) -> bool:
-    return source.startswith(REMOTE_PREFIXES)
+from loramux.sources.parse import is_remote, parse_source
 
 
 def local_folder(source: str, roots: Sequence[str]) -> Path:
@@ -28,12 +20,12 @@ def local_folder(source: str, roots: Sequence[str]) -> Path:
 
 
 @contextmanager
-def fetched_folder(source: str, roots: Sequence[str]) -> Iterator[Path]:
+def fetched_folder(
+    source: str, roots: Sequence[str], config: SourceConfig, area: Path
+) -> Iterator[Path]:
     """The source's files for as long as the context lasts; downloads, so it is for threads."""
     if not is_remote(source):
         yield local_folder(source, roots)
         return
-    config = read_environment(os.environ, SourceConfig(allowed_roots=tuple(map(Path, roots))))
-    parsed = parse_source(source, config)
-    with tempfile.TemporaryDirectory(prefix="loramux-fetch-") as folder:
-        yield Fetcher(config).fetch(parsed, Path(folder) / "adapter").folder
+    with fetched(Fetcher(config), parse_source(source, config), area) as folder:
+        yield folder

@@ -16,17 +16,9 @@ from loramux.registry.cache import RouteCache
 from loramux.registry.names import CID_PREFIX, NAME, AdapterName, Reference
 from loramux.registry.records import Resolved
 from loramux.registry.registry import Registry
-from loramux.registry.resolution import Route
 from loramux.registry.watch import DEFAULT_POLL_S, Watch
 
 _log = logging.getLogger(__name__)
-
-
-class RouteTable(RouteCache):
-    """A RouteCache that can be asked without a query."""
-
-    def peek(self, reference: Reference) -> Route | None:
-        return self._routes.get(reference)
 
 
 class RegistryAdapters:
@@ -34,9 +26,10 @@ class RegistryAdapters:
 
     def __init__(self, library: AdapterLibrary) -> None:
         self.library = library
-        self._routes = RouteTable(library.registry)
+        self._routes = RouteCache(library.registry)
         self._adding: dict[str, asyncio.Task[AdapterCard]] = {}
         self._names: dict[str, str] = {}
+        self._labels: dict[str, dict[str, None]] = {}
         self._watch: Watch | None = None
         self._follower: threading.Thread | None = None
 
@@ -62,6 +55,10 @@ class RegistryAdapters:
         """What it was last asked for as, with its version."""
         return self._names.get(cid, cid)
 
+    def labels_of(self, name: str) -> tuple[str, ...]:
+        """What metrics call an adapter of the engine: all that it was asked for as."""
+        return tuple(self._labels.get(name, ())) or (name,)
+
     async def resolve(
         self, text: str, *, sticky_key: str | None = None, tenant: str = ""
     ) -> Resolved:
@@ -76,6 +73,7 @@ class RegistryAdapters:
     async def make_known(self, backend: Backend, resolved: Resolved) -> None:
         """To the engine, under its CID; however many ask, it is added once."""
         cid = resolved.cid
+        self._labels.setdefault(cid, {})[label_of(resolved)] = None
         if resolved.name is not None:
             self._names[cid] = f"{resolved.tenant}/{resolved.name}@{resolved.version}"
         if cid in backend.adapters:
@@ -140,3 +138,8 @@ class RegistryAdapters:
     def _follow(self, watch: Watch) -> None:
         for names in watch:
             self.forget(names)
+
+
+def label_of(resolved: Resolved) -> str:
+    """The adapter, whatever its version; a content id alone has no name."""
+    return resolved.cid if resolved.name is None else f"{resolved.tenant}/{resolved.name}"

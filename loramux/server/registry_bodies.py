@@ -28,6 +28,7 @@ class PromoteRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 class RollbackRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     alias: str = "prod"
     if_revision: int | None = None
+    warm: bool = False
 
 
 class SplitRequest(Struct, kw_only=True, forbid_unknown_fields=True):

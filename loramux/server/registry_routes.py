@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.adapters.library import Pushed
-from loramux.backend import Job
+from loramux.data_folder import FETCH_FOLDER
 from loramux.registry.names import AdapterName, parse_adapter_name, parse_name_reference
-from loramux.registry.records import AliasState, Resolved
+from loramux.registry.records import AliasState
 from loramux.registry.registry import Registry
 from loramux.server.body import json_response, read_json
 from loramux.server.context import Context
@@ -31,7 +30,7 @@ from loramux.server.registry_bodies import (
     SplitRequest,
     alias_entry,
 )
-from loramux.types import SamplingParams
+from loramux.server.warming import warm_up
 
 T = TypeVar("T")
 
@@ -95,10 +94,13 @@ def _add_moves(router: APIRouter, context: Context) -> None:
         """Moves an alias back to what it named before."""
         asked = await _read(context, request, RollbackRequest)
         move = _Move(context, request)
+        revision = asked.if_revision
+        if asked.warm:
+            # What was warmed is what the alias moves to, or it does not move.
+            warmed_at = await move.warm_previous(asked.alias)
+            revision = warmed_at if revision is None else revision
         return await move.run(
-            lambda registry, name: registry.rollback(
-                name, alias=asked.alias, if_revision=asked.if_revision
-            )
+            lambda registry, name: registry.rollback(name, alias=asked.alias, if_revision=revision)
         )
 
 
@@ -112,8 +114,17 @@ class _Move:
 
     async def warm(self, versions: list[str]) -> None:
         for version in versions:
+            self._context.require_ready()
             resolved = await self._registry.resolve(f"{self._name}@{version}")
-            await warm(self._context, self._registry, resolved)
+            await self._registry.make_known(self._context.backend, resolved)
+            await warm_up(self._context, resolved.cid)
+
+    async def warm_previous(self, alias: str) -> int:
+        """The revision that the alias is at now."""
+        registry = self._registry.registry
+        current, previous = await asyncio.to_thread(registry.previous, str(self._name), alias=alias)
+        await self.warm([target.version for target in previous.targets])
+        return current.revision
 
     async def run(self, change: Callable[[Registry, str], AliasState]) -> Response:
         state = await asyncio.to_thread(change, self._registry.registry, str(self._name))
@@ -121,23 +132,10 @@ class _Move:
         return json_response(alias_entry(state))
 
 
-async def warm(context: Context, registry: RegistryAdapters, resolved: Resolved) -> None:
-    """Really generates a token with the adapter, which is on the device afterwards."""
-    context.require_ready()
-    await registry.make_known(context.backend, resolved)
-    job = Job(
-        request_id=f"warm-{uuid.uuid4().hex}",
-        prompt_token_ids=(1,),
-        params=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
-        adapter=resolved.cid,
-        timeout_s=context.options.probe_timeout_s,
-    )
-    async for _ in context.backend.submit(job):
-        pass
-
-
 def _push(context: Context, registry: RegistryAdapters, asked: PushRequest) -> Pushed:
-    with fetched_folder(asked.source, context.options.allowed_roots) as folder:
+    options = context.options
+    area = registry.library.store.root.parent / FETCH_FOLDER
+    with fetched_folder(asked.source, options.allowed_roots, options.sources, area) as folder:
         return registry.library.push(folder, _full_reference(context, asked.reference))
 
 

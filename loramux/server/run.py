@@ -18,6 +18,7 @@ from loramux.server.intake import PromptKind, make_answer, take_in
 from loramux.server.naming import full_name
 from loramux.server.openapi import generating
 from loramux.server.prompts import check_characters, encode_prompt, off_loop
+from loramux.server.refusals import noting_refusals
 from loramux.server.selection import Selected
 from loramux.server.serving_bodies import RunAnswer, RunChunk, RunRequest
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
@@ -32,10 +33,13 @@ def run_routes(context: Context) -> APIRouter:
     @router.post("/v1/run", **generating(RunRequest, RunAnswer))
     async def run_artifact(request: Request) -> Response:
         """Runs an artifact of the registry, or an adapter by its name, on an input."""
-        intake = await take_in(context, request, RunRequest)
-        _check_fields(intake.request)
-        token_ids = await off_loop(intake.num_body_bytes, lambda: _encode(context, intake.request))
-        answer = make_answer(context, intake, [token_ids], RUN)
+        with noting_refusals(context, request) as draft:
+            intake = await take_in(context, request, RunRequest, draft)
+            _check_fields(intake.request)
+            token_ids = await off_loop(
+                intake.num_body_bytes, lambda: _encode(context, intake.request)
+            )
+            answer = make_answer(context, intake, [token_ids], RUN)
         artifact = artifact_name(intake.selected)
         deltas = run_jobs(context.backend, context.metrics, answer)
         if intake.request.stream:

@@ -10,6 +10,7 @@ from loramux.registry.records import Resolved
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.naming import NOBODY, Asker, find_named
+from loramux.server.registry_adapters import label_of
 from loramux.server.serving_bodies import RunRequest
 from loramux.wire import GenerationRequest
 
@@ -25,6 +26,11 @@ class Selected:
     weight: float = 1.0
     resolved: Resolved | None = None
     """What the registry said of it."""
+
+    @property
+    def label(self) -> str | None:
+        """What shares and metrics call it, whatever its version; None: as the engine does."""
+        return None if self.resolved is None else label_of(self.resolved)
 
 
 async def select(
@@ -51,7 +57,7 @@ async def select(
     name = request.adapters[0]
     found = await find_named(context, name, param="adapters", asker=asker)
     if found is None or found.adapter is None:
-        raise NotServed(f"The adapter `{name}` does not exist.", param="adapters")
+        raise _unknown(context, f"The adapter `{name}`", "adapters")
     return Selected(name, found.adapter, weights[0], found.resolved)
 
 
@@ -60,14 +66,14 @@ async def select_model(context: Context, model: str | None, *, asker: Asker = NO
         return Selected(context.base_names[0], None)
     found = await find_named(context, model, param="model", asker=asker)
     if found is None:
-        raise NotServed(f"The model `{model}` does not exist.", param="model")
+        raise _unknown(context, f"The model `{model}`", "model")
     return Selected(model, found.adapter, resolved=found.resolved)
 
 
 async def _select_artifact(context: Context, artifact: str, asker: Asker) -> Selected:
     found = await find_named(context, artifact, param="artifact", asker=asker, own_base_only=True)
     if found is None:
-        raise NotServed(f"The artifact `{artifact}` does not exist.", param="artifact")
+        raise _unknown(context, f"The artifact `{artifact}`", "artifact")
     return Selected(artifact, found.adapter, resolved=found.resolved)
 
 
@@ -86,6 +92,10 @@ def _weights(adapters: Sequence[str], weights: Sequence[float] | None) -> Sequen
                 "adapter_weights",
             )
     return weights
+
+
+def _unknown(context: Context, what: str, param: str) -> NotServed:
+    return NotServed(f"{what} does not exist.{context.missed_registry}", param=param)
 
 
 def _refusal(message: str, param: str) -> InvalidRequest:

@@ -6,14 +6,16 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec import UNSET
+
 from loramux import receipts
-from loramux.backend import Delta, Job, ModelCard
-from loramux.receipts import Receipt, ServedAdapter, base_label
+from loramux.backend import Delta, Job
+from loramux.receipts import Receipt, ServedAdapter, ServingStatus, base_label
 from loramux.registry.names import DEFAULT_TENANT
 from loramux.registry.records import Resolved
+from loramux.server.errors import error_info
 from loramux.server.usage import UsageCount
 from loramux.types import RequestFacts
 
@@ -23,19 +25,8 @@ if TYPE_CHECKING:
 ON_DEVICE = "device"
 ID_PREFIX = "rcpt_"
 MS_PER_S = 1000.0
+MAX_REASON_CHARACTERS = 300
 NO_FACTS = RequestFacts(None, 0.0, 0, 0.0, 0)
-
-
-class ServingStatus(StrEnum):
-    COMPLETED = "completed"
-    FAILED = "failed"
-    """The engine or the adapter failed, or the request's time was over."""
-    ABORTED = "aborted"
-    """The client left before the end."""
-
-
-class ServingReceipt(Receipt, frozen=True, kw_only=True):
-    status: ServingStatus
 
 
 class Keeper(Protocol):
@@ -67,7 +58,12 @@ class ReceiptDesk:
     writer: Keeper | None = None
     """None: they are given to the client, and not kept."""
 
-    def issue(self, receipt: ServingReceipt) -> Receipt:
+    @property
+    def keeps_refusals(self) -> bool:
+        """They are not in the answer, so that nobody could read what is not kept."""
+        return self.is_on and self.writer is not None
+
+    def issue(self, receipt: Receipt) -> Receipt:
         issued = receipt if self.key is None else receipts.signed(receipt, self.key)
         if self.writer is not None:
             self.writer.add(issued)
@@ -79,13 +75,15 @@ class Served:
     """What stays the same through all of an answer."""
 
     base_name: str
-    base: ModelCard
+    base_digest: str
     tenant: str
     adapter: str | None
     """The name by which the engine knows it."""
     weight: float
     resolved: Resolved | None
     arrival: Arrival
+    asked: str | None = None
+    """What the request named; kept of one that is refused."""
 
 
 class ServingRecord:
@@ -116,25 +114,27 @@ class ServingRecord:
             self._facts = slower(self._facts, delta.facts)
         self._usage.add(job_index, delta)
 
-    def end(self, status: ServingStatus) -> None:
+    def end(self, status: ServingStatus, error: Exception | None = None) -> None:
         """Only the first end counts."""
         if not self._has_ended:
             self._has_ended = True
             if self._desk.is_on:
-                self.receipt = self._desk.issue(self._write(status))
+                self.receipt = self._desk.issue(self._write(status, error))
 
     def _elapsed_ms(self) -> float:
         return round((time.monotonic() - self._served.arrival.clock_s) * MS_PER_S, 3)
 
-    def _write(self, status: ServingStatus) -> ServingReceipt:
+    def _write(self, status: ServingStatus, error: Exception | None) -> Receipt:
         served, facts, usage = self._served, self._facts, self._usage.usage()
         adapters = tuple(self._served_adapter(cid) for cid in self._cids)
-        return ServingReceipt(
+        info = None if error is None else error_info(error)
+        is_refused = status is ServingStatus.REFUSED
+        return Receipt(
             id=self.id,
             time=served.arrival.at,
             tenant=served.tenant or self._desk.home_tenant,
-            base_model=base_label(served.base_name, served.base.digest),
-            base_digest=served.base.digest,
+            base_model=base_label(served.base_name, served.base_digest),
+            base_digest=served.base_digest,
             adapter_cid=adapters[0].cid if adapters else None,
             adapters=adapters,
             pool_id=self._desk.pool_id,
@@ -150,6 +150,9 @@ class ServingRecord:
             reused_tokens=usage.prompt_tokens_details.cached_tokens,
             distinct_adapters=facts.num_distinct,
             status=status,
+            asked=served.asked if is_refused and served.asked is not None else UNSET,
+            http_status=UNSET if info is None else info.code,
+            reason=UNSET if info is None else info.message[:MAX_REASON_CHARACTERS],
         )
 
     def _served_adapter(self, cid: str) -> ServedAdapter:

@@ -30,6 +30,14 @@ def read_terms(headers: Headers, request: GenerationRequest, *, tenant_header: s
     )
 
 
+def known_tenant(headers: Headers, name: str | None) -> str:
+    """Empty also for one that would be refused."""
+    try:
+        return "" if name is None else _tenant(headers, name)
+    except InvalidRequest:
+        return ""
+
+
 def _tenant(headers: Headers, name: str) -> str:
     """Empty without the header: all who are not named are one tenant."""
     values = headers.getlist(name)

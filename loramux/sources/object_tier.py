@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from loramux.errors import SourceFailed, SourceNotFound
+from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound
+from loramux.progress import SILENT, ByteSink
 from loramux.sources.config import SourceConfig
 from loramux.sources.object_store import open_store, store_errors, translated
 from loramux.sources.origin import CHUNK_BYTES
@@ -20,14 +21,23 @@ class ObjectTier:
     not seem to be kept there, nor an adapter to be missing.
     """
 
-    def __init__(self, url: str, config: SourceConfig, *, timing: Timing = SYSTEM_TIMING) -> None:
+    def __init__(
+        self,
+        url: str,
+        config: SourceConfig,
+        *,
+        timing: Timing = SYSTEM_TIMING,
+        sink: ByteSink = SILENT,
+    ) -> None:
         """`s3://bucket/folder`, `gs://…` or `az://…`."""
         place = parse_bucket_url(url)
         self._prefix = place.folder
         self._bucket = f"{place.kind}://{place.place}"
         self._limits = config.limits
         self._timing = timing
+        self._sink = sink
         self._store = open_store(place.kind, place.place, config, config.limits)
+        self.num_failures = 0
 
     def __repr__(self) -> str:
         return f"ObjectTier({'/'.join((self._bucket, *self._prefix))})"
@@ -56,8 +66,11 @@ class ObjectTier:
         import obstore
 
         def upload() -> bool:
+            size = source.stat().st_size
+            self._sink.begin(f"Uploading to {self._bucket}", size)
             with store_errors(self._show(key)):
                 obstore.put(self._store, self._path(key), source)
+            self._sink.add(size)
             return True
 
         self._retrying(upload)
@@ -71,19 +84,25 @@ class ObjectTier:
         left_bytes = found.meta["size"]
         if left_bytes > max_bytes:
             return False
+        self._sink.begin(f"Downloading from {self._bucket}", left_bytes)
         with destination.open("wb") as writer:
             for chunk in translated(found.stream(min_chunk_size=CHUNK_BYTES), what):
                 left_bytes -= len(chunk)
                 if left_bytes < 0:
                     break
                 writer.write(chunk)
+                self._sink.add(len(chunk))
         if left_bytes != 0:
             raise SourceFailed(f"{what} has another size than its bucket says. Try again.")
         return True
 
     def _retrying(self, action: Callable[[], bool]) -> bool:
         deadline = Deadline(self._limits.timeout_s, self._timing)
-        return retrying(action, deadline, max_attempts=self._limits.max_attempts)
+        try:
+            return retrying(action, deadline, max_attempts=self._limits.max_attempts)
+        except (SourceFailed, SourceForbidden):
+            self.num_failures += 1
+            raise
 
     def _path(self, key: str) -> str:
         return "/".join((*self._prefix, key))

@@ -41,6 +41,14 @@ FORMS = (
 HUB_FORM = "Write it as hf:owner/name, hf:owner/name@revision or hf:owner/name@revision:file."
 
 
+REMOTE_PREFIXES = ("hf:", "s3://", "gs://", "az://", "http://", "https://")
+
+
+def is_remote(text: str) -> bool:
+    """Whether it names another place than a folder of this machine."""
+    return text.startswith(REMOTE_PREFIXES)
+
+
 def parse_source(text: str, config: SourceConfig, *, adapter_source: str | None = None) -> SourceId:
     """`adapter_source`: LoRAX's `hub`, `local`, `s3` or `pbase`, for the ids that these have."""
     if not text or len(text) > MAX_ID_CHARS:

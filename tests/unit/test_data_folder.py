@@ -26,6 +26,16 @@ def test_a_named_data_folder_does_not_move_a_registry_that_the_environment_names
     assert places.registry == "postgresql://h/db"
 
 
+def test_what_stands_behind_the_store_is_named_like_the_rest() -> None:
+    environment = {"LORAMUX_SHARED_CACHE": "redis://:hunter2@h", "LORAMUX_REMOTE_STORE": "s3://b"}
+    places = find_places(environment=environment)
+    assert (places.shared_cache, places.remote_store) == ("redis://:hunter2@h", "s3://b")
+    given = find_places(shared_cache="redis://o", remote_store="gs://o", environment=environment)
+    assert (given.shared_cache, given.remote_store) == ("redis://o", "gs://o")
+    assert find_places(environment={"LORAMUX_SHARED_CACHE": ""}).shared_cache is None
+    assert "hunter2" not in repr(places)
+
+
 def test_without_a_word_it_is_the_users_data_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     assert find_places(environment={"XDG_DATA_HOME": "/xdg"}).store == Path("/xdg/loramux/store")

@@ -16,8 +16,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from loramux.serve_config import SETTINGS, flag, load_serve_config
-from loramux.serve_values import Kind
+from loramux.serve_config import SETTINGS
+from loramux.serve_file import load_serve_config
+from loramux.serve_values import Kind, flag
 from loramux.server import sampling
 from loramux.server.errors import HTTP_STATUS
 from tests.serve_factory import RunningServer, running_server

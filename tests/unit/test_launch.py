@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 
 from loramux.data_folder import REGISTRY_VARIABLE
-from loramux.errors import InvalidRequest
-from loramux.launch import _listen, opened_registry, serve, server_options
+from loramux.errors import InvalidRequest, StoreFull
+from loramux.launch import _listen, opened_registry, serve, server_options, source_config
+from loramux.registry.registry import Registry
 from loramux.serve_config import ServeConfig
 from loramux.signing import make_key_files
+from loramux.sources.config import FetchLimits
+from tests.store_factory import write_tiny
 
 
 def test_a_port_in_use_is_said_before_the_model_is_loaded() -> None:
@@ -32,9 +35,10 @@ def test_answers_do_not_wait_for_acknowledgements() -> None:
     [("auto", True, False), ("on", True, True), ("off", False, False)],
 )
 def test_without_a_registry_streams_have_receipts_only_when_asked(
-    receipts: str, in_body: bool, in_streams: bool
+    receipts: str, in_body: bool, in_streams: bool, tmp_path: Path
 ) -> None:
-    with opened_registry(ServeConfig(receipts=receipts), environment={}) as (registry, desk):
+    environment = {"XDG_DATA_HOME": str(tmp_path)}
+    with opened_registry(ServeConfig(receipts=receipts), environment) as (registry, desk):
         assert registry is None and desk.writer is None
         assert (desk.is_on, desk.in_streams) == (in_body, in_streams)
         assert desk.pool_id == socket.gethostname()
@@ -53,15 +57,67 @@ def test_a_registry_is_opened_where_the_settings_or_the_environment_say(tmp_path
     assert (tmp_path / "named.db").exists()
 
 
+def test_what_was_pushed_into_the_users_folder_is_served_without_a_word(tmp_path: Path) -> None:
+    environment = {"XDG_DATA_HOME": str(tmp_path)}
+    path = tmp_path / "loramux" / "registry.db"
+    with opened_registry(ServeConfig(), environment) as (registry, desk):
+        assert registry is None and not desk.in_streams
+    assert not path.exists(), "a server makes no registry that nobody asked for"
+    with Registry(path):
+        pass
+    with opened_registry(ServeConfig(), environment) as (registry, desk):
+        assert registry is not None and desk.writer is not None and desk.in_streams
+    with opened_registry(ServeConfig(registry="none"), environment) as (registry, _):
+        assert registry is None
+    options = server_options(ServeConfig(), base_name="b", environment=environment)
+    assert options.unopened_registry == str(path)
+
+
+def test_the_settings_become_the_policy_for_sources() -> None:
+    config = ServeConfig(
+        allowed_http_hosts=("a.example",),
+        private_http_hosts=("10.0.0.1:80",),
+        allowed_buckets=("mine",),
+        allowed_hub_owners=("me",),
+        max_adapter_size=100,
+        fetch_timeout_s=5,
+        fetch_workers=2,
+    )
+    sources = source_config(config, {"AWS_ENDPOINT_URL": "http://s3.example"})
+    assert sources.http.allows("https", "a.example", 443)
+    assert not sources.http.allows_private("https", "a.example", 443)
+    assert sources.http.allows_private("http", "10.0.0.1", 80)
+    assert {sources.s3.allowed_buckets, sources.gcs.allowed_buckets} == {("mine",)}
+    assert sources.hub.allowed_owners == ("me",) and sources.s3.endpoint == "http://s3.example"
+    limits = sources.limits
+    assert (limits.max_file_bytes, limits.timeout_s, limits.num_workers) == (100, 5, 2)
+    assert source_config(ServeConfig(), {}).limits == FetchLimits()
+
+
+def test_the_store_has_the_tiers_and_limits_of_the_settings(tmp_path: Path) -> None:
+    config = ServeConfig(
+        data=str(tmp_path), shared_cache="redis://:hunter2@127.0.0.1:1", store_space=1
+    )
+    environment = {"LORAMUX_REMOTE_STORE": "s3://bucket/folder"}
+    with opened_registry(config, environment) as (registry, _):
+        assert registry is not None
+        tiers = [tier.tier for tier in registry.library.store.tier_stats()]
+        with pytest.raises(StoreFull):
+            registry.library.push(write_tiny(tmp_path / "a"), "a/b@1.0.0")
+    assert tiers == ["shared_cache", "remote_store"]
+    assert "hunter2" not in repr(config)
+
+
 def test_a_key_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
     file = tmp_path / "key.pem"
     make_key_files(file)
-    with opened_registry(ServeConfig(receipt_key=str(file)), environment={}) as (_, desk):
+    environment = {"XDG_DATA_HOME": str(tmp_path)}
+    with opened_registry(ServeConfig(receipt_key=str(file)), environment) as (_, desk):
         assert desk.key is not None
     file.write_text("no key")
     with (
         pytest.raises(InvalidRequest, match="Ed25519"),
-        opened_registry(ServeConfig(receipt_key=str(file)), environment={}),
+        opened_registry(ServeConfig(receipt_key=str(file)), environment),
     ):
         pass
 

@@ -1,4 +1,4 @@
-"""Values by themselves; files and flags are in test_serve_config.py."""
+"""Values by themselves; files and flags are in test_serve_file.py."""
 
 from __future__ import annotations
 

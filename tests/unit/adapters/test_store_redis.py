@@ -136,9 +136,49 @@ def test_serving_goes_on_while_redis_is_away(
             write_tiny(tmp_path / "a")
         )
         ContentStore(tmp_path / "two", tiers=[away, far]).materialize(cid)
-    assert away.num_failures > 0
-    assert "Redis cache failed to get" in caplog.text and "secret" not in caplog.text
+    assert away.num_failures == 1, "nobody waits again for a cache that is away"
+    assert caplog.text.count("Redis cache failed to look") == 1 and "secret" not in caplog.text
     away.close()
+
+
+def test_it_is_asked_again_later_and_each_absence_is_said_once(
+    tmp_path: Path, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = Redis.from_url("redis://127.0.0.1:1/0")
+    tier = RedisTier(client, clock=clock)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert not tier.has("blobs/a")
+        clock.advance(store_redis.AWAY_S)
+        assert get(tier, tmp_path, "blobs/a") is None
+    assert (tier.num_failures, len(caplog.records)) == (2, 1)
+    client.close()
+
+
+def test_a_cache_that_comes_back_is_used_again(
+    client: Redis, tmp_path: Path, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = RedisTier(client, limits=LIMITS, clock=clock)
+    pool = client.connection_pool
+    socket = pool.connection_kwargs["path"]
+    for path in ("/nowhere", socket):
+        pool.connection_kwargs["path"] = path
+        pool.reset()
+        assert not tier.has("blobs/a")
+    clock.advance(store_redis.AWAY_S)
+    with caplog.at_level(logging.INFO):
+        put(tier, tmp_path, "blobs/a", b"a")
+    assert tier.has("blobs/a") and "there again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://u:hunter2@host/0", "redis://:hunter2@host:port/0", "hunter2", "redis://[hunter2"],
+)
+def test_a_url_that_is_no_redis_is_refused_without_being_shown(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="redis://host:6379/0") as refused:
+        RedisTier.from_url(url)
+    assert "hunter2" not in str(refused.value) + repr(refused.value.__cause__)
 
 
 def test_a_second_machine_finds_the_adapter_in_the_cache(client: Redis, tmp_path: Path) -> None:

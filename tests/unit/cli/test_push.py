@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
-from loramux.cli.push import folder_bytes
 from tests.adapter_factory import (
     lora_config_dict,
     lora_tensors,
@@ -15,6 +15,9 @@ from tests.adapter_factory import (
     write_adapter,
 )
 from tests.cli_factory import NAME, Shell
+from tests.fault_server import FaultServer
+from tests.s3_server import S3Server
+from tests.s3_server import s3_server as s3_server
 
 
 def stored(shell: Shell) -> tuple[int, int]:
@@ -81,9 +84,41 @@ def test_the_check_on_a_base_refuses_an_adapter_of_another_shape(
     assert stored(shell) == (1, 1)
 
 
-def test_the_size_shown_is_that_of_the_adapters_files(shell: Shell, tmp_path: Path) -> None:
-    folder = shell.adapter()
-    expected = sum(path.stat().st_size for path in folder.iterdir())
-    (folder / "README.md").write_text("not pushed")
-    assert folder_bytes(folder) == expected
-    assert folder_bytes(tmp_path / "absent") == 0
+def test_an_adapter_larger_than_allowed_is_refused(shell: Shell) -> None:
+    refused = shell.run("push", shell.adapter(), f"{NAME}@1.0.0", "--max-adapter-size", "100")
+    assert refused.exit_code == 1 and "100" in refused.stderr
+    assert shell.run("push", shell.adapter(), NAME, "--max-adapter-size", "much").exit_code == 2
+    assert stored(shell) == (0, 0)
+
+
+def test_an_adapter_is_pushed_from_a_url(shell: Shell) -> None:
+    with FaultServer({f"x/{p.name}": p.read_bytes() for p in shell.adapter().iterdir()}) as web:
+        words = ["push", f"{web.url}/x", f"{NAME}@1.0.0"]
+        refused = shell.run(*words)
+        assert refused.exit_code == 1 and "private" in refused.stderr.replace("\n", " ")
+        assert stored(shell) == (0, 0)
+        shell.ok(*words, "--private-http-hosts", web.host)
+    assert stored(shell) == (1, 1)
+    assert list((shell.data / "fetch").iterdir()) == []
+
+
+def test_a_push_reaches_the_remote_store_and_a_pull_elsewhere_finds_it(
+    shell: Shell, tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.access_key_id)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.secret_access_key)
+    url = f"s3://{s3_server.bucket}/{uuid4().hex}"
+    remote = ["--remote-store", url]
+    assert shell.run("push", shell.adapter(), f"{NAME}@1.0.0", *remote).exit_code == 0
+    registry = ["--registry", shell.data / "registry.db"]
+    elsewhere = ["--data", tmp_path / "elsewhere", *registry]
+    without = shell.run_bare("pull", NAME, tmp_path / "copy", *elsewhere)
+    assert without.exit_code == 1 and not (tmp_path / "copy").exists()
+    assert shell.run_bare("verify", *elsewhere).exit_code == 1
+    assert shell.run_bare("verify", *elsewhere, *remote).exit_code == 0
+    pulled = shell.run_bare("pull", NAME, tmp_path / "copy", *elsewhere, *remote)
+    assert pulled.exit_code == 0, pulled.output
+    assert s3_server.secret_access_key not in pulled.output + without.output
+    copied = {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()}
+    assert copied == {path.name: path.read_bytes() for path in shell.adapter().iterdir()}

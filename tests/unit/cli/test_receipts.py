@@ -102,6 +102,7 @@ def test_keygen_makes_a_private_and_a_public_file_once(shell: Shell, tmp_path: P
 def test_slow_takes_a_number_or_none() -> None:
     assert with_latency(["--slow", "--json"]) == ["--slow", "0", "--json"]
     assert with_latency(["--slow"]) == ["--slow", "0"]
+    assert with_latency([]) == [], "the bare command is a traceback"
     assert with_latency(["--slow", "2.5"]) == ["--slow", "2.5"]
     assert with_latency(["show", "x"]) == ["show", "x"]
 

@@ -20,8 +20,8 @@ from typer.testing import CliRunner, Result
 from loramux.cli.main import app
 from loramux.cli.serve import Stopped, one_value_per_flag, run
 from loramux.errors import UnsupportedModel
-from loramux.serve_config import SETTINGS, ServeConfig, flag
-from loramux.serve_values import LoraModule
+from loramux.serve_config import SETTINGS, ServeConfig
+from loramux.serve_values import LoraModule, flag
 
 Launched = list[ServeConfig]
 

@@ -102,7 +102,8 @@ def test_a_thousand_adapters_are_twenty_series_and_a_rest() -> None:
     backend.adapters = {name: replace(card, name=name) for name in names}
     metrics = Metrics(backend)
     for number, name in enumerate(names):
-        metrics.traffic.counted(name).add(requests=1, generation_tokens=number)
+        for counted in metrics.counted(name, None):
+            counted.add(requests=1, generation_tokens=number)
     scraped(backend, metrics)
     found = scraped(backend, metrics)["loramux:adapter_requests_total"]
     shown = [labels["adapter"] for labels, _ in found]

@@ -37,7 +37,7 @@ def make_jobs(*prompts: bytes, n: int = 1) -> tuple[Job, ...]:
 def make_record(jobs: Sequence[Job]) -> ServingRecord:
     served = Served(
         base_name="m",
-        base=CARD,
+        base_digest=CARD.digest,
         tenant="",
         adapter=None,
         weight=1.0,

@@ -7,27 +7,51 @@ from pathlib import Path
 import pytest
 
 from loramux.errors import SourceForbidden, SourceNotFound
-from loramux.server.local_sources import fetched_folder, is_remote, local_folder
+from loramux.server.local_sources import fetched_folder, local_folder
+from loramux.sources.config import HttpConfig, SourceConfig
+from loramux.sources.parse import is_remote
+from tests.fault_server import FaultServer
 from tests.store_factory import write_tiny
+from tests.unit.sources.source_factory import WEIGHTS, adapter_files
 
 
 def test_a_folder_under_a_root_is_used_in_place(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "a")
-    with fetched_folder("a", [str(tmp_path)]) as found:
+    with fetched_folder("a", [str(tmp_path)], SourceConfig(), tmp_path / "fetch") as found:
         assert found == folder.resolve()
     with pytest.raises(SourceNotFound):
         local_folder("b", [str(tmp_path)])
 
 
-def test_no_root_means_no_folder() -> None:
-    with pytest.raises(SourceForbidden, match="no root is allowed"), fetched_folder("/tmp", []):
+def test_no_root_means_no_folder(tmp_path: Path) -> None:
+    with (
+        pytest.raises(SourceForbidden, match="no root is allowed"),
+        fetched_folder("/tmp", [], SourceConfig(), tmp_path / "fetch"),
+    ):
         pass
 
 
-def test_another_place_is_fetched_only_where_it_is_allowed() -> None:
+def test_another_place_is_fetched_only_where_it_is_allowed(tmp_path: Path) -> None:
     assert is_remote("s3://bucket/a") and is_remote("hf:owner/name") and not is_remote("a/b")
     with (
         pytest.raises(SourceForbidden, match="allowed hosts"),
-        fetched_folder("http://169.254.169.254/a", []),
+        fetched_folder("http://169.254.169.254/a", [], SourceConfig(), tmp_path / "fetch"),
     ):
         pass
+
+
+def test_an_allowed_host_is_fetched_from_and_a_private_one_only_by_its_own_list(
+    tmp_path: Path,
+) -> None:
+    with FaultServer(adapter_files("pirate")) as web:
+        url = f"{web.url}/pirate"
+        public = SourceConfig(http=HttpConfig(allowed_hosts=(web.host,)))
+        with (
+            pytest.raises(SourceForbidden, match="private"),
+            fetched_folder(url, [], public, tmp_path / "fetch"),
+        ):
+            pass
+        private = SourceConfig(http=HttpConfig(private_hosts=(web.host,)))
+        with fetched_folder(url, [], private, tmp_path / "fetch") as found:
+            assert (found / "adapter_model.safetensors").read_bytes() == WEIGHTS
+        assert not found.exists()

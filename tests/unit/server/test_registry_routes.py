@@ -97,6 +97,42 @@ def test_warm_loads_the_version_before_the_alias_moves(registry_app: Make) -> No
     assert seen == [(second, {"1.0.0": 1})]
 
 
+def test_a_rollback_warms_what_it_goes_back_to_before_the_alias_moves(registry_app: Make) -> None:
+    served, first, second = two_versions(registry_app)
+    for version in ("1.0.0", "1.1.0"):
+        post(served.app, f"{SQL}/promote", {"version": version})
+    seen: list[tuple[str | None, str]] = []
+    script = served.backend.script
+
+    async def watching(job: Any) -> Any:
+        state = served.registry.show("acme/sql").aliases[0]
+        seen.append((job.adapter, state.targets[0].version))
+        async for item in script(job):
+            yield item
+
+    served.backend.script = watching
+    assert post(served.app, f"{SQL}/rollback", {"warm": True}).status_code == 200
+    assert seen == [(first, "1.1.0")]
+    assert cid_of(served) == first
+    assert post(served.app, f"{SQL}/rollback", {"warm": True}).status_code == 409
+
+
+def test_a_rollback_that_was_overtaken_while_it_warmed_moves_nothing(registry_app: Make) -> None:
+    served, _, second = two_versions(registry_app)
+    for version in ("1.1.0", "1.0.0"):
+        post(served.app, f"{SQL}/promote", {"version": version})
+    script = served.backend.script
+
+    async def overtaking(job: Any) -> Any:
+        served.registry.split("acme/sql", {"1.0.0": 1, "1.1.0": 1}, alias="prod")
+        async for item in script(job):
+            yield item
+
+    served.backend.script = overtaking
+    assert post(served.app, f"{SQL}/rollback", {"warm": True}).status_code == 409
+    assert len(served.registry.show("acme/sql").aliases[0].targets) == 2
+
+
 def test_a_version_that_cannot_be_warmed_is_not_promoted(registry_app: Make) -> None:
     from loramux.errors import AdapterRefused
 
@@ -137,6 +173,22 @@ def test_an_adapter_is_shown(registry_app: Make) -> None:
     assert [version["cid"] for version in shown["versions"]] == [second, first]
     assert get(served.app, f"{ADAPTERS}/acme/none").status_code == 404
     assert get(served.app, f"{ADAPTERS}/team/polite").json()["object"] == "adapter"
+
+
+def test_metrics_call_an_adapter_by_its_name_whatever_its_version(registry_app: Make) -> None:
+    served, first, _ = two_versions(registry_app)
+    for model in ("acme/sql@1.0.0", "acme/sql@1.1.0", "legal"):
+        complete(served.app, model=model)
+    scraped = get(served.app, "/metrics").text
+    assert (
+        'loramux:adapter_requests_total{adapter="acme/sql",model_name="tiny-base"} 2.0' in scraped
+    )
+    assert 'loramux:adapter_requests_total{adapter="legal",model_name="tiny-base"} 1.0' in scraped
+    assert first not in scraped
+    complete(served.app, model=first)
+    assert f'adapter_requests_total{{adapter="{first}"' in get(served.app, "/metrics").text
+    listed = get(served.app, "/v1/adapters?order=busiest").json()["data"]
+    assert {entry["cid"]: entry["requests"] for entry in listed}[first] == 2, "counted by content"
 
 
 def test_models_and_adapters_list_those_of_the_registry(registry_app: Make) -> None:

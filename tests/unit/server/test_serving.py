@@ -23,7 +23,6 @@ from tests.unit.server.asgi_client import (
     complete,
     events_of,
     make_app,
-    post,
     run,
 )
 from tests.unit.server.scripted_backend import CARD, Script, ScriptedBackend, delta, say_hello
@@ -195,13 +194,6 @@ def test_a_signed_receipt_can_be_checked_by_who_has_the_public_key() -> None:
     assert check(told, key.public_key()) is Verdict.VALID
     assert check({**told, "status": "failed"}, key.public_key()) is Verdict.CHANGED
     assert kept[0].body() == told
-
-
-def test_what_is_refused_before_the_engine_has_no_receipt() -> None:
-    app, _, kept = serve()
-    response = post(app, CHAT, {"messages": []})
-    assert response.status_code == 400 and not kept
-    assert "x-loramux-receipt" not in response.headers
 
 
 def test_a_reload_between_arrival_and_start_is_what_the_receipt_names() -> None:

@@ -1,0 +1,86 @@
+"""Bytes on their way: a bar on a terminal; elsewhere a line now and then, when it takes long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
+from rich.text import Text
+
+from loramux.cli.doctor_view import printable, size_text
+
+LINE_EVERY_S = 5.0
+
+
+class ByteView:
+    """A ByteSink. What is drawn goes when the work has ended; lines stay."""
+
+    def __init__(
+        self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console or Console(stderr=True)
+        self._clock = clock
+        self._bars = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task: TaskID | None = None
+        self._what = ""
+        self._total_bytes: int | None = None
+        self._done_bytes = 0
+        self._said_s = clock()
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def begin(self, what: str, total_bytes: int | None) -> None:
+        self._what, self._total_bytes, self._done_bytes = what, total_bytes, 0
+        if self._task is not None:
+            self._bars.remove_task(self._task)
+        self._task = self._bars.add_task(escape(printable(what)), total=total_bytes)
+
+    def add(self, num_bytes: int) -> None:
+        self.set_done(self._done_bytes + num_bytes, self._total_bytes)
+
+    def set_done(self, done_bytes: int, total_bytes: int | None) -> None:
+        self._done_bytes, self._total_bytes = done_bytes, total_bytes
+        if self._task is not None:
+            self._bars.update(self._task, completed=done_bytes, total=total_bytes)
+        now_s = self._clock()
+        if not self._console.is_terminal and now_s - self._said_s >= LINE_EVERY_S:
+            self._said_s = now_s
+            self._console.print(Text(self._line()), soft_wrap=True)
+
+    def _line(self) -> str:
+        total = "" if self._total_bytes is None else f" of {size_text(self._total_bytes)}"
+        return f"{printable(self._what)}: {size_text(self._done_bytes)}{total}"

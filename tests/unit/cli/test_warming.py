@@ -1,0 +1,69 @@
+"""--warm: the servers load it first; if one cannot, nothing moves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli_factory import NAME, Shell
+from tests.scripted_server import Received, Scripted, scripted_server
+
+ENTRY = {
+    "id": "x",
+    "names": ["x"],
+    "cid": "cidv1:sha256:0",
+    "rank": 1,
+    "bytes": 1,
+    "tier": "device",
+}
+
+
+@pytest.fixture
+def two_versions(shell: Shell) -> Shell:
+    shell.push(f"{NAME}@1.4.2", seed=1)
+    shell.push(f"{NAME}@1.5.0", seed=2)
+    return shell
+
+
+def test_each_server_loads_what_the_alias_will_name_before_it_moves(two_versions: Shell) -> None:
+    shell = two_versions
+    seen: list[tuple[str, list[tuple[str, int]]]] = []
+
+    def answer(request: Received) -> Scripted:
+        info = shell.in_library(lambda library: library.registry.show(NAME))
+        now = [(t.version, t.weight) for state in info.aliases for t in state.targets]
+        seen.append((request.path, now))
+        return Scripted(body=json.dumps(ENTRY).encode())
+
+    with scripted_server() as one, scripted_server() as two:
+        one.answer = two.answer = answer
+        urls = ["--warm", "--url", one.url, "--url", two.url]
+        shell.ok("promote", f"{NAME}@1.4.2", *urls)
+        shell.ok("promote", f"{NAME}@1.5.0", *urls[:3])
+        shell.ok("rollback", NAME, *urls[:3])
+        shell.ok("split", NAME, "1.4.2=90", "1.5.0=10", *urls[:3])
+    paths = {version: f"/v1/adapters/{NAME}@{version}/warm" for version in ("1.4.2", "1.5.0")}
+    first, second = [("1.4.2", 1)], [("1.5.0", 1)]
+    assert seen == [
+        (paths["1.4.2"], []),
+        (paths["1.4.2"], []),
+        (paths["1.5.0"], first),
+        (paths["1.4.2"], second),
+        (paths["1.4.2"], first),
+        (paths["1.5.0"], first),
+    ]
+    assert shell.targets() == [("1.4.2", 90), ("1.5.0", 10)]
+
+
+def test_a_server_that_cannot_load_it_keeps_the_alias_where_it_is(two_versions: Shell) -> None:
+    shell = two_versions
+    shell.ok("promote", f"{NAME}@1.4.2")
+    refusal = {"error": {"message": "It is for another base.", "type": "x", "code": 422}}
+    with scripted_server() as server:
+        server.answer = lambda request: Scripted(status=422, body=json.dumps(refusal).encode())
+        refused = shell.run("promote", f"{NAME}@1.5.0", "--warm", "--url", server.url)
+    said = refused.stderr.replace("\n", " ")
+    assert refused.exit_code == 1
+    assert "another base" in said and "nothing was changed" in said and "--url" in said
+    assert shell.targets() == [("1.4.2", 1)]
