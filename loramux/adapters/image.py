@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,13 +29,25 @@ class AdapterImage:
         return self.buffer.numel() * self.buffer.element_size()
 
 
+def mapped_memory(num_bytes: int) -> mmap.mmap:
+    """Zeros that cost nothing until they are written, in huge pages where there are any."""
+    # Private: Linux has no huge pages for what processes share, and small ones cost a load more
+    # than all of its copies.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A kernel that was built without them says so with an error; small pages do as well.
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 def mapped_buffer(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory of its own, that goes back to the system with the tensor.
 
     The allocator would keep freed megabytes for later, in every thread, and a tier would take more
     than its budget.
     """
-    memory = mmap.mmap(-1, max(1, num_elements) * dtype.itemsize)
+    memory = mapped_memory(max(1, num_elements) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype, count=num_elements)
 
 

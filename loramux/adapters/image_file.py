@@ -11,16 +11,35 @@ from typing import Any, cast
 
 import torch
 
+from loramux.adapters.grouped_layout import GroupedLayout
 from loramux.adapters.image import AdapterImage, mapped_buffer
-from loramux.adapters.layout import IMAGE_HEADER_BYTES
+from loramux.adapters.layout import IMAGE_HEADER_BYTES, AdapterLayout
 from loramux.adapters.packing import Packing
 from loramux.errors import AdapterRefused
 
 _MAGIC = b"loramux image 1\n"
 _MAX_HEADER = 16 * 2**20
+_MAX_LAYOUTS = 256
 
 # Makes room for so many elements; in pinned memory where the device wants that.
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
+
+
+class KnownLayouts:
+    """Most adapters share a few layouts, and to plan one holds up every other thread."""
+
+    def __init__(self, packing: Packing) -> None:
+        self._packing = packing
+        self._layouts: dict[str, AdapterLayout | GroupedLayout] = {}
+
+    def find(self, key: Sequence[Any]) -> AdapterLayout | GroupedLayout:
+        text = json.dumps(key)
+        layout = self._layouts.get(text)
+        if layout is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[text] = self._packing.layout_of(key)
+        return layout
 
 
 def write_image(path: Path, image: AdapterImage) -> None:
@@ -49,13 +68,13 @@ def write_image(path: Path, image: AdapterImage) -> None:
 
 
 def read_image(
-    path: Path, cid: str, packing: Packing, allocate: Allocate = mapped_buffer
+    path: Path, cid: str, layouts: KnownLayouts, allocate: Allocate = mapped_buffer
 ) -> AdapterImage:
     """Raises FileNotFoundError, or AdapterRefused when the file is not what it should be."""
     with path.open("rb", buffering=0) as file:
         found = _read_header(file.fileno(), path)
         try:
-            layout = packing.layout_of(cast(Sequence[Any], found["layout"]))
+            layout = layouts.find(cast(Sequence[Any], found["layout"]))
             dtype = getattr(torch, str(found["dtype"]).removeprefix("torch."))
             if found["cid"] != cid or found["num_elements"] != layout.num_elements:
                 raise _broken(path, "it holds another adapter")

@@ -43,6 +43,7 @@ from loramux.engine.messages import (
 from loramux.engine.report import adapter_uses, take_snapshot
 from loramux.engine.usage import UsageFile
 from loramux.errors import LoramuxError
+from loramux.memory.loader import step_back
 from loramux.models.loader import LoadedModel
 from loramux.models.shapes import base_shapes
 from loramux.types import TokenEvent
@@ -71,7 +72,9 @@ class Worker:
         self._pulse = pulse
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         # Reading and checking an adapter must not stop the step loop.
-        self._readers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
+        self._readers = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="adapters", initializer=step_back
+        )
         self._forgotten: set[str] = set()
         self._num_steps = 0
         self._is_open = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from loramux.adapters.image import mapped_buffer
+from loramux.adapters.image import mapped_buffer, mapped_memory
 
 _DEFAULT_POOL_LIMIT = 4 * 2**30
 
@@ -28,9 +27,7 @@ def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -
     """On a CPU, memory that costs nothing until it is written, in huge pages where it can."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = mapped_memory(math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from loramux.adapters.image import AdapterImage, mapped_buffer
-from loramux.adapters.image_file import Allocate, read_image, write_image
+from loramux.adapters.image_file import Allocate, KnownLayouts, read_image, write_image
 from loramux.adapters.packing import Packing
 from loramux.errors import AdapterRefused
 from loramux.memory.policies import EvictionPolicy
@@ -39,10 +39,10 @@ class DiskTier:
         self.budget_bytes = budget_bytes
         self.counters = TierCounters()
         self._folder = folder / packing.fingerprint[:16]
-        self._packing = packing
         self._policy = policy
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
+        self._layouts = KnownLayouts(packing)
         if budget_bytes > 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._look()
@@ -63,7 +63,7 @@ class DiskTier:
             return None
         path = self._path(cid)
         try:
-            return read_image(path, cid, self._packing, allocate)
+            return read_image(path, cid, self._layouts, allocate)
         except FileNotFoundError:
             pass
         except (AdapterRefused, OSError) as error:

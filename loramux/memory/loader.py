@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +19,6 @@ from loramux.errors import LoramuxError
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.tiers import AdapterState
 
-# Lower priority than the step loop: where cores are short, a load takes longer and a step does not.
 _NICENESS = 19
 _NUM_THREADS = 2
 
@@ -59,7 +59,7 @@ class AdapterLoader:
         self._allocate = allocate
         self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._threads = executor or ThreadPoolExecutor(
-            max_workers=_NUM_THREADS, thread_name_prefix="loader", initializer=_step_back
+            max_workers=_NUM_THREADS, thread_name_prefix="loader", initializer=step_back
         )
         self.max_open = 2 * _NUM_THREADS
         self.num_open = 0
@@ -125,6 +125,15 @@ def _as_loramux_error(error: Exception) -> LoramuxError:
     return LoramuxError(f"The adapter could not be loaded: {error!r}. Try again.")
 
 
-def _step_back() -> None:
+def step_back() -> None:
+    """This thread, and those that it starts, run while the step loop leaves a core idle.
+
+    Niceness alone does not do it: a thread that wakes up still waits for the other's slice to end,
+    and a step has hundreds of such moments. An idle thread is interrupted at once.
+    """
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        thread_id = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread_id, _NICENESS)
+        # Some sandboxes know no other policy; there niceness has to do.
+        with suppress(OSError):
+            os.sched_setscheduler(thread_id, os.SCHED_IDLE, os.sched_param(0))

@@ -31,7 +31,8 @@ class PageAllocator:
         """None: too few free pages, and nothing was taken."""
         if count > len(self._free):
             return None
-        page_ids = [self._free.pop() for _ in range(count)]
+        # In order: what is copied to neighbouring pages is one copy.
+        page_ids = sorted(self._free.pop() for _ in range(count))
         self._owners.update(dict.fromkeys(page_ids, owner))
         return page_ids
 

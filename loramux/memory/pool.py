@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from loramux.memory.device import Fence, SideCopier, zeros
@@ -66,16 +67,13 @@ class PagePool:
 
         May be called from any thread; on a GPU the copy runs beside the kernels of a step.
         """
+        pairs = copies_of_runs(self.storage, page_ids, buffer)
         if self._copier is not None:
-            pairs = copies_of_runs(self.storage, page_ids, buffer)
             self._copier.copy(pairs, after=self._fences.pop(page_ids[0], None))
             return
-        width = self.geometry.page_elements
-        full, rest = divmod(buffer.numel(), width)
-        index = torch.tensor(page_ids, device=self.storage.device)
-        self.storage.index_copy_(0, index[:full], buffer[: full * width].view(full, width))
-        if rest:
-            self.storage[page_ids[full], :rest].copy_(buffer[full * width :])
+        for target, source in pairs:
+            # Not by torch, which would give this thread a team of its own on the step loop's cores.
+            np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
 
     def clear(self, page_ids: list[int]) -> None:
         """Zeroes pages, so that nothing of an earlier owner can reach a new one."""

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-from loramux.adapters.image import pack_adapter
+from loramux.adapters.image import mapped_buffer, pack_adapter
 from loramux.adapters.layout import sites_of
 from loramux.adapters.reader import read_adapter
 from tests.adapter_factory import make_peft_adapter, tiny_base_info, tiny_llama_config
@@ -42,3 +44,17 @@ def test_an_image_takes_its_elements_and_no_more(tmp_path: Path) -> None:
     image = pack_adapter(adapter, sites_of(BASE), torch.float32)
     assert image.num_bytes == 4 * image.layout.num_elements
     assert image.num_bytes == sum(4 * (m.a.numel() + m.b.numel()) for m in adapter.modules)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="maps are listed here only on Linux")
+def test_a_buffer_is_this_process_own_memory() -> None:
+    """Catches memory that is shared, which Linux never gives in huge pages."""
+    buffer = mapped_buffer(2**20, torch.float32)
+    assert not buffer.any()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        area, permissions, *_ = line.split()
+        first, last = (int(end, 16) for end in area.split("-"))
+        if first <= buffer.data_ptr() < last:
+            assert permissions == "rw-p"
+            return
+    raise AssertionError("the buffer is nowhere")

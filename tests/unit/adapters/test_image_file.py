@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loramux.adapters.image import AdapterImage
-from loramux.adapters.image_file import read_image, write_image
+from loramux.adapters.image_file import KnownLayouts, read_image, write_image
 from loramux.adapters.layout import Site, plan_layout
 from loramux.adapters.packing import StackedPacking
 from loramux.errors import AdapterRefused
@@ -30,7 +30,7 @@ def make_image(dtype: torch.dtype) -> AdapterImage:
 def test_any_layout_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     image = make_image(dtype)
     write_image(tmp_path / "x.image", image)
-    again = read_image(tmp_path / "x.image", image.cid, PACKING)
+    again = read_image(tmp_path / "x.image", image.cid, KnownLayouts(PACKING))
     assert again.layout == image.layout and again.buffer.dtype == dtype
     assert torch.equal(again.buffer.view(torch.uint8), image.buffer.view(torch.uint8))
 
@@ -39,21 +39,32 @@ def test_the_buffer_comes_from_the_callers_allocator(tmp_path: Path) -> None:
     image = make_image(torch.float32)
     write_image(tmp_path / "x.image", image)
     room = torch.zeros(image.buffer.numel())
-    again = read_image(tmp_path / "x.image", image.cid, PACKING, lambda count, dtype: room[:count])
+    again = read_image(
+        tmp_path / "x.image", image.cid, KnownLayouts(PACKING), lambda count, dtype: room[:count]
+    )
     assert again.buffer.data_ptr() == room.data_ptr()
+
+
+def test_adapters_of_one_layout_share_it_and_others_do_not(tmp_path: Path) -> None:
+    image, layouts = make_image(torch.float32), KnownLayouts(PACKING)
+    write_image(tmp_path / "x.image", image)
+    first, second = (read_image(tmp_path / "x.image", image.cid, layouts) for _ in range(2))
+    assert first.layout is second.layout
+    other = layouts.find([[0, "o", [5]]])
+    assert other == plan_layout(SITES, {(0, "o_proj"): 5})
 
 
 def test_a_file_of_another_adapter_is_refused(tmp_path: Path) -> None:
     write_image(tmp_path / "x.image", make_image(torch.float32))
     with pytest.raises(AdapterRefused, match="another adapter"):
-        read_image(tmp_path / "x.image", "cidv1:sha256:cd", PACKING)
+        read_image(tmp_path / "x.image", "cidv1:sha256:cd", KnownLayouts(PACKING))
 
 
 @pytest.mark.parametrize("content", [b"", b"loramux image 1\n", b"x" * 100000])
 def test_what_is_no_image_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.image").write_bytes(content)
     with pytest.raises(AdapterRefused, match="cannot be used"):
-        read_image(tmp_path / "x.image", "cidv1:sha256:ab", PACKING)
+        read_image(tmp_path / "x.image", "cidv1:sha256:ab", KnownLayouts(PACKING))
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:

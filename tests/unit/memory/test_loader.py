@@ -23,10 +23,12 @@ class Written:
     def __init__(self) -> None:
         self.pages: dict[str, list[int]] = {}
         self.niceness: int | None = None
+        self.policy: int | None = None
 
     def __call__(self, page_ids: list[int], image: AdapterImage) -> None:
         if sys.platform == "linux":
             self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+            self.policy = os.sched_getscheduler(threading.get_native_id())
         if page_ids == [13]:
             raise RuntimeError("no such page")
         self.pages[image.cid] = page_ids
@@ -76,3 +78,18 @@ def test_loads_give_way_to_the_step_loop() -> None:
     take(loader)
     loader.close()
     assert written.niceness is not None and written.niceness > mine
+    assert written.policy == os.SCHED_IDLE and os.sched_getscheduler(0) != os.SCHED_IDLE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
+def test_where_the_idle_policy_is_refused_niceness_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("not in this sandbox")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    written = Written()
+    loader = AdapterLoader(source=NumberedAdapters(), disk=None, write_pages=written)
+    loader.read(A, [1])
+    assert take(loader).error is None
+    loader.close()
+    assert written.niceness == 19 and written.policy != os.SCHED_IDLE

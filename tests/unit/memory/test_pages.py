@@ -13,6 +13,15 @@ def test_too_large_an_allocation_takes_nothing() -> None:
     assert pages.num_free == 4
 
 
+def test_pages_that_were_given_back_come_in_order_again() -> None:
+    """Catches an adapter that is copied page by page because its pages run backwards."""
+    pages = PageAllocator(4)
+    held = pages.allocate(("adapter", "a"), 4)
+    assert held == [0, 1, 2, 3]
+    pages.release(("adapter", "a"), held)
+    assert pages.allocate(("adapter", "b"), 4) == [0, 1, 2, 3]
+
+
 def test_a_page_cannot_be_released_by_a_stranger_or_twice() -> None:
     pages = PageAllocator(4)
     held = pages.allocate(("kv", 1), 2)

@@ -44,6 +44,15 @@ def test_whole_pages_only_and_less_than_a_page() -> None:
         assert torch.equal(out[:size], buffer)
 
 
+def test_values_are_copied_as_they_are_in_a_dtype_that_numpy_has_not() -> None:
+    pool = PagePool(
+        num_pages=3, geometry=GEOMETRY, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    buffer = torch.randn(GEOMETRY.page_elements + 1).to(torch.bfloat16)
+    pool.write([1, 2], buffer)
+    assert torch.equal(pool.storage[1:].flatten()[: buffer.numel()], buffer)
+
+
 def test_a_cleared_page_keeps_nothing_of_its_last_owner() -> None:
     pool = make_pool()
     pool.storage.fill_(float("nan"))
