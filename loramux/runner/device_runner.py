@@ -11,6 +11,7 @@ from torch import Tensor
 from loramux.errors import DoesNotFit
 from loramux.kernels.interface import PagedLayout, SequenceRows
 from loramux.lora.device_work import DeviceDirectory, LoraDevice, decode_work, prompt_work
+from loramux.lora.tail_work import tail_work
 from loramux.memory.device import device_memory_bytes, is_out_of_memory, release_cached
 from loramux.memory.pool import PagePool
 from loramux.models.decoder import Decoder
@@ -60,12 +61,14 @@ class DeviceRunner:
             num_multiprocessors=kernels.num_multiprocessors,
         )
         self._prompt_lora = prompt_work(lora, limits.max_batch_tokens)
+        decodes = decode_work(lora, limits.max_sequences, use_pdl=kernels.overlaps_launches)
         self._graphs = DecodeGraphs(
             self._decoder,
             kernels,
-            decode_work(lora, limits.max_sequences, use_pdl=kernels.overlaps_launches),
+            decodes,
             DecodeLimits(max_sequences=limits.max_sequences, max_pages=limits.max_pages),
             pool.device,
+            tail_work(decodes, self._decoder.tails, kernels.tail),
         )
         # Rows that a step may have; fewer after one ran out of memory.
         self._max_rows = limits.max_batch_tokens

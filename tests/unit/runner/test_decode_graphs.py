@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.runner.decode_graphs import BATCH_SIZES, DecodeLimits, is_decode
+from loramux.runner.decode_graphs import BATCH_SIZES, DecodeLimits, LoraKind, is_decode
 from loramux.types import Chunk, StepPlan
 from tests.device_factory import decode, device_engine, lease, mixed_selections, row, two_adapters
 from tests.engine_factory import make_prompt
@@ -74,5 +74,5 @@ def test_capture_makes_every_size_and_says_how_far_it_is(
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=3)[1]
     told: list[float] = []
     runner.capture(lambda _, share: told.append(share))
-    assert told == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1.0])
-    assert set(runner._graphs._steps) == {(n, lora) for n in (1, 2, 3) for lora in (True, False)}
+    assert told == pytest.approx([(i + 1) / 9 for i in range(9)])
+    assert set(runner._graphs._steps) == {(n, kind) for n in (1, 2, 3) for kind in LoraKind}
