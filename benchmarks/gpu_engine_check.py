@@ -28,6 +28,7 @@ from loramux.models.architectures import base_info, parse_config
 from loramux.models.decoder import Decoder
 from loramux.models.layers import HeadNorm, RMSNorm
 from loramux.models.loader import LoadedModel
+from loramux.runner.decode_graphs import LoraKind
 from loramux.types import Request, SamplingParams, Selection
 
 SMALL: dict[str, Any] = {
@@ -256,7 +257,7 @@ def time_decode(
     seconds = (time.perf_counter() - began) / num_steps
     runner: Any = engine.runner
     size = next(size for size in runner._graphs._sizes if size >= batch)
-    replay = runner._graphs._step(size, bool(cids))
+    replay = runner._graphs._step(size, LoraKind.TAIL if cids else LoraKind.NONE)
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(10):
