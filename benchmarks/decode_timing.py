@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.traffic import make_request
 from loramux.engine.engine import Engine
+from loramux.runner.decode_graphs import LoraKind
 from loramux.types import Selection
 
 # Steps between the last prompt and the clock: graphs and caches are warm then.
@@ -80,7 +81,9 @@ def graph_seconds(engine: Engine, batch: int, *, has_lora: bool) -> float | None
     size = next((size for size in getattr(graphs, "_sizes", ()) if size >= batch), None)
     if size is None or not hasattr(graphs, "_step"):
         return None
-    replay = graphs._step(size, has_lora)
+    kinds = [LoraKind.TAIL, LoraKind.LISTS] if has_lora else [LoraKind.NONE]
+    # The last step's kind: its list is still there.
+    replay = graphs._step(size, next(kind for kind in kinds if graphs.last_kind is kind))
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(_NUM_REPLAYS):

@@ -76,6 +76,9 @@ class EngineConfig:
     on a GPU what gpu_memory_utilization leaves."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory for weights, working memory, graphs and the page pool together."""
+    lora_tail_ranks: int = 128
+    """Ranks of adapters that a GPU computes with the base's own products, in blocks of 16: room for
+    them is kept behind every weight. A step whose adapters need more reads them one by one."""
     host_memory_bytes: int = 2**30
     """Adapters kept in host memory, packed and ready to copy into the pool."""
     disk_space_bytes: int = 8 * 2**30
@@ -120,6 +123,12 @@ class EngineConfig:
             raise InvalidRequest("adapter_memory_fraction must be in (0, 1].")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise InvalidRequest("gpu_memory_utilization must be in (0, 1].")
+        if self.lora_tail_ranks < 0 or self.lora_tail_ranks % 16:
+            raise InvalidRequest(
+                f"lora_tail_ranks must be a multiple of 16, got {self.lora_tail_ranks}. "
+                "Set it to 0 to keep no room for adapters behind the weights.",
+                param="lora_tail_ranks",
+            )
         if self.merge != "off" and self.is_gpu:
             raise InvalidRequest(
                 f"merge={self.merge!r} works on a CPU only: a GPU's kernels read adapters from "

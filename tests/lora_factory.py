@@ -55,7 +55,9 @@ class LoraWorld:
     tables: LoraTables
     weights: list[dict[tuple[int, str], tuple[Tensor, Tensor]]]
 
-    def plan(self, rows: Sequence[Selection], *, tail_blocks: Sequence[int] | None = None) -> None:
+    def plan(
+        self, rows: Sequence[Selection], *, tail_blocks: Sequence[Sequence[int]] | None = None
+    ) -> None:
         """The step's work, in the tables; rows[i] is what row i selects."""
         limits = self.tables.limits
         host = np.zeros(limits.num_words, dtype=np.int32)

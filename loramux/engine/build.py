@@ -133,8 +133,12 @@ def _geometry(model: LoadedModel, config: EngineConfig) -> KVGeometry:
 
 def _device_plan(model: LoadedModel, config: EngineConfig, sites: tuple[Site, ...]) -> DevicePlan:
     from loramux.engine.build_device import DevicePlan
+    from loramux.models.tail_linear import BLOCK_ROWS, add_tails
     from loramux.runner.device_runner import DeviceLimits
 
+    if config.lora_tail_ranks:
+        # Before anything is measured: it is part of the weights.
+        add_tails(model.decoder, config.lora_tail_ranks // BLOCK_ROWS)
     limits = DeviceLimits(
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,

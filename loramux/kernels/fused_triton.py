@@ -19,7 +19,7 @@ _HEADS_PER_PROGRAM = 8
 def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None) -> Tensor:
     """residual += x, in place; returns norm(residual). With `after`, x is normed first.
 
-    x, residual [rows, hidden]
+    x, residual [rows, hidden]; there may be gaps between the rows of x
     """
     num_rows, size = residual.shape
     out = torch.empty_like(residual)
@@ -29,6 +29,7 @@ def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None 
         norm.weight,
         None if after is None else after.weight,
         out,
+        size if x is None else x.stride(0),
         norm.eps,
         norm.eps if after is None else after.eps,
         SIZE=size,
@@ -114,7 +115,7 @@ def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
-def _scaled(x, weight, eps, SIZE: tl.constexpr):
+def scaled(x, weight, eps, SIZE: tl.constexpr):
     """x / rms(x) * weight"""
     return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight.to(tl.float32)
 
@@ -126,6 +127,7 @@ def _add_norm(  # noqa: PLR0913
     weight_ptr,
     after_ptr,
     out_ptr,
+    x_stride,
     eps,
     after_eps,
     SIZE: tl.constexpr,
@@ -139,15 +141,16 @@ def _add_norm(  # noqa: PLR0913
     begin_after_previous(OVERLAP)
     total = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if x_ptr is not None:
-        x = tl.load(x_ptr + at, mask=inside, other=0.0)
+        x_row = x_ptr + tl.program_id(0).to(tl.int64) * x_stride
+        x = tl.load(x_row + column, mask=inside, other=0.0)
         if after_ptr is not None:
             after = tl.load(after_ptr + column, mask=inside, other=0.0)
-            x = _scaled(x.to(tl.float32), after, after_eps, SIZE).to(x.dtype)
+            x = scaled(x.to(tl.float32), after, after_eps, SIZE).to(x.dtype)
         # The sum is normed as it is stored, rounded.
         stored = (total + x.to(tl.float32)).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + at, stored, mask=inside)
         total = stored.to(tl.float32)
-    normed = _scaled(total, weight, eps, SIZE)
+    normed = scaled(total, weight, eps, SIZE)
     tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -269,12 +272,12 @@ def _activate_mul(  # noqa: PLR0913
     inside = column < INNER
     gate = tl.load(gate_up_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + INNER + column, mask=inside, other=0.0)
-    mixed = _activate(gate, ACTIVATION) * up.to(tl.float32)
+    mixed = activate(gate, ACTIVATION) * up.to(tl.float32)
     tl.store(out_ptr + row * INNER + column, mixed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _activate(gate, ACTIVATION: tl.constexpr):
+def activate(gate, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         gate = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu":

@@ -70,6 +70,10 @@ class LoraTables:
     partials: Tensor
     """float32 [max h rows, slices, max splits, 16]: sums over a part of the inputs."""
 
+    def record_start(self, layer: int, site: int) -> int:
+        """Of a layer's first unit at a site's first projection, in words."""
+        return layer * self.records.stride(0) + self.sites[site].first_projection * UNIT_WORDS
+
 
 def make_tables(
     sites: Sequence[SiteShape],

@@ -63,7 +63,7 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
         tables.work,
         x,
         tables.partials,
-        _record_start(tables, layer, site),
+        tables.record_start(layer, site),
         num_slices,
         x.stride(0),
         IN=cut.shape.in_features,
@@ -112,7 +112,7 @@ def _launch_expand(
         tables.work,
         tables.partials,
         y,
-        _record_start(tables, *place),
+        tables.record_start(*place),
         y.stride(0),
         *widths,
         cut.num_splits,
@@ -127,10 +127,6 @@ def _launch_expand(
         maxnreg=launch.registers,
         **_pdl(launch.use_pdl),
     )
-
-
-def _record_start(tables: LoraTables, layer: int, site: int) -> int:
-    return layer * tables.records.stride(0) + tables.sites[site].first_projection * 8
 
 
 def _pdl(use_pdl: bool) -> dict[str, bool]:

@@ -29,6 +29,10 @@ SLOT, CHAIN, NUM_ROWS, ROW_START, H_START, WEIGHT, MORE_START, NUM_MORE = range(
 # A record is a unit at one projection of one layer: where its weights are, and in NUM_ROWS the
 # number of ranks too (ranks + rows * 2^16).
 A_ADDRESS, B_ADDRESS = SLOT, CHAIN
+# In place of a slot: rows without an adapter, in lists that name every row. Their units have a
+# place in the chain that no adapter has, so that nothing is found there.
+BASE = -1
+NO_GROUP = 0x7FFF
 # The bits of 1.0.
 ONE = np.array(1, dtype=np.float32).view(np.int32)
 
@@ -55,11 +59,17 @@ class WorkLimits:
     """Longer runs of rows are cut."""
     has_row_units: bool = True
     """False: a single row is a tile too, as in prompts."""
+    max_rows: int = 0
+    """Of a list that says, behind its units, which of them is the head of each row."""
+
+    @property
+    def row_map_start(self) -> int:
+        return HEADER_WORDS + self.max_units * UNIT_WORDS
 
     @property
     def num_words(self) -> int:
         """Of the longest list."""
-        return HEADER_WORDS + self.max_units * UNIT_WORDS
+        return self.row_map_start + self.max_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +77,7 @@ class RowTiles:
     """Entry e adds adapter slot[e], times weight[e], to num_rows[e] rows from start[e].
 
     In the order of rows. Entries with one start are several adapters on the same rows; base rows
-    have none.
+    have none, or one of slot BASE.
     """
 
     start: Ints
@@ -78,9 +88,14 @@ class RowTiles:
 
 
 def gather_tiles(
-    selections: Sequence[Sequence[tuple[int, float]]], num_rows: Sequence[int], tile_rows: int
+    selections: Sequence[Sequence[tuple[int, float]]],
+    num_rows: Sequence[int],
+    tile_rows: int,
+    *,
+    keeps_base: bool = False,
 ) -> RowTiles:
     """selections[i]: (slot, weight) pairs of the next num_rows[i] rows; neighbours are joined."""
+    nothing = ((BASE, 0.0),) if keeps_base else ()
     runs: list[tuple[int, int, Sequence[tuple[int, float]]]] = []
     row = 0
     for selection, count in zip(selections, num_rows, strict=True):
@@ -93,7 +108,7 @@ def gather_tiles(
         (start, min(tile_rows, stop - start), slot, weight)
         for first, stop, selection in runs
         for start in range(first, stop, tile_rows)
-        for slot, weight in selection
+        for slot, weight in selection or nothing
     ]
     columns = zip(*entries, strict=True) if entries else ((), (), (), ())
     start, rows, slot, weight = columns
@@ -105,15 +120,15 @@ def gather_tiles(
     )
 
 
-def plain_tiles(slots: Ints, tile_rows: int) -> RowTiles:
-    """slots[i]: the one adapter of row i, at weight 1; -1: a base row. Fast, for decode steps."""
+def plain_tiles(slots: Ints, tile_rows: int, *, keeps_base: bool = False) -> RowTiles:
+    """slots[i]: the one adapter of row i, at weight 1, or BASE. Fast, for decode steps."""
     start = np.flatnonzero(slots[1:] != slots[:-1]).astype(np.int32)
     start += 1
     if len(slots):
         start = np.concatenate((np.zeros(1, np.int32), start))
     stop = np.append(start[1:], np.int32(len(slots)))[: len(start)]
     slot = slots[start]
-    if len(slots) and slots.min() < 0:
+    if not keeps_base and len(slots) and slots.min() < 0:
         used = slot >= 0
         start, stop, slot = start[used], stop[used], slot[used]
     num_rows = stop - start
@@ -184,11 +199,14 @@ def build_work(
 ) -> int:
     """Fills out, which has limits.num_words; returns how many words are used.
 
-    tail_blocks[slot]: for expand_tail, the slot's first block of 16 ranks in every tail.
+    tail_blocks[slot, i]: for kernels that read h from the base product, where the slot's i-th
+    group of ranks is in every tail. Such a list has a unit for each entry of `tiles`.
     """
     start, num_rows, slot = tiles.start, tiles.num_rows, tiles.slot
     weight = ONE if tiles.weight is None else tiles.weight.view(np.int32)
     chained = directory.num_chained.take(slot)
+    if tail_blocks is not None:
+        chained = np.where(slot == BASE, 1, np.maximum(chained, 1))
     chain: Ints | None = None
     # An adapter that changes nothing has no unit.
     if tiles.weight is not None or len(slot) != np.count_nonzero(chained == 1):
@@ -197,7 +215,8 @@ def build_work(
         chain = (np.arange(len(entry)) - first[entry]).astype(np.int32)
         start, num_rows, slot = start[entry], num_rows[entry], slot[entry]
         weight = weight if tiles.weight is None else weight[entry]
-    _check(len(slot), int(np.add.reduce(num_rows)), limits)
+    h_rows = 0 if tail_blocks is not None else int(np.add.reduce(num_rows))
+    _check(len(slot), h_rows, limits)
     units = np.zeros((len(slot), UNIT_WORDS), dtype=np.int32)
     units[:, SLOT] = slot
     units[:, NUM_ROWS] = num_rows
@@ -205,17 +224,33 @@ def build_work(
     units[:, WEIGHT] = weight
     if chain is not None:
         units[:, CHAIN] = chain
+    if tail_blocks is not None:
+        _name_blocks(units, tail_blocks)
     units = _sort(units, chain is not None, limits, out[:HEADER_WORDS])
-    used = directory.slots[slot, :, 1].any(axis=0)
+    used = directory.slots[slot[slot != BASE], :, 1].any(axis=0)
     out[FIRST_USED : FIRST_USED + MAX_PROJECTIONS] = used
-    num_rows = units[:, NUM_ROWS]
     if tail_blocks is None:
+        num_rows = units[:, NUM_ROWS]
         units[:, H_START] = np.cumsum(num_rows) - num_rows
-    else:
-        units[:, H_START] = tail_blocks[units[:, SLOT]] + units[:, CHAIN]
     end = HEADER_WORDS + units.size
     out[HEADER_WORDS:end] = units.reshape(-1)
     return end
+
+
+def map_rows(limits: WorkLimits, out: Ints) -> None:
+    """Behind a list that names every row: which unit is the head of each."""
+    num_heads = int(out[ROW_HEADS] + out[TILE_HEADS])
+    heads = out[HEADER_WORDS:].reshape(-1)[: num_heads * UNIT_WORDS].reshape(-1, UNIT_WORDS)
+    units = np.repeat(np.arange(num_heads, dtype=np.int32), heads[:, NUM_ROWS])
+    out[limits.row_map_start : limits.row_map_start + len(units)] = units
+
+
+def _name_blocks(units: Ints, tail_blocks: Ints) -> None:
+    is_base = units[:, SLOT] == BASE
+    units[is_base, SLOT] = 0
+    units[:, H_START] = tail_blocks[units[:, SLOT], units[:, CHAIN]]
+    units[is_base, CHAIN] = NO_GROUP
+    units[is_base, H_START] = 0
 
 
 def _sort(units: Ints, is_chained: bool, limits: WorkLimits, header: Ints) -> Ints:

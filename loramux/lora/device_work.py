@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +69,8 @@ class DeviceDirectory:
         self._found: dict[Selection, tuple[tuple[int, float], ...]] = {}
         # Layouts repeat: most adapters of a server have the same ranks at the same places.
         self._tables: dict[Any, GroupTable] = {}
+        self.on_remove: list[Callable[[int], None]] = []
+        """Who keeps something by slot."""
 
     def slots_of(self, selection: Selection) -> tuple[tuple[int, float], ...]:
         found = self._found.get(selection)
@@ -109,6 +111,8 @@ class DeviceDirectory:
         if slot is not None:
             self.groups.remove(slot)
             self._found.clear()
+            for tell in self.on_remove:
+                tell(slot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +147,18 @@ class LoraWork:
     def __init__(self, device: LoraDevice, tables: LoraTables) -> None:
         self._device = device
         self.tables = tables
+
+    @property
+    def directory(self) -> DeviceDirectory:
+        return self._device.directory
+
+    @property
+    def kernels(self) -> Any:
+        return self._device.kernels
+
+    @property
+    def pool(self) -> Tensor:
+        return self._device.pool
 
     def read_from(self, words: Tensor) -> None:
         """Takes a part of a larger buffer as the place of the work list."""
@@ -188,13 +204,17 @@ class LoraWork:
 
 
 def decode_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork:
-    limits = WorkLimits(max_units=_DECODE_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows)
+    limits = WorkLimits(
+        max_units=_DECODE_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows, max_rows=max_rows
+    )
     return LoraWork(device, device.tables(limits, decode_launch(max_rows, use_pdl=use_pdl)))
 
 
 def row_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork:
     """For graphs of steps with prompts: kernels that take single rows and runs of rows alike."""
-    limits = WorkLimits(max_units=_PROMPT_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows)
+    limits = WorkLimits(
+        max_units=_PROMPT_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows, max_rows=max_rows
+    )
     return LoraWork(device, device.tables(limits, decode_launch(max_rows, use_pdl=use_pdl)))
 
 

@@ -1,9 +1,10 @@
-"""Decode steps without the host: one CUDA graph for each size of batch, with LoRA and without."""
+"""Decode steps without the host: one CUDA graph for each size of batch and kind of LoRA."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from loramux.kernels.lora_work import WorkListFull
 from loramux.lora.device_work import LoraWork
+from loramux.lora.tail_work import TailWork
 from loramux.memory.device import GraphMaker
 from loramux.runner.decode_inputs import DecodeInputs
 from loramux.runner.device_sampler import Draws
@@ -40,6 +42,14 @@ def is_decode(chunk: Chunk) -> bool:
     return len(chunk.token_ids) == 1 and chunk.sample is not None and chunk.prompt_logprobs is None
 
 
+class LoraKind(Enum):
+    """How a graph adds the rows' adapters."""
+
+    TAIL = auto()
+    LISTS = auto()
+    NONE = auto()
+
+
 class DecodeGraphs:
     """Every size shares its inputs, its tokens and its logits with the others: one runs at once."""
 
@@ -50,7 +60,10 @@ class DecodeGraphs:
         lora: LoraWork,
         limits: DecodeLimits,
         device: torch.device,
+        tail: TailWork | None = None,
     ) -> None:
+        self._tail = tail
+        self._kinds = [kind for kind in LoraKind if tail is not None or kind is not LoraKind.TAIL]
         self._decoder = decoder
         self._kernels = kernels
         self._lora = lora
@@ -68,27 +81,29 @@ class DecodeGraphs:
         self._logits = decoder.empty_logits(most)
         self._plans = {size: self._plan(size) for size in self._sizes}
         self._maker = GraphMaker(device)
-        self._steps: dict[tuple[int, bool], Callable[[], None]] = {}
+        self._steps: dict[tuple[int, LoraKind], Callable[[], None]] = {}
+        self.last_kind = LoraKind.NONE
+        """Of the last step."""
 
     @property
     def num_sizes(self) -> int:
-        """With LoRA and without."""
-        return 2 * len(self._sizes)
+        """Of every kind."""
+        return len(self._kinds) * len(self._sizes)
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> None:
         """The largest first: the others fit into the memory that it took. On a CPU, nothing."""
-        todo = [(size, has_lora) for size in reversed(self._sizes) for has_lora in (True, False)]
-        for number, (size, has_lora) in enumerate(todo):
-            self._step(size, has_lora)
+        todo = [(size, kind) for size in reversed(self._sizes) for kind in self._kinds]
+        for number, (size, kind) in enumerate(todo):
+            self._step(size, kind)
             if progress is not None:
                 progress("Capturing decode graphs", (number + 1) / len(todo))
 
     @torch.inference_mode()
     def capture_largest(self) -> None:
-        """Without and with LoRA, as the first ones of `capture`."""
-        for has_lora in (True, False):
-            self._step(self._sizes[-1], has_lora)
+        """Of every kind, as the first ones of `capture`."""
+        for kind in self._kinds:
+            self._step(self._sizes[-1], kind)
 
     @property
     def feed(self) -> TokenFeed:
@@ -105,28 +120,36 @@ class DecodeGraphs:
         if len(chunks) > self._sizes[-1]:
             return None
         self._inputs.begin()
-        has_lora = any(chunk.selection for chunk in chunks)
-        if has_lora and not self._fill_lora(chunks):
-            return None
         size = next(size for size in self._sizes if size >= len(chunks))
+        kind = self._fill_lora(chunks, size)
+        if kind is None:
+            return None
         self._inputs.fill(chunks, draws.temperatures, draws.noise)
         self._inputs.send()
-        self._step(size, has_lora)()
+        self._step(size, kind)()
+        self.last_kind = kind
         return self._logits[: len(chunks)]
 
-    def _fill_lora(self, chunks: Sequence[Chunk]) -> bool:
+    def _fill_lora(self, chunks: Sequence[Chunk], size: int) -> LoraKind | None:
+        """None: this is more than a list holds."""
         selections = [chunk.selection for chunk in chunks]
+        if not any(selections):
+            return LoraKind.NONE
+        words = self._inputs.host_lora_words
+        lengths = [1] * len(chunks)
+        if self._tail is not None and self._tail.fill(selections, lengths, size, words):
+            return LoraKind.TAIL
         try:
-            self._lora.fill(selections, [1] * len(chunks), self._inputs.host_lora_words)
+            self._lora.fill(selections, lengths, words)
         except WorkListFull:
-            return False
-        return True
+            return None
+        return LoraKind.LISTS
 
-    def _step(self, size: int, has_lora: bool) -> Callable[[], None]:
-        step = self._steps.get((size, has_lora))
+    def _step(self, size: int, kind: LoraKind) -> Callable[[], None]:
+        step = self._steps.get((size, kind))
         if step is None:
-            step = self._maker.make(partial(self._compute, size, has_lora))
-            self._steps[size, has_lora] = step
+            step = self._maker.make(partial(self._compute, size, kind))
+            self._steps[size, kind] = step
         return step
 
     def _plan(self, size: int) -> Any:
@@ -139,13 +162,14 @@ class DecodeGraphs:
             self._page_table[:size], layout, q, self._decoder.windows
         )
 
-    def _compute(self, size: int, has_lora: bool) -> None:
+    def _compute(self, size: int, kind: LoraKind) -> None:
         """Nothing here asks the device for a value: it is captured once and run again."""
         inputs, plan = self._inputs, self._plans[size]
         num_tokens = inputs.num_tokens[:size]
         inputs.write_page_table(self._page_table[:size])
         self._kernels.attention.refresh(plan, num_tokens)
-        lora = self._lora.for_decodes(size) if has_lora else None
+        work = {LoraKind.TAIL: self._tail, LoraKind.LISTS: self._lora}.get(kind)
+        lora = None if work is None else work.for_decodes(size)
         if lora is not None:
             lora.resolve()
         hidden = self._decoder.hidden(inputs.token_ids(size), num_tokens - 1, plan, lora)

@@ -12,6 +12,7 @@ from loramux.errors import DoesNotFit
 from loramux.kernels.interface import PagedLayout, SequenceRows
 from loramux.kernels.transfer import send
 from loramux.lora.device_work import DeviceDirectory, LoraDevice, decode_work, prompt_work, row_work
+from loramux.lora.tail_work import tail_work
 from loramux.memory.device import (
     device_memory_bytes,
     is_out_of_memory,
@@ -68,18 +69,22 @@ class DeviceRunner:
             num_multiprocessors=kernels.num_multiprocessors,
         )
         self._prompt_lora = prompt_work(lora, limits.max_batch_tokens)
+        decodes = decode_work(lora, limits.max_sequences, use_pdl=kernels.overlaps_launches)
+        tail = tail_work(decodes, self._decoder.tails, kernels.tail)
         self._graphs = DecodeGraphs(
             self._decoder,
             kernels,
-            decode_work(lora, limits.max_sequences, use_pdl=kernels.overlaps_launches),
+            decodes,
             DecodeLimits(max_sequences=limits.max_sequences, max_pages=limits.max_pages),
             pool.device,
+            tail,
         )
         self._feed = self._graphs.feed
         self._rows = RowGraphs(
             self._decoder,
             kernels,
             row_work(lora, limits.max_batch_tokens, use_pdl=kernels.overlaps_launches),
+            tail,
             self._feed,
             pool.device,
             max_rows=limits.max_batch_tokens,
@@ -127,7 +132,7 @@ class DeviceRunner:
 
     def capture_largest(self) -> None:
         """Takes the memory that all graphs together will take, or nearly."""
-        for size in self._rows.sizes[:2]:
+        for size in self._rows.sizes[: len(self._rows.kinds)]:
             self._rows.make(*size)
         self._graphs.capture_largest()
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loramux.errors import UnsupportedModel
 from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
 from loramux.kernels.interface import AttendArgs, PagedLayout
+from loramux.lora.tail_work import TailStep
 from loramux.models.decoder import Decoder, DecoderLayer
 from loramux.models.layers import Linear, RMSNorm, Rotary
-
-
-class LoraStep(Protocol):
-    """A step's adapters: what they add to a site's output."""
-
-    def shrink(self, x: Tensor, layer: int, site: int) -> None: ...
-
-    def expand(self, y: Tensor, layer: int, site: int) -> None: ...
+from loramux.models.tail_linear import tails_of
+from loramux.runner.site_ops import (
+    DOWN,
+    GATE_UP,
+    OUT,
+    QKV,
+    LoraStep,
+    PlainOps,
+    SiteOps,
+    TailOps,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,7 @@ class DeviceKernels:
     attention: Any
     fused: Any
     lora: Any
+    tail: Any
     sampling: Any
     num_multiprocessors: int
     overlaps_launches: bool
@@ -49,6 +53,7 @@ def device_kernels(device: torch.device) -> DeviceKernels:
             launch_triton,
             lora_triton,
             sampling_triton,
+            tail_triton,
         )
     except ImportError as error:
         raise UnsupportedModel(
@@ -56,12 +61,13 @@ def device_kernels(device: torch.device) -> DeviceKernels:
             "Install a torch build for this GPU, or serve with --device cpu."
         ) from error
     if device.type == "cpu":
-        from loramux.kernels import fused_torch, lora_grouped_torch, sampling_torch
+        from loramux.kernels import fused_torch, lora_grouped_torch, sampling_torch, tail_torch
 
         return DeviceKernels(
             attention=attention_triton,
             fused=fused_torch,
             lora=lora_grouped_torch,
+            tail=tail_torch,
             sampling=sampling_torch,
             num_multiprocessors=1,
             overlaps_launches=False,
@@ -70,6 +76,7 @@ def device_kernels(device: torch.device) -> DeviceKernels:
         attention=attention_triton,
         fused=fused_triton,
         lora=lora_triton,
+        tail=tail_triton,
         sampling=sampling_triton,
         num_multiprocessors=launch_triton.num_multiprocessors(device.type),
         overlaps_launches=launch_triton.overlaps_launches(device.type),
@@ -88,9 +95,6 @@ class _Layer:
     after_mlp: Norm | None
     head_norm: Norm | None
     sliding_window: int | None
-
-
-QKV, OUT, GATE_UP, DOWN = range(4)
 
 
 class FusedDecoder:
@@ -127,23 +131,35 @@ class FusedDecoder:
         """Of all layers; None: one that sees everything."""
         return {layer.sliding_window for layer in self._layers}
 
+    @property
+    def tails(self) -> list[list[Tensor]] | None:
+        """[layers][sites] of [blocks, slices, 16, in]: room for adapters behind the weights."""
+        return tails_of(self._decoder)
+
     def hidden(
-        self, token_ids: Tensor, positions: Tensor, plan: Any, lora: LoraStep | None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        plan: Any,
+        lora: LoraStep | TailStep | None,
     ) -> Tensor:
         """The normed hidden state of every row. token_ids, positions [rows] int32"""
-        fused = self._kernels.fused
+        fused, ops = self._kernels.fused, self._ops(lora)
         rotations = self._rotations(positions)
         hidden: Tensor = self._decoder.embed_tokens(token_ids)
         normed: Tensor = fused.add_norm(None, hidden, self._layers[0].attention_norm)
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, layer in enumerate(self._layers):
-            attended = self._attend(index, layer, normed, rotations, plan, lora)
-            x = self._linear(layer.o, attended, (index, OUT), lora)
-            normed = fused.add_norm(x, hidden, layer.mlp_norm, layer.after_attention)
-            x = self._linear(layer.gate_up, normed, (index, GATE_UP), lora)
-            mixed = fused.activate_mul(x, self._activation)
-            x = self._linear(layer.down, mixed, (index, DOWN), lora)
-            normed = fused.add_norm(x, hidden, norms[index], layer.after_mlp)
+            attended = self._attend(index, layer, normed, rotations, plan, ops)
+            place = (index, OUT)
+            x = ops.linear(layer.o, attended, place)
+            normed = ops.add_norm(x, hidden, layer.mlp_norm, layer.after_attention, place)
+            place = (index, GATE_UP)
+            x = ops.linear(layer.gate_up, normed, place)
+            mixed = ops.activate_mul(x, self._activation, place)
+            place = (index, DOWN)
+            x = ops.linear(layer.down, mixed, place)
+            normed = ops.add_norm(x, hidden, norms[index], layer.after_mlp, place)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -183,15 +199,13 @@ class FusedDecoder:
         normed: Tensor,
         rotations: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
         plan: Any,
-        lora: LoraStep | None,
+        ops: SiteOps,
     ) -> Tensor:
-        qkv = self._linear(layer.qkv, normed, (index, QKV), lora)
+        place = (index, QKV)
+        qkv = ops.linear(layer.qkv, normed, place)
         cos, sin = rotations[layer.sliding_window is not None]
-        q = self._kernels.fused.rotate_write(
-            qkv,
-            Rotation(cos, sin, layer.head_norm),
-            KVTarget(self._storage, plan.slots, self._layout, index),
-        )
+        target = KVTarget(self._storage, plan.slots, self._layout, index)
+        q = ops.rotate_write(qkv, Rotation(cos, sin, layer.head_norm), target, place)
         args = AttendArgs(
             layer=index,
             scale=self._scale,
@@ -201,15 +215,11 @@ class FusedDecoder:
         attended: Tensor = self._kernels.attention.attend(self._storage, plan, q, args)
         return attended
 
-    def _linear(
-        self, linear: Linear, x: Tensor, place: tuple[int, int], lora: LoraStep | None
-    ) -> Tensor:
-        y = F.linear(x, linear.weight, linear.bias)
-        if lora is not None:
-            # Behind the product, without which a shrink may start too early: see lora_triton.
-            lora.shrink(x, *place)
-            lora.expand(y, *place)
-        return y
+    def _ops(self, lora: LoraStep | TailStep | None) -> SiteOps:
+        kernels = self._kernels
+        if isinstance(lora, TailStep):
+            return TailOps(kernels.fused, kernels.tail, lora)
+        return PlainOps(kernels.fused, lora)
 
 
 def _layer(layer: DecoderLayer) -> _Layer:

@@ -12,7 +12,9 @@ from torch import Tensor
 from loramux.kernels.interface import SequenceRows
 from loramux.kernels.lora_work import WorkListFull
 from loramux.lora.device_work import LoraWork
+from loramux.lora.tail_work import TailWork
 from loramux.memory.device import GraphMaker
+from loramux.runner.decode_graphs import LoraKind
 from loramux.runner.device_sampler import Draws
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
 from loramux.runner.row_inputs import RowInputs, RowLimits
@@ -40,6 +42,7 @@ class RowGraphs:
         decoder: FusedDecoder,
         kernels: DeviceKernels,
         lora: LoraWork,
+        tail: TailWork | None,
         feed: TokenFeed,
         device: torch.device,
         *,
@@ -50,6 +53,7 @@ class RowGraphs:
         self._decoder = decoder
         self._kernels = kernels
         self._lora = lora
+        self._tail = None if tail is None else tail.over(lora)
         self._feed = feed
         self._counts = row_counts(max_rows)
         most = self._counts[-1]
@@ -73,19 +77,23 @@ class RowGraphs:
         self._logits = decoder.empty_logits(min(most, max_sequences))
         self._plan = self._largest_plan()
         self._maker = GraphMaker(device)
-        self._steps: dict[tuple[int, bool], Callable[[], None]] = {}
+        self._steps: dict[tuple[int, LoraKind], Callable[[], None]] = {}
 
     @property
-    def sizes(self) -> list[tuple[int, bool]]:
-        """Rows and whether there is LoRA; the largest first: the others fit into its memory."""
-        return [(count, lora) for count in reversed(self._counts) for lora in (True, False)]
+    def kinds(self) -> list[LoraKind]:
+        return [kind for kind in LoraKind if kind is not LoraKind.TAIL or self._tail is not None]
+
+    @property
+    def sizes(self) -> list[tuple[int, LoraKind]]:
+        """The largest first: the others fit into its memory."""
+        return [(count, kind) for count in reversed(self._counts) for kind in self.kinds]
 
     @torch.inference_mode()
-    def make(self, num_rows: int, has_lora: bool) -> Callable[[], None]:
-        step = self._steps.get((num_rows, has_lora))
+    def make(self, num_rows: int, kind: LoraKind) -> Callable[[], None]:
+        step = self._steps.get((num_rows, kind))
         if step is None:
-            step = self._maker.make(partial(self._compute, num_rows, has_lora))
-            self._steps[num_rows, has_lora] = step
+            step = self._maker.make(partial(self._compute, num_rows, kind))
+            self._steps[num_rows, kind] = step
         return step
 
     @torch.inference_mode()
@@ -103,12 +111,12 @@ class RowGraphs:
         if any(len(some) > limit for some, limit in zip(items, most, strict=True)):
             return None
         self._inputs.begin()
-        has_lora = any(chunk.selection for chunk in chunks)
-        if has_lora and not self._fill_lora(chunks):
+        kind = self._fill_lora(chunks, count)
+        if kind is None:
             return None
         self._inputs.fill(chunks, draws, items)
         self._inputs.send()
-        self.make(count, has_lora)()
+        self.make(count, kind)()
         return self._logits[: len(draws.noise)]
 
     def _most_items(self, num_rows: int) -> list[int]:
@@ -132,14 +140,20 @@ class RowGraphs:
             )
         ]
 
-    def _fill_lora(self, chunks: Sequence[Chunk]) -> bool:
+    def _fill_lora(self, chunks: Sequence[Chunk], count: int) -> LoraKind | None:
+        """None: this is more than a list holds."""
         selections = [chunk.selection for chunk in chunks]
+        if not any(selections):
+            return LoraKind.NONE
         lengths = [len(chunk.token_ids) for chunk in chunks]
+        words = self._inputs.host_lora_words
+        if self._tail is not None and self._tail.fill(selections, lengths, count, words):
+            return LoraKind.TAIL
         try:
-            self._lora.fill(selections, lengths, self._inputs.host_lora_words)
+            self._lora.fill(selections, lengths, words)
         except WorkListFull:
-            return False
-        return True
+            return None
+        return LoraKind.LISTS
 
     def _largest_plan(self) -> Any:
         inputs = self._inputs
@@ -152,13 +166,14 @@ class RowGraphs:
             self._page_table, inputs.slots, self._q, self._decoder.layout, items
         )
 
-    def _compute(self, num_rows: int, has_lora: bool) -> None:
+    def _compute(self, num_rows: int, kind: LoraKind) -> None:
         """Nothing here asks the device for a value: it is captured once and run again."""
         inputs = self._inputs
         num_logits = min(num_rows, self._logits.shape[0])
         inputs.write_page_table(self._page_table)
         plan = self._kernels.attention.first_rows(self._plan, num_rows, self._num_items[num_rows])
-        lora = self._lora.for_decodes(num_rows) if has_lora else None
+        work = {LoraKind.TAIL: self._tail, LoraKind.LISTS: self._lora}.get(kind)
+        lora = None if work is None else work.for_decodes(num_rows)
         if lora is not None:
             lora.resolve()
         hidden = self._decoder.hidden(

@@ -14,8 +14,8 @@ from loramux.kernels import lora_grouped_torch, lora_triton  # noqa: E402
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 PAIR = ((0, 0.5), (1, -2.0))
 ROWS: list[Selection] = [((0, 1.0),), ((1, 1.0),), ((1, 1.0),), (), PAIR]
-# Adapter 0 has rank 3 and one block of the tail, adapter 1 has rank 18 and the two before it.
-TAIL_BLOCKS = [2, 0]
+# Adapter 0 has rank 3 and one block of the tail, adapter 1 has rank 18 and two, in no order.
+TAIL_BLOCKS = [[2, 0], [1, 0]]
 NUM_BLOCKS = 3
 
 
@@ -28,12 +28,12 @@ def test_h_from_the_tail_of_the_base_product(kernels: ModuleType) -> None:
     shape = SITES[site]
     x, y = random_rows(len(ROWS), site)
     tail = torch.zeros(NUM_BLOCKS, len(shape.projections), 16, shape.in_features)
-    for slot, block in enumerate(TAIL_BLOCKS):
+    for slot, blocks in enumerate(TAIL_BLOCKS):
         for part, name in enumerate(shape.projections):
             a, _ = world.weights[slot][layer, name]
             for first in range(0, len(a), 16):
                 rows = a[first : first + 16]
-                tail[block + first // 16, part, : len(rows)] = rows
+                tail[blocks[first // 16], part, : len(rows)] = rows
     extended = torch.cat([y, x @ tail.view(-1, shape.in_features).t()], dim=1)
     expected = world.expected(y, x, ROWS, layer, site)
     kernels.expand_tail(world.tables, world.pool, extended, layer, site)

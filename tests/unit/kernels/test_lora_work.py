@@ -122,9 +122,10 @@ def test_rows_of_ranks_do_not_share_their_place() -> None:
 def test_a_tail_block_takes_the_place_of_partial_sums() -> None:
     out = np.zeros(LIMITS.num_words, dtype=np.int32)
     tiles = plain_tiles(np.array([0, 1], dtype=np.int32), 16)
-    build_work(tiles, directory_of([[1], [2]]), LIMITS, out, np.array([5, 8], dtype=np.int32))
+    blocks = np.array([[5, 0], [8, 3]], dtype=np.int32)
+    build_work(tiles, directory_of([[1], [2]]), LIMITS, out, blocks)
     units = units_of(out)
-    assert sorted(units[:, H_START].tolist()) == [5, 8, 9]
+    assert sorted(units[:, H_START].tolist()) == [3, 5, 8]
 
 
 @pytest.mark.parametrize(

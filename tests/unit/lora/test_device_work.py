@@ -55,6 +55,7 @@ class World:
             device=CPU,
         )
         self.weights: dict[str, torch.Tensor] = {}
+        self._a: dict[str, torch.Tensor] = {}
         self.residents: dict[str, ResidentAdapter] = {}
         generator = torch.Generator().manual_seed(0)
         first = 3
@@ -67,8 +68,13 @@ class World:
             pages = self.pool[page_ids[0] : first]
             pack_groups(adapter, layout, pages.view(-1))
             last = adapter.modules[-1]
+            self._a[cid] = last.a
             self.weights[cid] = last.scale * last.a.t() @ last.b.t()
             self.residents[cid] = ResidentAdapter(cid, layout, page_ids)
+
+    def first_of(self, cid: str) -> torch.Tensor:
+        """A of site o of the last layer."""
+        return self._a[cid]
 
     def device(self) -> LoraDevice:
         return LoraDevice(

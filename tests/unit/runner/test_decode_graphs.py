@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.runner.decode_graphs import BATCH_SIZES, DecodeLimits, is_decode
+from loramux.runner.decode_graphs import BATCH_SIZES, DecodeLimits, LoraKind, is_decode
 from loramux.types import Chunk, StepPlan
 from tests.device_factory import decode, device_engine, lease, mixed_selections, row, two_adapters
 from tests.engine_factory import make_prompt
@@ -74,6 +74,6 @@ def test_capture_makes_every_size_and_says_how_far_it_is(
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=3, max_batch_tokens=40)[1]
     told: list[float] = []
     runner.capture(lambda _, share: told.append(share))
-    assert told == pytest.approx([number / 10 for number in range(1, 11)])
-    assert set(runner._rows._steps) == {(n, lora) for n in (32, 40) for lora in (True, False)}
-    assert set(runner._graphs._steps) == {(n, lora) for n in (1, 2, 3) for lora in (True, False)}
+    assert told == pytest.approx([number / 15 for number in range(1, 16)])
+    assert set(runner._rows._steps) == {(n, kind) for n in (32, 40) for kind in LoraKind}
+    assert set(runner._graphs._steps) == {(n, kind) for n in (1, 2, 3) for kind in LoraKind}

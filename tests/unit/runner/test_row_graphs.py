@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from loramux.runner.decode_graphs import LoraKind
 from loramux.runner.row_graphs import ROW_COUNTS, row_counts
 from loramux.types import Chunk, StepPlan
 from tests.device_factory import decode, device_engine, lease, mixed_selections, row, two_adapters
@@ -20,13 +21,15 @@ def test_counts_end_with_the_most_rows_that_can_come(most: int, counts: list[int
     assert row_counts(most) == counts
 
 
+@pytest.mark.parametrize("kind", [LoraKind.LISTS, LoraKind.TAIL])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, kind: LoraKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model(family)
     folders = two_adapters(model, tmp_path)
     settings: dict[str, Any] = {"max_sequences": 6, "max_batch_tokens": 40}
+    settings["lora_tail_ranks"] = 128 if kind is LoraKind.TAIL else 0
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **settings)
     selections = mixed_selections(engine, folders)
     lease(engine, *selections)
@@ -44,9 +47,12 @@ def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
         Chunk(4, make_prompt(2, seed=7), before[4], pages[4], selections[4], sample=row()),
         decode(5, 43, before[5], pages[5], selections[5]),
     ]
+    if kind is LoraKind.TAIL:
+        # An adapter is brought to the tail when it is asked for again.
+        runner.run(StepPlan(tuple(chunks)))
     runner._rows._steps.clear()
     result = runner.run(StepPlan(tuple(chunks)))
-    assert set(runner._rows._steps) == {(32, True)}
+    assert set(runner._rows._steps) == {(32, kind)}
     order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
     sampled = [chunk for chunk in order if chunk.sample is not None]
     graph_logits = runner._rows._logits[: len(sampled)].clone()

@@ -1,0 +1,130 @@
+"""Adapters' A behind the base weights: what the kernels that use it are told.
+
+A base weight has a tail of blocks, each with 16 rows for every slice of its site, so that the
+base's matrix product gives h = x @ A.T of all blocks beside y: [rows, outputs + tail]. In bfloat16
+that h is rounded once more than the float32 sums of `shrink` are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from loramux.kernels.lora_tables import LoraTables, SiteCut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TailLaunch:
+    """Which kernels add h @ B to what they read of y; the others have a launch of their own."""
+
+    tile_rows: int
+    """Rows of one adapter that are computed together: 1, or as many as a tile has."""
+    folds_rotate: bool = True
+    folds_activate: bool = True
+    folds_norm: bool = True
+    rotate_warps: int = 1
+    activate_n: int = 512
+    """Outputs of a program."""
+    activate_warps: int = 2
+    norm_warps: int = 16
+
+    @property
+    def names_all_rows(self) -> bool:
+        """Does the work list have a unit for base rows too?"""
+        return self.folds_rotate or self.folds_activate or self.folds_norm
+
+
+# On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_tail.py.
+_FEW_ROWS = TailLaunch(tile_rows=1)
+_SOME_ROWS = TailLaunch(tile_rows=16, rotate_warps=4, activate_n=128, activate_warps=4)
+_MANY_ROWS = replace(_SOME_ROWS, folds_norm=False)
+SEPARATE = TailLaunch(tile_rows=16, folds_rotate=False, folds_activate=False, folds_norm=False)
+_MOST_FEW_ROWS = 16
+_MOST_SOME_ROWS = 192
+
+
+def tail_launch(num_rows: int) -> TailLaunch:
+    """For steps of up to num_rows rows."""
+    if num_rows <= _MOST_FEW_ROWS:
+        return _FEW_ROWS
+    return _SOME_ROWS if num_rows <= _MOST_SOME_ROWS else _MANY_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class TailSite:
+    """One site of one layer, in a step whose list was made by build_work with tail_blocks."""
+
+    tables: LoraTables
+    pool: Tensor
+    """[pages, elements]"""
+    launch: TailLaunch
+    layer: int
+    site: int
+
+    @property
+    def cut(self) -> SiteCut:
+        return self.tables.sites[self.site]
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(self.cut.shape.out_features)
+
+    @property
+    def record_start(self) -> int:
+        return self.tables.record_start(self.layer, self.site)
+
+    def max_tiles(self, num_rows: int) -> int:
+        """Programs for the tiles of a step; one with more is looped over."""
+        if self.launch.tile_rows == 1:
+            return num_rows
+        return min(num_rows, num_rows // self.launch.tile_rows + _USUAL_RUNS)
+
+
+# Selections in one step.
+_USUAL_RUNS = 12
+# Elements of one load.
+_MOST_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TailStore:
+    """The tails of all weights."""
+
+    weights: tuple[tuple[Tensor, ...], ...]
+    """[layers][sites] of [blocks, slices, 16, in]"""
+    places: Tensor
+    """int64 [layers, projections]: where block 0 begins, in elements from the pool's first."""
+    shapes: Tensor
+    """int32 [projections, 2]: inputs, and slices of the site."""
+    alignment: int
+    """Divides all inputs and places: as many elements may be read at once."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self.weights[0][0].shape[0]
+
+
+def make_store(weights: Sequence[Sequence[Tensor]], pool: Tensor) -> TailStore:
+    places, shapes = [], []
+    for of_layer in weights:
+        places.append([_elements_from(pool, w[0, i]) for w in of_layer for i in range(w.shape[1])])
+    for weight in weights[0]:
+        num_slices, _, num_inputs = weight.shape[1:]
+        shapes += [[num_inputs, num_slices]] * num_slices
+    numbers = [number for row in places for number in row] + [inputs for inputs, _ in shapes]
+    return TailStore(
+        weights=tuple(tuple(of_layer) for of_layer in weights),
+        places=torch.tensor(places, dtype=torch.int64).to(pool.device),
+        shapes=torch.tensor(shapes, dtype=torch.int32).to(pool.device),
+        alignment=math.gcd(_MOST_AT_ONCE, *numbers),
+    )
+
+
+def _elements_from(pool: Tensor, target: Tensor) -> int:
+    num_bytes = target.data_ptr() - pool.data_ptr()
+    assert num_bytes % pool.itemsize == 0, "tensors begin at multiples of their elements"
+    return num_bytes // pool.itemsize

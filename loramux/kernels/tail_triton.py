@@ -1,0 +1,167 @@
+"""Adapters whose A is in the tail of the base weights: B is added by kernels that run anyway.
+
+y is rounded once before it is used, as it would be if it had been stored between two launches.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
+from loramux.kernels.launch_triton import overlap_options
+from loramux.kernels.tail_jit_triton import (
+    activate_mul_kernel,
+    add_norm_kernel,
+    rotate_write_kernel,
+)
+from loramux.kernels.tail_tables import TailSite, TailStore
+
+_COPY_BLOCK = 1024
+_MIN_DOT = 16
+
+
+def copy_block(  # noqa: PLR0913
+    store: TailStore,
+    pool: Tensor,
+    directory: Tensor,
+    slots: Tensor,
+    *,
+    group: tuple[int, int],
+    block: int,
+) -> None:
+    """Block `block` of every tail becomes A of one group of ranks: (slot, place in its chain).
+
+    What the adapter leaves alone is zero.   pool [pages, elements]
+    directory int32 [layers, groups, 4]   slots int32 [slots, 8 projections, 2]
+    """
+    num_layers, num_projections = store.places.shape
+    slot, chain = group
+    _copy_block[(16, num_projections, num_layers)](
+        pool,
+        directory,
+        slots,
+        store.places,
+        store.shapes,
+        directory.stride(0),
+        slot,
+        chain,
+        block,
+        BLOCK=_COPY_BLOCK,
+        ALIGN=store.alignment,
+        num_warps=4,
+    )
+
+
+def add_norm(y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: TailSite) -> Tensor:
+    """fused's add_norm of y with its adapters. y [rows, outputs + tail]"""
+    num_rows, size = residual.shape
+    out = torch.empty_like(residual)
+    tables = lora.tables
+    add_norm_kernel[(num_rows,)](
+        y,
+        residual,
+        norm.weight,
+        None if after is None else after.weight,
+        out,
+        lora.pool,
+        tables.records,
+        tables.work,
+        lora.record_start,
+        tables.limits.row_map_start,
+        y.stride(0),
+        norm.eps,
+        norm.eps if after is None else after.eps,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=lora.launch.norm_warps,
+        **overlap_options(y.device.type),
+    )
+    return out
+
+
+def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: TailSite) -> Tensor:
+    """fused's rotate_write of y with its adapters. y [rows, outputs + tail]"""
+    layout, num_rows = target.layout, y.shape[0]
+    num_heads = lora.num_outputs // layout.head_dim
+    num_queries = num_heads - 2 * layout.num_kv_heads
+    norm, tables = rotation.head_norm, lora.tables
+    rotate_write_kernel[(lora.max_tiles(num_rows), num_heads)](
+        y,
+        rotation.cos,
+        rotation.sin,
+        target.storage,
+        target.slots,
+        None if norm is None else norm.weight,
+        lora.pool,
+        tables.records,
+        tables.work,
+        lora.record_start,
+        y.stride(0),
+        target.storage.stride(0),
+        target.layer * 2 * layout.block_tokens * layout.num_kv_heads * layout.head_dim,
+        0.0 if norm is None else norm.eps,
+        NUM_QUERIES=num_queries,
+        KV_HEADS=layout.num_kv_heads,
+        HEAD_DIM=layout.head_dim,
+        BLOCK_TOKENS=layout.block_tokens,
+        HALF=max(_MIN_DOT, triton.next_power_of_2(layout.head_dim // 2)),
+        ROWS=lora.launch.tile_rows,
+        num_warps=lora.launch.rotate_warps,
+        **overlap_options(y.device.type),
+    )
+    return y[:, : num_queries * layout.head_dim].view(num_rows, num_queries, layout.head_dim)
+
+
+def activate_mul(y: Tensor, activation: str, lora: TailSite) -> Tensor:
+    """fused's activate_mul of y with its adapters. y [rows, outputs + tail]"""
+    num_rows, inner = y.shape[0], lora.num_outputs // 2
+    out = y.new_empty(num_rows, inner)
+    tables = lora.tables
+    block = max(_MIN_DOT, min(lora.launch.activate_n, triton.next_power_of_2(inner)))
+    activate_mul_kernel[(lora.max_tiles(num_rows), triton.cdiv(inner, block))](
+        y,
+        out,
+        lora.pool,
+        tables.records,
+        tables.work,
+        lora.record_start,
+        y.stride(0),
+        INNER=inner,
+        ACTIVATION=activation,
+        BLOCK=block,
+        ROWS=lora.launch.tile_rows,
+        num_warps=lora.launch.activate_warps,
+        **overlap_options(y.device.type),
+    )
+    return out
+
+
+@triton.jit
+def _copy_block(  # noqa: PLR0913
+    pool, directory, slots, places, shapes, directory_stride, slot, chain, block,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """One program copies a row of one projection of one layer, or clears it."""
+    rank = tl.program_id(0)
+    projection = tl.program_id(1)
+    layer = tl.program_id(2)
+    found = slots + slot * 16 + projection * 2
+    has_group = chain < tl.load(found + 1)
+    group = tl.load(found) + chain
+    entry = directory + layer * directory_stride + group * 4
+    address = tl.load(entry, mask=has_group, other=0).to(tl.int64)
+    ranks = tl.load(entry + 2, mask=has_group, other=0)
+    num_inputs = tl.multiple_of(tl.load(shapes + projection * 2), ALIGN)
+    num_slices = tl.load(shapes + projection * 2 + 1)
+    place = tl.multiple_of(tl.load(places + layer * tl.num_programs(1) + projection), ALIGN)
+    num_copied = tl.where(rank < ranks, num_inputs, 0)
+    row = (block * num_slices * 16 + rank).to(tl.int64)
+    source = pool + address * 64 + rank * num_inputs
+    target = pool + place + row * num_inputs
+    for first in range(0, num_inputs, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        values = tl.load(source + column, mask=column < num_copied, other=0.0)
+        tl.store(target + column, values, mask=column < num_inputs)

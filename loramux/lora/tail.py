@@ -1,0 +1,99 @@
+"""Which adapters have their A in the tails of the base weights, and how they get there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from loramux.kernels.lora_work import Ints
+from loramux.kernels.tail_tables import TailStore
+from loramux.lora.device_work import DeviceDirectory
+
+# Steps that an adapter must have been asked for in a row before it is copied: a copy costs less
+# than one step gains, but a batch that changes with every step would copy for nothing.
+_PATIENCE = 2
+
+
+class AdapterTail:
+    """Blocks of 16 ranks, the same in every tail; an adapter has as many as its largest chain.
+
+    Whoever was used last goes last. Copies go to the stream of the steps, so their order is theirs.
+    """
+
+    def __init__(
+        self,
+        kernels: Any,
+        store: TailStore,
+        directory: DeviceDirectory,
+        pool: Tensor,
+        *,
+        patience: int = _PATIENCE,
+    ) -> None:
+        self._kernels = kernels
+        self._store = store
+        self._directory = directory
+        self._pool = pool
+        self._patience = patience
+        self._free = list(range(store.num_blocks))[::-1]
+        # By slot, the one that was used last at the end.
+        self._held: dict[int, tuple[int, ...]] = {}
+        self._asked: dict[int, int] = {}
+        self.blocks: Ints = np.zeros((directory.max_adapters, store.num_blocks), dtype=np.int32)
+        """[slots, place in the chain]: where a group of ranks is."""
+        self.num_copies = 0
+        directory.on_remove.append(self.forget)
+
+    @property
+    def held(self) -> dict[int, tuple[int, ...]]:
+        """slot -> its blocks, in the order of its chain."""
+        return dict(self._held)
+
+    def place(self, slots: Iterable[int]) -> bool:
+        """Are they all in the tail? Those that are asked for again and again are brought there."""
+        wanted = sorted(set(slots))
+        missing = [slot for slot in wanted if slot not in self._held]
+        self._asked = {slot: self._asked.get(slot, 0) + 1 for slot in missing}
+        if sum(self._num_blocks(slot) for slot in wanted) > self._store.num_blocks:
+            return False
+        for slot in wanted:
+            if slot in self._held:
+                self._held[slot] = self._held.pop(slot)
+        if any(count < self._patience for count in self._asked.values()):
+            return False
+        for slot in missing:
+            self._bring(slot, wanted)
+        return True
+
+    def forget(self, slot: int) -> None:
+        self._free += self._held.pop(slot, ())
+        self._asked.pop(slot, None)
+
+    def check_integrity(self) -> None:
+        taken = [block for blocks in self._held.values() for block in blocks]
+        assert sorted(taken + self._free) == list(range(self._store.num_blocks))
+
+    def _num_blocks(self, slot: int) -> int:
+        return int(self._directory.groups.num_chained[slot])
+
+    def _bring(self, slot: int, wanted: Iterable[int]) -> None:
+        needed = self._num_blocks(slot)
+        while len(self._free) < needed:
+            self.forget(next(other for other in self._held if other not in wanted))
+        blocks = tuple(self._free.pop() for _ in range(needed))
+        directory = self._directory
+        for chain, block in enumerate(blocks):
+            self._kernels.copy_block(
+                self._store,
+                self._pool,
+                directory.addresses,
+                directory.slots,
+                group=(slot, chain),
+                block=block,
+            )
+        self.blocks[slot, :needed] = blocks
+        self._held[slot] = blocks
+        self._asked.pop(slot, None)
+        self.num_copies += 1

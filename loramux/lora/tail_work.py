@@ -1,0 +1,123 @@
+"""Decode steps whose adapters are all in the tail: their work list, and what a site is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from loramux.kernels.lora_tables import LoraTables
+from loramux.kernels.lora_work import (
+    BASE,
+    RowTiles,
+    WorkListFull,
+    build_work,
+    gather_tiles,
+    map_rows,
+    plain_tiles,
+)
+from loramux.kernels.tail_tables import TailLaunch, TailSite, make_store, tail_launch
+from loramux.lora.device_work import Ints, LoraWork
+from loramux.lora.tail import AdapterTail
+from loramux.types import Selection
+
+
+class TailWork:
+    """Shares the tables of steps without a tail: a list is in one of the two shapes."""
+
+    def __init__(
+        self,
+        work: LoraWork,
+        tail: AdapterTail,
+        launch_of: Callable[[int], TailLaunch] = tail_launch,
+    ) -> None:
+        self._work = work
+        self._tail = tail
+        self.launch_of = launch_of
+        """By the number of rows that a graph has."""
+
+    def over(self, work: LoraWork) -> TailWork:
+        """The same tail for another kind of step, with tables of its own."""
+        return TailWork(work, self._tail, self.launch_of)
+
+    def fill(
+        self,
+        selections: Sequence[Selection],
+        lengths: Sequence[int],
+        num_rows: int,
+        out: Ints,
+    ) -> bool:
+        """Writes the list of a graph of num_rows rows; False: this is not a step for it.
+
+        lengths[i]: rows of selections[i]; what is left is padding.
+        """
+        directory = self._work.directory
+        slots = [directory.slots_of(selection) for selection in selections]
+        if not self._tail.place(slot for pairs in slots for slot, _ in pairs):
+            return False
+        launch = self.launch_of(num_rows)
+        limits = self._tables(launch).limits
+        tiles = _tiles([*slots, ()], [*lengths, num_rows - sum(lengths)], launch)
+        try:
+            build_work(tiles, directory.groups, limits, out, self._tail.blocks)
+        except WorkListFull:
+            return False
+        if launch.names_all_rows:
+            map_rows(limits, out)
+        return True
+
+    def for_decodes(self, num_rows: int) -> TailStep:
+        launch = self.launch_of(num_rows)
+        own = self._tables(launch)
+        work = self._work.for_decodes(num_rows)
+        return TailStep(work, replace(own, launch=work.tables.launch), launch)
+
+    def _tables(self, launch: TailLaunch) -> LoraTables:
+        """Where every row is in a tile, a row alone is a tile too."""
+        tables = self._work.tables
+        if launch.names_all_rows and launch.tile_rows > 1:
+            return replace(tables, limits=replace(tables.limits, has_row_units=False))
+        return tables
+
+
+def tail_work(
+    work: LoraWork, tails: Sequence[Sequence[Tensor]] | None, kernels: Any
+) -> TailWork | None:
+    """tails [layers][sites] of [blocks, slices, 16, in]; None: the weights have none."""
+    if tails is None:
+        return None
+    store = make_store(tails, work.pool)
+    return TailWork(work, AdapterTail(kernels, store, work.directory, work.pool))
+
+
+class TailStep:
+    """What the runner's layers call in one graph."""
+
+    def __init__(self, work: LoraWork, tables: LoraTables, launch: TailLaunch) -> None:
+        self._work = work
+        self._tables = tables
+        self.launch = launch
+
+    def resolve(self) -> None:
+        self._work.resolve()
+
+    def at(self, layer: int, site: int) -> TailSite:
+        return TailSite(self._tables, self._work.pool, self.launch, layer, site)
+
+    def expand(self, y: Tensor, layer: int, site: int) -> None:
+        """y [rows, outputs + tail]: where no kernel behind the product does it."""
+        kernels: Any = self._work.kernels
+        kernels.expand_tail(self._tables, self._work.pool, y, layer, site)
+
+
+def _tiles(
+    slots: Sequence[tuple[tuple[int, float], ...]], lengths: Sequence[int], launch: TailLaunch
+) -> RowTiles:
+    all_rows = launch.names_all_rows
+    if all(len(pairs) == 0 or (len(pairs) == 1 and pairs[0][1] == 1.0) for pairs in slots):
+        single = np.array([pairs[0][0] if pairs else BASE for pairs in slots], dtype=np.int32)
+        return plain_tiles(np.repeat(single, lengths), launch.tile_rows, keeps_base=all_rows)
+    return gather_tiles(slots, lengths, launch.tile_rows, keeps_base=all_rows)

@@ -1,0 +1,124 @@
+"""A decoder's products and what stands behind each: without LoRA, from lists, or from the tail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
+from loramux.lora.tail_work import TailStep
+from loramux.models.layers import Linear
+from loramux.models.tail_linear import TailLinear
+
+QKV, OUT, GATE_UP, DOWN = range(4)
+
+Place = tuple[int, int]
+"""(layer, site)"""
+
+
+class LoraStep(Protocol):
+    """A step's adapters: what they add to a site's output."""
+
+    def shrink(self, x: Tensor, layer: int, site: int) -> None: ...
+
+    def expand(self, y: Tensor, layer: int, site: int) -> None: ...
+
+
+class SiteOps(Protocol):
+    """What `linear` gives goes to the operation behind that site, and to no other."""
+
+    def linear(self, linear: Linear, x: Tensor, place: Place) -> Tensor: ...
+
+    def rotate_write(
+        self, y: Tensor, rotation: Rotation, target: KVTarget, place: Place
+    ) -> Tensor: ...
+
+    def activate_mul(self, y: Tensor, activation: str, place: Place) -> Tensor: ...
+
+    def add_norm(
+        self, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, place: Place
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainOps:
+    fused: Any
+    lora: LoraStep | None
+
+    def linear(self, linear: Linear, x: Tensor, place: Place) -> Tensor:
+        y = F.linear(x, linear.weight, linear.bias)
+        if self.lora is not None:
+            # Behind the product, without which a shrink may start too early: see lora_triton.
+            self.lora.shrink(x, *place)
+            self.lora.expand(y, *place)
+        return y
+
+    def rotate_write(self, y: Tensor, rotation: Rotation, target: KVTarget, place: Place) -> Tensor:
+        del place
+        q: Tensor = self.fused.rotate_write(y, rotation, target)
+        return q
+
+    def activate_mul(self, y: Tensor, activation: str, place: Place) -> Tensor:
+        del place
+        mixed: Tensor = self.fused.activate_mul(y, activation)
+        return mixed
+
+    def add_norm(
+        self, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, place: Place
+    ) -> Tensor:
+        del place
+        normed: Tensor = self.fused.add_norm(y, residual, norm, after)
+        return normed
+
+
+@dataclass(frozen=True, slots=True)
+class TailOps:
+    """y has the tail's h behind its outputs, until an operation or an expand has used it."""
+
+    fused: Any
+    tail: Any
+    """loramux.kernels.tail_triton, or its twin."""
+    lora: TailStep
+
+    def linear(self, linear: Linear, x: Tensor, place: Place) -> Tensor:
+        assert isinstance(linear, TailLinear), "a linear layer has no tail"
+        y = linear.with_tail(x)
+        if self._is_folded(place):
+            return y
+        self.lora.expand(y, *place)
+        return y[:, : linear.out_features]
+
+    def rotate_write(self, y: Tensor, rotation: Rotation, target: KVTarget, place: Place) -> Tensor:
+        q: Tensor
+        if self._is_folded(place):
+            q = self.tail.rotate_write(y, rotation, target, self.lora.at(*place))
+        else:
+            q = self.fused.rotate_write(y, rotation, target)
+        return q
+
+    def activate_mul(self, y: Tensor, activation: str, place: Place) -> Tensor:
+        mixed: Tensor
+        if self._is_folded(place):
+            mixed = self.tail.activate_mul(y, activation, self.lora.at(*place))
+        else:
+            mixed = self.fused.activate_mul(y, activation)
+        return mixed
+
+    def add_norm(
+        self, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, place: Place
+    ) -> Tensor:
+        normed: Tensor
+        if self._is_folded(place):
+            normed = self.tail.add_norm(y, residual, norm, after, self.lora.at(*place))
+        else:
+            normed = self.fused.add_norm(y, residual, norm, after)
+        return normed
+
+    def _is_folded(self, place: Place) -> bool:
+        launch, site = self.lora.launch, place[1]
+        if site == QKV:
+            return launch.folds_rotate
+        return launch.folds_activate if site == GATE_UP else launch.folds_norm

@@ -1,0 +1,93 @@
+"""Adapters in the tails of base weights, and steps over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loramux.kernels import lora_grouped_torch
+from loramux.kernels.lora_work import build_work, gather_tiles, map_rows
+from loramux.kernels.tail_tables import TailLaunch, TailSite, TailStore, make_store
+from tests.lora_factory import LIMITS, NUM_LAYERS, SITES, LoraWorld, Selection, make_world
+
+ROW = TailLaunch(tile_rows=1, activate_n=32, activate_warps=1, norm_warps=1)
+TILE = replace(ROW, tile_rows=16)
+
+
+@dataclass
+class TailWorld:
+    lora: LoraWorld
+    bases: list[list[Tensor]]
+    """[layers][sites] of [out, in]"""
+    store: TailStore
+    blocks: np.ndarray[tuple[int, int], np.dtype[np.int32]]
+
+    def step(self, rows: Sequence[Selection], launch: TailLaunch) -> None:
+        """The step's work, in the tables; every row has a unit."""
+        tables = self.lora.tables
+        limits = replace(
+            LIMITS, has_row_units=launch.tile_rows == 1, max_rows=len(rows), max_h_rows=0
+        )
+        host = np.full(limits.num_words, 99, dtype=np.int32)
+        tiles = gather_tiles(rows, [1] * len(rows), launch.tile_rows, keeps_base=True)
+        build_work(tiles, self.lora.index, limits, host, self.blocks)
+        map_rows(limits, host)
+        self.lora.tables = replace(tables, limits=limits, work=torch.from_numpy(host))
+        lora_grouped_torch.resolve(self.lora.tables, self.lora.directory, self.lora.slots)
+
+    def at(self, layer: int, site: int, launch: TailLaunch) -> TailSite:
+        return TailSite(self.lora.tables, self.lora.pool, launch, layer, site)
+
+    def product(self, x: Tensor, layer: int, site: int) -> Tensor:
+        """[rows, outputs + tail]: what the base's own product gives."""
+        tail = self.store.weights[layer][site].reshape(-1, x.shape[1])
+        return x @ torch.cat((self.bases[layer][site], tail)).t()
+
+    def expected(self, x: Tensor, rows: Sequence[Selection], layer: int, site: int) -> Tensor:
+        """y with the rows' adapters, one after the other in float64."""
+        y = x.double() @ self.bases[layer][site].double().t()
+        return self.lora.expected(y, x, rows, layer, site).to(x.dtype)
+
+
+def make_tail_world(
+    ranks: Sequence[dict[str, int]],
+    kernels: ModuleType,
+    *,
+    dtype: torch.dtype = torch.float32,
+    skip: Sequence[tuple[int, int]] = (),
+) -> TailWorld:
+    """Every adapter in the tail, the last block first; blocks that nobody has are not numbers."""
+    lora = make_world(ranks, dtype=dtype, skip=skip)
+    num_chained = lora.index.num_chained
+    num_blocks = int(num_chained.sum()) + 2
+    generator = torch.Generator().manual_seed(5)
+    bases, tails = [], []
+    for _ in range(NUM_LAYERS):
+        shapes = [(sum(site.out_features), site.in_features) for site in SITES]
+        bases.append([(torch.randn(s, generator=generator) / 8).to(dtype) for s in shapes])
+        tails.append(
+            [
+                torch.full(
+                    (num_blocks, len(site.projections), 16, site.in_features),
+                    float("nan"),
+                    dtype=dtype,
+                )
+                for site in SITES
+            ]
+        )
+    store = make_store(tails, lora.pool)
+    blocks = np.zeros((len(ranks), num_blocks), dtype=np.int32)
+    block = num_blocks - 2
+    for slot in range(len(ranks)):
+        for chain in range(num_chained[slot]):
+            blocks[slot, chain] = block
+            kernels.copy_block(
+                store, lora.pool, lora.directory, lora.slots, group=(slot, chain), block=block
+            )
+            block -= 1
+    return TailWorld(lora, bases, store, blocks)

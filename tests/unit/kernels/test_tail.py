@@ -1,0 +1,157 @@
+"""Kernels that read h from the base's product: Triton in the interpreter, and the torch twin.
+
+The interpreter's matrix product is wrong for bfloat16, so tiles are checked in it on a GPU alone
+(benchmarks/gpu_tail.py).
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
+
+from loramux.kernels import fused_torch, tail_torch, tail_triton  # noqa: E402
+from loramux.kernels.fused_torch import KVTarget, Norm, Rotation  # noqa: E402
+from loramux.kernels.interface import PagedLayout  # noqa: E402
+from loramux.kernels.tail_tables import TailLaunch  # noqa: E402
+from tests.lora_factory import NUM_LAYERS, SITES, Selection, random_rows  # noqa: E402
+from tests.tail_factory import ROW, TILE, TailWorld, make_tail_world  # noqa: E402
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
+QKV, O_PROJ, GATE_UP = range(3)
+LAUNCHES = {"rows": ROW, "tiles": TILE}
+LIMITS = {
+    torch.float32: {"atol": 1e-4, "rtol": 1e-4},
+    torch.float16: {"atol": 2e-2, "rtol": 2e-2},
+}
+PAIR = ((0, 0.5), (1, -2.0))
+MIXES: dict[str, tuple[list[dict[str, int]], list[Selection]]] = {
+    "rank 1 beside base rows": ([dict.fromkeys(ALL, 1)], [(), ((0, 1.0),), ()]),
+    "one adapter": ([dict.fromkeys(ALL, 16)], [((0, 1.0),)] * 17),
+    "weighted": (
+        [dict.fromkeys(ALL, 3), dict.fromkeys(ALL, 20)],
+        [((0, 1.0),), PAIR, PAIR, ((1, 1.0),), ((1, 1.0),), ((1, 0.5), (0, 3.0)), ()],
+    ),
+    "some places": (
+        [{"q_proj": 3}, {"v_proj": 20, "up_proj": 2, "o_proj": 1}, {"gate_proj": 16}],
+        [((0, 1.0),), ((0, 1.0),), ((1, 1.0),), ((2, 1.0),), ((2, 2.0), (0, 1.0))],
+    ),
+    "rank 200": ([dict.fromkeys(ALL, 200)], [((0, 1.0),), ()]),
+    "no adapters": ([dict.fromkeys(ALL, 4)], [(), ()]),
+}
+each_kernel = pytest.mark.parametrize("kernels", [tail_torch, tail_triton], ids=["torch", "triton"])
+each_launch = pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+each_mix = pytest.mark.parametrize("mix", MIXES)
+
+
+def world_of(
+    mix: str, launch: TailLaunch, dtype: torch.dtype = torch.float32
+) -> tuple[TailWorld, list[Selection]]:
+    ranks, rows = MIXES[mix]
+    world = make_tail_world(ranks, tail_torch, dtype=dtype, skip=[(2, 1)])
+    world.step(rows, launch)
+    return world, rows
+
+
+@each_kernel
+def test_a_block_is_an_adapters_group_and_zero_where_it_has_none(kernels: ModuleType) -> None:
+    """Catches what the last owner of a block left there, and rows beyond a rank."""
+    world = make_tail_world([{"q_proj": 3, "v_proj": 20}], kernels, skip=[(0, 1)])
+    assert world.blocks[0, :2].tolist() == [2, 1]
+    a = world.lora.weights[0][0, "v_proj"][0]
+    tail = world.store.weights[0][QKV]
+    assert torch.equal(tail[2, 2], a[:16])
+    assert torch.equal(tail[1, 2, :4], a[16:])
+    assert not tail[1, 2, 4:].any()
+    assert not tail[2, 1].any() and not tail[1, 0].any(), "no k_proj, no second group of q_proj"
+    assert torch.equal(tail[2, 0, :3], world.lora.weights[0][0, "q_proj"][0])
+    for site in range(len(SITES)):
+        assert not world.store.weights[1][site][1:3].any(), "nothing in the second layer"
+        assert world.store.weights[0][site][[0, 3]].isnan().all(), "blocks of others"
+
+
+@each_kernel
+@each_launch
+@each_mix
+def test_add_norm(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
+    world, rows = world_of(mix, launch)
+    layer = NUM_LAYERS - 1
+    x, _ = random_rows(len(rows), O_PROJ)
+    size = sum(SITES[O_PROJ].out_features)
+    residual, twin_residual = torch.ones(2, len(rows), size).unbind()
+    norm, after = Norm(torch.randn(size), 1e-5), Norm(torch.randn(size), 1e-4)
+    for one in (None, after) if mix == "weighted" else (None,):
+        y = world.product(x, layer, O_PROJ)
+        site = world.at(layer, O_PROJ, launch)
+        actual = kernels.add_norm(y, residual, norm, one, site)
+        expected = fused_torch.add_norm(
+            world.expected(x, rows, layer, O_PROJ), twin_residual, norm, one
+        )
+        torch.testing.assert_close(residual, twin_residual, **LIMITS[torch.float32])
+        torch.testing.assert_close(actual, expected, **LIMITS[torch.float32])
+
+
+@each_kernel
+@each_launch
+@each_mix
+def test_activate_mul(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
+    activation = "gelu" if mix == "weighted" else "silu"
+    world, rows = world_of(mix, launch)
+    x, _ = random_rows(len(rows), GATE_UP)
+    y = world.product(x, 0, GATE_UP)
+    actual = kernels.activate_mul(y, activation, world.at(0, GATE_UP, launch))
+    expected = fused_torch.activate_mul(world.expected(x, rows, 0, GATE_UP), activation)
+    torch.testing.assert_close(actual, expected, **LIMITS[torch.float32])
+
+
+def rotated(
+    world: TailWorld, rows: list[Selection], launch: TailLaunch, kernels: ModuleType, norm: bool
+) -> None:
+    dtype, num_rows = world.lora.pool.dtype, len(rows)
+    head_dim, kv_heads = 16, 1
+    layout = PagedLayout(NUM_LAYERS, kv_heads, head_dim, block_tokens=4)
+    cos, sin = torch.randn(2, num_rows, head_dim)
+    # Padding is not stored.
+    slots = torch.arange(num_rows, dtype=torch.int32) * 3 + 1
+    slots[0] = -1
+    storage = torch.randn(16, NUM_LAYERS * 2 * 4 * kv_heads * head_dim).to(dtype)
+    head_norm = Norm(torch.randn(6, head_dim), 1e-6) if norm else None
+    x, _ = random_rows(num_rows, QKV, dtype=dtype)
+    y = world.product(x, 1, QKV)
+    found = KVTarget(storage.clone(), slots, layout, 1)
+    actual = kernels.rotate_write(y, Rotation(cos, sin, head_norm), found, world.at(1, QKV, launch))
+    known = KVTarget(storage.clone(), slots, layout, 1)
+    expected = fused_torch.rotate_write(
+        world.expected(x, rows, 1, QKV), Rotation(cos, sin, head_norm), known
+    )
+    torch.testing.assert_close(actual, expected, **LIMITS[dtype])
+    torch.testing.assert_close(found.storage, known.storage, **LIMITS[dtype])
+
+
+@each_kernel
+@each_launch
+@each_mix
+def test_rotate_write(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
+    world, rows = world_of(mix, launch)
+    rotated(world, rows, launch, kernels, norm=mix == "weighted")
+
+
+@each_launch
+def test_float16(launch: TailLaunch) -> None:
+    world, rows = world_of("weighted", launch, torch.float16)
+    rotated(world, rows, launch, tail_triton, norm=True)
+
+
+@each_launch
+def test_base_rows_keep_their_bits(launch: TailLaunch) -> None:
+    world, rows = world_of("rank 1 beside base rows", launch)
+    x, _ = random_rows(len(rows), GATE_UP)
+    y = world.product(x, 0, GATE_UP)
+    plain = fused_torch.activate_mul(y[:, : sum(SITES[GATE_UP].out_features)].clone(), "silu")
+    actual = tail_triton.activate_mul(y, "silu", world.at(0, GATE_UP, launch))
+    twin = tail_torch.activate_mul(y, "silu", world.at(0, GATE_UP, launch))
+    torch.testing.assert_close(actual[[0, 2]], plain[[0, 2]])
+    assert torch.equal(twin[[0, 2]], plain[[0, 2]])

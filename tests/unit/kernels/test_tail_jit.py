@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
+
+from loramux.kernels import fused_torch, tail_torch, tail_triton  # noqa: E402
+from loramux.kernels.tail_tables import TailSite  # noqa: E402
+from tests.lora_factory import Selection, random_rows  # noqa: E402
+from tests.tail_factory import TILE, make_tail_world  # noqa: E402
+
+GATE_UP = 2
+
+
+def test_more_tiles_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a loop that stops early: two programs, and a tile for every row."""
+    names = ("gate_proj", "up_proj")
+    world = make_tail_world([dict.fromkeys(names, 2)] * 3, tail_torch)
+    rows: list[Selection] = [((slot, 1.0),) for slot in (0, 1, 2, 0, 2)]
+    world.step(rows, TILE)
+    monkeypatch.setattr(TailSite, "max_tiles", lambda *_: 2)
+    x, _ = random_rows(len(rows), GATE_UP)
+    y = world.product(x, 1, GATE_UP)
+    actual = tail_triton.activate_mul(y, "silu", world.at(1, GATE_UP, TILE))
+    expected = fused_torch.activate_mul(world.expected(x, rows, 1, GATE_UP), "silu")
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

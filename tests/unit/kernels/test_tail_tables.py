@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from loramux.kernels.tail_tables import SEPARATE, TailSite, make_store, tail_launch
+from tests.lora_factory import make_world
+from tests.tail_factory import ROW, TILE
+
+
+def test_every_size_of_batch_has_a_launch_that_its_kernels_can_run() -> None:
+    """A tile is what the matrix units take, or one row."""
+    assert {tail_launch(size).tile_rows for size in range(1, 300)} <= {1, 16}
+
+
+def test_a_list_names_base_rows_when_any_kernel_goes_by_it() -> None:
+    assert not SEPARATE.names_all_rows
+    assert replace(SEPARATE, folds_norm=True).names_all_rows
+    assert replace(SEPARATE, folds_rotate=True).names_all_rows
+
+
+def test_programs_are_as_many_as_rows_or_as_tiles_usually_are() -> None:
+    world = make_world([{"q_proj": 1}])
+    row, tile = (TailSite(world.tables, world.pool, launch, 0, 0) for launch in (ROW, TILE))
+    assert [row.max_tiles(count) for count in (1, 7, 256)] == [1, 7, 256]
+    assert tile.max_tiles(3) == 3 and 16 < tile.max_tiles(256) < 64
+
+
+def test_a_store_knows_where_its_tails_are() -> None:
+    pool = torch.arange(10.0)
+    weights = [[torch.zeros(2, 3, 16, 8), torch.zeros(2, 1, 16, 4)] for _ in range(2)]
+    store = make_store(weights, pool)
+    assert store.num_blocks == 2
+    assert store.shapes.tolist() == [[8, 3]] * 3 + [[4, 1]]
+    first = store.places[1]
+    assert int(first[0]) * 4 + pool.data_ptr() == weights[1][0].data_ptr()
+    assert (first[1:3] - first[:2]).tolist() == [128, 128]
+    assert int(first[3]) * 4 + pool.data_ptr() == weights[1][1].data_ptr()

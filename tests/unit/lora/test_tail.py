@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from loramux.kernels import tail_torch
+from loramux.kernels.tail_tables import make_store
+from loramux.lora.tail import AdapterTail
+from tests.lora_factory import NUM_LAYERS, SITES
+from tests.unit.lora.test_device_work import World
+
+
+def make_tail(world: World, num_blocks: int, *, patience: int = 1) -> AdapterTail:
+    tails = [
+        [torch.full((num_blocks, len(s.projections), 16, s.in_features), 9.0) for s in SITES]
+        for _ in range(NUM_LAYERS)
+    ]
+    store = make_store(tails, world.pool)
+    return AdapterTail(tail_torch, store, world.directory, world.pool, patience=patience)
+
+
+def slots_of(world: World, *cids: str) -> list[int]:
+    return [world.directory.slots_of(((cid, 1.0),))[0][0] for cid in cids]
+
+
+@pytest.fixture
+def world() -> World:
+    """a and c need one block, b needs two."""
+    found = World()
+    for cid in ("a", "b", "c"):
+        found.directory.add(found.residents[cid])
+    return found
+
+
+def test_an_adapter_is_brought_after_it_was_asked_for_often_enough_in_a_row(world: World) -> None:
+    tail = make_tail(world, 4, patience=2)
+    (a, b) = slots_of(world, "a", "b")
+    assert [tail.place([a]), tail.place([b]), tail.place([a])] == [False] * 3, "never twice"
+    assert tail.place([a, a]) and tail.num_copies == 1
+    assert not tail.place([a, b]), "one waits for the other"
+    assert tail.place([a, b]) and tail.place([b]) and tail.num_copies == 2
+    tail.check_integrity()
+
+
+def test_who_was_used_last_stays_and_nobody_of_the_batch_goes(world: World) -> None:
+    tail = make_tail(world, 3)
+    (a, b, c) = slots_of(world, "a", "b", "c")
+    assert tail.place([a]) and tail.place([c]) and tail.place([a])
+    assert tail.place([b]), "two of three blocks: c goes, a was used since"
+    assert set(tail.held) == {a, b}
+    assert not tail.place([a, b, c]), "more than there are blocks"
+    assert set(tail.held) == {a, b}, "and nothing moved for it"
+    assert tail.place([b, c]) and set(tail.held) == {b, c}
+    tail.check_integrity()
+
+
+def test_an_adapter_that_leaves_the_device_leaves_its_blocks(world: World) -> None:
+    """Catches blocks that the next adapter of the slot would take for its own."""
+    tail = make_tail(world, 2)
+    (b,) = slots_of(world, "b")
+    assert tail.place([b]) and tail.num_copies == 1
+    world.directory.remove("b")
+    assert tail.held == {}
+    world.directory.add(world.residents["b"])
+    (again,) = slots_of(world, "b")
+    assert again == b, "the slot of before"
+    assert tail.place([b]) and tail.num_copies == 2
+    tail.check_integrity()
+
+
+def test_blocks_have_the_weights_of_who_holds_them_after_any_moves(world: World) -> None:
+    tail = make_tail(world, 3)
+    chance = random.Random(1)
+    for _ in range(40):
+        batch = chance.sample("abc", chance.randint(1, 2))
+        is_placed = tail.place(slots_of(world, *batch))
+        assert is_placed or len(tail.held) > 0
+        tail.check_integrity()
+        for cid in batch if is_placed else ():
+            (slot,) = slots_of(world, cid)
+            blocks = tail.blocks[slot, : len(tail.held[slot])]
+            assert tuple(blocks) == tail.held[slot]
+            weight = tail._store.weights[NUM_LAYERS - 1][1]
+            ranks = {"a": 3, "b": 20, "c": 16}[cid]
+            a = torch.cat([weight[int(block), 0] for block in blocks])
+            assert torch.equal(a[:ranks], world.first_of(cid)) and not a[ranks:].any()

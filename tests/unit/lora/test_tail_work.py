@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from loramux.kernels import tail_torch
+from loramux.kernels.tail_tables import SEPARATE, TailLaunch
+from loramux.lora.device_work import decode_work
+from loramux.lora.tail_work import TailWork, tail_work
+from loramux.types import Selection
+from tests.lora_factory import NUM_LAYERS, SITES
+from tests.tail_factory import ROW, TILE
+from tests.unit.lora.test_device_work import BOTH, A, World
+from tests.unit.lora.test_tail import make_tail
+
+MAX_ROWS = 8
+
+
+def make_work(world: World, launch: TailLaunch, *, num_blocks: int = 4) -> tuple[TailWork, Ints]:
+    for cid in ("a", "b", "c"):
+        world.directory.add(world.residents[cid])
+    lists = decode_work(world.device(), MAX_ROWS, use_pdl=False)
+    words = np.full(lists.tables.limits.num_words, 77, dtype=np.int32)
+    lists.read_from(torch.from_numpy(words))
+    return TailWork(lists, make_tail(world, num_blocks), lambda _: launch), words
+
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+def expand(work: TailWork, x: torch.Tensor) -> torch.Tensor:
+    """What site o of the last layer adds: with a base of zeros."""
+    step = work.for_decodes(len(x))
+    step.resolve()
+    layer, site = NUM_LAYERS - 1, 1
+    tail = work._tail._store.weights[layer][site].reshape(-1, x.shape[1])
+    num_outputs = SITES[site].out_features[0]
+    y = torch.cat((torch.zeros(len(x), num_outputs), x @ tail.t()), dim=1)
+    step.expand(y, layer, site)
+    assert step.at(layer, site).num_outputs == num_outputs
+    return y[:, :num_outputs]
+
+
+@pytest.mark.parametrize("launch", [ROW, TILE, SEPARATE], ids=["rows", "tiles", "separate"])
+@pytest.mark.parametrize("selections", [[A, A, ()], [A, (), BOTH, BOTH]], ids=["plain", "weighted"])
+def test_rows_get_their_own_adapters_and_base_and_padding_rows_none(
+    selections: list[Selection], launch: TailLaunch
+) -> None:
+    world = World()
+    work, words = make_work(world, launch)
+    assert work.fill(selections, [1] * len(selections), 6, words)
+    rows: list[Selection] = [*selections, *[()] * (6 - len(selections))]
+    x = torch.randn(6, SITES[1].in_features)
+    torch.testing.assert_close(expand(work, x), world.expected(x, rows), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("launch", [ROW, TILE], ids=["rows", "tiles"])
+def test_every_row_of_a_graph_finds_its_unit(launch: TailLaunch) -> None:
+    """Padding included: a graph computes it, with what an earlier step has left in the tables."""
+    world = World()
+    work, words = make_work(world, launch)
+    assert work.fill([A, BOTH, BOTH], [1] * 3, 5, words)
+    limits = work._work.tables.limits
+    units = words[16 : limits.row_map_start].reshape(-1, 8)
+    heads = words[limits.row_map_start : limits.row_map_start + 5]
+    for row, head in enumerate(heads):
+        first, count = units[head, 3], units[head, 2]
+        assert first <= row < first + count
+    assert work.for_decodes(5).launch is launch
+
+
+def test_a_step_that_does_not_fit_is_left_to_others() -> None:
+    world = World()
+    work, words = make_work(world, ROW, num_blocks=2)
+    assert not work.fill([BOTH], [1], 1, words), "three blocks"
+    assert work.fill([A], [1], 1, words)
+    tables = work._work.tables
+    work._work.tables = replace(tables, limits=replace(tables.limits, max_units=1))
+    assert not work.fill([A, A], [1, 1], 2, words), "more units than the tables hold"
+
+
+def test_weights_without_a_tail_have_no_work() -> None:
+    world = World()
+    lists = decode_work(world.device(), 2, use_pdl=False)
+    assert tail_work(lists, None, tail_torch) is None
+    tails = [
+        [torch.zeros(1, len(s.projections), 16, s.in_features) for s in SITES]
+        for _ in range(NUM_LAYERS)
+    ]
+    assert tail_work(lists, tails, tail_torch) is not None

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loramux.models.architectures import parse_config
+from loramux.models.decoder import Decoder
+from loramux.models.layers import Linear
+from loramux.models.tail_linear import SLICES, TailLinear, add_tails, tails_of
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def make_decoder() -> Decoder:
+    decoder = Decoder(parse_config(CONFIG), dtype=torch.float32)
+    for parameter in decoder.parameters():
+        parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+    return decoder
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_what_stands_before_the_tail_is_computed_as_ever(has_bias: bool) -> None:
+    plain = Linear(8, 6, bias=has_bias, dtype=torch.float32)
+    for parameter in plain.parameters():
+        parameter.data.normal_()
+    linear = TailLinear(plain, 32)
+    linear.tail.normal_()
+    x = torch.randn(3, 8)
+    assert torch.equal(linear(x), plain(x))
+    y = linear.with_tail(x)
+    torch.testing.assert_close(y[:, :6], plain(x))
+    torch.testing.assert_close(y[:, 6:], x @ linear.tail.t())
+
+
+def test_every_layer_gets_blocks_for_each_of_its_slices() -> None:
+    decoder = make_decoder()
+    assert tails_of(decoder) is None
+    before = [parameter.clone() for parameter in decoder.parameters()]
+    add_tails(decoder, 2)
+    tails = tails_of(decoder)
+    assert tails is not None and len(tails) == 2
+    assert [tuple(tail.shape[:3]) for tail in tails[0]] == [(2, n, 16) for n in SLICES.values()]
+    assert [tail.shape[3] for tail in tails[0]] == [32, 32, 32, 48]
+    assert not any(tail.any() for of_layer in tails for tail in of_layer)
+    for old, new in zip(before, decoder.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_tails_of_the_same_size_are_kept() -> None:
+    decoder = make_decoder()
+    add_tails(decoder, 1)
+    first = decoder.layers[0].qkv
+    add_tails(decoder, 1)
+    assert decoder.layers[0].qkv is first
+    add_tails(decoder, 2)
+    tails = tails_of(decoder)
+    assert tails is not None and tails[0][0].shape[0] == 2
+
+
+def test_writing_the_tail_changes_no_weight() -> None:
+    decoder = make_decoder()
+    add_tails(decoder, 1)
+    linear = decoder.layers[1].down
+    weight = linear.weight.clone()
+    tails = tails_of(decoder)
+    assert tails is not None
+    tails[1][3].fill_(5.0)
+    assert torch.equal(linear.weight, weight) and bool((linear.tail == 5.0).all())

@@ -1,0 +1,173 @@
+"""Steps whose adapters are in the tail, against the same rows computed from their pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loramux.kernels.tail_tables import SEPARATE, TailLaunch
+from loramux.runner.decode_graphs import LoraKind
+from loramux.runner.device_runner import DeviceLimits, DeviceRunner
+from loramux.types import Chunk, Selection, StepPlan
+from tests.adapter_factory import make_peft_adapter
+from tests.device_factory import (
+    decode,
+    device_engine,
+    lease,
+    mixed_selections,
+    reference_engine,
+    two_adapters,
+)
+from tests.engine_factory import make_prompt, make_request, run_all
+from tests.model_factory import tiny_transformers_model
+from tests.tail_factory import ROW, TILE
+
+pytest.importorskip("triton", reason="no Triton on this machine")
+
+PATIENCE = 2
+
+
+def use(runner: DeviceRunner, launch: TailLaunch) -> None:
+    assert runner._graphs._tail is not None
+    runner._graphs._tail.launch_of = lambda _: launch
+
+
+def kinds_of(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> list[LoraKind]:
+    """The kinds of all graphs that run from now on."""
+    found: list[LoraKind] = []
+    step = runner._graphs._step
+
+    def watch(size: int, kind: LoraKind) -> Any:
+        found.append(kind)
+        return step(size, kind)
+
+    monkeypatch.setattr(runner._graphs, "_step", watch)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "launch"),
+    [("llama", ROW), ("qwen2", TILE), ("gemma3", replace(TILE, folds_norm=False))]
+    + [("gemma3", ROW), ("llama", SEPARATE)],
+)
+def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
+    family: str, launch: TailLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model(family)
+    folders = two_adapters(model, tmp_path)
+    engine, runner = device_engine(monkeypatch, model, tmp_path / "model", max_sequences=6)
+    use(runner, launch)
+    kinds = kinds_of(runner, monkeypatch)
+    selections = mixed_selections(engine, folders)[:5]
+    lease(engine, *selections)
+    last = engine.pages.num_pages - 1
+    pages = [[last - 2 * i, last - 2 * i - 1] for i in range(len(selections))]
+    lengths = [3, 17, 9, 16, 1]
+    prompts = [
+        Chunk(i, make_prompt(lengths[i], seed=i), 0, pages[i], selection, sample=None)
+        for i, selection in enumerate(selections)
+    ]
+    runner.run(StepPlan(tuple(prompts)))
+    # One is a padding row short of the size that fits.
+    chunks = [decode(i, 40 + i, lengths[i], pages[i], s) for i, s in enumerate(selections)]
+    for _ in range(PATIENCE):
+        result = runner.run(StepPlan(tuple(chunks)))
+    assert kinds == [LoraKind.LISTS] * (PATIENCE - 1) + [LoraKind.TAIL]
+    order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
+    graph_logits = runner._graphs._logits[: len(chunks)].clone()
+    for place, chunk in enumerate(order):
+        logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][0]
+        torch.testing.assert_close(graph_logits[place].float(), logits, atol=1e-4, rtol=1e-4)
+        assert result.token_ids[chunk.sequence_id] == int(logits.argmax())
+
+
+@pytest.mark.parametrize("launch", [ROW, TILE], ids=["rows", "tiles"])
+def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
+    launch: TailLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from loramux.kernels import fused_triton, lora_triton, sampling_triton, tail_triton
+
+    model = tiny_transformers_model("llama", num_hidden_layers=1, vocab_size=64)
+    folders = two_adapters(model, tmp_path)
+    engine, runner = device_engine(
+        monkeypatch, model, tmp_path / "model", max_sequences=2, lora_tail_ranks=16
+    )
+    few = mixed_selections(engine, folders)[1]
+    lease(engine, few)
+    kernels = replace(
+        runner._kernels,
+        fused=fused_triton,
+        lora=lora_triton,
+        sampling=sampling_triton,
+        tail=tail_triton,
+    )
+    limits = DeviceLimits(max_batch_tokens=8, max_sequences=2, max_pages=2)
+    fast = DeviceRunner(
+        decoder=runner._decoder._decoder,
+        pool=engine.memory.pool,
+        directory=runner.directory,
+        kernels=kernels,
+        limits=limits,
+    )
+    use(fast, launch)
+    kinds = kinds_of(fast, monkeypatch)
+    last = engine.pages.num_pages - 1
+    step = StepPlan((decode(0, 7, 0, [last], few), decode(1, 8, 0, [last - 1], ())))
+    expected = runner.run(step).token_ids
+    for _ in range(PATIENCE):
+        assert fast.run(step).token_ids == expected
+    assert kinds[-1] is LoraKind.TAIL
+    torch.testing.assert_close(fast._graphs._logits, runner._graphs._logits, atol=1e-4, rtol=1e-4)
+
+
+def test_adapters_that_come_and_go_and_do_not_all_fit_get_the_tokens_of_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks change hands, adapters leave the device, and batches have more than the tail holds."""
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    folders = two_adapters(model, tmp_path)
+    folders += [make_peft_adapter(tmp_path / f"{r}", model, r=r, seed=r) for r in (1, 5, 200)]
+    settings: dict[str, Any] = {"max_batch_tokens": 24, "max_sequences": 3}
+    answers = []
+    for number, engine in enumerate(
+        (
+            reference_engine(model, tmp_path / "model", **settings),
+            device_engine(
+                monkeypatch,
+                model,
+                tmp_path / "model",
+                max_active_adapters=3,
+                lora_tail_ranks=48,
+                **settings,
+            )[0],
+        )
+    ):
+        cids = [engine.register_adapter(folder).cid for folder in folders]
+        chosen: list[Selection] = [((cid, 1.0),) for cid in cids]
+        chosen += [((cids[0], 0.5), (cids[2], 2.0)), (), ((cids[3], 1.0),)]
+        requests = [
+            make_request(f"r{i}", make_prompt(3 + i, seed=i), s, max_tokens=6 + 2 * (i % 3))
+            for i, s in enumerate(chosen * 2)
+        ]
+        if number:
+            runner: Any = engine.runner
+            kinds = kinds_of(runner, monkeypatch)
+        answers.append(run_all(engine, requests))
+    assert answers[0] == answers[1]
+    assert set(kinds) >= {LoraKind.TAIL, LoraKind.LISTS}
+    tail = runner._graphs._tail._tail
+    tail.check_integrity()
+    assert tail.num_copies > 4
+
+
+def test_without_room_behind_the_weights_there_are_two_kinds_of_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=1, lora_tail_ranks=0)[1]
+    runner.capture()
+    assert set(runner._graphs._steps) == {(1, LoraKind.LISTS), (1, LoraKind.NONE)}
