@@ -64,3 +64,10 @@ def test_a_gpu_runs_its_own_kernels_and_merges_nothing(monkeypatch: pytest.Monke
 def test_a_share_of_the_gpu_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(InvalidRequest, match="gpu_memory_utilization"):
         EngineConfig(gpu_memory_utilization=share)
+
+
+@pytest.mark.parametrize("ranks", [-16, 8, 100])
+def test_the_tail_is_a_number_of_whole_blocks(ranks: int) -> None:
+    with pytest.raises(InvalidRequest, match="multiple of 16"):
+        EngineConfig(lora_tail_ranks=ranks)
+    assert EngineConfig(lora_tail_ranks=0).lora_tail_ranks == 0

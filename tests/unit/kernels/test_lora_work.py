@@ -29,6 +29,7 @@ from loramux.kernels.lora_work import (
     WorkListFull,
     build_work,
     gather_tiles,
+    map_rows,
     plain_tiles,
 )
 
@@ -173,3 +174,32 @@ def test_the_list_says_which_projections_anybody_changes() -> None:
     assert out[used].tolist() == [1, 0, 1, 0, 0, 0, 0, 0]
     out = build(gather_tiles([()], [4], 16), directory)
     assert out[used].tolist() == [0] * 8
+
+
+@given(
+    slots=st.lists(st.integers(-1, 2), min_size=1, max_size=40).map(sorted),
+    tile_rows=st.sampled_from([1, 16]),
+)
+def test_a_list_that_names_all_rows_has_one_head_for_each(slots: list[int], tile_rows: int) -> None:
+    """Catches rows that a kernel would not compute, and base rows that find weights."""
+    limits = WorkLimits(
+        max_units=200, max_h_rows=0, has_row_units=tile_rows == 1, max_rows=len(slots)
+    )
+    out = np.zeros(limits.num_words, dtype=np.int32)
+    tiles = plain_tiles(np.array(slots, dtype=np.int32), tile_rows, keeps_base=True)
+    pairs = [((s, 1.0),) if s >= 0 else () for s in slots]
+    gathered = gather_tiles(pairs, [1] * len(slots), tile_rows, keeps_base=True)
+    assert tiles.slot.tolist() == gathered.slot.tolist()
+    num_groups = [1, 2, 0]
+    blocks = np.array([[4, 0], [2, 3], [0, 0]], dtype=np.int32)
+    build_work(tiles, directory_of([[count] for count in num_groups]), limits, out, blocks)
+    map_rows(limits, out)
+    units = units_of(out)
+    for row, slot in enumerate(slots):
+        head = units[out[limits.row_map_start + row]]
+        assert head[ROW_START] <= row < head[ROW_START] + head[NUM_ROWS] <= row + tile_rows
+        assert head[NUM_MORE] == (1 if slot == 1 else 0)
+        if slot >= 0:
+            assert (head[SLOT], head[CHAIN], head[H_START]) == (slot, 0, blocks[slot, 0])
+        else:
+            assert head[CHAIN] >= max(num_groups)
