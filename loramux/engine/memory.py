@@ -149,7 +149,7 @@ def _lower_tiers(
         max_adapters=config.max_cpu_loras,
     )
     if disk is not None:
-        disk.above = host
+        disk.is_held_above = host.__contains__
     loader = AdapterLoader(
         source=catalog,
         disk=disk,

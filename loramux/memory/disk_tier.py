@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Container
+from collections.abc import Callable
 from pathlib import Path
 
 from loramux.adapters.image import AdapterImage, mapped_buffer
@@ -39,8 +39,8 @@ class DiskTier:
     ) -> None:
         self.budget_bytes = budget_bytes
         self.counters = TierCounters()
-        self.above: Container[str] = ()
-        """What host memory has."""
+        self.is_held_above: Callable[[str], bool] = lambda cid: False
+        """Whether host memory has it too."""
         self._folder = folder / packing.fingerprint[:16]
         self._packing = packing
         self._policy = policy
@@ -146,6 +146,6 @@ class DiskTier:
     def _worth(self, cid: str) -> float:
         size = self._sizes[cid]
         cost_s = miss_cost_s(
-            _SOURCE_S + size / _SOURCE_BYTES_PER_S, is_held_above=cid in self.above
+            _SOURCE_S + size / _SOURCE_BYTES_PER_S, is_held_above=self.is_held_above(cid)
         )
         return self._policy.worth(cid, cost_s=cost_s, size=size)
