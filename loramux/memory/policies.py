@@ -11,7 +11,7 @@ from loramux.errors import InvalidRequest
 PolicyName = Literal["lru", "cost"]
 Value = TypeVar("Value")
 
-# Tuned with benchmarks/cache_simulation.py on seeds 1 to 8. A short half-life follows popularity
+# Tuned with benchmarks/cache_simulation.py on seeds 1 to 4. A short half-life follows popularity
 # that moves, a long one tells rarely used keys apart.
 HALF_LIFE_TURNOVERS = 30.0
 DRIFT_HALF_LIFE_TURNOVERS = 3.0
