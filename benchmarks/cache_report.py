@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from benchmarks.report import markdown
 # What "within 1 %" means: points of hit rate, and a share of the waiting time.
 TOLERANCE_POINTS = 1.0
 TOLERANCE_SHARE = 0.01
+# Student's t for a two-sided 95 % interval, by degrees of freedom from 1.
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
 _LOADS = ", ".join(
     f"{name} {1e3 * start_s:g} ms and {rate / 1e9:g} GB/s"
@@ -27,7 +30,9 @@ Requests and finished loads are noticed once a step, so that a miss costs a step
 of running and waiting requests stay. Each tier has a policy of its own, which sees what the tiers
 above it have missed. A wait is the time for which a request is held up for its adapter. The first
 40 % of a trace is not counted. Figures are means over the seeds; the constants of our policy were
-chosen on other seeds. GDSF comes with a cost of 1 ("hits") and of the seconds of a miss."""
+chosen on other seeds. "±" is half the 95 % interval of the change, from the differences seed by
+seed: a change that is smaller cannot be told from none. GDSF comes with a cost of 1 ("hits") and
+of the seconds of a miss."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,8 @@ class Cell:
     policy: str
     hit_rates: Mapping[str, float]
     """Of the requests that reached a tier, in percent."""
-    mean_wait_ms: float
+    waits_ms: Sequence[float]
+    """The mean wait with each seed."""
     p99_wait_ms: float
     moved_gb: Mapping[str, float]
 
@@ -51,13 +57,17 @@ class Cell:
                 tier: statistics.fmean(hit_rate(outcome, tier) for outcome in outcomes)
                 for tier in (DEVICE, *LINKS)
             },
-            mean_wait_ms=1e3 * statistics.fmean(statistics.fmean(o.waits_s) for o in outcomes),
+            waits_ms=[1e3 * statistics.fmean(outcome.waits_s) for outcome in outcomes],
             p99_wait_ms=1e3 * statistics.fmean(p99(o.waits_s) for o in outcomes),
             moved_gb={
                 link: statistics.fmean(o.moved_bytes[link] for o in outcomes) / 1e9
                 for link in LINKS
             },
         )
+
+    @property
+    def mean_wait_ms(self) -> float:
+        return statistics.fmean(self.waits_ms)
 
     @property
     def device_hits(self) -> float:
@@ -92,6 +102,17 @@ class Comparison:
         if self.least_wait.mean_wait_ms == 0:
             return 0.0 if self.ours.mean_wait_ms == 0 else float("inf")
         return self.ours.mean_wait_ms / self.least_wait.mean_wait_ms - 1
+
+    @property
+    def wait_margin(self) -> float:
+        """Half the 95 % interval of the change, by the differences seed by seed."""
+        pairs = zip(self.ours.waits_ms, self.least_wait.waits_ms, strict=True)
+        differences = [own - other for own, other in pairs]
+        if len(differences) < 2 or self.least_wait.mean_wait_ms == 0:
+            return 0.0
+        t = T_95[min(len(differences) - 1, len(T_95)) - 1]
+        error = statistics.stdev(differences) / math.sqrt(len(differences))
+        return t * error / self.least_wait.mean_wait_ms
 
     @property
     def hits_hold(self) -> bool:
@@ -166,6 +187,7 @@ def comparison_row(comparison: Comparison) -> dict[str, object]:
         "best other mean wait, ms": f"{best_wait.mean_wait_ms:.2f} ({best_wait.policy})",
         "ours, ms": f"{comparison.ours.mean_wait_ms:.2f}",
         "change": mark(f"{comparison.wait_change:+.1%}", comparison.wait_holds),
+        "± (95 %)": f"{comparison.wait_margin:.1%}",
     }
 
 

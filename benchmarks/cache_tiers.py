@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.cache_policies import CachePolicy, Key, PolicyFactory
 from benchmarks.workloads import Arrival
-from loramux.memory.policies import miss_cost_s
+from loramux.memory.policies import HELD_ABOVE_FACTOR, MISS_RATE_WEIGHT, miss_cost_s
 
 # Llama-3.1-8B, q,k,v,o of 32 layers in bfloat16: 27.3 MB at rank 16.
 BYTES_PER_RANK = 32 * 2 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
@@ -64,11 +64,17 @@ class Tier:
         self.num_bytes = 0
         self.above: Tier | None = None
         self.below: Tier | None = None
+        self.miss_rate = HELD_ABOVE_FACTOR
+        """As the engine knows it: measured on the device."""
         self._link = link
         self._step_s = step_s
 
     def __contains__(self, key: Key) -> bool:
         return key in self.sizes
+
+    def asked(self, key: Key, now: float) -> None:
+        self.miss_rate += MISS_RATE_WEIGHT * ((key not in self.sizes) - self.miss_rate)
+        self.policy.used(key, now)
 
     def insert(self, key: Key, size: int, *, busy: Mapping[Key, int], now: float) -> bool:
         """False: what is busy leaves no room, though idle ones may have left."""
@@ -90,8 +96,14 @@ class Tier:
 
     def _cost_s(self, key: Key) -> float:
         load_s = self._link.queue_s + self._link.seconds(self.sizes[key])
-        is_held_above = self.above is not None and key in self.above
-        return miss_cost_s(load_s, step_s=self._step_s, is_held_above=is_held_above)
+        if self.above is None or key not in self.above:
+            return miss_cost_s(load_s, step_s=self._step_s)
+        return miss_cost_s(
+            load_s,
+            step_s=self._step_s,
+            is_held_above=True,
+            miss_rate_above=self.above.miss_rate,
+        )
 
     def _reprice_below(self, key: Key) -> None:
         if self.below is not None and key in self.below:
@@ -170,7 +182,7 @@ class Simulation:
     def _arrive(self, arrival: Arrival) -> None:
         key, now = arrival.adapter, arrival.time_s
         self._busy[key] = self._busy.get(key, 0) + 1
-        self._device.policy.used(key, now)
+        self._device.asked(key, now)
         if key in self._waiting:
             self._waiting[key].append(arrival)
             if key in self._source_of:

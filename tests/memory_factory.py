@@ -59,6 +59,8 @@ class NumberedAdapters:
 
     broken: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
+    unwritable: set[str] = field(default_factory=set)
+    """Whose bytes the device does not take."""
     num_reads: int = 0
 
     def get(self, cid: str) -> KnownAdapter:
@@ -172,6 +174,8 @@ def tiny_memory(
     policy = policy or LruPolicy()
 
     def write_pages(page_ids: list[int], image: AdapterImage) -> None:
+        if image.cid in adapters.unwritable:
+            raise OSError(f"the device does not take {image.cid}")
         pool.write(page_ids, image.buffer)
 
     host = HostTier(

@@ -136,7 +136,11 @@ def _lower_tiers(
         pool.write(page_ids, image.buffer)
 
     def cost_s(cid: str, num_bytes: int) -> float:
-        return miss_cost_s(tiers.read_s(cid, num_bytes), is_held_above=cid in tiers.on_device)
+        return miss_cost_s(
+            tiers.read_s(cid, num_bytes),
+            is_held_above=cid in tiers.on_device,
+            miss_rate_above=tiers.device_miss_rate,
+        )
 
     host = HostTier(
         budget_bytes=config.host_memory_bytes,
@@ -144,6 +148,8 @@ def _lower_tiers(
         cost_s=cost_s,
         max_adapters=config.max_cpu_loras,
     )
+    if disk is not None:
+        disk.is_held_above = host.__contains__
     loader = AdapterLoader(
         source=catalog,
         disk=disk,

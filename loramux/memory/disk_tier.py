@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from loramux.adapters.image import AdapterImage, mapped_buffer
 from loramux.adapters.image_file import Allocate, KnownLayouts, read_image, write_image
 from loramux.adapters.packing import Packing
 from loramux.errors import AdapterRefused
-from loramux.memory.policies import EvictionPolicy
+from loramux.memory.policies import EvictionPolicy, miss_cost_s
 from loramux.memory.tiers import TierCounters
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class DiskTier:
     ) -> None:
         self.budget_bytes = budget_bytes
         self.counters = TierCounters()
+        self.is_held_above: Callable[[str], bool] = lambda cid: False
+        """Whether host memory has it too."""
         self._folder = folder / packing.fingerprint[:16]
         self._policy = policy
         self._lock = threading.Lock()
@@ -142,4 +145,7 @@ class DiskTier:
 
     def _worth(self, cid: str) -> float:
         size = self._sizes[cid]
-        return self._policy.worth(cid, cost_s=_SOURCE_S + size / _SOURCE_BYTES_PER_S, size=size)
+        cost_s = miss_cost_s(
+            _SOURCE_S + size / _SOURCE_BYTES_PER_S, is_held_above=self.is_held_above(cid)
+        )
+        return self._policy.worth(cid, cost_s=cost_s, size=size)

@@ -11,14 +11,22 @@ from loramux.errors import InvalidRequest
 PolicyName = Literal["lru", "cost"]
 Value = TypeVar("Value")
 
-# Tuned with benchmarks/cache_simulation.py. A short half-life follows popularity that moves, a
-# long one tells rarely used keys apart.
-HALF_LIFE_TURNOVERS = 10.0
+# Tuned with benchmarks/cache_simulation.py on seeds 1 to 4. A short half-life follows popularity
+# that moves, a long one tells rarely used keys apart.
+HALF_LIFE_TURNOVERS = 30.0
+DRIFT_HALF_LIFE_TURNOVERS = 3.0
 LOWER_HALF_LIFE_TURNOVERS = 80.0
 HALF_LIFE_S = 24 * 3600.0
+# Of the last use in the mean gain of the short memory, and a gain that says which is right.
+GAIN_WEIGHT = 0.005
+CLEAR_GAIN_BITS = 0.1
+# Of the next use, what is expected of any key, whatever its past.
+EVEN_SHARE = 0.1
 MAX_KEYS = 262_144
-# Of a miss in a tier while a faster one has a copy too: how likely it still is.
-HELD_ABOVE_FACTOR = 0.5
+# Of a miss in a tier while a faster one has a copy too: how likely it still is, where that is not
+# measured; and the weight of the last request where it is.
+HELD_ABOVE_FACTOR = 0.8
+MISS_RATE_WEIGHT = 0.01
 # A miss that was measured to cost nothing must not stop the eviction of others.
 MIN_COST_S = 1e-9
 # Below any rate: what was only fetched ahead of its use leaves first, by cost and size.
@@ -73,28 +81,47 @@ class CostAwarePolicy:
     The rate is a count of uses that fades: a use weighs half as much after every half-life. Age is
     counted in turnovers of the tier, so that a large tier, or one that seldom misses, remembers
     longer, and misses make it forget faster; days count too, for tiers that seldom turn over.
-    All keys age alike: log2(sum of 2^(age at each use)) ranks them and never changes by itself.
+    All keys age alike: log2(sum of 2^(age at each use)) ranks them and never changes by itself,
+    and the clock may run faster while popularity is seen to move.
     """
 
     def __init__(
         self,
         *,
         half_life_turnovers: float = HALF_LIFE_TURNOVERS,
+        drift_half_life_turnovers: float | None = None,
         half_life_s: float = HALF_LIFE_S,
         last_use_bonus: float = 1.0,
         max_keys: int = MAX_KEYS,
     ) -> None:
-        """`last_use_bonus`: how many more uses the last one counts for, until the next."""
+        """`drift_half_life_turnovers`: the half-life while popularity moves; None: always the same.
+
+        `last_use_bonus`: how many more uses the last one counts for, until the next.
+        """
         self._half_life_turnovers = half_life_turnovers
         self._half_life_s = half_life_s
         self._last_use_bonus = last_use_bonus
         self._max_keys = max_keys
-        self._num_turnovers = 0.0
+        self._num_half_lives = 0.0
         # log2 of the count, and the age at the last use; oldest use first.
         self._uses: dict[Hashable, tuple[float, float]] = {}
+        self._drift: DriftMeter | None = None
+        if drift_half_life_turnovers is not None:
+            self._drift = DriftMeter(
+                drift_half_life_turnovers, half_life_turnovers, max_keys=max_keys
+            )
+
+    @property
+    def half_life_turnovers(self) -> float:
+        """At present."""
+        if self._drift is None:
+            return self._half_life_turnovers
+        return self._drift.half_life_turnovers
 
     def used(self, key: Hashable, now: float) -> None:
-        age = self._num_turnovers / self._half_life_turnovers + now / self._half_life_s
+        if self._drift is not None:
+            self._drift.used(key)
+        age = self._num_half_lives + now / self._half_life_s
         log_count, _ = self._uses.get(key, (-math.inf, age))
         use = (_log2_sum(age, log_count), age)
         _put_last(self._uses, key, use, max_keys=self._max_keys)
@@ -105,10 +132,60 @@ class CostAwarePolicy:
         return log_rate + math.log2(max(cost_s, MIN_COST_S) / size)
 
     def evicted(self, share: float) -> None:
-        self._num_turnovers += share
+        if self._drift is not None:
+            self._drift.num_turnovers += share
+        self._num_half_lives += share / self.half_life_turnovers
 
     def forget(self, key: Hashable) -> None:
         self._uses.pop(key, None)
+        if self._drift is not None:
+            self._drift.forget(key)
+
+
+class DriftMeter:
+    """Whether a short memory foretells the next use better than a long one, by what has come true.
+
+    Each memory gives a key its share of the faded uses. The gain is how many bits likelier the
+    short one thought the uses that came, on average over the last few hundred.
+    """
+
+    def __init__(self, short_turnovers: float, long_turnovers: float, *, max_keys: int) -> None:
+        self._half_lives = (short_turnovers, long_turnovers)
+        self._max_keys = max_keys
+        # log2 of the faded counts of both memories; longest unused first.
+        self._counts: dict[Hashable, tuple[float, float]] = {}
+        self._totals = (-math.inf, -math.inf)
+        self._gain_bits = 0.0
+        self.num_turnovers = 0.0
+
+    @property
+    def half_life_turnovers(self) -> float:
+        """Near the one whose forecasts are better, and between them while that is not clear."""
+        short, long = self._half_lives
+        doubt = max(-30.0, min(30.0, self._gain_bits / CLEAR_GAIN_BITS))
+        return long * math.pow(short / long, 1 / (1 + math.exp(-doubt)))
+
+    def used(self, key: Hashable) -> None:
+        counts = self._counts.get(key)
+        if counts is not None:
+            short, long = map(self._chance, counts, self._totals)
+            self._gain_bits += GAIN_WEIGHT * (math.log2(short / long) - self._gain_bits)
+        short_age, long_age = (self.num_turnovers / half_life for half_life in self._half_lives)
+        short_count, long_count = counts or (-math.inf, -math.inf)
+        new = (_log2_sum(short_age, short_count), _log2_sum(long_age, long_count))
+        _put_last(self._counts, key, new, max_keys=self._max_keys)
+        self._totals = (
+            _log2_sum(short_age, self._totals[0]),
+            _log2_sum(long_age, self._totals[1]),
+        )
+
+    def forget(self, key: Hashable) -> None:
+        self._counts.pop(key, None)
+
+    def _chance(self, log_count: float, log_total: float) -> float:
+        """Of the next use; a part goes to all keys alike, so that none is thought impossible."""
+        share = math.pow(2.0, log_count - log_total)
+        return (1 - EVEN_SHARE) * share + EVEN_SHARE / len(self._counts)
 
 
 def make_policy(name: PolicyName, *, is_lower_tier: bool = False) -> EvictionPolicy:
@@ -124,7 +201,7 @@ def make_policy(name: PolicyName, *, is_lower_tier: bool = False) -> EvictionPol
                 half_life_turnovers=LOWER_HALF_LIFE_TURNOVERS, last_use_bonus=0.0
             )
         case "cost":
-            return CostAwarePolicy()
+            return CostAwarePolicy(drift_half_life_turnovers=DRIFT_HALF_LIFE_TURNOVERS)
     raise InvalidRequest(
         f"No eviction policy is called {name!r}; the known ones are: "
         f"{', '.join(get_args(PolicyName))}.",
@@ -132,12 +209,19 @@ def make_policy(name: PolicyName, *, is_lower_tier: bool = False) -> EvictionPol
     )
 
 
-def miss_cost_s(load_s: float, *, step_s: float = 0.0, is_held_above: bool = False) -> float:
+def miss_cost_s(
+    load_s: float,
+    *,
+    step_s: float = 0.0,
+    is_held_above: bool = False,
+    miss_rate_above: float = HELD_ABOVE_FACTOR,
+) -> float:
     """What a miss costs a request: the load with its queue, and the step that it sits out.
 
-    `is_held_above`: a faster tier has it too, so that this one is seldom asked for it.
+    `is_held_above`: a faster tier has it too, so that this one is asked for it only if that tier
+    has lost it by then, which is as likely as its misses are: `miss_rate_above`.
     """
-    return (load_s + step_s) * (HELD_ABOVE_FACTOR if is_held_above else 1.0)
+    return (load_s + step_s) * (miss_rate_above if is_held_above else 1.0)
 
 
 def _log2_sum(first: float, second: float, weight: float = 1.0) -> float:

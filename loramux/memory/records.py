@@ -13,7 +13,7 @@ from loramux.errors import LoramuxError
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.host_tier import HostTier
 from loramux.memory.loader import AdapterLoader, Arrival
-from loramux.memory.policies import miss_cost_s
+from loramux.memory.policies import HELD_ABOVE_FACTOR, MISS_RATE_WEIGHT, miss_cost_s
 from loramux.memory.tiers import AdapterState, TierCounters, check_move
 
 # Of a GPU's bus, an NVMe disk and a folder of safetensors, until loads have been measured.
@@ -114,6 +114,8 @@ class LowerTiers:
     """The adapters that the tier above has."""
     step_s: float = 0.0
     """How long steps take at present: a request whose adapter is missing sits one out."""
+    device_miss_rate: float = HELD_ABOVE_FACTOR
+    """Of the last hundred requests or so."""
 
     def resting_place(self, cid: str) -> AdapterState:
         if cid in self.host:
@@ -124,7 +126,9 @@ class LowerTiers:
 
     def count_use(self, cid: str, found: AdapterState, now: float) -> None:
         """A hit in the tier where it was found, a miss in those above."""
-        if found is not AdapterState.DEVICE:
+        is_miss = found is not AdapterState.DEVICE
+        self.device_miss_rate += MISS_RATE_WEIGHT * (is_miss - self.device_miss_rate)
+        if is_miss:
             self.host.used(cid, now)
         if self.disk is not None and found in (AdapterState.DISK, AdapterState.SOURCE):
             self.disk.used(cid, now)

@@ -64,3 +64,14 @@ def test_no_wait_at_all_is_not_a_division_by_zero() -> None:
     cells = [cell(name, outcome(100, 0, 0, wait_s=0.0)) for name in ("other", "ours")]
     (comparison,) = compare(cells, "ours")
     assert comparison.wait_holds and comparison.wait_change == 0
+
+
+def test_the_margin_of_a_change_comes_from_the_differences_seed_by_seed() -> None:
+    """Seeds differ far more than policies do: they must not widen the interval."""
+    others = [outcome(50, 50, 0, wait_s=wait_s) for wait_s in (0.001, 0.1)]
+    ours = [outcome(50, 50, 0, wait_s=wait_s + 0.001) for wait_s in (0.001, 0.1)]
+    (comparison,) = compare([cell("other", *others), cell("ours", *ours)], "ours")
+    assert comparison.wait_change == pytest.approx(0.001 / 0.0505)
+    assert comparison.wait_margin == pytest.approx(0.0, abs=1e-9)
+    (noisy,) = compare([cell("other", *others), cell("ours", *reversed(ours))], "ours")
+    assert noisy.wait_margin > 1

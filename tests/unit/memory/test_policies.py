@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import cast
 
 import pytest
@@ -111,7 +112,7 @@ def test_a_miss_that_costs_more_or_a_key_that_takes_less_is_worth_keeping() -> N
 
 
 def test_what_was_popular_loses_to_what_is_after_enough_turnovers_or_hours_only() -> None:
-    for turnovers, hours, old_stays in ((0, 0, True), (100, 0, False), (0, 240, False)):
+    for turnovers, hours, old_stays in ((0, 0, True), (400, 0, False), (0, 240, False)):
         policy = CostAwarePolicy()
         for _ in range(50):
             policy.used("old", now=0.0)
@@ -194,3 +195,45 @@ def test_a_miss_that_costs_nothing_is_the_first_to_leave_and_no_error() -> None:
     policy.used("dear", now=0.0)
     free = policy.worth("free", cost_s=0.0, size=1)
     assert free < policy.worth("dear", cost_s=1e-6, size=1)
+
+
+def drive(policy: CostAwarePolicy, *, swap_every: int | None) -> None:
+    """4,000 uses of 40 keys, by Zipf's law; the order of popularity moves, or does not."""
+    source = random.Random(7)
+    keys = list(range(40))
+    weights = [1 / (1 + index) for index in range(40)]
+    for time_s in range(4000):
+        if swap_every is not None and time_s % swap_every == 0:
+            source.shuffle(keys)
+        policy.used(source.choices(keys, weights)[0], now=float(time_s))
+        policy.evicted(0.1)
+
+
+def test_the_memory_is_short_while_popularity_moves_and_long_while_it_stays() -> None:
+    moving, steady, fixed = (
+        CostAwarePolicy(half_life_turnovers=30.0, drift_half_life_turnovers=drift)
+        for drift in (3.0, 3.0, None)
+    )
+    drive(moving, swap_every=100)
+    drive(steady, swap_every=None)
+    drive(fixed, swap_every=100)
+    assert moving.half_life_turnovers < 5
+    assert steady.half_life_turnovers > 20
+    assert fixed.half_life_turnovers == 30.0
+
+
+def test_a_memory_that_was_short_grows_long_again() -> None:
+    policy = CostAwarePolicy(half_life_turnovers=30.0, drift_half_life_turnovers=3.0)
+    drive(policy, swap_every=100)
+    drive(policy, swap_every=None)
+    assert policy.half_life_turnovers > 20
+
+
+def test_one_key_alone_or_a_forgotten_one_tells_nothing_of_drift() -> None:
+    policy = CostAwarePolicy(half_life_turnovers=30.0, drift_half_life_turnovers=3.0)
+    between = policy.half_life_turnovers
+    for time_s in range(300):
+        policy.used("only", now=float(time_s))
+        policy.evicted(1.0)
+    policy.forget("only")
+    assert policy.half_life_turnovers == pytest.approx(between, rel=0.01)

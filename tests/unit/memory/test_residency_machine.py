@@ -1,4 +1,7 @@
-"""Every tier under random load, eviction, pins, aborts, failures and lack of space."""
+"""Every tier under random load, eviction, pins, aborts, failures and lack of space.
+
+What really happened is counted, so that neither a step nor an action on a tier is only hoped for.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +11,96 @@ from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
-from loramux.errors import AdapterRefused, DoesNotFit
+from loramux.adapters.image import AdapterImage
+from loramux.errors import DoesNotFit, LoramuxError
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.policies import CostAwarePolicy, LruPolicy
+from loramux.memory.records import ResidentAdapter
 from tests.memory_factory import PACKING, TinyMemory, cid_of, facts_of, tiny_memory
+from tests.tier_tally import TIERS, Tally, TierWatch
 
 NUM_PAGES = 10
 CIDS = [cid_of(number, rank=1 + number % 4) for number in range(1, 9)]
 # A file of the disk tier: its header, and an adapter of rank 4 at most.
 FILE_BYTES = 65536 + 256
+NUM_STEPS = 10_000
 adapters = st.sampled_from(CIDS)
 
 
+class CountedDisk(DiskTier):
+    tally: Tally
+
+    def put(self, image: AdapterImage) -> bool:
+        num_failures = self.counters.failures
+        is_kept = super().put(image)
+        if not is_kept and self.counters.failures == num_failures:
+            self.tally.note("out of space", "disk")
+        return is_kept
+
+
+def blame(error: LoramuxError) -> tuple[str, str]:
+    """The action and the tier that a failed load stands for."""
+    if "host memory has" in str(error):
+        return "out of space", "host"
+    is_device = "device does not take" in str(error) or "no row is left" in str(error)
+    return "fail", "device" if is_device else "host"
+
+
 class TierMachine(RuleBasedStateMachine):
+    tally = Tally()
+
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.memory: TinyMemory
+        self.watch: TierWatch
+        self.refused: set[str] = set()
         self.wanted: Counter[str] = Counter()
         self.leased: Counter[str] = Counter()
         self.kv_pages: list[int] = []
 
     @initialize(
-        host_ranks=st.integers(4, 12),
+        host_ranks=st.integers(3, 12),
         disk_files=st.integers(0, 4),
         max_host=st.none() | st.integers(1, 3),
         is_lru=st.booleans(),
+        warm=st.lists(adapters, min_size=2, max_size=8),
     )
-    def build(self, host_ranks: int, disk_files: int, max_host: int | None, is_lru: bool) -> None:
+    def build(
+        self,
+        host_ranks: int,
+        disk_files: int,
+        max_host: int | None,
+        is_lru: bool,
+        warm: list[str],
+    ) -> None:
         policy = LruPolicy() if is_lru else CostAwarePolicy()
-        disk = DiskTier(
+        disk = CountedDisk(
             Path(self.folder.name),
             budget_bytes=disk_files * FILE_BYTES,
             packing=PACKING,
             policy=policy,
         )
+        disk.tally = self.tally
         self.memory = tiny_memory(
             num_pages=NUM_PAGES, host_ranks=host_ranks, disk=disk, max_host=max_host, policy=policy
         )
+        self.memory.residency.listeners.on_arrive.append(self.refuse)
+        self.watch = TierWatch(self.memory, disk, CIDS, self.tally)
+        for cid in warm:
+            self.serve(cid)
+
+    def refuse(self, adapter: ResidentAdapter) -> None:
+        if adapter.cid in self.refused:
+            raise DoesNotFit(f"no row is left for {adapter.cid}")
 
     def teardown(self) -> None:
         self.folder.cleanup()
@@ -60,8 +113,14 @@ class TierMachine(RuleBasedStateMachine):
     @rule(cid=adapters)
     def abort(self, cid: str) -> None:
         if self.wanted[cid]:
-            self.memory.residency.unwant([cid])
-            self.wanted[cid] -= 1
+            place = self.watch.place_of(cid)
+            if place is not None:
+                self.tally.note("abort", place)
+            self.leave_queue(cid)
+
+    def leave_queue(self, cid: str) -> None:
+        self.memory.residency.unwant([cid])
+        self.wanted[cid] -= 1
 
     @rule(cid=adapters)
     def hurry(self, cid: str) -> None:
@@ -75,13 +134,14 @@ class TierMachine(RuleBasedStateMachine):
             return
         try:
             is_ready = self.memory.residency.is_ready([cid])
-        except (AdapterRefused, DoesNotFit):
-            self.abort(cid)
+        except LoramuxError as error:
+            assert cid in str(error), "another adapter's error"
+            self.leave_queue(cid)
             return
         if is_ready and self.memory.residency.acquire([cid]):
             self.leased[cid] += 1
             assert self.memory.value(cid) == float(facts_of(cid)[0]), "another adapter's bytes"
-            self.abort(cid)
+            self.leave_queue(cid)
 
     @rule(cid=adapters)
     def finish(self, cid: str) -> None:
@@ -92,19 +152,62 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def poll(self) -> None:
+        before = self.errors()
         self.memory.residency.poll()
+        for cid, error in self.errors().items():
+            if cid not in before:
+                self.tally.note(*blame(error))
+        self.watch.note_stuck()
+
+    def errors(self) -> dict[str, LoramuxError]:
+        records = self.memory.residency.records.items()
+        return {cid: record.error for cid, record in records if record.error is not None}
 
     @rule(count=st.integers(1, 3))
     def load(self, count: int) -> None:
         for _ in range(min(count, len(self.memory.executor.jobs))):
             self.memory.executor.run_one()
 
+    @rule()
+    def work(self) -> None:
+        """Takes what came, starts what has room, and lets all of it happen."""
+        for act in (self.poll, lambda: self.load(3), self.poll):
+            act()
+            self.check()
+
+    @rule(cid=adapters)
+    def serve(self, cid: str) -> None:
+        """A request from its arrival on, if nothing is in its way."""
+        for act in (self.arrive, lambda _: self.work(), self.admit, self.finish):
+            act(cid)
+            self.check()
+
     @rule(cid=adapters, is_pinned=st.booleans())
     def pin(self, cid: str, is_pinned: bool) -> None:
+        place = self.watch.place_of(cid)
         try:
             self.memory.residency.pin(cid, is_pinned=is_pinned)
         except DoesNotFit:
             assert is_pinned
+            self.tally.note("out of space", "device")
+            return
+        if is_pinned and place is not None:
+            self.tally.note("pin", place)
+
+    @rule(tier=st.sampled_from(TIERS), number=st.integers(0, len(CIDS)), is_pin=st.booleans())
+    def pick(self, tier: str, number: int, is_pin: bool) -> None:
+        """Pins an adapter that rests there, or wants it and aborts with its load under way."""
+        there = [cid for cid in CIDS if self.watch.place_of(cid) == tier]
+        if not there:
+            return
+        cid = there[number % len(there)]
+        if is_pin:
+            self.pin(cid, is_pinned=True)
+        else:
+            self.arrive(cid)
+            self.poll()
+            self.check()
+            self.abort(cid)
 
     @rule(cid=adapters)
     def forget(self, cid: str) -> None:
@@ -118,22 +221,50 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(cid=adapters)
     def break_source(self, cid: str) -> None:
-        self.memory.adapters.broken ^= {cid}
+        self.memory.adapters.broken = {cid}
+
+    @rule(cid=adapters)
+    def break_device(self, cid: str) -> None:
+        self.memory.adapters.unwritable = {cid}
+
+    @rule(cid=adapters)
+    def refuse_arrival(self, cid: str) -> None:
+        self.refused = {cid}
+
+    @rule(cid=adapters)
+    def block_disk(self, cid: str) -> None:
+        """A folder where its file would be: it can neither be written nor read."""
+        if cid not in self.memory.tiers.disk:
+            for folder in Path(self.folder.name).iterdir():
+                (folder / (cid.rpartition(":")[2] + ".image")).mkdir(exist_ok=True)
+
+    @rule()
+    def repair(self) -> None:
+        self.memory.adapters.broken = set()
+        self.memory.adapters.unwritable = set()
+        self.refused = set()
+        for path in Path(self.folder.name).glob("*/*.image"):
+            if path.is_dir():
+                path.rmdir()
 
     @rule(cid=adapters)
     def damage_disk(self, cid: str) -> None:
         for path in Path(self.folder.name).glob(f"*/{cid.rpartition(':')[2]}.image"):
+            if path.is_dir():
+                continue
             content = bytearray(path.read_bytes())
             content[-1] ^= 1
             path.write_bytes(content)
 
-    @rule(count=st.integers(1, 6))
+    @rule(count=st.integers(1, 4))
     def grow_kv(self, count: int) -> None:
         """A sequence takes pages, at the cost of idle adapters."""
         if self.memory.room.make_room(count):
             taken = self.memory.pages.allocate(("kv", 0), count)
             assert taken is not None
             self.kv_pages += taken
+        else:
+            self.tally.note("out of space", "device")
 
     @rule()
     def free_kv(self) -> None:
@@ -142,8 +273,11 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def all_is_accounted_for(self) -> None:
-        if not hasattr(self, "memory"):
-            return
+        if hasattr(self, "memory"):
+            self.check()
+            self.tally.num_steps += 1
+
+    def check(self) -> None:
         memory = self.memory
         memory.residency.check_integrity(dict(+self.leased))
         memory.room.check_integrity()
@@ -154,8 +288,19 @@ class TierMachine(RuleBasedStateMachine):
         memory.tiers.disk.check_integrity()
         wants = {cid: r.num_wants for cid, r in memory.residency.records.items() if r.num_wants}
         assert wants == dict(+self.wanted)
+        self.watch.look()
 
 
-# 100 runs of up to 100 steps each.
-TestTiers = TierMachine.TestCase
-TestTiers.settings = settings(max_examples=100, stateful_step_count=100, deadline=None)
+def test_every_tier_stays_whole_for_ten_thousand_steps_of_everything() -> None:
+    class Counted(TierMachine):
+        tally = Tally()
+
+    enough = settings(max_examples=120, stateful_step_count=100, deadline=None, database=None)
+    # A run may end early or miss an action; then there is another.
+    tally = Counted.tally
+    while tally.num_steps < NUM_STEPS or (tally.never and tally.num_steps < 3 * NUM_STEPS):
+        num_before = Counted.tally.num_steps
+        run_state_machine_as_test(Counted, settings=enough)
+        assert Counted.tally.num_steps > num_before, "no steps are made any more"
+    assert not Counted.tally.never, f"in {Counted.tally.num_steps} steps never happened"
+    print(f"{Counted.tally.num_steps} steps:", dict(sorted(Counted.tally.counts.items())))
