@@ -17,6 +17,8 @@ class LoraSlice:
     b: Tensor
     rank_start: int
     out_start: int
+    b_rows: Tensor | None = None
+    """As `a_rows`, of b."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,9 @@ class LoraWeights:
 
     a: Tensor
     slices: tuple[LoraSlice, ...]
+    a_rows: Tensor | None = None
+    """Rows of one matrix, of which adapter i's are those from i * stride(0) / width of a on; None
+    where adapters do not stand a whole number of rows apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,8 @@ class StackedRows:
     """[n] where each of them stands in gather."""
     weights: Tensor | None
     """[slots, rows_per_slot, 1], or None when all are 1."""
+    bags: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Indices and offsets of weighted sums of adapters' rows, by rows a slot and their distance."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,15 +94,23 @@ def _views(stack: Stack, site: SiteKey) -> LoraWeights:
         shape, strides = (stack.capacity, rows, columns), (stride, columns, 1)
         return stack.storage.as_strided(shape, strides, offset)
 
+    pieces = [(piece, view(piece.offset, piece.rank, piece.out_features)) for piece in place.slices]
     slices = tuple(
-        LoraSlice(
-            b=view(piece.offset, piece.rank, piece.out_features),
-            rank_start=piece.rank_start,
-            out_start=piece.out_start,
-        )
-        for piece in place.slices
+        LoraSlice(b=b, rank_start=piece.rank_start, out_start=piece.out_start, b_rows=_as_rows(b))
+        for piece, b in pieces
     )
-    return LoraWeights(a=view(place.a_offset, place.in_features, place.total_rank), slices=slices)
+    a = view(place.a_offset, place.in_features, place.total_rank)
+    return LoraWeights(a=a, slices=slices, a_rows=_as_rows(a))
+
+
+def _as_rows(matrices: Tensor) -> Tensor | None:
+    """[slots, rows, width] as one matrix over the same memory, and over what lies between them."""
+    slots, rows, width = matrices.shape
+    distance, rest = divmod(matrices.stride(0), width)
+    if rest:
+        return None
+    shape = ((slots - 1) * distance + rows, width)
+    return matrices.as_strided(shape, (width, 1), matrices.storage_offset())
 
 
 def _with_room(count: int) -> int:
