@@ -192,6 +192,13 @@ class ServeConfig:
     gpu_memory_utilization: float = setting(
         0.9, Kind.SHARE, MEMORY, "Share of a GPU's memory for everything.", metavar="SHARE"
     )
+    lora_tail_ranks: int = setting(
+        128,
+        Kind.COUNT,
+        MEMORY,
+        "Ranks of busy adapters that a GPU computes with the base's own products; a multiple of "
+        "16, 0: none.",
+    )
     host_memory: int = setting(
         2**30,
         Kind.SIZE,
@@ -340,6 +347,7 @@ class ServeConfig:
             device=self.device,
             device_memory_bytes=self.device_memory,
             gpu_memory_utilization=self.gpu_memory_utilization,
+            lora_tail_ranks=self.lora_tail_ranks,
             host_memory_bytes=self.host_memory,
             max_batch_tokens=self.max_batch_tokens,
             max_sequences=self.max_sequences,

@@ -46,6 +46,11 @@ def limits_of(config: ServeConfig) -> list[tuple[str, bool, str]]:
             (name, 0 < getattr(config, name) <= 1, "over 0 and at most 1")
             for name in ("adapter_memory_fraction", "gpu_memory_utilization")
         ),
+        (
+            "lora_tail_ranks",
+            config.lora_tail_ranks >= 0 and config.lora_tail_ranks % 16 == 0,
+            "0 or a multiple of 16",
+        ),
         *(
             (name, getattr(config, name) >= 0, "0 or more")
             for name in ("max_queue", "host_memory", "disk_space", "prewarm")

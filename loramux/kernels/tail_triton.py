@@ -139,7 +139,8 @@ def activate_mul(y: Tensor, activation: str, lora: TailSite) -> Tensor:
     return out
 
 
-@triton.jit
+# A kernel is compiled once, not for every slot that is a multiple of 16.
+@triton.jit(do_not_specialize=["slot", "chain", "block"])
 def _copy_block(  # noqa: PLR0913
     pool, directory, slots, places, shapes, directory_stride, slot, chain, block,
     BLOCK: tl.constexpr, ALIGN: tl.constexpr,

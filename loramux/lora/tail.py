@@ -67,6 +67,11 @@ class AdapterTail:
             self._bring(slot, wanted)
         return True
 
+    def warm_up(self) -> None:
+        """Compiles the copy, while there is nothing to copy: block 0 is cleared."""
+        assert not self._held, "the tail is in use"
+        self._copy(0, 0, 0)
+
     def forget(self, slot: int) -> None:
         self._free += self._held.pop(slot, ())
         self._asked.pop(slot, None)
@@ -83,17 +88,20 @@ class AdapterTail:
         while len(self._free) < needed:
             self.forget(next(other for other in self._held if other not in wanted))
         blocks = tuple(self._free.pop() for _ in range(needed))
-        directory = self._directory
         for chain, block in enumerate(blocks):
-            self._kernels.copy_block(
-                self._store,
-                self._pool,
-                directory.addresses,
-                directory.slots,
-                group=(slot, chain),
-                block=block,
-            )
+            self._copy(slot, chain, block)
         self.blocks[slot, :needed] = blocks
         self._held[slot] = blocks
         self._asked.pop(slot, None)
         self.num_copies += 1
+
+    def _copy(self, slot: int, chain: int, block: int) -> None:
+        directory = self._directory
+        self._kernels.copy_block(
+            self._store,
+            self._pool,
+            directory.addresses,
+            directory.slots,
+            group=(slot, chain),
+            block=block,
+        )

@@ -39,6 +39,10 @@ class TailWork:
         self.launch_of = launch_of
         """By the number of rows that a graph has."""
 
+    def warm_up(self) -> None:
+        """Before there are adapters: no step waits for a compiler."""
+        self._tail.warm_up()
+
     def over(self, work: LoraWork) -> TailWork:
         """The same tail for another kind of step, with tables of its own."""
         return TailWork(work, self._tail, self.launch_of)

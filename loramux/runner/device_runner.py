@@ -70,21 +70,21 @@ class DeviceRunner:
         )
         self._prompt_lora = prompt_work(lora, limits.max_batch_tokens)
         decodes = decode_work(lora, limits.max_sequences, use_pdl=kernels.overlaps_launches)
-        tail = tail_work(decodes, self._decoder.tails, kernels.tail)
+        self._tail = tail_work(decodes, self._decoder.tails, kernels.tail)
         self._graphs = DecodeGraphs(
             self._decoder,
             kernels,
             decodes,
             DecodeLimits(max_sequences=limits.max_sequences, max_pages=limits.max_pages),
             pool.device,
-            tail,
+            self._tail,
         )
         self._feed = self._graphs.feed
         self._rows = RowGraphs(
             self._decoder,
             kernels,
             row_work(lora, limits.max_batch_tokens, use_pdl=kernels.overlaps_launches),
-            tail,
+            self._tail,
             self._feed,
             pool.device,
             max_rows=limits.max_batch_tokens,
@@ -117,6 +117,8 @@ class DeviceRunner:
 
     def capture(self, progress: Progress | None = None) -> None:
         """Makes the graphs of decode steps; without it each is made when first needed."""
+        if self._tail is not None:
+            self._tail.warm_up()
         sizes = self._rows.sizes
         num_decodes = self._graphs.num_sizes
         todo = num_decodes + len(sizes)

@@ -86,3 +86,11 @@ def test_blocks_have_the_weights_of_who_holds_them_after_any_moves(world: World)
             ranks = {"a": 3, "b": 20, "c": 16}[cid]
             a = torch.cat([weight[int(block), 0] for block in blocks])
             assert torch.equal(a[:ranks], world.first_of(cid)) and not a[ranks:].any()
+
+
+def test_the_first_copy_is_made_before_there_is_anything_to_copy() -> None:
+    tail = make_tail(World(), 2)
+    tail.warm_up()
+    assert all(not weight[0].any() for layer in tail._store.weights for weight in layer)
+    assert tail.held == {} and tail.num_copies == 0
+    tail.check_integrity()
