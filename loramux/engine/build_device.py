@@ -25,7 +25,7 @@ from loramux.types import Chunk, SampleRow, SamplingParams, StepPlan
 
 Progress = Callable[[str, float], None]
 # Adapters on the device at once, and groups of 16 ranks that each has in a layer on average.
-_MAX_ADAPTERS = 4096
+_MAX_ADAPTERS = 8192
 _GROUPS_PER_ADAPTER = 16
 _MIB = 2**20
 

@@ -6,6 +6,7 @@ What else is added to the same rows (more groups, more adapters) follows a unit:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -157,18 +158,22 @@ class GroupDirectory:
         """The most groups that any projection of the slot's adapter has."""
         self._max_groups = max_groups
         self._ranges: dict[int, tuple[int, int]] = {}
+        self._free_slots = list(range(max_slots - 1, -1, -1))
+        # Rows of the table that nobody has, in order; neighbours are one gap.
+        self._gaps: list[tuple[int, int]] = [(0, max_groups)] if max_groups else []
 
     def add(self, groups_per_projection: Ints) -> tuple[int, int]:
         """(slot, first row of the table) for as many rows as there are groups."""
         num_groups = int(groups_per_projection.sum())
-        slot = next((s for s in range(len(self.slots)) if s not in self._ranges), None)
-        start = self._find_room(num_groups)
-        if slot is None or start is None:
+        gap = next((i for i, (a, b) in enumerate(self._gaps) if b - a >= num_groups), None)
+        if not self._free_slots or (gap is None and num_groups > 0):
             raise WorkListFull(
                 f"No room for an adapter of {num_groups} groups among {len(self._ranges)} others: "
                 f"the table has {len(self.slots)} slots and {self._max_groups} groups. "
                 "Make it larger, or evict an adapter first."
             )
+        slot = self._free_slots.pop()
+        start = 0 if gap is None else self._take(gap, num_groups)
         self._ranges[slot] = (start, start + num_groups)
         mine = self.slots[slot, : len(groups_per_projection)]
         mine[:, 0] = start + np.cumsum(groups_per_projection) - groups_per_projection
@@ -177,17 +182,26 @@ class GroupDirectory:
         return slot, start
 
     def remove(self, slot: int) -> None:
-        del self._ranges[slot]
+        self._give_back(*self._ranges.pop(slot))
+        self._free_slots.append(slot)
         self.slots[slot] = 0
         self.num_chained[slot] = 0
 
-    def _find_room(self, num_groups: int) -> int | None:
-        end = 0
-        for start, stop in sorted(self._ranges.values()):
-            if start - end >= num_groups:
-                return end
-            end = stop
-        return end if self._max_groups - end >= num_groups else None
+    def _take(self, gap: int, num_groups: int) -> int:
+        start, stop = self._gaps[gap]
+        self._gaps[gap : gap + 1] = [(start + num_groups, stop)] * (stop - start > num_groups)
+        return start
+
+    def _give_back(self, start: int, stop: int) -> None:
+        if start == stop:
+            return
+        at = bisect_left(self._gaps, (start, stop))
+        if at < len(self._gaps) and self._gaps[at][0] == stop:
+            stop = self._gaps.pop(at)[1]
+        if at > 0 and self._gaps[at - 1][1] == start:
+            at -= 1
+            start = self._gaps.pop(at)[0]
+        self._gaps.insert(at, (start, stop))
 
 
 def build_work(

@@ -166,6 +166,29 @@ class TestGroupDirectory:
             directory.add(np.array(groups, dtype=np.int32))
 
 
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=60))
+def test_no_two_adapters_ever_share_a_row_and_none_is_lost(moves: list[tuple[bool, int]]) -> None:
+    directory = GroupDirectory(max_slots=4, max_groups=12)
+    held: dict[int, set[int]] = {}
+    for is_new, number in moves:
+        if is_new or not held:
+            try:
+                slot, start = directory.add(np.array([number], dtype=np.int32))
+            except WorkListFull:
+                free = set(range(12)).difference(*held.values())
+                runs = [all(r + i in free for i in range(number)) for r in range(12)]
+                assert len(held) == 4 or not any(runs), "there was room"
+                continue
+            assert slot not in held
+            held[slot] = set(range(start, start + number))
+        else:
+            slot = sorted(held)[number % len(held)]
+            directory.remove(slot)
+            del held[slot]
+        rows = [row for mine in held.values() for row in mine]
+        assert len(rows) == len(set(rows)) and all(0 <= row < 12 for row in rows)
+
+
 def test_the_list_says_which_projections_anybody_changes() -> None:
     directory = directory_of([[1, 0, 2, 0], [0, 0, 1, 0], [0, 0, 0, 3]])
     used = slice(FIRST_USED, FIRST_USED + MAX_PROJECTIONS)
