@@ -71,7 +71,7 @@ def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
         Chunk(i, make_prompt(lengths[i], seed=i), 0, pages[i], selection, sample=None)
         for i, selection in enumerate(selections)
     ]
-    runner.run(StepPlan(tuple(prompts)))
+    runner.logits(StepPlan(tuple(prompts)))
     # One is a padding row short of the size that fits.
     chunks = [decode(i, 40 + i, lengths[i], pages[i], s) for i, s in enumerate(selections)]
     for _ in range(PATIENCE):

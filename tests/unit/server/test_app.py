@@ -15,6 +15,7 @@ ROUTES = {
     ("POST", "/v1/adapters/{name}/promote"),
     ("POST", "/v1/adapters/{name}/rollback"),
     ("POST", "/v1/adapters/{name}/split"),
+    ("POST", "/v1/adapters/{name}/warm"),
     ("POST", "/v1/run"),
     ("GET", "/v1/receipts"),
     ("GET", "/v1/receipts/{receipt_id}"),
