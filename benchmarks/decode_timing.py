@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.traffic import make_request
 from loramux.engine.engine import Engine
-from loramux.runner.decode_graphs import LoraKind
+from loramux.lora.graph_work import LoraKind
 from loramux.types import Selection
 
 # Steps between the last prompt and the clock: graphs and caches are warm then.

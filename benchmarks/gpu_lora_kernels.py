@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_timing import capture
 from benchmarks.lora_cases import CASES, RANK, Case
 from loramux.adapters.grouped_layout import plan_groups, tabulate
 from loramux.kernels import lora_grouped_torch, lora_triton
@@ -155,16 +156,7 @@ class Layer:
 
 def time_graph(run: Callable[[], None], *, num_replays: int = 20) -> float:
     """Median microseconds of a replay."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
+    graph = capture(run)
     times = []
     for index in range(num_replays + 3):
         start, stop = torch.cuda.Event(True), torch.cuda.Event(True)

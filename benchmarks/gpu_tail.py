@@ -28,12 +28,12 @@ from loramux.adapters.grouped_layout import plan_groups
 from loramux.adapters.layout import sites_of
 from loramux.engine.build_device import DevicePlan
 from loramux.kernels.tail_tables import SEPARATE, TailLaunch, tail_launch
+from loramux.lora.graph_work import LoraKind
 from loramux.memory.pool import KVGeometry, PagePool
 from loramux.memory.records import ResidentAdapter
 from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
 from loramux.models.tail_linear import add_tails
-from loramux.runner.decode_graphs import LoraKind
 from loramux.runner.device_runner import DeviceLimits, DeviceRunner
 from loramux.types import Chunk, SampleRow, SamplingParams, Selection, StepPlan
 
@@ -126,15 +126,15 @@ def run_kind(world: World, step: StepPlan, kind: LoraKind) -> tuple[Tensor, Tens
     """The logits and tokens of a step of one kind of graph, in the step's order; its seconds."""
     graphs, batch = world.graphs, len(step.chunks)
     size = next(size for size in graphs._sizes if size >= batch)
-    tail = graphs._tail
+    tail = graphs.lora.tail
     graphs._steps.pop((size, kind), None)
-    graphs._tail = tail if kind is LoraKind.TAIL else None
+    graphs.lora.tail = tail if kind is LoraKind.TAIL else None
     try:
         # Twice: an adapter is brought to the tail when it is asked for again.
         for _ in range(2):
             result = world.runner.run(step)
     finally:
-        graphs._tail = tail
+        graphs.lora.tail = tail
     assert (size, kind) in graphs._steps, "another kind of graph has run"
     tokens = torch.tensor([result.token_ids[i] for i in range(batch)])
     # Rows stand in the order of the adapters' slots, in every kind the same.
@@ -173,7 +173,7 @@ def measure(world: World, batch: int, sites: str, names: Sequence[str]) -> list[
     for name in names:
         if VARIANTS[name].tile_rows == 1 and batch > MOST_ROWS:
             continue
-        world.graphs._tail.launch_of = lambda _, name=name: VARIANTS[name]
+        world.graphs.lora.tail.launch_of = lambda _, name=name: VARIANTS[name]
         logits, tokens, seconds = run_kind(world, step, LoraKind.TAIL)
         rows.append(
             whole
@@ -199,7 +199,7 @@ def figures(world: World, kind: str, base_s: float, seconds: float) -> dict[str,
 
 def show_kernels(world: World, batch: int, name: str) -> None:
     print(f"\nbatch {batch}, {name}: kernels of one step")
-    world.graphs._tail.launch_of = lambda _: VARIANTS[name]
+    world.graphs.lora.tail.launch_of = lambda _: VARIANTS[name]
     cids = world.cids["all"][: 1 if batch == 1 else NUM_ADAPTERS]
     run_kind(world, world.step(batch, [((cid, 1.0),) for cid in cids]), LoraKind.TAIL)
     size = next(size for size in world.graphs._sizes if size >= batch)
@@ -208,7 +208,7 @@ def show_kernels(world: World, batch: int, name: str) -> None:
 
 def time_copies(world: World) -> None:
     """Of an adapter's A into the tail, with the work of the host."""
-    tail = world.graphs._tail._tail
+    tail = world.graphs.lora.tail._tail
     slots = [world.runner.directory.slots_of(((cid, 1.0),))[0][0] for cid in world.cids["all"]]
     for slot in tail.held:
         tail.forget(slot)

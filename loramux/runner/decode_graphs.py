@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from loramux.kernels.lora_work import WorkListFull
-from loramux.lora.device_work import LoraWork
-from loramux.lora.tail_work import TailWork
+from loramux.lora.graph_work import GraphLora, LoraKind
 from loramux.memory.device import GraphMaker
 from loramux.runner.decode_inputs import DecodeInputs
 from loramux.runner.device_sampler import Draws
@@ -42,14 +39,6 @@ def is_decode(chunk: Chunk) -> bool:
     return len(chunk.token_ids) == 1 and chunk.sample is not None and chunk.prompt_logprobs is None
 
 
-class LoraKind(Enum):
-    """How a graph adds the rows' adapters."""
-
-    TAIL = auto()
-    LISTS = auto()
-    NONE = auto()
-
-
 class DecodeGraphs:
     """Every size shares its inputs, its tokens and its logits with the others: one runs at once."""
 
@@ -57,26 +46,23 @@ class DecodeGraphs:
         self,
         decoder: FusedDecoder,
         kernels: DeviceKernels,
-        lora: LoraWork,
+        lora: GraphLora,
         limits: DecodeLimits,
         device: torch.device,
-        tail: TailWork | None = None,
     ) -> None:
-        self._tail = tail
-        self._kinds = [kind for kind in LoraKind if tail is not None or kind is not LoraKind.TAIL]
         self._decoder = decoder
         self._kernels = kernels
-        self._lora = lora
+        self.lora = lora
         self._sizes = limits.batch_sizes
         most = self._sizes[-1]
         self._inputs = DecodeInputs(
             max_rows=most,
             max_sequences=limits.max_sequences,
             max_pages=limits.max_pages,
-            num_lora_words=lora.tables.limits.num_words,
+            num_lora_words=lora.num_words,
             device=device,
         )
-        lora.read_from(self._inputs.lora_words[: lora.tables.limits.num_words])
+        lora.lists.read_from(self._inputs.lora_words[: lora.num_words])
         self._page_table = torch.zeros(most, limits.max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(most)
         self._plans = {size: self._plan(size) for size in self._sizes}
@@ -88,12 +74,12 @@ class DecodeGraphs:
     @property
     def num_sizes(self) -> int:
         """Of every kind."""
-        return len(self._kinds) * len(self._sizes)
+        return len(self.lora.kinds) * len(self._sizes)
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> None:
         """The largest first: the others fit into the memory that it took. On a CPU, nothing."""
-        todo = [(size, kind) for size in reversed(self._sizes) for kind in self._kinds]
+        todo = [(size, kind) for size in reversed(self._sizes) for kind in self.lora.kinds]
         for number, (size, kind) in enumerate(todo):
             self._step(size, kind)
             if progress is not None:
@@ -102,7 +88,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture_largest(self) -> None:
         """Of every kind, as the first ones of `capture`."""
-        for kind in self._kinds:
+        for kind in self.lora.kinds:
             self._step(self._sizes[-1], kind)
 
     @property
@@ -121,7 +107,9 @@ class DecodeGraphs:
             return None
         self._inputs.begin()
         size = next(size for size in self._sizes if size >= len(chunks))
-        kind = self._fill_lora(chunks, size)
+        selections = [chunk.selection for chunk in chunks]
+        lengths = [1] * len(chunks)
+        kind = self.lora.fill(selections, lengths, size, self._inputs.host_lora_words)
         if kind is None:
             return None
         self._inputs.fill(chunks, draws.temperatures, draws.noise)
@@ -129,21 +117,6 @@ class DecodeGraphs:
         self._step(size, kind)()
         self.last_kind = kind
         return self._logits[: len(chunks)]
-
-    def _fill_lora(self, chunks: Sequence[Chunk], size: int) -> LoraKind | None:
-        """None: this is more than a list holds."""
-        selections = [chunk.selection for chunk in chunks]
-        if not any(selections):
-            return LoraKind.NONE
-        words = self._inputs.host_lora_words
-        lengths = [1] * len(chunks)
-        if self._tail is not None and self._tail.fill(selections, lengths, size, words):
-            return LoraKind.TAIL
-        try:
-            self._lora.fill(selections, lengths, words)
-        except WorkListFull:
-            return None
-        return LoraKind.LISTS
 
     def _step(self, size: int, kind: LoraKind) -> Callable[[], None]:
         step = self._steps.get((size, kind))
@@ -166,12 +139,9 @@ class DecodeGraphs:
         """Nothing here asks the device for a value: it is captured once and run again."""
         inputs, plan = self._inputs, self._plans[size]
         num_tokens = inputs.num_tokens[:size]
-        inputs.write_page_table(self._page_table[:size])
+        inputs.pages.write_table(self._page_table[:size])
         self._kernels.attention.refresh(plan, num_tokens)
-        work = {LoraKind.TAIL: self._tail, LoraKind.LISTS: self._lora}.get(kind)
-        lora = None if work is None else work.for_decodes(size)
-        if lora is not None:
-            lora.resolve()
+        lora = self.lora.begin(kind, size)
         hidden = self._decoder.hidden(inputs.token_ids(size), num_tokens - 1, plan, lora)
         logits: Tensor = self._logits[:size]
         self._decoder.write_logits(hidden, logits)

@@ -12,6 +12,7 @@ from loramux.errors import DoesNotFit
 from loramux.kernels.interface import PagedLayout, SequenceRows
 from loramux.kernels.transfer import send
 from loramux.lora.device_work import DeviceDirectory, LoraDevice, decode_work, prompt_work, row_work
+from loramux.lora.graph_work import GraphLora
 from loramux.lora.tail_work import tail_work
 from loramux.memory.device import (
     device_memory_bytes,
@@ -70,21 +71,20 @@ class DeviceRunner:
         )
         self._prompt_lora = prompt_work(lora, limits.max_batch_tokens)
         decodes = decode_work(lora, limits.max_sequences, use_pdl=kernels.overlaps_launches)
+        rows = row_work(lora, limits.max_batch_tokens, use_pdl=kernels.overlaps_launches)
         self._tail = tail_work(decodes, self._decoder.tails, kernels.tail)
         self._graphs = DecodeGraphs(
             self._decoder,
             kernels,
-            decodes,
+            GraphLora(decodes, self._tail),
             DecodeLimits(max_sequences=limits.max_sequences, max_pages=limits.max_pages),
             pool.device,
-            self._tail,
         )
         self._feed = self._graphs.feed
         self._rows = RowGraphs(
             self._decoder,
             kernels,
-            row_work(lora, limits.max_batch_tokens, use_pdl=kernels.overlaps_launches),
-            self._tail,
+            GraphLora(rows, None if self._tail is None else self._tail.over(rows)),
             self._feed,
             pool.device,
             max_rows=limits.max_batch_tokens,
@@ -134,7 +134,7 @@ class DeviceRunner:
 
     def capture_largest(self) -> None:
         """Takes the memory that all graphs together will take, or nearly."""
-        for size in self._rows.sizes[: len(self._rows.kinds)]:
+        for size in self._rows.sizes[: len(self._rows.lora.kinds)]:
             self._rows.make(*size)
         self._graphs.capture_largest()
 

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from loramux.kernels.interface import SequenceRows
-from loramux.kernels.lora_work import WorkListFull
-from loramux.lora.device_work import LoraWork
-from loramux.lora.tail_work import TailWork
+from loramux.lora.graph_work import GraphLora, LoraKind
 from loramux.memory.device import GraphMaker
-from loramux.runner.decode_graphs import LoraKind
 from loramux.runner.device_sampler import Draws
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
 from loramux.runner.row_inputs import RowInputs, RowLimits
@@ -41,8 +38,7 @@ class RowGraphs:
         self,
         decoder: FusedDecoder,
         kernels: DeviceKernels,
-        lora: LoraWork,
-        tail: TailWork | None,
+        lora: GraphLora,
         feed: TokenFeed,
         device: torch.device,
         *,
@@ -52,8 +48,7 @@ class RowGraphs:
     ) -> None:
         self._decoder = decoder
         self._kernels = kernels
-        self._lora = lora
-        self._tail = None if tail is None else tail.over(lora)
+        self.lora = lora
         self._feed = feed
         self._counts = row_counts(max_rows)
         most = self._counts[-1]
@@ -69,10 +64,10 @@ class RowGraphs:
             max_pages=max_pages,
             block_tokens=decoder.layout.block_tokens,
             num_items=tuple(self._num_items[most] * len(self._windows)),
-            num_lora_words=lora.tables.limits.num_words,
+            num_lora_words=lora.num_words,
         )
         self._inputs = RowInputs(limits, feed, device)
-        lora.read_from(self._inputs.lora_words[: limits.num_lora_words])
+        lora.lists.read_from(self._inputs.lora_words[: limits.num_lora_words])
         self._page_table = torch.zeros(max_sequences, max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(min(most, max_sequences))
         self._plan = self._largest_plan()
@@ -80,13 +75,9 @@ class RowGraphs:
         self._steps: dict[tuple[int, LoraKind], Callable[[], None]] = {}
 
     @property
-    def kinds(self) -> list[LoraKind]:
-        return [kind for kind in LoraKind if kind is not LoraKind.TAIL or self._tail is not None]
-
-    @property
     def sizes(self) -> list[tuple[int, LoraKind]]:
         """The largest first: the others fit into its memory."""
-        return [(count, kind) for count in reversed(self._counts) for kind in self.kinds]
+        return [(count, kind) for count in reversed(self._counts) for kind in self.lora.kinds]
 
     @torch.inference_mode()
     def make(self, num_rows: int, kind: LoraKind) -> Callable[[], None]:
@@ -102,7 +93,8 @@ class RowGraphs:
 
         As DecodeGraphs.launch.
         """
-        num_rows = sum(len(chunk.token_ids) for chunk in chunks)
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        num_rows = sum(lengths)
         if num_rows > self._counts[-1] or len(chunks) > self._max_sequences:
             return None
         count = next(count for count in self._counts if count >= num_rows)
@@ -111,7 +103,8 @@ class RowGraphs:
         if any(len(some) > limit for some, limit in zip(items, most, strict=True)):
             return None
         self._inputs.begin()
-        kind = self._fill_lora(chunks, count)
+        selections = [chunk.selection for chunk in chunks]
+        kind = self.lora.fill(selections, lengths, count, self._inputs.host_lora_words)
         if kind is None:
             return None
         self._inputs.fill(chunks, draws, items)
@@ -140,21 +133,6 @@ class RowGraphs:
             )
         ]
 
-    def _fill_lora(self, chunks: Sequence[Chunk], count: int) -> LoraKind | None:
-        """None: this is more than a list holds."""
-        selections = [chunk.selection for chunk in chunks]
-        if not any(selections):
-            return LoraKind.NONE
-        lengths = [len(chunk.token_ids) for chunk in chunks]
-        words = self._inputs.host_lora_words
-        if self._tail is not None and self._tail.fill(selections, lengths, count, words):
-            return LoraKind.TAIL
-        try:
-            self._lora.fill(selections, lengths, words)
-        except WorkListFull:
-            return None
-        return LoraKind.LISTS
-
     def _largest_plan(self) -> Any:
         inputs = self._inputs
         kinds = len(self._num_items[self._counts[-1]])
@@ -170,12 +148,9 @@ class RowGraphs:
         """Nothing here asks the device for a value: it is captured once and run again."""
         inputs = self._inputs
         num_logits = min(num_rows, self._logits.shape[0])
-        inputs.write_page_table(self._page_table)
+        inputs.pages.write_table(self._page_table)
         plan = self._kernels.attention.first_rows(self._plan, num_rows, self._num_items[num_rows])
-        work = {LoraKind.TAIL: self._tail, LoraKind.LISTS: self._lora}.get(kind)
-        lora = None if work is None else work.for_decodes(num_rows)
-        if lora is not None:
-            lora.resolve()
+        lora = self.lora.begin(kind, num_rows)
         hidden = self._decoder.hidden(
             inputs.token_ids(num_rows),
             inputs.positions[:num_rows],

@@ -14,6 +14,7 @@ from loramux.kernels.attention_items import ITEM_FIELDS
 from loramux.lora.device_work import Ints
 from loramux.runner.device_sampler import Draws
 from loramux.runner.packed_words import PackedWords
+from loramux.runner.page_lists import PageLists
 from loramux.runner.token_feed import TokenFeed
 from loramux.types import Chunk
 
@@ -43,11 +44,12 @@ class RowInputs:
         sizes = [rows] * 4 + [sequences] * 3 + [2 * sequences, limits.num_lora_words]
         self._first_items = len(sizes)
         sizes += [count * ITEM_FIELDS for count in limits.num_items]
-        sizes.append((sequences + 1) * limits.max_pages)
+        sizes.append(PageLists.most_words(sequences, limits.max_pages))
         self._words = PackedWords(sizes, device)
         fields = self._words.fields
         self._own_tokens, self._sources, self.positions, self.slots = fields[:4]
-        self.last_rows, self._page_starts = fields[4:6]
+        self.last_rows = fields[4]
+        self.pages = PageLists(self._words, starts=5, max_pages=limits.max_pages)
         self.temperatures = fields[6].view(torch.float32)
         self.noise = fields[7].view(torch.float64)
         self.lora_words = fields[8]
@@ -55,8 +57,6 @@ class RowInputs:
             field[: count * ITEM_FIELDS].view(count, ITEM_FIELDS)
             for field, count in zip(fields[self._first_items : -1], limits.num_items, strict=True)
         ]
-        self._pages = fields[-1]
-        self._columns = torch.arange(limits.max_pages, dtype=torch.int32, device=device)
 
     def begin(self) -> None:
         """A new step, whose fields are then filled and sent."""
@@ -86,7 +86,7 @@ class RowInputs:
         owner = np.repeat(np.arange(len(chunks)), lengths)
         rows = np.arange(num_rows, dtype=np.int32)
         positions[:num_rows] = rows + (starts - (ends - lengths))[owner]
-        page_starts = self._fill_pages(chunks)
+        page_starts = self.pages.fill(chunks)
         block = self._limits.block_tokens
         at = positions[:num_rows]
         pages = fields[-1][page_starts[owner] + at // block]
@@ -95,19 +95,6 @@ class RowInputs:
         for field, some in zip(fields[self._first_items : -1], items, strict=True):
             field.fill(0)
             field[: some.numel()] = some.numpy().reshape(-1)
-
-    def _fill_pages(self, chunks: Sequence[Chunk]) -> Ints:
-        fields = self._words.host
-        counts = np.fromiter((len(chunk.page_ids) for chunk in chunks), dtype=np.int32)
-        page_starts = np.cumsum(counts, dtype=np.int32) - counts
-        fields[5].fill(0)
-        fields[5][: len(chunks)] = page_starts
-        self._num_page_words = int(counts.sum())
-        all_pages = chain.from_iterable(chunk.page_ids for chunk in chunks)
-        fields[-1][: self._num_page_words] = np.fromiter(
-            all_pages, dtype=np.int32, count=self._num_page_words
-        )
-        return page_starts
 
     def _fill_samples(self, chunks: Sequence[Chunk], last_rows: Ints, draws: Draws) -> None:
         last, _, temperatures, noise = self._words.host[4:8]
@@ -120,14 +107,9 @@ class RowInputs:
 
     def send(self) -> None:
         """One copy; does not wait for the device."""
-        self._words.send(self._num_page_words)
+        self._words.send(self.pages.num_words)
 
     def token_ids(self, num_rows: int) -> Tensor:
         """[rows] int32: each row's own token, or what the last step sampled for it."""
         own, sources = self._own_tokens[:num_rows], self._sources[:num_rows]
         return torch.where(sources < 0, own, self._feed.read(sources.clamp(min=0)))
-
-    def write_page_table(self, out: Tensor) -> None:
-        """out [sequences, max_pages] int32: each sequence's pages, then any."""
-        index = self._page_starts[: out.shape[0], None] + self._columns
-        torch.index_select(self._pages, 0, index.view(-1), out=out.view(-1))

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.runner.decode_graphs import BATCH_SIZES, DecodeLimits, LoraKind, is_decode
+from loramux.lora.graph_work import LoraKind
+from loramux.runner.decode_graphs import BATCH_SIZES, DecodeLimits, is_decode
 from loramux.types import Chunk, StepPlan
 from tests.device_factory import decode, device_engine, lease, mixed_selections, row, two_adapters
 from tests.engine_factory import make_prompt

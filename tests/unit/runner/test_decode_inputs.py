@@ -25,7 +25,7 @@ def test_rows_arrive_in_their_places_and_the_rest_is_padding() -> None:
     assert inputs.noise[:4].tolist() == [0.0, 0.25, 1 - 2**-53, 0.0]
     assert inputs.lora_words[:7].tolist() == list(range(7))
     table = torch.full((5, 3), -1, dtype=torch.int32)
-    inputs.write_page_table(table)
+    inputs.pages.write_table(table)
     assert table[0, :2].tolist() == [8, 2]
     assert table[1, :1].tolist() == [5]
     assert table[2].tolist() == [1, 9, 7]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.runner.decode_graphs import LoraKind
+from loramux.lora.graph_work import LoraKind
 from loramux.runner.row_graphs import ROW_COUNTS, row_counts
 from loramux.types import Chunk, StepPlan
 from tests.device_factory import decode, device_engine, lease, mixed_selections, row, two_adapters

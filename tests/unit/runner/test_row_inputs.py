@@ -47,7 +47,7 @@ def test_rows_of_prompts_and_tokens_arrive_with_their_positions_and_slots() -> N
     assert inputs.lora_words[:5].tolist() == list(range(5))
     assert [kind.tolist() for kind in inputs.items] == [[list(range(8)), [0] * 8], [[1] * 8]]
     table = torch.full((3, 3), -1, dtype=torch.int32)
-    inputs.write_page_table(table)
+    inputs.pages.write_table(table)
     assert (table[0, :2].tolist(), table[1].tolist(), table[2, :1].tolist()) == (
         [2, 7],
         [1, 5, 4],

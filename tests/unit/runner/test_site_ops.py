@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loramux.kernels.tail_tables import SEPARATE, TailLaunch
-from loramux.runner.decode_graphs import LoraKind
+from loramux.lora.graph_work import LoraKind
 from loramux.runner.device_runner import DeviceLimits, DeviceRunner
 from loramux.types import Chunk, Selection, StepPlan
 from tests.adapter_factory import make_peft_adapter
@@ -32,8 +32,8 @@ PATIENCE = 2
 
 
 def use(runner: DeviceRunner, launch: TailLaunch) -> None:
-    assert runner._graphs._tail is not None
-    runner._graphs._tail.launch_of = lambda _: launch
+    assert runner._graphs.lora.tail is not None
+    runner._graphs.lora.tail.launch_of = lambda _: launch
 
 
 def kinds_of(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> list[LoraKind]:
@@ -159,7 +159,7 @@ def test_adapters_that_come_and_go_and_do_not_all_fit_get_the_tokens_of_the_refe
         answers.append(run_all(engine, requests))
     assert answers[0] == answers[1]
     assert set(kinds) >= {LoraKind.TAIL, LoraKind.LISTS}
-    tail = runner._graphs._tail._tail
+    tail = runner._graphs.lora.tail._tail
     tail.check_integrity()
     assert tail.num_copies > 4
 

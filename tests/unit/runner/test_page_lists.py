@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import torch
+
+from loramux.runner.packed_words import PackedWords
+from loramux.runner.page_lists import PageLists
+from loramux.types import Chunk
+
+
+def test_lists_of_any_length_become_rows_of_one_table() -> None:
+    words = PackedWords([3, PageLists.most_words(3, 4)], torch.device("cpu"))
+    lists = PageLists(words, starts=0, max_pages=4)
+    chunks = [Chunk(i, (1,), 0, pages, (), sample=None) for i, pages in enumerate([[8, 2], [5]])]
+    words.begin()
+    assert lists.fill(chunks).tolist() == [0, 2]
+    assert lists.num_words == 3
+    words.send(lists.num_words)
+    table = torch.full((3, 4), -1, dtype=torch.int32)
+    lists.write_table(table)
+    assert (table[0, :2].tolist(), table[1, :1].tolist()) == ([8, 2], [5])
