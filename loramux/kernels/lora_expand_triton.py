@@ -5,7 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loramux.kernels.lora_shrink_triton import is_site_used, load_group, load_word, share
+from loramux.kernels.lora_shrink_triton import is_site_used, load_group, load_word
+
+
+@triton.jit
+def _tile_of_turn(turn):
+    """This program's tile in a turn. The long ones come first in the list and programs change
+    ends from turn to turn, so that each gets about the same in all."""
+    programs = tl.num_programs(0)
+    program = tl.program_id(0)
+    return turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)
+
+
+@triton.jit
+def _num_turns(num_tiles):
+    return tl.cdiv(num_tiles, tl.num_programs(0))
 
 
 @triton.jit
@@ -47,39 +61,37 @@ def _load_more(records, unit):
 
 @triton.jit
 def _locate(  # noqa: PLR0913
-    tile, heads_of_row, heads_of_tile, num_row_units, width0, width1, width2,
+    tile, heads_of_row, num_row_units, width0, width1, width2,
     ROW_N: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Whether it is a row, unit, slice, first column in the slice, and the slice's width."""
-    row_tiles = heads_of_row * (
-        tl.cdiv(width0, ROW_N) + tl.cdiv(width1, ROW_N) + tl.cdiv(width2, ROW_N)
-    )
-    is_row = tile < row_tiles
-    heads = tl.where(is_row, heads_of_row, heads_of_tile)
-    rest = tl.where(is_row, tile, tile - row_tiles)
-    chunks0 = tl.where(is_row, tl.cdiv(width0, ROW_N), tl.cdiv(width0, TILE_N))
-    chunks1 = tl.where(is_row, tl.cdiv(width1, ROW_N), tl.cdiv(width1, TILE_N))
-    chunks2 = tl.where(is_row, tl.cdiv(width2, ROW_N), tl.cdiv(width2, TILE_N))
-    is_past0 = rest >= heads * chunks0
-    is_past1 = rest >= heads * (chunks0 + chunks1)
-    rest -= tl.where(is_past0, heads * chunks0, 0) + tl.where(is_past1, heads * chunks1, 0)
-    chunks = tl.where(is_past1, chunks2, tl.where(is_past0, chunks1, chunks0))
+    row_chunks = tl.cdiv(width0, ROW_N) + tl.cdiv(width1, ROW_N) + tl.cdiv(width2, ROW_N)
+    run_chunks = tl.cdiv(width0, TILE_N) + tl.cdiv(width1, TILE_N) + tl.cdiv(width2, TILE_N)
+    is_row = tile < heads_of_row * row_chunks
+    block = tl.where(is_row, ROW_N, TILE_N)
+    chunks = tl.where(is_row, row_chunks, run_chunks)
+    rest = tile - tl.where(is_row, 0, heads_of_row * row_chunks)
+    head = rest // chunks
+    first = (rest - head * chunks) * block
+    covered0 = tl.cdiv(width0, block) * block
+    covered1 = tl.cdiv(width1, block) * block
+    is_past0 = first >= covered0
+    is_past1 = first >= covered0 + covered1
+    first -= tl.where(is_past0, covered0, 0) + tl.where(is_past1, covered1, 0)
     width = tl.where(is_past1, width2, tl.where(is_past0, width1, width0))
     slice_index = tl.where(is_past0, 1, 0) + tl.where(is_past1, 1, 0)
-    head = rest // tl.maximum(chunks, 1)
-    first = (rest - head * chunks) * tl.where(is_row, ROW_N, TILE_N)
     unit = head + tl.where(is_row, 0, num_row_units)
     return is_row, unit, slice_index, first, width
 
 
 @triton.jit
 def _load_expand(  # noqa: PLR0913
-    tile, live, pool, records, heads_of_row, heads_of_tile, num_row_units,
+    tile, live, pool, records, heads_of_row, num_row_units,
     width0, width1, width2, ROW_N: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """A tile's B, as [16, ROW_N] for one row or [16, TILE_N] for several, and its record."""
     is_row, unit, slice_index, first, width = _locate(
-        tile, heads_of_row, heads_of_tile, num_row_units, width0, width1, width2, ROW_N, TILE_N
+        tile, heads_of_row, num_row_units, width0, width1, width2, ROW_N, TILE_N
     )
     record = records + (unit * 8 + slice_index) * 8
     address = load_word(record + 1, live)
@@ -206,31 +218,31 @@ def expand_kernel(  # noqa: PLR0913
     num_tiles *= is_site_used(work, record_start, num_slices)
     records += record_start
     if LOOP:
-        begin, end = share(num_tiles)
-        zero = begin * 0
-        is_row = begin < 0
+        zero = num_tiles * 0
+        is_row = num_tiles < 0
         b_row = tl.zeros((16, ROW_N), pool.dtype.element_ty)
         b_tile = tl.zeros((16, TILE_N), pool.dtype.element_ty)
         shape, row_start, at, weight = zero, zero, zero, zero.to(tl.float32)
         more, num_more, slice_index, first, width = zero, zero, zero, zero, zero
         # A turn computes a tile and loads the weights of the next; the first turn only loads.
-        for tile in range(begin - 1, end):
-            if tile >= begin:
+        for turn in range(-1, _num_turns(num_tiles)):
+            if turn >= 0:
                 _expand(
                     is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more,
                     slice_index, first, width, pool, records, partials, y, y_stride,
                     width0, width1, width2, splits,
                     MAX_SPLITS, TILE_M, ROW_N, TILE_N, TAIL,
                 )  # fmt: skip
+            tile = _tile_of_turn(turn + 1)
             (
                 is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more, slice_index,
                 first, width,
             ) = _load_expand(
-                tile + 1, tile + 1 < end, pool, records, heads_of_row, heads_of_tile,
-                num_row_units, width0, width1, width2, ROW_N, TILE_N,
+                tile, tile < num_tiles, pool, records, heads_of_row, num_row_units,
+                width0, width1, width2, ROW_N, TILE_N,
             )  # fmt: skip
             if PDL:  # noqa: SIM102 - known when compiling
-                if tile < begin:
+                if turn < 0:
                     tl.extra.cuda.gdc_wait()
     else:
         tile = tl.program_id(0)
@@ -238,7 +250,7 @@ def expand_kernel(  # noqa: PLR0913
             is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more, slice_index,
             first, width,
         ) = _load_expand(
-            tile, tile < num_tiles, pool, records, heads_of_row, heads_of_tile, num_row_units,
+            tile, tile < num_tiles, pool, records, heads_of_row, num_row_units,
             width0, width1, width2, ROW_N, TILE_N,
         )  # fmt: skip
         if PDL:

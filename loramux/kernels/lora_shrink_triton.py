@@ -40,14 +40,15 @@ def load_group(pool, address, ranks, first, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_shrink(  # noqa: PLR0913
-    tile, live, pool, records, num_units, IN: tl.constexpr, BLOCK_K: tl.constexpr
+    tile, live, pool, records, first_unit, num_units, IN: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """A [16, BLOCK_K] of a tile, its record, slice and split; the slices come one by one."""
     SPLITS: tl.constexpr = (IN + BLOCK_K - 1) // BLOCK_K
     index = tile // SPLITS
     split = tile % SPLITS
     slice_index = tl.where(index >= num_units, 1, 0) + tl.where(index >= 2 * num_units, 1, 0)
-    record = records + ((index - slice_index * num_units) * 8 + slice_index) * 8
+    unit = first_unit + index - slice_index * num_units
+    record = records + (unit * 8 + slice_index) * 8
     address = load_word(record, live)
     shape = load_word(record + 2, live)
     row_start = load_word(record + 3, live)
@@ -98,16 +99,21 @@ def shrink_kernel(  # noqa: PLR0913
     SPLITS: tl.constexpr = (IN + BLOCK_K - 1) // BLOCK_K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    num_units = load_word(work + 1) + load_word(work + 3)
-    num_units *= is_site_used(work, record_start, num_slices)
+    is_used = is_site_used(work, record_start, num_slices)
+    row_units = load_word(work + 1) * is_used
+    run_units = load_word(work + 3) * is_used
     records += record_start
-    begin, end = share(num_slices * num_units * SPLITS)
+    # A share of each: a tile of several rows takes longer.
+    row_begin, row_end = share(num_slices * row_units * SPLITS)
+    run_begin, run_end = share(num_slices * run_units * SPLITS)
+    num_row_tiles = row_end - row_begin
+    num_tiles = num_row_tiles + run_end - run_begin
     a = tl.zeros((16, BLOCK_K), pool.dtype.element_ty)
-    zero = begin * 0
+    zero = row_begin * 0
     shape, row_start, h_start, slice_index, split = zero, zero, zero, zero, zero
     # A turn computes a tile and loads the weights of the next; the first turn only loads.
-    for tile in range(begin - 1, end):
-        if tile >= begin:
+    for turn in range(-1, num_tiles):
+        if turn >= 0:
             rows = x + row_start.to(tl.int64) * x_stride
             out = partials + h_start.to(tl.int64) * H_STRIDE
             out += (slice_index * MAX_SPLITS + split) * 16
@@ -118,11 +124,19 @@ def shrink_kernel(  # noqa: PLR0913
                     a, shape >> 16, rows, x_stride, split * BLOCK_K, out,
                     IN, BLOCK_K, TILE_M, H_STRIDE,
                 )  # fmt: skip
+        is_row = turn + 1 < num_row_tiles
         a, shape, row_start, h_start, slice_index, split = _load_shrink(
-            tile + 1, tile + 1 < end, pool, records, num_units, IN, BLOCK_K
+            turn + 1 + tl.where(is_row, row_begin, run_begin - num_row_tiles),
+            turn + 1 < num_tiles,
+            pool,
+            records,
+            tl.where(is_row, 0, row_units),
+            tl.where(is_row, row_units, run_units),
+            IN,
+            BLOCK_K,
         )
         if PDL:  # noqa: SIM102 - known when compiling
-            if tile < begin:
+            if turn < 0:
                 tl.extra.cuda.gdc_wait()
 
 

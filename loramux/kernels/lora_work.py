@@ -240,7 +240,9 @@ def build_work(
         units[:, CHAIN] = chain
     if tail_blocks is not None:
         _name_blocks(units, tail_blocks)
-    units = _sort(units, chain is not None, limits, out[:HEADER_WORDS])
+    # Programs deal the units out among them, so the longest come first; `map_rows` needs rows.
+    dealt = tail_blocks is None
+    units = _sort(units, chain is not None, limits, out[:HEADER_WORDS], longest_first=dealt)
     used = directory.slots[slot[slot != BASE], :, 1].any(axis=0)
     out[FIRST_USED : FIRST_USED + MAX_PROJECTIONS] = used
     if tail_blocks is None:
@@ -267,7 +269,9 @@ def _name_blocks(units: Ints, tail_blocks: Ints) -> None:
     units[is_base, H_START] = 0
 
 
-def _sort(units: Ints, is_chained: bool, limits: WorkLimits, header: Ints) -> Ints:
+def _sort(
+    units: Ints, is_chained: bool, limits: WorkLimits, header: Ints, *, longest_first: bool
+) -> Ints:
     """The units in the order of the list, each head linked to what follows it."""
     num_units = len(units)
     is_tile = units[:, NUM_ROWS] > (1 if limits.has_row_units else 0)
@@ -279,12 +283,13 @@ def _sort(units: Ints, is_chained: bool, limits: WorkLimits, header: Ints) -> In
     is_head = np.diff(units[:, ROW_START], prepend=-1) != 0
     header[TILE_HEADS] = np.count_nonzero(is_tile & is_head)
     header[ROW_HEADS] = np.count_nonzero(is_head) - header[TILE_HEADS]
-    order = np.argsort(is_tile * 2 + ~is_head, kind="stable")
-    place = np.empty(num_units + 1, dtype=np.int32)
-    place[order] = np.arange(num_units, dtype=np.int32)
     heads = np.flatnonzero(is_head)
     num_more = np.diff(heads, append=num_units) - 1
     units[heads, NUM_MORE] = num_more
+    key = (is_tile * 2 + ~is_head) * num_units
+    order = np.argsort(key - units[:, NUM_MORE] if longest_first else key, kind="stable")
+    place = np.empty(num_units + 1, dtype=np.int32)
+    place[order] = np.arange(num_units, dtype=np.int32)
     # What follows a head keeps its order, behind all heads.
     units[heads, MORE_START] = np.where(num_more > 0, place[heads + 1], 0)
     return units[order]

@@ -129,6 +129,19 @@ def test_a_tail_block_takes_the_place_of_partial_sums() -> None:
     assert sorted(units[:, H_START].tolist()) == [3, 5, 8]
 
 
+def test_heads_with_most_behind_them_come_first() -> None:
+    """Catches programs that are dealt all long heads: a step takes as long as the slowest."""
+    directory = directory_of([[1], [4], [2]])
+    selections = [((slot, 1.0),) for slot in (0, 1, 2, 0, 1, 2)]
+    out = build(gather_tiles(selections, [1, 1, 1, 3, 3, 3], 16), directory)
+    heads = units_of(out)
+    rows = heads[: out[ROW_HEADS]]
+    tiles = heads[out[ROW_UNITS] :][: out[TILE_HEADS]]
+    for some in (rows, tiles):
+        assert some[:, NUM_MORE].tolist() == [3, 1, 0]
+        assert some[:, SLOT].tolist() == [1, 2, 0]
+
+
 @pytest.mark.parametrize(
     "limits",
     [WorkLimits(max_units=3, max_h_rows=2000), WorkLimits(max_units=200, max_h_rows=3)],
