@@ -69,7 +69,7 @@ class LoraWorld:
 
     @property
     def slots(self) -> Tensor:
-        return torch.from_numpy(self.index.slots)
+        return torch.tensor(self.index.slots)
 
     def expected(
         self, y: Tensor, x: Tensor, rows: Sequence[Selection], layer: int, site: int

@@ -37,7 +37,7 @@ class TailWorld:
         tiles = gather_tiles(rows, [1] * len(rows), launch.tile_rows, keeps_base=True)
         build_work(tiles, self.lora.index, limits, host, self.blocks)
         map_rows(limits, host)
-        self.lora.tables = replace(tables, limits=limits, work=torch.from_numpy(host))
+        self.lora.tables = replace(tables, limits=limits, work=torch.tensor(host))
         lora_grouped_torch.resolve(self.lora.tables, self.lora.directory, self.lora.slots)
 
     def at(self, layer: int, site: int, launch: TailLaunch) -> TailSite:

@@ -43,7 +43,7 @@ def cut_sequences(sequences: Sequence[SequenceRows], members: Sequence[bool], cu
     ]
     # The longest first: a long item that starts last keeps one multiprocessor busy alone.
     blocks.sort(key=lambda block: -block[2] - block[3])
-    return cut_blocks(torch.tensor(blocks, dtype=torch.int32).view(-1, 4), cut)
+    return cut_blocks(torch.tensor(blocks, dtype=torch.int32, device="cpu").view(-1, 4), cut)
 
 
 def cut_decodes(num_tokens: Tensor, cut: Cut) -> Tensor:

@@ -81,8 +81,8 @@ def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.d
     page_table = [[*s.page_ids, *[0] * (width - len(s.page_ids))] for s in sequences]
     return Plan(
         layout=layout,
-        page_table=send(torch.tensor(page_table, dtype=torch.int32), device),
-        slots=send(torch.tensor(slots, dtype=torch.int32), device),
+        page_table=send(torch.tensor(page_table, dtype=torch.int32, device="cpu"), device),
+        slots=send(torch.tensor(slots, dtype=torch.int32, device="cpu"), device),
         sequences=tuple(sequences),
     )
 

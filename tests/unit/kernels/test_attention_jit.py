@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from loramux.kernels import attention_torch, attention_triton  # noqa: E402
 from loramux.kernels.attention_triton import Tiles  # noqa: E402
 from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
 
-CPU = torch.device("cpu")
+DEVICE = torch.device(os.environ.get("LORAMUX_TEST_DEVICE", "cpu"))
 LAYOUT = PagedLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=16)
 TILES = {
     "one tile a step": Tiles(16, 16, 16, 1, 5, 2),
@@ -39,10 +41,10 @@ def test_any_shape_of_tiles_equals_the_reference(
     storage = torch.randn(9, 2 * 2 * 16 * 2 * 16)
     q = torch.randn(9, 6, 16)
     args = AttendArgs(layer=1, scale=0.3, sliding_window=window)
-    plan = attention_triton.plan(sequences, LAYOUT, CPU)
+    plan = attention_triton.plan(sequences, LAYOUT, DEVICE)
     actual = attention_triton.attend(storage, plan, q, args)
     expected = attention_torch.attend(
-        storage, attention_torch.plan(sequences, LAYOUT, CPU), q, args
+        storage, attention_torch.plan(sequences, LAYOUT, DEVICE), q, args
     )
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 

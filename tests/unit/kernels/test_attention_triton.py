@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 from loramux.kernels import attention_torch, attention_triton  # noqa: E402
 from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
 
-CPU = torch.device("cpu")
+DEVICE = torch.device(os.environ.get("LORAMUX_TEST_DEVICE", "cpu"))
 NUM_HEADS = 6
 MIXES = {
     "one token": [(0, 1)],
@@ -56,7 +58,7 @@ def fill_pages(
     earlier = [SequenceRows(0, s.position_start, 0, s.page_ids) for s in sequences]
     for sequence in earlier:
         shape = (sequence.num_rows, layout.num_kv_heads, layout.head_dim)
-        plan = attention_torch.plan([sequence], layout, CPU)
+        plan = attention_torch.plan([sequence], layout, DEVICE)
         attention_torch.write_kv(storage, plan, layer, torch.randn(shape), torch.randn(shape))
 
 
@@ -78,7 +80,7 @@ def check(
     outs = []
     for kernels in (attention_torch, attention_triton):
         own = storage.clone()
-        plan = kernels.plan(sequences, layout, CPU)
+        plan = kernels.plan(sequences, layout, DEVICE)
         kernels.write_kv(own, plan, args.layer, k, v)
         outs.append((kernels.attend(own, plan, q, args), own))
     assert torch.equal(outs[0][1].nan_to_num(), outs[1][1].nan_to_num())
@@ -125,7 +127,7 @@ def test_a_decode_plan_follows_the_lengths_on_the_device(window: int | None) -> 
         rows = [i for i, length in enumerate(lengths) if length]
         sequences = [SequenceRows(i, 1, lengths[i] - 1, pages[i].tolist()) for i in rows]
         expected = attention_torch.attend(
-            storage, attention_torch.plan(sequences, layout, CPU), q, args
+            storage, attention_torch.plan(sequences, layout, DEVICE), q, args
         )
         torch.testing.assert_close(actual[rows], expected[rows], atol=2e-5, rtol=1e-4)
         assert [slot < 0 for slot in plan.slots.tolist()] == [n == 0 for n in lengths]
