@@ -81,7 +81,7 @@ def graph_seconds(engine: Engine, batch: int, *, has_lora: bool) -> float | None
     size = next((size for size in getattr(graphs, "_sizes", ()) if size >= batch), None)
     if size is None or not hasattr(graphs, "_step"):
         return None
-    kinds = [LoraKind.TAIL, LoraKind.LISTS] if has_lora else [LoraKind.NONE]
+    kinds = [kind for kind in LoraKind if (kind is not LoraKind.NONE) is has_lora]
     # The last step's kind: its list is still there.
     replay = graphs._step(size, next(kind for kind in kinds if graphs.last_kind is kind))
     torch.cuda.synchronize()

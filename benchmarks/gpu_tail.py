@@ -3,9 +3,10 @@
     python3 -m benchmarks.gpu_tail [--batches 1,8,32,64,128,256] [--sites all,qkvo] [--variants ...]
 
 Whole decode graphs of a Llama-3.1-8B-shaped model at 512 tokens of context: without LoRA, with work
-lists (a shrink and an expand a site), and with every variant of the tail. Random weights, rank 16,
-eight adapters, one in a batch of one; adapters are random numbers in pool pages, without files.
-Logits are compared with those of the lists. Needs an NVIDIA GPU.
+lists (a shrink and an expand at every site; for "qkvo" at those of attention too), and with every
+variant of the tail. Random weights, rank 16, eight adapters, one in a batch of one; adapters are
+random numbers in pool pages, without files. Logits are compared with those of the lists. Needs an
+NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ def measure(world: World, batch: int, sites: str, names: Sequence[str]) -> list[
     step = world.step(batch, [((cid, 1.0),) for cid in cids])
     base, _, base_s = run_kind(world, world.step(batch, [()]), LoraKind.NONE)
     base = base.clone()
-    lists, list_tokens, lists_s = run_kind(world, step, LoraKind.LISTS)
+    kind = LoraKind.LISTS if sites == "all" else LoraKind.ATTENTION
+    lists, list_tokens, lists_s = run_kind(world, step, kind)
     lists = lists.clone()
     whole = {"sites": sites, "batch": batch, "adapters": len(cids)}
     rows = [
@@ -170,6 +172,8 @@ def measure(world: World, batch: int, sites: str, names: Sequence[str]) -> list[
     if batch <= len(cids):
         # In larger batches the rows of an adapter stand together, and base rows as they came.
         rows[-1]["changed"] = float((lists - base).norm() / lists.norm())
+    if kind is LoraKind.ATTENTION:
+        rows.append(whole | launched_everywhere(world, batch, base_s, lists))
     for name in names:
         if VARIANTS[name].tile_rows == 1 and batch > MOST_ROWS:
             continue
@@ -186,6 +190,15 @@ def measure(world: World, batch: int, sites: str, names: Sequence[str]) -> list[
     for row in rows:
         print(json.dumps(row), flush=True)
     return rows
+
+
+def launched_everywhere(world: World, batch: int, base_s: float, lists: Tensor) -> dict[str, Any]:
+    """The graph for adapters of all sites, over the list of the step before."""
+    graphs = world.graphs
+    size = next(size for size in graphs._sizes if size >= batch)
+    seconds = replay_s(graphs._step(size, LoraKind.LISTS))
+    error = float((graphs._logits[:batch].float() - lists).norm() / lists.norm())
+    return figures(world, "lists, all launches", base_s, seconds) | {"error": error}
 
 
 def figures(world: World, kind: str, base_s: float, seconds: float) -> dict[str, Any]:

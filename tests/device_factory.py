@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytest
 from loramux.engine.engine import Engine
 from loramux.runner.device_runner import DeviceRunner
 from loramux.types import Chunk, SampleRow, SamplingParams, Selection
-from tests.adapter_factory import make_peft_adapter
+from tests.adapter_factory import ATTENTION, make_peft_adapter
 from tests.engine_factory import make_engine
 from tests.memory_factory import InlineExecutor
 
-ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def device_engine(
@@ -31,10 +32,10 @@ def reference_engine(model: Any, folder: Path, **settings: Any) -> Engine:
     return make_engine(model, folder, loads=InlineExecutor(), reference_kernels=True, **settings)
 
 
-def two_adapters(model: Any, folder: Path) -> list[Path]:
-    """One of a few ranks at some places, one of more ranks than fit a group at all of them."""
+def two_adapters(model: Any, folder: Path, *, places: Sequence[str] = ALL_LINEAR) -> list[Path]:
+    """One of a few ranks at q and v, one of more ranks than fit a group at all of `places`."""
     few = make_peft_adapter(folder / "few", model, r=3, seed=1)
-    many = make_peft_adapter(folder / "many", model, r=20, seed=2, target_modules=ALL_LINEAR)
+    many = make_peft_adapter(folder / "many", model, r=20, seed=2, target_modules=list(places))
     return [few, many]
 
 

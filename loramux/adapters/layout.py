@@ -17,6 +17,7 @@ FUSED_PROJECTIONS: dict[str, tuple[str, ...]] = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
+ATTENTION_SITES = ("qkv", "o")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from loramux.kernels.lora_work import (
+    FIRST_USED,
     GROUP_RANKS,
     MAX_PROJECTIONS,
     MAX_SLICES,
@@ -73,6 +74,12 @@ class LoraTables:
     def record_start(self, layer: int, site: int) -> int:
         """Of a layer's first unit at a site's first projection, in words."""
         return layer * self.records.stride(0) + self.sites[site].first_projection * UNIT_WORDS
+
+    def used_words(self, site: int) -> range:
+        """Where a list says which of a site's projections its adapters change."""
+        cut = self.sites[site]
+        first = FIRST_USED + cut.first_projection
+        return range(first, first + len(cut.shape.out_features))
 
 
 def make_tables(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,9 +144,12 @@ class LoraDevice:
 class LoraWork:
     """Tables of one kind of step, refilled for each; what the runner's linear layers call."""
 
-    def __init__(self, device: LoraDevice, tables: LoraTables) -> None:
+    def __init__(
+        self, device: LoraDevice, tables: LoraTables, sites: Collection[int] | None = None
+    ) -> None:
         self._device = device
         self.tables = tables
+        self._sites = range(len(tables.sites)) if sites is None else sites
 
     @property
     def directory(self) -> DeviceDirectory:
@@ -169,7 +172,15 @@ class LoraWork:
         own = self.tables.launch
         launch = decode_launch(num_rows, use_pdl=own.use_pdl)
         assert launch.block_k == own.block_k, "the cut of inputs is part of the tables"
-        return LoraWork(self._device, replace(self.tables, launch=launch))
+        return LoraWork(self._device, replace(self.tables, launch=launch), self._sites)
+
+    def at_sites(self, sites: Collection[int]) -> LoraWork:
+        """The same tables, for steps whose adapters change nothing elsewhere."""
+        return LoraWork(self._device, self.tables, sites)
+
+    def covers(self, site: int) -> bool:
+        """Whether a step may change the site; if not, nothing is to be launched there."""
+        return site in self._sites
 
     def fill(self, selections: Sequence[Selection], num_rows: Sequence[int], out: Ints) -> int:
         """Writes the work list into `out`; returns how many words count. Raises WorkListFull."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
+import numpy as np
+
+from loramux.adapters.layout import ATTENTION_SITES
 from loramux.kernels.lora_work import WorkListFull
 from loramux.lora.device_work import Ints, LoraWork
 from loramux.lora.tail_work import TailStep, TailWork
@@ -14,19 +17,33 @@ from loramux.types import Selection
 class LoraKind(Enum):
     TAIL = auto()
     LISTS = auto()
+    ATTENTION = auto()
+    """Lists of adapters that change attention alone: nothing is launched at other sites."""
     NONE = auto()
 
 
 class GraphLora:
-    """The two ways share a place for their work: a step goes one of them."""
+    """Tail and lists share a place for their work: a step goes one of the two ways."""
 
     def __init__(self, lists: LoraWork, tail: TailWork | None) -> None:
         self.lists = lists
         self.tail = tail
+        sites = lists.tables.sites
+        self._attention = frozenset(
+            i for i, cut in enumerate(sites) if cut.shape.name in ATTENTION_SITES
+        )
+        others = set(range(len(sites))) - self._attention
+        words = [word for site in others for word in lists.tables.used_words(site)]
+        self._other_words = np.array(words, dtype=np.intp)
 
     @property
     def kinds(self) -> list[LoraKind]:
-        return [kind for kind in LoraKind if kind is not LoraKind.TAIL or self.tail is not None]
+        """Those that a step can be of."""
+        possible = {
+            LoraKind.TAIL: self.tail is not None,
+            LoraKind.ATTENTION: self._other_words.size > 0,
+        }
+        return [kind for kind in LoraKind if possible.get(kind, True)]
 
     @property
     def num_words(self) -> int:
@@ -47,11 +64,17 @@ class GraphLora:
             self.lists.fill(selections, lengths, out)
         except WorkListFull:
             return None
-        return LoraKind.LISTS
+        is_partial = self._other_words.size > 0 and not out.take(self._other_words).any()
+        return LoraKind.ATTENTION if is_partial else LoraKind.LISTS
 
     def begin(self, kind: LoraKind, num_rows: int) -> LoraWork | TailStep | None:
         """What a graph's layers call, after its first kernel: the work with its addresses."""
-        work = {LoraKind.TAIL: self.tail, LoraKind.LISTS: self.lists}.get(kind)
+        ways: dict[LoraKind, LoraWork | TailWork | None] = {
+            LoraKind.TAIL: self.tail,
+            LoraKind.LISTS: self.lists,
+            LoraKind.ATTENTION: self.lists.at_sites(self._attention),
+        }
+        work = ways.get(kind)
         if work is None:
             return None
         step = work.for_decodes(num_rows)

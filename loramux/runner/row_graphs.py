@@ -1,4 +1,4 @@
-"""Steps with prompts without the host: one CUDA graph for each number of rows."""
+"""Steps with prompts without the host: one CUDA graph for each number of rows and kind of LoRA."""
 
 from __future__ import annotations
 

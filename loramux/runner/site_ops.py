@@ -22,6 +22,9 @@ Place = tuple[int, int]
 class LoraStep(Protocol):
     """A step's adapters: what they add to a site's output."""
 
+    def covers(self, site: int) -> bool:
+        """False: they add nothing there."""
+
     def shrink(self, x: Tensor, layer: int, site: int) -> None: ...
 
     def expand(self, y: Tensor, layer: int, site: int) -> None: ...
@@ -50,7 +53,7 @@ class PlainOps:
 
     def linear(self, linear: Linear, x: Tensor, place: Place) -> Tensor:
         y = F.linear(x, linear.weight, linear.bias)
-        if self.lora is not None:
+        if self.lora is not None and self.lora.covers(place[1]):
             # Behind the product, without which a shrink may start too early: see lora_triton.
             self.lora.shrink(x, *place)
             self.lora.expand(y, *place)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from loramux.kernels.lora_tables import PROMPT, decode_launch, make_tables
-from loramux.kernels.lora_work import SiteShape, WorkLimits
+from loramux.kernels.lora_work import FIRST_USED, SiteShape, WorkLimits
 
 SITES = (
     SiteShape("qkv", 4096, (4096, 1024, 1024)),
@@ -22,6 +22,8 @@ def test_a_site_begins_where_the_projections_of_the_others_end() -> None:
         device=torch.device("cpu"),
     )
     assert [cut.first_projection for cut in tables.sites] == [0, 3, 4]
+    words = [[word - FIRST_USED for word in tables.used_words(site)] for site in range(3)]
+    assert words == [[0, 1, 2], [3], [4]]
     assert tables.records.shape == (2, 4, 8, 8)
     assert len(tables.work) == LIMITS.num_words
 

@@ -1,14 +1,26 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from loramux.lora.graph_work import LoraKind
 from loramux.runner.decode_graphs import BATCH_SIZES, DecodeLimits, is_decode
-from loramux.types import Chunk, StepPlan
-from tests.device_factory import decode, device_engine, lease, mixed_selections, row, two_adapters
+from loramux.runner.device_runner import DeviceRunner
+from loramux.types import Chunk, Selection, StepPlan
+from tests.adapter_factory import ATTENTION, make_peft_adapter
+from tests.device_factory import (
+    ALL_LINEAR,
+    decode,
+    device_engine,
+    lease,
+    mixed_selections,
+    row,
+    two_adapters,
+)
 from tests.engine_factory import make_prompt
 from tests.model_factory import tiny_transformers_model
 
@@ -27,13 +39,16 @@ def test_only_a_chunk_of_one_row_with_a_sample_is_a_decode() -> None:
     assert not is_decode(Chunk(0, (1,), 0, [0], (), sample=row(), prompt_logprobs=0))
 
 
+@pytest.mark.parametrize("kind", [LoraKind.LISTS, LoraKind.ATTENTION, LoraKind.TAIL])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_decode_step_equals_the_same_rows_computed_one_by_one(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, kind: LoraKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model(family)
-    folders = two_adapters(model, tmp_path)
-    engine, runner = device_engine(monkeypatch, model, tmp_path / "model", max_sequences=6)
+    places = ATTENTION if kind is LoraKind.ATTENTION else ALL_LINEAR
+    folders = two_adapters(model, tmp_path, places=places)
+    settings = {"max_sequences": 6, "lora_tail_ranks": 128 if kind is LoraKind.TAIL else 0}
+    engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **settings)
     selections = mixed_selections(engine, folders)[:5]
     lease(engine, *selections)
     last = engine.pages.num_pages - 1
@@ -47,12 +62,82 @@ def test_a_decode_step_equals_the_same_rows_computed_one_by_one(
     # One is a padding row short of the size that fits.
     chunks = [decode(i, 40 + i, lengths[i], pages[i], s) for i, s in enumerate(selections)]
     result = runner.run(StepPlan(tuple(chunks)))
+    assert runner._graphs.last_kind is kind
     order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
     graph_logits = runner._graphs._logits[: len(chunks)].clone()
     for place, chunk in enumerate(order):
         logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][0]
         torch.testing.assert_close(graph_logits[place].float(), logits, atol=1e-4, rtol=1e-4)
         assert result.token_ids[chunk.sequence_id] == int(logits.argmax())
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": list(ATTENTION)},
+    "query": {"target_modules": ["q_proj"], "r": 20},
+    "all": {"target_modules": list(ALL_LINEAR)},
+    "late": {"target_modules": ["down_proj"], "layers_to_transform": [1]},
+}
+
+
+def steps_of_kinds(
+    runner: DeviceRunner, selections: dict[str, Selection], pages: dict[str, list[int]]
+) -> dict[str, torch.Tensor]:
+    """Steps of one kind after another; the logits of their last rows, by adapter."""
+    found = {}
+    for names, kind in (
+        (["attention", "query"], LoraKind.ATTENTION),
+        (["attention", "query", "all"], LoraKind.LISTS),
+        (["base", "query"], LoraKind.ATTENTION),
+        (["base", "late"], LoraKind.LISTS),
+        (["late", "attention"], LoraKind.LISTS),
+    ):
+        chunks = [decode(i, 40, 5, pages[name], selections[name]) for i, name in enumerate(names)]
+        runner.run(StepPlan(tuple(chunks)))
+        assert runner._graphs.last_kind is kind
+        order = sorted(names, key=lambda name: runner.directory.order(selections[name]))
+        for place, name in enumerate(order):
+            logits = runner._graphs._logits[place].float()
+            torch.testing.assert_close(logits, found.setdefault(name, logits.clone()))
+    return found
+
+
+def test_every_kind_of_lists_gives_what_peft_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an adapter of the MLP, were it in one layer alone, in a graph that leaves it out."""
+    from peft import PeftModel
+
+    model = tiny_transformers_model("llama", num_hidden_layers=2)
+    folders = {
+        name: make_peft_adapter(tmp_path / name, model, seed=seed, **config)
+        for seed, (name, config) in enumerate(ADAPTERS.items())
+    }
+    engine, runner = device_engine(
+        monkeypatch, model, tmp_path / "model", max_sequences=3, lora_tail_ranks=0
+    )
+    selections: dict[str, Selection] = {
+        name: ((engine.register_adapter(folder).cid, 1.0),) for name, folder in folders.items()
+    }
+    selections["base"] = ()
+    lease(engine, *selections.values())
+    last = engine.pages.num_pages - 1
+    pages = {name: [last - i] for i, name in enumerate(selections)}
+    prompt = make_prompt(5, seed=3)
+    for name, selection in selections.items():
+        runner.logits(StepPlan((Chunk(0, prompt, 0, pages[name], selection, sample=None),)))
+    found = steps_of_kinds(runner, selections, pages)
+    assert set(found) == set(selections)
+    for name, logits in found.items():
+        oracle: Any = copy.deepcopy(model)
+        if name != "base":
+            oracle = PeftModel.from_pretrained(oracle, folders[name])
+        with torch.inference_mode():
+            expected = oracle(torch.tensor([[*prompt, 40]])).logits[0, -1]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    # The last step's list in a graph that is not for it: there something is left out indeed.
+    before = runner._graphs._logits[:2].clone()
+    runner._graphs._step(2, LoraKind.ATTENTION)()
+    assert (runner._graphs._logits[:2] - before).abs().max() > 1e-2
 
 
 def test_rows_that_need_the_full_sampler_get_it_beside_those_that_do_not(
@@ -75,6 +160,18 @@ def test_capture_makes_every_size_and_says_how_far_it_is(
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=3, max_batch_tokens=40)[1]
     told: list[float] = []
     runner.capture(lambda _, share: told.append(share))
-    assert told == pytest.approx([number / 15 for number in range(1, 16)])
-    assert set(runner._rows._steps) == {(n, kind) for n in (32, 40) for kind in LoraKind}
-    assert set(runner._graphs._steps) == {(n, kind) for n in (1, 2, 3) for kind in LoraKind}
+    assert told == pytest.approx([number / 20 for number in range(1, 21)])
+    assert list(runner._rows._steps) == [(n, kind) for n in (40, 32) for kind in LoraKind]
+    assert list(runner._graphs._steps) == [(n, kind) for n in (3, 2, 1) for kind in LoraKind]
+
+
+def test_the_memory_of_graphs_is_measured_with_the_largest_of_every_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=3, max_batch_tokens=40)[1]
+    runner._rows._steps.clear()
+    runner._graphs._steps.clear()
+    runner.capture_largest()
+    assert list(runner._rows._steps) == [(40, kind) for kind in LoraKind]
+    assert list(runner._graphs._steps) == [(3, kind) for kind in LoraKind]

@@ -9,7 +9,16 @@ import torch
 from loramux.lora.graph_work import LoraKind
 from loramux.runner.row_graphs import ROW_COUNTS, row_counts
 from loramux.types import Chunk, StepPlan
-from tests.device_factory import decode, device_engine, lease, mixed_selections, row, two_adapters
+from tests.adapter_factory import ATTENTION
+from tests.device_factory import (
+    ALL_LINEAR,
+    decode,
+    device_engine,
+    lease,
+    mixed_selections,
+    row,
+    two_adapters,
+)
 from tests.engine_factory import make_prompt
 from tests.model_factory import tiny_transformers_model
 
@@ -21,13 +30,14 @@ def test_counts_end_with_the_most_rows_that_can_come(most: int, counts: list[int
     assert row_counts(most) == counts
 
 
-@pytest.mark.parametrize("kind", [LoraKind.LISTS, LoraKind.TAIL])
+@pytest.mark.parametrize("kind", [LoraKind.LISTS, LoraKind.ATTENTION, LoraKind.TAIL])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
     family: str, kind: LoraKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model(family)
-    folders = two_adapters(model, tmp_path)
+    places = ATTENTION if kind is LoraKind.ATTENTION else ALL_LINEAR
+    folders = two_adapters(model, tmp_path, places=places)
     settings: dict[str, Any] = {"max_sequences": 6, "max_batch_tokens": 40}
     settings["lora_tail_ranks"] = 128 if kind is LoraKind.TAIL else 0
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **settings)

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from loramux.kernels import fused_torch
 from loramux.kernels.tail_tables import SEPARATE, TailLaunch
 from loramux.lora.graph_work import LoraKind
+from loramux.models.layers import Linear
 from loramux.runner.device_runner import DeviceLimits, DeviceRunner
+from loramux.runner.site_ops import DOWN, GATE_UP, OUT, QKV, PlainOps
 from loramux.types import Chunk, Selection, StepPlan
 from tests.adapter_factory import make_peft_adapter
 from tests.device_factory import (
@@ -164,10 +167,32 @@ def test_adapters_that_come_and_go_and_do_not_all_fit_get_the_tokens_of_the_refe
     assert tail.num_copies > 4
 
 
-def test_without_room_behind_the_weights_there_are_two_kinds_of_graphs(
+def test_without_room_behind_the_weights_there_are_no_graphs_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=1, lora_tail_ranks=0)[1]
     runner.capture()
-    assert set(runner._graphs._steps) == {(1, LoraKind.LISTS), (1, LoraKind.NONE)}
+    kinds = (LoraKind.LISTS, LoraKind.ATTENTION, LoraKind.NONE)
+    assert list(runner._graphs._steps) == [(1, kind) for kind in kinds]
+
+
+def test_nothing_is_launched_at_sites_that_a_step_does_not_cover() -> None:
+    launched: list[tuple[str, int, int]] = []
+
+    class Step:
+        def covers(self, site: int) -> bool:
+            return site in (QKV, OUT)
+
+        def shrink(self, x: torch.Tensor, layer: int, site: int) -> None:
+            launched.append(("shrink", layer, site))
+
+        def expand(self, y: torch.Tensor, layer: int, site: int) -> None:
+            launched.append(("expand", layer, site))
+
+    linear, x = Linear(4, 6, dtype=torch.float32), torch.randn(2, 4)
+    torch.nn.init.normal_(linear.weight)
+    for site in (QKV, OUT, GATE_UP, DOWN):
+        y = PlainOps(fused_torch, Step()).linear(linear, x, (3, site))
+        torch.testing.assert_close(y, linear(x))
+    assert launched == [(name, 3, site) for site in (QKV, OUT) for name in ("shrink", "expand")]
