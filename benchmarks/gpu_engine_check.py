@@ -1,6 +1,10 @@
 """The whole engine on one GPU: its tokens and logits against the reference's.
 
-    python3 -m benchmarks.gpu_engine_check [--parts tokens,logits]
+    python3 -m benchmarks.gpu_engine_check [--parts tokens,logits,large]
+
+tokens   greedy answers in float32, a small model
+logits   of the small model, in float32 and bfloat16
+large    the same on the shapes of Llama-3.1-8B
 
 Random weights, made on the device; adapters as PEFT folders. Needs an NVIDIA GPU. How fast it is:
 benchmarks/bench_step.py.
@@ -9,12 +13,14 @@ benchmarks/bench_step.py.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +37,18 @@ from loramux.types import Request, SamplingParams, Selection
 
 RANKS = (1, 3, 8, 16, 64)
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SMALL = SHAPES["small"]
+
+
+@dataclass(frozen=True)
+class Scale:
+    shape: dict[str, Any]
+    weight_std: float
+    adapter_std: float
+    pool_bytes: int
+
+
+SMALL = Scale(SHAPES["small"], 0.08, 0.05, 96 * 2**20)
+LARGE = Scale(SHAPES["llama-3.1-8b"], 0.02, 0.01, 8 * 2**30)
 
 
 def write_adapter(folder: Path, model: LoadedModel, rank: int, *, seed: int, std: float) -> Path:
@@ -93,27 +110,30 @@ def run_all(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]
     return answers
 
 
-def small_engine(
-    folders: Sequence[Path], dtype: str, *, reference: bool, **settings: Any
+def random_engine(
+    folders: Sequence[Path], dtype: str, *, reference: bool, scale: Scale = SMALL, **settings: Any
 ) -> Engine:
     config = EngineConfig(
         device="cuda",
         dtype=dtype,
-        device_memory_bytes=96 * 2**20,
+        device_memory_bytes=scale.pool_bytes,
         reference_kernels=reference,
         max_sequences=32,
         **settings,
     )
-    model = random_model(SMALL, getattr(torch, dtype), std=0.08)
+    model = random_model(scale.shape, getattr(torch, dtype), std=scale.weight_std)
     engine = build_engine(model, config)
     for folder in folders:
         engine.register_adapter(folder)
     return engine
 
 
-def small_adapters(folder: Path) -> list[Path]:
-    model = random_model(SMALL, torch.float32, std=0.08)
-    return [write_adapter(folder / f"r{rank}", model, rank, seed=rank, std=0.05) for rank in RANKS]
+def write_adapters(folder: Path, scale: Scale) -> list[Path]:
+    model = random_model(scale.shape, torch.bfloat16, std=scale.weight_std)
+    return [
+        write_adapter(folder / f"r{rank}", model, rank, seed=rank, std=scale.adapter_std)
+        for rank in RANKS
+    ]
 
 
 def answer_all(engine: Engine, count: int, name: str) -> dict[str, list[int]]:
@@ -140,16 +160,16 @@ def compare(expected: dict[str, list[int]], found: dict[str, list[int]], name: s
 
 
 def check_tokens(folders: Sequence[Path], count: int = 200) -> None:
-    reference = small_engine(folders, "float32", reference=True)
+    reference = random_engine(folders, "float32", reference=True)
     expected = answer_all(reference, count, "reference")
     # Nothing is cached, so that the second time computes as much as the first.
-    engine = small_engine(folders, "float32", reference=False, prefix_cache=False)
+    engine = random_engine(folders, "float32", reference=False, prefix_cache=False)
     compare(expected, answer_all(engine, count, "engine"), "all adapters on the device")
     with little_memory():
         found = answer_all(engine, count, "little memory")
     runner: Any = engine.runner
     compare(expected, found, f"little memory, steps of up to {runner._max_rows} rows")
-    churn = small_engine(folders, "float32", reference=False, max_active_adapters=2)
+    churn = random_engine(folders, "float32", reference=False, max_active_adapters=2)
     compare(expected, answer_all(churn, count, "two places"), "two adapters on the device")
 
 
@@ -173,18 +193,21 @@ def little_memory(num_bytes: int = 4 * 2**20) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def check_logits(folders: Sequence[Path]) -> None:
+def check_logits(folders: Sequence[Path], scale: Scale = SMALL) -> None:
     chance = random.Random(1)
     prompts = [[chance.randrange(1024) for _ in range(length)] for length in (1, 17, 64, 150, 200)]
     logits = []
     kinds = [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)]
     for dtype, reference in kinds:
-        engine = small_engine(folders, dtype, reference=reference)
+        engine = random_engine(folders, dtype, reference=reference, scale=scale)
         cids = [known.cid for known in engine.catalog.known()]
         selections: list[Selection] = [(), *(((cid, 1.0),) for cid in cids[1:])]
         found = engine.prompt_logits(list(zip(prompts, selections, strict=True)))
         logits.append(torch.cat(found).float())
         engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
     for (dtype, reference), other in zip(kinds[1:], logits[1:], strict=True):
         error = (other - logits[0]).norm() / logits[0].norm()
         name = f"{'reference' if reference else 'engine'} in {dtype}"
@@ -198,9 +221,11 @@ def main() -> None:
     parts = arguments.parts.split(",")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        small = small_adapters(folder)
+        small = write_adapters(folder / "small", SMALL)
         if "logits" in parts:
             check_logits(small)
+        if "large" in parts:
+            check_logits(write_adapters(folder / "large", LARGE), LARGE)
         if "tokens" in parts:
             check_tokens(small)
 
