@@ -106,6 +106,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_running_adapters(self) -> int:
+        """Distinct ones in the batch."""
+        return self._batch.num_adapters
+
+    @property
     def num_loading(self) -> int:
         """Sequences that the last plan went past because an adapter was not there yet."""
         return self._admission.num_loading
