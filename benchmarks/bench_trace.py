@@ -56,7 +56,6 @@ SCENARIOS: dict[str, Callable[[TraceBench], Section]] = {
 DEFAULTS: dict[str, tuple[Any, Any]] = {
     "model": ("llama-3.1-8b", "small"),
     "max_sequences": (256, 16),
-    "requests": (768, 120),
     "tokens": ([8, 512], [4, 32]),
     "many": (1000, 50),
     "registered": ([100, 2000, 10000], [10, 50, 200]),
@@ -69,6 +68,16 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "stream_prompt": (256, 16),
 }
 
+# Of requests, beside the backlog: one comes before the window opens.
+NUM_BATCHES = 5
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: at least 1 must wait, else no place is filled")
+    return number
+
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -77,7 +86,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     every = [name for name in SCENARIOS if name not in ("slora", "punica")]
     add("--scenarios", type=names(list(SCENARIOS)), default=every)
-    add("--requests", type=int, help="of a run with a full batch")
+    add("--requests", type=int, help="of a run with a full batch; default: five batches of them")
+    add("--backlog", type=positive, help="that always wait then; default: as many as run at once")
     add("--repeats", type=int, default=1, help="pairs of base and LoRA runs")
     add("--tokens", type=numbers, metavar="LOW,HIGH", help="prompts and answers: LOW to HIGH - 1")
     add("--alpha", type=float, default=1.0, help="popularity; 1: uniform, near 0: skewed")
@@ -104,6 +114,10 @@ def fill_defaults(arguments: argparse.Namespace) -> None:
     for name, (on_gpu, on_cpu) in DEFAULTS.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, on_gpu if is_gpu(arguments) else on_cpu)
+    if arguments.backlog is None:
+        arguments.backlog = arguments.max_sequences
+    if arguments.requests is None:
+        arguments.requests = NUM_BATCHES * arguments.max_sequences + arguments.backlog
 
 
 def main() -> None:

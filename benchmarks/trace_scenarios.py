@@ -47,7 +47,8 @@ class TraceBench:
     """Every run has prompts of its own: no run finds another's in the prefix cache."""
 
     def saturated(self, arrivals: Sequence[Arrival], cids: Sequence[str]) -> Run:
-        return saturate(self.engine, self._requests(arrivals, cids))
+        requests = self._requests(arrivals, cids)
+        return saturate(self.engine, requests, backlog=self.options.backlog)
 
     def real_time(self, arrivals: Sequence[Arrival], cids: Sequence[str]) -> Run:
         return replay(self.engine, arrivals, self._requests(arrivals, cids))
@@ -102,6 +103,7 @@ def row_of(name: str, run: Run, *, is_real_time: bool = False) -> dict[str, obje
         "requests/s": run.requests_per_s,
         "output tok/s": run.output_per_s,
         "prompt tok/s": run.num_prompt / run.seconds,
+        "distinct adapters": run.mean_adapters,
         "inter-token P50 ms": milliseconds(percentile(run.gaps_s, 50)),
         "inter-token P99 ms": milliseconds(percentile(run.gaps_s, 99)),
     }

@@ -13,8 +13,6 @@ from loramux.engine.engine import Engine
 from loramux.types import Request, SamplingParams, Selection, TokenEvent
 
 Clock = Callable[[], float]
-# Requests that wait when an engine is kept busy: enough that a free place is taken at once.
-QUEUE_DEPTH = 64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +28,13 @@ class Run:
     """The window lies inside of the run: the batch was full from its start to its end."""
     ttfts_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
+    num_steps: int = 0
+    num_step_adapters: int = 0
+    """Distinct adapters in the batch, added up over the steps."""
+
+    @property
+    def mean_adapters(self) -> float:
+        return self.num_step_adapters / max(1, self.num_steps)
 
     @property
     def output_per_s(self) -> float:
@@ -56,6 +61,13 @@ class Watch:
     def reset(self) -> None:
         """A new window; what is open stays open."""
         self.run = Run()
+
+    def step(self, engine: Engine, clock: Clock) -> None:
+        """One step of the engine, and what it brought."""
+        events = engine.step()
+        self.run.num_steps += 1
+        self.run.num_step_adapters += engine.scheduler.num_running_adapters
+        self.take(events, clock())
 
     def take(self, events: Iterable[TokenEvent], now: float) -> None:
         for event in events:
@@ -107,15 +119,19 @@ def make_request(
 
 
 def saturate(
-    engine: Engine, requests: Sequence[Request], *, clock: Clock = time.perf_counter
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    backlog: int,
+    clock: Clock = time.perf_counter,
 ) -> Run:
-    """As fast as it goes: the batch is full, and some always wait.
+    """As fast as it goes: the batch is full, and `backlog` requests always wait.
 
-    The window opens when as many requests came as run at once, and ends when the last one comes;
-    too few for that: it is the whole run.
+    The window opens when as many requests came as run and wait at once, and ends when the last one
+    comes; too few for that: it is the whole run.
     """
     watch = Watch()
-    ramp = engine.scheduler.config.max_sequences + QUEUE_DEPTH
+    ramp = engine.scheduler.config.max_sequences + backlog
     began = clock()
     is_steady = False
     for number, request in enumerate(requests):
@@ -124,10 +140,10 @@ def saturate(
             began, is_steady = clock(), True
         engine.add(request)
         watch.add(request, clock())
-        while engine.scheduler.num_waiting >= QUEUE_DEPTH:
-            watch.take(engine.step(), clock())
+        while engine.scheduler.num_waiting >= backlog:
+            watch.step(engine, clock)
     while watch.open and not is_steady:
-        watch.take(engine.step(), clock())
+        watch.step(engine, clock)
     watch.run.seconds = clock() - began
     watch.run.is_steady = is_steady
     finish(engine, watch)
@@ -155,7 +171,7 @@ def replay(
         if not engine.has_work:
             sleep(max(0.0, pending[-1][0].time_s - now))
             continue
-        watch.take(engine.step(), clock())
+        watch.step(engine, clock)
     watch.run.seconds = clock() - began
     finish(engine, watch)
     return watch.run

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from loramux.config import SchedulerConfig
 from loramux.errors import LoramuxError
 from loramux.scheduler.batch import AdapterGate, Batch, PageRoom
-from loramux.scheduler.fairness import Debtors
+from loramux.scheduler.fairness import Debtors, Tenure
 from loramux.scheduler.queue import Candidates, Lane, WaitingQueue
+from loramux.scheduler.running_lanes import RunningLanes
 from loramux.scheduler.sequence import Sequence
 
-# Lanes that are looked at for one whose adapters run already, and for loads that failed.
-_NUM_LOOKED_AT = 16
+# Lanes that a step looks at for loads that failed.
 _NUM_POLLED = 32
 
 
@@ -25,6 +26,15 @@ class _Outcome(Enum):
     FAILED = auto()
     BLOCKED = auto()
     """Nobody may go first."""
+
+
+@dataclass(slots=True)
+class _Preference:
+    """Of one pass, for sequences that bring no adapter along."""
+
+    is_on: bool
+    lanes: RunningLanes | None = None
+    """Made when they are needed."""
 
 
 class Admission:
@@ -136,18 +146,24 @@ class Admission:
         if not self._batch.has_place:
             return
         candidates = Candidates(self.waiting.lanes(), self.waiting.rank)
+        preference = _Preference(is_on=self._is_fair and not self._unserved)
         while self._batch.has_place and (best := candidates.pop()) is not None:
-            outcome, lane = self._examine(best, now), best
+            sequence, outcome = best.head, self._examine(best, now)
             if outcome is None:
-                lane = self._prefer_running(best, candidates, now)
-                sequence = lane.head
+                preferred = self._start_running(best.head, preference, now)
+                if preferred is not None:
+                    candidates.push(best)
+                    yield preferred
+                    continue
                 outcome = _Outcome.ADMITTED if self._start(sequence, now) else _Outcome.BLOCKED
             if outcome is _Outcome.ADMITTED:
+                if preference.lanes is not None:
+                    preference.lanes.enter(sequence.cids)
                 yield sequence
             if outcome in (_Outcome.ADMITTED, _Outcome.FAILED):
-                candidates.push(lane)
-            elif outcome is _Outcome.BLOCKED and lane is best:
-                self._refuse_if_hopeless(best.head)
+                candidates.push(best)
+            elif outcome is _Outcome.BLOCKED:
+                self._refuse_if_hopeless(sequence)
                 return
 
     def _examine(self, lane: Lane, now: float) -> _Outcome | None:
@@ -169,25 +185,41 @@ class Admission:
         must_wait = not self._is_fair or sequence.sequence_id in self._unserved
         return _Outcome.BLOCKED if must_wait else _Outcome.PASSED
 
-    def _prefer_running(self, best: Lane, candidates: Candidates, now: float) -> Lane:
-        """A lane that is about as much entitled as the best, if it brings no adapter along."""
-        head = best.head
-        if not self._is_fair or self._batch.uses(head.cids) or self._is_overdue(head, now):
-            return best
-        choice, put_back = best, [best]
-        for _ in range(_NUM_LOOKED_AT):
-            lane = candidates.pop()
-            if lane is None:
-                break
-            if best.standing.is_near(lane.standing) and self._batch.uses(lane.head.cids):
-                choice = lane
-                break
-            put_back.append(lane)
-            if not best.standing.is_near(lane.standing):
-                break
-        for lane in put_back if choice is not best else put_back[1:]:
-            candidates.push(lane)
-        return choice
+    def _start_running(
+        self, best: Sequence, preference: _Preference, now: float
+    ) -> Sequence | None:
+        """Starts one that may go before the best because it brings no adapter along."""
+        if not preference.is_on or len(self._batch) == 0 or self._batch.uses(best.cids):
+            return None
+        if best.passed_over_s is not None and now - best.passed_over_s >= self._max_wait_s:
+            return None
+        if preference.lanes is None:
+            preference.lanes = RunningLanes(self.waiting.lanes(), self._batch)
+        lane = preference.lanes.pop(best.standing)
+        if lane is None:
+            return None
+        sequence = lane.head
+        if not self._would_take_back(best, sequence, now):
+            preference.is_on = self._start_sparing(best, sequence, now)
+        preference.lanes.add(lane)
+        if sequence not in self._batch:
+            return None
+        best.passed_over_s = now if best.passed_over_s is None else best.passed_over_s
+        return sequence
+
+    def _would_take_back(self, best: Sequence, other: Sequence, now: float) -> bool:
+        """Whether the other would owe the best its place as soon as it had it."""
+        standing = other.standing
+        tenure = Tenure(standing, standing.tenant.counter, standing.adapter.counter)
+        return self._is_overdue(best, now) and tenure.yields_to(best.standing)
+
+    def _start_sparing(self, best: Sequence, other: Sequence, now: float) -> bool:
+        """Starts the other, not in the pages of the best's adapters."""
+        if not self._adapters.acquire(best.cids):
+            return False
+        has_started = self._start(other, now)
+        self._adapters.release(best.cids)
+        return has_started
 
     def _start(self, sequence: Sequence, now: float) -> bool:
         if not self._batch.admit(sequence, num_held=self.num_held_against(sequence)):

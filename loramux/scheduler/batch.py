@@ -106,6 +106,11 @@ class Batch:
     def has_place(self) -> bool:
         return len(self._running) < self._num_places
 
+    @property
+    def num_adapters(self) -> int:
+        """Distinct ones that run."""
+        return len(self._users)
+
     def uses(self, cids: Iterable[str]) -> bool:
         """Whether all of them run already."""
         return all(cid in self._users for cid in cids)

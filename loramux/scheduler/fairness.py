@@ -11,9 +11,10 @@ from loramux.types import Request
 PROMPT_TOKEN_COST = 1.0
 # A token of output occupies a place in the batch for a whole step.
 OUTPUT_TOKEN_COST = 2.0
-# Counters this close count as equal where that keeps the number of adapters in a batch down:
-# a short prompt with its answer.
-NEAR = 128.0
+# How far ahead somebody may be and still go first where that keeps the number of adapters in a
+# batch down. Adapters of one tenant: a few whole requests. Tenants: a short prompt with its answer.
+MAX_ADAPTER_LEAD = 2048.0
+MAX_TENANT_LEAD = 128.0
 MAX_REMEMBERED = 1024
 
 
@@ -91,11 +92,6 @@ class Standing:
         for account in (self.tenant, self.adapter):
             account.counter += cost / account.weight
 
-    def is_near(self, other: Standing) -> bool:
-        """Whether the other, who comes later, may as well go first."""
-        mine, theirs = self._compared(other)
-        return theirs.counter - mine.counter < NEAR
-
     def start(self) -> None:
         self._count(waiting=-1, running=1)
 
@@ -104,11 +100,6 @@ class Standing:
 
     def leave(self, *, is_running: bool) -> None:
         self._count(waiting=is_running - 1, running=-is_running)
-
-    def _compared(self, other: Standing) -> tuple[Account, Account]:
-        if self.tenant is other.tenant:
-            return self.adapter, other.adapter
-        return self.tenant, other.tenant
 
     def _count(self, *, waiting: int, running: int) -> None:
         for account in (self.tenant, self.adapter):

@@ -45,8 +45,10 @@ class Scheduler:
     go to the tenant who has had least, inside it to the adapter that has had least, and there to
     the oldest; `fcfs`: simply to the oldest that is ready. Counters grow by one for each prompt
     token that is really computed and by two for each token of output, divided by the weight; who
-    had nothing waiting is lifted to the least of the others. Counters that are NEAR count as equal
-    if that brings no further adapter into the batch.
+    had nothing waiting is lifted to the least of the others. A request whose adapters run already
+    goes before the first in this order, for max_wait_s at most, while its adapter is less than
+    MAX_ADAPTER_LEAD ahead of that one's (another tenant: MAX_TENANT_LEAD), and never before one
+    that is owed a place.
 
     The bound (fair): a request starts no later than
 
@@ -102,6 +104,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_running_adapters(self) -> int:
+        """Distinct ones in the batch."""
+        return self._batch.num_adapters
 
     @property
     def num_loading(self) -> int:

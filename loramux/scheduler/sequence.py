@@ -49,6 +49,8 @@ class Sequence:
         """Since when it runs."""
         self.start_counters = (0.0, 0.0)
         """What its tenant and its adapter had had when it got its place."""
+        self.passed_over_s: float | None = None
+        """Since when others go first although it is the best, to keep adapters out of the batch."""
         self.no_hold_until_s = -math.inf
         """Until then, no pages are kept free for its adapters: they were not used."""
         self.num_spare_refused: int | None = None
@@ -152,6 +154,7 @@ class Sequence:
         self.page_ids = []
         self.prompt_logprobs = []
         self.queued_s = now
+        self.passed_over_s = None
         self.started_s = None
 
     def tokens(self, start: int, stop: int) -> list[int]:

@@ -85,6 +85,7 @@ def test_trace_runs_every_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert [row["run"] for row in rows] == ["base 1", "LoRA 1"]
         speeds = [row["output tok/s"] for row in rows]
         assert rows[1]["/ base-only"] == pytest.approx(speeds[1] / speeds[0])
+        assert rows[0]["distinct adapters"] == 0 < rows[1]["distinct adapters"] <= 4
     assert [row["run"] for row in registered] == ["2 adapters", "4 adapters", "2 adapters, again"]
     assert [row["loads"] > 0 for row in cold] == [True, False, True] * 2
     assert [row["run"] for row in base][-1] == "on / off"
@@ -92,6 +93,20 @@ def test_trace_runs_every_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [row["run"] for row in punica] == ["base", "identical", "uniform", "skewed", "distinct"]
     assert (punica[1]["adapters"], punica[4]["adapters"]) == (1, 6)
     assert all(section["notes"] and section["panels"] for section in found)
+
+
+@pytest.mark.parametrize(
+    ("given", "backlog", "requests"),
+    [([], 256, 6 * 256), (["--backlog", "64"], 64, 5 * 256 + 64), (["--requests", "9"], 256, 9)],
+)
+def test_trace_keeps_as_many_waiting_as_run_unless_told_otherwise(
+    given: list[str], backlog: int, requests: int
+) -> None:
+    """Catches a default with too few requests for a window of a full batch."""
+    words = ["--device", "cuda", "--max-sequences", "256", *given]
+    arguments = bench_trace.make_parser().parse_args(words)
+    bench_trace.fill_defaults(arguments)
+    assert (arguments.backlog, arguments.requests) == (backlog, requests)
 
 
 def test_kernels_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

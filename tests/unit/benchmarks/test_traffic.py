@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks import traffic
 from benchmarks.random_adapters import RandomAdapters
 from benchmarks.random_model import SHAPES, random_model
 from benchmarks.traffic import make_requests, percentile, replay, saturate
@@ -42,21 +41,32 @@ def arrivals(count: int, gap_s: float = 0.0) -> list[Arrival]:
     return [Arrival(number * gap_s, number % 2, 16, 3 + number % 3, 2) for number in range(count)]
 
 
+@pytest.mark.parametrize(("backlog", "ramp"), [(2, 4), (5, 7)])
 def test_a_steady_window_counts_only_what_happens_inside_of_it(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, backlog: int, ramp: int
 ) -> None:
-    monkeypatch.setattr(traffic, "QUEUE_DEPTH", 2)
-    requests = make_requests(arrivals(12), [], vocab_size=engine.vocab_size)
-    run = saturate(engine, requests, clock=Clock())
+    requests = make_requests(arrivals(14), [], vocab_size=engine.vocab_size)
+    run = saturate(engine, requests, backlog=backlog, clock=Clock())
     assert run.is_steady
-    # 4 came before the window, and what waits at its end never ran.
-    assert 4 <= run.num_done <= 8 and run.num_output < 24
+    # A ramp of them came before the window, and what waits at its end never ran.
+    assert 12 - ramp <= run.num_done <= 14 - backlog and run.num_output < 28
     assert not engine.has_work
+    few = make_requests(arrivals(ramp), [], vocab_size=engine.vocab_size, seed=1)
+    assert not saturate(engine, few, backlog=backlog, clock=Clock()).is_steady
+
+
+def test_the_adapters_of_each_step_are_counted(engine: Engine) -> None:
+    cids = RandomAdapters(engine).add([4, 4], "all")
+    arrived = [Arrival(0.0, number % 2, 16, 3, 8) for number in range(8)]
+    requests = make_requests(arrived, cids, vocab_size=engine.vocab_size)
+    assert 1 < saturate(engine, requests, backlog=2, clock=Clock()).mean_adapters <= 2
+    base = make_requests(arrived, [], vocab_size=engine.vocab_size, seed=1)
+    assert saturate(engine, base, backlog=2, clock=Clock()).mean_adapters == 0
 
 
 def test_too_few_requests_for_a_window_are_all_counted(engine: Engine) -> None:
     requests = make_requests(arrivals(5), [], vocab_size=engine.vocab_size)
-    run = saturate(engine, requests, clock=Clock())
+    run = saturate(engine, requests, backlog=64, clock=Clock())
     assert (run.is_steady, run.num_done, run.num_output) == (False, 5, 10)
     assert run.num_prompt == sum(len(request.prompt_token_ids) for request in requests)
     assert len(run.ttfts_s) == len(run.gaps_s) == 5

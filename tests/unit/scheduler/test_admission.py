@@ -108,27 +108,6 @@ def test_reused_tokens_are_not_charged() -> None:
     assert counters["b"] - counters["a"] >= 33 - 2 - 2 - 2
 
 
-def test_about_equal_lanes_bring_no_further_adapter_into_the_batch() -> None:
-    world = World(max_sequences=2, max_wait_s=1e9)
-    world.add("x1", 3, cid="x", max_tokens=40)
-    world.add("base", 3, max_tokens=2)
-    world.step()
-    world.add("y1", 3, cid="y")
-    world.add("x2", 3, cid="x")
-    order = first_seen(world.run())
-    assert order.index("x2") < order.index("y1")
-
-
-def test_the_preference_ends_where_the_shares_differ_too_much() -> None:
-    world = World(max_sequences=2, max_wait_s=1e9, max_model_len=200)
-    world.add("x1", 3, cid="x", max_tokens=90)
-    world.add("base", 3, max_tokens=80)
-    world.add("x2", 3, cid="x")
-    world.add("y1", 3, cid="y")
-    order = first_seen(world.run())
-    assert order.index("y1") < order.index("x2")
-
-
 @pytest.mark.parametrize(("schedule", "second"), [("fair", "c"), ("fcfs", "b")])
 def test_over_the_cap_of_adapters_fair_looks_further_and_fcfs_waits(
     schedule: str, second: str

@@ -4,7 +4,6 @@ import pytest
 
 from loramux.scheduler.fairness import (
     MAX_REMEMBERED,
-    NEAR,
     Account,
     Debtors,
     FairShares,
@@ -149,12 +148,3 @@ def test_debtors_answer_as_the_single_tenures_do() -> None:
     for standing in standings:
         expected = any(one.yields_to(standing) for one in tenures)
         assert debtors.owe(standing) is expected
-
-
-def test_counters_are_near_within_the_slack_of_the_level_that_counts() -> None:
-    tenant = Account(0.0)
-    best = Standing(tenant, Account(0.0))
-    assert best.is_near(Standing(tenant, Account(NEAR - 1)))
-    assert not best.is_near(Standing(tenant, Account(NEAR)))
-    assert best.is_near(Standing(Account(NEAR - 1), Account(10 * NEAR)))
-    assert not best.is_near(Standing(Account(NEAR), Account(0.0)))

@@ -1,0 +1,87 @@
+"""Waiting lanes that would bring no further adapter into the batch."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from loramux.scheduler.batch import Batch
+from loramux.scheduler.fairness import MAX_ADAPTER_LEAD, MAX_TENANT_LEAD, Account, Standing
+from loramux.scheduler.queue import Candidates, Lane, fair_rank
+
+
+class RunningLanes:
+    """One pass over the lanes whose adapters run. While it lasts, counters may only grow."""
+
+    def __init__(self, lanes: Iterable[Lane], batch: Batch) -> None:
+        self._batch = batch
+        self._by_tenant: dict[Account, Candidates] = {}
+        # Tenants who may have a lane for others, each once: (counter, something unique, tenant).
+        self._tenants: list[tuple[float, int, Account]] = []
+        self._listed: set[Account] = set()
+        # What the least served adapter that waits had at the start of the pass.
+        self._least: dict[Account, float] = {}
+        # Those that lack an adapter, by the first that they lack.
+        self._lacking: dict[str, list[Lane]] = {}
+        for lane in lanes:
+            tenant, counter = lane.standing.tenant, lane.standing.adapter.counter
+            self._least[tenant] = min(counter, self._least.get(tenant, counter))
+            self.add(lane)
+
+    def add(self, lane: Lane) -> None:
+        """A lane that is new here, or was popped and still has somebody who waits."""
+        if not lane:
+            return
+        missing = next((cid for cid in lane.head.cids if not self._batch.uses((cid,))), None)
+        if missing is not None:
+            self._lacking.setdefault(missing, []).append(lane)
+            return
+        tenant = lane.standing.tenant
+        self._by_tenant.setdefault(tenant, Candidates((), fair_rank)).push(lane)
+        if tenant not in self._listed:
+            self._listed.add(tenant)
+            heapq.heappush(self._tenants, (tenant.counter, lane.head.sequence_id, tenant))
+
+    def enter(self, cids: Iterable[str]) -> None:
+        """These run from now on."""
+        for cid in cids:
+            for lane in self._lacking.pop(cid, ()):
+                self.add(lane)
+
+    def pop(self, best: Standing) -> Lane | None:
+        """The first that may go before the best: of its tenant, else of one who had as little."""
+        own = self._pop_of(best.tenant, best.adapter.counter + MAX_ADAPTER_LEAD)
+        return self._pop_of_others(best.tenant) if own is None else own
+
+    def _pop_of(self, tenant: Account, limit: float) -> Lane | None:
+        lanes = self._by_tenant.get(tenant)
+        while lanes is not None and (lane := lanes.pop()) is not None:
+            if not self._batch.uses(lane.head.cids):
+                self.add(lane)
+            elif lane.standing.adapter.counter < limit:
+                return lane
+            else:
+                lanes.push(lane)
+                return None
+        return None
+
+    def _pop_of_others(self, mine: Account) -> Lane | None:
+        found, put_back = None, []
+        while found is None and self._tenants:
+            counter, unique, tenant = self._tenants[0]
+            if counter >= mine.counter + MAX_TENANT_LEAD:
+                break
+            heapq.heappop(self._tenants)
+            if tenant.counter > counter:
+                heapq.heappush(self._tenants, (tenant.counter, unique, tenant))
+                continue
+            if tenant is not mine:
+                found = self._pop_of(tenant, self._least[tenant] + MAX_ADAPTER_LEAD)
+            if tenant is mine or found is not None:
+                put_back.append((counter, unique, tenant))
+            else:
+                # It has none for the rest of the pass, unless add() lists it again.
+                self._listed.remove(tenant)
+        for entry in put_back:
+            heapq.heappush(self._tenants, entry)
+        return found
