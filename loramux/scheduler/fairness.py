@@ -26,13 +26,17 @@ class Account:
     weight: float = 1.0
     num_waiting: int = 0
     num_running: int = 0
+    num_kept: int = 0
+    """Places of it that nobody takes."""
 
     def may_take_from(self, other: Account, limit: float) -> bool:
         """It has had less than the limit, and has no place, or fewer than half of the other's.
 
-        Who has but one request open is not taken from.
+        Who has but one request open, or few places, is not taken from.
         """
         if self.counter >= limit or other.num_running + other.num_waiting < 2:
+            return False
+        if other.num_running <= other.num_kept:
             return False
         mine = (self.num_running + 1) / self.weight
         return self.num_running == 0 or 2 * mine <= (other.num_running - 1) / other.weight
@@ -41,7 +45,8 @@ class Account:
 class Ledger:
     """The accounts of one level. Those of whom nothing waits or runs are kept in small number."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_kept: int = 0) -> None:
+        self._num_kept = num_kept
         self._open: dict[Hashable, Account] = {}
         # Counters of the absent who had more than others, the longest absent first.
         self._remembered: OrderedDict[Hashable, float] = OrderedDict()
@@ -51,7 +56,9 @@ class Ledger:
         """One more request. Whoever had none waiting is lifted: absence earns no credit."""
         account = self._open.get(key)
         if account is None:
-            account = self._open[key] = Account(self._remembered.pop(key, 0.0))
+            account = self._open[key] = Account(
+                self._remembered.pop(key, 0.0), num_kept=self._num_kept
+            )
         if account.num_waiting == 0:
             others = (other.counter for other in self._open.values() if other is not account)
             account.counter = max(account.counter, min(others, default=self._last_counter))
@@ -108,12 +115,13 @@ class Standing:
 
 
 class FairShares:
-    def __init__(self) -> None:
+    def __init__(self, num_kept: int = 0) -> None:
+        self._num_kept = num_kept
         self._tenants = Ledger()
         self._adapters: dict[str, Ledger] = {}
 
     def arrive(self, request: Request) -> Standing:
-        adapters = self._adapters.setdefault(request.tenant, Ledger())
+        adapters = self._adapters.setdefault(request.tenant, Ledger(self._num_kept))
         return Standing(
             self._tenants.arrive(request.tenant, request.tenant_weight),
             adapters.arrive(request.selection, request.adapter_weight),

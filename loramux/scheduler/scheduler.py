@@ -27,6 +27,11 @@ from loramux.types import (
     TokenEvent,
 )
 
+# An adapter keeps this part of all places against others of its tenant: among hundreds of adapters
+# one has two requests in the batch and another none by chance, and to change that over and over
+# costs more than it gives.
+_KEPT_PART = 64
+
 
 @dataclass(slots=True)
 class _Step:
@@ -57,11 +62,12 @@ class Scheduler:
     after its arrival if, by then, its tenant has had less than another one who runs (inside a
     tenant: its adapter less than another that runs), and has nothing running, or with this one at
     most half as many sequences as the other keeps. Those who have had still less go first, and who
-    has but one request open is not taken from. The means: sequences of who had most are preempted,
-    the newest first, until there are a place, places for its adapters, and pages for these and for
-    its prompt. The steps: to see that it is late, that pages were freed for the load, and that
-    the load has ended. Each place is kept for max_wait_s, save against those who came first when
-    it was given, so that two who are owed by each other in turn do not change places all the time.
+    has but one request open is not taken from, nor inside a tenant an adapter with no more than a
+    64th of all places. The means: sequences of who had most are preempted, the newest first, until
+    there are a place, places for its adapters, and pages for these and for its prompt. The steps:
+    to see that it is late, that pages were freed for the load, and that the load has ended. Each
+    place is kept for max_wait_s, save against those who came first when it was given, so that two
+    who are owed by each other in turn do not change places all the time.
 
     When pages run out, who comes last in the order gives its own back and is computed again later,
     from the prefix cache where that still has them. Who comes first always goes on, and counters
@@ -80,7 +86,7 @@ class Scheduler:
         self.config = config
         self._num_pages = pages.num_pages
         self._adapters = adapters
-        self._shares = FairShares()
+        self._shares = FairShares(num_kept=config.max_sequences // _KEPT_PART)
         self._batch = Batch(config, pages=pages, room=room, adapters=adapters, prefixes=prefixes)
         self._admission = Admission(
             config, batch=self._batch, room=room, adapters=adapters, fail=self._fail

@@ -123,3 +123,18 @@ def test_single_requests_are_not_taken_from() -> None:
         world.add(str(number), 8, cid=f"x{number}", max_tokens=30)
     world.run(limit=1000)
     assert world.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize(("num_open", "is_taken_from"), [(2, False), (3, True)])
+def test_few_places_of_many_are_not_taken_from(num_open: int, is_taken_from: bool) -> None:
+    """Of 128 places an adapter keeps two: uniform adapters have one or two of them by chance."""
+    world = World(
+        max_sequences=128, max_wait_s=0.5, step_s=STEP_S, num_pages=6000, max_batch_tokens=2048
+    )
+    num_adapters = 128 // num_open + 1
+    for number in range(num_open * num_adapters):
+        world.add(str(number), 8, cid=f"x{number % num_adapters}", max_tokens=60)
+    for number in range(4):
+        world.add(f"late{number}", 8, cid=f"late{number}", max_tokens=5)
+    world.run(limit=1000)
+    assert (world.scheduler.num_preemptions > 0) == is_taken_from

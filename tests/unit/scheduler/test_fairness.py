@@ -126,6 +126,18 @@ def test_who_may_take_a_place(
     assert taker.may_take_from(other, other.counter) is may
 
 
+def test_kept_places_are_those_of_adapters_and_not_of_tenants() -> None:
+    """Catches a tenant who keeps places against another."""
+    shares = FairShares(num_kept=2)
+    standing = shares.arrive(make_request("a", cid="x"))
+    assert (standing.tenant.num_kept, standing.adapter.num_kept) == (0, 2)
+    hot = Account(100.0, num_waiting=9, num_running=2, num_kept=2)
+    cold = Account(0.0, num_waiting=1)
+    assert not cold.may_take_from(hot, 100.0)
+    hot.num_running = 3
+    assert cold.may_take_from(hot, 100.0)
+
+
 def test_a_tenure_compares_adapters_inside_a_tenant_and_tenants_else() -> None:
     tenant = Account(50.0, num_waiting=9, num_running=4)
     hot = Account(40.0, num_waiting=8, num_running=4)
