@@ -1,13 +1,14 @@
 """The whole engine on one GPU: its tokens and logits against the reference's.
 
-    python3 -m benchmarks.gpu_engine_check [--parts tokens,logits,large]
+    python3 -m benchmarks.gpu_engine_check [--parts tokens,logits,large] [--model PATH]
 
 tokens   greedy answers in float32, a small model
 logits   of the small model, in float32 and bfloat16
 large    the same on the shapes of Llama-3.1-8B
+--model  the same on trained weights: SmolLM2-135M-Instruct, with the adapters of examples/
 
-Random weights, made on the device; adapters as PEFT folders. Needs an NVIDIA GPU. How fast it is:
-benchmarks/bench_step.py.
+Else random weights, made on the device, and adapters as PEFT folders. Needs an NVIDIA GPU. How fast
+it is: benchmarks/bench_step.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +30,19 @@ from safetensors.torch import save_file
 
 from benchmarks.random_model import SHAPES, random_model
 from loramux.config import EngineConfig
-from loramux.engine.build import build_engine
+from loramux.engine.build import build_engine, load_base
 from loramux.engine.engine import Engine
+from loramux.engine.tokenizer import Tokenizer
 from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
 from loramux.types import Request, SamplingParams, Selection
 
 RANKS = (1, 3, 8, 16, 64)
+TEXT = (
+    "One base model can serve many customers, each with an adapter of its own. The capital of "
+    "France is Paris; that of Italy is Rome. A step of the engine computes the next token of every "
+    "running request, whatever adapter it names, and the answer does not depend on the others."
+)
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -193,31 +200,71 @@ def little_memory(num_bytes: int = 4 * 2**20) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def check_logits(folders: Sequence[Path], scale: Scale = SMALL) -> None:
-    chance = random.Random(1)
-    prompts = [[chance.randrange(1024) for _ in range(length)] for length in (1, 17, 64, 150, 200)]
+KINDS = [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)]
+Prompts = list[tuple[list[int], Selection]]
+
+
+def compare_logits(
+    engines: Callable[[str, bool], Engine], prompts: Callable[[Engine], Prompts]
+) -> None:
+    """engines(dtype, reference) one after the other; the first is what the others should be."""
     logits = []
-    kinds = [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)]
-    for dtype, reference in kinds:
-        engine = random_engine(folders, dtype, reference=reference, scale=scale)
-        cids = [known.cid for known in engine.catalog.known()]
-        selections: list[Selection] = [(), *(((cid, 1.0),) for cid in cids[1:])]
-        found = engine.prompt_logits(list(zip(prompts, selections, strict=True)))
-        logits.append(torch.cat(found).float())
+    for dtype, reference in KINDS:
+        engine = engines(dtype, reference)
+        logits.append(torch.cat(engine.prompt_logits(prompts(engine))).float())
         engine.close()
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-    for (dtype, reference), other in zip(kinds[1:], logits[1:], strict=True):
+    for (dtype, reference), other in zip(KINDS[1:], logits[1:], strict=True):
         error = (other - logits[0]).norm() / logits[0].norm()
         name = f"{'reference' if reference else 'engine'} in {dtype}"
         print(f"logits: {name} against the reference in float32: {error:.2e}", flush=True)
 
 
+def check_logits(folders: Sequence[Path], scale: Scale = SMALL) -> None:
+    chance = random.Random(1)
+    lists = [[chance.randrange(1024) for _ in range(length)] for length in (1, 17, 64, 150, 200)]
+
+    def prompts(engine: Engine) -> Prompts:
+        cids = [known.cid for known in engine.catalog.known()]
+        return list(zip(lists, [(), *(((cid, 1.0),) for cid in cids[1:])], strict=True))
+
+    compare_logits(
+        lambda dtype, reference: random_engine(folders, dtype, reference=reference, scale=scale),
+        prompts,
+    )
+
+
+def check_trained(path: Path, folders: Sequence[Path]) -> None:
+    tokens: list[int] = []
+
+    def engines(dtype: str, reference: bool) -> Engine:
+        config = EngineConfig(
+            device="cuda", dtype=dtype, device_memory_bytes=2**30, reference_kernels=reference
+        )
+        model = load_base(path, config)
+        tokens[:] = Tokenizer(model.tokenizer_folder).encode(TEXT)
+        engine = build_engine(model, config)
+        for folder in folders:
+            engine.register_adapter(folder)
+        return engine
+
+    def prompts(engine: Engine) -> Prompts:
+        cids = [known.cid for known in engine.catalog.known()]
+        selections: list[Selection] = [(), *(((cid, 1.0),) for cid in cids)]
+        return [(tokens, selection) for selection in selections]
+
+    compare_logits(engines, prompts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default="tokens,logits")
+    parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct, GGUF or folder")
     arguments = parser.parse_args()
+    if arguments.model is not None:
+        check_trained(arguments.model, sorted(Path("examples/adapters").glob("*/")))
     parts = arguments.parts.split(",")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
