@@ -34,6 +34,15 @@ def test_a_frequency_policy_beats_recency_on_a_skewed_trace() -> None:
     assert hits["loramux"] > hits["LFU"] > hits["LRU"]
 
 
+def test_two_processes_find_what_one_does_in_the_same_order() -> None:
+    chosen = [workload for workload in all_workloads(40) if "Punica" in workload.name]
+    one, two = (
+        run_all(chosen, num_requests=40, seeds=[1], step_s=0.006, num_processes=count)
+        for count in (1, 2)
+    )
+    assert one == two
+
+
 def test_a_run_may_be_of_some_workloads_only_and_none_is_an_error() -> None:
     def program(only: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "benchmarks.cache_simulation", "--only", only]
