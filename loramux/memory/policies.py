@@ -11,7 +11,7 @@ from loramux.errors import InvalidRequest
 PolicyName = Literal["lru", "cost"]
 Value = TypeVar("Value")
 
-# Tuned with benchmarks/cache_simulation.py on seeds 1 to 4. A short half-life follows popularity
+# Tuned with benchmarks/cache_simulation.py on seeds 1 to 8. A short half-life follows popularity
 # that moves, a long one tells rarely used keys apart.
 HALF_LIFE_TURNOVERS = 30.0
 DRIFT_HALF_LIFE_TURNOVERS = 3.0
@@ -23,9 +23,9 @@ CLEAR_GAIN_BITS = 0.1
 # Of the next use, what is expected of any key, whatever its past.
 EVEN_SHARE = 0.1
 MAX_KEYS = 262_144
-# Of a miss in a tier while a faster one has a copy too: how likely it still is, where that is not
-# measured; and the weight of the last request where it is.
-HELD_ABOVE_FACTOR = 0.8
+# Of a miss in a tier while a faster one has a copy too: how likely it still is, at most and where
+# that is not measured; and the weight of the last request where it is.
+HELD_ABOVE_FACTOR = 0.7
 MISS_RATE_WEIGHT = 0.01
 # A miss that was measured to cost nothing must not stop the eviction of others.
 MIN_COST_S = 1e-9
@@ -219,9 +219,11 @@ def miss_cost_s(
     """What a miss costs a request: the load with its queue, and the step that it sits out.
 
     `is_held_above`: a faster tier has it too, so that this one is asked for it only if that tier
-    has lost it by then, which is as likely as its misses are: `miss_rate_above`.
+    has lost it by then. That is as likely as its misses are (`miss_rate_above`), up to a limit:
+    where all keys are alike, a tier misses most of them and yet keeps its own for long.
     """
-    return (load_s + step_s) * (miss_rate_above if is_held_above else 1.0)
+    still_asked = min(miss_rate_above, HELD_ABOVE_FACTOR) if is_held_above else 1.0
+    return (load_s + step_s) * still_asked
 
 
 def _log2_sum(first: float, second: float, weight: float = 1.0) -> float:

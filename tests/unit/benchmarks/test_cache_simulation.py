@@ -34,6 +34,29 @@ def test_a_frequency_policy_beats_recency_on_a_skewed_trace() -> None:
     assert hits["loramux"] > hits["LFU"] > hits["LRU"]
 
 
+def test_two_processes_find_what_one_does_in_the_same_order() -> None:
+    chosen = [workload for workload in all_workloads(40) if "Punica" in workload.name]
+    one, two = (
+        run_all(chosen, num_requests=40, seeds=[1], step_s=0.006, num_processes=count)
+        for count in (1, 2)
+    )
+    assert one == two
+
+
+def test_a_run_may_be_of_some_workloads_only_and_none_is_an_error() -> None:
+    def program(only: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "benchmarks.cache_simulation", "--only", only]
+        return subprocess.run(
+            [*command, "--requests", "40", "--seeds", "2"], cwd=ROOT, capture_output=True, text=True
+        )
+
+    report = program("Punica un").stdout
+    assert "of 3 rows" in report and "Punica uniform, 10%" in report
+    assert "40 with each of the seeds 301 to 302" in report
+    refusal = program("no such thing")
+    assert refusal.returncode == 2 and "'no such thing'" in refusal.stderr
+
+
 def test_the_program_needs_no_torch() -> None:
     code = "import sys, benchmarks.cache_simulation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -13,6 +13,7 @@ from benchmarks.cache_tiers import (
     service_s,
 )
 from benchmarks.workloads import Arrival, first, slora
+from loramux.memory.policies import HELD_ABOVE_FACTOR, MISS_RATE_WEIGHT
 
 SIZE = adapter_bytes(16)
 
@@ -86,21 +87,56 @@ def test_requests_and_loads_are_noticed_once_a_step() -> None:
     assert outcome.waits_s == pytest.approx([0.0, STEP_S])
 
 
-def test_a_copy_costs_less_to_lose_while_the_tier_above_has_it() -> None:
-    prices: list[tuple[int, float]] = []
+class Watched(Lru):
+    """Remembers what the simulation says that a miss of a key would cost."""
 
-    class Watched(Lru):
-        def priced(self, key: int, cost_s: float) -> None:
-            prices.append((key, cost_s))
+    def __init__(self) -> None:
+        super().__init__()
+        self.prices: dict[int, list[float]] = {}
+
+    def inserted(self, key: int, *, cost_s: float, size: int, now: float) -> None:
+        super().inserted(key, cost_s=cost_s, size=size, now=now)
+        self.prices[key] = [cost_s]
+
+    def priced(self, key: int, cost_s: float) -> None:
+        super().priced(key, cost_s)
+        self.prices[key].append(cost_s)
+
+
+def watch(arrivals: list[Arrival], *, slots: tuple[int, int, int]) -> list[Watched]:
+    """The policies of device, host and disk after these requests."""
+    policies: list[Watched] = []
 
     def make(capacity: int, is_lower: bool) -> CachePolicy:
-        return Watched() if is_lower else Lru()
+        policies.append(Watched())
+        return policies[-1]
 
-    simulate([request(0.0, 0), request(9.0, 1)], slots=(1, 8, 8), make=make)
-    of_0 = [cost_s for key, cost_s in prices if key == 0]
-    of_1 = [cost_s for key, cost_s in prices if key == 1]
-    assert of_0 and of_0[-1] == pytest.approx(load_s("disk"))
-    assert load_s("disk") / 2 < of_1[-1] < load_s("disk")
+    simulate(arrivals, slots=slots, make=make)
+    return policies
+
+
+def test_a_copy_costs_less_to_lose_while_the_tier_above_has_it() -> None:
+    device, host, disk = watch([], slots=(1, 2, 8))
+    from_disk, from_remote = load_s("disk"), load_s("remote")
+    assert device.prices == {0: [pytest.approx(load_s("host"))]}
+    assert host.prices == {
+        0: [pytest.approx(HELD_ABOVE_FACTOR * from_disk)],
+        1: [pytest.approx(from_disk)],
+    }
+    assert disk.prices == {
+        key: [pytest.approx((HELD_ABOVE_FACTOR if key < 2 else 1.0) * from_remote)]
+        for key in range(8)
+    }
+
+
+def test_a_copy_is_priced_anew_by_the_misses_above_when_the_tier_above_takes_or_loses_it() -> None:
+    """A hit of 0, then a miss of 1, which takes its place."""
+    _, host, disk = watch([request(0.0, 0), request(9.0, 1)], slots=(1, 8, 8))
+    miss_rate = HELD_ABOVE_FACTOR * (1 - MISS_RATE_WEIGHT) ** 2 + MISS_RATE_WEIGHT
+    assert miss_rate < HELD_ABOVE_FACTOR
+    assert host.prices[0][1:] == [pytest.approx(load_s("disk"))]
+    assert host.prices[1][1:] == [pytest.approx(miss_rate * load_s("disk"))]
+    assert all(len(prices) == 1 for prices in disk.prices.values())
 
 
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)

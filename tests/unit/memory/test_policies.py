@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from loramux.errors import InvalidRequest
 from loramux.memory.policies import (
+    HELD_ABOVE_FACTOR,
     CostAwarePolicy,
     EvictionPolicy,
     LruPolicy,
@@ -26,6 +29,13 @@ EVENTS = st.lists(
         st.tuples(st.none(), st.floats(0, 3)),
     ),
     max_size=40,
+)
+POLICIES = st.sampled_from(
+    [
+        lambda: make_policy("lru"),
+        lambda: make_policy("cost"),
+        lambda: make_policy("cost", is_lower_tier=True),
+    ]
 )
 HALF_LIFE_TURNOVERS = 2.0
 HALF_LIFE_S = 1000.0
@@ -85,6 +95,63 @@ def test_a_worth_in_a_heap_stays_true_until_its_key_is_used(
             policy.used(key, now)
             worths[key] = policy.worth(key, cost_s=0.01, size=3)
     assert worths == {key: policy.worth(key, cost_s=0.01, size=3) for key in "abcd"}
+
+
+@given(
+    events=EVENTS,
+    make=POLICIES,
+    costs_s=st.lists(st.floats(0, 1e9), min_size=4, max_size=4),
+    sizes=st.lists(st.integers(1, 2**50), min_size=4, max_size=4),
+)
+def test_a_worth_is_a_number_and_its_order_the_same_in_pages_bytes_and_milliseconds(
+    events: list[tuple[str | None, float]],
+    make: Callable[[], EvictionPolicy],
+    costs_s: list[float],
+    sizes: list[int],
+) -> None:
+    """A NaN in a heap breaks the order of all others; a unit must not choose who leaves."""
+    policy = make()
+    replay(policy, events)
+
+    def worths(*, per_page: int, per_s: float) -> list[float]:
+        return [
+            policy.worth(key, cost_s=per_s * max(cost_s, 1e-6), size=per_page * size)
+            for key, cost_s, size in zip("abcd", costs_s, sizes, strict=True)
+        ]
+
+    plain = worths(per_page=1, per_s=1.0)
+    other = worths(per_page=2**16, per_s=1024.0)
+    assert not any(math.isnan(worth) for worth in plain)
+    for (first, first_other), (second, second_other) in itertools.combinations(
+        zip(plain, other, strict=True), 2
+    ):
+        if not math.isclose(first, second, rel_tol=1e-12, abs_tol=1e-9):
+            assert (first < second) is (first_other < second_other)
+
+
+@given(events=EVENTS, make=POLICIES, key=KEYS, wait_s=st.floats(0, 1e6))
+def test_a_use_never_makes_a_key_worth_less(
+    events: list[tuple[str | None, float]],
+    make: Callable[[], EvictionPolicy],
+    key: str,
+    wait_s: float,
+) -> None:
+    policy = make()
+    replay(policy, events)
+    now = sum(amount for used, amount in events if used is not None)
+    before = policy.worth(key, cost_s=0.01, size=3)
+    policy.used(key, now + wait_s)
+    assert policy.worth(key, cost_s=0.01, size=3) >= before
+
+
+@given(events=EVENTS)
+def test_the_half_life_stays_between_the_short_and_the_long_one(
+    events: list[tuple[str | None, float]],
+) -> None:
+    """Else the clock would stand still, or run away from all that is remembered."""
+    policy = CostAwarePolicy(half_life_turnovers=30.0, drift_half_life_turnovers=3.0)
+    replay(policy, events)
+    assert 3.0 <= policy.half_life_turnovers <= 30.0
 
 
 def test_lru_looks_at_the_last_use_alone_even_within_one_tick_of_the_clock() -> None:
@@ -184,9 +251,23 @@ def test_an_unknown_policy_is_refused_with_the_names_of_the_known_ones() -> None
     assert refusal.value.param == "eviction_policy"
 
 
-def test_a_copy_that_a_faster_tier_has_too_is_cheaper_to_lose() -> None:
-    assert miss_cost_s(0.01, step_s=0.006) == pytest.approx(0.016)
-    assert miss_cost_s(0.01, step_s=0.006, is_held_above=True) < 0.016
+@given(load_s=st.floats(0, 10), step_s=st.floats(0, 1), miss_rate=st.floats(0, 1))
+def test_a_copy_that_a_faster_tier_has_too_is_cheaper_to_lose(
+    load_s: float, step_s: float, miss_rate: float
+) -> None:
+    """By how often that tier misses; but not at full price, however often that is."""
+
+    def cost_s(*, is_held_above: bool) -> float:
+        return miss_cost_s(
+            load_s, step_s=step_s, is_held_above=is_held_above, miss_rate_above=miss_rate
+        )
+
+    whole_s = load_s + step_s
+    assert cost_s(is_held_above=False) == whole_s
+    limited = min(miss_rate, HELD_ABOVE_FACTOR)
+    assert cost_s(is_held_above=True) == pytest.approx(limited * whole_s)
+    unmeasured_s = miss_cost_s(load_s, step_s=step_s, is_held_above=True)
+    assert unmeasured_s == pytest.approx(HELD_ABOVE_FACTOR * whole_s)
 
 
 def test_a_miss_that_costs_nothing_is_the_first_to_leave_and_no_error() -> None:
