@@ -14,6 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+# Before torch, which reads what this sets when it is loaded.
+import loramux  # noqa: F401
+
+# isort: split
 import torch
 from adapters import make_adapter
 from machine import describe_machine
@@ -84,8 +88,7 @@ def engine_rows(llm: LLM, work: Work, folders: list[Path], counts: list[int]) ->
     return rows
 
 
-def peer_rows(llm: LLM, work: Work, folders: list[Path], counts: list[int]) -> list[Row]:
-    peers = Peers(llm, work.num_output)
+def peer_rows(peers: Peers, work: Work, folders: list[Path], counts: list[int]) -> list[Row]:
     rows = [measure("transformers, static batch", 0, work, lambda: peers.base(work.prompts))]
     for count in counts:
         peers.load(folders[:count])
@@ -98,6 +101,22 @@ def peer_rows(llm: LLM, work: Work, folders: list[Path], counts: list[int]) -> l
             )
         )
     return rows
+
+
+def gaps_of(
+    peers: Peers, work: Work, folders: list[Path], rows: list[Row]
+) -> dict[int, list[float]]:
+    """By number of adapters: of each answer that differs, how near a tie it was where they part."""
+    ours = {row.adapters: row.outputs for row in rows if row.system == "loramux"}
+    return {
+        row.adapters: [
+            peers.gap(work.prompts[i], mine, theirs, folders[i % row.adapters])
+            for i, (mine, theirs) in enumerate(zip(ours[row.adapters], row.outputs, strict=True))
+            if mine != theirs
+        ]
+        for row in rows
+        if row.system != "loramux" and row.adapters
+    }
 
 
 def agreement(rows: list[Row]) -> dict[int, float]:
@@ -131,17 +150,20 @@ def main() -> None:
             make_adapter(Path(folder) / f"adapter-{i}", base, rank=args.rank, seed=i)
             for i in range(max(args.adapters, default=0))
         ]
+        gaps: dict[int, list[float]] = {}
         rows = engine_rows(llm, work, folders, [0, *args.adapters])
         if not args.no_peers:
-            rows += peer_rows(llm, work, folders, [n for n in args.adapters if n > 1])
-    table = summarize(rows)
+            peers = Peers(llm, work.num_output)
+            rows += peer_rows(peers, work, folders, [n for n in args.adapters if n > 1])
+            gaps = gaps_of(peers, work, folders, rows)
+    table = summarize(rows, gaps)
     machine = describe_machine(str(llm.engine.runner.dtype))
     print_table(table, machine)
     if args.write:
         write_report("engine-throughput", table, machine, args)
 
 
-def summarize(rows: list[Row]) -> list[dict[str, object]]:
+def summarize(rows: list[Row], gaps: dict[int, list[float]]) -> list[dict[str, object]]:
     base = next(row for row in rows if row.system == "loramux" and row.adapters == 0)
     same = agreement(rows)
     return [
@@ -154,6 +176,9 @@ def summarize(rows: list[Row]) -> list[dict[str, object]]:
             "same greedy answers as loramux": ""
             if row.system == "loramux"
             else f"{same[row.adapters]:.0%}",
+            "logits apart where they part": ""
+            if row.system == "loramux"
+            else ", ".join(f"{gap:.1e}" for gap in gaps.get(row.adapters, [])),
         }
         for row in rows
     ]

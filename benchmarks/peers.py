@@ -43,6 +43,17 @@ class Peers:
         return [outputs[i] for i in range(len(prompts))]
 
     @torch.inference_mode()
+    def gap(self, prompt: list[int], ours: list[int], theirs: list[int], folder: Path) -> float:
+        """How far apart, in float64, the two tokens' logits are where the answers part."""
+        assert self._peft is not None
+        self._peft.set_adapter(folder.name)
+        place = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+        self._peft.double()
+        logits = self._peft(input_ids=torch.tensor([prompt + theirs[:place]])).logits[0, -1]
+        self._peft.float()
+        return float(logits[theirs[place]] - logits[ours[place]])
+
+    @torch.inference_mode()
     def _generate(self, prompts: list[list[int]]) -> list[list[int]]:
         model = self._peft or self._model
         tokens = torch.tensor(prompts)

@@ -57,6 +57,9 @@ _HOMES = {
 # with the defaults, and 69 waiting passively.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# Where torch allocates with mimalloc: a step's tensors are as large as those of the step before,
+# and memory that was given back between the two is zeroed again, page by page.
+os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
 
 def __getattr__(name: str) -> object:

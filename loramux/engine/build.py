@@ -88,7 +88,9 @@ def build_engine(
         pool=pool,
         adapters=memory.residency.resident,
         kernels=select_kernels(
-            config.device, reference=config.wants_reference_kernels or config.is_gpu
+            config.device,
+            reference=config.wants_reference_kernels or config.is_gpu,
+            dtype=pool.storage.dtype,
         ),
     )
     return Engine(

@@ -70,9 +70,14 @@ def attend(storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> Tensor:
     if len(plan.groups) == 1 and isinstance(plan.groups[0].rows, slice):
         return _attend_group(storage, plan, plan.groups[0], q, args)
     out = torch.empty(num_rows, num_heads * head_dim, dtype=q.dtype, device=q.device)
+    attend_into(out, storage, plan, q, args)
+    return out
+
+
+def attend_into(out: Tensor, storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> None:
+    """As attend, for the rows of the plan's sequences; other rows of `out` are untouched."""
     for group in plan.groups:
         out[group.rows] = _attend_group(storage, plan, group, q[group.rows], args)
-    return out
 
 
 def _attend_group(storage: Tensor, plan: Plan, group: Group, q: Tensor, args: AttendArgs) -> Tensor:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -30,6 +32,8 @@ class LoraWeights:
     a_rows: Tensor | None = None
     """Rows of one matrix, of which adapter i's are those from i * stride(0) / width of a on; None
     where adapters do not stand a whole number of rows apart."""
+    prepared: list[Any] = field(default_factory=list)
+    """What a kernel has made of the above, for its next call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,9 @@ class LoraRows:
     """The segments that go through one bmm; None for the reference."""
     single: tuple[Segment, ...] = ()
     """The segments that are long enough for a matrix product of their own."""
+    rounds: tuple[tuple[NDArray[np.int64], NDArray[np.float32]], ...] = ()
+    """What a compiled loop computes, one round after the other: runs [n, 3] of rows that no other
+    run of the round has (slot, first row, behind the last), and their weights [n]."""
 
 
 class LoraKernels(Protocol):
@@ -141,15 +148,32 @@ class Kernels:
     lora: LoraKernels
     attention: AttentionKernels
     name: str = field(default="torch")
+    fused: Any = None
+    """The operations between matrix products, as fused_torch has them; None: the model's own."""
 
 
-def select_kernels(device_type: str, *, reference: bool) -> Kernels:
+def select_kernels(device_type: str, *, reference: bool, dtype: torch.dtype) -> Kernels:
     """Chosen once, at start; there is no other switch between implementations."""
     from loramux.kernels import attention_torch, lora_torch
 
     if reference:
         return Kernels(lora=lora_torch, attention=attention_torch, name="torch")
+    if device_type == "cpu" and dtype == torch.float32:
+        compiled = _compiled_kernels()
+        if compiled is not None:
+            return compiled
     from loramux.kernels import attention_cpu, lora_cpu
 
-    del device_type
     return Kernels(lora=lora_cpu, attention=attention_cpu, name="cpu")
+
+
+def _compiled_kernels() -> Kernels | None:
+    """Compiled here, or read from the cache of an earlier start; None: numba is not installed."""
+    try:
+        from loramux.kernels import attention_numba, fused_numba, lora_numba, math_numba
+    except ModuleNotFoundError as error:
+        if error.name != "numba":
+            raise
+        return None
+    math_numba.use_threads(torch.get_num_threads())
+    return Kernels(lora=lora_numba, attention=attention_numba, fused=fused_numba, name="numba")

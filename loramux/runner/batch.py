@@ -49,24 +49,27 @@ def build_batch(chunks: Sequence[Chunk], device: torch.device) -> StepBatch:
     )
 
 
+def layout_of(pool: PagePool) -> PagedLayout:
+    geometry = pool.geometry
+    return PagedLayout(
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        block_tokens=geometry.block_tokens,
+    )
+
+
 class PagedAttention:
     """What the decoder calls in each layer: stores keys and values in pages, then attends."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, kernels: AttentionKernels) -> None:
         self._kernels = kernels
         self._storage = pool.storage
-        geometry = pool.geometry
-        layout = PagedLayout(
-            num_layers=geometry.num_layers,
-            num_kv_heads=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
-            block_tokens=geometry.block_tokens,
-        )
         sequences = [
             SequenceRows(start, len(chunk.token_ids), chunk.start, chunk.page_ids)
             for start, chunk in zip(batch.row_starts, batch.chunks, strict=True)
         ]
-        self._plan = kernels.plan(sequences, layout, pool.storage.device)
+        self.plan = kernels.plan(sequences, layout_of(pool), pool.storage.device)
 
     def attend(  # noqa: PLR0913  (the decoder's protocol)
         self,
@@ -79,9 +82,9 @@ class PagedAttention:
         sliding_window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        self._kernels.write_kv(self._storage, self._plan, layer, k, v)
+        self._kernels.write_kv(self._storage, self.plan, layer, k, v)
         args = AttendArgs(layer=layer, scale=scale, sliding_window=sliding_window, softcap=softcap)
-        return self._kernels.attend(self._storage, self._plan, q, args)
+        return self._kernels.attend(self._storage, self.plan, q, args)
 
 
 def half_filled_pages(chunks: Sequence[Chunk], block_tokens: int) -> list[int]:

@@ -19,9 +19,11 @@ from loramux.runner.batch import (
     StepBatch,
     build_batch,
     half_filled_pages,
+    layout_of,
     prompt_logprobs_of,
 )
 from loramux.runner.flight import Flight, Landed
+from loramux.runner.jit_decoder import JitDecoder
 from loramux.runner.sampler import sample
 from loramux.types import StepPlan, StepResult, TokenLogprob
 
@@ -42,6 +44,11 @@ class Runner:
         self._kernels = kernels
         self._stacks = LoraStacks(pool)
         self._lora = attach(decoder.layers, site_names, kernels.lora)
+        self._compiled = (
+            None
+            if kernels.fused is None
+            else JitDecoder(decoder, kernels, layout_of(pool), pool.storage)
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,6 +96,9 @@ class Runner:
         self._lora.batch = lora
         try:
             attention = PagedAttention(batch, self._pool, self._kernels.attention)
+            if self._compiled is not None:
+                rows = batch.token_ids, batch.positions
+                return batch, self._compiled.hidden(*rows, attention.plan)
             return batch, self._decoder(batch.token_ids, batch.positions, attention)
         finally:
             self._lora.batch = None

@@ -63,7 +63,8 @@ WEB = ("cli", "client", "server", "launch", "metrics", "registry", "sources")
 for module in pkgutil.walk_packages(loramux.__path__, "loramux."):
     if module.name.split(".")[1] in WEB:
         continue
-    if module.name.endswith("_triton") and importlib.util.find_spec("triton") is None:
+    compiler = module.name.rpartition("_")[2]
+    if compiler in ("triton", "numba") and importlib.util.find_spec(compiler) is None:
         continue
     importlib.import_module(module.name)
 from loramux import LLM, LoRARequest, SamplingParams
@@ -112,6 +113,12 @@ def test_import_sets_the_openmp_wait_policy_and_respects_a_chosen_one() -> None:
     show = "import os, loramux; print(os.environ['OMP_WAIT_POLICY'], os.environ['GOMP_SPINCOUNT'])"
     assert run_python(show).stdout.split() == ["PASSIVE", "0"]
     assert run_python(show, OMP_WAIT_POLICY="ACTIVE").stdout.split() == ["ACTIVE", "0"]
+
+
+def test_import_keeps_the_memory_of_a_step_for_the_next_one() -> None:
+    show = "import os, loramux; print(os.environ['MIMALLOC_PURGE_DELAY'])"
+    assert run_python(show).stdout.split() == ["1000"]
+    assert run_python(show, MIMALLOC_PURGE_DELAY="5").stdout.split() == ["5"]
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

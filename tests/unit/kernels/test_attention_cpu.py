@@ -8,45 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.kernels import attention_cpu, attention_torch
-from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
-
-LAYOUT = PagedLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_tokens=4)
-PAGE = 3 * 2 * 4 * 2 * 8
-NUM_HEADS = 6
-CPU = torch.device("cpu")
-
-MIXES = {
-    "one token": [(0, 1)],
-    "whole prompts": [(0, 7), (0, 4), (0, 13)],
-    "later chunks": [(5, 7), (8, 4)],
-    "decodes of like length": [(9, 1), (10, 1), (12, 1)],
-    "decodes of very different length": [(2, 1), (300, 1), (70, 1), (299, 1)],
-    "prompts among decodes": [(9, 1), (0, 6), (30, 1), (4, 9), (3, 1)],
-}
-
-
-def make_sequences(mix: list[tuple[int, int]], seed: int = 0) -> tuple[list[SequenceRows], int]:
-    generator = torch.Generator().manual_seed(seed)
-    needed = [-(-(start + rows) // LAYOUT.block_tokens) for start, rows in mix]
-    order = torch.randperm(sum(needed) + 3, generator=generator).tolist()
-    sequences, row = [], 0
-    for (start, rows), num_pages in zip(mix, needed, strict=True):
-        page_ids, order = order[:num_pages], order[num_pages:]
-        sequences.append(SequenceRows(row, rows, start, page_ids))
-        row += rows
-    return sequences, sum(needed) + 3
-
-
-def run(kernels: object, mix: list[tuple[int, int]], args: AttendArgs) -> tuple[torch.Tensor, ...]:
-    sequences, num_pages = make_sequences(mix)
-    generator = torch.Generator().manual_seed(3)
-    storage = torch.randn(num_pages, PAGE, generator=generator)
-    num_rows = sum(rows for _, rows in mix)
-    q = torch.randn(num_rows, NUM_HEADS, 8, generator=generator)
-    k, v = (torch.randn(num_rows, 2, 8, generator=generator) for _ in range(2))
-    plan = kernels.plan(sequences, LAYOUT, CPU)  # type: ignore[attr-defined]
-    kernels.write_kv(storage, plan, args.layer, k, v)  # type: ignore[attr-defined]
-    return kernels.attend(storage, plan, q, args), storage  # type: ignore[attr-defined]
+from loramux.kernels.interface import AttendArgs, SequenceRows
+from tests.attention_factory import CPU, LAYOUT, MIXES, NUM_HEADS, PAGE, make_sequences, run
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)

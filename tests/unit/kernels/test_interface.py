@@ -1,17 +1,38 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
+import torch
 
 from loramux.kernels import attention_cpu, attention_torch, interface, lora_cpu, lora_torch
 
 
 def test_the_reference_can_be_forced() -> None:
-    kernels = interface.select_kernels("cpu", reference=True)
+    kernels = interface.select_kernels("cpu", reference=True, dtype=torch.float32)
     assert (kernels.lora, kernels.attention) == (lora_torch, attention_torch)
+    assert kernels.fused is None
 
 
 def test_a_cpu_gets_the_fast_kernels() -> None:
-    kernels = interface.select_kernels("cpu", reference=False)
+    kernels = interface.select_kernels("cpu", reference=False, dtype=torch.bfloat16)
+    assert (kernels.lora, kernels.attention) == (lora_cpu, attention_cpu)
+    assert kernels.fused is None
+
+
+def test_a_cpu_with_numba_gets_the_compiled_kernels_for_float32() -> None:
+    pytest.importorskip("numba", reason="no numba on this machine")
+    kernels = interface.select_kernels("cpu", reference=False, dtype=torch.float32)
+    assert kernels.name == "numba" and kernels.fused is not None
+
+
+def test_a_cpu_without_numba_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    for name in [name for name in sys.modules if name.endswith("_numba")]:
+        monkeypatch.delitem(sys.modules, name)
+        # `from package import module` would find the one that stands there already.
+        monkeypatch.delattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2])
+    kernels = interface.select_kernels("cpu", reference=False, dtype=torch.float32)
     assert (kernels.lora, kernels.attention) == (lora_cpu, attention_cpu)
 
 

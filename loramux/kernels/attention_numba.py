@@ -1,0 +1,211 @@
+"""Fast on a CPU, in float32: a row reads its keys and values in their pages; long prompts share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numba import float32, get_num_threads, njit, prange
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loramux.kernels import attention_cpu
+from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.math_numba import OPTIONS, exp
+
+# A chunk of several rows that sees more tokens than this is cheaper as products of matrices.
+_MAX_TOKENS_BY_ROW = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    layout: PagedLayout
+    slots: Tensor
+    """[rows] int32: page * block_tokens + token."""
+    rows: NDArray[np.int32]
+    """[n, 3] of the rows that attend by themselves: row, its line of page_table, tokens it sees."""
+    page_table: NDArray[np.int32]
+    shared: attention_cpu.Plan | None
+    """The chunks that attend as matrices; None: there is none."""
+
+
+def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
+    block = layout.block_tokens
+    slots = [
+        sequence.page_ids[position // block] * block + position % block
+        for sequence in sequences
+        for position in range(sequence.position_start, sequence.num_tokens)
+    ]
+    alone = [s for s in sequences if s.num_rows == 1 or s.num_tokens <= _MAX_TOKENS_BY_ROW]
+    others = [s for s in sequences if s.num_rows > 1 and s.num_tokens > _MAX_TOKENS_BY_ROW]
+    rows = [
+        (s.row_start + i, line, s.position_start + i + 1)
+        for line, s in enumerate(alone)
+        for i in range(s.num_rows)
+    ]
+    num_pages = [-(-s.num_tokens // block) for s in alone]
+    page_table = np.zeros((len(alone), max(num_pages, default=0)), dtype=np.int32)
+    for line, (sequence, count) in enumerate(zip(alone, num_pages, strict=True)):
+        page_table[line, :count] = sequence.page_ids[:count]
+    return Plan(
+        layout=layout,
+        slots=torch.tensor(slots, dtype=torch.int32),
+        rows=np.array(rows, dtype=np.int32).reshape(-1, 3),
+        page_table=page_table,
+        shared=attention_cpu.plan(others, layout, device) if others else None,
+    )
+
+
+def write_kv(storage: Tensor, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
+    """Stores the step's keys and values in their pages."""
+    layout = plan.layout
+    shape = (layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
+    pages = storage.view(-1, *shape)
+    page, token = plan.slots.long() // layout.block_tokens, plan.slots.long() % layout.block_tokens
+    pages[page, layer, 0, token] = k
+    pages[page, layer, 1, token] = v
+
+
+def attend(storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> Tensor:
+    """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
+    num_rows, num_heads, head_dim = q.shape
+    layout = plan.layout
+    out = torch.empty(num_rows, num_heads * head_dim)
+    if plan.shared is not None:
+        attention_cpu.attend_into(out, storage, plan.shared, q, args)
+    if not len(plan.rows):
+        return out
+    # Few rows leave threads without work, unless each kind of key heads is a piece of its own.
+    is_few = len(plan.rows) < 2 * get_num_threads()
+    _attend_rows(
+        storage.numpy(),
+        plan.page_table,
+        plan.rows,
+        _whole_rows(q),
+        out.view(num_rows, num_heads, head_dim).numpy(),
+        (layout.num_kv_heads, layout.block_tokens, layout.num_kv_heads if is_few else 1),
+        (args.layer, args.sliding_window or 0),
+        (np.float32(args.scale), np.float32(args.softcap or 0.0)),
+    )
+    return out
+
+
+def _whole_rows(q: Tensor) -> NDArray[np.float32]:
+    """q [rows, heads, dim], perhaps with gaps between its rows, as [rows, stride] without gaps."""
+    stride = q.stride(0)
+    found: NDArray[np.float32] = q.as_strided((q.shape[0], stride), (stride, 1)).numpy()
+    return found
+
+
+@njit(
+    "void(float32[::1], int64, float32[::1], UniTuple(int64, 4), int64, float32[:, ::1], int64)",
+    **OPTIONS,
+)
+def _score(keys, count, q, heads, dim, scores, at):
+    """scores[h, at + t] = q[h] . keys[t, h // repeat]: four tokens for each load of q."""
+    first, stop, repeat, width = heads
+    fours = count // 4 * 4
+    for t in range(0, fours, 4):
+        for head in range(first, stop):
+            k = t * width + head * dim
+            k0, k1 = keys[k : k + dim], keys[k + width : k + width + dim]
+            k2, k3 = keys[k + 2 * width :][:dim], keys[k + 3 * width :][:dim]
+            for h in range(head * repeat, (head + 1) * repeat):
+                query, row = q[h * dim : (h + 1) * dim], scores[h - first * repeat]
+                s0 = s1 = s2 = s3 = float32(0.0)
+                for d in range(dim):
+                    s0 += query[d] * k0[d]
+                    s1 += query[d] * k1[d]
+                    s2 += query[d] * k2[d]
+                    s3 += query[d] * k3[d]
+                row[at + t], row[at + t + 1], row[at + t + 2], row[at + t + 3] = s0, s1, s2, s3
+    for t in range(fours, count):
+        for head in range(first, stop):
+            k0 = keys[t * width + head * dim :][:dim]
+            for h in range(head * repeat, (head + 1) * repeat):
+                query = q[h * dim : (h + 1) * dim]
+                s0 = float32(0.0)
+                for d in range(dim):
+                    s0 += query[d] * k0[d]
+                scores[h - first * repeat, at + t] = s0
+
+
+@njit("void(float32[::1], float32, float32)", **OPTIONS)
+def _softmax(scores, scale, softcap):
+    if softcap > 0:
+        for t in range(scores.size):
+            scores[t] = softcap * np.tanh(scores[t] * scale / softcap)
+        scale = float32(1.0)
+    best = scores[0]
+    for t in range(scores.size):
+        best = max(best, scores[t])
+    total = float32(0.0)
+    for t in range(scores.size):
+        scores[t] = exp((scores[t] - best) * scale)
+        total += scores[t]
+    factor = float32(1.0) / total
+    for t in range(scores.size):
+        scores[t] *= factor
+
+
+@njit(
+    "void(float32[::1], int64, UniTuple(int64, 4), int64, float32[:, ::1], int64, float32[:, ::1])",
+    **OPTIONS,
+)
+def _mix(values, count, heads, dim, scores, at, sums):
+    """sums[h] += scores[h, at + t] * values[t, h // repeat]: four tokens for each load of sums."""
+    first, stop, repeat, width = heads
+    fours = count // 4 * 4
+    for t in range(0, fours, 4):
+        for head in range(first, stop):
+            v = t * width + head * dim
+            v0, v1 = values[v : v + dim], values[v + width : v + width + dim]
+            v2, v3 = values[v + 2 * width :][:dim], values[v + 3 * width :][:dim]
+            for h in range((head - first) * repeat, (head - first + 1) * repeat):
+                row, into = scores[h], sums[h]
+                p0, p1, p2, p3 = row[at + t], row[at + t + 1], row[at + t + 2], row[at + t + 3]
+                for d in range(dim):
+                    into[d] += p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d]
+    for t in range(fours, count):
+        for head in range(first, stop):
+            v0 = values[t * width + head * dim :][:dim]
+            for h in range((head - first) * repeat, (head - first + 1) * repeat):
+                p0, into = scores[h, at + t], sums[h]
+                for d in range(dim):
+                    into[d] += p0 * v0[d]
+
+
+@njit(
+    "void(float32[:, ::1], int32[:, ::1], int32[:, ::1], float32[:, ::1], float32[:, :, ::1],"
+    "UniTuple(int64, 3), UniTuple(int64, 2), UniTuple(float32, 2))",
+    parallel=True,
+    **OPTIONS,
+)
+def _attend_rows(storage, page_table, rows, q, out, shape, place, scaling):
+    num_kv_heads, block, num_parts = shape
+    layer, window = place
+    dim, repeat = out.shape[2], out.shape[1] // num_kv_heads
+    num_keys = block * num_kv_heads * dim
+    heads_each = num_kv_heads // num_parts
+    for item in prange(len(rows) * num_parts):
+        row, line, stop = rows[item // num_parts]
+        start = max(0, stop - window) if window > 0 else 0
+        first = item % num_parts * heads_each
+        heads = (first, first + heads_each, repeat, num_kv_heads * dim)
+        scores = np.empty((heads_each * repeat, stop - start), dtype=np.float32)
+        sums = out[row, first * repeat : (first + heads_each) * repeat]
+        for number in range(start // block, (stop + block - 1) // block):
+            begin, end = max(start, number * block), min(stop, (number + 1) * block)
+            page, at = storage[page_table[line, number]], layer * 2 * num_keys
+            keys = page[at + begin % block * heads[3] : at + num_keys]
+            _score(keys, end - begin, q[row], heads, dim, scores, begin - start)
+        for head in range(scores.shape[0]):
+            _softmax(scores[head], scaling[0], scaling[1])
+            sums[head, :] = float32(0.0)
+        for number in range(start // block, (stop + block - 1) // block):
+            begin, end = max(start, number * block), min(stop, (number + 1) * block)
+            page, at = storage[page_table[line, number]], layer * 2 * num_keys + num_keys
+            values = page[at + begin % block * heads[3] : at + num_keys]
+            _mix(values, end - begin, heads, dim, scores, begin - start, sums)

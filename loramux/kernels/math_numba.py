@@ -1,0 +1,51 @@
+"""What the compiled CPU kernels share: options, and an exp that a compiler can vectorize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import config, float32, njit, set_num_threads
+
+
+def _can_cache() -> bool:
+    """Is there a folder to keep compiled code in, beside the sources or in the user's home?"""
+    try:
+        njit(cache=True)(lambda: None)
+    except RuntimeError:
+        return False
+    return True
+
+
+OPTIONS: dict[str, Any] = {
+    # So that loops become vector code: sums in any order, and no check of divisors. NaN is kept.
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+    "error_model": "numpy",
+    "nogil": True,
+    "cache": _can_cache(),
+}
+
+_LOG2_E = np.float32(1.44269504088896341)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+
+
+def use_threads(count: int) -> None:
+    """As many as the matrix products have."""
+    set_num_threads(min(count, int(config.NUMBA_NUM_THREADS)))  # type: ignore[attr-defined]
+
+
+@njit(inline="always", error_model="numpy")
+def exp(x):
+    """2^n * e^r with |r| <= ln(2) / 2, by a polynomial; within 2 units in the last place."""
+    bounded = min(max(x, float32(-87.0)), float32(88.0))
+    n = np.floor(bounded * _LOG2_E + float32(0.5))
+    r = bounded - n * _LN2_HIGH - n * _LN2_LOW
+    p = float32(1.9875691500e-4)
+    p = p * r + float32(1.3981999507e-3)
+    p = p * r + float32(8.3334519073e-3)
+    p = p * r + float32(4.1665795894e-2)
+    p = p * r + float32(1.6666665459e-1)
+    p = p * r + float32(5.0000001201e-1)
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return (p * r * r + r + float32(1.0)) * power

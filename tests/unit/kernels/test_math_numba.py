@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba", reason="no numba on this machine")
+
+import numba
+
+from loramux.kernels import math_numba
+
+
+@numba.njit
+def _exp_of_all(values: np.ndarray) -> np.ndarray:
+    out = np.empty_like(values)
+    for i in range(values.size):
+        out[i] = math_numba.exp(values[i])
+    return out
+
+
+def test_exp_is_within_two_units_of_the_true_value() -> None:
+    values = np.linspace(-86, 87, 20001, dtype=np.float32)
+    exact = np.exp(values.astype(np.float64))
+    assert np.max(np.abs(_exp_of_all(values) / exact - 1)) < 2 * np.finfo(np.float32).eps
+
+
+def test_exp_of_what_has_no_float32_stays_finite_and_nan_stays_nan() -> None:
+    low, high, masked, broken = _exp_of_all(np.array([-1e4, 1e4, -np.inf, np.nan], np.float32))
+    assert 0 <= low < 1e-37 and 1e37 < high < np.inf and 0 <= masked < 1e-37
+    assert np.isnan(broken)
+
+
+def test_kernels_use_as_many_threads_as_torch() -> None:
+    math_numba.use_threads(1)
+    assert numba.get_num_threads() == 1
+    math_numba.use_threads(10**6)
+    assert numba.get_num_threads() == numba.config.NUMBA_NUM_THREADS
+    math_numba.use_threads(torch.get_num_threads())
+
+
+def test_kernels_are_compiled_each_time_where_nothing_can_be_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A container whose file system is read-only must still start."""
+    monkeypatch.setattr(numba.core.caching.CacheImpl, "_locator_classes", [])
+    assert not math_numba._can_cache()
