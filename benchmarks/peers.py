@@ -16,6 +16,8 @@ class Peers:
         self._model = AutoModelForCausalLM.from_pretrained(
             llm.model_folder, dtype=llm.engine.runner.dtype
         ).eval()
+        # As ignore_eos: the end is a token like the others, neither obeyed nor forbidden.
+        self._model.generation_config.eos_token_id = None
         self._peft: PeftModel | None = None
         self._num_output = num_output
 
@@ -61,7 +63,6 @@ class Peers:
             input_ids=tokens,
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=self._num_output,
-            min_new_tokens=self._num_output,
             do_sample=False,
             pad_token_id=0,
         )
