@@ -79,6 +79,7 @@ def test_loads_give_way_to_the_step_loop() -> None:
     loader.close()
     assert written.niceness is not None and written.niceness > mine
     assert written.policy == os.SCHED_IDLE and os.sched_getscheduler(0) != os.SCHED_IDLE
+    assert sys.getswitchinterval() <= 0.001, "a loader keeps the interpreter for milliseconds"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
