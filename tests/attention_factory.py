@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from loramux.kernels import attention_torch
 from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
 
 LAYOUT = PagedLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_tokens=4)
@@ -20,6 +23,12 @@ MIXES = {
     "prompts among decodes": [(9, 1), (0, 6), (30, 1), (4, 9), (3, 1)],
 }
 
+ARGS = {
+    "plain": AttendArgs(layer=0, scale=0.35),
+    "window": AttendArgs(layer=2, scale=0.35, sliding_window=5),
+    "softcap": AttendArgs(layer=1, scale=0.5, softcap=2.0),
+}
+
 
 def make_sequences(mix: list[tuple[int, int]], seed: int = 0) -> tuple[list[SequenceRows], int]:
     generator = torch.Generator().manual_seed(seed)
@@ -33,13 +42,20 @@ def make_sequences(mix: list[tuple[int, int]], seed: int = 0) -> tuple[list[Sequ
     return sequences, sum(needed) + 3
 
 
-def run(kernels: object, mix: list[tuple[int, int]], args: AttendArgs) -> tuple[torch.Tensor, ...]:
+def run(kernels: Any, mix: list[tuple[int, int]], args: AttendArgs) -> tuple[torch.Tensor, ...]:
     sequences, num_pages = make_sequences(mix)
     generator = torch.Generator().manual_seed(3)
     storage = torch.randn(num_pages, PAGE, generator=generator)
     num_rows = sum(rows for _, rows in mix)
     q = torch.randn(num_rows, NUM_HEADS, 8, generator=generator)
     k, v = (torch.randn(num_rows, 2, 8, generator=generator) for _ in range(2))
-    plan = kernels.plan(sequences, LAYOUT, CPU)  # type: ignore[attr-defined]
-    kernels.write_kv(storage, plan, args.layer, k, v)  # type: ignore[attr-defined]
-    return kernels.attend(storage, plan, q, args), storage  # type: ignore[attr-defined]
+    plan = kernels.plan(sequences, LAYOUT, CPU)
+    kernels.write_kv(storage, plan, args.layer, k, v)
+    return kernels.attend(storage, plan, q, args), storage
+
+
+def check_against_reference(kernels: Any, mix: list[tuple[int, int]], args: AttendArgs) -> None:
+    expected, expected_storage = run(attention_torch, mix, args)
+    actual, actual_storage = run(kernels, mix, args)
+    assert torch.equal(actual_storage, expected_storage)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)

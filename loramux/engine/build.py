@@ -82,6 +82,9 @@ def build_engine(
         return Engine(
             scheduler=scheduler, runner=device_runner, memory=memory, vocab_size=vocab_size
         )
+    if progress is not None and not config.is_gpu:
+        # With numba, 15 s on a small CPU at the first start, less than one later.
+        progress("Preparing CPU kernels", 0.0)
     runner = Runner(
         decoder=model.decoder,
         site_names=tuple(site.name for site in sites),

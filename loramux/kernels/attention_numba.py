@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.kernels import attention_cpu
-from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows, kv_slots
 from loramux.kernels.math_numba import OPTIONS, exp
 
 # A chunk of several rows that sees more tokens than this is cheaper as products of matrices.
@@ -33,11 +33,6 @@ class Plan:
 
 def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
     block = layout.block_tokens
-    slots = [
-        sequence.page_ids[position // block] * block + position % block
-        for sequence in sequences
-        for position in range(sequence.position_start, sequence.num_tokens)
-    ]
     alone = [s for s in sequences if s.num_rows == 1 or s.num_tokens <= _MAX_TOKENS_BY_ROW]
     others = [s for s in sequences if s.num_rows > 1 and s.num_tokens > _MAX_TOKENS_BY_ROW]
     rows = [
@@ -51,7 +46,7 @@ def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.d
         page_table[line, :count] = sequence.page_ids[:count]
     return Plan(
         layout=layout,
-        slots=torch.tensor(slots, dtype=torch.int32),
+        slots=torch.tensor(kv_slots(sequences, block), dtype=torch.int32),
         rows=np.array(rows, dtype=np.int32).reshape(-1, 3),
         page_table=page_table,
         shared=attention_cpu.plan(others, layout, device) if others else None,

@@ -12,7 +12,7 @@ from torch import Tensor
 from loramux.kernels import attention_items_triton
 from loramux.kernels.attention_items import Cut, cut_sequences
 from loramux.kernels.attention_jit_triton import attend_items, write_rows
-from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows, kv_slots
 from loramux.kernels.launch_triton import num_multiprocessors, overlap_options
 from loramux.kernels.transfer import send
 
@@ -70,12 +70,7 @@ class Plan:
 
 
 def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
-    block = layout.block_tokens
-    slots = [
-        sequence.page_ids[position // block] * block + position % block
-        for sequence in sequences
-        for position in range(sequence.position_start, sequence.num_tokens)
-    ]
+    slots = kv_slots(sequences, layout.block_tokens)
     # One compiled kernel for all widths: they differ in nothing that it could use.
     width = _round_up(max(len(sequence.page_ids) for sequence in sequences), 16)
     page_table = [[*s.page_ids, *[0] * (width - len(s.page_ids))] for s in sequences]

@@ -121,6 +121,15 @@ class AttendArgs:
     softcap: float | None = None
 
 
+def kv_slots(sequences: Sequence[SequenceRows], block_tokens: int) -> list[int]:
+    """Where each row of a step keeps its keys and values: page * block_tokens + token."""
+    return [
+        sequence.page_ids[position // block_tokens] * block_tokens + position % block_tokens
+        for sequence in sequences
+        for position in range(sequence.position_start, sequence.num_tokens)
+    ]
+
+
 class AttentionKernels(Protocol):
     def plan(
         self, sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device

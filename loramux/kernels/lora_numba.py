@@ -23,7 +23,7 @@ _B_ROWS = 8
 
 def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:
     rounds: list[list[Segment]] = []
-    for segment in segments:
+    for segment in sorted(segments, key=lambda s: s.start):
         if segment.stop - segment.start <= _MAX_ROWS:
             _put(rounds, segment)
     return LoraRows(
@@ -43,9 +43,9 @@ def add_lora(y: Tensor, x: Tensor, weights: LoraWeights, rows: LoraRows) -> None
 
 
 def _put(rounds: list[list[Segment]], segment: Segment) -> None:
-    """Into the first round that has none of its rows."""
+    """Into the first round that has none of its rows; those before it begin no later."""
     for members in rounds:
-        if all(segment.stop <= s.start or s.stop <= segment.start for s in members):
+        if members[-1].stop <= segment.start:
             members.append(segment)
             return
     rounds.append([segment])

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from loramux.config import EngineConfig
+from loramux.engine.build import build_engine, load_base
 from loramux.errors import DoesNotFit, UnsupportedModel
 from tests.engine_factory import make_engine
-from tests.model_factory import tiny_transformers_model
+from tests.model_factory import save_hf_folder, tiny_transformers_model
 
 PAGE_BYTES = 2 * 2 * 16 * 2 * 16 * 4
 
@@ -38,3 +40,14 @@ def test_too_small_a_pool_is_refused_with_the_numbers(tmp_path: Path) -> None:
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="int3"):
         make_engine(tiny_transformers_model("llama"), tmp_path, dtype="int3")
+
+
+def test_a_start_says_that_kernels_are_prepared(tmp_path: Path) -> None:
+    """The first one compiles for many seconds; nobody should take it for a hung start."""
+    save_hf_folder(tiny_transformers_model("llama"), tmp_path)
+    config = EngineConfig(dtype="float32", device_memory_bytes=8 * 2**20)
+    seen: list[str] = []
+    build_engine(
+        load_base(tmp_path, config), config, progress=lambda stage, _: seen.append(stage)
+    ).close()
+    assert "Preparing CPU kernels" in seen

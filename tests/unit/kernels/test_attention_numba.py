@@ -9,9 +9,18 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba", reason="no numba on this machine")
 
-from loramux.kernels import attention_numba, attention_torch
+from loramux.kernels import attention_numba
 from loramux.kernels.interface import AttendArgs, SequenceRows
-from tests.attention_factory import CPU, LAYOUT, MIXES, NUM_HEADS, PAGE, make_sequences, run
+from tests.attention_factory import (
+    ARGS,
+    CPU,
+    LAYOUT,
+    MIXES,
+    NUM_HEADS,
+    PAGE,
+    check_against_reference,
+    make_sequences,
+)
 
 LONG_MIXES = {
     **MIXES,
@@ -21,20 +30,9 @@ LONG_MIXES = {
 
 
 @pytest.mark.parametrize("mix", LONG_MIXES.values(), ids=LONG_MIXES)
-@pytest.mark.parametrize(
-    "args",
-    [
-        AttendArgs(layer=0, scale=0.35),
-        AttendArgs(layer=2, scale=0.35, sliding_window=5),
-        AttendArgs(layer=1, scale=0.5, softcap=2.0),
-    ],
-    ids=["plain", "window", "softcap"],
-)
+@pytest.mark.parametrize("args", ARGS.values(), ids=ARGS)
 def test_equals_the_reference(mix: list[tuple[int, int]], args: AttendArgs) -> None:
-    expected, expected_storage = run(attention_torch, mix, args)
-    actual, actual_storage = run(attention_numba, mix, args)
-    assert torch.equal(actual_storage, expected_storage)
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    check_against_reference(attention_numba, mix, args)
 
 
 @settings(max_examples=40, deadline=None)
@@ -44,9 +42,7 @@ def test_equals_the_reference(mix: list[tuple[int, int]], args: AttendArgs) -> N
 )
 def test_any_mix_equals_the_reference(mix: list[tuple[int, int]], window: int | None) -> None:
     args = AttendArgs(layer=1, scale=0.35, sliding_window=window)
-    expected, _ = run(attention_torch, mix, args)
-    actual, _ = run(attention_numba, mix, args)
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    check_against_reference(attention_numba, mix, args)
 
 
 def test_a_decode_has_the_same_bits_alone_and_among_others() -> None:

@@ -42,3 +42,9 @@ def test_a_cpu_without_numba_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_twins_offer_the_same_operations(reference: object, twin: object) -> None:
     names = {"cut_rows", "add_lora"} if reference is lora_torch else {"plan", "write_kv", "attend"}
     assert names <= set(vars(reference)) and names <= set(vars(twin))
+
+
+def test_slots_follow_a_sequence_over_its_pages() -> None:
+    """Catches rows that are stored where an earlier token of the sequence stands."""
+    sequences = [interface.SequenceRows(0, 3, 3, [7, 2]), interface.SequenceRows(3, 1, 0, [5])]
+    assert interface.kv_slots(sequences, 4) == [4 * 7 + 3, 4 * 2, 4 * 2 + 1, 4 * 5]
