@@ -29,7 +29,13 @@ from benchmarks.lora_cases import CASES, RANK, Case
 from loramux.adapters.grouped_layout import plan_groups, tabulate
 from loramux.kernels import lora_grouped_torch, lora_triton
 from loramux.kernels.launch_triton import overlaps_launches
-from loramux.kernels.lora_tables import LaunchShape, LoraTables, decode_launch, make_tables
+from loramux.kernels.lora_tables import (
+    ALONE_ROWS,
+    LaunchShape,
+    LoraTables,
+    decode_launch,
+    make_tables,
+)
 from loramux.kernels.lora_work import (
     GroupDirectory,
     RowTiles,
@@ -132,7 +138,8 @@ class World:
 
     def decode_tables(self, ids: Tensor, launch: LaunchShape) -> LoraTables:
         limits = WorkLimits(max_units=1024, max_h_rows=4096)
-        tiles = plain_tiles(ids.numpy().astype(np.int32), limits.tile_rows)
+        slots = ids.numpy().astype(np.int32)
+        tiles = plain_tiles(slots, limits.tile_rows, alone_rows=ALONE_ROWS)
         return self.tables(tiles, launch, limits)
 
 

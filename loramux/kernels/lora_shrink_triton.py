@@ -31,11 +31,12 @@ def is_site_used(work, record_start, num_slices):
 
 @triton.jit
 def load_group(pool, address, ranks, first, width, BLOCK: tl.constexpr):
-    """Columns first.. of a group [ranks, width], as [16, BLOCK]."""
+    """Columns first.. of a group [ranks, width], as [16, BLOCK]; in the cache behind all else."""
     rank = tl.arange(0, 16)[:, None]
     column = first + tl.arange(0, BLOCK)[None, :]
     mask = (rank < ranks) & (column < width)
-    return tl.load(pool + address.to(tl.int64) * 64 + rank * width + column, mask=mask, other=0.0)
+    source = pool + address.to(tl.int64) * 64 + rank * width + column
+    return tl.load(source, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -122,6 +122,8 @@ _FEW_ROWS = LaunchShape(
     expand_warps=4,
     expands_per_sm=4,
 )
+# Runs of rows that are cut into single rows; with five and more the matrix units are as fast.
+ALONE_ROWS = 4
 _MANY_ROWS = replace(_FEW_ROWS, shrinks_per_sm=8)
 PROMPT = LaunchShape(
     block_k=1024,

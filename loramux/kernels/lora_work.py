@@ -58,6 +58,9 @@ class WorkLimits:
     """Sum over all units of their rows."""
     tile_rows: int = 16
     """Longer runs of rows are cut."""
+    alone_rows: int = 1
+    """Runs of up to so many rows are cut into single rows: vector units are the faster ones for
+    them, though each reads the weights anew, from the cache."""
     has_row_units: bool = True
     """False: a single row is a tile too, as in prompts."""
     max_rows: int = 0
@@ -93,9 +96,13 @@ def gather_tiles(
     num_rows: Sequence[int],
     tile_rows: int,
     *,
+    alone_rows: int = 1,
     keeps_base: bool = False,
 ) -> RowTiles:
-    """selections[i]: (slot, weight) pairs of the next num_rows[i] rows; neighbours are joined."""
+    """selections[i]: (slot, weight) pairs of the next num_rows[i] rows; neighbours are joined.
+
+    Runs are cut into tiles of tile_rows, and into single rows where they have up to alone_rows.
+    """
     nothing = ((BASE, 0.0),) if keeps_base else ()
     runs: list[tuple[int, int, Sequence[tuple[int, float]]]] = []
     row = 0
@@ -106,9 +113,10 @@ def gather_tiles(
             runs.append((row, row + count, selection))
         row += count
     entries = [
-        (start, min(tile_rows, stop - start), slot, weight)
+        (start, min(step, stop - start), slot, weight)
         for first, stop, selection in runs
-        for start in range(first, stop, tile_rows)
+        for step in (1 if stop - first <= alone_rows else tile_rows,)
+        for start in range(first, stop, step)
         for slot, weight in selection or nothing
     ]
     columns = zip(*entries, strict=True) if entries else ((), (), (), ())
@@ -121,8 +129,10 @@ def gather_tiles(
     )
 
 
-def plain_tiles(slots: Ints, tile_rows: int, *, keeps_base: bool = False) -> RowTiles:
-    """slots[i]: the one adapter of row i, at weight 1, or BASE. Fast, for decode steps."""
+def plain_tiles(
+    slots: Ints, tile_rows: int, *, alone_rows: int = 1, keeps_base: bool = False
+) -> RowTiles:
+    """As gather_tiles; slots[i]: the one adapter of row i, at weight 1, or BASE. Fast."""
     start = np.flatnonzero(slots[1:] != slots[:-1]).astype(np.int32)
     start += 1
     if len(slots):
@@ -133,13 +143,14 @@ def plain_tiles(slots: Ints, tile_rows: int, *, keeps_base: bool = False) -> Row
         used = slot >= 0
         start, stop, slot = start[used], stop[used], slot[used]
     num_rows = stop - start
-    if len(start) and num_rows.max() > tile_rows:
-        per_run = (num_rows + (tile_rows - 1)) // tile_rows
+    if len(start) and num_rows.max() > (1 if alone_rows > 1 else tile_rows):
+        step = np.where(num_rows <= alone_rows, np.int32(1), np.int32(tile_rows))
+        per_run = (num_rows + (step - 1)) // step
         run = np.repeat(np.arange(len(start)), per_run)
         first = np.cumsum(per_run) - per_run
         within = (np.arange(len(run)) - first[run]).astype(np.int32)
-        start = start[run] + within * np.int32(tile_rows)
-        num_rows = np.minimum(stop[run] - start, np.int32(tile_rows))
+        start = start[run] + within * step[run]
+        num_rows = np.minimum(stop[run] - start, step[run])
         slot = slot[run]
     return RowTiles(start, num_rows, slot, None)
 

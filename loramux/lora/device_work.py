@@ -15,6 +15,7 @@ from loramux.adapters.grouped_layout import GroupedLayout, GroupTable, tabulate
 from loramux.adapters.layout import Site
 from loramux.errors import DoesNotFit
 from loramux.kernels.lora_tables import (
+    ALONE_ROWS,
     PROMPT,
     LaunchShape,
     LoraTables,
@@ -185,8 +186,14 @@ class LoraWork:
     def fill(self, selections: Sequence[Selection], num_rows: Sequence[int], out: Ints) -> int:
         """Writes the work list into `out`; returns how many words count. Raises WorkListFull."""
         directory, limits = self._device.directory, self.tables.limits
-        tiles = _tiles([directory.slots_of(s) for s in selections], num_rows, limits.tile_rows)
-        return build_work(tiles, directory.groups, limits, out)
+        slots = [directory.slots_of(selection) for selection in selections]
+        try:
+            return build_work(_tiles(slots, num_rows, limits), directory.groups, limits, out)
+        except WorkListFull:
+            if limits.alone_rows <= 1:
+                raise
+        whole = _tiles(slots, num_rows, replace(limits, alone_rows=1))
+        return build_work(whole, directory.groups, limits, out)
 
     def fill_now(self, selections: Sequence[Selection], num_rows: Sequence[int]) -> None:
         """Makes the tables as large as the step needs, and the step's list on the device."""
@@ -215,17 +222,13 @@ class LoraWork:
 
 
 def decode_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork:
-    limits = WorkLimits(
-        max_units=_DECODE_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows, max_rows=max_rows
-    )
+    limits = _graph_limits(_DECODE_UNITS, max_rows)
     return LoraWork(device, device.tables(limits, decode_launch(max_rows, use_pdl=use_pdl)))
 
 
 def row_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork:
     """For graphs of steps with prompts: kernels that take single rows and runs of rows alike."""
-    limits = WorkLimits(
-        max_units=_PROMPT_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows, max_rows=max_rows
-    )
+    limits = _graph_limits(_PROMPT_UNITS, max_rows)
     return LoraWork(device, device.tables(limits, decode_launch(max_rows, use_pdl=use_pdl)))
 
 
@@ -236,15 +239,26 @@ def prompt_work(device: LoraDevice, max_rows: int) -> LoraWork:
     return LoraWork(device, device.tables(limits, PROMPT))
 
 
+def _graph_limits(max_units: int, max_rows: int) -> WorkLimits:
+    return WorkLimits(
+        max_units=max_units,
+        max_h_rows=_GROUPS_PER_ROW * max_rows,
+        alone_rows=ALONE_ROWS,
+        max_rows=max_rows,
+    )
+
+
 def _wider(limits: WorkLimits) -> WorkLimits:
     return replace(limits, max_units=2 * limits.max_units, max_h_rows=2 * limits.max_h_rows)
 
 
 def _tiles(
-    slots: Sequence[tuple[tuple[int, float], ...]], num_rows: Sequence[int], tile_rows: int
+    slots: Sequence[tuple[tuple[int, float], ...]], num_rows: Sequence[int], limits: WorkLimits
 ) -> RowTiles:
+    tile_rows, alone_rows = limits.tile_rows, limits.alone_rows
     is_plain = all(len(s) == 0 or (len(s) == 1 and s[0][1] == 1.0) for s in slots)
     if is_plain and len(slots) == sum(num_rows):
         single = [s[0][0] if s else -1 for s in slots]
-        return plain_tiles(np.array(single, dtype=np.int32), tile_rows)
-    return gather_tiles(slots, num_rows, tile_rows)
+        ids = np.array(single, dtype=np.int32)
+        return plain_tiles(ids, tile_rows, alone_rows=alone_rows)
+    return gather_tiles(slots, num_rows, tile_rows, alone_rows=alone_rows)

@@ -82,13 +82,16 @@ def added_by(out: Ints) -> dict[int, list[tuple[int, int, float]]]:
             st.integers(1, 40),
         ),
         max_size=6,
-    )
+    ),
+    alone_rows=st.sampled_from([1, 4]),
 )
-def test_every_row_gets_each_group_of_its_adapters_once(runs: list[tuple[Pairs, int]]) -> None:
+def test_every_row_gets_each_group_of_its_adapters_once(
+    runs: list[tuple[Pairs, int]], alone_rows: int
+) -> None:
     """Catches work that is skipped, done twice, or linked to another head."""
     num_groups = [[1, 1], [3, 1], [0, 2], [0, 0]]
     out = build(
-        gather_tiles([pairs for pairs, _ in runs], [n for _, n in runs], 16),
+        gather_tiles([pairs for pairs, _ in runs], [n for _, n in runs], 16, alone_rows=alone_rows),
         directory_of(num_groups),
     )
     expected: dict[int, list[tuple[int, int, float]]] = {}
@@ -102,15 +105,27 @@ def test_every_row_gets_each_group_of_its_adapters_once(runs: list[tuple[Pairs, 
     assert all(units_of(out)[out[ROW_UNITS] :, NUM_ROWS] > 1)
 
 
-@given(slots=st.lists(st.integers(-1, 3), max_size=70).map(sorted))
-def test_plain_tiles_are_what_gathering_finds(slots: list[int]) -> None:
-    plain = plain_tiles(np.array(slots, dtype=np.int32), 16)
-    gathered = gather_tiles([((s, 1.0),) if s >= 0 else () for s in slots], [1] * len(slots), 16)
+@given(
+    slots=st.lists(st.integers(-1, 3), max_size=70).map(sorted),
+    alone_rows=st.sampled_from([1, 4]),
+)
+def test_plain_tiles_are_what_gathering_finds(slots: list[int], alone_rows: int) -> None:
+    plain = plain_tiles(np.array(slots, dtype=np.int32), 16, alone_rows=alone_rows)
+    selections = [((s, 1.0),) if s >= 0 else () for s in slots]
+    gathered = gather_tiles(selections, [1] * len(slots), 16, alone_rows=alone_rows)
     assert plain.weight is None
     for name in ("start", "num_rows", "slot"):
         assert getattr(plain, name).tolist() == getattr(gathered, name).tolist()
     directory = directory_of([[1, 1]] * 4)
     assert build(plain, directory).tolist() == build(gathered, directory).tolist()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "expected"), [(1, [1]), (4, [1] * 4), (5, [5]), (20, [16, 4])]
+)
+def test_short_runs_become_single_rows(num_rows: int, expected: list[int]) -> None:
+    plain = plain_tiles(np.zeros(num_rows, dtype=np.int32), 16, alone_rows=4)
+    assert plain.num_rows.tolist() == expected
 
 
 def test_rows_of_ranks_do_not_share_their_place() -> None:
