@@ -76,7 +76,7 @@ class EngineConfig:
     on a GPU what gpu_memory_utilization leaves."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory for weights, working memory, graphs and the page pool together."""
-    lora_tail_ranks: int = 128
+    lora_tail_ranks: int = 256
     """Ranks of adapters that a GPU computes with the base's own products, in blocks of 16: room for
     them is kept behind every weight. A step whose adapters need more reads them one by one."""
     host_memory_bytes: int = 2**30

@@ -193,7 +193,7 @@ class ServeConfig:
         0.9, Kind.SHARE, MEMORY, "Share of a GPU's memory for everything.", metavar="SHARE"
     )
     lora_tail_ranks: int = setting(
-        128,
+        256,
         Kind.COUNT,
         MEMORY,
         "Ranks of busy adapters that a GPU computes with the base's own products; a multiple of "
