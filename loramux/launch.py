@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +23,7 @@ from loramux.adapters.store_intake import StoreLimits
 from loramux.adapters.store_open import open_store
 from loramux.config import EngineConfig
 from loramux.data_folder import (
+    FETCH_FOLDER,
     REGISTRY_FILE,
     REGISTRY_VARIABLE,
     DataPlaces,
@@ -38,6 +40,7 @@ from loramux.serve_config import ServeConfig
 from loramux.serve_values import NONE
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
+from loramux.server.local_sources import fetched_folder
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.serving import ReceiptDesk
 from loramux.signing import read_private_key
@@ -181,10 +184,17 @@ def opened_registry(
         max_adapter_bytes=config.max_adapter_size,
         max_store_bytes=config.store_space,
     )
-    store = open_store(places, sources or source_config(config, environment), limits=limits)
+    sources = sources or source_config(config, environment)
+    store = open_store(places, sources, limits=limits)
+    open_source = partial(
+        fetched_folder,
+        roots=config.allowed_roots,
+        config=sources,
+        area=places.store.parent / FETCH_FOLDER,
+    )
     with contextlib.ExitStack() as stack:
         registry = stack.enter_context(Registry(places.registry, home_tenant=config.home_tenant))
-        adapters = RegistryAdapters(AdapterLibrary(store, registry))
+        adapters = RegistryAdapters(AdapterLibrary(store, registry, open_source=open_source))
         stack.callback(adapters.close)
         adapters.start()
         days = config.receipt_retention_days

@@ -196,6 +196,11 @@ class Registry:
         with self._database.reading() as connection:
             return adapter_rows.names_of(connection, cid)
 
+    def sources_of(self, cid: str) -> list[str]:
+        """Where its versions came from, the newest first."""
+        with self._database.reading() as connection:
+            return adapter_rows.sources_of(connection, cid)
+
     def verify(self) -> tuple[str, ...]:
         """A sentence for each rule of the registry that its rows break."""
         with self._database.reading() as connection:

@@ -8,6 +8,7 @@ import secrets
 import threading
 from collections.abc import Iterable
 from itertools import islice
+from pathlib import Path
 
 from loramux.adapters.library import AdapterLibrary
 from loramux.backend import AdapterCard, Backend
@@ -28,6 +29,7 @@ class RegistryAdapters:
         self.library = library
         self._routes = RouteCache(library.registry)
         self._adding: dict[str, asyncio.Task[AdapterCard]] = {}
+        self._restoring: dict[str, asyncio.Task[Path]] = {}
         self._names: dict[str, str] = {}
         self._labels: dict[str, dict[str, None]] = {}
         self._watch: Watch | None = None
@@ -85,6 +87,21 @@ class RegistryAdapters:
         # Others may wait for it too: who leaves does not take it along.
         await asyncio.shield(task)
 
+    async def restore(self, name: str) -> bool:
+        """The engine could not load it. True: it is the registry's, and its files are there now.
+
+        However many ask, what is missing is fetched once.
+        """
+        if not name.startswith(CID_PREFIX):
+            return False
+        task = self._restoring.get(name)
+        if task is None:
+            work = asyncio.to_thread(self.library.materialize, name)
+            task = self._restoring[name] = asyncio.create_task(work)
+            task.add_done_callback(lambda done: self._restored(name, done))
+        await asyncio.shield(task)
+        return True
+
     def list_current(self, *, limit: int) -> list[Resolved]:
         """What each adapter's bare name means now. Queries: for threads."""
         found = []
@@ -122,7 +139,7 @@ class RegistryAdapters:
         return InvalidRequest(f"{num_found} content ids begin with {start}. Give more digits.")
 
     async def _add(self, backend: Backend, cid: str) -> AdapterCard:
-        folder = await asyncio.to_thread(self.library.store.materialize, cid)
+        folder = await asyncio.to_thread(self.library.materialize, cid)
         card = await backend.add_adapter(cid, str(folder))
         if card.cid != cid:
             await backend.remove_adapter(cid)
@@ -132,6 +149,11 @@ class RegistryAdapters:
     def _added(self, cid: str, task: asyncio.Task[AdapterCard]) -> None:
         del self._adding[cid]
         # Looked at, so that a failure which nobody waits for any more is not reported as lost.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("%s cannot be served: %s", self.name_of(cid), error)
+
+    def _restored(self, cid: str, task: asyncio.Task[Path]) -> None:
+        del self._restoring[cid]
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.warning("%s cannot be served: %s", self.name_of(cid), error)
 

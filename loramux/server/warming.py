@@ -6,6 +6,7 @@ import uuid
 
 from loramux.backend import Job
 from loramux.server.context import Context
+from loramux.server.generation import submit
 from loramux.types import SamplingParams
 
 
@@ -19,5 +20,5 @@ async def warm_up(context: Context, adapter: str) -> None:
         adapter=adapter,
         timeout_s=context.options.probe_timeout_s,
     )
-    async for _ in context.backend.submit(job):
+    async for _ in submit(context.backend, job, context.restore):
         pass
