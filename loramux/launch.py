@@ -35,6 +35,7 @@ from loramux.engine.process import OnProgress
 from loramux.errors import InvalidRequest
 from loramux.models.default_model import cache_folder, default_model_path
 from loramux.registry.receipt_writer import ReceiptWriter
+from loramux.registry.records import Resolved
 from loramux.registry.registry import Registry
 from loramux.serve_config import ServeConfig
 from loramux.serve_values import NONE
@@ -43,6 +44,7 @@ from loramux.server.context import ServerOptions
 from loramux.server.local_sources import fetched_folder
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.serving import ReceiptDesk
+from loramux.server.warming import find_prewarmed, prewarm
 from loramux.signing import read_private_key
 from loramux.sources.config import (
     AzureConfig,
@@ -80,7 +82,13 @@ async def _serve(
     # First of all: what is wrong with it should not cost the wait for the model.
     sources = source_config(config)
     with opened_registry(config, sources=sources) as (registry, desk):
-        async with _running_engine(config, progress) as engine:
+        given = {module.name for module in config.lora_modules}
+        others = [name for name in config.prewarm_adapters if name not in given]
+        prewarmed = find_prewarmed(registry, others)
+        async with (
+            _running_engine(config, progress) as engine,
+            _prewarming(engine, registry, prewarmed),
+        ):
             options = server_options(config, sources=sources, base_name=engine.card.name)
             app = create_app(engine, options, receipts=desk, registry=registry)
             server = DrainingServer(_uvicorn_config(config, app), engine, config.drain_s)
@@ -232,10 +240,27 @@ async def _running_engine(config: ServeConfig, progress: OnProgress) -> AsyncIte
             card = await engine.add_adapter(module.name, module.path)
             for warning in card.warnings:
                 _log.warning("adapter %s: %s", module.name, warning)
-        await engine.prewarm(config.prewarm_adapters, num_busiest=config.prewarm)
+        given = [name for name in config.prewarm_adapters if name in engine.adapters]
+        await engine.prewarm(given, num_busiest=config.prewarm)
         yield engine
     finally:
         await engine.close(drain_s=0)
+
+
+@contextlib.asynccontextmanager
+async def _prewarming(
+    engine: AsyncEngine, registry: RegistryAdapters | None, adapters: Sequence[Resolved]
+) -> AsyncIterator[None]:
+    """Meanwhile the server answers: what is not in the store may take long to come."""
+    if registry is None or not adapters:
+        yield
+        return
+    task = asyncio.create_task(prewarm(engine, registry, adapters))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _engine_config(config: ServeConfig) -> EngineConfig:

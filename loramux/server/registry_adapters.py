@@ -72,6 +72,11 @@ class RegistryAdapters:
                 pass
         return await self._resolve(text, sticky_key, None)
 
+    def find_all(self, text: str) -> list[Resolved]:
+        """Every version that the text may mean: both sides of a split. Queries: for threads."""
+        route = self.registry.route(self._parse(text, None))
+        return [choice.resolved for choice in route.choices]
+
     async def make_known(self, backend: Backend, resolved: Resolved) -> None:
         """To the engine, under its CID; however many ask, it is added once."""
         cid = resolved.cid

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from loramux.data_folder import REGISTRY_VARIABLE
-from loramux.errors import InvalidRequest, StoreFull
+from loramux.errors import AdapterNotFound, InvalidRequest, StoreFull
 from loramux.launch import _listen, opened_registry, serve, server_options, source_config
 from loramux.registry.registry import Registry
 from loramux.serve_config import ServeConfig
+from loramux.serve_values import LoraModule
 from loramux.signing import make_key_files
 from loramux.sources.config import FetchLimits
 from tests.store_factory import write_tiny
@@ -22,6 +23,19 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded() -> None:
         with pytest.raises(InvalidRequest, match="Cannot listen on .* --port") as caught:
             serve(config, progress=lambda what, share: steps.append(what), on_ready=print)
     assert caught.value.param == "port" and not steps
+
+
+def test_a_name_to_prewarm_that_nothing_has_is_said_before_the_model_is_loaded() -> None:
+    steps: list[str] = []
+    config = ServeConfig(
+        port=0,
+        registry="none",
+        lora_modules=(LoraModule("given", "/nowhere"),),
+        prewarm_adapters=("given", "acme/sql"),
+    )
+    with pytest.raises(AdapterNotFound, match="--prewarm-adapters names 'acme/sql'.*no registry"):
+        serve(config, progress=lambda what, share: steps.append(what), on_ready=print)
+    assert not steps
 
 
 def test_answers_do_not_wait_for_acknowledgements() -> None:
