@@ -46,16 +46,8 @@ from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.serving import ReceiptDesk
 from loramux.server.warming import find_prewarmed, prewarm
 from loramux.signing import read_private_key
-from loramux.sources.config import (
-    AzureConfig,
-    FetchLimits,
-    GcsConfig,
-    HttpConfig,
-    HubConfig,
-    S3Config,
-    SourceConfig,
-)
-from loramux.sources.environment import read_environment
+from loramux.sources.config import SourceConfig
+from loramux.sources.settings import source_config
 
 RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 SECONDS_PER_DAY = 86_400.0
@@ -123,27 +115,6 @@ def server_options(
         sources=sources or source_config(config, environment),
         unopened_registry=None if config.registry == NONE else _default_registry(environment),
     )
-
-
-def source_config(config: ServeConfig, environment: Mapping[str, str] = os.environ) -> SourceConfig:
-    buckets = config.allowed_buckets or None
-    found = SourceConfig(
-        allowed_roots=tuple(map(Path, config.allowed_roots)),
-        hub=HubConfig(allowed_owners=config.allowed_hub_owners or None),
-        s3=S3Config(allowed_buckets=buckets),
-        gcs=GcsConfig(allowed_buckets=buckets),
-        azure=AzureConfig(allowed_buckets=buckets),
-        http=HttpConfig(
-            allowed_hosts=config.allowed_http_hosts, private_hosts=config.private_http_hosts
-        ),
-        limits=FetchLimits(
-            max_file_bytes=config.max_adapter_size,
-            max_total_bytes=config.max_adapter_size,
-            timeout_s=config.fetch_timeout_s,
-            num_workers=config.fetch_workers,
-        ),
-    )
-    return read_environment(environment, found)
 
 
 def registry_places(config: ServeConfig, environment: Mapping[str, str]) -> DataPlaces | None:
