@@ -242,6 +242,11 @@ class Registry:
         with self._database.reading() as connection:
             return receipt_rows.find_receipts(connection, wanted)
 
+    def receipt_cids(self) -> set[str]:
+        """All that a receipt which is still kept names."""
+        with self._database.reading() as connection:
+            return receipt_rows.receipt_cids(connection)
+
     def prune_receipts(
         self, *, max_age_s: float | None = None, max_count: int | None = None
     ) -> int:
