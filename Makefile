@@ -22,10 +22,10 @@ export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup serve check test bench clean
+.PHONY: help setup serve check test test-plain bench clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv and install everything (the targets below do it by themselves)
 
@@ -40,6 +40,13 @@ check: $(STAMP) ## Formatting, lint, types and the import contract
 
 test: $(STAMP) ## All tests
 	@$(BIN)/pytest --timeout=300 $(ARGS)
+	@$(if $(ARGS),,$(MAKE) --no-print-directory test-plain)
+
+# On what a CPU without numba runs; without the 200 adapters, which test the memory and take long.
+test-plain: $(STAMP) ## The engine's tests on the kernels of a CPU without numba (part of test)
+	@LORAMUX_KERNELS=cpu $(BIN)/pytest --timeout=300 -k "not two_hundred" \
+		tests/unit/engine/test_build.py tests/unit/engine/test_engine.py \
+		tests/unit/engine/test_llm.py tests/unit/runner/test_runner.py
 
 bench: $(STAMP) ## Engine throughput on this machine
 	@$(BIN)/loramux bench engine $(ARGS)

@@ -150,3 +150,8 @@ class EngineConfig:
     @property
     def wants_reference_kernels(self) -> bool:
         return self.reference_kernels or os.environ.get("LORAMUX_KERNELS") == "torch"
+
+    @property
+    def may_compile_kernels(self) -> bool:
+        """LORAMUX_KERNELS=cpu runs what a CPU without numba runs, for tests."""
+        return os.environ.get("LORAMUX_KERNELS") != "cpu"

@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +23,7 @@ from loramux.adapters.store_intake import StoreLimits
 from loramux.adapters.store_open import open_store
 from loramux.config import EngineConfig
 from loramux.data_folder import (
+    FETCH_FOLDER,
     REGISTRY_FILE,
     REGISTRY_VARIABLE,
     DataPlaces,
@@ -33,24 +35,19 @@ from loramux.engine.process import OnProgress
 from loramux.errors import InvalidRequest
 from loramux.models.default_model import cache_folder, default_model_path
 from loramux.registry.receipt_writer import ReceiptWriter
+from loramux.registry.records import Resolved
 from loramux.registry.registry import Registry
 from loramux.serve_config import ServeConfig
 from loramux.serve_values import NONE
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
+from loramux.server.local_sources import fetched_folder
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.serving import ReceiptDesk
+from loramux.server.warming import find_prewarmed, prewarm
 from loramux.signing import read_private_key
-from loramux.sources.config import (
-    AzureConfig,
-    FetchLimits,
-    GcsConfig,
-    HttpConfig,
-    HubConfig,
-    S3Config,
-    SourceConfig,
-)
-from loramux.sources.environment import read_environment
+from loramux.sources.config import SourceConfig
+from loramux.sources.settings import source_config
 
 RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 SECONDS_PER_DAY = 86_400.0
@@ -77,7 +74,13 @@ async def _serve(
     # First of all: what is wrong with it should not cost the wait for the model.
     sources = source_config(config)
     with opened_registry(config, sources=sources) as (registry, desk):
-        async with _running_engine(config, progress) as engine:
+        given = {module.name for module in config.lora_modules}
+        others = [name for name in config.prewarm_adapters if name not in given]
+        prewarmed = find_prewarmed(registry, others)
+        async with (
+            _running_engine(config, progress) as engine,
+            _prewarming(engine, registry, prewarmed),
+        ):
             options = server_options(config, sources=sources, base_name=engine.card.name)
             app = create_app(engine, options, receipts=desk, registry=registry)
             server = DrainingServer(_uvicorn_config(config, app), engine, config.drain_s)
@@ -112,27 +115,6 @@ def server_options(
         sources=sources or source_config(config, environment),
         unopened_registry=None if config.registry == NONE else _default_registry(environment),
     )
-
-
-def source_config(config: ServeConfig, environment: Mapping[str, str] = os.environ) -> SourceConfig:
-    buckets = config.allowed_buckets or None
-    found = SourceConfig(
-        allowed_roots=tuple(map(Path, config.allowed_roots)),
-        hub=HubConfig(allowed_owners=config.allowed_hub_owners or None),
-        s3=S3Config(allowed_buckets=buckets),
-        gcs=GcsConfig(allowed_buckets=buckets),
-        azure=AzureConfig(allowed_buckets=buckets),
-        http=HttpConfig(
-            allowed_hosts=config.allowed_http_hosts, private_hosts=config.private_http_hosts
-        ),
-        limits=FetchLimits(
-            max_file_bytes=config.max_adapter_size,
-            max_total_bytes=config.max_adapter_size,
-            timeout_s=config.fetch_timeout_s,
-            num_workers=config.fetch_workers,
-        ),
-    )
-    return read_environment(environment, found)
 
 
 def registry_places(config: ServeConfig, environment: Mapping[str, str]) -> DataPlaces | None:
@@ -181,10 +163,17 @@ def opened_registry(
         max_adapter_bytes=config.max_adapter_size,
         max_store_bytes=config.store_space,
     )
-    store = open_store(places, sources or source_config(config, environment), limits=limits)
+    sources = sources or source_config(config, environment)
+    store = open_store(places, sources, limits=limits)
+    open_source = partial(
+        fetched_folder,
+        roots=config.allowed_roots,
+        config=sources,
+        area=places.store.parent / FETCH_FOLDER,
+    )
     with contextlib.ExitStack() as stack:
         registry = stack.enter_context(Registry(places.registry, home_tenant=config.home_tenant))
-        adapters = RegistryAdapters(AdapterLibrary(store, registry))
+        adapters = RegistryAdapters(AdapterLibrary(store, registry, open_source=open_source))
         stack.callback(adapters.close)
         adapters.start()
         days = config.receipt_retention_days
@@ -222,10 +211,27 @@ async def _running_engine(config: ServeConfig, progress: OnProgress) -> AsyncIte
             card = await engine.add_adapter(module.name, module.path)
             for warning in card.warnings:
                 _log.warning("adapter %s: %s", module.name, warning)
-        await engine.prewarm(config.prewarm_adapters, num_busiest=config.prewarm)
+        given = [name for name in config.prewarm_adapters if name in engine.adapters]
+        await engine.prewarm(given, num_busiest=config.prewarm)
         yield engine
     finally:
         await engine.close(drain_s=0)
+
+
+@contextlib.asynccontextmanager
+async def _prewarming(
+    engine: AsyncEngine, registry: RegistryAdapters | None, adapters: Sequence[Resolved]
+) -> AsyncIterator[None]:
+    """Meanwhile the server answers: what is not in the store may take long to come."""
+    if registry is None or not adapters:
+        yield
+        return
+    task = asyncio.create_task(prewarm(engine, registry, adapters))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _engine_config(config: ServeConfig) -> EngineConfig:

@@ -242,7 +242,12 @@ class ServeConfig:
         10, Kind.COUNT, MEMORY, "Load so many of the last run's busiest adapters at start."
     )
     prewarm_adapters: tuple[str, ...] = setting(
-        (), Kind.TEXTS, MEMORY, "Load these adapters at start.", metavar="NAME…"
+        (),
+        Kind.TEXTS,
+        MEMORY,
+        "Load these adapters at start: names of --lora-modules, or of the registry as requests "
+        "give them.",
+        metavar="NAME…",
     )
     no_prefix_cache: bool = setting(
         False, Kind.SWITCH, MEMORY, "Compute every prompt anew, even one that was just computed."

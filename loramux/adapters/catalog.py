@@ -108,7 +108,8 @@ class AdapterCatalog:
         if adapter.cid != known.cid:
             raise AdapterRefused(
                 "changed_on_disk",
-                f"{known.folder} no longer holds {known.cid}: its files were replaced.",
+                f"{known.folder} no longer holds {known.cid} but {adapter.cid}: its files were "
+                "replaced.",
                 fix="Send the request again to use the new files.",
             )
         return image

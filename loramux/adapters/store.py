@@ -63,11 +63,20 @@ class ContentStore:
             self._staging.sweep()
 
     def put_folder(
-        self, folder: Path, *, then: Callable[[StagedAdapter], None] | None = None
+        self,
+        folder: Path,
+        *,
+        check: Callable[[StagedAdapter], None] | None = None,
+        then: Callable[[StagedAdapter], None] | None = None,
     ) -> str:
-        """The folder's CID. `then` runs while no gc can: what it names is sure to stay."""
+        """The folder's CID. If `check` raises, nothing is kept.
+
+        `then` runs while no gc can: what it names is sure to stay.
+        """
         with self._staging.folder() as staging:
             staged = stage_folder(folder, staging, self._limits, self._sink)
+            if check is not None:
+                check(staged)
             self._check_room(staged.record)
             staged.paths[RECORD_NAME] = staging / RECORD_NAME
             write_file(staged.paths[RECORD_NAME], staged.record.encode())

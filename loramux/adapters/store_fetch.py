@@ -30,7 +30,14 @@ def upload(record: Record, paths: dict[str, Path], tiers: Sequence[RemoteTier]) 
     keys = [(blob_key(digest.sha256), paths[name]) for name, digest in record.files.items()]
     keys.append((record_key(digest_of(record.cid)), paths[RECORD_NAME]))
     for tier in tiers:
+        found = []
         for key, path in keys:
+            if tier.has(key):
+                found.append((key, path))
+            else:
+                tier.put(key, path)
+        # A gc may have removed them before there was a record that needs them.
+        for key, path in found:
             if not tier.has(key):
                 tier.put(key, path)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,8 +18,15 @@ from loramux.cli.registry_options import (
     SharedCacheFlag,
     StoreOptions,
     open_library,
+    reporting_errors,
 )
 from loramux.cli.registry_view import reference_text
+from loramux.cli.serve import flag_parameter
+from loramux.serve_config import SETTINGS
+from loramux.serve_file import load_serve_config
+from loramux.sources.settings import SOURCE_SETTINGS, source_config
+
+SOURCES_PANEL = "Where it may be fetched from again (lists: one flag for each value)"
 
 
 def pull(
@@ -34,13 +42,25 @@ def pull(
     remote_store: RemoteStoreFlag = None,
     registry: RegistryFlag = None,
     data: DataFlag = None,
+    **flags: Any,
 ) -> None:
     """Copy an adapter out of the store, every byte checked: all of it or nothing.
 
-    What is not in the data folder comes from the shared cache or the remote store.
+    What is not in the data folder comes from the shared cache or the remote store, else from
+    where it was pushed from, as far as these options allow it.
     """
+    with reporting_errors():
+        given = {name: value for name, value in flags.items() if value is not None}
+        config = load_serve_config(given)
     view = ByteView()
-    options = StoreOptions(shared_cache=shared_cache, remote_store=remote_store, sink=view)
+    options = StoreOptions(
+        shared_cache=shared_cache,
+        remote_store=remote_store,
+        max_adapter_bytes=config.max_adapter_size,
+        sink=view,
+        sources=source_config(config),
+        on_fetch=lambda now: view.set_done(now.received_bytes, now.total_bytes),
+    )
     with open_library(registry, data, options) as library:
         with view:
             view.begin("Checking", None)
@@ -49,3 +69,14 @@ def pull(
         say(console, "Pulled   ", reference_text(resolved), style="bold green")
         say(console, "CID      ", resolved.cid, style="bold")
         say(console, "Folder   ", str(folder), style="bold")
+
+
+def pull_signature() -> inspect.Signature:
+    """With the settings of `serve` that say what may be fetched."""
+    own = inspect.signature(pull, eval_str=True).parameters.values()
+    limits = [flag_parameter(SETTINGS[name], panel=SOURCES_PANEL) for name in SOURCE_SETTINGS]
+    kept = [one for one in own if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    return inspect.Signature([*kept, *limits])
+
+
+vars(pull)["__signature__"] = pull_signature()

@@ -110,11 +110,11 @@ def push(  # noqa: PLR0913  (one for each flag)
         sink=view,
     )
     with open_library(registry, data, options) as library:
-        with view, source_folder(source, fetch, view) as folder:
+        with view, source_folder(source, fetch, view) as (folder, name):
             if check_base is not None:
                 view.begin("Checking the adapter on its base model", None)
                 check_on_base(folder, check_base)
-            pushed = library.push(folder, reference)
+            pushed = library.push(folder, reference, source=name)
         show_pushed(pushed, Console())
         if alias is not None:
             name = f"{pushed.tenant}/{pushed.name}"

@@ -39,13 +39,13 @@ class FetchOptions:
 
 
 @contextmanager
-def source_folder(source: str, options: FetchOptions, view: ByteView) -> Iterator[Path]:
-    """The adapter's files, for as long as the context lasts."""
+def source_folder(source: str, options: FetchOptions, view: ByteView) -> Iterator[tuple[Path, str]]:
+    """The adapter's files, for as long as the context lasts; and how they can be had again."""
     # Imported here, because its web clients take time that `--help` should not.
     from loramux.sources.parse import is_remote, parse_source
 
     if not is_remote(source):
-        yield Path(source)
+        yield Path(source), str(Path(source).resolve())
         return
     from loramux.sources.environment import read_environment
     from loramux.sources.fetch import Fetcher
@@ -61,7 +61,7 @@ def source_folder(source: str, options: FetchOptions, view: ByteView) -> Iterato
         area,
         progress=lambda now: view.set_done(now.received_bytes, now.total_bytes),
     ) as folder:
-        yield folder
+        yield folder, str(parsed)
 
 
 def source_config(source: str, options: FetchOptions) -> SourceConfig:

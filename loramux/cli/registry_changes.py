@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from loramux.cli.bucket_gc import collect_remote
 from loramux.cli.doctor_view import say, size_text
 from loramux.cli.registry_options import (
     AliasFlag,
     DataFlag,
     RegistryFlag,
+    RemoteStoreFlag,
     open_library,
     open_registry,
     working,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from loramux.adapters.library import AdapterLibrary
 
 DEFAULT_GRACE_S = 3600.0
+DEFAULT_REMOTE_GRACE = "24h"
 
 NameArgument = Annotated[
     str, typer.Argument(metavar="TENANT/NAME", help="Such as alice/refund-flagger.")
@@ -122,7 +125,7 @@ def remove(
         say(Console(), "Removed  ", str(parse_name_reference(reference)), style="bold")
 
 
-def collect(
+def collect(  # noqa: PLR0913  (one for each flag)
     grace_s: Annotated[
         float,
         typer.Option(min=0, help="Keep what was pushed, opened or used in the last seconds."),
@@ -130,11 +133,42 @@ def collect(
     is_empty_right: Annotated[
         bool, typer.Option("--all", help="Go on although the registry names no adapter at all.")
     ] = False,
+    is_remote: Annotated[
+        bool, typer.Option("--remote", help="In the remote store, and not in the data folder.")
+    ] = False,
+    is_dry: Annotated[
+        bool, typer.Option("--dry-run", help="With --remote: only show what would go.")
+    ] = False,
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="With --remote: keep what was written since, such as 24h, 30m or 7d. "
+            f"Default: {DEFAULT_REMOTE_GRACE}.",
+        ),
+    ] = None,
+    remote_store: RemoteStoreFlag = None,
     registry: RegistryFlag = None,
     data: DataFlag = None,
 ) -> None:
-    """Remove stored bytes that no version names."""
+    """Remove stored bytes that no version names.
+
+    With --remote: from the bucket that stands behind the store, what neither a version nor a
+    kept receipt of this registry names. Other registries must not share the bucket's folder.
+    """
+    if is_remote:
+        collect_remote(
+            registry,
+            data,
+            remote_store,
+            older_than=older_than or DEFAULT_REMOTE_GRACE,
+            is_dry=is_dry,
+            is_empty_right=is_empty_right,
+        )
+        return
     with open_library(registry, data) as library:
+        if is_dry or older_than is not None or remote_store is not None:
+            raise InvalidRequest("--dry-run, --older-than and --remote-store need --remote.")
         if not is_empty_right:
             refuse_empty_registry(library)
         with working("Removing"):

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from loramux.cli.serve_view import show_error
-from loramux.data_folder import find_places
+from loramux.data_folder import FETCH_FOLDER, find_places
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.progress import SILENT, ByteSink
 
 if TYPE_CHECKING:
     from loramux.adapters.library import AdapterLibrary
     from loramux.registry.registry import Registry
+    from loramux.sources.config import SourceConfig
+    from loramux.sources.download import Progress
 
 FAILED, WRONG_USAGE = 1, 2
 # Installed with the extra `registry`, not with the package alone.
@@ -85,6 +89,9 @@ class StoreOptions:
     remote_store: str | None = None
     max_adapter_bytes: int | None = None
     sink: ByteSink = SILENT
+    sources: SourceConfig | None = None
+    """Where what the store has lost may be fetched from again; None: from nowhere."""
+    on_fetch: Callable[[Progress], None] | None = None
 
 
 NO_OPTIONS = StoreOptions()
@@ -113,9 +120,20 @@ def open_library(
             if size is None
             else StoreLimits(max_file_bytes=size, max_adapter_bytes=size)
         )
-        sources = read_environment(os.environ, SourceConfig())
+        sources = options.sources or read_environment(os.environ, SourceConfig())
         store = open_store(places, sources, limits=limits, sink=options.sink)
-        yield AdapterLibrary(store, opened)
+        open_source = None
+        if options.sources is not None:
+            from loramux.server.local_sources import fetched_folder
+
+            open_source = partial(
+                fetched_folder,
+                roots=list(map(str, sources.allowed_roots)),
+                config=sources,
+                area=places.store.parent / FETCH_FOLDER,
+                progress=options.on_fetch,
+            )
+        yield AdapterLibrary(store, opened, open_source=open_source)
 
 
 @contextmanager
@@ -139,7 +157,7 @@ def working(stage: str) -> Iterator[None]:
     """On a terminal, what is being done and for how long; elsewhere nothing."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(
+    with ProgressBar(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         bar.add_task(stage, total=None)

@@ -97,7 +97,9 @@ def serve(config: Path | None = None, **flags: Any) -> None:
     raise typer.Exit(run(settings, console, import_launch))
 
 
-def flag_parameter(setting: dataclasses.Field[Any]) -> inspect.Parameter:
+def flag_parameter(
+    setting: dataclasses.Field[Any], *, panel: str | None = None
+) -> inspect.Parameter:
     """The setting as a parameter that typer turns into an option; None: not given."""
     facts = setting.metadata
     kind = FLAG_TYPES.get(facts["kind"], str)
@@ -106,7 +108,7 @@ def flag_parameter(setting: dataclasses.Field[Any]) -> inspect.Parameter:
     option = typer.Option(
         help=facts["help"] + default,
         metavar=facts["metavar"],
-        rich_help_panel=facts["group"],
+        rich_help_panel=panel or facts["group"],
         show_default=False,
     )
     return inspect.Parameter(

@@ -94,6 +94,7 @@ def build_engine(
             config.device,
             reference=config.wants_reference_kernels or config.is_gpu,
             dtype=pool.storage.dtype,
+            may_compile=config.may_compile_kernels,
         ),
     )
     return Engine(

@@ -161,13 +161,15 @@ class Kernels:
     """The operations between matrix products, as fused_torch has them; None: the model's own."""
 
 
-def select_kernels(device_type: str, *, reference: bool, dtype: torch.dtype) -> Kernels:
+def select_kernels(
+    device_type: str, *, reference: bool, dtype: torch.dtype, may_compile: bool = True
+) -> Kernels:
     """Chosen once, at start; there is no other switch between implementations."""
     from loramux.kernels import attention_torch, lora_torch
 
     if reference:
         return Kernels(lora=lora_torch, attention=attention_torch, name="torch")
-    if device_type == "cpu" and dtype == torch.float32:
+    if may_compile and device_type == "cpu" and dtype == torch.float32:
         compiled = _compiled_kernels()
         if compiled is not None:
             return compiled

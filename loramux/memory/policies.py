@@ -45,6 +45,9 @@ class EvictionPolicy(Protocol):
         It changes only when the key is used, so that a heap may hold it until then.
         """
 
+    def doubt(self, trust: float) -> float:
+        """To be added to the worth of what comes back this much seldomer than its uses say."""
+
     def evicted(self, share: float) -> None:
         """This share of the tier's room was taken from one key for another."""
 
@@ -67,6 +70,9 @@ class LruPolicy:
 
     def worth(self, key: Hashable, *, cost_s: float, size: int) -> float:
         return self._uses.get(key, -math.inf)
+
+    def doubt(self, trust: float) -> float:
+        return 0.0
 
     def evicted(self, share: float) -> None:
         pass
@@ -130,6 +136,9 @@ class CostAwarePolicy:
         use = self._uses.get(key)
         log_rate = NEVER_USED if use is None else _log2_sum(*use, self._last_use_bonus)
         return log_rate + math.log2(max(cost_s, MIN_COST_S) / size)
+
+    def doubt(self, trust: float) -> float:
+        return math.log2(trust)
 
     def evicted(self, share: float) -> None:
         if self._drift is not None:

@@ -19,6 +19,7 @@ from loramux.memory.prefix_tree import (
     unlock,
 )
 from loramux.memory.reclaim import Reclaimer
+from loramux.memory.reuse import ReuseMeter
 
 __all__ = ["PrefixCache", "PrefixKey", "PrefixLease"]
 
@@ -66,6 +67,7 @@ class PrefixCache:
         self._policy = policy
         self._clock = clock
         self._forest = PrefixForest()
+        self._reuse = ReuseMeter(pages.num_pages)
         self._nodes: dict[Hashable, Node] = {}
         self._on_device: set[str] = set()
         self._num_idle = 0
@@ -75,6 +77,7 @@ class PrefixCache:
         self.num_evicted_pages = 0
         """Those that left to make room."""
         reclaimer.add_holder(self)
+        reclaimer.doubt = lambda: policy.doubt(self._reuse.trust)
 
     @property
     def num_idle_pages(self) -> int:
@@ -98,6 +101,7 @@ class PrefixCache:
         now = self._clock()
         for node in path:
             self._policy.used(node.owner, now)
+            self._mark_reused(node)
         last = path[-1] if path else tree.top
         self._withdraw(last)
         self._num_idle -= lock(last)
@@ -138,6 +142,7 @@ class PrefixCache:
                 self._pages.release(owner, [held[index]])
                 held[index] = child.page_id
                 self._withdraw(child)
+                self._mark_reused(child)
             self._policy.used(child.owner, now)
             self._num_idle -= lock(child)
             # Its child is in use now, so that the node stays so.
@@ -197,7 +202,9 @@ class PrefixCache:
 
     def evict(self, key: Hashable) -> None:
         """For the reclaimer: frees an idle leaf; its parent may be the next."""
-        parent = self._free(self._nodes[key])
+        node = self._nodes[key]
+        self._reuse.evicted(node.path, was_reused=node.is_reused)
+        parent = self._free(node)
         self.num_evicted_pages += 1
         self._policy.evicted(1 / self._pages.num_pages)
         if parent.is_idle_leaf:
@@ -230,7 +237,9 @@ class PrefixCache:
     def _insert(self, parent: Node, block: Block, page_id: int, owner: Owner) -> Node:
         """A node of the sequence's page; the caller locks it."""
         tree = parent.tree
-        node = Node(("prefix", next(self._ids)), tree, parent, block, page_id)
+        path = hash((parent.path, block))
+        node = Node(("prefix", next(self._ids)), tree, parent, block, page_id, path)
+        node.is_reused = self._reuse.added(path)
         self._pages.transfer([page_id], owner, node.owner)
         self._forest.insert(node)
         self._nodes[node.owner] = node
@@ -247,12 +256,17 @@ class PrefixCache:
         self._num_idle -= 1
         return parent
 
+    def _mark_reused(self, node: Node) -> None:
+        if not node.is_reused:
+            node.is_reused = True
+            self._reuse.reused()
+
     def _offer(self, leaf: Node) -> None:
         factor = 1.0 if leaf.tree.cids <= self._on_device else ABSENT_ADAPTER_FACTOR
         cost_s = factor * self.block_tokens * self.token_s
         leaf.tree.offered[leaf.owner] = leaf
         worth = self._policy.worth(leaf.owner, cost_s=cost_s, size=1)
-        self._reclaimer.offer(leaf.owner, self, worth=worth)
+        self._reclaimer.offer(leaf.owner, self, worth=worth, is_doubted=not leaf.is_reused)
 
     def _withdraw(self, node: Node) -> None:
         if node.tree.offered.pop(node.owner, None) is not None:

@@ -25,6 +25,10 @@ class Node:
     """None: the tree's top, which stands for the empty prefix and has no page."""
     block: Block
     page_id: int
+    path: int
+    """A hash of all tokens up to its end, and of the tree's key."""
+    is_reused: bool = False
+    """More than one request has asked for it."""
     children: dict[Block, Node] = field(default_factory=dict)
     num_users: int = 0
     """Leases that end here, and children that are in use."""
@@ -39,7 +43,7 @@ class PrefixTree:
 
     def __init__(self, key: PrefixKey) -> None:
         self.key = key
-        self.top = Node(("prefix", -1), self, None, (), -1)
+        self.top = Node(("prefix", -1), self, None, (), -1, hash(key))
         self.cids = frozenset(cid for cid, _ in key[1])
         self.num_pages = 0
         self.is_dropped = False

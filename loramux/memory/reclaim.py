@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
@@ -29,6 +29,10 @@ class PageHolder(Protocol):
         ...
 
 
+# (is protected, worth, tick, key); entries that an offer no longer names are skipped.
+_Entry = tuple[bool, float, int, Hashable]
+
+
 @dataclass(frozen=True, slots=True)
 class _Offer:
     tick: int
@@ -43,23 +47,35 @@ class Reclaimer:
         self._pages = pages
         self._holders: list[PageHolder] = []
         self._offers: dict[Hashable, _Offer] = {}
-        # (is protected, worth, tick, key); entries that an offer no longer names are skipped.
-        self._heap: list[tuple[bool, float, int, Hashable]] = []
+        self._heap: list[_Entry] = []
+        # Offers that nobody has asked for again, before their doubt is taken into account: it
+        # is the same for all of them and changes with every request, so that no heap can hold it.
+        self._doubted: list[_Entry] = []
+        self.doubt: Callable[[], float] = lambda: 0.0
+        """To be added to the worth of doubted offers at the moment."""
         self._ticks = count()
 
     def add_holder(self, holder: PageHolder) -> None:
         self._holders.append(holder)
 
     def offer(
-        self, key: Hashable, holder: PageHolder, *, worth: float, is_protected: bool = False
+        self,
+        key: Hashable,
+        holder: PageHolder,
+        *,
+        worth: float,
+        is_protected: bool = False,
+        is_doubted: bool = False,
     ) -> None:
         """May be evicted from now on; a second offer of the same key replaces the first."""
         tick = next(self._ticks)
         self._offers[key] = _Offer(tick, holder, is_protected)
-        heapq.heappush(self._heap, (is_protected, worth, tick, key))
-        if len(self._heap) > 2 * len(self._offers) + 64:
-            self._heap = [entry for entry in self._heap if self._is_current(entry[3], entry[2])]
-            heapq.heapify(self._heap)
+        heap = self._doubted if is_doubted else self._heap
+        heapq.heappush(heap, (is_protected, worth, tick, key))
+        if len(self._heap) + len(self._doubted) > 2 * len(self._offers) + 64:
+            for heap in (self._heap, self._doubted):
+                heap[:] = [entry for entry in heap if self._is_current(entry)]
+                heapq.heapify(heap)
 
     def withdraw(self, key: Hashable) -> None:
         self._offers.pop(key, None)
@@ -83,16 +99,26 @@ class Reclaimer:
         if limit < num_pages:
             return False
         while self._pages.num_free < num_pages:
-            _, _, tick, key = heapq.heappop(self._heap)
-            if self._is_current(key, tick):
-                offer = self._offers.pop(key)
-                offer.holder.evict(key)
+            _, _, _, key = heapq.heappop(self._least())
+            self._offers.pop(key).holder.evict(key)
         return True
 
     def check_integrity(self) -> None:
-        current = {key for _, _, tick, key in self._heap if self._is_current(key, tick)}
-        assert current == self._offers.keys(), "an offer is not in the heap"
+        entries = self._heap + self._doubted
+        current = {entry[3] for entry in entries if self._is_current(entry)}
+        assert current == self._offers.keys(), "an offer is in no heap"
 
-    def _is_current(self, key: Hashable, tick: int) -> bool:
-        offer = self._offers.get(key)
-        return offer is not None and offer.tick == tick
+    def _least(self) -> list[_Entry]:
+        """The heap on whose top is what must leave next; there is something to evict."""
+        for heap in (self._heap, self._doubted):
+            while heap and not self._is_current(heap[0]):
+                heapq.heappop(heap)
+        if not self._heap or not self._doubted:
+            return self._heap or self._doubted
+        is_protected, worth, tick, _ = self._doubted[0]
+        doubted = (is_protected, worth + self.doubt(), tick)
+        return self._doubted if doubted < self._heap[0][:3] else self._heap
+
+    def _is_current(self, entry: _Entry) -> bool:
+        offer = self._offers.get(entry[3])
+        return offer is not None and offer.tick == entry[2]

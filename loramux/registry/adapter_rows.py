@@ -89,9 +89,14 @@ def add_version(
     names = {"adapter_id": row.id, "version": version, "cid": content.cid}
     connection.execute(
         insert_into(connection, versions).values(
-            **names, base_model=content.base_model, created_at=now
+            **names, base_model=content.base_model, source=content.source, created_at=now
         )
     )
+
+
+def set_source(connection: Connection, version_id: int, source: str) -> None:
+    statement = update(versions).where(versions.c.id == version_id)
+    connection.execute(statement.values(source=source))
 
 
 def set_removed(connection: Connection, version_ids: list[int], removed_at: float | None) -> None:
@@ -198,6 +203,17 @@ def names_of(connection: Connection, cid: str) -> list[tuple[AdapterName, str]]:
         .where(versions.c.cid == cid, versions.c.removed_at.is_(None))
     )
     return sorted((AdapterName(row[0], row[1]), row[2]) for row in connection.execute(statement))
+
+
+def sources_of(connection: Connection, cid: str) -> list[str]:
+    """Of the versions with this content, the newest first, each once."""
+    statement = (
+        select(versions.c.source)
+        .where(versions.c.cid == cid, versions.c.source.is_not(None))
+        .where(versions.c.removed_at.is_(None))
+        .order_by(versions.c.created_at.desc(), versions.c.id.desc())
+    )
+    return list(dict.fromkeys(connection.scalars(statement)))
 
 
 def get_manifest(connection: Connection, cid: str) -> dict[str, object] | None:

@@ -37,6 +37,8 @@ class Change:
         else:
             adapter_rows.refuse_other_content(adapter, found, content)
             adapter_rows.set_removed(connection, [found.id], None)
+            if content.source is not None:
+                adapter_rows.set_source(connection, found.id, content.source)
         if is_new:
             self._note(row.id)
         found = adapter_rows.find_version(connection, row.id, version)

@@ -63,6 +63,11 @@ def restrict(statement: Select[Any], wanted: ReceiptFilter) -> Select[Any]:
     return statement
 
 
+def receipt_cids(connection: Connection) -> set[str]:
+    statement = select(receipts.c.cid).where(receipts.c.cid.is_not(None)).distinct()
+    return set(connection.scalars(statement))
+
+
 def prune_receipts(
     connection: Connection, *, older_than: float | None, max_count: int | None
 ) -> int:

@@ -18,6 +18,8 @@ class Content:
     size_bytes: int
     base_model: str | None = None
     """As the adapter's config records it; belongs to the version, not to the CID."""
+    source: str | None = None
+    """Where the bytes may be fetched again; belongs to the version too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

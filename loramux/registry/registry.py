@@ -196,6 +196,11 @@ class Registry:
         with self._database.reading() as connection:
             return adapter_rows.names_of(connection, cid)
 
+    def sources_of(self, cid: str) -> list[str]:
+        """Where its versions came from, the newest first."""
+        with self._database.reading() as connection:
+            return adapter_rows.sources_of(connection, cid)
+
     def verify(self) -> tuple[str, ...]:
         """A sentence for each rule of the registry that its rows break."""
         with self._database.reading() as connection:
@@ -236,6 +241,11 @@ class Registry:
     def find_receipts(self, wanted: ReceiptFilter) -> list[Receipt]:
         with self._database.reading() as connection:
             return receipt_rows.find_receipts(connection, wanted)
+
+    def receipt_cids(self) -> set[str]:
+        """All that a receipt which is still kept names."""
+        with self._database.reading() as connection:
+            return receipt_rows.receipt_cids(connection)
 
     def prune_receipts(
         self, *, max_age_s: float | None = None, max_count: int | None = None

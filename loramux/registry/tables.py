@@ -77,6 +77,7 @@ versions = Table(
     Column("version", String(64), nullable=False),
     Column("cid", ForeignKey("contents.cid"), nullable=False, index=True),
     Column("base_model", String),
+    Column("source", String),
     Column("created_at", Double, nullable=False),
     Column("removed_at", Double),
     UniqueConstraint("adapter_id", "version"),

@@ -49,7 +49,7 @@ def chat_routes(context: Context) -> APIRouter:
                 ),
             )
             answer = make_answer(context, intake, [token_ids], CHAT)
-        deltas = run_jobs(backend, context.metrics, answer)
+        deltas = run_jobs(backend, context.metrics, answer, restore=context.restore)
         if intake.request.stream:
             return await stream_events(request, _events(answer, deltas, backend.codec))
         choices, usage = await until_gone(request, collect(answer, deltas))

@@ -49,7 +49,7 @@ def completion_routes(context: Context) -> APIRouter:
             )
             answer = make_answer(context, intake, token_ids, COMPLETION)
         writers = _writers(intake, answer, prompts, backend.codec)
-        deltas = run_jobs(backend, context.metrics, answer)
+        deltas = run_jobs(backend, context.metrics, answer, restore=context.restore)
         if intake.request.stream:
             return await stream_events(request, _events(answer, deltas, writers))
         choices, usage = await until_gone(request, collect(answer, deltas))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,6 +65,11 @@ class Context:
     def fingerprint(self) -> str:
         digest = self.backend.card.digest.rpartition(":")[2]
         return f"fp_{digest[:12]}"
+
+    @property
+    def restore(self) -> Callable[[str], Awaitable[bool]] | None:
+        """What may be done for an adapter that could not be loaded."""
+        return None if self.registry is None else self.registry.restore
 
     def require_registry(self) -> RegistryAdapters:
         if self.registry is None:

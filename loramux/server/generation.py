@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from loramux.backend import Backend, Delta, Job, failure_of
-from loramux.errors import EngineBusy, EngineStopped, LoramuxError
+from loramux.errors import AdapterRefused, EngineBusy, EngineStopped, LoramuxError
 from loramux.metrics.server import Metrics
 from loramux.receipts import ServingStatus
 from loramux.server.serving import ServingRecord
@@ -19,6 +19,8 @@ from loramux.wire import Usage
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
 """(which job, delta)"""
+Restore = Callable[[str], Awaitable[bool]]
+"""Of an adapter that could not be loaded: whether its files may be read now; or raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +75,14 @@ async def collect(answer: Answer, deltas: Deltas) -> tuple[list[Choice], Usage]:
     return choices, count.usage()
 
 
-async def run_jobs(backend: Backend, metrics: Metrics, answer: Answer) -> Deltas:
+async def run_jobs(
+    backend: Backend, metrics: Metrics, answer: Answer, *, restore: Restore | None = None
+) -> Deltas:
     """However it ends, the answer's record hears of it."""
     record = answer.record
     try:
-        async with aclosing(_run_all(backend, metrics, answer)) as deltas:
+        streams = [_run_job(backend, metrics, job, record, restore) for job in answer.jobs]
+        async with aclosing(_run_all(streams)) as deltas:
             async for job_index, delta in deltas:
                 record.saw(job_index, delta)
                 yield job_index, delta
@@ -92,8 +97,7 @@ async def run_jobs(backend: Backend, metrics: Metrics, answer: Answer) -> Deltas
         record.end(ServingStatus.ABORTED)
 
 
-async def _run_all(backend: Backend, metrics: Metrics, answer: Answer) -> Deltas:
-    streams = [_run_job(backend, metrics, job, answer.record) for job in answer.jobs]
+async def _run_all(streams: Sequence[AsyncGenerator[Delta, None]]) -> Deltas:
     if len(streams) > 1:
         async with aclosing(_merge(streams)) as merged:
             async for item in merged:
@@ -104,15 +108,39 @@ async def _run_all(backend: Backend, metrics: Metrics, answer: Answer) -> Deltas
             yield 0, delta
 
 
+async def submit(
+    backend: Backend, job: Job, restore: Restore | None
+) -> AsyncGenerator[Delta, None]:
+    """As the backend does; once more, if the adapter's files were gone and have come again."""
+    deltas = backend.submit(job)
+    has_begun = False
+    try:
+        async for delta in deltas:
+            has_begun = True
+            yield delta
+        return
+    except AdapterRefused:
+        if has_begun or restore is None or job.adapter is None or not await restore(job.adapter):
+            raise
+    finally:
+        await _close(deltas)
+    deltas = backend.submit(job)
+    try:
+        async for delta in deltas:
+            yield delta
+    finally:
+        await _close(deltas)
+
+
 async def _run_job(
-    backend: Backend, metrics: Metrics, job: Job, record: ServingRecord
+    backend: Backend, metrics: Metrics, job: Job, record: ServingRecord, restore: Restore | None
 ) -> AsyncGenerator[Delta, None]:
     watch = _Watch(metrics, job)
     # The name means the same a moment later, when the engine takes the job: nothing waits between.
     card = None if job.adapter is None else backend.adapters.get(job.adapter)
     if card is not None:
         record.begin(card.cid)
-    deltas = backend.submit(job)
+    deltas = submit(backend, job, restore)
     try:
         async for delta in deltas:
             watch.saw(delta)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from loramux.sources.config import SourceConfig
+from loramux.sources.download import Progress
 from loramux.sources.fetch import Fetcher
 from loramux.sources.fetch_area import fetched
 from loramux.sources.local_paths import find_under_roots
@@ -21,11 +22,16 @@ def local_folder(source: str, roots: Sequence[str]) -> Path:
 
 @contextmanager
 def fetched_folder(
-    source: str, roots: Sequence[str], config: SourceConfig, area: Path
+    source: str,
+    roots: Sequence[str],
+    config: SourceConfig,
+    area: Path,
+    *,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[Path]:
     """The source's files for as long as the context lasts; downloads, so it is for threads."""
     if not is_remote(source):
         yield local_folder(source, roots)
         return
-    with fetched(Fetcher(config), parse_source(source, config), area) as folder:
+    with fetched(Fetcher(config), parse_source(source, config), area, progress=progress) as folder:
         yield folder

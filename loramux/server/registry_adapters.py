@@ -8,6 +8,7 @@ import secrets
 import threading
 from collections.abc import Iterable
 from itertools import islice
+from pathlib import Path
 
 from loramux.adapters.library import AdapterLibrary
 from loramux.backend import AdapterCard, Backend
@@ -28,6 +29,7 @@ class RegistryAdapters:
         self.library = library
         self._routes = RouteCache(library.registry)
         self._adding: dict[str, asyncio.Task[AdapterCard]] = {}
+        self._restoring: dict[str, asyncio.Task[Path]] = {}
         self._names: dict[str, str] = {}
         self._labels: dict[str, dict[str, None]] = {}
         self._watch: Watch | None = None
@@ -70,6 +72,11 @@ class RegistryAdapters:
                 pass
         return await self._resolve(text, sticky_key, None)
 
+    def find_all(self, text: str) -> list[Resolved]:
+        """Every version that the text may mean: both sides of a split. Queries: for threads."""
+        route = self.registry.route(self._parse(text, None))
+        return [choice.resolved for choice in route.choices]
+
     async def make_known(self, backend: Backend, resolved: Resolved) -> None:
         """To the engine, under its CID; however many ask, it is added once."""
         cid = resolved.cid
@@ -84,6 +91,21 @@ class RegistryAdapters:
             task.add_done_callback(lambda done: self._added(cid, done))
         # Others may wait for it too: who leaves does not take it along.
         await asyncio.shield(task)
+
+    async def restore(self, name: str) -> bool:
+        """The engine could not load it. True: it is the registry's, and its files are there now.
+
+        However many ask, what is missing is fetched once.
+        """
+        if not name.startswith(CID_PREFIX):
+            return False
+        task = self._restoring.get(name)
+        if task is None:
+            work = asyncio.to_thread(self.library.materialize, name)
+            task = self._restoring[name] = asyncio.create_task(work)
+            task.add_done_callback(lambda done: self._restored(name, done))
+        await asyncio.shield(task)
+        return True
 
     def list_current(self, *, limit: int) -> list[Resolved]:
         """What each adapter's bare name means now. Queries: for threads."""
@@ -122,7 +144,7 @@ class RegistryAdapters:
         return InvalidRequest(f"{num_found} content ids begin with {start}. Give more digits.")
 
     async def _add(self, backend: Backend, cid: str) -> AdapterCard:
-        folder = await asyncio.to_thread(self.library.store.materialize, cid)
+        folder = await asyncio.to_thread(self.library.materialize, cid)
         card = await backend.add_adapter(cid, str(folder))
         if card.cid != cid:
             await backend.remove_adapter(cid)
@@ -132,6 +154,11 @@ class RegistryAdapters:
     def _added(self, cid: str, task: asyncio.Task[AdapterCard]) -> None:
         del self._adding[cid]
         # Looked at, so that a failure which nobody waits for any more is not reported as lost.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("%s cannot be served: %s", self.name_of(cid), error)
+
+    def _restored(self, cid: str, task: asyncio.Task[Path]) -> None:
+        del self._restoring[cid]
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.warning("%s cannot be served: %s", self.name_of(cid), error)
 

@@ -31,6 +31,7 @@ from loramux.server.registry_bodies import (
     alias_entry,
 )
 from loramux.server.warming import warm_up
+from loramux.sources.parse import lasting_name
 
 T = TypeVar("T")
 
@@ -136,7 +137,9 @@ def _push(context: Context, registry: RegistryAdapters, asked: PushRequest) -> P
     options = context.options
     area = registry.library.store.root.parent / FETCH_FOLDER
     with fetched_folder(asked.source, options.allowed_roots, options.sources, area) as folder:
-        return registry.library.push(folder, _full_reference(context, asked.reference))
+        source = lasting_name(asked.source, folder, options.sources)
+        reference = _full_reference(context, asked.reference)
+        return registry.library.push(folder, reference, source=source)
 
 
 def _full_reference(context: Context, reference: str) -> str:

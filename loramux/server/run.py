@@ -41,7 +41,7 @@ def run_routes(context: Context) -> APIRouter:
             )
             answer = make_answer(context, intake, [token_ids], RUN)
         artifact = artifact_name(intake.selected)
-        deltas = run_jobs(context.backend, context.metrics, answer)
+        deltas = run_jobs(context.backend, context.metrics, answer, restore=context.restore)
         if intake.request.stream:
             return await stream_events(request, _events(answer, deltas, artifact))
         choices, usage = await until_gone(request, collect(answer, deltas))

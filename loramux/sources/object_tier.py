@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound
 from loramux.progress import SILENT, ByteSink
@@ -12,6 +14,16 @@ from loramux.sources.object_store import open_store, store_errors, translated
 from loramux.sources.origin import CHUNK_BYTES
 from loramux.sources.parse import parse_bucket_url
 from loramux.sources.retry import SYSTEM_TIMING, Deadline, Timing, retrying
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    key: str
+    size_bytes: int
+    modified_at: float
+    """Seconds since 1970, by the bucket's clock."""
 
 
 class ObjectTier:
@@ -75,6 +87,37 @@ class ObjectTier:
 
         self._retrying(upload)
 
+    def objects(self) -> list[StoredObject]:
+        """All that is in the folder, whoever put it there."""
+        import obstore
+
+        folder = "/".join(self._prefix)
+        num_skipped = len(folder) + 1 if folder else 0
+
+        def look() -> list[StoredObject]:
+            with store_errors(self._show("")):
+                pages = list(obstore.list(self._store, folder or None, chunk_size=1000))
+            return [
+                StoredObject(
+                    found["path"][num_skipped:], found["size"], found["last_modified"].timestamp()
+                )
+                for page in pages
+                for found in page
+            ]
+
+        return self._retrying(look)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Also those that are gone already."""
+        import obstore
+
+        def remove() -> None:
+            with store_errors(self._show("")):
+                obstore.delete(self._store, [self._path(key) for key in keys])
+
+        if keys:
+            self._retrying(remove)
+
     def _download(self, key: str, destination: Path, max_bytes: int) -> bool:
         import obstore
 
@@ -96,7 +139,7 @@ class ObjectTier:
             raise SourceFailed(f"{what} has another size than its bucket says. Try again.")
         return True
 
-    def _retrying(self, action: Callable[[], bool]) -> bool:
+    def _retrying(self, action: Callable[[], T]) -> T:
         deadline = Deadline(self._limits.timeout_s, self._timing)
         try:
             return retrying(action, deadline, max_attempts=self._limits.max_attempts)

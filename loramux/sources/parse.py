@@ -49,6 +49,11 @@ def is_remote(text: str) -> bool:
     return text.startswith(REMOTE_PREFIXES)
 
 
+def lasting_name(text: str, folder: Path, config: SourceConfig) -> str:
+    """By which the files in the folder, which came from there, can be had again later."""
+    return str(parse_source(text, config)) if is_remote(text) else str(folder.resolve())
+
+
 def parse_source(text: str, config: SourceConfig, *, adapter_source: str | None = None) -> SourceId:
     """`adapter_source`: LoRAX's `hub`, `local`, `s3` or `pbase`, for the ids that these have."""
     if not text or len(text) > MAX_ID_CHARS:

@@ -45,10 +45,20 @@ def test_an_unknown_setting_fails() -> None:
 
 
 def test_the_reference_can_be_forced_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LORAMUX_KERNELS", raising=False)
     assert not EngineConfig().wants_reference_kernels
     assert EngineConfig(reference_kernels=True).wants_reference_kernels
     monkeypatch.setenv("LORAMUX_KERNELS", "torch")
     assert EngineConfig().wants_reference_kernels
+
+
+def test_compiling_can_be_forbidden_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LORAMUX_KERNELS", raising=False)
+    assert EngineConfig().may_compile_kernels
+    monkeypatch.setenv("LORAMUX_KERNELS", "cpu")
+    config = EngineConfig()
+    assert not (config.may_compile_kernels or config.wants_reference_kernels)
+    assert not config.wants_device_kernels
 
 
 def test_a_gpu_runs_its_own_kernels_and_merges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

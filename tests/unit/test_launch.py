@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from loramux.data_folder import REGISTRY_VARIABLE
-from loramux.errors import InvalidRequest, StoreFull
-from loramux.launch import _listen, opened_registry, serve, server_options, source_config
+from loramux.errors import AdapterNotFound, InvalidRequest, StoreFull
+from loramux.launch import _listen, opened_registry, serve, server_options
 from loramux.registry.registry import Registry
 from loramux.serve_config import ServeConfig
+from loramux.serve_values import LoraModule
 from loramux.signing import make_key_files
-from loramux.sources.config import FetchLimits
 from tests.store_factory import write_tiny
 
 
@@ -22,6 +22,19 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded() -> None:
         with pytest.raises(InvalidRequest, match="Cannot listen on .* --port") as caught:
             serve(config, progress=lambda what, share: steps.append(what), on_ready=print)
     assert caught.value.param == "port" and not steps
+
+
+def test_a_name_to_prewarm_that_nothing_has_is_said_before_the_model_is_loaded() -> None:
+    steps: list[str] = []
+    config = ServeConfig(
+        port=0,
+        registry="none",
+        lora_modules=(LoraModule("given", "/nowhere"),),
+        prewarm_adapters=("given", "acme/sql"),
+    )
+    with pytest.raises(AdapterNotFound, match="--prewarm-adapters names 'acme/sql'.*no registry"):
+        serve(config, progress=lambda what, share: steps.append(what), on_ready=print)
+    assert not steps
 
 
 def test_answers_do_not_wait_for_acknowledgements() -> None:
@@ -71,27 +84,6 @@ def test_what_was_pushed_into_the_users_folder_is_served_without_a_word(tmp_path
         assert registry is None
     options = server_options(ServeConfig(), base_name="b", environment=environment)
     assert options.unopened_registry == str(path)
-
-
-def test_the_settings_become_the_policy_for_sources() -> None:
-    config = ServeConfig(
-        allowed_http_hosts=("a.example",),
-        private_http_hosts=("10.0.0.1:80",),
-        allowed_buckets=("mine",),
-        allowed_hub_owners=("me",),
-        max_adapter_size=100,
-        fetch_timeout_s=5,
-        fetch_workers=2,
-    )
-    sources = source_config(config, {"AWS_ENDPOINT_URL": "http://s3.example"})
-    assert sources.http.allows("https", "a.example", 443)
-    assert not sources.http.allows_private("https", "a.example", 443)
-    assert sources.http.allows_private("http", "10.0.0.1", 80)
-    assert {sources.s3.allowed_buckets, sources.gcs.allowed_buckets} == {("mine",)}
-    assert sources.hub.allowed_owners == ("me",) and sources.s3.endpoint == "http://s3.example"
-    limits = sources.limits
-    assert (limits.max_file_bytes, limits.timeout_s, limits.num_workers) == (100, 5, 2)
-    assert source_config(ServeConfig(), {}).limits == FetchLimits()
 
 
 def test_the_store_has_the_tiers_and_limits_of_the_settings(tmp_path: Path) -> None:

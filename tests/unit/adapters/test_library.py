@@ -2,17 +2,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from loramux.adapters.library import AdapterLibrary
 from loramux.adapters.store import ContentStore
-from loramux.errors import AdapterNotFound, InvalidRequest, RegistryConflict
+from loramux.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    InvalidRequest,
+    LoramuxError,
+    RegistryConflict,
+    SourceFailed,
+    SourceNotFound,
+)
 from loramux.registry.records import Use
 from loramux.registry.registry import Registry
 from tests.registry_factory import FakeClock
-from tests.store_factory import FolderTier, all_files, tiny_weights, write_tiny
+from tests.store_factory import FolderTier, all_files, damage, tiny_weights, write_tiny
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -159,3 +168,94 @@ import loramux.adapters.library, loramux.adapters.store_redis
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+class Sources:
+    """Folders by name; opening one is counted, and fails on order."""
+
+    def __init__(self) -> None:
+        self.folders: dict[str, Path] = {}
+        self.failures: dict[str, LoramuxError] = {}
+        self.opened: list[str] = []
+
+    @contextmanager
+    def open(self, source: str) -> Iterator[Path]:
+        self.opened.append(source)
+        if source in self.failures:
+            raise self.failures[source]
+        yield self.folders[source]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Sources:
+    found = Sources()
+    found.folders["s3://b/a"] = write_tiny(tmp_path / "a", seed=1)
+    return found
+
+
+@pytest.fixture
+def fetching(library: AdapterLibrary, sources: Sources) -> AdapterLibrary:
+    return AdapterLibrary(library.store, library.registry, open_source=sources.open)
+
+
+def lose(library: AdapterLibrary) -> None:
+    for path in all_files(library.store.root):
+        if path.startswith(("records", "blobs", "views")):
+            (library.store.root / path).unlink()
+
+
+def test_what_the_store_has_lost_comes_from_its_source_once(
+    fetching: AdapterLibrary, sources: Sources, tmp_path: Path
+) -> None:
+    cid = fetching.push(tmp_path / "a", "alice/sql@1.0.0", source="s3://b/a").cid
+    fetching.materialize(cid)
+    assert sources.opened == []
+    lose(fetching)
+    assert (fetching.materialize(cid) / WEIGHTS).read_bytes() == tiny_weights(1)
+    assert (fetching.materialize(cid) / WEIGHTS).exists() and sources.opened == ["s3://b/a"]
+    for blob in (fetching.store.root / "blobs").rglob("*"):
+        if blob.is_file():
+            damage(blob)
+    assert fetching.pull("alice/sql", tmp_path / "out").cid == cid
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == tiny_weights(1)
+
+
+def test_a_source_with_other_bytes_is_refused_by_both_ids_and_nothing_is_kept(
+    fetching: AdapterLibrary, sources: Sources, tmp_path: Path
+) -> None:
+    cid = fetching.push(tmp_path / "a", "alice/sql@1.0.0", source="s3://b/a").cid
+    lose(fetching)
+    other = ContentStore(tmp_path / "other").put_folder(write_tiny(tmp_path / "a", seed=2))
+    with pytest.raises(AdapterRefused, match="source_changed|other bytes") as refused:
+        fetching.materialize(cid)
+    assert refused.value.code == "source_changed"
+    assert all(text in str(refused.value) for text in (cid, other, "s3://b/a"))
+    assert fetching.store.cids() == []
+
+
+def test_the_next_source_is_asked_and_what_may_pass_is_told_as_such(
+    fetching: AdapterLibrary, sources: Sources, tmp_path: Path
+) -> None:
+    cid = fetching.push(tmp_path / "a", "alice/sql@1.0.0", source="s3://b/a").cid
+    fetching.push(tmp_path / "a", "bob/sql@1.0.0", source="hf:bob/sql")
+    lose(fetching)
+    sources.failures["hf:bob/sql"] = SourceFailed("The hub is away.")
+    fetching.materialize(cid)
+    assert sources.opened == ["hf:bob/sql", "s3://b/a"]
+    lose(fetching)
+    sources.failures["s3://b/a"] = SourceNotFound("The bucket is gone.")
+    with pytest.raises(SourceFailed, match="hub is away"):
+        fetching.materialize(cid)
+    sources.failures["hf:bob/sql"] = SourceNotFound("No such repository.")
+    with pytest.raises(AdapterNotFound, match="No such repository.*The bucket is gone"):
+        fetching.materialize(cid)
+
+
+def test_what_has_no_source_is_missing_as_before(
+    fetching: AdapterLibrary, library: AdapterLibrary, tmp_path: Path
+) -> None:
+    cid = library.push(tmp_path / "a", "alice/sql@1.0.0").cid
+    lose(library)
+    for each in (fetching, library):
+        with pytest.raises(AdapterNotFound, match=f"{cid} is in the store"):
+            each.materialize(cid)

@@ -14,8 +14,9 @@ OPTIONS = FetchOptions(data=None, max_adapter_bytes=1000, timeout_s=3, num_worke
 
 
 def test_a_folder_is_used_in_place() -> None:
-    with source_folder("some/folder", OPTIONS, ByteView()) as folder:
+    with source_folder("some/folder", OPTIONS, ByteView()) as (folder, name):
         assert folder == Path("some/folder")
+        assert name == str(Path.cwd() / "some" / "folder"), "it cannot be found from elsewhere"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from loramux.config import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.errors import DoesNotFit, UnsupportedModel
+from loramux.runner.runner import Runner
 from tests.engine_factory import make_engine
 from tests.model_factory import save_hf_folder, tiny_transformers_model
 
@@ -51,3 +52,11 @@ def test_a_start_says_that_kernels_are_prepared(tmp_path: Path) -> None:
         load_base(tmp_path, config), config, progress=lambda stage, _: seen.append(stage)
     ).close()
     assert "Preparing CPU kernels" in seen
+
+
+def test_an_engine_compiles_nothing_where_that_is_forbidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORAMUX_KERNELS", "cpu")
+    runner = make_engine(tiny_transformers_model("llama"), tmp_path).runner
+    assert isinstance(runner, Runner) and runner._compiled is None

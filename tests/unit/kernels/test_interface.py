@@ -26,6 +26,13 @@ def test_a_cpu_with_numba_gets_the_compiled_kernels_for_float32() -> None:
     assert kernels.name == "numba" and kernels.fused is not None
 
 
+def test_nothing_is_compiled_where_that_is_forbidden() -> None:
+    kernels = interface.select_kernels(
+        "cpu", reference=False, dtype=torch.float32, may_compile=False
+    )
+    assert (kernels.lora, kernels.attention, kernels.fused) == (lora_cpu, attention_cpu, None)
+
+
 def test_a_cpu_without_numba_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     for name in [name for name in sys.modules if name.endswith("_numba")]:

@@ -55,6 +55,9 @@ class LastUsePolicy:
     def worth(self, key: Hashable, *, cost_s: float, size: int) -> float:
         return worth_of(self.last_uses[key], cost_s, size)
 
+    def doubt(self, trust: float) -> float:
+        return 0.0
+
     def evicted(self, share: float) -> None: ...
 
     def forget(self, key: Hashable) -> None:

@@ -18,7 +18,7 @@ def grow(forest: PrefixForest, tree: PrefixTree, *blocks: tuple[int, ...]) -> li
     """A chain of nodes below the top; page 0 holds the first block."""
     nodes = [tree.top]
     for page_id, block in enumerate(blocks):
-        nodes.append(Node(("prefix", page_id), tree, nodes[-1], block, page_id))
+        nodes.append(Node(("prefix", page_id), tree, nodes[-1], block, page_id, page_id))
         forest.insert(nodes[-1])
     return nodes[1:]
 
@@ -66,7 +66,7 @@ def test_parents_come_before_children() -> None:
     forest = PrefixForest()
     tree = forest.plant(KEY)
     grow(forest, tree, (1,), (2,), (3,))
-    forest.insert(Node(("prefix", 9), tree, tree.top.children[(1,)], (7,), 9))
+    forest.insert(Node(("prefix", 9), tree, tree.top.children[(1,)], (7,), 9, 9))
     seen: set[Node] = {tree.top}
     for node in tree.nodes():
         assert node.parent in seen

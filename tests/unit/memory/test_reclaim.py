@@ -39,10 +39,18 @@ class Shelf:
         self.things[name] = Thing(name, page_ids, worth)
         return self.things[name]
 
-    def offer(self, name: str, *, worth: float, is_protected: bool = False) -> None:
+    def offer(
+        self, name: str, *, worth: float, is_protected: bool = False, is_doubted: bool = False
+    ) -> None:
         thing = self.things[name]
         thing.worth, thing.is_protected, thing.is_idle = worth, is_protected, True
-        self.reclaimer.offer(("adapter", name), self, worth=worth, is_protected=is_protected)
+        self.reclaimer.offer(
+            ("adapter", name),
+            self,
+            worth=worth,
+            is_protected=is_protected,
+            is_doubted=is_doubted,
+        )
 
     def withdraw(self, name: str) -> None:
         self.things[name].is_idle = False
@@ -188,12 +196,24 @@ def test_offers_that_come_and_go_leave_no_garbage() -> None:
     assert len(reclaimer._heap) < 100
 
 
+def test_doubt_counts_as_it_is_when_room_is_made_and_not_as_it_was_when_offered() -> None:
+    shelf, reclaimer = make_shelf(4)
+    for name, worth, is_doubted in (("a", 1.0, True), ("b", 2.0, True), ("c", 0.5, False)):
+        shelf.put(name, 1)
+        shelf.offer(name, worth=worth, is_doubted=is_doubted)
+    reclaimer.doubt = lambda: -1.0
+    assert reclaimer.make_room(2) and shelf.evicted == ["a"]
+    reclaimer.doubt = lambda: -0.1
+    assert reclaimer.make_room(3) and shelf.evicted == ["a", "c"]
+    assert reclaimer.make_room(4) and shelf.evicted == ["a", "c", "b"]
+
+
 def test_integrity_check_sees_an_offer_that_can_never_be_reached() -> None:
     shelf, reclaimer = make_shelf(1)
     shelf.put("a", 1)
     shelf.offer("a", worth=0.0)
     reclaimer._heap.clear()
-    with pytest.raises(AssertionError, match="not in the heap"):
+    with pytest.raises(AssertionError, match="in no heap"):
         reclaimer.check_integrity()
 
 
@@ -207,19 +227,29 @@ class ReclaimMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.shelf, self.reclaimer = make_shelf(12)
-        # name -> (is protected, worth, when offered)
+        # name -> (is protected, worth, when offered), and those whose worth is in doubt
         self.order: dict[str, tuple[bool, float, int]] = {}
+        self.doubted: set[str] = set()
         self.num_offers = 0
+
+    def rank(self, name: str) -> tuple[bool, float, int]:
+        is_protected, worth, tick = self.order[name]
+        return is_protected, worth + (name in self.doubted) * self.reclaimer.doubt(), tick
+
+    @rule(doubt=st.integers(-2, 0).map(float))
+    def change_doubt(self, doubt: float) -> None:
+        self.reclaimer.doubt = lambda: doubt
 
     @rule(name=names, num_pages=st.integers(1, 3))
     def put(self, name: str, num_pages: int) -> None:
         if name not in self.shelf.things and self.shelf.pages.num_free >= num_pages:
             self.shelf.put(name, num_pages)
 
-    @rule(name=names, worth=worths, is_protected=st.booleans())
-    def offer(self, name: str, worth: float, is_protected: bool) -> None:
+    @rule(name=names, worth=worths, is_protected=st.booleans(), is_doubted=st.booleans())
+    def offer(self, name: str, worth: float, is_protected: bool, is_doubted: bool) -> None:
         if name in self.shelf.things:
-            self.shelf.offer(name, worth=worth, is_protected=is_protected)
+            self.shelf.offer(name, worth=worth, is_protected=is_protected, is_doubted=is_doubted)
+            (self.doubted.add if is_doubted else self.doubted.discard)(name)
             self.num_offers += 1
             self.order[name] = (is_protected, worth, self.num_offers)
 
@@ -233,7 +263,7 @@ class ReclaimMachine(RuleBasedStateMachine):
     def make_room(self, num_pages: int, spare_protected: bool) -> None:
         free = self.shelf.pages.num_free
         expected = []
-        for name in sorted(self.order, key=self.order.__getitem__):
+        for name in sorted(self.order, key=self.rank):
             if free >= num_pages or (spare_protected and self.order[name][0]):
                 break
             expected.append(name)

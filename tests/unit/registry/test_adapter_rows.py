@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from sqlalchemy import Connection
@@ -94,6 +95,22 @@ def test_changes_are_told_from_a_number_on_oldest_first(connection: Connection) 
     assert adapter_rows.changed_since(connection, 0) == (3, [chat, SQL])
     assert adapter_rows.changed_since(connection, 2) == (3, [SQL])
     assert adapter_rows.changed_since(connection, 3) == (3, [])
+
+
+def test_sources_are_told_newest_first_each_once_and_of_live_versions_alone(
+    connection: Connection,
+) -> None:
+    adapter_id = add(connection, "1.0.0", seed="same")
+    row = adapter_rows.get_adapter(connection, SQL)
+    sources = {"1.1.0": "s3://b/old", "1.2.0": "hf:a/b", "1.3.0": "s3://b/old", "1.4.0": "/gone"}
+    for at, (version, source) in enumerate(sources.items()):
+        content = replace(make_content("same"), source=source)
+        adapter_rows.add_version(connection, row, version, content, now=float(at))
+    removed = adapter_rows.find_version(connection, adapter_id, "1.4.0")
+    assert removed is not None
+    adapter_rows.set_removed(connection, [removed.id], 5.0)
+    assert adapter_rows.sources_of(connection, make_cid("same")) == ["s3://b/old", "hf:a/b"]
+    assert adapter_rows.sources_of(connection, make_cid("other")) == []
 
 
 def test_one_content_may_have_many_names(connection: Connection) -> None:

@@ -86,3 +86,10 @@ def test_old_receipts_go_by_age_and_by_number(registry: Registry, clock: FakeClo
     assert registry.prune_receipts(max_count=5) == 3
     assert registry.prune_receipts(max_age_s=10.0, max_count=5) == 0
     assert ids(registry) == ["r-9", "r-8", "r-7", "r-6", "r-5"]
+
+
+def test_the_adapters_that_kept_receipts_name_are_known(registry: Registry) -> None:
+    registry.add_receipts([make_receipt(1), make_receipt(2), make_receipt(3, cid=None)])
+    assert registry.receipt_cids() == {make_cid(1)}
+    registry.prune_receipts(max_count=0)
+    assert registry.receipt_cids() == set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
 
 import pytest
@@ -183,3 +184,10 @@ def test_moves_without_a_condition_all_happen_in_some_order(
     assert [state.revision for state in history] == [4, 3, 2, 1]
     assert {state.targets for state in history} == {(Target(f"{n}.0.0"),) for n in range(4)}
     assert registry.verify() == ()
+
+
+def test_pushing_the_same_version_from_another_place_moves_its_source(registry: Registry) -> None:
+    content = make_content()
+    for source in ("s3://old/a", None, "s3://new/a", None):
+        registry.push("alice/sql@1.0.0", replace(content, source=source))
+    assert registry.sources_of(content.cid) == ["s3://new/a"]

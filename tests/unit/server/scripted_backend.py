@@ -168,6 +168,7 @@ class ScriptedBackend:
         self.probe_script: Callable[[float], dict[str, float]] = lambda _: {"generate_s": 0.1}
         self.jobs: list[Job] = []
         self.added: list[tuple[str, str]] = []
+        self.prewarmed: list[str] = []
         """(name, path) of every adapter that was to be added."""
         self.refusal: Exception | None = None
         """What add_adapter raises."""
@@ -202,7 +203,8 @@ class ScriptedBackend:
         if self.adapters.pop(name, None) is None:
             raise AdapterNotFound(f"The lora adapter '{name}' cannot be found.")
 
-    async def prewarm(self, names: Sequence[str], *, num_busiest: int = 0) -> None: ...
+    async def prewarm(self, names: Sequence[str], *, num_busiest: int = 0) -> None:
+        self.prewarmed += names
 
     async def pin_adapter(self, name: str, pinned: bool) -> None:
         cid = self.adapters[name].cid

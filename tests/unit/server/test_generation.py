@@ -163,3 +163,45 @@ def test_backend_may_hand_out_a_plain_iterator() -> None:
     answer = make_answer(make_jobs(b"a"))
     [choice], _ = run(collect(answer, run_jobs(backend, Metrics(backend), answer)))
     assert choice.text == "a"
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_job_runs_again_once_its_adapters_files_are_back(comes_back: bool) -> None:
+    asked: list[str] = []
+    tries: list[Job] = []
+
+    async def restore(name: str) -> bool:
+        asked.append(name)
+        return comes_back
+
+    async def missing_at_first(job: Job) -> AsyncIterator[Delta]:
+        tries.append(job)
+        if len(tries) == 1:
+            raise AdapterRefused("adapter_unavailable", "its folder is gone")
+        yield delta(job, 0, b"here", FinishReason.STOP)
+
+    backend = ScriptedBackend(missing_at_first)
+    jobs = [replace(job, adapter="legal") for job in make_jobs(b"a")]
+    answer = make_answer(jobs)
+    deltas = run_jobs(backend, Metrics(backend), answer, restore=restore)
+    if comes_back:
+        [choice], _ = run(collect(answer, deltas))
+        assert choice.text == "here"
+    else:
+        with pytest.raises(AdapterRefused, match="folder is gone"):
+            run(collect(answer, deltas))
+    assert asked == ["legal"] and len(tries) == 1 + comes_back
+
+
+def test_an_answer_that_has_begun_is_never_begun_again() -> None:
+    async def fails_later(job: Job) -> AsyncIterator[Delta]:
+        yield delta(job, 0, b"a")
+        raise AdapterRefused("adapter_unavailable", "lost")
+
+    async def restore(name: str) -> bool:
+        raise AssertionError(name)
+
+    backend = ScriptedBackend(fails_later)
+    answer = make_answer([replace(job, adapter="legal") for job in make_jobs(b"a")])
+    with pytest.raises(AdapterRefused, match="lost"):
+        run(collect(answer, run_jobs(backend, Metrics(backend), answer, restore=restore)))

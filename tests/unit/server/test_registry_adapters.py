@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from pathlib import Path
 
@@ -112,3 +113,31 @@ def test_the_list_is_bounded_and_shows_what_a_bare_name_means(registry_app: Make
     served = registry_app()
     cids = [served.push(f"acme/n{i}@1.0.0", i) for i in range(3)]
     assert [one.cid for one in served.adapters.list_current(limit=2)] == cids[:2]
+
+
+def test_lost_files_are_restored_once_for_all_who_ask_and_only_of_the_registrys(
+    registry_app: Make,
+) -> None:
+    served = registry_app()
+    cid = served.push("acme/sql@1.0.0", 1)
+    view = served.library.materialize(cid)
+    shutil.rmtree(view)
+
+    async def work() -> list[bool]:
+        return await asyncio.gather(*(served.adapters.restore(cid) for _ in range(5)))
+
+    assert run(work()) == [True] * 5
+    assert (view / "adapter_model.safetensors").exists()
+    assert not run(served.adapters.restore("given")), "its files are its owner's"
+
+
+def test_what_cannot_be_restored_is_told_to_all_who_ask(registry_app: Make) -> None:
+    served = registry_app()
+    cid = served.push("acme/sql@1.0.0", 1)
+    shutil.rmtree(served.folder / "store" / "records")
+
+    async def work() -> list[bool | BaseException]:
+        asks = [served.adapters.restore(cid) for _ in range(3)]
+        return await asyncio.gather(*asks, return_exceptions=True)
+
+    assert [type(one) for one in run(work())] == [AdapterNotFound] * 3

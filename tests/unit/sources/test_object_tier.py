@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -132,3 +133,20 @@ def test_a_truncated_or_wrong_object_is_never_loaded(
     with pytest.raises(LoramuxError):
         second.materialize(cid)
     assert not second.has(cid)
+
+
+def test_a_folder_is_listed_and_emptied_without_its_neighbours(
+    url: str, s3_config: SourceConfig, file: Path
+) -> None:
+    tier, neighbour = make_tier(url, s3_config), make_tier(f"{url}-too", s3_config)
+    for each in (tier, neighbour):
+        each.put(KEY, file)
+        each.put("records/b", file)
+    found = tier.objects()
+    assert {one.key for one in found} == {KEY, "records/b"}
+    assert {one.size_bytes for one in found} == {len(CONTENT)}
+    assert all(abs(one.modified_at - time.time()) < 3600 for one in found), "not seconds"
+    tier.delete([KEY, "records/b"])
+    tier.delete([KEY])
+    tier.delete([])
+    assert tier.objects() == [] and len(neighbour.objects()) == 2

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from loramux.errors import LoramuxError, SourceForbidden, SourceNotFound, SourceRefused
 from loramux.sources.config import HttpConfig, HubConfig, S3Config, SourceConfig
-from loramux.sources.parse import parse_bucket_url, parse_source
+from loramux.sources.parse import lasting_name, parse_bucket_url, parse_source
 from loramux.sources.source_id import SourceId, SourceKind
 
 CONFIG = SourceConfig(http=HttpConfig(allowed_hosts=("example.com", "*.cdn.org", "host:8080")))
@@ -218,3 +218,18 @@ def test_an_id_reads_back_from_its_text(
         source = parse_source(text, CONFIG)
         assert parse_source(str(source), CONFIG) == source
         assert source.folder == tuple(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["hf:owner/name@main:sub", "s3://bucket/a/b", "https://example.com/a%20b"]
+)
+def test_the_lasting_name_of_a_source_means_the_same_source(text: str, tmp_path: Path) -> None:
+    config = SourceConfig(http=HttpConfig(allowed_hosts=("example.com",)))
+    name = lasting_name(text, tmp_path, config)
+    assert parse_source(name, config) == parse_source(text, config)
+
+
+def test_the_lasting_name_of_a_folder_is_its_whole_path(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "a").mkdir()
+    assert lasting_name("link", tmp_path / "link", SourceConfig()) == str(tmp_path / "a")
