@@ -30,8 +30,7 @@ from loramux.adapters.catalog import KnownAdapter
 from loramux.adapters.image import AdapterImage
 from loramux.adapters.layout import AdapterLayout
 from loramux.config import SchedulerConfig
-from loramux.kernels.attention_items import Cut, cut_sequences
-from loramux.kernels.interface import SequenceRows
+from loramux.kernels.attention_items import Cut, StepRows, cut_sequences
 from loramux.memory.host_tier import HostTier
 from loramux.memory.loader import AdapterLoader
 from loramux.memory.pages import PageAllocator
@@ -179,15 +178,11 @@ class Host:
 
 def cut_items(plan: StepPlan) -> None:
     """The attention items of a step with prompts."""
-    sequences = []
-    row = 0
-    for chunk in plan.chunks:
-        length = len(chunk.token_ids)
-        sequences.append(SequenceRows(row, length, chunk.start, chunk.page_ids))
-        row += length
-    for cut, is_short in ((PROMPT_CUT, False), (DECODE_CUT, True)):
-        members = [(s.num_rows <= DECODE_CUT.rows) == is_short for s in sequences]
-        cut_sequences(sequences, members, cut)
+    chunks = plan.chunks
+    rows = StepRows.of_lengths([len(c.token_ids) for c in chunks], [c.start for c in chunks])
+    is_short = rows.lengths <= DECODE_CUT.rows
+    for cut, members in ((PROMPT_CUT, ~is_short), (DECODE_CUT, is_short)):
+        cut_sequences(rows, members, cut)
 
 
 @dataclass
