@@ -180,8 +180,9 @@ class BaseModelInfo:
     targets: tuple[TargetModule, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+# Every step makes hundreds of chunks. A struct is made ten times as fast as a frozen dataclass,
+# and none of these is ever part of a cycle.
+class SampleRow(msgspec.Struct, frozen=True, gc=False):
     """How to choose the token that follows a chunk."""
 
     params: SamplingParams
@@ -195,8 +196,7 @@ UNKNOWN_TOKEN = -1
 """The place of a token that a step still on the device will give."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """The rows that one sequence adds to a step."""
 
     sequence_id: int

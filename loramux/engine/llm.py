@@ -13,6 +13,7 @@ from tqdm.std import tqdm
 from loramux.backend import failure_of
 from loramux.config import EngineConfig
 from loramux.engine.build import build_engine, load_base
+from loramux.engine.garbage import FullCollections
 from loramux.engine.outputs import OutputCollector
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import InvalidRequest
@@ -131,12 +132,16 @@ class LLM:
         try:
             for collector in open_requests.values():
                 self.engine.add(collector.request)
-            with tqdm(
-                total=len(open_requests), disable=not show_progress, unit="request"
-            ) as progress:
+            with (
+                tqdm(
+                    total=len(open_requests), disable=not show_progress, unit="request"
+                ) as progress,
+                FullCollections() as garbage,
+            ):
                 while self.engine.has_work:
                     if num_done := self._step(open_requests):
                         progress.update(num_done)
+                    garbage.after_step()
         finally:
             # An error or Ctrl-C must not leave the rest running in the next call.
             for request_id in open_requests:

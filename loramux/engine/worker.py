@@ -17,6 +17,7 @@ from loramux.config import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.channel import EngineChannel
 from loramux.engine.engine import Engine
+from loramux.engine.garbage import FullCollections
 from loramux.engine.messages import (
     Abort,
     AdapterFacts,
@@ -64,6 +65,7 @@ class Worker:
     ) -> None:
         self._engine = engine
         self._usage = usage
+        self._garbage = FullCollections(owns_process=True)
         self._usage_saved_s = time.monotonic()
         self._snapshot_sent_s = 0.0
         # Whether the server knows how things stand; it must before the engine falls idle.
@@ -81,18 +83,23 @@ class Worker:
 
     def run(self) -> None:
         threading.Thread(target=self._listen, daemon=True, name="commands").start()
-        while self._is_open:
-            self._obey_all()
-            if self._engine.has_work:
-                self._pulse.begin_step()
-                events = self._engine.step()
-                self._num_steps += 1
-                self._pulse.end_step()
-                self._free_forgotten()
-                self._report(events)
+        with self._garbage:
+            while self._is_open:
+                self._obey_all()
+                if self._engine.has_work:
+                    self._step()
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._save_usage()
         self._engine.close()
+
+    def _step(self) -> None:
+        self._pulse.begin_step()
+        events = self._engine.step()
+        self._num_steps += 1
+        self._pulse.end_step()
+        self._free_forgotten()
+        self._report(events)
+        self._garbage.after_step()
 
     def _report(self, events: list[TokenEvent]) -> None:
         now = time.monotonic()
@@ -126,6 +133,8 @@ class Worker:
             is_idle = not self._engine.has_work
             if is_idle and not self._is_told:
                 self._tell([])
+            if is_idle and self._inbox.empty():
+                self._garbage.while_idle()
             try:
                 command = self._inbox.get(block=is_idle)
             except queue.Empty:

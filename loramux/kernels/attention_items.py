@@ -5,14 +5,19 @@ A block of rows of one sequence looks at a span of tokens; long spans are shared
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.kernels.interface import PagedLayout, SequenceRows
 
+Ints = NDArray[np.signedinteger[Any]]
+Flags = NDArray[np.bool_]
 ITEM_FIELDS = 8
 """sequence, first row, rows, first row's position, first token, end of tokens,
 items of these rows, first of them. An item without rows is padding."""
@@ -29,21 +34,70 @@ class Cut:
     window: int | None = None
 
 
-def cut_sequences(sequences: Sequence[SequenceRows], members: Sequence[bool], cut: Cut) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Which rows are whose, [sequences] int32 each; a sequence's rows follow each other."""
+
+    lengths: Ints
+    row_starts: Ints
+    positions: Ints
+    """Of each sequence's first row."""
+
+    @classmethod
+    def of_lengths(cls, lengths: Iterable[int], positions: Iterable[int]) -> StepRows:
+        """Of sequences whose rows follow each other as well."""
+        counts = np.fromiter(lengths, dtype=np.int32)
+        starts = np.cumsum(counts, dtype=np.int32) - counts
+        return cls(counts, starts, np.fromiter(positions, dtype=np.int32, count=len(counts)))
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceRows]) -> StepRows:
+        columns = [(s.num_rows, s.row_start, s.position_start) for s in sequences]
+        return cls(*np.array(columns, dtype=np.int32).reshape(-1, 3).T)
+
+
+def cut_sequences(rows: StepRows, members: Flags, cut: Cut) -> Tensor:
     """[items, ITEM_FIELDS] int32 on the CPU, of the sequences that are members.
 
-    A sequence's place among all of them is its row in the page table.
+    A sequence's place among all of them is its row in the page table. In numpy: the host does this
+    while the device waits, and calls of torch cost several times as much.
     """
-    blocks = [
-        (place, sequence.row_start + first, num_rows, sequence.position_start + first)
-        for place, sequence in enumerate(sequences)
-        if members[place]
-        for first in range(0, sequence.num_rows, cut.rows)
-        if (num_rows := min(cut.rows, sequence.num_rows - first))
-    ]
+    places = np.flatnonzero(members)
+    lengths = rows.lengths[places]
+    counts = -(-lengths // cut.rows)
+    owner = np.repeat(np.arange(len(places)), counts)
+    first = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * cut.rows
+    place = places[owner]
+    num_rows = np.minimum(cut.rows, lengths[owner] - first)
+    position = rows.positions[place] + first
+    end = position + num_rows
     # The longest first: a long item that starts last keeps one multiprocessor busy alone.
-    blocks.sort(key=lambda block: -block[2] - block[3])
-    return cut_blocks(torch.tensor(blocks, dtype=torch.int32, device="cpu").view(-1, 4), cut)
+    order = np.argsort(-end, kind="stable")
+    blocks = (place[order], rows.row_starts[place[order]] + first[order], num_rows[order])
+    return torch.from_numpy(_cut_spans(blocks, position[order], end[order], cut))
+
+
+def _cut_spans(blocks: tuple[Ints, Ints, Ints], position: Ints, end: Ints, cut: Cut) -> Ints:
+    """As cut_blocks; blocks are (sequence, first row, rows), none without rows."""
+    begin = np.zeros_like(end)
+    if cut.window is not None:
+        begin = np.minimum(np.maximum(position + 1 - cut.window, 0), end)
+        begin = begin // cut.tile_tokens * cut.tile_tokens
+    spans, tile = end - begin, cut.tile_tokens
+    share = -(-max(1, -(-int(spans.sum()) // cut.num_shares)) // tile) * tile
+    size = -(-spans // np.maximum(-(-spans // share), 1))
+    size = -(-np.maximum(size, 1) // tile) * tile
+    count = -(-spans // size)
+    first = np.cumsum(count) - count
+    block = np.repeat(np.arange(len(count)), count)
+    items = np.empty((len(block), ITEM_FIELDS), dtype=np.int32)
+    item_begin = begin[block] + (np.arange(len(block)) - first[block]) * size[block]
+    item_end = np.minimum(item_begin + size[block], end[block])
+    columns = (*blocks, position)
+    for place, column in enumerate((*(c[block] for c in columns), item_begin, item_end)):
+        items[:, place] = column
+    items[:, 6], items[:, 7] = count[block], first[block]
+    return items
 
 
 def cut_decodes(num_tokens: Tensor, cut: Cut) -> Tensor:

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from loramux.kernels import attention_items_triton
-from loramux.kernels.attention_items import Cut, cut_sequences
+from loramux.kernels.attention_items import Cut, StepRows, cut_sequences
 from loramux.kernels.attention_jit_triton import attend_items, write_rows
 from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows, kv_slots
 from loramux.kernels.launch_triton import num_multiprocessors, overlap_options
@@ -149,19 +149,16 @@ def most_items(num_rows: int, num_sequences: int, q: Tensor, layout: PagedLayout
     return [blocks + shares[0], min(num_sequences, num_rows) + shares[1]]
 
 
-def cut_steps(
-    sequences: Sequence[SequenceRows], window: int | None, q: Tensor, layout: PagedLayout
-) -> list[Tensor]:
+def cut_steps(rows: StepRows, window: int | None, q: Tensor, layout: PagedLayout) -> list[Tensor]:
     """[items, 8] int32 on the CPU: of sequences with many rows, and of those with few."""
     group = q.shape[1] // layout.num_kv_heads
     many, few = step_tiles(group, layout, q.dtype)
     limit = few.rows // group
-    found = []
-    for tiles, is_short in ((many, False), (few, True)):
-        members = [(s.num_rows <= limit) == is_short for s in sequences]
-        cut = _cut(tiles, layout, q.device, window, group)
-        found.append(cut_sequences(sequences, members, cut))
-    return found
+    is_short = rows.lengths <= limit
+    return [
+        cut_sequences(rows, members, _cut(tiles, layout, q.device, window, group))
+        for tiles, members in ((many, ~is_short), (few, is_short))
+    ]
 
 
 def refresh(plan: Plan, num_tokens: Tensor) -> None:
@@ -274,7 +271,7 @@ def step_tiles(group: int, layout: PagedLayout, dtype: torch.dtype) -> tuple[Til
 def _make_work(plan: Plan, q: Tensor, window: int | None) -> tuple[Work, ...]:
     layout = plan.layout
     tiles = step_tiles(q.shape[1] // layout.num_kv_heads, layout, q.dtype)
-    kinds = cut_steps(plan.sequences, window, q, layout)
+    kinds = cut_steps(StepRows.of(plan.sequences), window, q, layout)
     return tuple(
         _work(send(items, q.device), kind, layout, window)
         for items, kind in zip(kinds, tiles, strict=True)

@@ -162,6 +162,7 @@ class PrefixCache:
         if node.tree.is_dropped:
             for idle_node in idle:
                 self._free(idle_node)
+            node.tree.end_if_empty()
         elif node.is_idle_leaf:
             self._offer(node)
         else:
@@ -199,6 +200,7 @@ class PrefixCache:
             idle = [node for node in tree.nodes() if not node.num_users]
             for node in reversed(idle):
                 self._free(node)
+            tree.end_if_empty()
 
     def evict(self, key: Hashable) -> None:
         """For the reclaimer: frees an idle leaf; its parent may be the next."""

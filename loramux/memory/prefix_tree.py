@@ -50,6 +50,14 @@ class PrefixTree:
         """Nothing here may be matched any more; pages leave as their last user does."""
         self.offered: dict[Owner, Node] = {}
 
+    def end_if_empty(self) -> None:
+        """Out of reach: tree and top hold each other, and only a full collection would free them.
+
+        Nothing here is asked for any more once the last lease is gone.
+        """
+        if not self.top.children and not self.top.num_users:
+            del self.top
+
     def match(self, token_ids: Sequence[int], block_tokens: int) -> list[Node]:
         """The nodes of the longest cached prefix, in order."""
         path = []
@@ -144,6 +152,7 @@ class PrefixForest:
     def uproot_if_empty(self, tree: PrefixTree) -> None:
         if not tree.top.children and not tree.top.num_users:
             self.uproot(tree)
+            tree.end_if_empty()
 
     def insert(self, node: Node) -> None:
         assert node.parent is not None

@@ -95,6 +95,8 @@ class Reclaimer:
 
     def make_room(self, num_pages: int, *, spare_protected: bool = False) -> bool:
         """Evicts until num_pages are free; False: cannot, and nothing was evicted."""
+        if self._pages.num_free >= num_pages:
+            return True
         limit = self.num_unprotected if spare_protected else self.num_available
         if limit < num_pages:
             return False

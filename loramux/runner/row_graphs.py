@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loramux.kernels.interface import SequenceRows
+from loramux.kernels.attention_items import StepRows
 from loramux.lora.graph_work import GraphLora, LoraKind
 from loramux.memory.device import GraphMaker
 from loramux.runner.device_sampler import Draws
@@ -101,7 +101,7 @@ class RowGraphs:
         if num_rows > self._counts[-1] or len(chunks) > self._max_sequences:
             return None
         count = next(count for count in self._counts if count >= num_rows)
-        items = self._items(chunks)
+        items = self._items(chunks, lengths)
         most = self._num_items[count] * len(self._windows)
         if any(len(some) > limit for some, limit in zip(items, most, strict=True)):
             return None
@@ -121,18 +121,13 @@ class RowGraphs:
         )
         return found
 
-    def _items(self, chunks: Sequence[Chunk]) -> list[Tensor]:
-        sequences = []
-        row = 0
-        for chunk in chunks:
-            length = len(chunk.token_ids)
-            sequences.append(SequenceRows(row, length, chunk.start, chunk.page_ids))
-            row += length
+    def _items(self, chunks: Sequence[Chunk], lengths: Sequence[int]) -> list[Tensor]:
+        rows = StepRows.of_lengths(lengths, [chunk.start for chunk in chunks])
         return [
             items
             for window in self._windows
             for items in self._kernels.attention.cut_steps(
-                sequences, window, self._q, self._decoder.layout
+                rows, window, self._q, self._decoder.layout
             )
         ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -126,18 +126,36 @@ class Admission:
         self._unserved = set()
         if not self._is_fair:
             return
-        lanes = [lane for lane in self.waiting.lanes() if self._is_overdue(lane.head, now)]
-        if not lanes:
-            return
-        debtors = self._debtors(now)
         ready: list[Lane] = []
         loading: list[Lane] = []
-        for lane in lanes:
-            if debtors.owe(lane.standing) and (is_ready := self._is_ready(lane.head)) is not None:
+        for lane in self._owed_lanes(now):
+            if (is_ready := self._is_ready(lane.head)) is not None:
                 (ready if is_ready else loading).append(lane)
-        self._serve_in_order(
-            Candidates(ready, self.waiting.rank), Candidates(loading, self.waiting.rank), now
-        )
+        if ready or loading:
+            self._serve_in_order(
+                Candidates(ready, self.waiting.rank), Candidates(loading, self.waiting.rank), now
+            )
+
+    def _owed_lanes(self, now: float) -> Iterator[Lane]:
+        """Those whose heads have waited for max_wait_s and are owed a place."""
+        if len(self.waiting) == 0 or len(self._batch) == 0:
+            return
+        running = list(self._batch)
+        everybody = (len(running), len(self.waiting))
+        standing = running[0].standing
+        if (standing.adapter.num_running, standing.adapter.num_waiting) == everybody:
+            return
+        if (standing.tenant.num_running, standing.tenant.num_waiting) == everybody:
+            # Of the only tenant, adapters with a place to give can owe one. While the lanes are
+            # looked at, nobody gets a place. Among a thousand adapters, few have any to give.
+            running = [s for s in running if s.standing.adapter.has_to_give]
+            if not running:
+                return
+        debtors = self._debtors(running, now)
+        lanes = [lane for lane in self.waiting.lanes() if self._is_overdue(lane.head, now)]
+        for lane in lanes:
+            if debtors.owe(lane.standing):
+                yield lane
 
     def admitted(self, now: float) -> Iterator[Sequence]:
         """Fills free places, one for each turn; the caller plans each at once."""
@@ -257,10 +275,11 @@ class Admission:
     def _serve_in_order(self, ready: Candidates, loading: Candidates, now: float) -> None:
         """Those who are loading are looked at until pages are kept for one of them."""
         before: list[Sequence] = []
-        num_preemptions, debtors = self.num_preemptions, self._debtors(now)
+        num_preemptions, debtors = self.num_preemptions, self._debtors(self._batch, now)
         while True:
             if num_preemptions != self.num_preemptions:
-                num_preemptions, debtors = self.num_preemptions, self._debtors(now)
+                num_preemptions = self.num_preemptions
+                debtors = self._debtors(self._batch, now)
             is_loading = self._holder is None and loading.comes_before(ready)
             lane = loading.pop() if is_loading else ready.pop()
             if lane is None:
@@ -331,5 +350,5 @@ class Admission:
         standing, min_s = sequence.standing, self._max_wait_s
         return [other for other in self._batch if other.tenure(now, min_s).yields_to(standing)]
 
-    def _debtors(self, now: float) -> Debtors:
-        return Debtors(sequence.tenure(now, self._max_wait_s) for sequence in self._batch)
+    def _debtors(self, running: Iterable[Sequence], now: float) -> Debtors:
+        return Debtors(sequence.tenure(now, self._max_wait_s) for sequence in running)

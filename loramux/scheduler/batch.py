@@ -113,7 +113,14 @@ class Batch:
 
     def uses(self, cids: Iterable[str]) -> bool:
         """Whether all of them run already."""
-        return all(cid in self._users for cid in cids)
+        return self.lacking(cids) is None
+
+    def lacking(self, cids: Iterable[str]) -> str | None:
+        """The first of them that does not run."""
+        for cid in cids:
+            if cid not in self._users:
+                return cid
+        return None
 
     def has_place_for_adapters(self, cids: Iterable[str], *, without: Iterable[str] = ()) -> bool:
         """Within max_loras; `without`: adapters that would no longer be used."""

@@ -10,18 +10,37 @@ def token_event(
     sequence: Sequence, token_id: int, reason: FinishReason | None, result: StepResult
 ) -> TokenEvent:
     """The token is already among the sequence's output."""
-    is_first = len(sequence.output_token_ids) == 1
+    stop_token_id = token_id if reason is FinishReason.STOP else None
+    logprob = result.logprobs.get(sequence.sequence_id)
+    if len(sequence.output_token_ids) > 1:
+        return TokenEvent(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_id=token_id,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            logprob=logprob,
+        )
     return TokenEvent(
         request_id=sequence.request.request_id,
         index=sequence.index,
         token_id=token_id,
         finish_reason=reason,
-        stop_token_id=token_id if reason is FinishReason.STOP else None,
-        logprob=result.logprobs.get(sequence.sequence_id),
-        prompt_logprobs=(sequence.prompt_logprobs or None) if is_first else None,
-        num_reused=sequence.num_reused_tokens if is_first else 0,
-        started_s=sequence.first_started_s if is_first else None,
+        stop_token_id=stop_token_id,
+        logprob=logprob,
+        prompt_logprobs=sequence.prompt_logprobs or None,
+        num_reused=sequence.num_reused_tokens,
+        started_s=sequence.first_started_s,
     )
+
+
+def finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
+    """`token_id` is the newest token."""
+    request, params = sequence.request, sequence.request.params
+    is_eos = token_id in request.eos_token_ids and not params.ignore_eos
+    if is_eos or token_id in params.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if sequence.is_full else None
 
 
 def length_event(sequence: Sequence) -> TokenEvent:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+from loramux.errors import InvalidRequest
 from loramux.types import Request
 
 PROMPT_TOKEN_COST = 1.0
@@ -29,14 +31,17 @@ class Account:
     num_kept: int = 0
     """Places of it that nobody takes."""
 
+    @property
+    def has_to_give(self) -> bool:
+        """Whether anybody might take a place from it, as things stand."""
+        return self.num_running > self.num_kept and self.num_running + self.num_waiting > 1
+
     def may_take_from(self, other: Account, limit: float) -> bool:
         """It has had less than the limit, and has no place, or fewer than half of the other's.
 
         Who has but one request open, or few places, is not taken from.
         """
-        if self.counter >= limit or other.num_running + other.num_waiting < 2:
-            return False
-        if other.num_running <= other.num_kept:
+        if self.counter >= limit or not other.has_to_give:
             return False
         mine = (self.num_running + 1) / self.weight
         return self.num_running == 0 or 2 * mine <= (other.num_running - 1) / other.weight
@@ -60,7 +65,7 @@ class Ledger:
                 self._remembered.pop(key, 0.0), num_kept=self._num_kept
             )
         if account.num_waiting == 0:
-            others = (other.counter for other in self._open.values() if other is not account)
+            others = [other.counter for other in self._open.values() if other is not account]
             account.counter = max(account.counter, min(others, default=self._last_counter))
         account.weight = weight
         account.num_waiting += 1
@@ -73,7 +78,7 @@ class Ledger:
             return False
         del self._open[key]
         self._last_counter = account.counter
-        least = min((other.counter for other in self._open.values()), default=account.counter)
+        least = min([other.counter for other in self._open.values()], default=account.counter)
         if account.counter > least:
             self._remembered[key] = account.counter
             if len(self._remembered) > MAX_REMEMBERED:
@@ -96,8 +101,9 @@ class Standing:
     adapter: Account
 
     def charge(self, cost: float) -> None:
-        for account in (self.tenant, self.adapter):
-            account.counter += cost / account.weight
+        tenant, adapter = self.tenant, self.adapter
+        tenant.counter += cost / tenant.weight
+        adapter.counter += cost / adapter.weight
 
     def start(self) -> None:
         self._count(waiting=-1, running=1)
@@ -195,3 +201,14 @@ def _is_owed(account: Account, others: list[tuple[float, Account]]) -> bool:
         if other is not account and account.may_take_from(other, limit):
             return True
     return False
+
+
+def check_shares(request: Request) -> None:
+    numbers = {
+        "tenant_weight": request.tenant_weight,
+        "adapter_weight": request.adapter_weight,
+        "timeout_s": 1.0 if request.timeout_s is None else request.timeout_s,
+    }
+    for name, value in numbers.items():
+        if not 0 < value < math.inf:
+            raise InvalidRequest(f"{name} must be over 0 and finite, got {value}.", param=name)

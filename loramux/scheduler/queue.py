@@ -6,12 +6,16 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from operator import attrgetter
 
 from loramux.scheduler.fairness import Standing
 from loramux.scheduler.sequence import Sequence
 from loramux.types import Selection
 
 Rank = tuple[float, ...]
+_arrival = attrgetter("sequence_id")
+_adapter_counter = attrgetter("standing.adapter.counter")
+_tenant_counter = attrgetter("standing.tenant.counter")
 
 
 def fair_rank(sequence: Sequence) -> Rank:
@@ -56,6 +60,7 @@ class Lane:
 
 class WaitingQueue:
     def __init__(self, *, is_fair: bool) -> None:
+        self._is_fair = is_fair
         self.rank: Callable[[Sequence], Rank] = fair_rank if is_fair else arrival_rank
         self._lanes: dict[tuple[str, Selection], Lane] = {}
         self._num_sequences = 0
@@ -68,6 +73,14 @@ class WaitingQueue:
 
     def lanes(self) -> Iterable[Lane]:
         return self._lanes.values()
+
+    def in_order(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """By rank. Stable sorts of plain numbers: much faster than one by ranks."""
+        order = sorted(sequences, key=_arrival)
+        if self._is_fair:
+            order.sort(key=_adapter_counter)
+            order.sort(key=_tenant_counter)
+        return order
 
     def add(self, sequence: Sequence) -> None:
         self._lanes.setdefault(_key(sequence), Lane()).add(sequence)
@@ -119,10 +132,6 @@ class Candidates:
     def push(self, lane: Lane) -> None:
         if lane:
             heapq.heappush(self._heap, (self._rank(lane.head), lane))
-
-
-def _arrival(sequence: Sequence) -> int:
-    return sequence.sequence_id
 
 
 def _key(sequence: Sequence) -> tuple[str, Selection]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 
 from loramux.scheduler.batch import Batch
@@ -24,20 +25,24 @@ class RunningLanes:
         # Those that lack an adapter, by the first that they lack.
         self._lacking: dict[str, list[Lane]] = {}
         for lane in lanes:
-            tenant, counter = lane.standing.tenant, lane.standing.adapter.counter
-            self._least[tenant] = min(counter, self._least.get(tenant, counter))
+            standing = lane.standing
+            tenant, counter = standing.tenant, standing.adapter.counter
+            if counter < self._least.get(tenant, math.inf):
+                self._least[tenant] = counter
             self.add(lane)
 
     def add(self, lane: Lane) -> None:
         """A lane that is new here, or was popped and still has somebody who waits."""
         if not lane:
             return
-        missing = next((cid for cid in lane.head.cids if not self._batch.uses((cid,))), None)
+        missing = self._batch.lacking(lane.head.cids)
         if missing is not None:
             self._lacking.setdefault(missing, []).append(lane)
             return
         tenant = lane.standing.tenant
-        self._by_tenant.setdefault(tenant, Candidates((), fair_rank)).push(lane)
+        if tenant not in self._by_tenant:
+            self._by_tenant[tenant] = Candidates((), fair_rank)
+        self._by_tenant[tenant].push(lane)
         if tenant not in self._listed:
             self._listed.add(tenant)
             heapq.heappush(self._tenants, (tenant.counter, lane.head.sequence_id, tenant))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
@@ -14,13 +13,18 @@ from loramux.memory.pages import Owner, PageAllocator
 from loramux.memory.prefix import PrefixLease
 from loramux.scheduler.admission import Admission
 from loramux.scheduler.batch import AdapterGate, Batch, PageRoom, PrefixGate
-from loramux.scheduler.events import error_event, length_event, timeout_event, token_event
-from loramux.scheduler.fairness import OUTPUT_TOKEN_COST, FairShares
+from loramux.scheduler.events import (
+    error_event,
+    finish_reason,
+    length_event,
+    timeout_event,
+    token_event,
+)
+from loramux.scheduler.fairness import OUTPUT_TOKEN_COST, FairShares, check_shares
 from loramux.scheduler.sequence import Sequence
 from loramux.types import (
     UNKNOWN_TOKEN,
     Chunk,
-    FinishReason,
     Request,
     StepPlan,
     StepResult,
@@ -133,7 +137,7 @@ class Scheduler:
         """Queues a request, or raises when it could never run here."""
         if request.request_id in self._by_request:
             raise InvalidRequest(f"Request id {request.request_id!r} is in use.")
-        _check_shares(request)
+        check_shares(request)
         max_length = self._max_length(request)
         self._want(request)
         choices = self._by_request[request.request_id] = {}
@@ -167,10 +171,9 @@ class Scheduler:
         """None: nothing can be computed now; what remains waits for its adapters."""
         self._expire(now)
         self._admission.begin_step(now)
-        order = sorted(self._batch, key=self._waiting.rank)
-        step = _Step(now, self.config.max_batch_tokens, order)
-        # A stable sort: tokens before prompts, each of them in order.
-        for sequence in sorted(order, key=lambda sequence: not sequence.is_decoding):
+        step = _Step(now, self.config.max_batch_tokens, self._waiting.in_order(self._batch))
+        # Tokens before prompts, each of them in order.
+        for sequence in self._plan_decodes(step):
             self._plan(sequence, step)
         if step.budget > 0:
             for sequence in self._admission.admitted(now):
@@ -202,10 +205,11 @@ class Scheduler:
             if sequence is None:
                 continue
             num_prompt = len(sequence.prompt_token_ids)
-            sequence.prompt_logprobs += result.prompt_logprobs.get(chunk.sequence_id, [])
-            ends_prompt = chunk.start < num_prompt <= chunk.start + len(chunk.token_ids)
-            if ends_prompt and sequence in self._batch:
-                self._batch.share(sequence)
+            if chunk.start < num_prompt:
+                sequence.prompt_logprobs += result.prompt_logprobs.get(chunk.sequence_id, [])
+                ends_prompt = num_prompt <= chunk.start + len(chunk.token_ids)
+                if ends_prompt and sequence in self._batch:
+                    self._batch.share(sequence)
             if chunk.sample is not None:
                 self._accept(sequence, result)
             elif sequence.num_uncomputed == 0:
@@ -308,6 +312,24 @@ class Scheduler:
             if sequence is not None:
                 self._end(sequence, timeout_event(sequence))
 
+    def _plan_decodes(self, step: _Step) -> list[Sequence]:
+        """As _plan, for all who are decoding: one token each, no prompt to charge; the others."""
+        batch, block_tokens = self._batch, self.config.block_tokens
+        others = []
+        for sequence in step.order:
+            if not sequence.is_decoding:
+                others.append(sequence)
+                continue
+            if sequence.is_full and sequence.has_unknown or sequence not in batch:
+                continue
+            num_tokens = sequence.num_computed + 1
+            has_page = num_tokens <= len(sequence.page_ids) * block_tokens
+            if step.budget and (has_page or self._reserve(sequence, num_tokens, step)):
+                step.planned.add(sequence.sequence_id)
+                step.chunks.append(sequence.decode_chunk())
+                step.budget -= 1
+        return others
+
     def _plan(self, sequence: Sequence, step: _Step) -> None:
         """Adds the sequence's chunk, unless there is no budget or it had to give way."""
         num_tokens = min(sequence.num_uncomputed, step.budget)
@@ -346,7 +368,7 @@ class Scheduler:
         token_id = result.token_ids[sequence.sequence_id]
         sequence.output_token_ids[-1] = token_id
         sequence.standing.charge(OUTPUT_TOKEN_COST)
-        reason = _finish_reason(sequence, token_id)
+        reason = finish_reason(sequence, token_id)
         event = token_event(sequence, token_id, reason, result)
         if reason is None:
             self._events.append(event)
@@ -374,23 +396,3 @@ class Scheduler:
         del choices[sequence.index]
         if not choices:
             del self._by_request[sequence.request.request_id]
-
-
-def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
-    """`token_id` is the newest token."""
-    request, params = sequence.request, sequence.request.params
-    is_eos = token_id in request.eos_token_ids and not params.ignore_eos
-    if is_eos or token_id in params.stop_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if sequence.is_full else None
-
-
-def _check_shares(request: Request) -> None:
-    numbers = {
-        "tenant_weight": request.tenant_weight,
-        "adapter_weight": request.adapter_weight,
-        "timeout_s": 1.0 if request.timeout_s is None else request.timeout_s,
-    }
-    for name, value in numbers.items():
-        if not 0 < value < math.inf:
-            raise InvalidRequest(f"{name} must be over 0 and finite, got {value}.", param=name)

@@ -29,7 +29,9 @@ class Sequence:
         self.sequence_id = sequence_id
         self.request = request
         self.index = index
-        self.max_length = max_length
+        self._max_outputs = min(
+            request.params.max_tokens, max_length - len(request.prompt_token_ids)
+        )
         self.standing = standing
         self.cids = tuple(cid for cid, _ in request.selection)
         self.owner: Owner = ("kv", sequence_id)
@@ -56,6 +58,12 @@ class Sequence:
         self.num_spare_refused: int | None = None
         """Pages that seemed to be left over when it was refused all the same."""
         self.first_started_s: float | None = None
+        self._sample_row = SampleRow(
+            params=request.params,
+            seed=self.seed,
+            prompt_token_ids=self.prompt_token_ids,
+            output_token_ids=self.output_token_ids,
+        )
         self._num_starts = 0
         self._num_charged = 0
 
@@ -79,8 +87,7 @@ class Sequence:
     @property
     def is_full(self) -> bool:
         """No token may follow the newest one."""
-        num_outputs = len(self.output_token_ids)
-        return self.num_tokens >= self.max_length or num_outputs >= self.request.params.max_tokens
+        return len(self.output_token_ids) >= self._max_outputs
 
     @property
     def num_shared_pages(self) -> int:
@@ -88,7 +95,9 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        return self.num_uncomputed == 1 and bool(self.output_token_ids)
+        outputs = self.output_token_ids
+        num_tokens = len(self.prompt_token_ids) + len(outputs)
+        return num_tokens == self.num_computed + 1 and bool(outputs)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -111,14 +120,7 @@ class Sequence:
         """The next num_tokens uncomputed tokens, with a sample row if they are the last."""
         start, stop = self.num_computed, self.num_computed + num_tokens
         completes = stop == self.num_tokens
-        sample = None
-        if completes and self.request.params.max_tokens > 0:
-            sample = SampleRow(
-                params=self.request.params,
-                seed=self.seed,
-                prompt_token_ids=self.prompt_token_ids,
-                output_token_ids=self.output_token_ids,
-            )
+        is_sampled = completes and self.request.params.max_tokens > 0
         wants_logprobs = self.wants_prompt_logprobs
         return Chunk(
             sequence_id=self.sequence_id,
@@ -126,11 +128,22 @@ class Sequence:
             start=start,
             page_ids=self.page_ids,
             selection=self.request.selection,
-            sample=sample,
+            sample=self._sample_row if is_sampled else None,
             prompt_logprobs=self.request.params.prompt_logprobs if wants_logprobs else None,
             next_prompt_token_ids=self.prompt_token_ids[start + 1 : stop + 1]
             if wants_logprobs
             else (),
+        )
+
+    def decode_chunk(self) -> Chunk:
+        """As chunk(1), of a sequence that is decoding."""
+        return Chunk(
+            self.sequence_id,
+            self.output_token_ids[-1:],
+            self.num_computed,
+            self.page_ids,
+            self.request.selection,
+            self._sample_row,
         )
 
     def tenure(self, now: float, min_s: float) -> Tenure:

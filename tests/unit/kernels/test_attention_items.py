@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.kernels import attention_items
-from loramux.kernels.attention_items import Cut
+from loramux.kernels.attention_items import Cut, StepRows
 from loramux.kernels.interface import PagedLayout, SequenceRows
 
 LAYOUT = PagedLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_tokens=4)
@@ -18,6 +19,50 @@ def covered_tokens(items: torch.Tensor, sequence: int, row: int) -> list[int]:
     own = [item for item in items.tolist() if item[2] and item[0] == sequence]
     own = [item for item in own if item[1] <= row < item[1] + item[2]]
     return sorted(token for item in own for token in range(item[4], item[5]))
+
+
+def cut_all(sequences: list[SequenceRows], members: list[bool], cut: Cut) -> torch.Tensor:
+    return attention_items.cut_sequences(StepRows.of(sequences), np.array(members), cut)
+
+
+def cut_one_by_one(sequences: list[SequenceRows], members: list[bool], cut: Cut) -> torch.Tensor:
+    """Block by block, and then in torch."""
+    blocks = [
+        (place, sequence.row_start + first, num_rows, sequence.position_start + first)
+        for place, sequence in enumerate(sequences)
+        if members[place]
+        for first in range(0, sequence.num_rows, cut.rows)
+        if (num_rows := min(cut.rows, sequence.num_rows - first))
+    ]
+    blocks.sort(key=lambda block: -block[2] - block[3])
+    return attention_items.cut_blocks(torch.tensor(blocks, dtype=torch.int32).view(-1, 4), cut)
+
+
+@settings(max_examples=200)
+@given(
+    mix=st.lists(
+        st.tuples(st.integers(0, 900), st.integers(1, 300), st.booleans()), min_size=1, max_size=30
+    ),
+    rows=st.sampled_from([1, 4, 32]),
+    tile=st.sampled_from([4, 64]),
+    shares=st.integers(1, 120),
+    window=st.one_of(st.none(), st.integers(1, 400)),
+)
+def test_items_are_those_of_cutting_block_by_block(
+    mix: list[tuple[int, int, bool]], rows: int, tile: int, shares: int, window: int | None
+) -> None:
+    sequences, row = [], 0
+    for start, count, _ in mix:
+        sequences.append(SequenceRows(row, count, start, []))
+        row += count
+    members = [is_member for _, _, is_member in mix]
+    cut = Cut(rows, tile, shares, window)
+    items = cut_all(sequences, members, cut)
+    assert items.dtype == torch.int32
+    assert torch.equal(items, cut_one_by_one(sequences, members, cut))
+    lengths, starts = [count for _, count, _ in mix], [start for start, _, _ in mix]
+    same = StepRows.of_lengths(lengths, starts)
+    assert torch.equal(attention_items.cut_sequences(same, np.array(members), cut), items)
 
 
 @settings(max_examples=60)
@@ -36,7 +81,7 @@ def test_each_row_meets_all_it_may_see_once(
         sequences.append(SequenceRows(row, count, start, []))
         row += count
     cut = Cut(rows, tile, shares, window)
-    items = attention_items.cut_sequences(sequences, [True] * len(mix), cut)
+    items = cut_all(sequences, [True] * len(mix), cut)
     assert all(item[4] % tile == 0 for item in items.tolist())
     for place, sequence in enumerate(sequences):
         for i in range(sequence.num_rows):
@@ -58,7 +103,7 @@ def test_items_of_the_same_rows_stand_together_and_know_each_other() -> None:
 
 def test_only_members_are_cut() -> None:
     sequences = [SequenceRows(0, 1, 5, []), SequenceRows(1, 9, 0, [])]
-    items = attention_items.cut_sequences(sequences, [False, True], Cut(16, 16, 8))
+    items = cut_all(sequences, [False, True], Cut(16, 16, 8))
     assert items[:, 0].tolist() == [1]
 
 

@@ -181,7 +181,7 @@ def test_a_step_without_memory_is_computed_in_parts_and_says_so_when_none_is_sma
     chunk = Chunk(
         3, prompt, 0, [0], (), sample=row(), prompt_logprobs=0, next_prompt_token_ids=prompt[1:]
     )
-    plan = StepPlan((chunk, replace(chunk, sequence_id=4, page_ids=[1])))
+    plan = StepPlan((chunk, msgspec.structs.replace(chunk, sequence_id=4, page_ids=[1])))
     expected = runner.run(plan)
     kernels = runner._kernels
     runner._kernels = replace(kernels, attention=ScarceMemory(kernels.attention, max_rows=5))
@@ -190,7 +190,7 @@ def test_a_step_without_memory_is_computed_in_parts_and_says_so_when_none_is_sma
     assert len(result.prompt_logprobs[3]) == 8
     assert runner._max_rows <= 5
     # Both halves need a token of the step before, which the first half's would replace.
-    first = StepPlan(tuple(replace(c, prompt_logprobs=None) for c in plan.chunks))
+    first = StepPlan(tuple(msgspec.structs.replace(c, prompt_logprobs=None) for c in plan.chunks))
     tokens = runner.launch(first).land().token_ids
     later = [decode(c.sequence_id, UNKNOWN_TOKEN, 9, [*c.page_ids], ()) for c in plan.chunks]
     known = [decode(c.sequence_id, tokens[c.sequence_id], 9, [*c.page_ids], ()) for c in later]

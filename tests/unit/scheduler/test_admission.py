@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from loramux.types import FinishReason, TokenEvent
@@ -308,3 +310,35 @@ def test_the_last_sequence_waits_for_a_load_instead_of_giving_up() -> None:
     assert world.scheduler.num_preemptions == 0
     assert sum(e.request_id == "a" for e in events) == 8
     assert sum(e.request_id == "b" for e in events) == 2
+
+
+@pytest.mark.parametrize("tenants", ["a", "ab"])
+@pytest.mark.parametrize("num_adapters", [1, 4, 30])
+def test_those_who_are_owed_a_place_are_found_as_by_asking_each_that_runs(
+    tenants: str, num_adapters: int
+) -> None:
+    """Catches a short cut that leaves out somebody who has a place to give."""
+    source = random.Random(num_adapters)
+    world = World(
+        num_pages=4000, max_sequences=70, max_batch_tokens=200, max_wait_s=0.25, check_every=20
+    )
+    num_owed = 0
+    for number in range(90):
+        world.add(f"first {number}", 3, cid="x0", tenant="a", max_tokens=60)
+    for step in range(60):
+        for number in range(source.choice([0, 4, 12])):
+            cid = f"x{int(num_adapters * source.random() ** 3)}"
+            name, tenant = f"{step}-{number}", source.choice(tenants)
+            world.add(name, 3, cid=cid, tenant=tenant, max_tokens=source.randrange(1, 30))
+        admission = world.scheduler._admission
+        tenures = [s.tenure(world.now, 0.25) for s in world.scheduler._batch]
+        expected = {
+            lane
+            for lane in admission.waiting.lanes()
+            if world.now - lane.head.queued_s >= 0.25
+            and any(tenure.yields_to(lane.standing) for tenure in tenures)
+        }
+        assert set(admission._owed_lanes(world.now)) == expected
+        num_owed += len(expected)
+        world.step()
+    assert num_owed > 0 or num_adapters == 1

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from loramux.scheduler.fairness import FairShares
 from loramux.scheduler.queue import Candidates, WaitingQueue
 from loramux.scheduler.sequence import Sequence
@@ -105,3 +109,16 @@ def test_two_passes_can_be_walked_as_one() -> None:
     while (lane := (odd if odd.comes_before(even) else even).pop()) is not None:
         seen.append(lane.head.sequence_id)
     assert seen == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("is_fair", [True, False])
+def test_sequences_are_put_in_order_of_their_ranks(is_fair: bool) -> None:
+    """Catches stable sorts in the wrong sequence, and equal counters that forget who came first."""
+    source = random.Random(3)
+    make = Maker()
+    queue = WaitingQueue(is_fair=is_fair)
+    sequences = [make(source.choice("abc"), source.choice("xyz")) for _ in range(60)]
+    for sequence in sequences:
+        sequence.standing.charge(source.choice([0.0, 1.0, 2.0]))
+    source.shuffle(sequences)
+    assert queue.in_order(sequences) == sorted(sequences, key=queue.rank)

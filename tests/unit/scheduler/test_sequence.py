@@ -104,3 +104,13 @@ def test_a_token_in_flight_counts_as_one_that_nobody_has_seen() -> None:
     assert (sequence.num_tokens, sequence.num_known_outputs) == (6, 1)
     # What comes from the cache ends before it.
     assert sequence.reusable_token_ids() == [1, 2, 3, 4, 8]
+
+
+def test_the_chunk_of_a_decode_is_that_of_one_token() -> None:
+    """Catches a short cut that plans something else: another position, or no sample."""
+    sequence = make_sequence()
+    sequence.output_token_ids += [8, UNKNOWN_TOKEN]
+    sequence.num_computed, sequence.page_ids = 5, [3, 4]
+    assert sequence.is_decoding
+    assert sequence.decode_chunk() == sequence.chunk(1)
+    assert sequence.decode_chunk().page_ids is sequence.page_ids
