@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("numba", reason="no numba on this machine")
 
 from loramux.kernels import gemm_numba
-from loramux.kernels.gemm_numba import SHAPE, WIDTH, TileShape
+from loramux.kernels.tile_numba import SHAPE, WIDTH
 
 DEPTH = SHAPE.max_depth
 
@@ -89,23 +89,3 @@ def test_rows_with_gaps_between_them_are_read_right() -> None:
     matrix = gemm_numba.pack(weight[:, :16].contiguous(), None)
     expected = gemm_numba.multiply(x[:, 8:24].contiguous(), matrix)
     assert torch.equal(gemm_numba.multiply(x[:, 8:24], matrix), expected)
-
-
-@pytest.mark.parametrize(
-    ("machine", "features", "expected"),
-    [
-        ("aarch64", {}, (4, 32)),
-        ("x86_64", {"avx512f": True, "avx2": True, "fma": True}, (16, 32)),
-        ("x86_64", {"avx2": True, "fma": True}, (8, 16)),
-        ("x86_64", {"avx2": True}, (4, 16)),
-        ("riscv64", {}, (4, 16)),
-    ],
-)
-def test_a_tile_fits_the_registers_of_its_machine(
-    machine: str, features: dict[str, bool], expected: tuple[int, int]
-) -> None:
-    lanes, num_registers = expected
-    shape: TileShape = gemm_numba.tile_shape(machine, features)
-    assert shape.lanes == lanes
-    assert shape.rows * shape.vectors + shape.vectors < num_registers
-    assert shape.is_fused == (machine == "aarch64" or features.get("fma", False))
