@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.kernels import attention_cpu
-from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows, kv_slots
+from loramux.kernels.interface import (
+    AttendArgs,
+    PagedLayout,
+    Rows,
+    SequenceRows,
+    empty_rows,
+    kv_slots,
+)
 from loramux.kernels.math_numba import OPTIONS, exp
 
 # A chunk of several rows that sees more tokens than this is cheaper as products of matrices.
@@ -65,13 +72,18 @@ def write_kv(storage: Tensor, plan: Plan, layer: int, k: Tensor, v: Tensor) -> N
 
 def attend(storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> Tensor:
     """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
+    out = empty_rows(q.shape[0], q.shape[1] * q.shape[2])
+    attend_into(out, storage, plan, q, args)
+    return out.tensor
+
+
+def attend_into(out: Rows, storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> None:
     num_rows, num_heads, head_dim = q.shape
     layout = plan.layout
-    out = torch.empty(num_rows, num_heads * head_dim)
     if plan.shared is not None:
-        attention_cpu.attend_into(out, storage, plan.shared, q, args)
+        attention_cpu.attend_into(out.tensor, storage, plan.shared, q, args)
     if not len(plan.rows):
-        return out
+        return
     # Few rows leave threads without work, unless each kind of key heads is a piece of its own.
     is_few = len(plan.rows) < 2 * get_num_threads()
     _attend_rows(
@@ -79,12 +91,11 @@ def attend(storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> Tensor:
         plan.page_table,
         plan.rows,
         _whole_rows(q),
-        out.view(num_rows, num_heads, head_dim).numpy(),
+        out.array.reshape(num_rows, num_heads, head_dim),
         (layout.num_kv_heads, layout.block_tokens, layout.num_kv_heads if is_few else 1),
         (args.layer, args.sliding_window or 0),
         (np.float32(args.scale), np.float32(args.softcap or 0.0)),
     )
-    return out
 
 
 def _whole_rows(q: Tensor) -> NDArray[np.float32]:

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numba import float32, njit, prange
+from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.kernels import fused_torch
 from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
+from loramux.kernels.interface import PagedLayout
 from loramux.kernels.math_numba import OPTIONS, exp
 
 rotation = fused_torch.rotation
 
+Array = NDArray[np.float32]
+
 # With fewer elements than this, waking the other threads takes longer than the work.
 _PARALLEL_ELEMENTS = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class NormArrays:
+    weight: Array
+    eps: np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlaces:
+    """As Rotation and KVTarget have them."""
+
+    cos: Array
+    sin: Array
+    slots: NDArray[np.int32]
+    storage: Array
 
 
 def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None) -> Tensor:
@@ -22,15 +44,27 @@ def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None 
 
     x, residual [rows, hidden]
     """
-    if x is None:
-        return _normed(residual, norm)
-    if after is not None:
-        x = _normed(x, after)
-    out = torch.empty_like(residual)
-    run = _add_norm_parallel if residual.numel() >= _PARALLEL_ELEMENTS else _add_norm
-    eps = np.float32(norm.eps)
-    run(x.contiguous().numpy(), residual.numpy(), norm.weight.numpy(), eps, out.numpy())
+    out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    rows = None if x is None else x.contiguous().numpy()
+    if rows is not None and after is not None:
+        rows = rows.copy()
+    norms = arrays_of(norm), None if after is None else arrays_of(after)
+    add_norm_into(rows, residual.contiguous().numpy(), norms, out.numpy())
     return out
+
+
+def add_norm_into(
+    x: Array | None, residual: Array, norms: tuple[NormArrays, NormArrays | None], out: Array
+) -> None:
+    """As add_norm, into `out`; what `after` makes of x is written over it."""
+    norm, after = norms
+    if x is None:
+        _norm(residual, norm.weight, norm.eps, out)
+        return
+    if after is not None:
+        _norm(x, after.weight, after.eps, x)
+    run = _add_norm_parallel if residual.size >= _PARALLEL_ELEMENTS else _add_norm
+    run(x, residual, norm.weight, norm.eps, out)
 
 
 def rotate_write(qkv: Tensor, rotation: Rotation, target: KVTarget) -> Tensor:
@@ -38,21 +72,25 @@ def rotate_write(qkv: Tensor, rotation: Rotation, target: KVTarget) -> Tensor:
 
     qkv [rows, (heads + 2 * kv_heads) * head_dim] -> [rows, heads, head_dim], a view of it
     """
-    layout, num_rows = target.layout, qkv.shape[0]
-    heads = qkv.view(num_rows, -1, layout.head_dim)
-    num_queries = heads.shape[1] - 2 * layout.num_kv_heads
-    if rotation.head_norm is not None:
-        norm = rotation.head_norm
-        _norm_heads(heads.numpy(), norm.weight.numpy(), np.float32(norm.eps))
-    _rotate_write(
-        qkv.numpy(),
-        rotation.cos.numpy(),
-        rotation.sin.numpy(),
-        target.slots.numpy(),
-        (num_queries, layout.num_kv_heads, layout.block_tokens, target.layer),
-        target.storage.numpy(),
+    layout = target.layout
+    head_norm = None if rotation.head_norm is None else arrays_of(rotation.head_norm)
+    place = RowPlaces(
+        rotation.cos.numpy(), rotation.sin.numpy(), target.slots.numpy(), target.storage.numpy()
     )
-    return heads[:, :num_queries]
+    rotate_write_into(qkv.numpy(), head_norm, place, layout, target.layer)
+    heads = qkv.view(qkv.shape[0], -1, layout.head_dim)
+    return heads[:, : heads.shape[1] - 2 * layout.num_kv_heads]
+
+
+def rotate_write_into(
+    qkv: Array, head_norm: NormArrays | None, place: RowPlaces, layout: PagedLayout, layer: int
+) -> None:
+    num_queries = qkv.shape[1] // layout.head_dim - 2 * layout.num_kv_heads
+    if head_norm is not None:
+        heads = qkv.reshape(len(qkv), -1, layout.head_dim)
+        _norm_heads(heads, head_norm.weight, head_norm.eps)
+    shape = num_queries, layout.num_kv_heads, layout.block_tokens, layer
+    _rotate_write(qkv, place.cos, place.sin, place.slots, shape, place.storage)
 
 
 def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
@@ -60,15 +98,17 @@ def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
     if activation != "silu":
         return fused_torch.activate_mul(gate_up, activation)
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    run = _silu_mul_parallel if out.numel() >= _PARALLEL_ELEMENTS else _silu_mul
-    run(gate_up.numpy(), out.numpy())
+    silu_mul_into(gate_up.numpy(), out.numpy())
     return out
 
 
-def _normed(x: Tensor, norm: Norm) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _norm(x.contiguous().numpy(), norm.weight.numpy(), np.float32(norm.eps), out.numpy())
-    return out
+def silu_mul_into(gate_up: Array, out: Array) -> None:
+    run = _silu_mul_parallel if out.size >= _PARALLEL_ELEMENTS else _silu_mul
+    run(gate_up, out)
+
+
+def arrays_of(norm: Norm) -> NormArrays:
+    return NormArrays(norm.weight.numpy(), np.float32(norm.eps))
 
 
 @njit(inline="always", error_model="numpy")

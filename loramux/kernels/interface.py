@@ -80,6 +80,19 @@ class LoraRows:
     run of the round has (slot, first row, behind the last), and their weights [n]."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The same memory twice: to make one of the other takes as long as many a compiled loop."""
+
+    tensor: Tensor
+    array: NDArray[np.float32]
+
+
+def empty_rows(num_rows: int, width: int) -> Rows:
+    array = np.empty((num_rows, width), dtype=np.float32)
+    return Rows(torch.from_numpy(array), array)
+
+
 class LoraKernels(Protocol):
     def cut_rows(self, segments: Sequence[Segment], num_slots: int) -> LoraRows: ...
 

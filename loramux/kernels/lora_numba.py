@@ -1,4 +1,7 @@
-"""Fast on a CPU, in float32: short runs of rows read their adapter once; long ones are products."""
+"""Fast on a CPU, in float32: runs of rows that read their adapter once, by loops or by tiles.
+
+Both add a row's products in the same order, so that it has the same bits in any run.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,22 @@ from numba import njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loramux.kernels import lora_cpu
 from loramux.kernels.interface import LoraRows, LoraWeights, Segment
 from loramux.kernels.math_numba import OPTIONS
+from loramux.kernels.tile_numba import (
+    DIRECT_WIDTH,
+    FLOAT_BYTES,
+    direct_tile,
+    multiply_add,
+    rows_at,
+)
 
-# From here on a product of matrices is faster, even if it is computed on one thread.
-_MAX_ROWS = 32
 # Of a longer segment, so that there is work for every thread.
 _RUN_ROWS = 8
+_LONG_SEGMENT = 32
+_LONG_RUN_ROWS = 16
+# From here on by tiles: a matrix row that was loaded serves several rows of x.
+_MIN_TILE_ROWS = 3
 _A_ROWS = 32
 _B_ROWS = 8
 
@@ -24,22 +35,16 @@ _B_ROWS = 8
 def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:
     rounds: list[list[Segment]] = []
     for segment in sorted(segments, key=lambda s: s.start):
-        if segment.stop - segment.start <= _MAX_ROWS:
-            _put(rounds, segment)
-    return LoraRows(
-        segments=tuple(segments),
-        single=tuple(s for s in segments if s.stop - s.start > _MAX_ROWS),
-        rounds=tuple(_runs(members) for members in rounds),
-    )
+        _put(rounds, segment)
+    return LoraRows(segments=tuple(segments), rounds=tuple(_runs(members) for members in rounds))
 
 
 def add_lora(y: Tensor, x: Tensor, weights: LoraWeights, rows: LoraRows) -> None:
     """y[i] += weight(i) * x[i] @ a[slot(i)] @ b[slot(i)]; rows without an adapter are untouched."""
+    storage, site = _prepared(weights)
+    y_rows, x_rows = y.numpy(), x.contiguous().numpy()
     for runs, run_weights in rows.rounds:
-        storage, site = _prepared(weights)
-        _add_runs(y.numpy(), x.contiguous().numpy(), storage, site, runs, run_weights)
-    if rows.single:
-        lora_cpu.add_lora(y, x, weights, rows)
+        _add_runs(y_rows, x_rows, storage, site, runs, run_weights)
 
 
 def _put(rounds: list[list[Segment]], segment: Segment) -> None:
@@ -53,9 +58,10 @@ def _put(rounds: list[list[Segment]], segment: Segment) -> None:
 
 def _runs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     runs = [
-        ((s.slot, start, min(start + _RUN_ROWS, s.stop)), s.weight)
+        ((s.slot, start, min(start + size, s.stop)), s.weight)
         for s in segments
-        for start in range(s.start, s.stop, _RUN_ROWS)
+        for size in [_RUN_ROWS if s.stop - s.start <= _LONG_SEGMENT else _LONG_RUN_ROWS]
+        for start in range(s.start, s.stop, size)
     ]
     return np.array([r for r, _ in runs], np.int64), np.array([w for _, w in runs], np.float32)
 
@@ -91,20 +97,65 @@ def _add_sums(into, factors, matrix):
         f, m = factors[k : k + 8], matrix[k * width : (k + 8) * width]
         f0, f1, f2, f3, f4, f5, f6, f7 = f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7]
         for j in range(width):
-            into[j] += (
-                f0 * m[j]
-                + f1 * m[width + j]
-                + f2 * m[2 * width + j]
-                + f3 * m[3 * width + j]
-                + f4 * m[4 * width + j]
-                + f5 * m[5 * width + j]
-                + f6 * m[6 * width + j]
-                + f7 * m[7 * width + j]
-            )
+            total = multiply_add(m[j], f0, into[j])
+            total = multiply_add(m[width + j], f1, total)
+            total = multiply_add(m[2 * width + j], f2, total)
+            total = multiply_add(m[3 * width + j], f3, total)
+            total = multiply_add(m[4 * width + j], f4, total)
+            total = multiply_add(m[5 * width + j], f5, total)
+            total = multiply_add(m[6 * width + j], f6, total)
+            into[j] = multiply_add(m[7 * width + j], f7, total)
     for k in range(eights, factors.size):
         factor, row = factors[k], matrix[k * width : (k + 1) * width]
         for j in range(width):
-            into[j] += factor * row[j]
+            into[j] = multiply_add(row[j], factor, into[j])
+
+
+@njit(
+    "void(float32[:, ::1], float32[:, ::1], float32[::1], UniTuple(int64, 4), UniTuple(int64, 3))",
+    **OPTIONS,
+)
+def _add_product(y, x, matrix, place, size):
+    """y[y_row :, y_column :] += x[x_row :, x_column :] @ matrix [depth, width], so many rows."""
+    y_row, y_column, x_row, x_column = place
+    num_rows, depth, width = size
+    y_stride, x_stride = y.shape[1] * FLOAT_BYTES, x.shape[1] * FLOAT_BYTES
+    y_start = y.ctypes.data + y_row * y_stride + y_column * FLOAT_BYTES
+    x_start = x.ctypes.data + x_row * x_stride + x_column * FLOAT_BYTES
+    whole, stride = width // DIRECT_WIDTH * DIRECT_WIDTH, width * FLOAT_BYTES
+    for j in range(0, whole, DIRECT_WIDTH):
+        columns, row = matrix.ctypes.data + j * FLOAT_BYTES, 0
+        while row < num_rows:
+            count = rows_at(row, num_rows)
+            target, source = y_start + row * y_stride + j * FLOAT_BYTES, x_start + row * x_stride
+            direct_tile(count, (source, x_stride, columns, stride, target, y_stride, depth))
+            row += count
+    if whole == width:
+        return
+    for i in range(num_rows):
+        for k in range(depth):
+            factor, values = x[x_row + i, x_column + k], matrix[k * width : (k + 1) * width]
+            into = y[y_row + i, y_column : y_column + width]
+            for j in range(whole, width):
+                into[j] = multiply_add(values[j], factor, into[j])
+
+
+@njit(
+    "void(float32[:, ::1], float32[:, ::1], float32[::1], int64[:, ::1], UniTuple(int64, 3),"
+    "float32)",
+    **OPTIONS,
+)
+def _add_tiled(y, x, storage, site, run, weight):
+    slot, start, stop = run
+    num_rows, size, width = stop - start, x.shape[1], site[0, 2]
+    h = np.zeros((num_rows, width), dtype=np.float32)
+    a = storage[site[0, 0] + slot * site[0, 1] :][: size * width]
+    _add_product(h, x, a, (0, 0, start, 0), (num_rows, size, width))
+    h *= weight
+    for piece in range(1, len(site)):
+        first, rank, out, rank_start, out_start = site[piece]
+        b = storage[first + slot * site[0, 1] :][: rank * out]
+        _add_product(y, h, b, (start, out_start, 0, rank_start), (num_rows, rank, out))
 
 
 @njit(
@@ -117,6 +168,9 @@ def _add_runs(y, x, storage, site, runs, weights):
     size, distance, width = x.shape[1], site[0, 1], site[0, 2]
     for number in prange(len(runs)):
         slot, start, stop = runs[number]
+        if stop - start >= _MIN_TILE_ROWS:
+            _add_tiled(y, x, storage, site, (slot, start, stop), weights[number])
+            continue
         h = np.zeros((stop - start, width), dtype=np.float32)
         # By parts that stay in the nearest cache while all rows of the run use them.
         for k in range(0, size, _A_ROWS):

@@ -30,17 +30,22 @@ class LoraLinear(nn.Module):
         self.site = site
         self.context = context
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def current(self) -> nn.Module:
+        """What computes this forward before adapters are added."""
         merged = self.context.merged
-        if merged is not None:
-            replaced: Tensor = merged.get(self.site, self.base)(x)
-            return replaced
-        y: Tensor = self.base(x)
+        return self.base if merged is None else merged.get(self.site, self.base)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.current(x)
+        self.add_adapters(y, x)
+        return y
+
+    def add_adapters(self, y: Tensor, x: Tensor) -> None:
         batch = self.context.batch
-        if batch is not None:
+        if batch is not None and self.context.merged is None:
             for weights, rows in batch.sites.get(self.site, ()):
                 self.context.kernels.add_lora(y, x, weights, rows)
-        return y
 
 
 def attach(

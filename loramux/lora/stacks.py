@@ -17,6 +17,12 @@ from loramux.kernels.interface import LoraSlice, LoraWeights
 from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter
 
+# Of addresses alone: a slot takes memory when an adapter is copied into it for the first time. The
+# system clears that memory page by page, which takes longer than the copy, so that a stack that
+# others join should rarely be made again.
+_RESERVED_TIMES = 8
+_RESERVED_BYTES = 1 << 30
+
 LayoutKey = tuple[tuple[int, str, tuple[int, ...]], ...]
 SiteKey = tuple[int, str]
 
@@ -58,8 +64,7 @@ class LoraStacks:
     def _fill(self, key: LayoutKey, members: list[ResidentAdapter]) -> Stack:
         stack = self._stacks.get(key)
         if stack is None or stack.capacity < len(members):
-            stack = self._make(members[0], capacity=_with_room(len(members)))
-            self._stacks[key] = stack
+            stack = self._stacks[key] = self._make(members[0], count=len(members))
         self._copy_missing(stack, members)
         return stack
 
@@ -76,10 +81,14 @@ class LoraStacks:
                 self._pool.read(member.page_ids, stack.storage[slot])
                 stack.slots[slot] = member.cid
 
-    def _make(self, first: ResidentAdapter, *, capacity: int) -> Stack:
+    def _make(self, first: ResidentAdapter, *, count: int) -> Stack:
         num_pages = len(first.page_ids)
         width = num_pages * self._pool.geometry.page_elements
         like = self._pool.storage
+        capacity = _with_room(count)
+        if like.device.type == "cpu":
+            num_reserved = _RESERVED_BYTES // (width * like.element_size())
+            capacity = max(capacity, min(_RESERVED_TIMES * count, num_reserved))
         storage = torch.empty(capacity, width, dtype=like.dtype, device=like.device)
         stack = Stack(layout=first.stacked, num_pages=num_pages, storage=storage)
         stack.weights = {site: _views(stack, site) for site in first.stacked.places}

@@ -1,15 +1,21 @@
-"""Linear layers on CPU with a second, packed copy of the weight that oneDNN reads faster."""
+"""Linear layers on CPU with a second, packed copy of the weight that is read faster."""
 
 from __future__ import annotations
 
-from typing import cast
+import importlib.util
+import platform
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loramux.kernels.interface import Rows
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
+
+if TYPE_CHECKING:
+    from loramux.kernels.gemm_numba import PackedMatrix
 
 SITES = ("qkv", "o", "gate_up", "down")
 # A single row is a vector product, which the plain weight serves 1.3 to 2.5 times as fast.
@@ -26,15 +32,43 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         self.weight = linear.weight
         self.bias = linear.bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.data, TYPICAL_ROWS)
+        self.matrix: PackedMatrix | None = None
+        """For the compiled product; None: oneDNN computes it, from `packed`."""
+        self.packed: Tensor | None = None
+        if has_compiled_product(linear.weight.dtype):
+            from loramux.kernels import gemm_numba
+
+            self.matrix = gemm_numba.pack(linear.weight.data, linear.bias)
+        else:
+            weight = linear.weight.data
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[0] <= MAX_PLAIN_ROWS:
             return F.linear(x, self.weight, self.bias)
+        if self.matrix is not None:
+            from loramux.kernels.gemm_numba import multiply
+
+            return multiply(x, self.matrix)
         return cast(
             Tensor,
             torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], ""),
         )
+
+    def into(self, x: Rows, y: Rows) -> None:
+        """y = self(x)"""
+        if self.matrix is None or len(x.array) <= MAX_PLAIN_ROWS:
+            y.tensor.copy_(self.forward(x.tensor))
+            return
+        from loramux.kernels.gemm_numba import multiply_into
+
+        multiply_into(x.array, self.matrix, y.array)
+
+
+def has_compiled_product(dtype: torch.dtype) -> bool:
+    """With numba, where it was measured to be the faster one: 1.2 times oneDNN at 32 rows."""
+    is_measured = (platform.system(), platform.machine()) == ("Linux", "aarch64")
+    return is_measured and dtype == torch.float32 and importlib.util.find_spec("numba") is not None
 
 
 def pack_linears(decoder: Decoder, *, byte_limit: int) -> int:

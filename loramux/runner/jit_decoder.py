@@ -7,24 +7,40 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
-from loramux.kernels.interface import AttendArgs, Kernels, PagedLayout
+from loramux.kernels.fused_torch import Norm
+from loramux.kernels.interface import AttendArgs, Kernels, PagedLayout, Rows, empty_rows
+from loramux.lora.attach import LoraLinear
 from loramux.models.decoder import Decoder, DecoderLayer
 from loramux.models.layers import RMSNorm, Rotary
+from loramux.models.packed_linear import SITES, PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    """The norms as the compiled loops read them."""
+
     qkv: nn.Module
     o: nn.Module
     gate_up: nn.Module
     down: nn.Module
-    attention_norm: Norm
-    mlp_norm: Norm
-    after_attention: Norm | None
-    after_mlp: Norm | None
-    head_norm: Norm | None
+    attention_norm: Any
+    mlp_norm: Any
+    after_attention: Any
+    after_mlp: Any
+    head_norm: Any
     args: AttendArgs
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Written again by each layer of a step, so that they stay in the caches."""
+
+    qkv: Rows
+    attended: Rows
+    added: Rows
+    gate_up: Rows
+    mixed: Rows
+    normed: Rows
 
 
 class JitDecoder:
@@ -34,63 +50,108 @@ class JitDecoder:
         self, decoder: Decoder, kernels: Kernels, layout: PagedLayout, storage: Tensor
     ) -> None:
         self._decoder = decoder
-        self._fused, self._attention = kernels.fused, kernels.attention
+        self._fused: Any = kernels.fused
+        self._attention: Any = kernels.attention
         self._layout = layout
         self._storage = storage
         self._activation = decoder.config.activation
-        self._layers = [_layer(layer) for layer in decoder.layers]  # type: ignore[arg-type]
-        self._norms = [layer.attention_norm for layer in self._layers[1:]] + [_norm(decoder.norm)]
+        self._layers = [self._layer(layer) for layer in decoder.layers]  # type: ignore[arg-type]
+        self._norms = [layer.attention_norm for layer in self._layers[1:]]
+        self._norms.append(self._arrays(decoder.norm))
+        first = decoder.layers[0]
+        self._widths = {site: _base(getattr(first, site)).weight.shape for site in SITES}
 
     def hidden(self, token_ids: Tensor, positions: Tensor, plan: Any) -> Tensor:
         """As Decoder.forward: the normed hidden state of every row. plan: of the attention."""
-        fused, attention, storage = self._fused, self._attention, self._storage
-        whole = self._rotation(self._decoder.rotary, positions)
+        fused = self._fused
+        whole = self._places(self._decoder.rotary, positions, plan)
         local = self._decoder.rotary_local
-        rotations = whole, whole if local is None else self._rotation(local, positions)
-        hidden: Tensor = self._decoder.embed_tokens(token_ids)
-        normed: Tensor = fused.add_norm(None, hidden, self._layers[0].attention_norm)
+        places = whole, whole if local is None else self._places(local, positions, plan)
+        embedded: Tensor = self._decoder.embed_tokens(token_ids).contiguous()
+        hidden, rows = embedded.numpy(), self._buffers(len(token_ids))
+        q = self._queries(rows.qkv.tensor)
+        fused.add_norm_into(None, hidden, (self._layers[0].attention_norm, None), rows.normed.array)
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
-            cos, sin = rotations[layer.args.sliding_window is not None]
-            target = KVTarget(storage, plan.slots, self._layout, layer.args.layer)
-            rotation = Rotation(cos, sin, layer.head_norm)
-            q = fused.rotate_write(layer.qkv(normed), rotation, target)
-            x = layer.o(attention.attend(storage, plan, q, layer.args))
-            normed = fused.add_norm(x, hidden, layer.mlp_norm, layer.after_attention)
-            mixed = fused.activate_mul(layer.gate_up(normed), self._activation)
-            normed = fused.add_norm(layer.down(mixed), hidden, next_norm, layer.after_mlp)
-        return normed
+            place = places[layer.args.sliding_window is not None]
+            _product(layer.qkv, rows.normed, rows.qkv)
+            fused.rotate_write_into(
+                rows.qkv.array, layer.head_norm, place, self._layout, layer.args.layer
+            )
+            self._attention.attend_into(rows.attended, self._storage, plan, q, layer.args)
+            _product(layer.o, rows.attended, rows.added)
+            norms = layer.mlp_norm, layer.after_attention
+            fused.add_norm_into(rows.added.array, hidden, norms, rows.normed.array)
+            _product(layer.gate_up, rows.normed, rows.gate_up)
+            self._activate(rows)
+            _product(layer.down, rows.mixed, rows.added)
+            norms = next_norm, layer.after_mlp
+            fused.add_norm_into(rows.added.array, hidden, norms, rows.normed.array)
+        return rows.normed.tensor
 
-    def _rotation(self, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self._fused.rotation(
+    def _activate(self, rows: _Buffers) -> None:
+        if self._activation == "silu":
+            self._fused.silu_mul_into(rows.gate_up.array, rows.mixed.array)
+        else:
+            mixed = self._fused.activate_mul(rows.gate_up.tensor, self._activation)
+            rows.mixed.tensor.copy_(mixed)
+
+    def _buffers(self, num_rows: int) -> _Buffers:
+        widths = self._widths
+        return _Buffers(
+            qkv=empty_rows(num_rows, widths["qkv"][0]),
+            attended=empty_rows(num_rows, widths["o"][1]),
+            added=empty_rows(num_rows, widths["o"][0]),
+            gate_up=empty_rows(num_rows, widths["gate_up"][0]),
+            mixed=empty_rows(num_rows, widths["down"][1]),
+            normed=empty_rows(num_rows, widths["qkv"][1]),
+        )
+
+    def _queries(self, qkv: Tensor) -> Tensor:
+        heads = qkv.view(qkv.shape[0], -1, self._layout.head_dim)
+        return heads[:, : heads.shape[1] - 2 * self._layout.num_kv_heads]
+
+    def _places(self, rotary: Rotary, positions: Tensor, plan: Any) -> Any:
+        cos, sin = self._fused.rotation(
             positions, rotary.frequencies, rotary.signs, rotary.attention_factor
         )
-        return found
+        arrays = cos.numpy(), sin.numpy(), plan.slots.numpy(), self._storage.numpy()
+        return self._fused.RowPlaces(*arrays)
+
+    def _layer(self, layer: DecoderLayer) -> _Layer:
+        head_norm, after_attention = layer.head_norm, layer.after_attention_norm
+        after_mlp = layer.after_mlp_norm
+        return _Layer(
+            qkv=layer.qkv,
+            o=layer.o,
+            gate_up=layer.gate_up,
+            down=layer.down,
+            attention_norm=self._arrays(layer.attention_norm),
+            mlp_norm=self._arrays(layer.mlp_norm),
+            after_attention=None if after_attention is None else self._arrays(after_attention),
+            after_mlp=None if after_mlp is None else self._arrays(after_mlp),
+            head_norm=None if head_norm is None else self._arrays(head_norm),
+            args=AttendArgs(
+                layer=layer.layer,
+                scale=layer.scale,
+                sliding_window=layer.sliding_window,
+                softcap=layer.softcap,
+            ),
+        )
+
+    def _arrays(self, norm: RMSNorm | Any) -> Any:
+        return self._fused.arrays_of(Norm(norm.weight, norm.eps))
 
 
-def _layer(layer: DecoderLayer) -> _Layer:
-    head_norm = layer.head_norm
-    return _Layer(
-        qkv=layer.qkv,
-        o=layer.o,
-        gate_up=layer.gate_up,
-        down=layer.down,
-        attention_norm=_norm(layer.attention_norm),
-        mlp_norm=_norm(layer.mlp_norm),
-        after_attention=_maybe(layer.after_attention_norm),
-        after_mlp=_maybe(layer.after_mlp_norm),
-        head_norm=None if head_norm is None else Norm(head_norm.weight, head_norm.eps),
-        args=AttendArgs(
-            layer=layer.layer,
-            scale=layer.scale,
-            sliding_window=layer.sliding_window,
-            softcap=layer.softcap,
-        ),
-    )
+def _base(module: nn.Module) -> Any:
+    return module.base if isinstance(module, LoraLinear) else module
 
 
-def _norm(norm: RMSNorm) -> Norm:
-    return Norm(norm.weight, norm.eps)
-
-
-def _maybe(norm: RMSNorm | None) -> Norm | None:
-    return None if norm is None else _norm(norm)
+def _product(module: nn.Module, x: Rows, y: Rows) -> None:
+    """y = module(x)"""
+    linear = module.current if isinstance(module, LoraLinear) else module
+    if isinstance(linear, PackedLinear):
+        linear.into(x, y)
+    else:
+        y.tensor.copy_(linear(x.tensor))
+    if isinstance(module, LoraLinear):
+        module.add_adapters(y.tensor, x.tensor)

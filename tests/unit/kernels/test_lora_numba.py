@@ -111,6 +111,21 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     assert torch.equal(alone[:7], y[:7]) and torch.equal(alone[8:], y[8:])
 
 
+@pytest.mark.parametrize("num_rows", [2, 3, 5, 13, 40, 70])
+def test_loops_and_tiles_give_a_row_the_same_bits(num_rows: int) -> None:
+    """Or a greedy answer would depend on how many others use its adapter in the step."""
+    weights = make_weights(2, [16, 5], [40, 19])
+    x, y = torch.randn(num_rows, IN_FEATURES), torch.randn(num_rows, 59)
+    together = y.clone()
+    run = lora_numba.cut_rows([Segment(1, 0, num_rows, 0.7)], 2)
+    lora_numba.add_lora(together, x, weights, run)
+    for row in range(num_rows):
+        alone = y.clone()
+        single = lora_numba.cut_rows([Segment(1, row, row + 1, 0.7)], 2)
+        lora_numba.add_lora(alone, x, weights, single)
+        assert torch.equal(alone[row], together[row])
+
+
 def test_weights_of_several_storages_are_refused() -> None:
     weights = LoraWeights(torch.randn(1, 24, 2), (LoraSlice(torch.randn(1, 2, 8), 0, 0),))
     rows = lora_numba.cut_rows([Segment(0, 0, 1)], 1)

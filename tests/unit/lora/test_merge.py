@@ -56,7 +56,10 @@ def base_digest(engine: Engine) -> str:
         digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
     for module in engine.runner._decoder.modules():
         if isinstance(module, PackedLinear):
-            digest.update(module.packed.to_dense().view(torch.uint8).numpy().tobytes())
+            if module.matrix is not None:
+                digest.update(module.matrix.panels.tobytes())
+            else:
+                digest.update(module.packed.to_dense().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -90,6 +90,16 @@ def test_what_no_row_uses_gives_its_memory_back() -> None:
     assert stacks.num_bytes == 0
 
 
+def test_adapters_that_join_one_by_one_find_room_in_the_same_stack() -> None:
+    """To make a stack again is to copy all its adapters into memory that must be cleared first."""
+    shelf = Shelf()
+    adapters = [shelf.adapter(str(i), {(0, "q"): 2}) for i in range(8)]
+    stacks = LoraStacks(shelf.pool)
+    made = {stacks.place(adapters[: i + 1])[0].storage.data_ptr() for i in range(8)}
+    assert len(made) == 1
+    check(stacks, shelf, adapters)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     steps=st.lists(
