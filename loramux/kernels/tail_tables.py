@@ -23,6 +23,8 @@ class TailLaunch:
 
     tile_rows: int
     """Rows of one adapter that are computed together: 1, or as many as a tile has."""
+    max_blocks: int = 1 << 16
+    """Blocks that the product computes, from the first on: few where bytes or sums are dear."""
     folds_rotate: bool = True
     folds_activate: bool = True
     folds_norm: bool = True
@@ -39,10 +41,12 @@ class TailLaunch:
 
 
 # On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_tail.py.
+_LEAST_ROWS = TailLaunch(tile_rows=1, max_blocks=4)
 _FEW_ROWS = TailLaunch(tile_rows=1)
 _SOME_ROWS = TailLaunch(tile_rows=16, rotate_warps=4, activate_n=128, activate_warps=4)
-_MANY_ROWS = replace(_SOME_ROWS, folds_norm=False)
+_MANY_ROWS = replace(_SOME_ROWS, folds_norm=False, max_blocks=8)
 SEPARATE = TailLaunch(tile_rows=16, folds_rotate=False, folds_activate=False, folds_norm=False)
+_MOST_LEAST_ROWS = 4
 _MOST_FEW_ROWS = 16
 _MOST_SOME_ROWS = 192
 
@@ -50,7 +54,7 @@ _MOST_SOME_ROWS = 192
 def tail_launch(num_rows: int) -> TailLaunch:
     """For steps of up to num_rows rows."""
     if num_rows <= _MOST_FEW_ROWS:
-        return _FEW_ROWS
+        return _LEAST_ROWS if num_rows <= _MOST_LEAST_ROWS else _FEW_ROWS
     return _SOME_ROWS if num_rows <= _MOST_SOME_ROWS else _MANY_ROWS
 
 

@@ -47,16 +47,24 @@ class AdapterTail:
         directory.on_remove.append(self.forget)
 
     @property
+    def num_blocks(self) -> int:
+        return self._store.num_blocks
+
+    @property
     def held(self) -> dict[int, tuple[int, ...]]:
         """slot -> its blocks, in the order of its chain."""
         return dict(self._held)
 
-    def place(self, slots: Iterable[int]) -> bool:
-        """Are they all in the tail? Those that are asked for again and again are brought there."""
+    def place(self, slots: Iterable[int], max_blocks: int | None = None) -> bool:
+        """Are they all in the first max_blocks? What is asked for again and again is brought there.
+
+        None: anywhere in the tail.
+        """
+        limit = self.num_blocks if max_blocks is None else max_blocks
         wanted = sorted(set(slots))
-        missing = [slot for slot in wanted if slot not in self._held]
+        missing = [slot for slot in wanted if not self._is_within(slot, limit)]
         self._asked = {slot: self._asked.get(slot, 0) + 1 for slot in missing}
-        if sum(self._num_blocks(slot) for slot in wanted) > self._store.num_blocks:
+        if sum(self._num_blocks(slot) for slot in wanted) > limit:
             return False
         for slot in wanted:
             if slot in self._held:
@@ -64,7 +72,9 @@ class AdapterTail:
         if any(count < self._patience for count in self._asked.values()):
             return False
         for slot in missing:
-            self._bring(slot, wanted)
+            self.forget(slot)
+        for slot in missing:
+            self._bring(slot, wanted, limit)
         return True
 
     def warm_up(self) -> None:
@@ -83,10 +93,20 @@ class AdapterTail:
     def _num_blocks(self, slot: int) -> int:
         return int(self._directory.groups.num_chained[slot])
 
-    def _bring(self, slot: int, wanted: Iterable[int]) -> None:
+    def _is_within(self, slot: int, limit: int) -> bool:
+        return slot in self._held and all(block < limit for block in self._held[slot])
+
+    def _bring(self, slot: int, wanted: Iterable[int], limit: int) -> None:
         needed = self._num_blocks(slot)
-        while len(self._free) < needed:
-            self.forget(next(other for other in self._held if other not in wanted))
+        while sum(block < limit for block in self._free) < needed:
+            self.forget(
+                next(
+                    other
+                    for other, blocks in self._held.items()
+                    if other not in wanted and any(block < limit for block in blocks)
+                )
+            )
+        self._free.sort(reverse=True)
         blocks = tuple(self._free.pop() for _ in range(needed))
         for chain, block in enumerate(blocks):
             self._copy(slot, chain, block)

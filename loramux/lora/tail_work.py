@@ -12,6 +12,7 @@ from torch import Tensor
 from loramux.kernels.lora_tables import LoraTables
 from loramux.kernels.lora_work import (
     BASE,
+    GROUP_RANKS,
     RowTiles,
     WorkListFull,
     build_work,
@@ -60,9 +61,9 @@ class TailWork:
         """
         directory = self._work.directory
         slots = [directory.slots_of(selection) for selection in selections]
-        if not self._tail.place(slot for pairs in slots for slot, _ in pairs):
+        launch = self._launch(num_rows)
+        if not self._tail.place((slot for pairs in slots for slot, _ in pairs), launch.max_blocks):
             return False
-        launch = self.launch_of(num_rows)
         limits = self._tables(launch).limits
         tiles = _tiles([*slots, ()], [*lengths, num_rows - sum(lengths)], launch)
         try:
@@ -74,10 +75,15 @@ class TailWork:
         return True
 
     def for_decodes(self, num_rows: int) -> TailStep:
-        launch = self.launch_of(num_rows)
+        launch = self._launch(num_rows)
         own = self._tables(launch)
         work = self._work.for_decodes(num_rows)
         return TailStep(work, replace(own, launch=work.tables.launch), launch)
+
+    def _launch(self, num_rows: int) -> TailLaunch:
+        """With no more blocks than there are."""
+        launch = self.launch_of(num_rows)
+        return replace(launch, max_blocks=min(launch.max_blocks, self._tail.num_blocks))
 
     def _tables(self, launch: TailLaunch) -> LoraTables:
         """Where every row is in a tile, a row alone is a tile too."""
@@ -110,6 +116,11 @@ class TailStep:
 
     def at(self, layer: int, site: int) -> TailSite:
         return TailSite(self._tables, self._work.pool, self.launch, layer, site)
+
+    def num_tail_rows(self, site: int) -> int:
+        """Of a site's weight: what the step's product computes beside its outputs."""
+        num_slices = len(self._tables.sites[site].shape.out_features)
+        return self.launch.max_blocks * num_slices * GROUP_RANKS
 
     def expand(self, y: Tensor, layer: int, site: int) -> None:
         """y [rows, outputs + tail]: where no kernel behind the product does it."""

@@ -88,7 +88,7 @@ class TailOps:
 
     def linear(self, linear: Linear, x: Tensor, place: Place) -> Tensor:
         assert isinstance(linear, TailLinear), "a linear layer has no tail"
-        y = linear.with_tail(x)
+        y = linear.with_tail(x, self.lora.num_tail_rows(place[1]))
         if self._is_folded(place):
             return y
         self.lora.expand(y, *place)

@@ -56,6 +56,21 @@ def test_who_was_used_last_stays_and_nobody_of_the_batch_goes(world: World) -> N
     tail.check_integrity()
 
 
+def test_a_step_that_computes_few_blocks_finds_its_adapters_among_them(world: World) -> None:
+    """Catches a step that reads h of a block behind those that its product computes."""
+    tail = make_tail(world, 4)
+    (a, b, c) = slots_of(world, "a", "b", "c")
+    assert tail.place([a]) and tail.place([a, b]) and tail.place([c])
+    assert max(tail.held[c]) == 3
+    assert tail.place([b, c], 3), "c takes the place of a"
+    assert max(tail.held[b] + tail.held[c]) < 3 and a not in tail.held
+    num_copies = tail.num_copies
+    assert tail.place([b, c], 3) and tail.place([b, c]) and tail.num_copies == num_copies
+    assert not tail.place([b, c], 2), "more than it computes"
+    assert set(tail.held) == {b, c}, "and nothing moved for it"
+    tail.check_integrity()
+
+
 def test_an_adapter_that_leaves_the_device_leaves_its_blocks(world: World) -> None:
     """Catches blocks that the next adapter of the slot would take for its own."""
     tail = make_tail(world, 2)
@@ -75,9 +90,13 @@ def test_blocks_have_the_weights_of_who_holds_them_after_any_moves(world: World)
     chance = random.Random(1)
     for _ in range(40):
         batch = chance.sample("abc", chance.randint(1, 2))
-        is_placed = tail.place(slots_of(world, *batch))
-        assert is_placed or len(tail.held) > 0
+        limit = chance.choice([1, 2, 3, None])
+        is_placed = tail.place(slots_of(world, *batch), limit)
+        needed = sum({"a": 1, "b": 2, "c": 1}[cid] for cid in batch)
+        assert is_placed == (needed <= (limit or 3))
         tail.check_integrity()
+        for slot in slots_of(world, *batch) if is_placed else ():
+            assert max(tail.held[slot]) < (limit or 3)
         for cid in batch if is_placed else ():
             (slot,) = slots_of(world, cid)
             blocks = tail.blocks[slot, : len(tail.held[slot])]

@@ -38,9 +38,10 @@ def test_what_stands_before_the_tail_is_computed_as_ever(has_bias: bool) -> None
     linear.tail.normal_()
     x = torch.randn(3, 8)
     assert torch.equal(linear(x), plain(x))
-    y = linear.with_tail(x)
-    torch.testing.assert_close(y[:, :6], plain(x))
-    torch.testing.assert_close(y[:, 6:], x @ linear.tail.t())
+    for num_rows in (32, 16):
+        y = linear.with_tail(x, num_rows)
+        torch.testing.assert_close(y[:, :6], plain(x))
+        torch.testing.assert_close(y[:, 6:], x @ linear.tail[:num_rows].t())
 
 
 def test_every_layer_gets_blocks_for_each_of_its_slices() -> None:
