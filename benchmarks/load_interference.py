@@ -1,12 +1,14 @@
 """What running streams feel of loads: gaps between tokens, with and without cold adapters coming.
 
-    python -m benchmarks.load_interference --loads 100 [--repeats 3]
+    python -m benchmarks.load_interference --loads 100 [--repeats 3] [--write]
 
 Some streams decode on one adapter. In every other round cold adapters are brought from the disk
 tier (or, with --from source, from their PEFT folders) through host memory into pool pages, a new
 one as soon as the last has come, while the streams go on; nothing else differs. Rounds of both
 kinds alternate, so that a busy minute of the machine falls on both. A repeat loads them all again,
-from where they were cold at first.
+from where they were cold at first. Before the first round each is loaded once beside nothing:
+memory of the pool that was never written is slower, and a server meets it once in its life. The
+last rows are of all repeats together: the P99 of a few hundred steps is one of the three worst.
 """
 
 from __future__ import annotations
@@ -17,18 +19,43 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.adapters import make_adapter
 from benchmarks.machine import describe_machine
 from benchmarks.report import Table, print_table, write_report
 from loramux import LLM, SamplingParams
+from loramux.adapters.image_file import SLICE_BYTES
 from loramux.engine.engine import Engine
 from loramux.memory.offers import owner_of
+from loramux.memory.pace import REST
 from loramux.types import Request
 
 MIB = 2**20
-LOADER = "2 threads of the engine's process, SCHED_IDLE; the step loop has all cores"
+LOADER = (
+    f"2 threads of the engine's process, SCHED_IDLE; after each {SLICE_BYTES // MIB} MiB a rest of "
+    f"{REST:.0f} times the work; the step loop has all cores"
+)
+
+
+@dataclass
+class Measured:
+    """Seconds: gaps between tokens of both kinds of rounds, and loads that came beside steps."""
+
+    quiet: list[float] = field(default_factory=list)
+    loaded: list[float] = field(default_factory=list)
+    loads: list[float] = field(default_factory=list)
+
+    def add(self, other: Measured) -> None:
+        self.quiet += other.quiet
+        self.loaded += other.loaded
+        self.loads += other.loads
+
+    def rows(self, name: str) -> Table:
+        quiet = row(f"{name}: no loads", self.quiet, [])
+        loaded = row(f"{name}: cold loads", self.loaded, self.loads)
+        return [quiet, loaded, ratio_row(quiet, loaded)]
 
 
 def start_streams(llm: LLM, cid: str, count: int, max_tokens: int) -> None:
@@ -56,6 +83,7 @@ class ColdLoads:
         self._current: str | None = None
         self._from_source = from_source
         self.seconds: list[float] = []
+        self.num_loaded = 0
         self._began = 0.0
 
     def advance(self) -> bool:
@@ -64,6 +92,7 @@ class ColdLoads:
         if self._current is not None:
             if not residency.is_ready([self._current]):
                 return True
+            self.seconds.append(time.perf_counter() - self._began)
             self._take()
         self._current = next(self._cids, None)
         if self._current is not None:
@@ -77,7 +106,10 @@ class ColdLoads:
         return self._current is not None
 
     def settle(self) -> None:
-        """Waits for a load that is under way: a round without loads has none."""
+        """Waits for a load that is under way: a round without loads has none.
+
+        With nothing else to do it comes sooner than beside steps, and is not timed.
+        """
         while self._current is not None and not self._engine.residency.is_ready([self._current]):
             self._engine.residency.poll(timeout_s=0.05)
         if self._current is not None:
@@ -86,7 +118,7 @@ class ColdLoads:
 
     def _take(self) -> None:
         assert self._current is not None
-        self.seconds.append(time.perf_counter() - self._began)
+        self.num_loaded += 1
         self._engine.residency.unwant([self._current])
 
 
@@ -110,34 +142,51 @@ def run_round(llm: LLM, cid: str, args: argparse.Namespace, loads: ColdLoads | N
 
 def row(name: str, gaps: list[float], loads: list[float]) -> dict[str, object]:
     cuts = statistics.quantiles(gaps, n=100)
+    load_cuts = statistics.quantiles(loads, n=100) if len(loads) > 1 else None
     return {
-        "round": name,
+        "rounds": name,
         "steps": len(gaps),
         "P50 ms": f"{1000 * cuts[49]:.1f}",
         "P90 ms": f"{1000 * cuts[89]:.1f}",
         "P99 ms": f"{1000 * cuts[98]:.1f}",
-        "loads": len(loads),
-        "load P50 ms": f"{1000 * statistics.median(loads):.0f}" if loads else "-",
-        "load max ms": f"{1000 * max(loads):.0f}" if loads else "-",
+        "loads timed": len(loads),
+        "load P50 ms": f"{1000 * load_cuts[49]:.0f}" if load_cuts else "-",
+        "load P99 ms": f"{1000 * load_cuts[98]:.0f}" if load_cuts else "-",
     }
 
 
 def ratio_row(quiet: dict[str, object], loaded: dict[str, object]) -> dict[str, object]:
     names = ("P50 ms", "P90 ms", "P99 ms")
     ratios = {name: f"{float(str(loaded[name])) / float(str(quiet[name])):.3f}" for name in names}
-    return {**dict.fromkeys(quiet, ""), "round": "ratio", **ratios}
+    return {**dict.fromkeys(quiet, ""), "rounds": "ratio", **ratios}
 
 
-def run_repeat(llm: LLM, cids: list[str], args: argparse.Namespace) -> Table:
+def warm_up(llm: LLM, cids: list[str]) -> None:
+    residency = llm.engine.residency
+    for cid in cids:
+        assert residency.load_now([cid]), "the pool is too small"
+        residency.release([cid])
+
+
+def run_repeat(llm: LLM, cids: list[str], args: argparse.Namespace) -> Measured:
+    measured = Measured()
     loads = ColdLoads(llm.engine, cids[1:], from_source=args.origin == "source")
-    quiet: list[float] = []
-    loaded: list[float] = []
-    while len(loads.seconds) < args.loads:
-        quiet += run_round(llm, cids[0], args, None)
-        loaded += run_round(llm, cids[0], args, loads)
-        print(f"{len(loads.seconds)} loads", flush=True)
-    table: Table = [row("no loads", quiet, []), row("cold loads", loaded, loads.seconds)]
-    return [*table, ratio_row(*table)]
+    while loads.num_loaded < args.loads:
+        measured.quiet += run_round(llm, cids[0], args, None)
+        measured.loaded += run_round(llm, cids[0], args, loads)
+        print(f"{loads.num_loaded} loads", flush=True)
+    measured.loads = loads.seconds
+    return measured
+
+
+def run_all(llm: LLM, cids: list[str], args: argparse.Namespace) -> Table:
+    everything = Measured()
+    table: Table = []
+    for number in range(args.repeats):
+        measured = run_repeat(llm, cids, args)
+        table += measured.rows(str(number + 1))
+        everything.add(measured)
+    return table + everything.rows("all")
 
 
 class OtherWork:
@@ -183,17 +232,19 @@ def main() -> None:
     parser.add_argument("--loads", type=int, default=100)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=100, help="steps of a round")
+    parser.add_argument("--steps", type=int, default=40, help="steps of a round")
     parser.add_argument("--pool", type=int, default=1024, help="MiB")
     parser.add_argument("--from", dest="origin", choices=("disk", "source"), default="disk")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="keeps the adapters for the next run")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         llm, cids = make_llm(args, args.folder or Path(folder))
         machine = describe_machine(str(llm.engine.runner.dtype))
+        warm_up(llm, cids)
         others = OtherWork()
-        table = [line for _ in range(args.repeats) for line in run_repeat(llm, cids, args)]
+        table = run_all(llm, cids, args)
         machine["other programs meanwhile"] = others.describe()
         losses = llm.engine.memory.losses
         machine["loader"] = LOADER
@@ -201,7 +252,8 @@ def main() -> None:
             f"{1000 * losses.total_s / max(1, sum(losses.counts)):.2f} ms a step that had one"
         )
         print_table(table, machine)
-        write_report("load-interference", table, machine, args)
+        if args.write:
+            write_report("load-interference", table, machine, args)
         llm.engine.close()
 
 

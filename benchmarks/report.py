@@ -29,7 +29,7 @@ def write_report(
     name: str, table: Table, machine: dict[str, str], args: argparse.Namespace
 ) -> None:
     date = datetime.date.today().isoformat()
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    command = shlex.join(["python", *_program(), *sys.argv[1:]])
     text = [
         f"# {name}, {date}",
         "",
@@ -45,3 +45,8 @@ def write_report(
     record = {"command": command, "machine": machine, "settings": vars(args), "table": table}
     (RESULTS / f"{date}-{name}.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
     print(f"\nwritten: benchmarks/results/{date}-{name}.md")
+
+
+def _program() -> list[str]:
+    spec = sys.modules["__main__"].__spec__
+    return [f"benchmarks/{Path(sys.argv[0]).name}"] if spec is None else ["-m", spec.name]

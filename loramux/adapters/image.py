@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +16,10 @@ from loramux.errors import AdapterRefused
 if TYPE_CHECKING:
     from loramux.adapters.grouped_layout import GroupedLayout
     from loramux.adapters.reader import CheckedAdapter
+
+
+# Makes room for so many elements; in pinned memory where the device wants that.
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +57,14 @@ def mapped_buffer(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pack_adapter(
-    adapter: CheckedAdapter, sites: tuple[Site, ...], dtype: torch.dtype
+    adapter: CheckedAdapter,
+    sites: tuple[Site, ...],
+    dtype: torch.dtype,
+    allocate: Allocate = mapped_buffer,
 ) -> AdapterImage:
     modules = {(m.target.layer, m.target.projection): m for m in adapter.modules}
     layout = plan_layout(sites, {place: module.rank for place, module in modules.items()})
-    buffer = mapped_buffer(layout.num_elements, dtype)
+    buffer = allocate(layout.num_elements, dtype)
     projections = {site.name: site.projections for site in sites}
     for (layer, site_name), place in layout.places.items():
         a = buffer[place.a_offset :][: place.in_features * place.total_rank]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from loramux.adapters.grouped_layout import GroupedLayout
-from loramux.adapters.image import AdapterImage, mapped_buffer
+from loramux.adapters.image import AdapterImage, Allocate, mapped_buffer
 from loramux.adapters.layout import IMAGE_HEADER_BYTES, AdapterLayout
 from loramux.adapters.packing import Packing
 from loramux.errors import AdapterRefused
@@ -21,8 +21,14 @@ _MAGIC = b"loramux image 1\n"
 _MAX_HEADER = 16 * 2**20
 _MAX_LAYOUTS = 256
 
-# Makes room for so many elements; in pinned memory where the device wants that.
-Allocate = Callable[[int, torch.dtype], torch.Tensor]
+# What is read at once, and may still be in a cache when it is hashed and passed on. With smaller
+# ones a load asks for the interpreter more often, and steps beside it feel that more than its work.
+SLICE_BYTES = 4 * 2**20
+
+
+class OnSlice(Protocol):
+    def __call__(self, start: int, data: memoryview, *, is_last: bool) -> None:
+        """Bytes of a buffer, from `start` on, are there; they have not been checked yet."""
 
 
 class KnownLayouts:
@@ -68,7 +74,11 @@ def write_image(path: Path, image: AdapterImage) -> None:
 
 
 def read_image(
-    path: Path, cid: str, layouts: KnownLayouts, allocate: Allocate = mapped_buffer
+    path: Path,
+    cid: str,
+    layouts: KnownLayouts,
+    allocate: Allocate = mapped_buffer,
+    on_slice: OnSlice | None = None,
 ) -> AdapterImage:
     """Raises FileNotFoundError, or AdapterRefused when the file is not what it should be."""
     with path.open("rb", buffering=0) as file:
@@ -79,8 +89,7 @@ def read_image(
             if found["cid"] != cid or found["num_elements"] != layout.num_elements:
                 raise _broken(path, "it holds another adapter")
             buffer = allocate(layout.num_elements, dtype)
-            _read_all(file.fileno(), _as_bytes(buffer), path)
-            if hashlib.sha256(_as_bytes(buffer)).hexdigest() != found["sha256"]:
+            if _read_all(file.fileno(), _as_bytes(buffer), path, on_slice) != found["sha256"]:
                 raise _broken(path, "its checksum is wrong")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _broken(path, f"its header is wrong ({error!r})") from error
@@ -115,15 +124,23 @@ def _as_bytes(buffer: torch.Tensor) -> memoryview:
 
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data:
-        data = data[os.write(descriptor, data) :]
+        data = data[os.write(descriptor, data[:SLICE_BYTES]) :]
 
 
-def _read_all(descriptor: int, out: memoryview, path: Path) -> None:
-    while out:
-        count = os.readv(descriptor, [out])
-        if count == 0:
+def _read_all(descriptor: int, out: memoryview, path: Path, on_slice: OnSlice | None) -> str:
+    """Fills it, and returns the digest of what it holds now."""
+    digest = hashlib.sha256()
+    start = 0
+    while start < len(out):
+        stop = start + os.readv(descriptor, [out[start : start + SLICE_BYTES]])
+        if stop == start:
             raise _broken(path, "it is cut off")
-        out = out[count:]
+        data = out[start:stop]
+        digest.update(data)
+        if on_slice is not None:
+            on_slice(start, data, is_last=stop == len(out))
+        start = stop
+    return digest.hexdigest()
 
 
 def _broken(path: Path, why: str) -> AdapterRefused:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from loramux.adapters.grouped_layout import GroupedLayout, pack_groups, plan_groups
-from loramux.adapters.image import AdapterImage, pack_adapter
+from loramux.adapters.image import AdapterImage, Allocate, mapped_buffer, pack_adapter
 from loramux.adapters.layout import AdapterLayout, Site, plan_layout
 
 if TYPE_CHECKING:
@@ -23,6 +23,11 @@ class Packing(Protocol):
 
     @property
     def sites(self) -> tuple[Site, ...]: ...
+
+    @property
+    def allocate(self) -> Allocate:
+        """Makes the buffers."""
+        ...
 
     @property
     def fingerprint(self) -> str:
@@ -42,13 +47,14 @@ class StackedPacking:
 
     sites: tuple[Site, ...]
     dtype: torch.dtype
+    allocate: Allocate = mapped_buffer
 
     @property
     def fingerprint(self) -> str:
         return _digest("stacked", self.sites, self.dtype)
 
     def pack(self, adapter: CheckedAdapter) -> AdapterImage:
-        return pack_adapter(adapter, self.sites, self.dtype)
+        return pack_adapter(adapter, self.sites, self.dtype, self.allocate)
 
     def layout_of(self, key: Sequence[Any]) -> AdapterLayout:
         projections = {site.name: site.projections for site in self.sites}
@@ -68,8 +74,8 @@ class GroupedPacking:
     sites: tuple[Site, ...]
     dtype: torch.dtype
     page_elements: int
-    allocate: Callable[[int, torch.dtype], torch.Tensor]
-    """Makes the buffers: pinned, where they are copied to a GPU."""
+    allocate: Allocate
+    """Pinned, where buffers are copied to a GPU."""
 
     @property
     def fingerprint(self) -> str:

@@ -21,6 +21,7 @@ from loramux.kernels.interface import select_kernels
 from loramux.lora.merge import LinearKinds, MergeSource, PageDeltas
 from loramux.lora.merge_controller import MergeController
 from loramux.memory.device import default_pool_bytes, host_buffer, total_memory_bytes
+from loramux.memory.host_buffers import HostBuffers
 from loramux.memory.pool import KVGeometry, PagePool
 from loramux.models.architectures import base_info
 from loramux.models.dtypes import resolve_dtype
@@ -32,6 +33,9 @@ from loramux.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from loramux.engine.build_device import DevicePlan
+
+# What images leave of host memory may be kept for the next ones up to this part of it.
+_SPARE_PARTS = 16
 
 
 def load_base(
@@ -60,7 +64,7 @@ def build_engine(
     pool = _make_pool(model, config, device_plan, progress)
     rules = AdapterRules(
         base=base,
-        packing=_packing(sites, pool, for_device=device_plan is not None),
+        packing=_packing(sites, pool, config, for_device=device_plan is not None),
         max_rank=config.max_rank,
         strict_base=config.strict_base,
     )
@@ -106,11 +110,16 @@ def build_engine(
     )
 
 
-def _packing(sites: tuple[Site, ...], pool: PagePool, *, for_device: bool) -> Packing:
+def _packing(
+    sites: tuple[Site, ...], pool: PagePool, config: EngineConfig, *, for_device: bool
+) -> Packing:
     dtype = pool.storage.dtype
-    if not for_device:
-        return StackedPacking(sites, dtype)
     allocate = host_buffer(pool.device)
+    if not for_device:
+        if pool.device.type == "cpu":
+            spare_bytes = config.host_memory_bytes // _SPARE_PARTS
+            allocate = HostBuffers(spare_bytes=spare_bytes).allocate
+        return StackedPacking(sites, dtype, allocate)
     return GroupedPacking(sites, dtype, pool.geometry.page_elements, allocate)
 
 

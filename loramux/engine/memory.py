@@ -12,7 +12,6 @@ from pathlib import Path
 from loramux.adapters.catalog import AdapterCatalog, AdapterRules
 from loramux.adapters.image import AdapterImage
 from loramux.config import EngineConfig
-from loramux.memory.device import host_buffer
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.host_tier import HostTier
 from loramux.memory.loader import AdapterLoader
@@ -154,7 +153,8 @@ def _lower_tiers(
         source=catalog,
         disk=disk,
         write_pages=write_pages,
-        allocate=host_buffer(pool.device),
+        write_slice=pool.write_slice if pool.device.type == "cpu" else None,
+        allocate=catalog.rules.packing.allocate,
         executor=loads,
     )
     tiers = LowerTiers(catalog=catalog, host=host, disk=disk, loader=loader)

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from loramux.adapters.image import AdapterImage, mapped_buffer
-from loramux.adapters.image_file import Allocate, KnownLayouts, read_image, write_image
+from loramux.adapters.image import AdapterImage, Allocate, mapped_buffer
+from loramux.adapters.image_file import KnownLayouts, OnSlice, read_image, write_image
 from loramux.adapters.packing import Packing
 from loramux.errors import AdapterRefused
 from loramux.memory.policies import EvictionPolicy, miss_cost_s
@@ -60,13 +60,15 @@ class DiskTier:
     def used_bytes(self) -> int:
         return sum(self._sizes.copy().values())
 
-    def read(self, cid: str, allocate: Allocate = mapped_buffer) -> AdapterImage | None:
+    def read(
+        self, cid: str, allocate: Allocate = mapped_buffer, on_slice: OnSlice | None = None
+    ) -> AdapterImage | None:
         """None: it is not here (any more); a file that is not right is removed."""
         if cid not in self._sizes:
             return None
         path = self._path(cid)
         try:
-            return read_image(path, cid, self._layouts, allocate)
+            return read_image(path, cid, self._layouts, allocate, on_slice)
         except FileNotFoundError:
             pass
         except (AdapterRefused, OSError) as error:

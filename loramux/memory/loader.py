@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from loramux.adapters.image import AdapterImage, mapped_buffer
-from loramux.adapters.image_file import Allocate
+from loramux.adapters.image import AdapterImage, Allocate, mapped_buffer
 from loramux.errors import LoramuxError
 from loramux.memory.disk_tier import DiskTier
+from loramux.memory.pace import Pace
 from loramux.memory.tiers import AdapterState
 
 _NICENESS = 19
@@ -24,6 +24,10 @@ _NUM_THREADS = 2
 # For so long a thread may keep the interpreter from another one that wants it. Python's own 5 ms
 # are a twentieth of a step on a small CPU, and a step asks hundreds of times.
 _SWITCH_INTERVAL_S = 0.0005
+
+
+# Into these pages, from this byte on, these bytes.
+WriteSlice = Callable[[list[int], int, memoryview], None]
 
 
 class ImageSource(Protocol):
@@ -53,12 +57,19 @@ class AdapterLoader:
         source: ImageSource,
         disk: DiskTier | None,
         write_pages: Callable[[list[int], AdapterImage], None],
+        write_slice: WriteSlice | None = None,
         allocate: Allocate = mapped_buffer,
         executor: Executor | None = None,
     ) -> None:
+        """`write_slice`: where pages can be filled with parts of an image, while it is read.
+
+        That is where steps run on the cores that loads need, too.
+        """
         self._source = source
         self._disk = disk
         self._write_pages = write_pages
+        self._write_slice = write_slice
+        self._pace = Pace()
         self._allocate = allocate
         self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._threads = executor or ThreadPoolExecutor(
@@ -80,7 +91,7 @@ class AdapterLoader:
         """What has come in; with a timeout, waits that long for a first one."""
         arrived: list[Arrival] = []
         try:
-            arrived.append(self._arrived.get(timeout=timeout_s) if timeout_s else self._next())
+            arrived.append(self._await_one(timeout_s) if timeout_s else self._next())
             while True:
                 arrived.append(self._next())
         except queue.Empty:
@@ -93,15 +104,19 @@ class AdapterLoader:
     def _next(self) -> Arrival:
         return self._arrived.get_nowait()
 
+    def _await_one(self, timeout_s: float) -> Arrival:
+        with self._pace.awaited():
+            return self._arrived.get(timeout=timeout_s)
+
     def _read(self, cid: str, page_ids: list[int]) -> None:
         began = time.perf_counter()
         try:
-            image = None if self._disk is None else self._disk.read(cid, self._allocate)
+            image, is_written = self._read_disk(cid, page_ids)
             found = AdapterState.DISK
             if image is None:
                 image, found = self._source.read(cid), AdapterState.SOURCE
             read_s = time.perf_counter() - began
-            if page_ids:
+            if page_ids and not is_written:
                 self._write_pages(page_ids, image)
             copy_s = time.perf_counter() - began - read_s
         except Exception as error:  # whoever waits for this adapter must hear of it
@@ -110,6 +125,24 @@ class AdapterLoader:
         self._arrived.put(Arrival(cid=cid, image=image, found=found, read_s=read_s, copy_s=copy_s))
         if self._disk is not None and found is AdapterState.SOURCE:
             self._disk.put(image)
+
+    def _read_disk(self, cid: str, page_ids: list[int]) -> tuple[AdapterImage | None, bool]:
+        """The image, if it is there and right, and whether its pages are filled as well."""
+        if self._disk is None:
+            return None, False
+        write_slice, pace = self._write_slice, self._pace
+        if write_slice is None:
+            return self._disk.read(cid, self._allocate), False
+
+        def pass_on(start: int, data: memoryview, *, is_last: bool) -> None:
+            if page_ids:
+                write_slice(page_ids, start, data)
+            if not is_last:
+                pace.pause()
+
+        pace.begin()
+        image = self._disk.read(cid, self._allocate, pass_on)
+        return image, image is not None
 
     def _copy(self, image: AdapterImage, page_ids: list[int]) -> None:
         began = time.perf_counter()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from loramux.adapters.image_file import SLICE_BYTES
 from loramux.memory.device import Fence, SideCopier, zeros
 
 
@@ -42,6 +43,7 @@ class PagePool:
         # Zeros, not empty: the tail of a KV page is read (and masked) before it is written, and
         # whatever bits lie there must be finite.
         self.storage = zeros((num_pages, geometry.page_elements), dtype=dtype, device=device)
+        self._bytes = self.storage.view(torch.uint8).numpy() if self.storage.is_cpu else None
         self._copier = SideCopier(device) if device.type == "cuda" else None
         # By the first of the pages; kept until they are written.
         self._fences: dict[int, Fence] = {}
@@ -67,13 +69,27 @@ class PagePool:
 
         May be called from any thread; on a GPU the copy runs beside the kernels of a step.
         """
-        pairs = copies_of_runs(self.storage, page_ids, buffer)
         if self._copier is not None:
+            pairs = copies_of_runs(self.storage, page_ids, buffer)
             self._copier.copy(pairs, after=self._fences.pop(page_ids[0], None))
             return
-        for target, source in pairs:
-            # Not by torch, which would give this thread a team of its own on the step loop's cores.
-            np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+        data = buffer.view(torch.uint8).numpy().data
+        for start in range(0, len(data), SLICE_BYTES):
+            self.write_slice(page_ids, start, data[start : start + SLICE_BYTES])
+
+    def write_slice(self, page_ids: list[int], start: int, data: memoryview) -> None:
+        """On a CPU, a part of what goes into pages, in order: the bytes from `start` on.
+
+        Not by torch, which would give this thread a team of its own on the step loop's cores.
+        """
+        assert self._bytes is not None
+        source = np.frombuffer(data, dtype=np.uint8)
+        while len(source):
+            number, offset = divmod(start, self._bytes.shape[1])
+            target = self._bytes[page_ids[number], offset : offset + len(source)]
+            np.copyto(target, source[: len(target)])
+            start += len(target)
+            source = source[len(target) :]
 
     def clear(self, page_ids: list[int]) -> None:
         """Zeroes pages, so that nothing of an earlier owner can reach a new one."""

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.adapters.image import AdapterImage
+from loramux.adapters import image_file
+from loramux.adapters.image import AdapterImage, mapped_buffer
 from loramux.adapters.image_file import KnownLayouts, read_image, write_image
 from loramux.adapters.layout import Site, plan_layout
 from loramux.adapters.packing import StackedPacking
@@ -43,6 +44,26 @@ def test_the_buffer_comes_from_the_callers_allocator(tmp_path: Path) -> None:
         tmp_path / "x.image", image.cid, KnownLayouts(PACKING), lambda count, dtype: room[:count]
     )
     assert again.buffer.data_ptr() == room.data_ptr()
+
+
+def test_a_reader_hears_of_every_byte_once_and_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_file, "SLICE_BYTES", 100)
+    image = make_image(torch.float32)
+    write_image(tmp_path / "x.image", image)
+    heard, ends = bytearray(), []
+
+    def listen(start: int, data: memoryview, *, is_last: bool) -> None:
+        assert start == len(heard)
+        heard.extend(data)
+        ends.append(is_last)
+
+    read_image(
+        tmp_path / "x.image", image.cid, KnownLayouts(PACKING), mapped_buffer, on_slice=listen
+    )
+    assert heard == image.buffer.view(torch.uint8).numpy().tobytes()
+    assert len(ends) > 2 and ends.index(True) == len(ends) - 1
 
 
 def test_adapters_of_one_layout_share_it_and_others_do_not(tmp_path: Path) -> None:

@@ -58,6 +58,43 @@ def test_a_read_goes_to_disk_as_well_and_comes_from_there_next_time(tmp_path: Pa
     loader.close()
 
 
+def test_pages_are_filled_while_the_image_is_read(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path, budget_bytes=2**20, packing=PACKING, policy=LruPolicy())
+    adapters, written = NumberedAdapters(), Written()
+    pages = bytearray()
+
+    def write_slice(page_ids: list[int], start: int, data: memoryview) -> None:
+        assert page_ids == [3] and start == len(pages)
+        pages.extend(data)
+
+    disk.put(adapters.read(A))
+    loader = AdapterLoader(source=adapters, disk=disk, write_pages=written, write_slice=write_slice)
+    loader.read(A, [3])
+    image = take(loader).image
+    assert image is not None and pages == image.buffer.view(torch.uint8).numpy().tobytes()
+    assert written.pages == {}, "the same bytes were copied twice"
+    # To host memory only.
+    loader.read(A, [])
+    assert take(loader).error is None and len(pages) == image.num_bytes
+    loader.close()
+
+
+def test_an_image_that_is_broken_on_disk_leaves_nothing_in_the_pages(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path, budget_bytes=2**20, packing=PACKING, policy=LruPolicy())
+    adapters, written = NumberedAdapters(), Written()
+    disk.put(adapters.read(A))
+    (path,) = tmp_path.rglob("*.image")
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    loader = AdapterLoader(
+        source=adapters, disk=disk, write_pages=written, write_slice=lambda *_: None
+    )
+    loader.read(A, [3])
+    arrival = take(loader)
+    assert arrival.found is AdapterState.SOURCE
+    assert written.pages == {A: [3]}, "what was read from the broken file is served"
+    loader.close()
+
+
 def test_errors_arrive_like_everything_else() -> None:
     adapters = NumberedAdapters(broken={A})
     loader = AdapterLoader(source=adapters, disk=None, write_pages=Written())

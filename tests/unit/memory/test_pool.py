@@ -33,6 +33,21 @@ def test_a_buffer_comes_back_from_scattered_pages_and_neighbours_are_untouched()
     assert not pool.storage[[1, 3]].any()
 
 
+def test_slices_that_end_within_pages_make_the_whole() -> None:
+    pool = make_pool()
+    width = GEOMETRY.page_elements
+    buffer = torch.arange(2 * width + 3, dtype=torch.float32) + 1
+    data = buffer.view(torch.uint8).numpy().data
+    # Neither page nor element ends where these do.
+    for start in range(0, len(data), 51):
+        pool.write_slice([4, 0, 2], start, data[start : start + 51])
+    out = torch.empty(3 * width)
+    pool.read([4, 0, 2], out)
+    assert torch.equal(out[: buffer.numel()], buffer)
+    assert not out[buffer.numel() :].any()
+    assert not pool.storage[[1, 3]].any()
+
+
 def test_whole_pages_only_and_less_than_a_page() -> None:
     pool = make_pool()
     width = GEOMETRY.page_elements
