@@ -117,8 +117,10 @@ def _packing(
     allocate = host_buffer(pool.device)
     if not for_device:
         if pool.device.type == "cpu":
-            spare_bytes = config.host_memory_bytes // _SPARE_PARTS
-            allocate = HostBuffers(spare_bytes=spare_bytes).allocate
+            budget_bytes = config.host_memory_bytes
+            allocate = HostBuffers(
+                spare_bytes=budget_bytes // _SPARE_PARTS, budget_bytes=budget_bytes
+            ).allocate
         return StackedPacking(sites, dtype, allocate)
     return GroupedPacking(sites, dtype, pool.geometry.page_elements, allocate)
 

@@ -16,12 +16,14 @@ class HostBuffers:
     """A system takes longer to give new memory than a load takes to fill it.
 
     So what an image leaves is kept for the next of its size, as long as there are no more than
-    `spare_bytes` of that.
+    `spare_bytes` of that, and no more than `budget_bytes` of it and of images together.
     """
 
-    def __init__(self, *, spare_bytes: int) -> None:
+    def __init__(self, *, spare_bytes: int, budget_bytes: int) -> None:
         self.spare_bytes = spare_bytes
+        self._budget_bytes = budget_bytes
         self._spares: list[mmap.mmap] = []
+        self._num_used_bytes = 0
         # A buffer may be given back by a collection of garbage that begins under this very lock.
         self._lock = threading.RLock()
 
@@ -39,15 +41,22 @@ class HostBuffers:
 
     def _take(self, num_bytes: int) -> mmap.mmap:
         with self._lock:
+            self._num_used_bytes += num_bytes
             for number, memory in enumerate(self._spares):
                 if len(memory) == num_bytes:
                     return self._spares.pop(number)
+            self._drop_spares()
         return mapped_memory(num_bytes)
 
     def _give_back(self, memory: mmap.mmap) -> None:
-        if len(memory) > self.spare_bytes:
-            return
         with self._lock:
-            self._spares.append(memory)
-            while self.num_spare_bytes > self.spare_bytes:
-                del self._spares[0]
+            self._num_used_bytes -= len(memory)
+            if len(memory) <= self.spare_bytes:
+                self._spares.append(memory)
+            self._drop_spares()
+
+    def _drop_spares(self) -> None:
+        """The oldest first, until the others are within the limits."""
+        limit = min(self.spare_bytes, self._budget_bytes - self._num_used_bytes)
+        while self._spares and self.num_spare_bytes > limit:
+            del self._spares[0]
