@@ -10,27 +10,17 @@ def token_event(
     sequence: Sequence, token_id: int, reason: FinishReason | None, result: StepResult
 ) -> TokenEvent:
     """The token is already among the sequence's output."""
-    stop_token_id = token_id if reason is FinishReason.STOP else None
-    logprob = result.logprobs.get(sequence.sequence_id)
-    if len(sequence.output_token_ids) > 1:
-        return TokenEvent(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            token_id=token_id,
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
-            logprob=logprob,
-        )
+    is_first = len(sequence.output_token_ids) == 1
     return TokenEvent(
         request_id=sequence.request.request_id,
         index=sequence.index,
         token_id=token_id,
         finish_reason=reason,
-        stop_token_id=stop_token_id,
-        logprob=logprob,
-        prompt_logprobs=sequence.prompt_logprobs or None,
-        num_reused=sequence.num_reused_tokens,
-        started_s=sequence.first_started_s,
+        stop_token_id=token_id if reason is FinishReason.STOP else None,
+        logprob=result.logprobs.get(sequence.sequence_id),
+        prompt_logprobs=(sequence.prompt_logprobs or None) if is_first else None,
+        num_reused=sequence.num_reused_tokens if is_first else 0,
+        started_s=sequence.first_started_s if is_first else None,
     )
 
 
