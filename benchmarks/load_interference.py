@@ -248,6 +248,7 @@ def main() -> None:
         machine["other programs meanwhile"] = others.describe()
         losses = llm.engine.memory.losses
         machine["loader"] = LOADER
+        machine["before"] = "all adapters were loaded once: the pool's memory had been written"
         machine["time of the step loop spent on loads"] = (
             f"{1000 * losses.total_s / max(1, sum(losses.counts)):.2f} ms a step that had one"
         )
