@@ -26,11 +26,15 @@ class EngineChannel:
 
     def receive(self) -> Command | None:
         """None: the other side is gone."""
-        head = self._reader.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
+        try:
+            head = self._reader.read(_LENGTH.size)
+            if len(head) < _LENGTH.size:
+                return None
+            (length,) = _LENGTH.unpack(head)
+            body = self._reader.read(length)
+        except ConnectionError:
+            # A peer that dies with our messages unread resets the connection: no end of file then.
             return None
-        (length,) = _LENGTH.unpack(head)
-        body = self._reader.read(length)
         if len(body) < length:
             return None
         command: Command = self._decoder.decode(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -257,12 +258,13 @@ def serve(connection: socket.socket) -> int:
         engine = build_engine(model, config, progress=report)
         channel.send(_ready(model, engine, start.model))
     except (LoramuxError, OSError, MemoryError) as error:
-        channel.send(Failed(error=describe_error(error)))
+        with contextlib.suppress(ConnectionError):  # the server itself may be what is gone
+            channel.send(Failed(error=describe_error(error)))
         return 1
     try:
         usage = None if config.disk_folder is None else UsageFile(Path(config.disk_folder))
         Worker(engine, channel, pulse, usage).run()
-    except BrokenPipeError:
+    except ConnectionError:
         # The server went away while we were answering.
         return 1
     return 0

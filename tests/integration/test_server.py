@@ -193,6 +193,8 @@ def test_a_killed_server_leaves_no_engine_behind(folder: Path, tmp_path: Path) -
     flags = ["--model", str(folder / "model"), "--device-memory", "16MiB"]
     with running_server(tmp_path / "log", *flags) as running:
         (pid,) = running.engine_pids
+        running.process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)  # the engine's pulse beats on: what nobody reads resets its connection
         running.process.kill()
         running.process.wait()
         deadline = time.monotonic() + 10

@@ -50,6 +50,15 @@ def test_a_peer_that_dies_is_an_end_even_inside_a_message(cut: bytes) -> None:
     asyncio.run(server_side())
 
 
+def test_a_peer_that_dies_with_our_messages_unread_is_an_end_too() -> None:
+    ours, theirs = socket.socketpair()
+    engine = EngineChannel(theirs)
+    engine.send(Heartbeat(step_age_s=0))
+    ours.close()
+    assert engine.receive() is None
+    theirs.close()
+
+
 def test_threads_may_send_at_once() -> None:
     ours, theirs = socket.socketpair()
     engine = EngineChannel(theirs)
