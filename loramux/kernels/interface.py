@@ -94,6 +94,9 @@ def empty_rows(num_rows: int, width: int) -> Rows:
 
 
 class LoraKernels(Protocol):
+    COMPUTES_WHOLE_STACKS: bool
+    """Slots that no row uses cost time, so that a stack should have none."""
+
     def cut_rows(self, segments: Sequence[Segment], num_slots: int) -> LoraRows: ...
 
     def add_lora(self, y: Tensor, x: Tensor, weights: LoraWeights, rows: LoraRows) -> None:

@@ -12,6 +12,8 @@ from loramux.kernels.interface import LoraRows, LoraWeights, Segment, StackedRow
 # Longer segments fill a matrix product by themselves; padding the others to them would cost more.
 _LONG_SEGMENT = 16
 
+COMPUTES_WHOLE_STACKS = True
+
 
 def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:
     lengths = {segment.stop - segment.start for segment in segments}

@@ -17,8 +17,10 @@ from loramux.kernels.math_numba import OPTIONS
 from loramux.kernels.tile_numba import (
     DIRECT_WIDTH,
     FLOAT_BYTES,
+    MAX_ROW_WIDTH,
     direct_tile,
     multiply_add,
+    row_tile,
     rows_at,
 )
 
@@ -28,8 +30,9 @@ _LONG_SEGMENT = 32
 _LONG_RUN_ROWS = 16
 # From here on by tiles: a matrix row that was loaded serves several rows of x.
 _MIN_TILE_ROWS = 3
-_A_ROWS = 32
-_B_ROWS = 8
+_A_ROWS = 128
+
+COMPUTES_WHOLE_STACKS = False
 
 
 def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:
@@ -90,25 +93,32 @@ def _prepared(weights: LoraWeights) -> tuple[NDArray[np.float32], NDArray[np.int
 
 
 @njit("void(float32[::1], float32[::1], float32[::1])", **OPTIONS)
-def _add_sums(into, factors, matrix):
-    """into += factors @ matrix, eight rows of it at a time."""
-    width, eights = into.size, factors.size // 8 * 8
-    for k in range(0, eights, 8):
-        f, m = factors[k : k + 8], matrix[k * width : (k + 8) * width]
-        f0, f1, f2, f3, f4, f5, f6, f7 = f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7]
-        for j in range(width):
-            total = multiply_add(m[j], f0, into[j])
-            total = multiply_add(m[width + j], f1, total)
-            total = multiply_add(m[2 * width + j], f2, total)
-            total = multiply_add(m[3 * width + j], f3, total)
-            total = multiply_add(m[4 * width + j], f4, total)
-            total = multiply_add(m[5 * width + j], f5, total)
-            total = multiply_add(m[6 * width + j], f6, total)
-            into[j] = multiply_add(m[7 * width + j], f7, total)
-    for k in range(eights, factors.size):
+def _add_rows(into, factors, matrix):
+    """into += factors @ matrix, row after row: memory is read as fast as it comes."""
+    width = into.size
+    for k in range(factors.size):
         factor, row = factors[k], matrix[k * width : (k + 1) * width]
         for j in range(width):
             into[j] = multiply_add(row[j], factor, into[j])
+
+
+@njit("void(float32[::1], float32[::1], float32[::1])", **OPTIONS)
+def _add_narrow(into, factors, matrix):
+    """The same, for a matrix of few columns: their sums stay in registers."""
+    width, depth, column = into.size, factors.size, 0
+    target, start, stride = into.ctypes.data, matrix.ctypes.data, width * FLOAT_BYTES
+    while column < width:
+        at = column * FLOAT_BYTES
+        place = (factors.ctypes.data, start + at, stride, target + at, depth)
+        done = row_tile(width - column, place)
+        if not done:
+            break
+        column += done
+    for j in range(column, width):
+        total = into[j]
+        for k in range(depth):
+            total = multiply_add(matrix[k * width + j], factors[k], total)
+        into[j] = total
 
 
 @njit(
@@ -159,31 +169,44 @@ def _add_tiled(y, x, storage, site, run, weight):
 
 
 @njit(
+    "void(float32[:, ::1], float32[:, ::1], float32[::1], int64[:, ::1], UniTuple(int64, 3),"
+    "float32)",
+    **OPTIONS,
+)
+def _add_streamed(y, x, storage, site, run, weight):
+    slot, start, stop = run
+    size, distance, width = x.shape[1], site[0, 1], site[0, 2]
+    h = np.zeros((stop - start, width), dtype=np.float32)
+    # By parts that stay in the nearest cache while all rows of the run use them.
+    part = size if stop - start == 1 else _A_ROWS
+    for k in range(0, size, part):
+        end = min(size, k + part)
+        a = storage[site[0, 0] + slot * distance + k * width :][: (end - k) * width]
+        for i in range(start, stop):
+            if width <= MAX_ROW_WIDTH:
+                _add_narrow(h[i - start], x[i, k:end], a)
+            else:
+                _add_rows(h[i - start], x[i, k:end], a)
+    h *= weight
+    for piece in range(1, len(site)):
+        first, rank, out, rank_start, out_start = site[piece]
+        step = rank if stop - start == 1 else 1
+        for r in range(rank_start, rank_start + rank, step):
+            b = storage[first + slot * distance + (r - rank_start) * out :][: step * out]
+            for i in range(start, stop):
+                _add_rows(y[i, out_start : out_start + out], h[i - start, r : r + step], b)
+
+
+@njit(
     "void(float32[:, ::1], float32[:, ::1], float32[::1], int64[:, ::1], int64[:, ::1],"
     "float32[::1])",
     parallel=True,
     **OPTIONS,
 )
 def _add_runs(y, x, storage, site, runs, weights):
-    size, distance, width = x.shape[1], site[0, 1], site[0, 2]
     for number in prange(len(runs)):
         slot, start, stop = runs[number]
         if stop - start >= _MIN_TILE_ROWS:
             _add_tiled(y, x, storage, site, (slot, start, stop), weights[number])
-            continue
-        h = np.zeros((stop - start, width), dtype=np.float32)
-        # By parts that stay in the nearest cache while all rows of the run use them.
-        for k in range(0, size, _A_ROWS):
-            end = min(size, k + _A_ROWS)
-            a = storage[site[0, 0] + slot * distance + k * width :][: (end - k) * width]
-            for i in range(start, stop):
-                _add_sums(h[i - start], x[i, k:end], a)
-        h *= weights[number]
-        for piece in range(1, len(site)):
-            first, rank, out, rank_start, out_start = site[piece]
-            for r in range(0, rank, _B_ROWS):
-                end = min(rank, r + _B_ROWS)
-                b = storage[first + slot * distance + r * out :][: (end - r) * out]
-                for i in range(start, stop):
-                    factors = h[i - start, rank_start + r : rank_start + end]
-                    _add_sums(y[i, out_start : out_start + out], factors, b)
+        else:
+            _add_streamed(y, x, storage, site, (slot, start, stop), weights[number])

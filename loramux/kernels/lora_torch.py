@@ -8,6 +8,8 @@ from torch import Tensor
 
 from loramux.kernels.interface import LoraRows, LoraWeights, Segment
 
+COMPUTES_WHOLE_STACKS = False
+
 
 def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:
     return LoraRows(segments=tuple(segments))

@@ -51,6 +51,7 @@ UNROLL = 4
 # A direct tile is narrower, for matrices that are: the ranks of adapters.
 _DIRECT_LANES = min(SHAPE.lanes, 8)
 DIRECT_WIDTH = 2 * _DIRECT_LANES
+MAX_ROW_WIDTH = 12 * _DIRECT_LANES
 
 _FLOAT = ir.FloatType()
 _LONG = ir.IntType(64)
@@ -199,11 +200,35 @@ def _emit_direct(builder: Any, num_rows: int, args: Any) -> None:
     emitter.finish(y, y_stride, sums)
 
 
-def _tile_of(emit: Any, num_rows: int) -> Any:
+def _emit_row(builder: Any, vectors: int, args: Any) -> None:
+    x, matrix, stride, y, depth = args
+    emitter = _Emitter(builder, 1, _DIRECT_LANES, vectors)
+    no_stride = ir.Constant(_LONG, 0)
+    sums = emitter.start(y, no_stride)
+    x_at = cgutils.alloca_once_value(builder, x)
+    matrix_at = cgutils.alloca_once_value(builder, matrix)
+
+    def steps(count: int) -> None:
+        x_now, row = builder.load(x_at), builder.load(matrix_at)
+        for number in range(count):
+            emitter.step([emitter.spread_load(x_now, number)], row, 0, sums)
+            row = builder.add(row, stride)
+        builder.store(builder.add(x_now, ir.Constant(_LONG, count * FLOAT_BYTES)), x_at)
+        builder.store(row, matrix_at)
+
+    unroll = ir.Constant(_LONG, UNROLL)
+    with cgutils.for_range(builder, builder.udiv(depth, unroll)):
+        steps(UNROLL)
+    with cgutils.for_range(builder, builder.urem(depth, unroll)):
+        steps(1)
+    emitter.finish(y, no_stride, sums)
+
+
+def _tile_of(emit: Any, size: int) -> Any:
     @intrinsic
     def tile(_, args):
         def code(context, builder, signature, values):
-            emit(builder, num_rows, cgutils.unpack_tuple(builder, values[0]))
+            emit(builder, size, cgutils.unpack_tuple(builder, values[0]))
             return context.get_dummy_value()
 
         return types.void(args), code
@@ -215,6 +240,8 @@ _packed_full, _packed_4 = _tile_of(_emit_packed, ROWS), _tile_of(_emit_packed, 4
 _packed_2, _packed_1 = _tile_of(_emit_packed, 2), _tile_of(_emit_packed, 1)
 _direct_full, _direct_4 = _tile_of(_emit_direct, ROWS), _tile_of(_emit_direct, 4)
 _direct_2, _direct_1 = _tile_of(_emit_direct, 2), _tile_of(_emit_direct, 1)
+_row_12, _row_8, _row_6 = (_tile_of(_emit_row, vectors) for vectors in (12, 8, 6))
+_row_4, _row_2, _row_1 = (_tile_of(_emit_row, vectors) for vectors in (4, 2, 1))
 
 
 def _multiply_add(_, a, b, c):
@@ -273,3 +300,31 @@ def direct_tile(num_rows, args):
         _direct_2(args)
     else:
         _direct_1(args)
+
+
+@njit("int64(int64, UniTuple(int64, 5))", **OPTIONS)
+def row_tile(width, args):
+    """args: x, matrix, stride, y, depth, in bytes. Returns how many columns it did, 0: too few.
+
+    y += x @ matrix, x [depth], matrix [depth, width], y [width], of its first columns as many as
+    registers hold: for one row, a matrix that is wider should be read row by row.
+    """
+    vectors = width // _DIRECT_LANES
+    if vectors >= 12:
+        _row_12(args)
+        return 12 * _DIRECT_LANES
+    if vectors >= 8:
+        _row_8(args)
+        return 8 * _DIRECT_LANES
+    if vectors >= 6:
+        _row_6(args)
+        return 6 * _DIRECT_LANES
+    if vectors >= 4:
+        _row_4(args)
+        return 4 * _DIRECT_LANES
+    if vectors >= 2:
+        _row_2(args)
+        return 2 * _DIRECT_LANES
+    if vectors:
+        _row_1(args)
+    return vectors * _DIRECT_LANES

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from loramux.adapters.layout import AdapterLayout
 from loramux.kernels.interface import LoraSlice, LoraWeights
+from loramux.memory.device import zeros
 from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter
 
 # Of addresses alone: a slot takes memory when an adapter is copied into it for the first time. The
-# system clears that memory page by page, which takes longer than the copy, so that a stack that
-# others join should rarely be made again.
+# system clears that memory then, which takes longer than the copy, so that a stack that others join
+# should rarely be made again.
 _RESERVED_TIMES = 8
 _RESERVED_BYTES = 1 << 30
 
@@ -29,7 +29,7 @@ SiteKey = tuple[int, str]
 
 @dataclass(slots=True)
 class Stack:
-    """Row i of storage is the adapter slots[i], page after page."""
+    """Row i of storage is the adapter slots[i], page after page; some slots may be nobody's."""
 
     layout: AdapterLayout
     num_pages: int
@@ -43,8 +43,10 @@ class Stack:
 
 
 class LoraStacks:
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, *, has_gaps: bool) -> None:
+        """`has_gaps`: an adapter stays where it is until another needs the place."""
         self._pool = pool
+        self._has_gaps = has_gaps
         self._stacks: dict[LayoutKey, Stack] = {}
 
     @property
@@ -52,7 +54,7 @@ class LoraStacks:
         return sum(s.storage.numel() * s.storage.element_size() for s in self._stacks.values())
 
     def place(self, adapters: Sequence[ResidentAdapter]) -> list[Stack]:
-        """Stacks whose slots are exactly these adapters, those of one layout in one stack."""
+        """Stacks whose slots have these adapters, those of one layout in one stack."""
         by_layout: dict[LayoutKey, list[ResidentAdapter]] = {}
         for adapter in adapters:
             by_layout.setdefault(adapter.stacked.key, []).append(adapter)
@@ -69,17 +71,19 @@ class LoraStacks:
         return stack
 
     def _copy_missing(self, stack: Stack, members: list[ResidentAdapter]) -> None:
-        """Adapters that are in a wanted slot stay there; the others fill the remaining slots."""
+        """Adapters that are in a slot stay there; the others go where nobody wants to be."""
+        if not self._has_gaps:
+            del stack.slots[len(members) :]
         wanted = {member.cid for member in members}
-        del stack.slots[len(members) :]
         kept = wanted & set(stack.slots)
         missing = [member for member in members if member.cid not in kept]
-        stack.slots += [""] * (len(members) - len(stack.slots))
-        for slot, cid in enumerate(stack.slots):
-            if cid not in wanted:
-                member = missing.pop()
-                self._pool.read(member.page_ids, stack.storage[slot])
-                stack.slots[slot] = member.cid
+        free = [slot for slot, cid in enumerate(stack.slots) if cid not in wanted]
+        num_new = max(0, len(missing) - len(free))
+        free += range(len(stack.slots), len(stack.slots) + num_new)
+        stack.slots += [""] * num_new
+        for slot, member in zip(free, missing, strict=False):
+            self._pool.read(member.page_ids, stack.storage[slot])
+            stack.slots[slot] = member.cid
 
     def _make(self, first: ResidentAdapter, *, count: int) -> Stack:
         num_pages = len(first.page_ids)
@@ -89,7 +93,7 @@ class LoraStacks:
         if like.device.type == "cpu":
             num_reserved = _RESERVED_BYTES // (width * like.element_size())
             capacity = max(capacity, min(_RESERVED_TIMES * count, num_reserved))
-        storage = torch.empty(capacity, width, dtype=like.dtype, device=like.device)
+        storage = zeros((capacity, width), dtype=like.dtype, device=like.device)
         stack = Stack(layout=first.stacked, num_pages=num_pages, storage=storage)
         stack.weights = {site: _views(stack, site) for site in first.stacked.places}
         return stack

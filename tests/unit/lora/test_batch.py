@@ -15,13 +15,13 @@ def make_batch() -> LoraBatch:
         "c": shelf.adapter("c", {(0, "o"): 1, (1, "q"): 1}),
     }
     selections = [(("a", 1.0),), (), (("b", 0.5), ("c", 2.0))]
-    batch = gather_batch(selections, adapters, LoraStacks(shelf.pool))
+    batch = gather_batch(selections, adapters, LoraStacks(shelf.pool, has_gaps=False))
     assert batch is not None
     return batch
 
 
 def test_a_step_of_base_rows_has_no_batch() -> None:
-    assert gather_batch([(), ()], {}, LoraStacks(Shelf().pool)) is None
+    assert gather_batch([(), ()], {}, LoraStacks(Shelf().pool, has_gaps=False)) is None
 
 
 def test_rows_of_one_adapter_stand_together_and_base_rows_last() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ SITES = (
     Site(name="o", in_features=4, projections=("o",), out_features=(4,)),
 )
 GEOMETRY = KVGeometry(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
+both_ways = pytest.mark.parametrize("has_gaps", [False, True])
 
 
 class Shelf:
@@ -38,9 +40,9 @@ class Shelf:
 
 def check(stacks: LoraStacks, shelf: Shelf, adapters: list[ResidentAdapter]) -> None:
     placed = stacks.place(adapters)
-    assert sorted(cid for stack in placed for cid in stack.slots) == sorted(
-        adapter.cid for adapter in adapters
-    )
+    found = [cid for stack in placed for cid in stack.slots]
+    assert len(found) == len(set(found))
+    assert {adapter.cid for adapter in adapters} <= set(found)
     for stack in placed:
         for slot, cid in enumerate(stack.slots):
             for site, place in stack.layout.places.items():
@@ -65,11 +67,12 @@ def check_rows(matrices: torch.Tensor, rows: torch.Tensor | None, slot: int) -> 
         assert torch.equal(rows[first : first + matrices.shape[1]], matrices[slot])
 
 
-def test_adapters_of_one_layout_share_a_stack_and_ranks_are_not_padded() -> None:
+@both_ways
+def test_adapters_of_one_layout_share_a_stack_and_ranks_are_not_padded(has_gaps: bool) -> None:
     shelf = Shelf()
     small = [shelf.adapter(f"s{i}", {(0, "q"): 1, (0, "o"): 3}) for i in range(3)]
     large = shelf.adapter("l", {(0, "q"): 8, (0, "v"): 8, (1, "o"): 2})
-    stacks = LoraStacks(shelf.pool)
+    stacks = LoraStacks(shelf.pool, has_gaps=has_gaps)
     check(stacks, shelf, [*small, large])
     placed = stacks.place([*small, large])
     assert [len(stack.slots) for stack in placed] == [3, 1]
@@ -77,11 +80,12 @@ def test_adapters_of_one_layout_share_a_stack_and_ranks_are_not_padded() -> None
     assert (1, "qkv") not in placed[1].weights
 
 
-def test_what_no_row_uses_gives_its_memory_back() -> None:
+@both_ways
+def test_what_no_row_uses_gives_its_memory_back(has_gaps: bool) -> None:
     shelf = Shelf()
     first = shelf.adapter("a", {(0, "q"): 4})
     second = shelf.adapter("b", {(0, "o"): 2})
-    stacks = LoraStacks(shelf.pool)
+    stacks = LoraStacks(shelf.pool, has_gaps=has_gaps)
     stacks.place([first, second])
     both = stacks.num_bytes
     stacks.place([second])
@@ -90,28 +94,54 @@ def test_what_no_row_uses_gives_its_memory_back() -> None:
     assert stacks.num_bytes == 0
 
 
-def test_adapters_that_join_one_by_one_find_room_in_the_same_stack() -> None:
+@both_ways
+def test_adapters_that_join_one_by_one_find_room_in_the_same_stack(has_gaps: bool) -> None:
     """To make a stack again is to copy all its adapters into memory that must be cleared first."""
     shelf = Shelf()
     adapters = [shelf.adapter(str(i), {(0, "q"): 2}) for i in range(8)]
-    stacks = LoraStacks(shelf.pool)
+    stacks = LoraStacks(shelf.pool, has_gaps=has_gaps)
     made = {stacks.place(adapters[: i + 1])[0].storage.data_ptr() for i in range(8)}
     assert len(made) == 1
     check(stacks, shelf, adapters)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
+    has_gaps=st.booleans(),
     steps=st.lists(
         st.lists(st.integers(0, 9), min_size=1, max_size=8, unique=True), min_size=1, max_size=8
     )
 )
-def test_any_coming_and_going_leaves_each_slot_with_its_own_weights(steps: list[list[int]]) -> None:
+def test_any_coming_and_going_leaves_each_slot_with_its_own_weights(
+    has_gaps: bool, steps: list[list[int]]
+) -> None:
     shelf = Shelf()
     adapters = [
         shelf.adapter(str(i), {(0, "q"): 2, (1, "o"): 1} if i % 3 else {(0, "k"): 3})
         for i in range(10)
     ]
-    stacks = LoraStacks(shelf.pool)
+    stacks = LoraStacks(shelf.pool, has_gaps=has_gaps)
     for step in steps:
         check(stacks, shelf, [adapters[i] for i in step])
+        num_slots = sum(len(stack.slots) for stack in stacks.place([adapters[i] for i in step]))
+        assert has_gaps or num_slots == len(step)
+
+
+def test_with_gaps_who_stays_is_never_copied_again_and_who_comes_back_soon_neither(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shelf = Shelf()
+    adapters = [shelf.adapter(str(i), {(0, "q"): 2}) for i in range(5)]
+    stacks, num_copies = LoraStacks(shelf.pool, has_gaps=True), 0
+    read = PagePool.read
+
+    def count(pool: PagePool, page_ids: list[int], out: torch.Tensor) -> None:
+        nonlocal num_copies
+        num_copies += 1
+        read(pool, page_ids, out)
+
+    monkeypatch.setattr(PagePool, "read", count)
+    for members, copies in [([0, 1, 2, 3], 4), ([3], 4), ([3, 1], 4), ([4, 3], 5), ([3, 4, 2], 5)]:
+        check(stacks, shelf, [adapters[i] for i in members])
+        assert num_copies == copies
+    assert len(stacks.place(adapters[3:])[0].slots) == 4
