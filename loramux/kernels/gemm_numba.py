@@ -10,13 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import njit, prange, types
-from numba.extending import intrinsic
+from numba import njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loramux.kernels.math_numba import OPTIONS
+from loramux.kernels.math_numba import OPTIONS, take_next
 from loramux.kernels.tile_numba import (
     FLOAT_BYTES,
     ROWS,
@@ -87,17 +85,6 @@ def multiply_into(x: NDArray[np.float32], matrix: PackedMatrix, y: NDArray[np.fl
     taken = np.zeros(-(-num_rows // _BLOCK_ROWS), dtype=np.int64)
     plan = matrix.depth, torch.get_num_threads()
     _multiply(x, matrix.panels, matrix.start, y, packed, tail, taken, plan)
-
-
-@intrinsic
-def _take_next(_, address):
-    """The value there, which is one more afterwards: no two threads get the same."""
-
-    def code(context, builder, signature, values):
-        place = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "monotonic")
-
-    return types.int64(types.int64), code
 
 
 @njit("void(float32[:, ::1], int64, int64, float32[::1])", **OPTIONS)
@@ -201,7 +188,7 @@ def _all_panels(addresses, sizes, num_threads):
             while begin < num_panels:
                 _panels(addresses, (row, stop, begin, end), sizes)
                 counter = addresses[5] + block * 8
-                begin = num_threads * own + _take_next(counter)  # type: ignore[call-arg]
+                begin = num_threads * own + take_next(counter)  # type: ignore[call-arg]
                 end = begin + 1
 
 

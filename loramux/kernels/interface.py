@@ -32,6 +32,8 @@ class LoraWeights:
     a_rows: Tensor | None = None
     """Rows of one matrix, of which adapter i's are those from i * stride(0) / width of a on; None
     where adapters do not stand a whole number of rows apart."""
+    addresses: NDArray[np.int64] | None = None
+    """Where each adapter begins, for kernels that read it there; None: in the memory of a."""
     prepared: list[Any] = field(default_factory=list)
     """What a kernel has made of the above, for its next call."""
 
@@ -94,8 +96,8 @@ def empty_rows(num_rows: int, width: int) -> Rows:
 
 
 class LoraKernels(Protocol):
-    COMPUTES_WHOLE_STACKS: bool
-    """Slots that no row uses cost time, so that a stack should have none."""
+    READS_ADDRESSES: bool
+    """Of LoraWeights: adapters may lie anywhere, and slots that no row uses cost nothing."""
 
     def cut_rows(self, segments: Sequence[Segment], num_slots: int) -> LoraRows: ...
 

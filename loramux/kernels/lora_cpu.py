@@ -12,7 +12,7 @@ from loramux.kernels.interface import LoraRows, LoraWeights, Segment, StackedRow
 # Longer segments fill a matrix product by themselves; padding the others to them would cost more.
 _LONG_SEGMENT = 16
 
-COMPUTES_WHOLE_STACKS = True
+READS_ADDRESSES = False
 
 
 def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit, prange
+from numba import get_num_threads, njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.kernels.interface import LoraRows, LoraWeights, Segment
-from loramux.kernels.math_numba import OPTIONS
+from loramux.kernels.math_numba import LONG_BYTES, OPTIONS, floats_at, longs_at, take_next
 from loramux.kernels.tile_numba import (
     DIRECT_WIDTH,
     FLOAT_BYTES,
@@ -31,8 +31,11 @@ _LONG_RUN_ROWS = 16
 # From here on by tiles: a matrix row that was loaded serves several rows of x.
 _MIN_TILE_ROWS = 3
 _A_ROWS = 128
+# Of the tables that the loops below read.
+_SITE_FIELDS = 5
+_RUN_FIELDS = 3
 
-COMPUTES_WHOLE_STACKS = False
+READS_ADDRESSES = True
 
 
 def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:
@@ -44,10 +47,18 @@ def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:
 
 def add_lora(y: Tensor, x: Tensor, weights: LoraWeights, rows: LoraRows) -> None:
     """y[i] += weight(i) * x[i] @ a[slot(i)] @ b[slot(i)]; rows without an adapter are untouched."""
-    storage, site = _prepared(weights)
-    y_rows, x_rows = y.numpy(), x.contiguous().numpy()
+    add_lora_rows(y.numpy(), x.contiguous().numpy(), weights, rows)
+
+
+def add_lora_rows(
+    y: NDArray[np.float32], x: NDArray[np.float32], weights: LoraWeights, rows: LoraRows
+) -> None:
+    """As add_lora, of arrays without gaps."""
+    addresses, site = _prepared(weights)
+    num_threads = get_num_threads()
     for runs, run_weights in rows.rounds:
-        _add_runs(y_rows, x_rows, storage, site, runs, run_weights)
+        taken = np.zeros(1, dtype=np.int64)
+        _add_runs(y, x, addresses, site, runs, run_weights, taken, num_threads)
 
 
 def _put(rounds: list[list[Segment]], segment: Segment) -> None:
@@ -66,147 +77,186 @@ def _runs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], NDArray[np.fl
         for size in [_RUN_ROWS if s.stop - s.start <= _LONG_SEGMENT else _LONG_RUN_ROWS]
         for start in range(s.start, s.stop, size)
     ]
+    # The long ones first, so that no thread begins one when the others are done.
+    runs.sort(key=lambda run: run[0][1] - run[0][2])
     return np.array([r for r, _ in runs], np.int64), np.array([w for _, w in runs], np.float32)
 
 
-def _prepared(weights: LoraWeights) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """All memory of the stack, and where the site is in it; made once.
+def _prepared(weights: LoraWeights) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where each adapter begins, and where the site is in it; made once.
 
-    The table's first line is (start of a, between two adapters, total rank, 0, 0), and each other
-    line a slice: (start of b, rank, out, rank_start, out_start).
+    The table's first line is (start of a, total rank, 0, 0, 0), and each other line a slice: (start
+    of b, rank, out, rank_start, out_start). Starts are in bytes, from the adapter's first.
     """
     if not weights.prepared:
         a = weights.a
         for piece in weights.slices:
             assert piece.b.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
             assert piece.b.stride(0) == a.stride(0), "an adapter is one run of its stack"
-        size = a.untyped_storage().nbytes() // a.element_size()
-        lines = [(a.storage_offset(), a.stride(0), a.shape[2], 0, 0)]
+        lines = [(a.storage_offset() * FLOAT_BYTES, a.shape[2], 0, 0, 0)]
         for piece in weights.slices:
             rank, out_features = piece.b.shape[1:]
-            start = piece.b.storage_offset()
+            start = piece.b.storage_offset() * FLOAT_BYTES
             lines.append((start, rank, out_features, piece.rank_start, piece.out_start))
-        table = np.array(lines, dtype=np.int64)
-        weights.prepared.append((a.as_strided((size,), (1,), 0).numpy(), table))
-    found: tuple[NDArray[np.float32], NDArray[np.int64]] = weights.prepared[0]
+        addresses = weights.addresses
+        if addresses is None:
+            distance = a.stride(0) * FLOAT_BYTES
+            first = a.untyped_storage().data_ptr()
+            addresses = first + distance * np.arange(len(a), dtype=np.int64)
+        weights.prepared.append((addresses, np.array(lines, dtype=np.int64)))
+    found: tuple[NDArray[np.int64], NDArray[np.int64]] = weights.prepared[0]
     return found
 
 
-@njit("void(float32[::1], float32[::1], float32[::1])", **OPTIONS)
-def _add_rows(into, factors, matrix):
-    """into += factors @ matrix, row after row: memory is read as fast as it comes."""
-    width = into.size
-    for k in range(factors.size):
-        factor, row = factors[k], matrix[k * width : (k + 1) * width]
+@njit("void(UniTuple(int64, 5))", **OPTIONS)
+def _add_rows(args):
+    """args: y, factors, matrix, depth, width. y += factors @ matrix, row after row of the matrix.
+
+    Memory is read as fast as it comes.
+    """
+    y, factors, matrix, depth, width = args
+    into, values = floats_at(y, width), floats_at(factors, depth)
+    for k in range(depth):
+        factor, row = values[k], floats_at(matrix + k * width * FLOAT_BYTES, width)
         for j in range(width):
             into[j] = multiply_add(row[j], factor, into[j])
 
 
-@njit("void(float32[::1], float32[::1], float32[::1])", **OPTIONS)
-def _add_narrow(into, factors, matrix):
+@njit("void(UniTuple(int64, 5))", **OPTIONS)
+def _add_narrow(args):
     """The same, for a matrix of few columns: their sums stay in registers."""
-    width, depth, column = into.size, factors.size, 0
-    target, start, stride = into.ctypes.data, matrix.ctypes.data, width * FLOAT_BYTES
-    while column < width:
+    y, factors, matrix, depth, width = args
+    column, stride = 0, width * FLOAT_BYTES
+    while width - column > 0:
         at = column * FLOAT_BYTES
-        place = (factors.ctypes.data, start + at, stride, target + at, depth)
-        done = row_tile(width - column, place)
+        done = row_tile(width - column, (factors, matrix + at, stride, y + at, depth))
         if not done:
             break
         column += done
+    into, values = floats_at(y, width), floats_at(factors, depth)
+    whole = floats_at(matrix, depth * width)
     for j in range(column, width):
         total = into[j]
         for k in range(depth):
-            total = multiply_add(matrix[k * width + j], factors[k], total)
+            total = multiply_add(whole[k * width + j], values[k], total)
         into[j] = total
 
 
-@njit(
-    "void(float32[:, ::1], float32[:, ::1], float32[::1], UniTuple(int64, 4), UniTuple(int64, 3))",
-    **OPTIONS,
-)
-def _add_product(y, x, matrix, place, size):
-    """y[y_row :, y_column :] += x[x_row :, x_column :] @ matrix [depth, width], so many rows."""
-    y_row, y_column, x_row, x_column = place
+@njit("void(UniTuple(int64, 5), UniTuple(int64, 3))", **OPTIONS)
+def _add_product(places, size):
+    """places: y, y_stride, x, x_stride, matrix. y += x @ matrix, by tiles of several rows."""
+    y, y_stride, x, x_stride, matrix = places
     num_rows, depth, width = size
-    y_stride, x_stride = y.shape[1] * FLOAT_BYTES, x.shape[1] * FLOAT_BYTES
-    y_start = y.ctypes.data + y_row * y_stride + y_column * FLOAT_BYTES
-    x_start = x.ctypes.data + x_row * x_stride + x_column * FLOAT_BYTES
     whole, stride = width // DIRECT_WIDTH * DIRECT_WIDTH, width * FLOAT_BYTES
     for j in range(0, whole, DIRECT_WIDTH):
-        columns, row = matrix.ctypes.data + j * FLOAT_BYTES, 0
+        at, row = j * FLOAT_BYTES, 0
         while row < num_rows:
             count = rows_at(row, num_rows)
-            target, source = y_start + row * y_stride + j * FLOAT_BYTES, x_start + row * x_stride
-            direct_tile(count, (source, x_stride, columns, stride, target, y_stride, depth))
+            target, source = y + row * y_stride + at, x + row * x_stride
+            direct_tile(count, (source, x_stride, matrix + at, stride, target, y_stride, depth))
             row += count
     if whole == width:
         return
+    values = floats_at(matrix, depth * width)
     for i in range(num_rows):
+        into, factors = floats_at(y + i * y_stride, width), floats_at(x + i * x_stride, depth)
         for k in range(depth):
-            factor, values = x[x_row + i, x_column + k], matrix[k * width : (k + 1) * width]
-            into = y[y_row + i, y_column : y_column + width]
             for j in range(whole, width):
-                into[j] = multiply_add(values[j], factor, into[j])
+                into[j] = multiply_add(values[k * width + j], factors[k], into[j])
 
 
-@njit(
-    "void(float32[:, ::1], float32[:, ::1], float32[::1], int64[:, ::1], UniTuple(int64, 3),"
-    "float32)",
-    **OPTIONS,
-)
-def _add_tiled(y, x, storage, site, run, weight):
-    slot, start, stop = run
-    num_rows, size, width = stop - start, x.shape[1], site[0, 2]
-    h = np.zeros((num_rows, width), dtype=np.float32)
-    a = storage[site[0, 0] + slot * site[0, 1] :][: size * width]
-    _add_product(h, x, a, (0, 0, start, 0), (num_rows, size, width))
-    h *= weight
-    for piece in range(1, len(site)):
-        first, rank, out, rank_start, out_start = site[piece]
-        b = storage[first + slot * site[0, 1] :][: rank * out]
-        _add_product(y, h, b, (start, out_start, 0, rank_start), (num_rows, rank, out))
+@njit("void(int64, int64, float32)", **OPTIONS)
+def _scale(start, count, weight):
+    values = floats_at(start, count)
+    for i in range(count):
+        values[i] *= weight
 
 
-@njit(
-    "void(float32[:, ::1], float32[:, ::1], float32[::1], int64[:, ::1], UniTuple(int64, 3),"
-    "float32)",
-    **OPTIONS,
-)
-def _add_streamed(y, x, storage, site, run, weight):
-    slot, start, stop = run
-    size, distance, width = x.shape[1], site[0, 1], site[0, 2]
-    h = np.zeros((stop - start, width), dtype=np.float32)
+@njit("void(UniTuple(int64, 5), UniTuple(int64, 3), UniTuple(int64, 2), float32)", **OPTIONS)
+def _add_tiled(places, size, adapter, weight):
+    """places: y, y_stride, x, x_stride, h, of the run's first row; adapter: its start, its site."""
+    y, y_stride, x, x_stride, h = places
+    num_rows, depth, num_pieces = size
+    start, site = adapter
+    line = longs_at(site, _SITE_FIELDS)
+    width, h_stride = line[1], line[1] * FLOAT_BYTES
+    _add_product((h, h_stride, x, x_stride, start + line[0]), (num_rows, depth, width))
+    _scale(h, num_rows * width, weight)
+    for piece in range(1, num_pieces + 1):
+        line = longs_at(site + piece * _SITE_FIELDS * LONG_BYTES, _SITE_FIELDS)
+        first, rank, out, rank_start, out_start = line[0], line[1], line[2], line[3], line[4]
+        target, source = y + out_start * FLOAT_BYTES, h + rank_start * FLOAT_BYTES
+        matrices = (target, y_stride, source, h_stride, start + first)
+        _add_product(matrices, (num_rows, rank, out))
+
+
+@njit("void(UniTuple(int64, 5), UniTuple(int64, 3), UniTuple(int64, 2), float32)", **OPTIONS)
+def _add_streamed(places, size, adapter, weight):
+    """As _add_tiled, for so few rows that what counts is the reading of the adapter."""
+    y, y_stride, x, x_stride, h = places
+    num_rows, depth, num_pieces = size
+    start, site = adapter
+    line = longs_at(site, _SITE_FIELDS)
+    width, h_stride = line[1], line[1] * FLOAT_BYTES
     # By parts that stay in the nearest cache while all rows of the run use them.
-    part = size if stop - start == 1 else _A_ROWS
-    for k in range(0, size, part):
-        end = min(size, k + part)
-        a = storage[site[0, 0] + slot * distance + k * width :][: (end - k) * width]
-        for i in range(start, stop):
+    part = depth if num_rows == 1 else _A_ROWS
+    for k in range(0, depth, part):
+        a, count = start + line[0] + k * h_stride, min(part, depth - k)
+        for i in range(num_rows):
+            args = (h + i * h_stride, x + i * x_stride + k * FLOAT_BYTES, a, count, width)
             if width <= MAX_ROW_WIDTH:
-                _add_narrow(h[i - start], x[i, k:end], a)
+                _add_narrow(args)
             else:
-                _add_rows(h[i - start], x[i, k:end], a)
-    h *= weight
-    for piece in range(1, len(site)):
-        first, rank, out, rank_start, out_start = site[piece]
-        step = rank if stop - start == 1 else 1
-        for r in range(rank_start, rank_start + rank, step):
-            b = storage[first + slot * distance + (r - rank_start) * out :][: step * out]
-            for i in range(start, stop):
-                _add_rows(y[i, out_start : out_start + out], h[i - start, r : r + step], b)
+                _add_rows(args)
+    _scale(h, num_rows * width, weight)
+    for piece in range(1, num_pieces + 1):
+        line = longs_at(site + piece * _SITE_FIELDS * LONG_BYTES, _SITE_FIELDS)
+        first, rank, out, rank_start, out_start = line[0], line[1], line[2], line[3], line[4]
+        step = rank if num_rows == 1 else 1
+        for r in range(0, rank, step):
+            b = start + first + r * out * FLOAT_BYTES
+            for i in range(num_rows):
+                factors = h + i * h_stride + (rank_start + r) * FLOAT_BYTES
+                _add_rows((y + i * y_stride + out_start * FLOAT_BYTES, factors, b, step, out))
+
+
+@njit("void(UniTuple(int64, 4), UniTuple(int64, 3), UniTuple(int64, 6))", **OPTIONS)
+def _take_runs(rows, size, tables):
+    """Whoever is free takes the next run: a prompt's takes as long as many decodes'."""
+    y, y_stride, x, x_stride = rows
+    num_runs, depth, num_pieces = size
+    addresses, site, runs, weights, counter, h = tables
+    width = longs_at(site, _SITE_FIELDS)[1]
+    number = take_next(counter)
+    while number < num_runs:
+        run = longs_at(runs + number * _RUN_FIELDS * LONG_BYTES, _RUN_FIELDS)
+        slot, start, num_rows = run[0], run[1], run[2] - run[1]
+        floats_at(h, num_rows * width)[:] = np.float32(0)
+        adapter = (longs_at(addresses + slot * LONG_BYTES, 1)[0], site)
+        places = (y + start * y_stride, y_stride, x + start * x_stride, x_stride, h)
+        weight = floats_at(weights + number * FLOAT_BYTES, 1)[0]
+        if num_rows >= _MIN_TILE_ROWS:
+            _add_tiled(places, (num_rows, depth, num_pieces), adapter, weight)
+        else:
+            _add_streamed(places, (num_rows, depth, num_pieces), adapter, weight)
+        number = take_next(counter)
 
 
 @njit(
-    "void(float32[:, ::1], float32[:, ::1], float32[::1], int64[:, ::1], int64[:, ::1],"
-    "float32[::1])",
+    "void(float32[:, ::1], float32[:, ::1], int64[::1], int64[:, ::1], int64[:, ::1],"
+    "float32[::1], int64[::1], int64)",
     parallel=True,
     **OPTIONS,
 )
-def _add_runs(y, x, storage, site, runs, weights):
-    for number in prange(len(runs)):
-        slot, start, stop = runs[number]
-        if stop - start >= _MIN_TILE_ROWS:
-            _add_tiled(y, x, storage, site, (slot, start, stop), weights[number])
-        else:
-            _add_streamed(y, x, storage, site, (slot, start, stop), weights[number])
+def _add_runs(y, x, addresses, site, runs, weights, taken, num_threads):
+    """By addresses: two threads that count the uses of one array wait for each other."""
+    rows = y.ctypes.data, y.shape[1] * FLOAT_BYTES, x.ctypes.data, x.shape[1] * FLOAT_BYTES
+    size = len(runs), x.shape[1], len(site) - 1
+    scratch = np.empty((num_threads, _LONG_RUN_ROWS * site[0, 1]), dtype=np.float32)
+    h, h_bytes = scratch.ctypes.data, scratch.shape[1] * FLOAT_BYTES
+    lists = addresses.ctypes.data, site.ctypes.data, runs.ctypes.data, weights.ctypes.data
+    counter = taken.ctypes.data
+    for thread in prange(num_threads):
+        _take_runs(rows, size, (*lists, counter, h + thread * h_bytes))
+    # Not before all are done.
+    taken[0] = scratch.size

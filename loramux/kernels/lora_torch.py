@@ -8,7 +8,7 @@ from torch import Tensor
 
 from loramux.kernels.interface import LoraRows, LoraWeights, Segment
 
-COMPUTES_WHOLE_STACKS = False
+READS_ADDRESSES = False
 
 
 def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:

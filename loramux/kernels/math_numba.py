@@ -1,11 +1,13 @@
-"""What the compiled CPU kernels share: options, and an exp that a compiler can vectorize."""
+"""What the compiled CPU kernels share: options, how threads share work, and an exp by vectors."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from numba import config, float32, njit, set_num_threads
+from llvmlite import ir
+from numba import carray, config, float32, njit, set_num_threads, types
+from numba.extending import intrinsic
 
 
 def _can_cache() -> bool:
@@ -25,6 +27,8 @@ OPTIONS: dict[str, Any] = {
     "cache": _can_cache(),
 }
 
+LONG_BYTES = 8
+
 _LOG2_E = np.float32(1.44269504088896341)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
@@ -33,6 +37,43 @@ _LN2_LOW = np.float32(-2.12194440e-4)
 def use_threads(count: int) -> None:
     """As many as the matrix products have."""
     set_num_threads(min(count, int(config.NUMBA_NUM_THREADS)))  # type: ignore[attr-defined]
+
+
+@intrinsic
+def take_next(_, address):
+    """The value there, which is one more afterwards: no two threads get the same."""
+
+    def code(context, builder, signature, values):
+        place = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.int64), code
+
+
+def _pointer_of(kind: Any) -> Any:
+    @intrinsic
+    def pointer(_, address):
+        def code(context, builder, signature, values):
+            target = context.get_value_type(types.CPointer(kind))
+            return builder.inttoptr(values[0], target)
+
+        return types.CPointer(kind)(types.int64), code
+
+    return pointer
+
+
+_float_pointer, _long_pointer = _pointer_of(types.float32), _pointer_of(types.int64)
+
+
+@njit(inline="always", error_model="numpy")
+def floats_at(address, count):
+    """An array over memory that something else keeps: nobody counts its uses."""
+    return carray(_float_pointer(address), count)
+
+
+@njit(inline="always", error_model="numpy")
+def longs_at(address, count):
+    return carray(_long_pointer(address), count)
 
 
 @njit(inline="always", error_model="numpy")

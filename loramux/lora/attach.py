@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from loramux.kernels.interface import LoraKernels
+from loramux.kernels.interface import LoraKernels, LoraRows, LoraWeights
 from loramux.lora.batch import LoraBatch
 from loramux.lora.stacks import SiteKey
 
@@ -41,11 +41,17 @@ class LoraLinear(nn.Module):
         self.add_adapters(y, x)
         return y
 
-    def add_adapters(self, y: Tensor, x: Tensor) -> None:
+    @property
+    def adapters(self) -> Sequence[tuple[LoraWeights, LoraRows]]:
+        """What this forward adds here."""
         batch = self.context.batch
-        if batch is not None and self.context.merged is None:
-            for weights, rows in batch.sites.get(self.site, ()):
-                self.context.kernels.add_lora(y, x, weights, rows)
+        if batch is None or self.context.merged is not None:
+            return ()
+        return batch.sites.get(self.site, ())
+
+    def add_adapters(self, y: Tensor, x: Tensor) -> None:
+        for weights, rows in self.adapters:
+            self.context.kernels.add_lora(y, x, weights, rows)
 
 
 def attach(

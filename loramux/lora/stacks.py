@@ -1,7 +1,7 @@
 """Weights of the batch's adapters side by side, so that one batched product serves them all.
 
-A CPU has no kernel that follows a table of pointers into the pool, so the adapters of the running
-batch are copied from their pages into stacks, once when they join; those of one layout share one.
+Adapters of one layout share a stack. Where the kernels read addresses, one whose pages are
+neighbours is read there; all others are copied from their pages into the stack when they join.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.adapters.layout import AdapterLayout
@@ -29,12 +31,16 @@ SiteKey = tuple[int, str]
 
 @dataclass(slots=True)
 class Stack:
-    """Row i of storage is the adapter slots[i], page after page; some slots may be nobody's."""
+    """Row i of storage is the adapter slots[i], page after page, if it was copied."""
 
     layout: AdapterLayout
     num_pages: int
     storage: Tensor
+    addresses: NDArray[np.int64]
+    """Where the adapter of each slot begins."""
     slots: list[str] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list)
+    """Whom each row of storage has; some may be in nobody's slot."""
     weights: dict[SiteKey, LoraWeights] = field(default_factory=dict)
 
     @property
@@ -43,10 +49,10 @@ class Stack:
 
 
 class LoraStacks:
-    def __init__(self, pool: PagePool, *, has_gaps: bool) -> None:
-        """`has_gaps`: an adapter stays where it is until another needs the place."""
+    def __init__(self, pool: PagePool, *, in_place: bool) -> None:
+        """`in_place`: for kernels that read addresses."""
         self._pool = pool
-        self._has_gaps = has_gaps
+        self._in_place = in_place
         self._stacks: dict[LayoutKey, Stack] = {}
 
     @property
@@ -72,18 +78,29 @@ class LoraStacks:
 
     def _copy_missing(self, stack: Stack, members: list[ResidentAdapter]) -> None:
         """Adapters that are in a slot stay there; the others go where nobody wants to be."""
-        if not self._has_gaps:
+        if not self._in_place:
             del stack.slots[len(members) :]
         wanted = {member.cid for member in members}
-        kept = wanted & set(stack.slots)
-        missing = [member for member in members if member.cid not in kept]
         free = [slot for slot, cid in enumerate(stack.slots) if cid not in wanted]
-        num_new = max(0, len(missing) - len(free))
-        free += range(len(stack.slots), len(stack.slots) + num_new)
-        stack.slots += [""] * num_new
-        for slot, member in zip(free, missing, strict=False):
-            self._pool.read(member.page_ids, stack.storage[slot])
-            stack.slots[slot] = member.cid
+        free += range(len(stack.slots), len(stack.slots) + len(members))
+        held = {cid: slot for slot, cid in enumerate(stack.slots)}
+        for member in members:
+            slot = held.get(member.cid)
+            if slot is None:
+                slot = free.pop(0)
+                _set(stack.slots, slot, member.cid)
+            self._provide(stack, slot, member)
+
+    def _provide(self, stack: Stack, slot: int, member: ResidentAdapter) -> None:
+        """The slot's address leads to this adapter, wherever its pages are by now."""
+        if self._in_place and member.is_one_run:
+            stack.addresses[slot] = self._pool.address(member.page_ids[0])
+            return
+        row = stack.storage[slot]
+        stack.addresses[slot] = row.data_ptr()
+        if slot >= len(stack.copied) or stack.copied[slot] != member.cid:
+            self._pool.read(member.page_ids, row)
+            _set(stack.copied, slot, member.cid)
 
     def _make(self, first: ResidentAdapter, *, count: int) -> Stack:
         num_pages = len(first.page_ids)
@@ -94,7 +111,8 @@ class LoraStacks:
             num_reserved = _RESERVED_BYTES // (width * like.element_size())
             capacity = max(capacity, min(_RESERVED_TIMES * count, num_reserved))
         storage = zeros((capacity, width), dtype=like.dtype, device=like.device)
-        stack = Stack(layout=first.stacked, num_pages=num_pages, storage=storage)
+        addresses = np.zeros(capacity, dtype=np.int64)
+        stack = Stack(first.stacked, num_pages, storage, addresses)
         stack.weights = {site: _views(stack, site) for site in first.stacked.places}
         return stack
 
@@ -113,7 +131,12 @@ def _views(stack: Stack, site: SiteKey) -> LoraWeights:
         for piece, b in pieces
     )
     a = view(place.a_offset, place.in_features, place.total_rank)
-    return LoraWeights(a=a, slices=slices, a_rows=_as_rows(a))
+    return LoraWeights(a=a, slices=slices, a_rows=_as_rows(a), addresses=stack.addresses)
+
+
+def _set(names: list[str], index: int, name: str) -> None:
+    names += [""] * (index + 1 - len(names))
+    names[index] = name
 
 
 def _as_rows(matrices: Tensor) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 # ("kv", sequence id), ("prefix", node id) or ("adapter", CID)
@@ -13,8 +14,9 @@ class PageAllocator:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        # Popped from the end, so that low page numbers are used first.
-        self._free = list(range(num_pages - 1, -1, -1))
+        # Blocks of the KV cache come from one end and go back there, adapters from the other: an
+        # adapter's pages stay neighbours, while blocks are taken one by one.
+        self._free = deque(range(num_pages - 1, -1, -1))
         self._owners: dict[int, Owner] = {}
         self.num_launched = 0
         """Steps that the device was given."""
@@ -37,14 +39,19 @@ class PageAllocator:
         return page_ids
 
     def allocate_settled(self, owner: Owner, count: int) -> list[int] | None:
-        """As allocate, but pages that no step in flight uses come first."""
+        """As allocate, from the other end, and pages that no step in flight uses come first."""
+        if count > len(self._free):
+            return None
+        page_ids: list[int] = []
         in_use: list[int] = []
-        while self._free and not self.is_settled(self._free[-1:]):
-            in_use.append(self._free.pop())
-        # Below these, and before all others once there is nothing else.
-        at = max(0, len(self._free) - count)
-        self._free[at:at] = reversed(in_use)
-        return self.allocate(owner, count)
+        while self._free and len(page_ids) < count:
+            page_id = self._free.popleft()
+            (page_ids if self.is_settled([page_id]) else in_use).append(page_id)
+        num_missing = count - len(page_ids)
+        page_ids += in_use[:num_missing]
+        self._free.extendleft(reversed(in_use[num_missing:]))
+        self._owners.update(dict.fromkeys(page_ids, owner))
+        return sorted(page_ids)
 
     def is_settled(self, page_ids: Iterable[int]) -> bool:
         """No step in flight uses any of them."""
@@ -52,10 +59,11 @@ class PageAllocator:
         return all(released_at.get(page_id, 0) <= self.num_landed for page_id in page_ids)
 
     def release(self, owner: Owner, page_ids: Iterable[int]) -> None:
+        give_back = self._free.appendleft if owner[0] == "adapter" else self._free.append
         for page_id in page_ids:
             self._check_owner(page_id, owner)
             del self._owners[page_id]
-            self._free.append(page_id)
+            give_back(page_id)
             self._released_at[page_id] = self.num_launched
 
     def transfer(self, page_ids: Iterable[int], owner: Owner, new_owner: Owner) -> None:

@@ -100,6 +100,9 @@ class PagePool:
         else:
             self.storage.index_fill_(0, torch.tensor(page_ids, device=self.storage.device), 0)
 
+    def address(self, page_id: int) -> int:
+        return self.storage.data_ptr() + page_id * self.page_bytes
+
     def read(self, page_ids: list[int], out: torch.Tensor) -> None:
         """out [len(page_ids) * page elements] = the pages, in order."""
         index = torch.tensor(page_ids, device=self.storage.device)

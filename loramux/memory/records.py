@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 from loramux.adapters.catalog import KnownAdapter
@@ -36,6 +37,11 @@ class ResidentAdapter:
     layout: AdapterLayout | GroupedLayout
     page_ids: list[int]
     num_leases: int = 0
+    is_one_run: bool = field(init=False)
+    """Its pages are neighbours, in order."""
+
+    def __post_init__(self) -> None:
+        self.is_one_run = all(b - a == 1 for a, b in pairwise(self.page_ids))
 
     @property
     def stacked(self) -> AdapterLayout:

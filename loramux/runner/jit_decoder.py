@@ -52,6 +52,7 @@ class JitDecoder:
         self._decoder = decoder
         self._fused: Any = kernels.fused
         self._attention: Any = kernels.attention
+        self._lora: Any = kernels.lora
         self._layout = layout
         self._storage = storage
         self._activation = decoder.config.activation
@@ -73,20 +74,31 @@ class JitDecoder:
         fused.add_norm_into(None, hidden, (self._layers[0].attention_norm, None), rows.normed.array)
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
             place = places[layer.args.sliding_window is not None]
-            _product(layer.qkv, rows.normed, rows.qkv)
+            self._product(layer.qkv, rows.normed, rows.qkv)
             fused.rotate_write_into(
                 rows.qkv.array, layer.head_norm, place, self._layout, layer.args.layer
             )
             self._attention.attend_into(rows.attended, self._storage, plan, q, layer.args)
-            _product(layer.o, rows.attended, rows.added)
+            self._product(layer.o, rows.attended, rows.added)
             norms = layer.mlp_norm, layer.after_attention
             fused.add_norm_into(rows.added.array, hidden, norms, rows.normed.array)
-            _product(layer.gate_up, rows.normed, rows.gate_up)
+            self._product(layer.gate_up, rows.normed, rows.gate_up)
             self._activate(rows)
-            _product(layer.down, rows.mixed, rows.added)
+            self._product(layer.down, rows.mixed, rows.added)
             norms = next_norm, layer.after_mlp
             fused.add_norm_into(rows.added.array, hidden, norms, rows.normed.array)
         return rows.normed.tensor
+
+    def _product(self, module: nn.Module, x: Rows, y: Rows) -> None:
+        """y = module(x)"""
+        linear = module.current if isinstance(module, LoraLinear) else module
+        if isinstance(linear, PackedLinear):
+            linear.into(x, y)
+        else:
+            y.tensor.copy_(linear(x.tensor))
+        if isinstance(module, LoraLinear):
+            for weights, rows in module.adapters:
+                self._lora.add_lora_rows(y.array, x.array, weights, rows)
 
     def _activate(self, rows: _Buffers) -> None:
         if self._activation == "silu":
@@ -144,14 +156,3 @@ class JitDecoder:
 
 def _base(module: nn.Module) -> Any:
     return module.base if isinstance(module, LoraLinear) else module
-
-
-def _product(module: nn.Module, x: Rows, y: Rows) -> None:
-    """y = module(x)"""
-    linear = module.current if isinstance(module, LoraLinear) else module
-    if isinstance(linear, PackedLinear):
-        linear.into(x, y)
-    else:
-        y.tensor.copy_(linear(x.tensor))
-    if isinstance(module, LoraLinear):
-        module.add_adapters(y.tensor, x.tensor)

@@ -42,7 +42,7 @@ class Runner:
         self._pool = pool
         self._adapters = adapters
         self._kernels = kernels
-        self._stacks = LoraStacks(pool, has_gaps=not kernels.lora.COMPUTES_WHOLE_STACKS)
+        self._stacks = LoraStacks(pool, in_place=kernels.lora.READS_ADDRESSES)
         self._lora = attach(decoder.layers, site_names, kernels.lora)
         self._compiled = (
             None
