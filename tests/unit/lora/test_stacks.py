@@ -110,7 +110,7 @@ def test_adapters_that_join_one_by_one_find_room_in_the_same_stack(has_gaps: boo
     has_gaps=st.booleans(),
     steps=st.lists(
         st.lists(st.integers(0, 9), min_size=1, max_size=8, unique=True), min_size=1, max_size=8
-    )
+    ),
 )
 def test_any_coming_and_going_leaves_each_slot_with_its_own_weights(
     has_gaps: bool, steps: list[list[int]]
