@@ -188,7 +188,7 @@ def _all_panels(addresses, sizes, num_threads):
             while begin < num_panels:
                 _panels(addresses, (row, stop, begin, end), sizes)
                 counter = addresses[5] + block * 8
-                begin = num_threads * own + take_next(counter)  # type: ignore[call-arg]
+                begin = num_threads * own + take_next(counter)
                 end = begin + 1
 
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, config, float32, njit, set_num_threads, types
+from numba import (
+    carray,  # type: ignore[attr-defined]
+    config,
+    float32,
+    njit,
+    set_num_threads,
+    types,
+)
 from numba.extending import intrinsic
 
 
@@ -39,8 +46,7 @@ def use_threads(count: int) -> None:
     set_num_threads(min(count, int(config.NUMBA_NUM_THREADS)))  # type: ignore[attr-defined]
 
 
-@intrinsic
-def take_next(_, address):
+def _take_next(_, address):
     """The value there, which is one more afterwards: no two threads get the same."""
 
     def code(context, builder, signature, values):
@@ -48,6 +54,9 @@ def take_next(_, address):
         return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "monotonic")
 
     return types.int64(types.int64), code
+
+
+take_next: Any = intrinsic(_take_next)
 
 
 def _pointer_of(kind: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from loramux.kernels.interface import LoraKernels, LoraRows, LoraWeights, Segment
 from loramux.lora.stacks import LoraStacks, SiteKey, Stack
@@ -30,6 +31,7 @@ class LoraBatch:
             for number, stack in enumerate(stacks)
             for slot, cid in enumerate(stack.slots)
         }
+        self._runs: Sequence[RowRun] = ()
         self.sites: dict[SiteKey, list[tuple[LoraWeights, LoraRows]]] = {}
 
     def order(self, selection: Selection) -> tuple[int, int]:
@@ -37,15 +39,42 @@ class LoraBatch:
         return self._slots[selection[0][0]] if selection else (len(self._stacks), 0)
 
     def set_rows(self, runs: Sequence[RowRun], kernels: LoraKernels) -> None:
+        self._runs = runs
+        for stack, rows in self._cut(runs, kernels):
+            for site, weights in stack.weights.items():
+                self.sites.setdefault(site, []).append((weights, rows))
+
+    def keep_rows(
+        self, rows: Sequence[int], sites: Iterable[SiteKey], kernels: LoraKernels
+    ) -> None:
+        """These sites compute the given rows alone, which have the numbers 0, 1, .. there."""
+        selections = {
+            row: run.selection for run in self._runs for row in range(run.start, run.stop)
+        }
+        kept: list[RowRun] = []
+        for selection, members in groupby(selections[row] for row in rows):
+            start = kept[-1].stop if kept else 0
+            kept.append(RowRun(selection, start, start + len(list(members))))
+        cut = self._cut(kept, kernels)
+        for site in sites:
+            self.sites[site] = [
+                (stack.weights[site], stack_rows)
+                for stack, stack_rows in cut
+                if site in stack.weights
+            ]
+
+    def _cut(self, runs: Sequence[RowRun], kernels: LoraKernels) -> list[tuple[Stack, LoraRows]]:
+        """Without stacks that no run uses."""
         segments: list[list[Segment]] = [[] for _ in self._stacks]
         for run in runs:
             for cid, weight in run.selection:
                 number, slot = self._slots[cid]
                 _extend(segments[number], Segment(slot, run.start, run.stop, weight))
-        for stack, stack_segments in zip(self._stacks, segments, strict=True):
-            rows = kernels.cut_rows(stack_segments, len(stack.slots))
-            for site, weights in stack.weights.items():
-                self.sites.setdefault(site, []).append((weights, rows))
+        return [
+            (stack, kernels.cut_rows(stack_segments, len(stack.slots)))
+            for stack, stack_segments in zip(self._stacks, segments, strict=True)
+            if stack_segments
+        ]
 
 
 def _extend(segments: list[Segment], new: Segment) -> None:

@@ -16,7 +16,7 @@ class PageAllocator:
         self.num_pages = num_pages
         # Blocks of the KV cache come from one end and go back there, adapters from the other: an
         # adapter's pages stay neighbours, while blocks are taken one by one.
-        self._free = deque(range(num_pages - 1, -1, -1))
+        self._free = deque(range(num_pages))
         self._owners: dict[int, Owner] = {}
         self.num_launched = 0
         """Steps that the device was given."""

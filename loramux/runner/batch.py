@@ -14,6 +14,9 @@ from loramux.memory.pool import PagePool
 from loramux.runner.sampler import prompt_logprobs
 from loramux.types import Chunk, TokenLogprob
 
+# With more rows than this part of all, picking them costs more than it saves.
+_MAX_PICKED_PART = 0.75
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
@@ -30,6 +33,11 @@ class StepBatch:
     def rows(self, index: int) -> range:
         start = self.row_starts[index]
         return range(start, start + len(self.chunks[index].token_ids))
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """The last row of each chunk that samples."""
+        return [self.rows(i)[-1] for i, chunk in enumerate(self.chunks) if chunk.sample is not None]
 
 
 def build_batch(chunks: Sequence[Chunk], device: torch.device) -> StepBatch:
@@ -96,6 +104,14 @@ def half_filled_pages(chunks: Sequence[Chunk], block_tokens: int) -> list[int]:
         if filled and last * block_tokens >= chunk.start:
             pages.append(chunk.page_ids[last])
     return pages
+
+
+def rows_read(batch: StepBatch) -> list[int] | None:
+    """The rows that sample, where nothing else is read of the model; None: compute all."""
+    if any(chunk.prompt_logprobs is not None for chunk in batch.chunks):
+        return None
+    rows = batch.sampled_rows
+    return rows if len(rows) < _MAX_PICKED_PART * batch.num_rows else None
 
 
 def prompt_logprobs_of(

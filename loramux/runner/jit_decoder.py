@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from loramux.kernels.fused_torch import Norm
@@ -13,6 +16,9 @@ from loramux.lora.attach import LoraLinear
 from loramux.models.decoder import Decoder, DecoderLayer
 from loramux.models.layers import RMSNorm, Rotary
 from loramux.models.packed_linear import SITES, PackedLinear
+
+# Those behind the attention: what they compute of a row in the last layer, no other row reads.
+_SITES_BEHIND_ATTENTION = ("o", "gate_up", "down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,33 +67,61 @@ class JitDecoder:
         self._norms.append(self._arrays(decoder.norm))
         first = decoder.layers[0]
         self._widths = {site: _base(getattr(first, site)).weight.shape for site in SITES}
+        last = len(self._layers) - 1
+        self.last_sites = tuple((last, site) for site in _SITES_BEHIND_ATTENTION)
+        """Where `hidden` computes no rows but those that it returns."""
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, plan: Any) -> Tensor:
-        """As Decoder.forward: the normed hidden state of every row. plan: of the attention."""
+    def hidden(
+        self, token_ids: Tensor, positions: Tensor, plan: Any, rows: Sequence[int] | None = None
+    ) -> Tensor:
+        """As Decoder.forward: the normed hidden state of `rows`, in their order; None: of all.
+
+        plan: of the attention. Keys and values are stored of all rows.
+        """
         fused = self._fused
         whole = self._places(self._decoder.rotary, positions, plan)
         local = self._decoder.rotary_local
         places = whole, whole if local is None else self._places(local, positions, plan)
         embedded: Tensor = self._decoder.embed_tokens(token_ids).contiguous()
-        hidden, rows = embedded.numpy(), self._buffers(len(token_ids))
-        q = self._queries(rows.qkv.tensor)
-        fused.add_norm_into(None, hidden, (self._layers[0].attention_norm, None), rows.normed.array)
+        hidden, buffers = embedded.numpy(), self._buffers(len(token_ids))
+        q = self._queries(buffers.qkv.tensor)
+        norms = self._layers[0].attention_norm, None
+        fused.add_norm_into(None, hidden, norms, buffers.normed.array)
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
             place = places[layer.args.sliding_window is not None]
-            self._product(layer.qkv, rows.normed, rows.qkv)
+            self._product(layer.qkv, buffers.normed, buffers.qkv)
             fused.rotate_write_into(
-                rows.qkv.array, layer.head_norm, place, self._layout, layer.args.layer
+                buffers.qkv.array, layer.head_norm, place, self._layout, layer.args.layer
             )
-            self._attention.attend_into(rows.attended, self._storage, plan, q, layer.args)
-            self._product(layer.o, rows.attended, rows.added)
-            norms = layer.mlp_norm, layer.after_attention
-            fused.add_norm_into(rows.added.array, hidden, norms, rows.normed.array)
-            self._product(layer.gate_up, rows.normed, rows.gate_up)
-            self._activate(rows)
-            self._product(layer.down, rows.mixed, rows.added)
-            norms = next_norm, layer.after_mlp
-            fused.add_norm_into(rows.added.array, hidden, norms, rows.normed.array)
-        return rows.normed.tensor
+            picked = rows if layer is self._layers[-1] else None
+            if picked is not None and not len(picked):
+                return embedded[:0]
+            self._attention.attend_into(buffers.attended, self._storage, plan, q, layer.args)
+            if picked is not None:
+                hidden, buffers = self._pick(hidden, buffers, picked)
+            self._add_attended(layer, next_norm, hidden, buffers)
+        return buffers.normed.tensor
+
+    def _add_attended(
+        self, layer: _Layer, next_norm: Any, hidden: NDArray[np.float32], buffers: _Buffers
+    ) -> None:
+        """Adds the rest of the layer to `hidden`, and makes what the next one reads."""
+        self._product(layer.o, buffers.attended, buffers.added)
+        norms = layer.mlp_norm, layer.after_attention
+        self._fused.add_norm_into(buffers.added.array, hidden, norms, buffers.normed.array)
+        self._product(layer.gate_up, buffers.normed, buffers.gate_up)
+        self._activate(buffers)
+        self._product(layer.down, buffers.mixed, buffers.added)
+        norms = next_norm, layer.after_mlp
+        self._fused.add_norm_into(buffers.added.array, hidden, norms, buffers.normed.array)
+
+    def _pick(
+        self, hidden: NDArray[np.float32], buffers: _Buffers, rows: Sequence[int]
+    ) -> tuple[NDArray[np.float32], _Buffers]:
+        """Those rows of what the rest of a layer reads."""
+        picked = self._buffers(len(rows))
+        picked.attended.array[:] = buffers.attended.array[rows]
+        return hidden[rows], picked
 
     def _product(self, module: nn.Module, x: Rows, y: Rows) -> None:
         """y = module(x)"""
@@ -100,12 +134,12 @@ class JitDecoder:
             for weights, rows in module.adapters:
                 self._lora.add_lora_rows(y.array, x.array, weights, rows)
 
-    def _activate(self, rows: _Buffers) -> None:
+    def _activate(self, buffers: _Buffers) -> None:
         if self._activation == "silu":
-            self._fused.silu_mul_into(rows.gate_up.array, rows.mixed.array)
+            self._fused.silu_mul_into(buffers.gate_up.array, buffers.mixed.array)
         else:
-            mixed = self._fused.activate_mul(rows.gate_up.tensor, self._activation)
-            rows.mixed.tensor.copy_(mixed)
+            mixed = self._fused.activate_mul(buffers.gate_up.tensor, self._activation)
+            buffers.mixed.tensor.copy_(mixed)
 
     def _buffers(self, num_rows: int) -> _Buffers:
         widths = self._widths

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from loramux.runner.batch import (
     half_filled_pages,
     layout_of,
     prompt_logprobs_of,
+    rows_read,
 )
 from loramux.runner.flight import Flight, Landed
 from loramux.runner.jit_decoder import JitDecoder
@@ -75,36 +77,27 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        batch, hidden = self._forward(plan)
-        return self._choose(batch, hidden)
+        batch, lora = self._build(plan)
+        rows = None if self._compiled is None else rows_read(batch)
+        hidden = self._forward(batch, lora, rows)
+        return self._choose(batch, hidden, is_picked=rows is not None)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> dict[int, Tensor]:
         """The logits of every row, by sequence; for probes and tests."""
-        batch, hidden = self._forward(plan)
+        batch, lora = self._build(plan)
+        hidden = self._forward(batch, lora, None)
         logits = self._decoder.logits(hidden)
         return {
             chunk.sequence_id: logits[rows.start : rows.stop]
             for chunk, rows in ((c, batch.rows(i)) for i, c in enumerate(batch.chunks))
         }
 
-    def _forward(self, plan: StepPlan) -> tuple[StepBatch, Tensor]:
-        selections = [chunk.selection for chunk in plan.chunks]
+    def _build(self, plan: StepPlan) -> tuple[StepBatch, LoraBatch | None]:
+        chunks = list(plan.chunks)
+        selections = [chunk.selection for chunk in chunks]
         is_merged = self._lora.merged is not None
         lora = None if is_merged else gather_batch(selections, self._adapters, self._stacks)
-        batch = self._build(plan, lora)
-        self._lora.batch = lora
-        try:
-            attention = PagedAttention(batch, self._pool, self._kernels.attention)
-            if self._compiled is not None:
-                rows = batch.token_ids, batch.positions
-                return batch, self._compiled.hidden(*rows, attention.plan)
-            return batch, self._decoder(batch.token_ids, batch.positions, attention)
-        finally:
-            self._lora.batch = None
-
-    def _build(self, plan: StepPlan, lora: LoraBatch | None) -> StepBatch:
-        chunks = list(plan.chunks)
         if lora is not None:
             chunks.sort(key=lambda chunk: lora.order(chunk.selection))
         batch = build_batch(chunks, self._pool.storage.device)
@@ -117,23 +110,42 @@ class Runner:
         fresh = half_filled_pages(chunks, self._pool.geometry.block_tokens)
         if fresh:
             self._pool.clear(fresh)
-        return batch
+        return batch, lora
 
-    def _choose(self, batch: StepBatch, hidden: Tensor) -> StepResult:
-        sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.sample is not None]
+    def _forward(
+        self, batch: StepBatch, lora: LoraBatch | None, rows: Sequence[int] | None
+    ) -> Tensor:
+        """The hidden states of these rows; None: of all."""
+        inputs = batch.token_ids, batch.positions
+        attention = PagedAttention(batch, self._pool, self._kernels.attention)
+        self._lora.batch = lora
+        try:
+            if self._compiled is None:
+                assert rows is None, "only the compiled decoder picks rows"
+                return cast(Tensor, self._decoder(*inputs, attention))
+            if lora is not None and rows is not None:
+                lora.keep_rows(rows, self._compiled.last_sites, self._kernels.lora)
+            return self._compiled.hidden(*inputs, attention.plan, rows)
+        finally:
+            self._lora.batch = None
+
+    def _choose(self, batch: StepBatch, hidden: Tensor, *, is_picked: bool) -> StepResult:
+        """hidden: of the rows that sample if `is_picked`, else of all."""
+        samples = [(c.sequence_id, c.sample) for c in batch.chunks if c.sample is not None]
         token_ids: dict[int, int] = {}
         logprobs: dict[int, TokenLogprob] = {}
-        if sampled:
-            last_rows = torch.tensor([batch.rows(i)[-1] for i in sampled], device=hidden.device)
-            logits = self._decoder.logits(hidden.index_select(0, last_rows))
-            rows = [row for i in sampled if (row := batch.chunks[i].sample) is not None]
-            output = sample(logits, rows)
-            for i, token_id, logprob in zip(
-                sampled, output.token_ids, output.logprobs, strict=True
+        if samples:
+            last = hidden
+            if not is_picked:
+                last_rows = torch.tensor(batch.sampled_rows, device=hidden.device)
+                last = hidden.index_select(0, last_rows)
+            output = sample(self._decoder.logits(last), [row for _, row in samples])
+            for (sequence_id, _), token_id, logprob in zip(
+                samples, output.token_ids, output.logprobs, strict=True
             ):
-                token_ids[batch.chunks[i].sequence_id] = token_id
+                token_ids[sequence_id] = token_id
                 if logprob is not None:
-                    logprobs[batch.chunks[i].sequence_id] = logprob
+                    logprobs[sequence_id] = logprob
         return StepResult(
             token_ids, logprobs, prompt_logprobs_of(batch, hidden, self._decoder.logits)
         )

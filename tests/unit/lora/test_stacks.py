@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ SITES = (
     Site(name="o", in_features=4, projections=("o",), out_features=(4,)),
 )
 GEOMETRY = KVGeometry(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
-both_ways = pytest.mark.parametrize("has_gaps", [False, True])
+both_ways = pytest.mark.parametrize("in_place", [False, True])
 
 
 class Shelf:
@@ -28,13 +30,18 @@ class Shelf:
         self._next_page = 255
         self.buffers: dict[str, torch.Tensor] = {}
 
-    def adapter(self, cid: str, ranks: dict[tuple[int, str], int]) -> ResidentAdapter:
+    def adapter(
+        self, cid: str, ranks: dict[tuple[int, str], int], *, is_one_run: bool = False
+    ) -> ResidentAdapter:
+        """The same CID again: the same weights in other pages."""
         layout = plan_layout(SITES, ranks)
         num_pages = self.pool.pages_for_elements(layout.num_elements)
         page_ids = list(range(self._next_page, self._next_page - num_pages, -1))
+        if is_one_run:
+            page_ids.reverse()
         self._next_page -= num_pages
-        self.buffers[cid] = torch.randn(layout.num_elements)
-        self.pool.write(page_ids, self.buffers[cid])
+        buffer = self.buffers.setdefault(cid, torch.randn(layout.num_elements))
+        self.pool.write(page_ids, buffer)
         return ResidentAdapter(cid=cid, layout=layout, page_ids=page_ids)
 
 
@@ -43,8 +50,14 @@ def check(stacks: LoraStacks, shelf: Shelf, adapters: list[ResidentAdapter]) -> 
     found = [cid for stack in placed for cid in stack.slots]
     assert len(found) == len(set(found))
     assert {adapter.cid for adapter in adapters} <= set(found)
+    wanted = {adapter.cid: adapter for adapter in adapters}
     for stack in placed:
         for slot, cid in enumerate(stack.slots):
+            if cid in wanted:
+                buffer = shelf.buffers[cid]
+                assert torch.equal(floats_at(int(stack.addresses[slot]), len(buffer)), buffer)
+            if cid not in wanted or cid not in stack.copied:
+                continue
             for site, place in stack.layout.places.items():
                 weights, buffer = stack.weights[site], shelf.buffers[cid]
                 size = place.in_features * place.total_rank
@@ -58,6 +71,10 @@ def check(stacks: LoraStacks, shelf: Shelf, adapters: list[ResidentAdapter]) -> 
                     check_rows(piece.b, piece.b_rows, slot)
 
 
+def floats_at(address: int, count: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
+
+
 def check_rows(matrices: torch.Tensor, rows: torch.Tensor | None, slot: int) -> None:
     """Seen as rows of one matrix, a slot has the same weights."""
     distance, rest = divmod(matrices.stride(0), matrices.shape[2])
@@ -68,11 +85,11 @@ def check_rows(matrices: torch.Tensor, rows: torch.Tensor | None, slot: int) -> 
 
 
 @both_ways
-def test_adapters_of_one_layout_share_a_stack_and_ranks_are_not_padded(has_gaps: bool) -> None:
+def test_adapters_of_one_layout_share_a_stack_and_ranks_are_not_padded(in_place: bool) -> None:
     shelf = Shelf()
     small = [shelf.adapter(f"s{i}", {(0, "q"): 1, (0, "o"): 3}) for i in range(3)]
     large = shelf.adapter("l", {(0, "q"): 8, (0, "v"): 8, (1, "o"): 2})
-    stacks = LoraStacks(shelf.pool, has_gaps=has_gaps)
+    stacks = LoraStacks(shelf.pool, in_place=in_place)
     check(stacks, shelf, [*small, large])
     placed = stacks.place([*small, large])
     assert [len(stack.slots) for stack in placed] == [3, 1]
@@ -81,11 +98,11 @@ def test_adapters_of_one_layout_share_a_stack_and_ranks_are_not_padded(has_gaps:
 
 
 @both_ways
-def test_what_no_row_uses_gives_its_memory_back(has_gaps: bool) -> None:
+def test_what_no_row_uses_gives_its_memory_back(in_place: bool) -> None:
     shelf = Shelf()
     first = shelf.adapter("a", {(0, "q"): 4})
     second = shelf.adapter("b", {(0, "o"): 2})
-    stacks = LoraStacks(shelf.pool, has_gaps=has_gaps)
+    stacks = LoraStacks(shelf.pool, in_place=in_place)
     stacks.place([first, second])
     both = stacks.num_bytes
     stacks.place([second])
@@ -95,11 +112,11 @@ def test_what_no_row_uses_gives_its_memory_back(has_gaps: bool) -> None:
 
 
 @both_ways
-def test_adapters_that_join_one_by_one_find_room_in_the_same_stack(has_gaps: bool) -> None:
+def test_adapters_that_join_one_by_one_find_room_in_the_same_stack(in_place: bool) -> None:
     """To make a stack again is to copy all its adapters into memory that must be cleared first."""
     shelf = Shelf()
     adapters = [shelf.adapter(str(i), {(0, "q"): 2}) for i in range(8)]
-    stacks = LoraStacks(shelf.pool, has_gaps=has_gaps)
+    stacks = LoraStacks(shelf.pool, in_place=in_place)
     made = {stacks.place(adapters[: i + 1])[0].storage.data_ptr() for i in range(8)}
     assert len(made) == 1
     check(stacks, shelf, adapters)
@@ -107,32 +124,32 @@ def test_adapters_that_join_one_by_one_find_room_in_the_same_stack(has_gaps: boo
 
 @settings(max_examples=60, deadline=None)
 @given(
-    has_gaps=st.booleans(),
+    in_place=st.booleans(),
     steps=st.lists(
         st.lists(st.integers(0, 9), min_size=1, max_size=8, unique=True), min_size=1, max_size=8
-    )
+    ),
 )
 def test_any_coming_and_going_leaves_each_slot_with_its_own_weights(
-    has_gaps: bool, steps: list[list[int]]
+    in_place: bool, steps: list[list[int]]
 ) -> None:
     shelf = Shelf()
+    ranks: list[dict[tuple[int, str], int]] = [{(0, "k"): 3}, {(0, "q"): 2, (1, "o"): 1}]
     adapters = [
-        shelf.adapter(str(i), {(0, "q"): 2, (1, "o"): 1} if i % 3 else {(0, "k"): 3})
-        for i in range(10)
+        shelf.adapter(str(i), ranks[min(1, i % 3)], is_one_run=i % 2 == 0) for i in range(10)
     ]
-    stacks = LoraStacks(shelf.pool, has_gaps=has_gaps)
+    stacks = LoraStacks(shelf.pool, in_place=in_place)
     for step in steps:
         check(stacks, shelf, [adapters[i] for i in step])
         num_slots = sum(len(stack.slots) for stack in stacks.place([adapters[i] for i in step]))
-        assert has_gaps or num_slots == len(step)
+        assert in_place or num_slots == len(step)
 
 
-def test_with_gaps_who_stays_is_never_copied_again_and_who_comes_back_soon_neither(
+def test_in_place_who_stays_is_never_copied_again_and_who_comes_back_soon_neither(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shelf = Shelf()
-    adapters = [shelf.adapter(str(i), {(0, "q"): 2}) for i in range(5)]
-    stacks, num_copies = LoraStacks(shelf.pool, has_gaps=True), 0
+    adapters = [shelf.adapter(str(i), {(0, "q"): 4}) for i in range(5)]
+    stacks, num_copies = LoraStacks(shelf.pool, in_place=True), 0
     read = PagePool.read
 
     def count(pool: PagePool, page_ids: list[int], out: torch.Tensor) -> None:
@@ -145,3 +162,23 @@ def test_with_gaps_who_stays_is_never_copied_again_and_who_comes_back_soon_neith
         check(stacks, shelf, [adapters[i] for i in members])
         assert num_copies == copies
     assert len(stacks.place(adapters[3:])[0].slots) == 4
+
+
+def test_in_place_only_what_is_scattered_is_copied_and_an_adapter_may_move() -> None:
+    shelf = Shelf()
+    ranks: dict[tuple[int, str], int] = {(0, "q"): 4}
+    whole = shelf.adapter("a", ranks, is_one_run=True)
+    scattered = shelf.adapter("b", ranks)
+    assert (whole.is_one_run, scattered.is_one_run) == (True, False)
+    stacks = LoraStacks(shelf.pool, in_place=True)
+    check(stacks, shelf, [whole, scattered])
+    (stack,) = stacks.place([whole, scattered])
+    assert stack.addresses[stack.slots.index("a")] == shelf.pool.address(whole.page_ids[0])
+    assert stack.copied == ["", "b"]
+    # Both were evicted and have come back to other pages.
+    moved = [shelf.adapter("a", ranks), shelf.adapter("b", ranks, is_one_run=True)]
+    for adapter in (whole, scattered):
+        shelf.pool.clear(adapter.page_ids)
+    check(stacks, shelf, moved)
+    assert stack.copied == ["a", "b"]
+    assert stack.addresses[1] == shelf.pool.address(moved[1].page_ids[0])

@@ -48,10 +48,10 @@ def test_a_page_passes_from_its_owner_to_another_and_stays_in_use() -> None:
 
 def test_pages_that_a_step_in_flight_may_use_are_taken_last() -> None:
     pages = PageAllocator(4)
-    held = pages.allocate(("kv", 1), 2)
+    held = pages.allocate_settled(("adapter", "x"), 2)
     assert held == [0, 1]
     pages.num_launched = 1
-    pages.release(("kv", 1), held)
+    pages.release(("adapter", "x"), held)
     assert not pages.is_settled([0]) and pages.is_settled([2, 3])
     assert pages.allocate_settled(("adapter", "a"), 1) == [2]
     taken = pages.allocate_settled(("adapter", "b"), 2)
@@ -60,6 +60,19 @@ def test_pages_that_a_step_in_flight_may_use_are_taken_last() -> None:
     assert pages.is_settled(range(4))
     assert pages.allocate_settled(("adapter", "c"), 2) is None
     pages.check_integrity({("adapter", "a"): [2], ("adapter", "b"): taken})
+
+
+def test_adapters_get_neighbouring_pages_while_blocks_come_and_go() -> None:
+    pages = PageAllocator(40)
+    blocks: list[int] = []
+    for number in range(4):
+        blocks += pages.allocate(("kv", 1), 1) or []
+        held = pages.allocate_settled(("adapter", str(number)), 5)
+        assert held == list(range(5 * number, 5 * number + 5))
+        pages.release(("kv", 1), [blocks.pop(0)])
+        blocks += pages.allocate(("kv", 1), 2) or []
+    pages.release(("adapter", "1"), range(5, 10))
+    assert pages.allocate_settled(("adapter", "4"), 5) == [5, 6, 7, 8, 9]
 
 
 def test_a_page_that_is_free_or_a_strangers_cannot_be_passed_on() -> None:

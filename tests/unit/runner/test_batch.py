@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from loramux.runner.batch import build_batch, half_filled_pages
+from loramux.runner.batch import build_batch, half_filled_pages, rows_read
 from loramux.types import Chunk
+from tests.device_factory import row
 
 CPU = torch.device("cpu")
 
@@ -30,3 +31,20 @@ def test_a_page_is_cleared_when_it_is_begun_and_not_filled() -> None:
     }
     for name, (piece, expected) in cases.items():
         assert half_filled_pages([piece], block_tokens=4) == expected, name
+
+
+def test_where_only_samples_are_read_their_rows_are_picked() -> None:
+    """A row too few is a wrong token, a row too many is time."""
+    inner, last = chunk(0, 5, [1]), Chunk(1, [1, 2, 3], 4, [2], (), sample=row())
+    decode = Chunk(2, [1], 8, [3], (), sample=row())
+    asks = Chunk(3, [1, 2], 0, [4], (), row(), prompt_logprobs=0, next_prompt_token_ids=[2])
+    cases = {
+        "inner parts alone": ([inner], []),
+        "one of many rows": ([inner, last], [7]),
+        "in the order of the rows": ([decode, inner, last], [0, 8]),
+        "decodes alone": ([decode, decode], None),
+        "nearly all rows": ([*[decode] * 6, last], None),
+        "prompt logprobs read every row": ([inner, asks], None),
+    }
+    for name, (chunks, expected) in cases.items():
+        assert rows_read(build_batch(chunks, CPU)) == expected, name

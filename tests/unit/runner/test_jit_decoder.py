@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from loramux.runner.batch import PagedAttention, build_batch
+from loramux.runner.jit_decoder import JitDecoder
 from loramux.runner.runner import Runner
 from loramux.types import Chunk, StepPlan
-from tests.device_factory import lease, mixed_selections, reference_engine, two_adapters
+from tests.device_factory import lease, mixed_selections, reference_engine, row, two_adapters
 from tests.engine_factory import make_engine, make_prompt
 from tests.memory_factory import InlineExecutor
 from tests.model_factory import tiny_transformers_model
+from tests.unit.lora.test_merge import build, source_of
 
 pytest.importorskip("numba", reason="no numba on this machine")
 
@@ -56,3 +60,72 @@ def test_rows_of_several_adapters_equal_the_decoder(tmp_path: Path) -> None:
         found.append(engine.runner.logits(plan))
     for number, expected in found[0].items():
         torch.testing.assert_close(found[1][number], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_picked_rows_are_those_of_all_and_every_row_keeps_its_keys(
+    family: str, tmp_path: Path
+) -> None:
+    runner = make_engine(tiny_transformers_model(family), tmp_path).runner
+    assert isinstance(runner, Runner) and runner._compiled is not None
+    storage = runner._pool.storage
+    batch = build_batch(
+        [Chunk(i, make_prompt(20, seed=i), 0, [5 + i, 1 + i], (), sample=None) for i in range(2)],
+        storage.device,
+    )
+    plan = PagedAttention(batch, runner._pool, runner._kernels.attention).plan
+
+    def hidden(rows: list[int] | None) -> Tensor:
+        storage.zero_()
+        return runner._compiled.hidden(batch.token_ids, batch.positions, plan, rows)
+
+    expected, stored = hidden(None), storage.clone()
+    for rows in ([39, 4, 11], [19], []):
+        found = hidden(rows)
+        assert found.shape == (len(rows), expected.shape[1])
+        torch.testing.assert_close(found, expected[rows], atol=1e-5, rtol=1e-5)
+        assert torch.equal(storage, stored)
+
+
+def test_a_step_asks_for_the_rows_that_sample_and_probes_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_engine(tiny_transformers_model("llama"), tmp_path).runner
+    num_rows, hidden = [], JitDecoder.hidden
+
+    def count(*args: object) -> Tensor:
+        found = hidden(*args)  # type: ignore[arg-type]
+        num_rows.append(len(found))
+        return found
+
+    monkeypatch.setattr(JitDecoder, "hidden", count)
+    prompt = make_prompt(12, seed=1)
+    inner = Chunk(0, prompt, 0, [0], (), sample=None)
+    sampled = Chunk(1, prompt, 0, [1], (), sample=row())
+    runner.run(StepPlan((inner, sampled)))
+    runner.run(StepPlan((inner,)))
+    runner.logits(StepPlan((inner, sampled)))
+    asks = Chunk(2, prompt, 0, [2], (), row(), prompt_logprobs=0, next_prompt_token_ids=prompt[1:])
+    runner.run(StepPlan((inner, asks)))
+    assert num_rows == [1, 0, 24, 24]
+
+
+def test_merged_weights_give_picked_rows_what_their_adapter_gives(tmp_path: Path) -> None:
+    model = tiny_transformers_model("llama")
+    folder = two_adapters(model, tmp_path)[1]
+    engine = make_engine(model, tmp_path / "model", loads=InlineExecutor())
+    selection = ((engine.register_adapter(folder).cid, 1.0),)
+    lease(engine, selection)
+    runner, last = engine.runner, engine.pages.num_pages - 1
+    assert isinstance(runner, Runner)
+    chunks = [
+        Chunk(i, make_prompt(9, seed=i), 0, [last - i], selection, sample=row(logprobs=0))
+        for i in range(3)
+    ]
+    expected = runner.run(StepPlan(tuple(chunks)))
+    runner.lora.merged = build(source_of(engine), selection).sites
+    found = runner.run(StepPlan(tuple(chunks)))
+    assert found.token_ids == expected.token_ids
+    for number, entry in expected.logprobs.items():
+        assert found.logprobs[number].logprob == pytest.approx(entry.logprob, abs=1e-4)

@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from loramux.engine.engine import Engine
-from loramux.types import Chunk, SampleRow, SamplingParams, StepPlan
+from loramux.types import Chunk, SampleRow, SamplingParams, Selection, StepPlan, StepResult
+from tests.device_factory import lease, mixed_selections, reference_engine, two_adapters
 from tests.engine_factory import make_engine, make_prompt
+from tests.memory_factory import InlineExecutor
 from tests.model_factory import tiny_transformers_model
 
 FAMILIES = ["llama", "llama31", "mistral", "qwen2", "qwen3", "smollm2", "gemma2", "gemma3"]
@@ -78,3 +81,72 @@ def test_what_a_page_held_before_never_reaches_its_next_owner(engine: Engine) ->
         assert torch.equal(engine.runner.logits(StepPlan((piece,)))[0], clean)
     finally:
         engine.runner._pool.storage.zero_()
+
+
+def mixed_steps(selections: list[Selection], last_page: int) -> list[StepPlan]:
+    """Inner parts of prompts alone; then beside whole prompts; then ends of prompts and decodes."""
+    prompts = [make_prompt(length, seed=length) for length in (3, 17, 9, 16, 1, 40)]
+
+    def piece(i: int, start: int, stop: int) -> Chunk:
+        tokens = (*prompts[i], 7)[start:stop]
+        pages = [last_page - 3 * i - j for j in range(3)]
+        row = sample_row(logprobs=2) if stop >= len(prompts[i]) else None
+        return Chunk(i, tokens, start, pages, selections[i], sample=row)
+
+    cuts = [
+        [(1, 0, 6), (3, 0, 5), (5, 0, 20)],
+        [(0, 0, 3), (1, 6, 12), (2, 0, 9), (3, 5, 16), (4, 0, 1), (5, 20, 31)],
+        [(0, 3, 4), (1, 12, 17), (2, 9, 10), (3, 16, 17), (4, 1, 2), (5, 31, 40)],
+        [(i, len(prompts[i]), len(prompts[i]) + 1) for i in (5, 1)],
+    ]
+    return [StepPlan(tuple(piece(*cut) for cut in step)) for step in cuts]
+
+
+def check_samples(plan: StepPlan, result: StepResult, logits: dict[int, Tensor]) -> None:
+    sampled = {chunk.sequence_id for chunk in plan.chunks if chunk.sample is not None}
+    assert result.token_ids.keys() == result.logprobs.keys() == sampled
+    for number in sampled:
+        expected = logits[number][-1].log_softmax(-1)
+        assert result.token_ids[number] == int(expected.argmax())
+        assert result.logprobs[number].logprob == pytest.approx(float(expected.max()), abs=1e-4)
+
+
+def test_a_mixed_batch_samples_what_the_logits_of_all_rows_say(tmp_path: Path) -> None:
+    """Base rows, adapters and compositions; what a step stored shows in the steps behind it."""
+    model = tiny_transformers_model("llama")
+    folders = two_adapters(model, tmp_path)
+    engine = make_engine(model, tmp_path / "model", loads=InlineExecutor())
+    oracle = reference_engine(model, tmp_path / "model")
+    selections = mixed_selections(engine, folders)
+    assert mixed_selections(oracle, folders) == selections
+    lease(engine, *selections)
+    lease(oracle, *selections)
+    for plan in mixed_steps(selections, engine.pages.num_pages - 1):
+        result = engine.runner.run(plan)
+        check_samples(plan, result, oracle.runner.logits(plan))
+        check_samples(plan, result, engine.runner.logits(plan))
+        assert engine.runner.run(plan) == result
+
+
+def test_who_asks_for_prompt_logprobs_gets_them_beside_others(engine: Engine) -> None:
+    tokens = make_prompt(9, seed=3)
+    asks = Chunk(
+        1,
+        tokens,
+        0,
+        [0],
+        (),
+        sample=sample_row(logprobs=0),
+        prompt_logprobs=0,
+        next_prompt_token_ids=tokens[1:],
+    )
+    other = Chunk(2, make_prompt(12, seed=4), 0, [1], (), sample=sample_row(logprobs=0))
+    inner = Chunk(3, make_prompt(12, seed=5), 0, [2], (), sample=None)
+    plan = StepPlan((inner, asks, other))
+    result, logits = engine.runner.run(plan), engine.runner.logits(plan)
+    check_samples(plan, result, logits)
+    assert list(result.prompt_logprobs) == [1]
+    rows = logits[1].log_softmax(-1)
+    expected = [float(rows[i, token]) for i, token in enumerate(tokens[1:])]
+    found = [entry.logprob for entry in result.prompt_logprobs[1]]
+    assert found == pytest.approx(expected, abs=1e-5)
