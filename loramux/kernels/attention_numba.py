@@ -12,6 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.kernels import attention_cpu
+from loramux.kernels.attention_tile_numba import (
+    MIX_WIDTH,
+    TOKENS,
+    heads_at,
+    mix_tile,
+    score_tile,
+)
 from loramux.kernels.interface import (
     AttendArgs,
     PagedLayout,
@@ -21,6 +28,7 @@ from loramux.kernels.interface import (
     kv_slots,
 )
 from loramux.kernels.math_numba import OPTIONS, exp
+from loramux.kernels.tile_numba import FLOAT_BYTES
 
 # A chunk of several rows that sees more tokens than this is cheaper as products of matrices.
 _MAX_TOKENS_BY_ROW = 128
@@ -110,32 +118,26 @@ def _whole_rows(q: Tensor) -> NDArray[np.float32]:
     **OPTIONS,
 )
 def _score(keys, count, q, heads, dim, scores, at):
-    """scores[h, at + t] = q[h] . keys[t, h // repeat]: four tokens for each load of q."""
+    """scores[h, at + t] = q[h] . keys[t, h // repeat]"""
     first, stop, repeat, width = heads
-    fours = count // 4 * 4
-    for t in range(0, fours, 4):
+    num_tiled = count // TOKENS * TOKENS if dim % MIX_WIDTH == 0 else 0
+    row_bytes, stride = scores.shape[1] * FLOAT_BYTES, width * FLOAT_BYTES
+    for t in range(0, num_tiled, TOKENS):
         for head in range(first, stop):
-            k = t * width + head * dim
-            k0, k1 = keys[k : k + dim], keys[k + width : k + width + dim]
-            k2, k3 = keys[k + 2 * width :][:dim], keys[k + 3 * width :][:dim]
-            for h in range(head * repeat, (head + 1) * repeat):
-                query, row = q[h * dim : (h + 1) * dim], scores[h - first * repeat]
-                s0 = s1 = s2 = s3 = float32(0.0)
-                for d in range(dim):
-                    s0 += query[d] * k0[d]
-                    s1 += query[d] * k1[d]
-                    s2 += query[d] * k2[d]
-                    s3 += query[d] * k3[d]
-                row[at + t], row[at + t + 1], row[at + t + 2], row[at + t + 3] = s0, s1, s2, s3
-    for t in range(fours, count):
-        for head in range(first, stop):
-            k0 = keys[t * width + head * dim :][:dim]
-            for h in range(head * repeat, (head + 1) * repeat):
-                query = q[h * dim : (h + 1) * dim]
-                s0 = float32(0.0)
-                for d in range(dim):
-                    s0 += query[d] * k0[d]
-                scores[h - first * repeat, at + t] = s0
+            source = keys.ctypes.data + (t * width + head * dim) * FLOAT_BYTES
+            target = scores.ctypes.data + (at + t) * FLOAT_BYTES
+            h, end = head * repeat, (head + 1) * repeat
+            while h < end:
+                query, row = q.ctypes.data + h * dim * FLOAT_BYTES, h - first * repeat
+                args = (query, source, stride, dim, target + row * row_bytes, row_bytes)
+                score_tile(heads_at(h, end), args)
+                h += heads_at(h, end)
+    for t in range(num_tiled, count):
+        for h in range(first * repeat, stop * repeat):
+            total, k = float32(0.0), t * width + h // repeat * dim
+            for d in range(dim):
+                total += q[h * dim + d] * keys[k + d]
+            scores[h - first * repeat, at + t] = total
 
 
 @njit("void(float32[::1], float32, float32)", **OPTIONS)
@@ -161,26 +163,29 @@ def _softmax(scores, scale, softcap):
     **OPTIONS,
 )
 def _mix(values, count, heads, dim, scores, at, sums):
-    """sums[h] += scores[h, at + t] * values[t, h // repeat]: four tokens for each load of sums."""
+    """sums[h] += scores[h, at + t] * values[t, h // repeat]"""
     first, stop, repeat, width = heads
-    fours = count // 4 * 4
-    for t in range(0, fours, 4):
-        for head in range(first, stop):
-            v = t * width + head * dim
-            v0, v1 = values[v : v + dim], values[v + width : v + width + dim]
-            v2, v3 = values[v + 2 * width :][:dim], values[v + 3 * width :][:dim]
-            for h in range((head - first) * repeat, (head - first + 1) * repeat):
-                row, into = scores[h], sums[h]
-                p0, p1, p2, p3 = row[at + t], row[at + t + 1], row[at + t + 2], row[at + t + 3]
-                for d in range(dim):
-                    into[d] += p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d]
-    for t in range(fours, count):
-        for head in range(first, stop):
-            v0 = values[t * width + head * dim :][:dim]
-            for h in range((head - first) * repeat, (head - first + 1) * repeat):
-                p0, into = scores[h, at + t], sums[h]
-                for d in range(dim):
-                    into[d] += p0 * v0[d]
+    row_bytes, stride, sum_bytes = (
+        scores.shape[1] * FLOAT_BYTES,
+        width * FLOAT_BYTES,
+        dim * FLOAT_BYTES,
+    )
+    tiled = dim if dim % MIX_WIDTH == 0 else 0
+    for head in range(stop - first):
+        h, end = head * repeat, (head + 1) * repeat
+        while h < end and tiled:
+            row = scores.ctypes.data + h * row_bytes + at * FLOAT_BYTES
+            for d in range(0, tiled, MIX_WIDTH):
+                value = values.ctypes.data + ((first + head) * dim + d) * FLOAT_BYTES
+                target = sums.ctypes.data + h * sum_bytes + d * FLOAT_BYTES
+                args = (row, row_bytes, value, stride, count, target, sum_bytes)
+                mix_tile(heads_at(h, end), args)
+            h += heads_at(h, end)
+    for t in range(count if not tiled else 0):
+        for h in range((stop - first) * repeat):
+            v, into = t * width + (first + h // repeat) * dim, sums[h]
+            for d in range(dim):
+                into[d] += scores[h, at + t] * values[v + d]
 
 
 @njit(

@@ -6,15 +6,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import (
-    carray,  # type: ignore[attr-defined]
-    config,
-    float32,
-    njit,
-    set_num_threads,
-    types,
-)
+from numba import config, float32, njit, set_num_threads, types
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 
 def _can_cache() -> bool:

@@ -54,12 +54,12 @@ DIRECT_WIDTH = 2 * _DIRECT_LANES
 MAX_ROW_WIDTH = 12 * _DIRECT_LANES
 
 _FLOAT = ir.FloatType()
-_LONG = ir.IntType(64)
+LONG = ir.IntType(64)
 _INT = ir.IntType(32)
 _BYTES = ir.IntType(8).as_pointer()
 
 
-class _Emitter:
+class Emitter:
     """Writes the code of one tile at the place where `builder` is."""
 
     def __init__(self, builder: Any, num_rows: int, lanes: int, vectors: int) -> None:
@@ -73,7 +73,7 @@ class _Emitter:
         self._prefetch = insert(builder.module, of_address, "llvm.prefetch.p0i8")
 
     def address(self, base: Any, num_floats: int, kind: Any) -> Any:
-        offset = ir.Constant(_LONG, num_floats * FLOAT_BYTES)
+        offset = ir.Constant(LONG, num_floats * FLOAT_BYTES)
         return self.builder.inttoptr(self.builder.add(base, offset), kind.as_pointer())
 
     def load(self, base: Any, num_floats: int) -> Any:
@@ -111,7 +111,7 @@ class _Emitter:
         for i, factor in enumerate(column):
             for v, value in enumerate(values):
                 place = sums[i * self.vectors + v]
-                self.builder.store(self._add_product(value, factor, place), place)
+                self.builder.store(self.add_product(value, factor, place), place)
 
     def finish(self, base: Any, stride: Any, sums: list[Any]) -> None:
         for i in range(self.num_rows):
@@ -127,7 +127,7 @@ class _Emitter:
             return [self.spread(fours[i // 4], i % 4) for i in range(self.num_rows)]
         return [self.spread_load(x, start + i) for i in range(self.num_rows)]
 
-    def _add_product(self, value: Any, factor: Any, place: Any) -> Any:
+    def add_product(self, value: Any, factor: Any, place: Any) -> Any:
         total = self.builder.load(place)
         if SHAPE.is_fused:
             return self.builder.call(self._fma, [value, factor, total])
@@ -136,7 +136,7 @@ class _Emitter:
 
 def _emit_packed(builder: Any, num_rows: int, args: Any) -> None:
     x, panel, start, start_stride, y, y_stride, depth, ahead, ahead_step = args
-    emitter = _Emitter(builder, num_rows, SHAPE.lanes, SHAPE.vectors)
+    emitter = Emitter(builder, num_rows, SHAPE.lanes, SHAPE.vectors)
     sums = emitter.start(start, start_stride)
     x_at = cgutils.alloca_once_value(builder, x)
     panel_at = cgutils.alloca_once_value(builder, panel)
@@ -150,10 +150,10 @@ def _emit_packed(builder: Any, num_rows: int, args: Any) -> None:
         for number in range(count):
             column = emitter.packed_column(x_now, number * num_rows)
             emitter.step(column, panel_now, number * WIDTH, sums)
-        advance(x_at, ir.Constant(_LONG, count * num_rows * FLOAT_BYTES))
-        advance(panel_at, ir.Constant(_LONG, count * WIDTH * FLOAT_BYTES))
+        advance(x_at, ir.Constant(LONG, count * num_rows * FLOAT_BYTES))
+        advance(panel_at, ir.Constant(LONG, count * WIDTH * FLOAT_BYTES))
 
-    unroll = ir.Constant(_LONG, UNROLL)
+    unroll = ir.Constant(LONG, UNROLL)
     with cgutils.for_range(builder, builder.udiv(depth, unroll)):
         emitter.prefetch(builder.load(ahead_at))
         advance(ahead_at, ahead_step)
@@ -165,7 +165,7 @@ def _emit_packed(builder: Any, num_rows: int, args: Any) -> None:
 
 def _emit_direct(builder: Any, num_rows: int, args: Any) -> None:
     x, x_stride, matrix, matrix_stride, y, y_stride, depth = args
-    emitter = _Emitter(builder, num_rows, _DIRECT_LANES, 2)
+    emitter = Emitter(builder, num_rows, _DIRECT_LANES, 2)
     sums = emitter.start(y, y_stride)
     x_at = cgutils.alloca_once_value(builder, x)
     matrix_at = cgutils.alloca_once_value(builder, matrix)
@@ -181,7 +181,7 @@ def _emit_direct(builder: Any, num_rows: int, args: Any) -> None:
         rows = [builder.load(x_at)]
         for _ in range(num_rows - 1):
             rows.append(builder.add(rows[-1], x_stride))
-        distance = ir.Constant(_LONG, num_steps * FLOAT_BYTES)
+        distance = ir.Constant(LONG, num_steps * FLOAT_BYTES)
         builder.store(builder.add(rows[0], distance), x_at)
         return rows
 
@@ -192,18 +192,18 @@ def _emit_direct(builder: Any, num_rows: int, args: Any) -> None:
     if count == 1:
         single_steps(depth)
     else:
-        with cgutils.for_range(builder, builder.udiv(depth, ir.Constant(_LONG, count))):
+        with cgutils.for_range(builder, builder.udiv(depth, ir.Constant(LONG, count))):
             vectors = [emitter.load(row, 0) for row in rows_of_x(count)]
             for lane in range(count):
                 step([emitter.spread(vector, lane) for vector in vectors])
-        single_steps(builder.urem(depth, ir.Constant(_LONG, count)))
+        single_steps(builder.urem(depth, ir.Constant(LONG, count)))
     emitter.finish(y, y_stride, sums)
 
 
 def _emit_row(builder: Any, vectors: int, args: Any) -> None:
     x, matrix, stride, y, depth = args
-    emitter = _Emitter(builder, 1, _DIRECT_LANES, vectors)
-    no_stride = ir.Constant(_LONG, 0)
+    emitter = Emitter(builder, 1, _DIRECT_LANES, vectors)
+    no_stride = ir.Constant(LONG, 0)
     sums = emitter.start(y, no_stride)
     x_at = cgutils.alloca_once_value(builder, x)
     matrix_at = cgutils.alloca_once_value(builder, matrix)
@@ -213,10 +213,10 @@ def _emit_row(builder: Any, vectors: int, args: Any) -> None:
         for number in range(count):
             emitter.step([emitter.spread_load(x_now, number)], row, 0, sums)
             row = builder.add(row, stride)
-        builder.store(builder.add(x_now, ir.Constant(_LONG, count * FLOAT_BYTES)), x_at)
+        builder.store(builder.add(x_now, ir.Constant(LONG, count * FLOAT_BYTES)), x_at)
         builder.store(row, matrix_at)
 
-    unroll = ir.Constant(_LONG, UNROLL)
+    unroll = ir.Constant(LONG, UNROLL)
     with cgutils.for_range(builder, builder.udiv(depth, unroll)):
         steps(UNROLL)
     with cgutils.for_range(builder, builder.urem(depth, unroll)):

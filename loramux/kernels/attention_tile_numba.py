@@ -1,0 +1,153 @@
+"""Register tiles of attention in float32: query heads that share a key head read it together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from loramux.kernels.math_numba import OPTIONS
+from loramux.kernels.tile_numba import FLOAT_BYTES, LONG, SHAPE, Emitter
+
+TOKENS = 4
+"""Of a tile of scores."""
+_LANES = min(SHAPE.lanes, 8)
+# A tile has so many accumulators for each head: registers must hold those of all of them.
+_VECTORS = 4
+_MAX_HEADS = 4 if SHAPE.rows * SHAPE.vectors >= 24 else 2
+MIX_WIDTH = _VECTORS * _LANES
+"""What a head's size must be a multiple of."""
+
+
+def _emit_scores(builder: Any, num_heads: int, args: Any) -> None:
+    q, keys, stride, dim, scores, row_bytes = args
+    emitter = Emitter(builder, num_heads, _LANES, TOKENS)
+    nothing = ir.Constant(emitter.vector, [0.0] * _LANES)
+    sums = [cgutils.alloca_once_value(builder, nothing) for _ in range(num_heads * TOKENS)]
+    at = cgutils.alloca_once_value(builder, ir.Constant(LONG, 0))
+    head_bytes = builder.mul(dim, ir.Constant(LONG, FLOAT_BYTES))
+    with cgutils.for_range(builder, builder.udiv(dim, ir.Constant(LONG, _LANES))):
+        offset = builder.load(at)
+        token = builder.add(keys, offset)
+        values = []
+        for _ in range(TOKENS):
+            values.append(emitter.load(token, 0))
+            token = builder.add(token, stride)
+        query = builder.add(q, offset)
+        for head in range(num_heads):
+            factor = emitter.load(query, 0)
+            query = builder.add(query, head_bytes)
+            for number, value in enumerate(values):
+                place = sums[head * TOKENS + number]
+                builder.store(emitter.add_product(value, factor, place), place)
+        builder.store(builder.add(offset, ir.Constant(LONG, _LANES * FLOAT_BYTES)), at)
+    for head in range(num_heads):
+        mine = [builder.load(sums[head * TOKENS + number]) for number in range(TOKENS)]
+        _store_totals(builder, mine, scores)
+        scores = builder.add(scores, row_bytes)
+
+
+def _store_totals(builder: Any, vectors: list[Any], target: Any) -> None:
+    """The sum of the lanes of each of four vectors, one behind the other."""
+    lanes = _LANES
+    while lanes > TOKENS:
+        lanes //= 2
+        vectors = [
+            builder.fadd(
+                _pick(builder, v, v, range(lanes)), _pick(builder, v, v, range(lanes, 2 * lanes))
+            )
+            for v in vectors
+        ]
+    while len(vectors) > 1:
+        even, odd = range(0, 2 * TOKENS, 2), range(1, 2 * TOKENS, 2)
+        vectors = [
+            builder.fadd(_pick(builder, a, b, even), _pick(builder, a, b, odd))
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    kind = ir.VectorType(ir.FloatType(), TOKENS).as_pointer()
+    builder.store(vectors[0], builder.inttoptr(target, kind), align=FLOAT_BYTES)
+
+
+def _pick(builder: Any, a: Any, b: Any, lanes: range) -> Any:
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
+    return builder.shuffle_vector(a, b, mask)
+
+
+def _emit_mix(builder: Any, num_heads: int, args: Any) -> None:
+    scores, row_bytes, values, stride, count, sums_at, sum_bytes = args
+    emitter = Emitter(builder, num_heads, _LANES, _VECTORS)
+    sums = emitter.start(sums_at, sum_bytes)
+    score_at = cgutils.alloca_once_value(builder, scores)
+    value_at = cgutils.alloca_once_value(builder, values)
+    with cgutils.for_range(builder, count):
+        score, value = builder.load(score_at), builder.load(value_at)
+        row, column = score, []
+        for _ in range(num_heads):
+            column.append(emitter.spread_load(row, 0))
+            row = builder.add(row, row_bytes)
+        emitter.step(column, value, 0, sums)
+        builder.store(builder.add(score, ir.Constant(LONG, FLOAT_BYTES)), score_at)
+        builder.store(builder.add(value, stride), value_at)
+    emitter.finish(sums_at, sum_bytes, sums)
+
+
+def _tile_of(emit: Any, num_heads: int) -> Any:
+    @intrinsic
+    def tile(_, args):
+        def code(context, builder, signature, values):
+            emit(builder, num_heads, cgutils.unpack_tuple(builder, values[0]))
+            return context.get_dummy_value()
+
+        return types.void(args), code
+
+    return tile
+
+
+_scores_4, _scores_3 = (
+    _tile_of(_emit_scores, min(4, _MAX_HEADS)),
+    _tile_of(_emit_scores, min(3, _MAX_HEADS)),
+)
+_scores_2, _scores_1 = _tile_of(_emit_scores, 2), _tile_of(_emit_scores, 1)
+_mix_4, _mix_3 = _tile_of(_emit_mix, min(4, _MAX_HEADS)), _tile_of(_emit_mix, min(3, _MAX_HEADS))
+_mix_2, _mix_1 = _tile_of(_emit_mix, 2), _tile_of(_emit_mix, 1)
+
+
+@njit(inline="always", error_model="numpy")
+def heads_at(head, stop):
+    """How many heads the tile that begins there has."""
+    return min(stop - head, _MAX_HEADS)
+
+
+@njit("void(int64, UniTuple(int64, 6))", **OPTIONS)
+def score_tile(num_heads, args):
+    """args: q, keys, stride, dim, scores, row_bytes; addresses, and distances in bytes.
+
+    scores[h, t] = q[h] . keys[t] for TOKENS tokens; q [heads, dim], keys [tokens, stride].
+    """
+    if num_heads == 4:
+        _scores_4(args)
+    elif num_heads == 3:
+        _scores_3(args)
+    elif num_heads == 2:
+        _scores_2(args)
+    else:
+        _scores_1(args)
+
+
+@njit("void(int64, UniTuple(int64, 7))", **OPTIONS)
+def mix_tile(num_heads, args):
+    """args: scores, row_bytes, values, stride, count, sums, sum_bytes.
+
+    sums[h, :MIX_WIDTH] += scores[h, t] * values[t, :MIX_WIDTH], token after token.
+    """
+    if num_heads == 4:
+        _mix_4(args)
+    elif num_heads == 3:
+        _mix_3(args)
+    elif num_heads == 2:
+        _mix_2(args)
+    else:
+        _mix_1(args)
