@@ -15,13 +15,17 @@ from torch import Tensor
 from loramux.kernels.interface import LoraRows, LoraWeights, Segment
 from loramux.kernels.math_numba import LONG_BYTES, OPTIONS, floats_at, longs_at, take_next
 from loramux.kernels.tile_numba import (
+    DIRECT_ROWS,
     DIRECT_WIDTH,
     FLOAT_BYTES,
+    LINE_BYTES,
     MAX_ROW_WIDTH,
+    NARROW_WIDTH,
+    UNROLL,
+    direct_rows_at,
     direct_tile,
     multiply_add,
     row_tile,
-    rows_at,
 )
 
 # Of a longer segment, so that there is work for every thread.
@@ -142,19 +146,32 @@ def _add_narrow(args):
         into[j] = total
 
 
-@njit("void(UniTuple(int64, 5), UniTuple(int64, 3))", **OPTIONS)
+@njit("void(UniTuple(int64, 7), UniTuple(int64, 3))", **OPTIONS)
 def _add_product(places, size):
-    """places: y, y_stride, x, x_stride, matrix. y += x @ matrix, by tiles of several rows."""
-    y, y_stride, x, x_stride, matrix = places
+    """places: y, y_stride, x, x_stride, matrix, ahead, ahead_step. y += x @ matrix, by tiles.
+
+    Row by row through a matrix that is wide, so that y and it are read as they lie in memory.
+    """
+    y, y_stride, x, x_stride, matrix, ahead, step = places
     num_rows, depth, width = size
-    whole, stride = width // DIRECT_WIDTH * DIRECT_WIDTH, width * FLOAT_BYTES
-    for j in range(0, whole, DIRECT_WIDTH):
-        at, row = j * FLOAT_BYTES, 0
-        while row < num_rows:
-            count = rows_at(row, num_rows)
-            target, source = y + row * y_stride + at, x + row * x_stride
-            direct_tile(count, (source, x_stride, matrix + at, stride, target, y_stride, depth))
+    stride, whole = width * FLOAT_BYTES, width // NARROW_WIDTH * NARROW_WIDTH
+    row, column, fetched = 0, 0, depth // UNROLL * step
+    while row < num_rows and column < whole:
+        count = direct_rows_at(row, num_rows)
+        num_columns = DIRECT_WIDTH if whole - column >= DIRECT_WIDTH else NARROW_WIDTH
+        at = column * FLOAT_BYTES
+        source, target = x + row * x_stride, y + row * y_stride + at
+        args = (source, x_stride, matrix + at, stride, target, y_stride, depth, ahead, step)
+        direct_tile(count, num_columns, args)
+        ahead += fetched
+        if width > depth:
+            column += num_columns
+            if column == whole:
+                row, column = row + count, 0
+        else:
             row += count
+            if row == num_rows:
+                row, column = 0, column + num_columns
     if whole == width:
         return
     values = floats_at(matrix, depth * width)
@@ -163,6 +180,15 @@ def _add_product(places, size):
         for k in range(depth):
             for j in range(whole, width):
                 into[j] = multiply_add(values[k * width + j], factors[k], into[j])
+
+
+@njit("int64(int64, UniTuple(int64, 3))", **OPTIONS)
+def _fetch_step(num_bytes, size):
+    """How far a tile's steps through x @ a look, so that b has come when they are done."""
+    num_rows, depth, width = size
+    num_tiles = -(-num_rows // DIRECT_ROWS) * -(-width // DIRECT_WIDTH)
+    num_steps = max(1, num_tiles * (depth // UNROLL))
+    return max(1, -(-num_bytes // (num_steps * LINE_BYTES))) * LINE_BYTES
 
 
 @njit("void(int64, int64, float32)", **OPTIONS)
@@ -180,13 +206,17 @@ def _add_tiled(places, size, adapter, weight):
     start, site = adapter
     line = longs_at(site, _SITE_FIELDS)
     width, h_stride = line[1], line[1] * FLOAT_BYTES
-    _add_product((h, h_stride, x, x_stride, start + line[0]), (num_rows, depth, width))
+    a, shape = start + line[0], (num_rows, depth, width)
+    last = longs_at(site + num_pieces * _SITE_FIELDS * LONG_BYTES, _SITE_FIELDS)
+    b = start + longs_at(site + _SITE_FIELDS * LONG_BYTES, _SITE_FIELDS)[0]
+    step = _fetch_step(start + last[0] + last[1] * last[2] * FLOAT_BYTES - b, shape)
+    _add_product((h, h_stride, x, x_stride, a, b, step), shape)
     _scale(h, num_rows * width, weight)
     for piece in range(1, num_pieces + 1):
         line = longs_at(site + piece * _SITE_FIELDS * LONG_BYTES, _SITE_FIELDS)
         first, rank, out, rank_start, out_start = line[0], line[1], line[2], line[3], line[4]
         target, source = y + out_start * FLOAT_BYTES, h + rank_start * FLOAT_BYTES
-        matrices = (target, y_stride, source, h_stride, start + first)
+        matrices = (target, y_stride, source, h_stride, start + first, start + first, 0)
         _add_product(matrices, (num_rows, rank, out))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llvmlite import binding, ir
@@ -48,9 +49,13 @@ WIDTH = SHAPE.lanes * SHAPE.vectors
 ROWS = SHAPE.rows
 FLOAT_BYTES = 4
 UNROLL = 4
-# A direct tile is narrower, for matrices that are: the ranks of adapters.
+# Direct tiles are for matrices that are not packed, the halves of adapters: as wide as a line of
+# the caches, or half of it, and as high as leaves registers for the rows of x.
 _DIRECT_LANES = min(SHAPE.lanes, 8)
-DIRECT_WIDTH = 2 * _DIRECT_LANES
+DIRECT_WIDTH = 16
+NARROW_WIDTH = 8
+DIRECT_ROWS = 4
+LINE_BYTES = 64
 MAX_ROW_WIDTH = 12 * _DIRECT_LANES
 
 _FLOAT = ir.FloatType()
@@ -163,14 +168,13 @@ def _emit_packed(builder: Any, num_rows: int, args: Any) -> None:
     emitter.finish(y, y_stride, sums)
 
 
-def _emit_direct(builder: Any, num_rows: int, args: Any) -> None:
-    x, x_stride, matrix, matrix_stride, y, y_stride, depth = args
-    emitter = Emitter(builder, num_rows, _DIRECT_LANES, 2)
+def _emit_direct(builder: Any, num_rows: int, args: Any, *, width: int) -> None:
+    x, x_stride, matrix, matrix_stride, y, y_stride, depth, ahead, ahead_step = args
+    emitter = Emitter(builder, num_rows, _DIRECT_LANES, width // _DIRECT_LANES)
     sums = emitter.start(y, y_stride)
     x_at = cgutils.alloca_once_value(builder, x)
     matrix_at = cgutils.alloca_once_value(builder, matrix)
-    # Four steps of a row in one load, where a lane of it can be a factor by itself.
-    count = UNROLL if _DIRECT_LANES == UNROLL else 1
+    ahead_at = cgutils.alloca_once_value(builder, ahead)
 
     def step(column: list[Any]) -> None:
         row = builder.load(matrix_at)
@@ -185,18 +189,23 @@ def _emit_direct(builder: Any, num_rows: int, args: Any) -> None:
         builder.store(builder.add(rows[0], distance), x_at)
         return rows
 
-    def single_steps(number: Any) -> None:
-        with cgutils.for_range(builder, number):
-            step([emitter.spread_load(row, 0) for row in rows_of_x(1)])
+    def single_step() -> None:
+        step([emitter.spread_load(row, 0) for row in rows_of_x(1)])
 
-    if count == 1:
-        single_steps(depth)
-    else:
-        with cgutils.for_range(builder, builder.udiv(depth, ir.Constant(LONG, count))):
-            vectors = [emitter.load(row, 0) for row in rows_of_x(count)]
-            for lane in range(count):
+    unroll = ir.Constant(LONG, UNROLL)
+    with cgutils.for_range(builder, builder.udiv(depth, unroll)):
+        emitter.prefetch(builder.load(ahead_at))
+        builder.store(builder.add(builder.load(ahead_at), ahead_step), ahead_at)
+        if _DIRECT_LANES == UNROLL:
+            # All steps of a row in one load: a lane of it is a factor by itself.
+            vectors = [emitter.load(row, 0) for row in rows_of_x(UNROLL)]
+            for lane in range(UNROLL):
                 step([emitter.spread(vector, lane) for vector in vectors])
-        single_steps(builder.urem(depth, ir.Constant(LONG, count)))
+        else:
+            for _ in range(UNROLL):
+                single_step()
+    with cgutils.for_range(builder, builder.urem(depth, unroll)):
+        single_step()
     emitter.finish(y, y_stride, sums)
 
 
@@ -238,8 +247,10 @@ def _tile_of(emit: Any, size: int) -> Any:
 
 _packed_full, _packed_4 = _tile_of(_emit_packed, ROWS), _tile_of(_emit_packed, 4)
 _packed_2, _packed_1 = _tile_of(_emit_packed, 2), _tile_of(_emit_packed, 1)
-_direct_full, _direct_4 = _tile_of(_emit_direct, ROWS), _tile_of(_emit_direct, 4)
-_direct_2, _direct_1 = _tile_of(_emit_direct, 2), _tile_of(_emit_direct, 1)
+_emit_wide = partial(_emit_direct, width=DIRECT_WIDTH)
+_emit_narrow = partial(_emit_direct, width=NARROW_WIDTH)
+_wide_4, _wide_2, _wide_1 = (_tile_of(_emit_wide, num_rows) for num_rows in (4, 2, 1))
+_narrow_4, _narrow_2, _narrow_1 = (_tile_of(_emit_narrow, num_rows) for num_rows in (4, 2, 1))
 _row_12, _row_8, _row_6 = (_tile_of(_emit_row, vectors) for vectors in (12, 8, 6))
 _row_4, _row_2, _row_1 = (_tile_of(_emit_row, vectors) for vectors in (4, 2, 1))
 
@@ -286,20 +297,34 @@ def packed_tile(num_rows, args):
         _packed_1(args)
 
 
-@njit("void(int64, UniTuple(int64, 7))", **OPTIONS)
-def direct_tile(num_rows, args):
-    """args: x, x_stride, matrix, matrix_stride, y, y_stride, depth, in bytes.
+@njit(inline="always", error_model="numpy")
+def direct_rows_at(row, stop):
+    left = stop - row
+    if left >= DIRECT_ROWS:
+        return DIRECT_ROWS
+    return 2 if left >= 2 else 1
 
-    y += x @ matrix, x [num_rows, depth], matrix [depth, DIRECT_WIDTH], with gaps between rows.
+
+@njit("void(int64, int64, UniTuple(int64, 9))", **OPTIONS)
+def direct_tile(num_rows, width, args):
+    """args: x, x_stride, matrix, matrix_stride, y, y_stride, depth, ahead, ahead_step, in bytes.
+
+    y += x @ matrix, x [num_rows, depth], matrix [depth, width], with gaps between rows. The width
+    is one of the two above; what lies `ahead` is on its way to the cache afterwards.
     """
-    if num_rows == ROWS:
-        _direct_full(args)
-    elif num_rows == 4:
-        _direct_4(args)
+    if width == DIRECT_WIDTH:
+        if num_rows == DIRECT_ROWS:
+            _wide_4(args)
+        elif num_rows == 2:
+            _wide_2(args)
+        else:
+            _wide_1(args)
+    elif num_rows == DIRECT_ROWS:
+        _narrow_4(args)
     elif num_rows == 2:
-        _direct_2(args)
+        _narrow_2(args)
     else:
-        _direct_1(args)
+        _narrow_1(args)
 
 
 @njit("int64(int64, UniTuple(int64, 5))", **OPTIONS)

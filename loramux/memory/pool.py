@@ -84,9 +84,18 @@ class PagePool:
         """
         assert self._bytes is not None
         source = np.frombuffer(data, dtype=np.uint8)
+        width, memory = self._bytes.shape[1], self._bytes.reshape(-1)
         while len(source):
-            number, offset = divmod(start, self._bytes.shape[1])
-            target = self._bytes[page_ids[number], offset : offset + len(source)]
+            number, offset = divmod(start, width)
+            # In one copy as far as pages are neighbours: between two this thread needs Python.
+            count = 1
+            while (
+                number + count < len(page_ids)
+                and page_ids[number + count] == page_ids[number] + count
+            ):
+                count += 1
+            first = page_ids[number] * width
+            target = memory[first + offset : first + count * width][: len(source)]
             np.copyto(target, source[: len(target)])
             start += len(target)
             source = source[len(target) :]

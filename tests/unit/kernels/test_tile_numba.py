@@ -10,7 +10,17 @@ pytest.importorskip("numba", reason="no numba on this machine")
 from numba import njit
 
 from loramux.kernels import tile_numba
-from loramux.kernels.tile_numba import DIRECT_WIDTH, FLOAT_BYTES, ROWS, WIDTH, TileShape
+from loramux.kernels.tile_numba import (
+    DIRECT_ROWS,
+    DIRECT_WIDTH,
+    FLOAT_BYTES,
+    LINE_BYTES,
+    MAX_ROW_WIDTH,
+    NARROW_WIDTH,
+    ROWS,
+    WIDTH,
+    TileShape,
+)
 
 DEPTHS = [1, 3, 4, 17]
 
@@ -53,15 +63,30 @@ def test_a_packed_tile_is_one_chain_an_element(num_rows: int, depth: int) -> Non
     assert not y[:, WIDTH:].any()
 
 
-@pytest.mark.parametrize("num_rows", sorted({ROWS, 4, 2, 1}))
+@pytest.mark.parametrize("num_rows", [DIRECT_ROWS, 2, 1])
+@pytest.mark.parametrize("width", [DIRECT_WIDTH, NARROW_WIDTH])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_direct_tile_is_the_same_chain(num_rows: int, depth: int) -> None:
-    x, matrix = random(num_rows, depth + 2), random(depth, DIRECT_WIDTH + 1)
-    y = random(num_rows, DIRECT_WIDTH + 3)
+def test_a_direct_tile_is_the_same_chain(num_rows: int, width: int, depth: int) -> None:
+    x, matrix = random(num_rows, depth + 2), random(depth, width + 1)
+    y = random(num_rows, width + 3)
     expected = y.copy()
-    chain(x[:, :depth], matrix[:, :DIRECT_WIDTH], expected[:, :DIRECT_WIDTH])
-    addresses = x.ctypes.data, x.strides[0], matrix.ctypes.data, matrix.strides[0]
-    tile_numba.direct_tile(num_rows, (*addresses, y.ctypes.data, y.strides[0], depth))
+    chain(x[:, :depth], matrix[:, :width], expected[:, :width])
+    sources = x.ctypes.data, x.strides[0], matrix.ctypes.data, matrix.strides[0]
+    target = y.ctypes.data, y.strides[0], depth, matrix.ctypes.data, LINE_BYTES
+    tile_numba.direct_tile(num_rows, width, (*sources, *target))
+    assert np.array_equal(y, expected)
+
+
+@pytest.mark.parametrize("width", [1, 3, 4, 8, 12, 16, 24, 31, 48, 64, 100, 200])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_tiles_of_one_row_are_the_same_chain_as_far_as_they_go(width: int, depth: int) -> None:
+    x, matrix, y = random(1, depth), random(depth, width), random(1, width)
+    expected = y.copy()
+    sources = x.ctypes.data, matrix.ctypes.data, matrix.strides[0]
+    done = tile_numba.row_tile(width, (*sources, y.ctypes.data, depth))
+    assert 0 <= done <= min(width, MAX_ROW_WIDTH)
+    assert width - done < width or width < 8
+    chain(x, matrix[:, :done], expected[:, :done])
     assert np.array_equal(y, expected)
 
 
