@@ -75,10 +75,13 @@ def _put(rounds: list[list[Segment]], segment: Segment) -> None:
 
 
 def _runs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    # Few rows are a part for every thread, even if all have the same adapter.
+    part = -(-sum(s.stop - s.start for s in segments) // get_num_threads())
     runs = [
         ((s.slot, start, min(start + size, s.stop)), s.weight)
         for s in segments
-        for size in [_RUN_ROWS if s.stop - s.start <= _LONG_SEGMENT else _LONG_RUN_ROWS]
+        for long in [_RUN_ROWS if s.stop - s.start <= _LONG_SEGMENT else _LONG_RUN_ROWS]
+        for size in [max(1, min(part, long))]
         for start in range(s.start, s.stop, size)
     ]
     # The long ones first, so that no thread begins one when the others are done.
