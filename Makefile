@@ -18,6 +18,7 @@ DEMO_ADAPTERS := $(foreach config,$(wildcard examples/adapters/*/adapter_config.
 
 # OpenMP threads that spin while they wait take the cores from those that work.
 export OMP_WAIT_POLICY := PASSIVE
+export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 

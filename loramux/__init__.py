@@ -54,10 +54,9 @@ _HOMES = {
 
 # OpenMP reads these once, when torch loads it. Threads that spin while they wait take the cores
 # from those that work: of three processes on two cores each did 21 products a second spinning, 54
-# with the defaults, and 69 waiting passively. They may look for some 30 us before they sleep: a
-# step has hundreds of such moments and takes 2 % less; two processes on two cores lose as much.
+# with the defaults, and 69 waiting passively.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 # Where torch allocates with mimalloc: a step's tensors are as large as those of the step before,
 # and memory that was given back between the two is zeroed again, page by page.
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")

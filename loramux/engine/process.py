@@ -45,7 +45,7 @@ class EngineProcess:
     async def open(cls, start: Start, on_progress: OnProgress) -> EngineProcess:
         """Returns when the engine is ready; raises what kept it from starting."""
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
         popen = subprocess.Popen(
             [sys.executable, "-m", "loramux.engine.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],

@@ -45,3 +45,32 @@ def test_kernels_are_compiled_each_time_where_nothing_can_be_kept(
     """A container whose file system is read-only must still start."""
     monkeypatch.setattr(numba.core.caching.CacheImpl, "_locator_classes", [])
     assert not math_numba._can_cache()
+
+
+@numba.njit(parallel=True)
+def _take_all(counter: np.ndarray, owners: np.ndarray) -> None:
+    address = counter.ctypes.data
+    for thread in numba.prange(4):
+        number = math_numba.take_next(address)
+        while number < owners.size:
+            owners[number] += 1 + 0 * thread
+            number = math_numba.take_next(address)
+
+
+def test_no_two_threads_take_the_same_and_nothing_is_left() -> None:
+    counter, owners = np.zeros(1, np.int64), np.zeros(5000, np.int64)
+    _take_all(counter, owners)
+    assert (owners == 1).all()
+
+
+@numba.njit
+def _copy_by_address(source: np.ndarray, ids: np.ndarray, target: np.ndarray) -> None:
+    numbers = math_numba.longs_at(ids.ctypes.data, ids.size)
+    for i in range(ids.size):
+        math_numba.floats_at(target.ctypes.data + 4 * i, 1)[0] = source[numbers[i]]
+
+
+def test_arrays_at_an_address_are_that_memory() -> None:
+    source, target = np.arange(9, dtype=np.float32), np.zeros(3, np.float32)
+    _copy_by_address(source, np.array([8, 0, 4], np.int64), target)
+    assert target.tolist() == [8, 0, 4]
