@@ -199,10 +199,11 @@ def select_kernels(
 def _compiled_kernels() -> Kernels | None:
     """Compiled here, or read from the cache of an earlier start; None: numba is not installed."""
     try:
-        from loramux.kernels import attention_numba, fused_numba, lora_numba, math_numba
+        from loramux.kernels import attention_numba, fused_numba, lora_numba, math_numba, pin_numba
     except ModuleNotFoundError as error:
         if error.name != "numba":
             raise
         return None
     math_numba.use_threads(torch.get_num_threads())
+    pin_numba.pin_workers(torch.get_num_threads())
     return Kernels(lora=lora_numba, attention=attention_numba, fused=fused_numba, name="numba")
