@@ -35,7 +35,7 @@ from loramux.types import Request
 MIB = 2**20
 LOADER = (
     f"2 threads of the engine's process, SCHED_IDLE; after each {SLICE_BYTES // MIB} MiB a rest of "
-    f"{REST:.0f} times the work; the step loop has all cores, and each of its workers one of its own"
+    f"{REST:.0f} times the work; the step loop has all cores, each worker of it one of its own"
 )
 
 

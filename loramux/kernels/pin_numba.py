@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import numpy as np
 from numba import njit, prange, types
@@ -18,7 +19,7 @@ from loramux.kernels.math_numba import OPTIONS
 # Of the system's own sets of cores.
 _MASK_BITS = 1024
 
-_set_affinity = types.ExternalFunction(
+_set_affinity: Any = types.ExternalFunction(
     "sched_setaffinity", types.int32(types.int32, types.int64, types.int64)
 )
 
