@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import njit
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from loramux.kernels.math_numba import OPTIONS
-from loramux.kernels.tile_numba import FLOAT_BYTES, LONG, SHAPE, Emitter
+from loramux.kernels.tile_numba import FLOAT_BYTES, LONG, SHAPE, Emitter, tile_of
 
 TOKENS = 4
 """Of a tile of scores."""
@@ -94,25 +93,12 @@ def _emit_mix(builder: Any, num_heads: int, args: Any) -> None:
     emitter.finish(sums_at, sum_bytes, sums)
 
 
-def _tile_of(emit: Any, num_heads: int) -> Any:
-    @intrinsic
-    def tile(_, args):
-        def code(context, builder, signature, values):
-            emit(builder, num_heads, cgutils.unpack_tuple(builder, values[0]))
-            return context.get_dummy_value()
-
-        return types.void(args), code
-
-    return tile
-
-
-_scores_4, _scores_3 = (
-    _tile_of(_emit_scores, min(4, _MAX_HEADS)),
-    _tile_of(_emit_scores, min(3, _MAX_HEADS)),
+_scores_4, _scores_3, _scores_2, _scores_1 = (
+    tile_of(_emit_scores, min(num_heads, _MAX_HEADS)) for num_heads in (4, 3, 2, 1)
 )
-_scores_2, _scores_1 = _tile_of(_emit_scores, 2), _tile_of(_emit_scores, 1)
-_mix_4, _mix_3 = _tile_of(_emit_mix, min(4, _MAX_HEADS)), _tile_of(_emit_mix, min(3, _MAX_HEADS))
-_mix_2, _mix_1 = _tile_of(_emit_mix, 2), _tile_of(_emit_mix, 1)
+_mix_4, _mix_3, _mix_2, _mix_1 = (
+    tile_of(_emit_mix, min(num_heads, _MAX_HEADS)) for num_heads in (4, 3, 2, 1)
+)
 
 
 @njit(inline="always", error_model="numpy")

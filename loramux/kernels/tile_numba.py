@@ -233,7 +233,9 @@ def _emit_row(builder: Any, vectors: int, args: Any) -> None:
     emitter.finish(y, no_stride, sums)
 
 
-def _tile_of(emit: Any, size: int) -> Any:
+def tile_of(emit: Any, size: int) -> Any:
+    """What `emit` writes for that size, to be called with one tuple of integers."""
+
     @intrinsic
     def tile(_, args):
         def code(context, builder, signature, values):
@@ -245,14 +247,14 @@ def _tile_of(emit: Any, size: int) -> Any:
     return tile
 
 
-_packed_full, _packed_4 = _tile_of(_emit_packed, ROWS), _tile_of(_emit_packed, 4)
-_packed_2, _packed_1 = _tile_of(_emit_packed, 2), _tile_of(_emit_packed, 1)
+_packed_full, _packed_4 = tile_of(_emit_packed, ROWS), tile_of(_emit_packed, 4)
+_packed_2, _packed_1 = tile_of(_emit_packed, 2), tile_of(_emit_packed, 1)
 _emit_wide = partial(_emit_direct, width=DIRECT_WIDTH)
 _emit_narrow = partial(_emit_direct, width=NARROW_WIDTH)
-_wide_4, _wide_2, _wide_1 = (_tile_of(_emit_wide, num_rows) for num_rows in (4, 2, 1))
-_narrow_4, _narrow_2, _narrow_1 = (_tile_of(_emit_narrow, num_rows) for num_rows in (4, 2, 1))
-_row_12, _row_8, _row_6 = (_tile_of(_emit_row, vectors) for vectors in (12, 8, 6))
-_row_4, _row_2, _row_1 = (_tile_of(_emit_row, vectors) for vectors in (4, 2, 1))
+_wide_4, _wide_2, _wide_1 = (tile_of(_emit_wide, num_rows) for num_rows in (4, 2, 1))
+_narrow_4, _narrow_2, _narrow_1 = (tile_of(_emit_narrow, num_rows) for num_rows in (4, 2, 1))
+_row_12, _row_8, _row_6 = (tile_of(_emit_row, vectors) for vectors in (12, 8, 6))
+_row_4, _row_2, _row_1 = (tile_of(_emit_row, vectors) for vectors in (4, 2, 1))
 
 
 def _multiply_add(_, a, b, c):
