@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import threading
@@ -13,6 +14,8 @@ from torch import Tensor
 from loramux.adapters.image import mapped_buffer, mapped_memory
 
 _DEFAULT_POOL_LIMIT = 4 * 2**30
+# Of a GPU: some 150 us.
+_LAUNCH_CYCLES = 300_000
 
 
 def total_memory_bytes() -> int:
@@ -52,6 +55,10 @@ def device_memory_bytes(device: torch.device) -> tuple[int, int]:
     return torch.cuda.mem_get_info(device)
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def release_cached(device: torch.device) -> None:
     """Gives memory that torch keeps for later back to the device, which is idle afterwards."""
     wait_for(device)
@@ -63,6 +70,39 @@ def wait_for(device: torch.device) -> None:
     """Until all that it was given is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def load_library(name: str, device: torch.device) -> ctypes.CDLL | None:
+    """The one of CUDA's libraries that torch itself uses; None: there is none."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    try:
+        return ctypes.CDLL(f"lib{name}.so.{torch.version.cuda.split('.')[0]}")
+    except OSError:
+        return None
+
+
+def stream_address(device: torch.device) -> int:
+    """Of the stream that the calling thread launches into, for libraries in C."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def is_capturing() -> bool:
+    """Whether what is launched now becomes part of a graph, and does not run."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def run_seconds(run: Callable[[], None]) -> float:
+    """How long the current device takes for what `run` launches, within some 100 us."""
+    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    # The device begins when all is launched: the host's pace must not count.
+    torch.cuda._sleep(_LAUNCH_CYCLES)  # type: ignore[no-untyped-call]
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 class Fence:

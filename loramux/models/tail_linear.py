@@ -31,11 +31,11 @@ class TailLinear(Linear):
         """[rows, in]"""
         return self.extended[self.out_features :]
 
-    def with_tail(self, x: Tensor, num_rows: int) -> Tensor:
-        """[rows, out + num_rows]: with the first num_rows of the tail."""
+    def with_tail(self, num_rows: int) -> tuple[Tensor, Tensor | None]:
+        """Weight [out + num_rows, in] and bias, with the first num_rows of the tail."""
         stop = self.out_features + num_rows
         bias = None if self.extended_bias is None else self.extended_bias[:stop]
-        return F.linear(x, self.extended[:stop], bias)
+        return self.extended[:stop], bias
 
 
 def add_tails(decoder: Decoder, num_blocks: int) -> None:

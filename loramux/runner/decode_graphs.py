@@ -15,7 +15,6 @@ from loramux.memory.device import GraphMaker
 from loramux.runner.decode_inputs import DecodeInputs
 from loramux.runner.device_sampler import Draws
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
-from loramux.runner.products import fastest_products
 from loramux.runner.token_feed import TokenFeed
 from loramux.types import Chunk
 
@@ -122,7 +121,7 @@ class DecodeGraphs:
     def _step(self, size: int, kind: LoraKind) -> Callable[[], None]:
         step = self._steps.get((size, kind))
         if step is None:
-            with fastest_products(size, self._logits.device):
+            with self._decoder.products.searching():
                 step = self._maker.make(partial(self._compute, size, kind))
             self._steps[size, kind] = step
         return step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ from loramux.kernels.interface import AttendArgs, PagedLayout
 from loramux.lora.tail_work import TailStep
 from loramux.models.decoder import Decoder, DecoderLayer
 from loramux.models.layers import Linear, RMSNorm, Rotary
-from loramux.models.tail_linear import tails_of
+from loramux.models.tail_linear import TailLinear, tails_of
+from loramux.runner.products import open_products
 from loramux.runner.site_ops import (
     DOWN,
     GATE_UP,
@@ -113,6 +115,7 @@ class FusedDecoder:
         self._activation = config.activation
         self._layers = [_layer(layer) for layer in decoder.layers]  # type: ignore[arg-type]
         self._final_norm = _norm(decoder.norm)
+        self.products = open_products(storage.device, _families(decoder, self._layers))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -176,7 +179,7 @@ class FusedDecoder:
         """As logits, not yet in float32 where the product is not."""
         head = _linear(self._decoder.lm_head)
         if self._decoder.config.final_logit_softcap is None and head.bias is None:
-            torch.mm(hidden, head.weight.t(), out=out)
+            self.products.linear(hidden, head.weight, out=out)
         else:
             out.copy_(self._decoder.logits(hidden))
 
@@ -218,8 +221,8 @@ class FusedDecoder:
     def _ops(self, lora: LoraStep | TailStep | None) -> SiteOps:
         kernels = self._kernels
         if isinstance(lora, TailStep):
-            return TailOps(kernels.fused, kernels.tail, lora)
-        return PlainOps(kernels.fused, lora)
+            return TailOps(kernels.fused, kernels.tail, lora, self.products)
+        return PlainOps(kernels.fused, lora, self.products)
 
 
 def _layer(layer: DecoderLayer) -> _Layer:
@@ -236,6 +239,21 @@ def _layer(layer: DecoderLayer) -> _Layer:
         head_norm=None if head_norm is None else Norm(head_norm.weight, head_norm.eps),
         sliding_window=layer.sliding_window,
     )
+
+
+def _families(decoder: Decoder, layers: Sequence[_Layer]) -> list[list[Tensor]]:
+    """The weights of each site, with their tails, and the head's."""
+    sites = zip(*((layer.qkv, layer.o, layer.gate_up, layer.down) for layer in layers), strict=True)
+    return [
+        *(
+            [
+                linear.extended if isinstance(linear, TailLinear) else linear.weight
+                for linear in site
+            ]
+            for site in sites
+        ),
+        [_linear(decoder.lm_head).weight],
+    ]
 
 
 def _linear(module: nn.Module) -> Linear:

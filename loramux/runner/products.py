@@ -1,35 +1,191 @@
-"""Which library computes the products of a captured step."""
+"""The products of captured steps: each by the algorithm that was the fastest on this device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-# On an H200, shapes of an 8B model: the four products of a layer take 120 us by cublasLt and 125
-# by cublas at 32 rows, 121 and 128 at 64, 127 and 135 at 96; beyond and below there is nothing in
-# it, or the other is faster.
-_LT_ROWS = range(24, 97)
+from loramux.kernels.cublaslt import CublasLt, CublasLtError, Product, ProductShape
+from loramux.memory.device import (
+    device_name,
+    is_capturing,
+    load_library,
+    run_seconds,
+    stream_address,
+)
+from loramux.models.default_model import cache_folder
+from loramux.models.digests import read_sidecar, write_sidecar
+
+# Products of more rows are near the device's limit anyway.
+_MOST_ROWS = 1024
+# As much is read in one measurement that no weight stays in the cache until the next one.
+_MIN_BYTES_READ = 192 * 2**20
+_WORKSPACE_BYTES = 32 * 2**20
+_NUM_FINALISTS = 5
+_NUM_ROUNDS = 4
+# Whatever is closer to torch's own choice than this may be noise.
+_MIN_GAIN = 0.01
+
+Name = TypeVar("Name")
+Measure = Callable[[Callable[[], None]], float]
+"""Runs it once; seconds, or whatever can be compared."""
 
 
-@contextmanager
-def fastest_products(
-    num_rows: int,
-    device: torch.device,
-    prefer: Callable[..., Any] = torch.backends.cuda.preferred_blas_library,
-) -> Iterator[None]:
-    """What is captured inside keeps the library that is the faster one for so many rows.
+class Products:
+    """`linear` is torch's; in a search each new shape gets what is faster, and keeps it."""
 
-    prefer: gives what the process prefers; with a name it changes that.
-    """
-    if device.type != "cuda" or num_rows not in _LT_ROWS:
-        yield
-        return
-    before = prefer()
-    prefer("cublaslt")
+    def __init__(
+        self,
+        library: CublasLt | None,
+        families: Sequence[Sequence[Tensor]],
+        *,
+        memory: Path | None = None,
+        measure: Measure = run_seconds,
+    ) -> None:
+        """families: weights that are used in turn, each with all rows that may be computed.
+
+        memory: a file with what earlier searches on such a device found
+        """
+        self._library = library
+        self._families = {weight.data_ptr(): family for family in families for weight in family}
+        self._memory = memory
+        self._remembered = {} if memory is None else read_sidecar(memory)
+        self._measure = measure
+        self._chosen: dict[ProductShape, Product | None] = {}
+        self._is_searching = False
+
+    @contextmanager
+    def searching(self) -> Iterator[None]:
+        """What runs inside, before it is captured, may take the time to search."""
+        before = self._is_searching
+        known = dict(self._remembered)
+        self._is_searching = self._library is not None
+        try:
+            yield
+        finally:
+            self._is_searching = before
+        if self._memory is not None and self._remembered != known:
+            # Without it the next start searches again, no more.
+            with suppress(OSError):
+                write_sidecar(self._memory, self._remembered)
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """x @ weight.T + bias. x [rows, inputs]   weight [outputs, inputs]"""
+        product = None
+        if self._library is not None and bias is None and x.dtype != torch.float32:
+            product = self._product(self._library, x, weight)
+        if product is None:
+            if out is None:
+                return F.linear(x, weight, bias)
+            return torch.mm(x, weight.t(), out=out)
+        y = x.new_empty(len(x), len(weight)) if out is None else out
+        product(x, weight, y)
+        return y
+
+    def _product(self, library: CublasLt, x: Tensor, weight: Tensor) -> Product | None:
+        shape = ProductShape(len(x), len(weight), x.shape[1], x.dtype)
+        if not shape.fits(x, weight):
+            return None
+        if shape not in self._chosen and self._is_searching and not is_capturing():
+            self._chosen[shape] = self._choose(library, shape, x, weight)
+        return self._chosen.get(shape)
+
+    def _choose(
+        self, library: CublasLt, shape: ProductShape, x: Tensor, weight: Tensor
+    ) -> Product | None:
+        family = self._families.get(weight.data_ptr())
+        if family is None or shape.num_rows > _MOST_ROWS:
+            return None
+        name = f"{shape.num_rows}x{shape.num_outputs}x{shape.num_inputs} {shape.dtype}"
+        algorithm = _algorithm_of(self._remembered.get(name))
+        if algorithm is None or (algorithm and not library.can_run(shape, algorithm)):
+            algorithm = self._search(library, shape, x, _some(family, len(weight)))
+            self._remembered[name] = algorithm.hex()
+        return library.product(shape, algorithm) if algorithm else None
+
+    def _search(
+        self, library: CublasLt, shape: ProductShape, x: Tensor, weights: Sequence[Tensor]
+    ) -> bytes:
+        """Empty: torch's own choice."""
+        y = x.new_empty(shape.num_rows, shape.num_outputs)
+
+        def with_torch(x: Tensor, weight: Tensor, y: Tensor) -> None:
+            torch.mm(x, weight.t(), out=y)
+
+        products: dict[bytes, Product] = {b"": with_torch}
+        for algorithm in library.proposals(shape):
+            products[algorithm] = library.product(shape, algorithm)
+        runs = {name: _run_of(product, x, weights, y) for name, product in products.items()}
+        return fastest(runs, self._measure)
+
+
+def open_products(device: torch.device, families: Sequence[Sequence[Tensor]]) -> Products:
+    library = open_cublaslt(device)
+    if library is None:
+        return Products(None, families)
+    name = f"{device_name(device)}-cublaslt-{library.version}.json".replace(" ", "-").lower()
+    return Products(library, families, memory=cache_folder() / "products" / name)
+
+
+def open_cublaslt(device: torch.device) -> CublasLt | None:
+    """None: this device has none."""
+    library = load_library("cublasLt", device)
+    if library is None:
+        return None
+    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return CublasLt(library, workspace, partial(stream_address, device))
+
+
+def fastest(runs: dict[Name, Callable[[], None]], measure: Measure) -> Name:
+    """The name of the fastest run; that of the first, if no other is clearly faster."""
+    first = next(iter(runs))
+    times: dict[Name, float] = {}
+    for name, run in runs.items():
+        try:
+            # Loads the kernel.
+            run()
+            times[name] = measure(run)
+        except CublasLtError:
+            continue
+    finalists = {first, *sorted(times, key=times.__getitem__)[:_NUM_FINALISTS]}
+    for _ in range(_NUM_ROUNDS):
+        for name in finalists:
+            times[name] = min(times[name], measure(runs[name]))
+    best = min(finalists, key=times.__getitem__)
+    return best if times[best] < (1 - _MIN_GAIN) * times[first] else first
+
+
+def _algorithm_of(remembered: object) -> bytes | None:
+    """None: nothing that can be used."""
     try:
-        yield
-    finally:
-        prefer(before)
+        return bytes.fromhex(remembered) if isinstance(remembered, str) else None
+    except ValueError:
+        return None
+
+
+def _some(family: Sequence[Tensor], num_outputs: int) -> list[Tensor]:
+    """As many weights as fill a cache, or all that there are."""
+    num_bytes = family[0][:num_outputs].nbytes
+    count = max(2, -(-_MIN_BYTES_READ // num_bytes))
+    return [weight[:num_outputs] for weight in family[:count]]
+
+
+def _run_of(
+    product: Product, x: Tensor, weights: Sequence[Tensor], y: Tensor
+) -> Callable[[], None]:
+    def run() -> None:
+        for weight in weights:
+            # As in a step, a product waits for the small kernel that writes x.
+            x.mul_(1)
+            product(x, weight, y)
+
+    return run

@@ -14,7 +14,6 @@ from loramux.lora.graph_work import GraphLora, LoraKind
 from loramux.memory.device import GraphMaker
 from loramux.runner.device_sampler import Draws
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
-from loramux.runner.products import fastest_products
 from loramux.runner.row_inputs import RowInputs, RowLimits
 from loramux.runner.token_feed import TokenFeed
 from loramux.types import Chunk
@@ -85,7 +84,7 @@ class RowGraphs:
     def make(self, num_rows: int, kind: LoraKind) -> Callable[[], None]:
         step = self._steps.get((num_rows, kind))
         if step is None:
-            with fastest_products(num_rows, self._logits.device):
+            with self._decoder.products.searching():
                 step = self._maker.make(partial(self._compute, num_rows, kind))
             self._steps[num_rows, kind] = step
         return step

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
 from loramux.lora.tail_work import TailStep
 from loramux.models.layers import Linear
 from loramux.models.tail_linear import TailLinear
+from loramux.runner.products import Products
 
 QKV, OUT, GATE_UP, DOWN = range(4)
 
@@ -50,9 +50,10 @@ class SiteOps(Protocol):
 class PlainOps:
     fused: Any
     lora: LoraStep | None
+    products: Products
 
     def linear(self, linear: Linear, x: Tensor, place: Place) -> Tensor:
-        y = F.linear(x, linear.weight, linear.bias)
+        y = self.products.linear(x, linear.weight, linear.bias)
         if self.lora is not None and self.lora.covers(place[1]):
             # Behind the product, without which a shrink may start too early: see lora_triton.
             self.lora.shrink(x, *place)
@@ -85,10 +86,11 @@ class TailOps:
     tail: Any
     """loramux.kernels.tail_triton, or its twin."""
     lora: TailStep
+    products: Products
 
     def linear(self, linear: Linear, x: Tensor, place: Place) -> Tensor:
         assert isinstance(linear, TailLinear), "a linear layer has no tail"
-        y = linear.with_tail(x, self.lora.num_tail_rows(place[1]))
+        y = self.products.linear(x, *linear.with_tail(self.lora.num_tail_rows(place[1])))
         if self._is_folded(place):
             return y
         self.lora.expand(y, *place)

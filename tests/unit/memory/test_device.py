@@ -9,7 +9,10 @@ from loramux.memory.device import (
     GraphMaker,
     default_pool_bytes,
     device_memory_bytes,
+    device_name,
+    is_capturing,
     is_out_of_memory,
+    load_library,
     total_memory_bytes,
     zeros,
 )
@@ -53,3 +56,9 @@ def test_without_a_gpu_a_graph_is_the_function_itself() -> None:
     replay()
     replay()
     assert calls == [1, 1]
+
+
+def test_without_a_gpu_there_is_no_library_of_its_own_and_no_capture() -> None:
+    assert load_library("cublasLt", CPU) is None
+    assert not is_capturing()
+    assert device_name(CPU) == "cpu"

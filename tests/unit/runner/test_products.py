@@ -1,38 +1,188 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from loramux.runner.products import fastest_products
+from loramux.kernels.cublaslt import CublasLtError, ProductShape
+from loramux.runner.products import Products, fastest, open_cublaslt, open_products
 
-
-class Preference:
-    """A process's setting, which only a build for CUDA has."""
-
-    def __init__(self) -> None:
-        self.name = "default"
-
-    def __call__(self, name: str | None = None) -> str:
-        self.name = name or self.name
-        return self.name
+FAILS = b"fails"
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "inside"), [(1, "default"), (32, "cublaslt"), (96, "cublaslt"), (256, "default")]
-)
-def test_a_capture_leaves_no_choice_behind(num_rows: int, inside: str) -> None:
-    """Catches a setting of the process that outlives the capture it was made for."""
-    prefer = Preference()
-    with (
-        pytest.raises(ZeroDivisionError),
-        fastest_products(num_rows, torch.device("cuda"), prefer),
-    ):
-        assert prefer.name == inside
-        raise ZeroDivisionError
-    assert prefer.name == "default"
+class Library:
+    """As CublasLt, which needs a GPU: algorithms are named by the seconds that they take."""
+
+    def __init__(self, *names: bytes) -> None:
+        self.names = names
+        self.asked: list[ProductShape] = []
+        self.ran: list[bytes] = []
+
+    def proposals(self, shape: ProductShape) -> list[bytes]:
+        self.asked.append(shape)
+        return list(self.names)
+
+    def can_run(self, shape: ProductShape, algorithm: bytes) -> bool:
+        del shape
+        return algorithm in self.names
+
+    def product(self, shape: ProductShape, algorithm: bytes) -> Callable[..., None]:
+        def run(x: Tensor, weight: Tensor, y: Tensor) -> None:
+            if algorithm == FAILS:
+                raise CublasLtError(f"no such algorithm for {shape}")
+            self.ran.append(algorithm)
+            torch.mm(x, weight.t(), out=y)
+
+        return run
 
 
-def test_a_cpu_has_no_such_choice() -> None:
-    prefer = Preference()
-    with fastest_products(32, torch.device("cpu"), prefer):
-        assert prefer.name == "default"
+def make(library: Library, memory: Path | None = None) -> tuple[Products, list[Tensor]]:
+    weights = [aligned(24, 64) for _ in range(3)]
+
+    def measure(run: Callable[[], None]) -> float:
+        library.ran.clear()
+        run()
+        return float(library.ran[0]) if library.ran else 1.0
+
+    return Products(library, [weights], memory=memory, measure=measure), weights  # type: ignore[arg-type]
+
+
+def aligned(num_rows: int, size: int) -> Tensor:
+    """A CPU gives 64 bytes, the library wants 256."""
+    buffer = torch.randn(num_rows * size + 128).to(torch.bfloat16)
+    start = -buffer.data_ptr() % 256 // 2
+    return buffer[start : start + num_rows * size].view(num_rows, size)
+
+
+def search(products: Products, x: Tensor, weight: Tensor) -> Tensor:
+    with products.searching():
+        return products.linear(x, weight)
+
+
+def test_a_search_keeps_the_fastest_and_asks_once() -> None:
+    library = Library(b"0.9", b"0.5", b"0.7")
+    products, weights = make(library)
+    x = aligned(5, 64)
+    y = search(products, x, weights[0])
+    assert torch.equal(y, F.linear(x, weights[0]))
+    library.ran.clear()
+    for weight in weights:
+        assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+    assert library.ran == [b"0.5"] * 3
+    assert len(library.asked) == 1
+
+
+@pytest.mark.parametrize("names", [(), (b"1.2",), (b"0.995",), (FAILS,)])
+def test_torch_stays_where_nothing_is_clearly_faster(names: tuple[bytes, ...]) -> None:
+    library = Library(*names)
+    products, weights = make(library)
+    x = aligned(5, 64)
+    search(products, x, weights[0])
+    library.ran.clear()
+    assert torch.equal(products.linear(x, weights[1]), F.linear(x, weights[1]))
+    assert library.ran == []
+
+
+def test_steps_outside_a_search_do_not_wait_for_one() -> None:
+    library = Library(b"0.5")
+    products, weights = make(library)
+    products.linear(aligned(5, 64), weights[0])
+    assert library.asked == []
+
+
+def test_what_the_library_cannot_take_goes_to_torch() -> None:
+    """Catches a wrong answer for rows with gaps, biases, float32 and strange weights."""
+    library = Library(b"0.5")
+    products, weights = make(library)
+    weight, bias = weights[0], torch.randn(24).to(torch.bfloat16)
+    gaps = aligned(5, 128)[:, :64]
+    search(products, aligned(5, 64), weight)
+    library.ran.clear()
+    assert torch.equal(search(products, gaps, weight), F.linear(gaps, weight))
+    x = aligned(5, 64)
+    assert torch.equal(products.linear(x, weight, bias), F.linear(x, weight, bias))
+    stranger = aligned(20, 64)
+    assert torch.equal(search(products, x, stranger), F.linear(x, stranger))
+    assert library.ran == []
+    float_x, float_weight = x.float(), weight.float()
+    assert torch.equal(search(products, float_x, float_weight), F.linear(float_x, float_weight))
+    assert library.ran == []
+
+
+def test_a_part_of_a_weight_is_a_shape_of_its_own() -> None:
+    """Weights with fewer rows of their tail are views of the same memory."""
+    library = Library(b"0.5")
+    products, weights = make(library)
+    x = aligned(5, 64)
+    for num_outputs in (24, 16):
+        part = weights[1][:num_outputs]
+        assert torch.equal(search(products, x, part), F.linear(x, part))
+    assert [shape.num_outputs for shape in library.asked] == [24, 16]
+
+
+def test_a_product_can_be_written_where_it_is_wanted() -> None:
+    library = Library(b"0.5")
+    products, weights = make(library)
+    x, out = aligned(5, 64), torch.empty(5, 24, dtype=torch.bfloat16)
+    with products.searching():
+        assert products.linear(x, weights[0], out=out) is out
+    assert torch.equal(out, F.linear(x, weights[0]))
+
+
+def test_a_device_without_the_library_has_torch_alone() -> None:
+    assert open_cublaslt(torch.device("cpu")) is None
+    assert open_products(torch.device("cpu"), [])._library is None
+    x, weight = torch.randn(3, 8), torch.randn(4, 8)
+    assert torch.equal(search(Products(None, [[weight]]), x, weight), F.linear(x, weight))
+
+
+def test_a_lucky_first_measurement_does_not_decide() -> None:
+    """The finalists run again; what was slow once and fast later counts with its best."""
+    times = {0: [1.0] * 9, 1: [0.6] + [0.6] * 8, 2: [0.7] + [0.4] * 8}
+    turn = {number: iter(values) for number, values in times.items()}
+    current = [0]
+
+    def run_of(number: int) -> Callable[[], None]:
+        return lambda: current.__setitem__(0, number)
+
+    def measure(run: Callable[[], None]) -> float:
+        run()
+        return next(turn[current[0]])
+
+    assert fastest({number: run_of(number) for number in times}, measure) == 2
+
+
+@pytest.mark.parametrize("names", [(b"0.5", b"0.9"), (b"1.5",)])
+def test_the_next_start_does_not_search_again(tmp_path: Path, names: tuple[bytes, ...]) -> None:
+    library, again = Library(*names), Library(*names)
+    memory = tmp_path / "of" / "gpu.json"
+    for some in (library, again):
+        products, weights = make(some, memory)
+        search(products, aligned(5, 64), weights[0])
+        some.ran.clear()
+        products.linear(aligned(5, 64), weights[0])
+    assert library.ran == again.ran
+    assert len(library.asked) == 1 and again.asked == []
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"5x24x64 torch.bfloat16": 3}'])
+def test_a_memory_that_makes_no_sense_is_written_anew(tmp_path: Path, content: str) -> None:
+    library, memory = Library(b"0.5"), tmp_path / "gpu.json"
+    memory.write_text(content)
+    products, weights = make(library, memory)
+    search(products, aligned(5, 64), weights[0])
+    assert len(library.asked) == 1 and b"0.5".hex() in memory.read_text()
+
+
+def test_an_algorithm_that_another_library_chose_is_not_run(tmp_path: Path) -> None:
+    memory = tmp_path / "gpu.json"
+    products, weights = make(Library(b"0.4"), memory)
+    search(products, aligned(5, 64), weights[0])
+    library = Library(b"0.5")
+    products, weights = make(library, memory)
+    search(products, aligned(5, 64), weights[0])
+    assert len(library.asked) == 1 and set(library.ran) <= {b"0.5"}

@@ -14,6 +14,7 @@ from loramux.kernels.tail_tables import SEPARATE, TailLaunch
 from loramux.lora.graph_work import LoraKind
 from loramux.models.layers import Linear
 from loramux.runner.device_runner import DeviceLimits, DeviceRunner
+from loramux.runner.products import Products
 from loramux.runner.site_ops import DOWN, GATE_UP, OUT, QKV, PlainOps
 from loramux.types import Chunk, Selection, StepPlan
 from tests.adapter_factory import make_peft_adapter
@@ -193,6 +194,6 @@ def test_nothing_is_launched_at_sites_that_a_step_does_not_cover() -> None:
     linear, x = Linear(4, 6, dtype=torch.float32), torch.randn(2, 4)
     torch.nn.init.normal_(linear.weight)
     for site in (QKV, OUT, GATE_UP, DOWN):
-        y = PlainOps(fused_torch, Step()).linear(linear, x, (3, site))
+        y = PlainOps(fused_torch, Step(), Products(None, [])).linear(linear, x, (3, site))
         torch.testing.assert_close(y, linear(x))
     assert launched == [(name, 3, site) for site in (QKV, OUT) for name in ("shrink", "expand")]

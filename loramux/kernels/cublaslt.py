@@ -1,0 +1,202 @@
+"""cuBLASLt by its C interface: a product by an algorithm of the caller's choice.
+
+torch takes the first algorithm that the library proposes for a shape.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TYPES = {torch.float16: 2, torch.bfloat16: 14}
+_SCALE_FLOAT32 = 0
+_COMPUTE_FLOAT32 = 68
+_TRANSPOSE_A = 3
+_PREFER_WORKSPACE = 1
+_PREFER_REDUCTIONS = 3
+# Parts of a sum are added in the compute type, never in the output's.
+_REDUCTIONS = 1 | 2
+_MOST_PROPOSALS = 8
+# The library's own assumption about every address.
+_ALIGNMENT = 256
+
+Product = Callable[[Tensor, Tensor, Tensor], None]
+"""(x, weight, y): y = x @ weight.T"""
+
+
+_Problem = tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+"""Of what kind, and the layouts of weight, x and y."""
+
+
+class CublasLtError(RuntimeError):
+    pass
+
+
+class _Proposal(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("status", ctypes.c_int),
+        ("num_waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """y [rows, outputs] = x [rows, inputs] @ weight [outputs, inputs].T, all contiguous."""
+
+    num_rows: int
+    num_outputs: int
+    num_inputs: int
+    dtype: torch.dtype
+
+    def fits(self, x: Tensor, weight: Tensor) -> bool:
+        return (
+            x.stride() == (self.num_inputs, 1)
+            and weight.is_contiguous()
+            and x.data_ptr() % _ALIGNMENT == 0
+            and weight.data_ptr() % _ALIGNMENT == 0
+        )
+
+
+class CublasLt:
+    """One handle, and one workspace: its products run one after another."""
+
+    def __init__(self, library: Any, workspace: Tensor, stream: Callable[[], int]) -> None:
+        """library: as ctypes loads it   stream: the address of the one to launch into"""
+        self._library = library
+        self._workspace = workspace
+        self._stream = stream
+        self._handle = self._make("cublasLtCreate")
+
+    def proposals(self, shape: ProductShape) -> list[bytes]:
+        """Algorithms for the shape: those for it, and those for somewhat larger ones.
+
+        What is proposed first for 640 rows may be the fastest for 320.
+        """
+        problem = self._problem(shape)
+        found: dict[bytes, None] = {}
+        for other, workspace_bytes in _neighbours(shape, self._workspace.nbytes):
+            larger = self._problem(other)
+            for algorithm in self._propose(larger, workspace_bytes):
+                if algorithm not in found and self._can_run(problem, algorithm):
+                    found[algorithm] = None
+            self._forget(larger)
+        self._forget(problem)
+        return list(found)
+
+    @property
+    def version(self) -> int:
+        return int(self._library.cublasLtGetVersion())
+
+    def can_run(self, shape: ProductShape, algorithm: bytes) -> bool:
+        """Of an algorithm that somebody kept."""
+        if len(algorithm) != ctypes.sizeof(ctypes.c_uint64 * 8):
+            return False
+        problem = self._problem(shape)
+        can_run = self._can_run(problem, algorithm)
+        self._forget(problem)
+        return can_run
+
+    def product(self, shape: ProductShape, algorithm: bytes) -> Product:
+        problem = self._problem(shape)
+        blob = (ctypes.c_uint64 * 8).from_buffer_copy(algorithm)
+        one, zero = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
+        workspace = ctypes.c_void_p(self._workspace.data_ptr())
+        num_bytes = ctypes.c_size_t(self._workspace.nbytes)
+        description, a, b, c = problem
+
+        def run(x: Tensor, weight: Tensor, y: Tensor) -> None:
+            out = ctypes.c_void_p(y.data_ptr())
+            stream = ctypes.c_void_p(self._stream())
+            self._call(
+                "cublasLtMatmul",
+                *(self._handle, description, one, ctypes.c_void_p(weight.data_ptr()), a),
+                *(ctypes.c_void_p(x.data_ptr()), b, zero, out, c, out, c),
+                *(ctypes.byref(blob), workspace, num_bytes, stream),
+            )
+
+        return run
+
+    def _problem(self, shape: ProductShape) -> _Problem:
+        """The library counts by columns: y.T [outputs, rows] = weight @ x.T."""
+        kind = _TYPES[shape.dtype]
+        description = self._make(
+            "cublasLtMatmulDescCreate", ctypes.c_int(_COMPUTE_FLOAT32), ctypes.c_int(_SCALE_FLOAT32)
+        )
+        self._set("cublasLtMatmulDescSetAttribute", description, _TRANSPOSE_A, ctypes.c_int(1))
+        layouts = [
+            self._make(
+                "cublasLtMatrixLayoutCreate",
+                *(ctypes.c_int(kind), ctypes.c_uint64(height), ctypes.c_uint64(width)),
+                ctypes.c_int64(height),
+            )
+            for height, width in (
+                (shape.num_inputs, shape.num_outputs),
+                (shape.num_inputs, shape.num_rows),
+                (shape.num_outputs, shape.num_rows),
+            )
+        ]
+        return (description, *layouts)  # type: ignore[return-value]
+
+    def _forget(self, problem: _Problem) -> None:
+        description, *layouts = problem
+        self._call("cublasLtMatmulDescDestroy", description)
+        for layout in layouts:
+            self._call("cublasLtMatrixLayoutDestroy", layout)
+
+    def _propose(self, problem: _Problem, workspace_bytes: int) -> list[bytes]:
+        preference = self._make("cublasLtMatmulPreferenceCreate")
+        setter = "cublasLtMatmulPreferenceSetAttribute"
+        self._set(setter, preference, _PREFER_WORKSPACE, ctypes.c_size_t(workspace_bytes))
+        self._set(setter, preference, _PREFER_REDUCTIONS, ctypes.c_uint32(_REDUCTIONS))
+        proposals = (_Proposal * _MOST_PROPOSALS)()
+        count = ctypes.c_int()
+        description, a, b, c = problem
+        function = self._library.cublasLtMatmulAlgoGetHeuristic
+        status = function(
+            *(self._handle, description, a, b, c, c, preference, ctypes.c_int(_MOST_PROPOSALS)),
+            *(proposals, ctypes.byref(count)),
+        )
+        # Nothing to propose is an error too.
+        found = [] if status else proposals[: count.value]
+        self._call("cublasLtMatmulPreferenceDestroy", preference)
+        return [bytes(proposal.algorithm) for proposal in found if proposal.status == 0]
+
+    def _can_run(self, problem: _Problem, algorithm: bytes) -> bool:
+        blob = (ctypes.c_uint64 * 8).from_buffer_copy(algorithm)
+        result = _Proposal()
+        description, a, b, c = problem
+        status = self._library.cublasLtMatmulAlgoCheck(
+            *(self._handle, description, a, b, c, c, ctypes.byref(blob), ctypes.byref(result)),
+        )
+        return bool(status == 0 and result.workspace_bytes <= self._workspace.nbytes)
+
+    def _make(self, name: str, *arguments: Any) -> ctypes.c_void_p:
+        made = ctypes.c_void_p()
+        self._call(name, ctypes.byref(made), *arguments)
+        return made
+
+    def _set(self, name: str, target: ctypes.c_void_p, attribute: int, value: Any) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        self._call(name, target, ctypes.c_int(attribute), ctypes.byref(value), size)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            raise CublasLtError(f"{name} failed with status {status}.")
+
+
+def _neighbours(shape: ProductShape, workspace_bytes: int) -> Iterator[tuple[ProductShape, int]]:
+    rows, outputs = shape.num_rows, shape.num_outputs
+    for num_outputs in (outputs, outputs + outputs // 8):
+        yield replace(shape, num_outputs=num_outputs), 0
+        for quarters in (4, 5, 6, 7, 8):
+            num_rows = -(-rows * quarters // 4)
+            yield replace(shape, num_rows=num_rows, num_outputs=num_outputs), workspace_bytes
