@@ -49,6 +49,8 @@ VARIANTS: dict[str, TailLaunch] = {
     "rows, o and down apart": replace(ROWS, folds_norm=False),
     "tiles": TILES,
     "tiles, norms too": replace(TILES, folds_norm=True),
+    "tiles, norms by 2": replace(TILES, folds_norm=True, norm_rows=2),
+    "tiles, norms by 4": replace(TILES, folds_norm=True, norm_rows=4),
     "apart": SEPARATE,
     # To be named: for tuning.
     "rows256": replace(ROWS, activate_n=256, activate_warps=1),
@@ -57,9 +59,13 @@ VARIANTS: dict[str, TailLaunch] = {
     "tiles256": replace(TILES, activate_n=256, activate_warps=4),
     "tiles64": replace(TILES, activate_n=64, activate_warps=2),
     "tiles2": replace(TILES, rotate_warps=2, activate_warps=2),
+    "norms by 2, narrow": replace(TILES, folds_norm=True, norm_rows=2, norm_registers=64),
+    "norms by 2, held": replace(TILES, folds_norm=True, norm_rows=2, norm_holds_b=True),
+    "norms by 4, held": replace(TILES, folds_norm=True, norm_rows=4, norm_holds_b=True),
+    "norms by 2, 8 warps": replace(TILES, folds_norm=True, norm_rows=2, norm_warps=8),
     "tiles, rotate apart": replace(TILES, folds_rotate=False),
 }
-USUAL = ("rows", "rows, o and down apart", "tiles", "tiles, norms too", "apart")
+USUAL = ("rows", "rows, o and down apart", "tiles", "tiles, norms by 4", "apart")
 # Beyond, every row would read its adapter's B for itself.
 MOST_ROWS = 64
 

@@ -88,7 +88,9 @@ def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
         assert result.token_ids[chunk.sequence_id] == int(logits.argmax())
 
 
-@pytest.mark.parametrize("launch", [ROW, TILE], ids=["rows", "tiles"])
+@pytest.mark.parametrize(
+    "launch", [ROW, TILE, replace(TILE, norm_rows=4)], ids=["rows", "tiles", "fours"]
+)
 def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     launch: TailLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
