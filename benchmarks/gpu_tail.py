@@ -68,6 +68,7 @@ VARIANTS: dict[str, TailLaunch] = {
 USUAL = ("rows", "rows, o and down apart", "tiles", "tiles, norms by 4", "apart")
 # Beyond, every row would read its adapter's B for itself.
 MOST_ROWS = 64
+TAIL_KINDS = (LoraKind.TAIL, LoraKind.TAIL_ATTENTION)
 
 
 class World:
@@ -135,7 +136,7 @@ def run_kind(world: World, step: StepPlan, kind: LoraKind) -> tuple[Tensor, Tens
     size = next(size for size in graphs._sizes if size >= batch)
     tail = graphs.lora.tail
     graphs._steps.pop((size, kind), None)
-    graphs.lora.tail = tail if kind is LoraKind.TAIL else None
+    graphs.lora.tail = tail if kind in TAIL_KINDS else None
     try:
         # Twice: an adapter is brought to the tail when it is asked for again.
         for _ in range(2):
@@ -184,7 +185,8 @@ def measure(world: World, batch: int, sites: str, names: Sequence[str]) -> list[
         if VARIANTS[name].tile_rows == 1 and batch > MOST_ROWS:
             continue
         world.graphs.lora.tail.launch_of = lambda _, name=name: VARIANTS[name]
-        logits, tokens, seconds = run_kind(world, step, LoraKind.TAIL)
+        tail_kind = LoraKind.TAIL if sites == "all" else LoraKind.TAIL_ATTENTION
+        logits, tokens, seconds = run_kind(world, step, tail_kind)
         rows.append(
             whole
             | figures(world, name, base_s, seconds)
