@@ -49,6 +49,8 @@ VARIANTS: dict[str, TailLaunch] = {
     "rows, o and down apart": replace(ROWS, folds_norm=False),
     "tiles": TILES,
     "tiles, norms too": replace(TILES, folds_norm=True),
+    "tiles, norms by 2": replace(TILES, folds_norm=True, norm_rows=2),
+    "tiles, norms by 4": replace(TILES, folds_norm=True, norm_rows=4),
     "apart": SEPARATE,
     # To be named: for tuning.
     "rows256": replace(ROWS, activate_n=256, activate_warps=1),
@@ -57,11 +59,16 @@ VARIANTS: dict[str, TailLaunch] = {
     "tiles256": replace(TILES, activate_n=256, activate_warps=4),
     "tiles64": replace(TILES, activate_n=64, activate_warps=2),
     "tiles2": replace(TILES, rotate_warps=2, activate_warps=2),
+    "norms by 2, narrow": replace(TILES, folds_norm=True, norm_rows=2, norm_registers=64),
+    "norms by 2, held": replace(TILES, folds_norm=True, norm_rows=2, norm_holds_b=True),
+    "norms by 4, held": replace(TILES, folds_norm=True, norm_rows=4, norm_holds_b=True),
+    "norms by 2, 8 warps": replace(TILES, folds_norm=True, norm_rows=2, norm_warps=8),
     "tiles, rotate apart": replace(TILES, folds_rotate=False),
 }
-USUAL = ("rows", "rows, o and down apart", "tiles", "tiles, norms too", "apart")
+USUAL = ("rows", "rows, o and down apart", "tiles", "tiles, norms by 4", "apart")
 # Beyond, every row would read its adapter's B for itself.
 MOST_ROWS = 64
+TAIL_KINDS = (LoraKind.TAIL, LoraKind.TAIL_ATTENTION)
 
 
 class World:
@@ -129,7 +136,7 @@ def run_kind(world: World, step: StepPlan, kind: LoraKind) -> tuple[Tensor, Tens
     size = next(size for size in graphs._sizes if size >= batch)
     tail = graphs.lora.tail
     graphs._steps.pop((size, kind), None)
-    graphs.lora.tail = tail if kind is LoraKind.TAIL else None
+    graphs.lora.tail = tail if kind in TAIL_KINDS else None
     try:
         # Twice: an adapter is brought to the tail when it is asked for again.
         for _ in range(2):
@@ -178,7 +185,8 @@ def measure(world: World, batch: int, sites: str, names: Sequence[str]) -> list[
         if VARIANTS[name].tile_rows == 1 and batch > MOST_ROWS:
             continue
         world.graphs.lora.tail.launch_of = lambda _, name=name: VARIANTS[name]
-        logits, tokens, seconds = run_kind(world, step, LoraKind.TAIL)
+        tail_kind = LoraKind.TAIL if sites == "all" else LoraKind.TAIL_ATTENTION
+        logits, tokens, seconds = run_kind(world, step, tail_kind)
         rows.append(
             whole
             | figures(world, name, base_s, seconds)

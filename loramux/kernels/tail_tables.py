@@ -33,6 +33,15 @@ class TailLaunch:
     """Outputs of a program."""
     activate_warps: int = 2
     norm_warps: int = 16
+    norm_rows: int = 1
+    """Rows of a tile that a program adds and norms: B is read once for them."""
+    norm_holds_b: bool = False
+    """With several: is all of B read, and kept, before the product's end is waited for?"""
+    norm_registers: int | None = None
+    """With several: of a thread, at most; None: what the compiler takes."""
+
+    def __post_init__(self) -> None:
+        assert self.tile_rows % self.norm_rows == 0, "a program's rows are of one tile"
 
     @property
     def names_all_rows(self) -> bool:
@@ -43,8 +52,8 @@ class TailLaunch:
 # On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_tail.py.
 _LEAST_ROWS = TailLaunch(tile_rows=1, max_blocks=4)
 _FEW_ROWS = TailLaunch(tile_rows=1)
-_SOME_ROWS = TailLaunch(tile_rows=16, rotate_warps=4, activate_n=128, activate_warps=4)
-_MANY_ROWS = replace(_SOME_ROWS, folds_norm=False, max_blocks=8)
+_SOME_ROWS = TailLaunch(tile_rows=16, rotate_warps=4, activate_n=128, activate_warps=4, norm_rows=2)
+_MANY_ROWS = replace(_SOME_ROWS, norm_rows=4, max_blocks=8)
 SEPARATE = TailLaunch(tile_rows=16, folds_rotate=False, folds_activate=False, folds_norm=False)
 _MOST_LEAST_ROWS = 4
 _MOST_FEW_ROWS = 16

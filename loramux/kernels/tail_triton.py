@@ -15,6 +15,7 @@ from loramux.kernels.launch_triton import overlap_options
 from loramux.kernels.tail_jit_triton import (
     activate_mul_kernel,
     add_norm_kernel,
+    add_norm_rows_kernel,
     rotate_write_kernel,
 )
 from loramux.kernels.tail_tables import TailSite, TailStore
@@ -57,6 +58,8 @@ def copy_block(  # noqa: PLR0913
 
 def add_norm(y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: TailSite) -> Tensor:
     """fused's add_norm of y with its adapters. y [rows, outputs + tail]"""
+    if lora.launch.norm_rows > 1:
+        return _add_norm_rows(y, residual, norm, after, lora)
     num_rows, size = residual.shape
     out = torch.empty_like(residual)
     tables = lora.tables
@@ -77,6 +80,38 @@ def add_norm(y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: 
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         num_warps=lora.launch.norm_warps,
+        **overlap_options(y.device.type),
+    )
+    return out
+
+
+def _add_norm_rows(
+    y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: TailSite
+) -> Tensor:
+    num_rows, size = residual.shape
+    out = torch.empty_like(residual)
+    launch, tables = lora.launch, lora.tables
+    limit = {} if launch.norm_registers is None else {"maxnreg": launch.norm_registers}
+    parts = launch.tile_rows // launch.norm_rows
+    add_norm_rows_kernel[(lora.max_tiles(num_rows), parts)](
+        y,
+        residual,
+        norm.weight,
+        None if after is None else after.weight,
+        out,
+        lora.pool,
+        tables.records,
+        tables.work,
+        lora.record_start,
+        y.stride(0),
+        norm.eps,
+        norm.eps if after is None else after.eps,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        ROWS=launch.norm_rows,
+        HOLDS_B=launch.norm_holds_b,
+        num_warps=launch.norm_warps,
+        **limit,
         **overlap_options(y.device.type),
     )
     return out

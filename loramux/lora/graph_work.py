@@ -16,6 +16,8 @@ from loramux.types import Selection
 
 class LoraKind(Enum):
     TAIL = auto()
+    TAIL_ATTENTION = auto()
+    """From the tail, by adapters that change attention alone: other sites have no tail."""
     LISTS = auto()
     ATTENTION = auto()
     """Lists of adapters that change attention alone: nothing is launched at other sites."""
@@ -39,9 +41,11 @@ class GraphLora:
     @property
     def kinds(self) -> list[LoraKind]:
         """Those that a step can be of."""
+        has_tail, has_others = self.tail is not None, self._other_words.size > 0
         possible = {
-            LoraKind.TAIL: self.tail is not None,
-            LoraKind.ATTENTION: self._other_words.size > 0,
+            LoraKind.TAIL: has_tail,
+            LoraKind.TAIL_ATTENTION: has_tail and has_others,
+            LoraKind.ATTENTION: has_others,
         }
         return [kind for kind in LoraKind if possible.get(kind, True)]
 
@@ -59,18 +63,18 @@ class GraphLora:
         if not any(selections):
             return LoraKind.NONE
         if self.tail is not None and self.tail.fill(selections, lengths, num_rows, out):
-            return LoraKind.TAIL
+            return LoraKind.TAIL_ATTENTION if self._is_attention(out) else LoraKind.TAIL
         try:
             self.lists.fill(selections, lengths, out)
         except WorkListFull:
             return None
-        is_partial = self._other_words.size > 0 and not out.take(self._other_words).any()
-        return LoraKind.ATTENTION if is_partial else LoraKind.LISTS
+        return LoraKind.ATTENTION if self._is_attention(out) else LoraKind.LISTS
 
     def begin(self, kind: LoraKind, num_rows: int) -> LoraWork | TailStep | None:
         """What a graph's layers call, after its first kernel: the work with its addresses."""
         ways: dict[LoraKind, LoraWork | TailWork | None] = {
             LoraKind.TAIL: self.tail,
+            LoraKind.TAIL_ATTENTION: self.tail and self.tail.at_sites(self._attention),
             LoraKind.LISTS: self.lists,
             LoraKind.ATTENTION: self.lists.at_sites(self._attention),
         }
@@ -80,3 +84,7 @@ class GraphLora:
         step = work.for_decodes(num_rows)
         step.resolve()
         return step
+
+    def _is_attention(self, words: Ints) -> bool:
+        """Do a list's adapters leave other sites alone, and are there any?"""
+        return self._other_words.size > 0 and not words.take(self._other_words).any()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,10 @@ class TailWork:
     def over(self, work: LoraWork) -> TailWork:
         """The same tail for another kind of step, with tables of its own."""
         return TailWork(work, self._tail, self.launch_of)
+
+    def at_sites(self, sites: Collection[int]) -> TailWork:
+        """The same, for steps whose adapters change nothing elsewhere."""
+        return self.over(self._work.at_sites(sites))
 
     def fill(
         self,
@@ -113,6 +117,10 @@ class TailStep:
 
     def resolve(self) -> None:
         self._work.resolve()
+
+    def covers(self, site: int) -> bool:
+        """Whether a step may change the site; if not, its product has no tail."""
+        return self._work.covers(site)
 
     def at(self, layer: int, site: int) -> TailSite:
         return TailSite(self._tables, self._work.pool, self.launch, layer, site)

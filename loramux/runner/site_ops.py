@@ -89,6 +89,8 @@ class TailOps:
     products: Products
 
     def linear(self, linear: Linear, x: Tensor, place: Place) -> Tensor:
+        if not self.lora.covers(place[1]):
+            return F.linear(x, linear.weight, linear.bias)
         assert isinstance(linear, TailLinear), "a linear layer has no tail"
         y = self.products.linear(x, *linear.with_tail(self.lora.num_tail_rows(place[1])))
         if self._is_folded(place):
@@ -124,6 +126,8 @@ class TailOps:
 
     def _is_folded(self, place: Place) -> bool:
         launch, site = self.lora.launch, place[1]
+        if not self.lora.covers(site):
+            return False
         if site == QKV:
             return launch.folds_rotate
         return launch.folds_activate if site == GATE_UP else launch.folds_norm

@@ -6,6 +6,7 @@ The interpreter's matrix product is wrong for bfloat16, so tiles are checked in 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -23,9 +24,15 @@ from tests.tail_factory import ROW, TILE, TailWorld, make_tail_world  # noqa: E4
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 QKV, O_PROJ, GATE_UP = range(3)
 LAUNCHES = {"rows": ROW, "tiles": TILE}
+NORM_LAUNCHES = {
+    "pairs": replace(TILE, norm_rows=2),
+    "fours": replace(TILE, norm_rows=4, norm_holds_b=True),
+    "whole tiles": replace(TILE, norm_rows=16, norm_registers=64),
+}
 LIMITS = {
     torch.float32: {"atol": 1e-4, "rtol": 1e-4},
     torch.float16: {"atol": 2e-2, "rtol": 2e-2},
+    torch.bfloat16: {"atol": 1e-1, "rtol": 1e-1},
 }
 PAIR = ((0, 0.5), (1, -2.0))
 MIXES: dict[str, tuple[list[dict[str, int]], list[Selection]]] = {
@@ -38,6 +45,10 @@ MIXES: dict[str, tuple[list[dict[str, int]], list[Selection]]] = {
     "some places": (
         [{"q_proj": 3}, {"v_proj": 20, "up_proj": 2, "o_proj": 1}, {"gate_proj": 16}],
         [((0, 1.0),), ((0, 1.0),), ((1, 1.0),), ((2, 1.0),), ((2, 2.0), (0, 1.0))],
+    ),
+    "one is popular": (
+        [dict.fromkeys(ALL, 40), dict.fromkeys(ALL, 3)],
+        [((0, 1.0),)] * 23 + [((1, 1.0),)] + [()] * 5,
     ),
     "rank 200": ([dict.fromkeys(ALL, 200)], [((0, 1.0),), ()]),
     "no adapters": ([dict.fromkeys(ALL, 4)], [(), ()]),
@@ -73,25 +84,57 @@ def test_a_block_is_an_adapters_group_and_zero_where_it_has_none(kernels: Module
         assert world.store.weights[0][site][[0, 3]].isnan().all(), "blocks of others"
 
 
+def normed(
+    world: TailWorld,
+    rows: list[Selection],
+    launch: TailLaunch,
+    kernels: ModuleType,
+    has_after: bool,
+) -> None:
+    layer, dtype = NUM_LAYERS - 1, world.lora.pool.dtype
+    x, _ = random_rows(len(rows), O_PROJ, dtype=dtype)
+    size = sum(SITES[O_PROJ].out_features)
+    residual, twin_residual = torch.ones(2, len(rows), size, dtype=dtype).unbind()
+    norm = Norm(torch.randn(size), 1e-5)
+    after = Norm(torch.randn(size), 1e-4) if has_after else None
+    y = world.product(x, layer, O_PROJ)
+    actual = kernels.add_norm(y, residual, norm, after, world.at(layer, O_PROJ, launch))
+    expected = fused_torch.add_norm(
+        world.expected(x, rows, layer, O_PROJ), twin_residual, norm, after
+    )
+    torch.testing.assert_close(residual, twin_residual, **LIMITS[dtype])
+    torch.testing.assert_close(actual, expected, **LIMITS[dtype])
+
+
 @each_kernel
-@each_launch
+@pytest.mark.parametrize("launch", (every := LAUNCHES | NORM_LAUNCHES).values(), ids=every)
 @each_mix
 def test_add_norm(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
     world, rows = world_of(mix, launch)
-    layer = NUM_LAYERS - 1
+    for has_after in (False, True) if mix == "weighted" else (False,):
+        normed(world, rows, launch, kernels, has_after)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("launch", NORM_LAUNCHES.values(), ids=NORM_LAUNCHES)
+def test_add_norm_of_several_rows_in_half_precision(launch: TailLaunch, dtype: torch.dtype) -> None:
+    world, rows = world_of("weighted", launch, dtype)
+    normed(world, rows, launch, tail_triton, has_after=False)
+
+
+@pytest.mark.parametrize("launch", NORM_LAUNCHES.values(), ids=NORM_LAUNCHES)
+def test_a_norm_touches_no_row_that_is_not_in_a_tile(launch: TailLaunch) -> None:
+    """Catches programs of a tile's last rows that go on into the next tile, or beyond the step."""
+    world, rows = world_of("one is popular", launch)
     x, _ = random_rows(len(rows), O_PROJ)
+    y = world.product(x, 0, O_PROJ)
     size = sum(SITES[O_PROJ].out_features)
-    residual, twin_residual = torch.ones(2, len(rows), size).unbind()
-    norm, after = Norm(torch.randn(size), 1e-5), Norm(torch.randn(size), 1e-4)
-    for one in (None, after) if mix == "weighted" else (None,):
-        y = world.product(x, layer, O_PROJ)
-        site = world.at(layer, O_PROJ, launch)
-        actual = kernels.add_norm(y, residual, norm, one, site)
-        expected = fused_torch.add_norm(
-            world.expected(x, rows, layer, O_PROJ), twin_residual, norm, one
-        )
-        torch.testing.assert_close(residual, twin_residual, **LIMITS[torch.float32])
-        torch.testing.assert_close(actual, expected, **LIMITS[torch.float32])
+    room = torch.full((len(rows) + 16, size), 7.0)
+    site = world.at(0, O_PROJ, launch)
+    tail_triton.add_norm(y, room[: len(rows)], Norm(torch.ones(size), 1e-5), None, site)
+    plain = y[-5:, :size] + 7.0
+    torch.testing.assert_close(room[len(rows) - 5 : len(rows)], plain, atol=1e-6, rtol=0.0)
+    assert (room[len(rows) :] == 7.0).all()
 
 
 @each_kernel
@@ -117,7 +160,7 @@ def rotated(
     # Padding is not stored.
     slots = torch.arange(num_rows, dtype=torch.int32) * 3 + 1
     slots[0] = -1
-    storage = torch.randn(16, NUM_LAYERS * 2 * 4 * kv_heads * head_dim).to(dtype)
+    storage = torch.randn(24, NUM_LAYERS * 2 * 4 * kv_heads * head_dim).to(dtype)
     head_norm = Norm(torch.randn(6, head_dim), 1e-6) if norm else None
     x, _ = random_rows(num_rows, QKV, dtype=dtype)
     y = world.product(x, 1, QKV)

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
 from loramux.kernels import fused_torch, tail_torch, tail_triton  # noqa: E402
+from loramux.kernels.fused_torch import Norm  # noqa: E402
 from loramux.kernels.tail_tables import TailSite  # noqa: E402
-from tests.lora_factory import Selection, random_rows  # noqa: E402
+from tests.lora_factory import SITES, Selection, random_rows  # noqa: E402
 from tests.tail_factory import TILE, make_tail_world  # noqa: E402
 
-GATE_UP = 2
+O_PROJ, GATE_UP = 1, 2
 
 
 def test_more_tiles_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +28,24 @@ def test_more_tiles_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     actual = tail_triton.activate_mul(y, "silu", world.at(1, GATE_UP, TILE))
     expected = fused_torch.activate_mul(world.expected(x, rows, 1, GATE_UP), "silu")
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("holds_b", [False, True])
+def test_more_tiles_than_programs_that_norm_rows(
+    holds_b: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, with tiles of which not every program has rows."""
+    launch = replace(TILE, norm_rows=2, norm_holds_b=holds_b)
+    world = make_tail_world([{"o_proj": 2}] * 2, tail_torch)
+    rows: list[Selection] = [((slot, 1.0),) for slot in (0, 1, 1, 1, 0, 0, 1)]
+    world.step(rows, launch)
+    monkeypatch.setattr(TailSite, "max_tiles", lambda *_: 2)
+    x, _ = random_rows(len(rows), O_PROJ)
+    size = sum(SITES[O_PROJ].out_features)
+    residual, known = torch.ones(2, len(rows), size).unbind()
+    norm = Norm(torch.randn(size), 1e-5)
+    y = world.product(x, 1, O_PROJ)
+    actual = tail_triton.add_norm(y, residual, norm, None, world.at(1, O_PROJ, launch))
+    expected = fused_torch.add_norm(world.expected(x, rows, 1, O_PROJ), known, norm, None)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(residual, known, atol=1e-4, rtol=1e-4)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from loramux.kernels.tail_tables import SEPARATE, TailSite, make_store, tail_launch
@@ -13,6 +14,12 @@ def test_every_size_of_batch_has_a_launch_that_its_kernels_can_run() -> None:
     """A tile is what the matrix units take, or one row."""
     assert {tail_launch(size).tile_rows for size in range(1, 300)} <= {1, 16}
     assert all(tail_launch(size).max_blocks >= min(size, 8) for size in range(1, 300))
+
+
+def test_rows_that_are_normed_together_are_of_one_tile() -> None:
+    with pytest.raises(AssertionError, match="of one tile"):
+        replace(ROW, norm_rows=2)
+    assert replace(TILE, norm_rows=16).norm_rows == 16
 
 
 def test_a_list_names_base_rows_when_any_kernel_goes_by_it() -> None:

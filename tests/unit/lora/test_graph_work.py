@@ -12,7 +12,7 @@ from loramux.adapters.layout import ATTENTION_SITES, FUSED_PROJECTIONS, Site
 from loramux.kernels import lora_grouped_torch
 from loramux.lora.device_work import DeviceDirectory, LoraDevice, LoraWork, decode_work
 from loramux.lora.graph_work import GraphLora, LoraKind
-from loramux.lora.tail_work import TailWork
+from loramux.lora.tail_work import TailStep, TailWork
 from loramux.memory.records import ResidentAdapter
 from loramux.types import Selection
 from tests.lora_factory import NUM_LAYERS, PAGE_ELEMENTS, SITES
@@ -31,14 +31,14 @@ def resident(cid: str, *places: tuple[int, str], sites: Sequence[Site] = SITES) 
     return ResidentAdapter(cid, layout, list(range(layout.num_pages)))
 
 
-def make_lora(*, has_tail: bool) -> GraphLora:
-    """a and b change attention; b needs two blocks of ranks, and the tail has one."""
+def make_lora(*, has_tail: bool, num_blocks: int = 1) -> GraphLora:
+    """a and b change attention; b needs two blocks of ranks."""
     world = World()
     for cid in ("a", "b"):
         world.directory.add(world.residents[cid])
     world.directory.add(resident("mlp", (0, "up_proj")))
     lists = decode_work(world.device(), 4, use_pdl=False)
-    return GraphLora(lists, TailWork(lists, make_tail(world, 1)) if has_tail else None)
+    return GraphLora(lists, TailWork(lists, make_tail(world, num_blocks)) if has_tail else None)
 
 
 def make_lists(sites: Sequence[Site], *residents: ResidentAdapter) -> GraphLora:
@@ -59,8 +59,8 @@ def make_lists(sites: Sequence[Site], *residents: ResidentAdapter) -> GraphLora:
 
 def covered(lora: GraphLora, kind: LoraKind) -> list[str]:
     step = lora.begin(kind, 2)
-    assert isinstance(step, LoraWork)
-    cuts = enumerate(step.tables.sites)
+    assert isinstance(step, LoraWork | TailStep)
+    cuts = enumerate(lora.lists.tables.sites)
     return [cut.shape.name for site, cut in cuts if step.covers(site)]
 
 
@@ -69,10 +69,22 @@ def test_a_step_takes_the_tail_where_it_can_and_a_list_where_it_must() -> None:
     assert lora.kinds == list(LoraKind)
     words = np.zeros(lora.num_words, dtype=np.int32)
     assert lora.fill([(), ()], [1, 1], 2, words) is LoraKind.NONE
-    assert lora.fill([A, ()], [1, 1], 4, words) is LoraKind.TAIL
+    assert lora.fill([A, ()], [1, 1], 4, words) is LoraKind.TAIL_ATTENTION
+    assert lora.fill([MLP, ()], [1, 1], 4, words) is LoraKind.TAIL
     assert lora.fill([BOTH], [1], 2, words) is LoraKind.ATTENTION
     assert lora.fill([BOTH, MLP], [1, 1], 2, words) is LoraKind.LISTS
     assert lora.begin(LoraKind.NONE, 2) is None
+
+
+def test_one_adapter_of_the_mlp_makes_it_a_step_for_all_tails() -> None:
+    """Catches a tail that a graph leaves out, and one that it computes for nothing."""
+    lora = make_lora(has_tail=True, num_blocks=4)
+    words = np.zeros(lora.num_words, dtype=np.int32)
+    assert lora.fill([A, MLP], [1, 1], 2, words) is LoraKind.TAIL
+    assert lora.fill([A, BOTH], [1, 2], 4, words) is LoraKind.TAIL_ATTENTION
+    assert lora.fill([(("a", 1.0), ("mlp", 0.5)), A], [1, 1], 2, words) is LoraKind.TAIL
+    assert set(covered(lora, LoraKind.TAIL_ATTENTION)) == {"qkv", "o"}
+    assert set(covered(lora, LoraKind.TAIL)) == {"qkv", "o", "gate_up"}
 
 
 def test_without_a_tail_there_are_lists_until_they_are_full() -> None:

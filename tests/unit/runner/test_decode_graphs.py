@@ -26,6 +26,9 @@ from tests.model_factory import tiny_transformers_model
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
+FROM_TAIL = (LoraKind.TAIL, LoraKind.TAIL_ATTENTION)
+OF_ATTENTION = (LoraKind.ATTENTION, LoraKind.TAIL_ATTENTION)
+
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (5, [1, 2, 4, 5]), (999, list(BATCH_SIZES))])
 def test_sizes_end_with_the_largest_batch_that_can_come(most: int, sizes: list[int]) -> None:
@@ -39,15 +42,15 @@ def test_only_a_chunk_of_one_row_with_a_sample_is_a_decode() -> None:
     assert not is_decode(Chunk(0, (1,), 0, [0], (), sample=row(), prompt_logprobs=0))
 
 
-@pytest.mark.parametrize("kind", [LoraKind.LISTS, LoraKind.ATTENTION, LoraKind.TAIL])
+@pytest.mark.parametrize("kind", [kind for kind in LoraKind if kind is not LoraKind.NONE])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_decode_step_equals_the_same_rows_computed_one_by_one(
     family: str, kind: LoraKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model(family)
-    places = ATTENTION if kind is LoraKind.ATTENTION else ALL_LINEAR
+    places = ATTENTION if kind in OF_ATTENTION else ALL_LINEAR
     folders = two_adapters(model, tmp_path, places=places)
-    settings = {"max_sequences": 6, "lora_tail_ranks": 128 if kind is LoraKind.TAIL else 0}
+    settings = {"max_sequences": 6, "lora_tail_ranks": 128 if kind in FROM_TAIL else 0}
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **settings)
     selections = mixed_selections(engine, folders)[:5]
     lease(engine, *selections)
@@ -80,19 +83,25 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def steps_of_kinds(
-    runner: DeviceRunner, selections: dict[str, Selection], pages: dict[str, list[int]]
+    runner: DeviceRunner,
+    selections: dict[str, Selection],
+    pages: dict[str, list[int]],
+    kinds: tuple[LoraKind, LoraKind],
 ) -> dict[str, torch.Tensor]:
     """Steps of one kind after another; the logits of their last rows, by adapter."""
     found = {}
+    whole, partial = kinds
     for names, kind in (
-        (["attention", "query"], LoraKind.ATTENTION),
-        (["attention", "query", "all"], LoraKind.LISTS),
-        (["base", "query"], LoraKind.ATTENTION),
-        (["base", "late"], LoraKind.LISTS),
-        (["late", "attention"], LoraKind.LISTS),
+        (["attention", "query"], partial),
+        (["attention", "query", "all"], whole),
+        (["base", "query"], partial),
+        (["base", "late"], whole),
+        (["late", "attention"], whole),
     ):
         chunks = [decode(i, 40, 5, pages[name], selections[name]) for i, name in enumerate(names)]
-        runner.run(StepPlan(tuple(chunks)))
+        # Twice: an adapter is brought to the tail when it is asked for again.
+        for _ in range(2):
+            runner.run(StepPlan(tuple(chunks)))
         assert runner._graphs.last_kind is kind
         order = sorted(names, key=lambda name: runner.directory.order(selections[name]))
         for place, name in enumerate(order):
@@ -101,8 +110,13 @@ def steps_of_kinds(
     return found
 
 
-def test_every_kind_of_lists_gives_what_peft_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "kinds",
+    [(LoraKind.LISTS, LoraKind.ATTENTION), (LoraKind.TAIL, LoraKind.TAIL_ATTENTION)],
+    ids=["lists", "tail"],
+)
+def test_every_kind_gives_what_peft_gives(
+    kinds: tuple[LoraKind, LoraKind], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches an adapter of the MLP, were it in one layer alone, in a graph that leaves it out."""
     from peft import PeftModel
@@ -113,7 +127,11 @@ def test_every_kind_of_lists_gives_what_peft_gives(
         for seed, (name, config) in enumerate(ADAPTERS.items())
     }
     engine, runner = device_engine(
-        monkeypatch, model, tmp_path / "model", max_sequences=3, lora_tail_ranks=0
+        monkeypatch,
+        model,
+        tmp_path / "model",
+        max_sequences=3,
+        lora_tail_ranks=128 if kinds[0] in FROM_TAIL else 0,
     )
     selections: dict[str, Selection] = {
         name: ((engine.register_adapter(folder).cid, 1.0),) for name, folder in folders.items()
@@ -125,7 +143,7 @@ def test_every_kind_of_lists_gives_what_peft_gives(
     prompt = make_prompt(5, seed=3)
     for name, selection in selections.items():
         runner.logits(StepPlan((Chunk(0, prompt, 0, pages[name], selection, sample=None),)))
-    found = steps_of_kinds(runner, selections, pages)
+    found = steps_of_kinds(runner, selections, pages, kinds)
     assert set(found) == set(selections)
     for name, logits in found.items():
         oracle: Any = copy.deepcopy(model)
@@ -136,7 +154,7 @@ def test_every_kind_of_lists_gives_what_peft_gives(
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     # The last step's list in a graph that is not for it: there something is left out indeed.
     before = runner._graphs._logits[:2].clone()
-    runner._graphs._step(2, LoraKind.ATTENTION)()
+    runner._graphs._step(2, kinds[1])()
     assert (runner._graphs._logits[:2] - before).abs().max() > 1e-2
 
 
@@ -160,7 +178,7 @@ def test_capture_makes_every_size_and_says_how_far_it_is(
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=3, max_batch_tokens=40)[1]
     told: list[float] = []
     runner.capture(lambda _, share: told.append(share))
-    assert told == pytest.approx([number / 20 for number in range(1, 21)])
+    assert told == pytest.approx([number / 25 for number in range(1, 26)])
     assert list(runner._rows._steps) == [(n, kind) for n in (40, 32) for kind in LoraKind]
     assert list(runner._graphs._steps) == [(n, kind) for n in (3, 2, 1) for kind in LoraKind]
 

@@ -19,6 +19,7 @@ from loramux.runner.site_ops import DOWN, GATE_UP, OUT, QKV, PlainOps
 from loramux.types import Chunk, Selection, StepPlan
 from tests.adapter_factory import make_peft_adapter
 from tests.device_factory import (
+    ALL_LINEAR,
     decode,
     device_engine,
     lease,
@@ -89,19 +90,27 @@ def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
         assert result.token_ids[chunk.sequence_id] == int(logits.argmax())
 
 
-@pytest.mark.parametrize("launch", [ROW, TILE], ids=["rows", "tiles"])
+@pytest.mark.parametrize(
+    "launch", [ROW, TILE, replace(TILE, norm_rows=4)], ids=["rows", "tiles", "fours"]
+)
 def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     launch: TailLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from loramux.kernels import fused_triton, lora_triton, sampling_triton, tail_triton
 
     model = tiny_transformers_model("llama", num_hidden_layers=1, vocab_size=64)
-    folders = two_adapters(model, tmp_path)
+    few = make_peft_adapter(tmp_path / "few", model, r=3, seed=1)
+    everywhere = make_peft_adapter(
+        tmp_path / "everywhere", model, r=3, seed=2, target_modules=list(ALL_LINEAR)
+    )
     engine, runner = device_engine(
         monkeypatch, model, tmp_path / "model", max_sequences=2, lora_tail_ranks=16
     )
-    few = mixed_selections(engine, folders)[1]
-    lease(engine, few)
+    selections: dict[LoraKind, Selection] = {
+        LoraKind.TAIL_ATTENTION: ((engine.register_adapter(few).cid, 1.0),),
+        LoraKind.TAIL: ((engine.register_adapter(everywhere).cid, 1.0),),
+    }
+    lease(engine, *selections.values())
     kernels = replace(
         runner._kernels,
         fused=fused_triton,
@@ -120,12 +129,14 @@ def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     use(fast, launch)
     kinds = kinds_of(fast, monkeypatch)
     last = engine.pages.num_pages - 1
-    step = StepPlan((decode(0, 7, 0, [last], few), decode(1, 8, 0, [last - 1], ())))
-    expected = runner.run(step).token_ids
-    for _ in range(PATIENCE):
-        assert fast.run(step).token_ids == expected
-    assert kinds[-1] is LoraKind.TAIL
-    torch.testing.assert_close(fast._graphs._logits, runner._graphs._logits, atol=1e-4, rtol=1e-4)
+    for kind, selection in selections.items():
+        step = StepPlan((decode(0, 7, 0, [last], selection), decode(1, 8, 0, [last - 1], ())))
+        expected = runner.run(step).token_ids
+        for _ in range(PATIENCE):
+            assert fast.run(step).token_ids == expected
+        assert kinds[-1] is kind
+        found, known = fast._graphs._logits, runner._graphs._logits
+        torch.testing.assert_close(found, known, atol=1e-4, rtol=1e-4)
 
 
 def test_adapters_that_come_and_go_and_do_not_all_fit_get_the_tokens_of_the_reference(
