@@ -90,7 +90,7 @@ class TailOps:
 
     def linear(self, linear: Linear, x: Tensor, place: Place) -> Tensor:
         if not self.lora.covers(place[1]):
-            return F.linear(x, linear.weight, linear.bias)
+            return self.products.linear(x, linear.weight, linear.bias)
         assert isinstance(linear, TailLinear), "a linear layer has no tail"
         y = self.products.linear(x, *linear.with_tail(self.lora.num_tail_rows(place[1])))
         if self._is_folded(place):
