@@ -30,7 +30,9 @@ class TailLaunch:
     folds_norm: bool = True
     rotate_warps: int = 1
     activate_n: int = 512
-    """Outputs of a program."""
+    """Outputs that a program computes at once."""
+    activate_blocks: int = 1
+    """So many times, one after the other."""
     activate_warps: int = 2
     norm_warps: int = 16
     norm_rows: int = 1
