@@ -107,17 +107,11 @@ def add_norm_kernel(  # noqa: PLR0913
 
 
 @triton.jit
-def _scaled_rows(x, weight, eps, SIZE: tl.constexpr):
-    """x / rms(x) * weight of every row: [rows, columns]"""
-    return x * tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None] * weight.to(tl.float32)
-
-
-@triton.jit
 def _load_ranks(pool, record, width, N: tl.constexpr):
-    """B of a record's group as 16 rows [1, N]: what is added rank by rank needs no other order."""
+    """B of a record's group as 16 rows [N]: what is added rank by rank needs no other order."""
     address = load_word(record + 1).to(tl.int64) * 64
     ranks = load_word(record + 2) & 255
-    column = tl.arange(0, N)[None, :]
+    column = tl.arange(0, N)
     rows = ()
     for rank in tl.static_range(16):
         mask = column < tl.where(ranks > rank, width, 0)
@@ -127,16 +121,22 @@ def _load_ranks(pool, record, width, N: tl.constexpr):
 
 
 @triton.jit
-def _add_ranks(total, b, h, h_stride, record, num_rows, ROWS: tl.constexpr):
-    """total [ROWS, N] + weight * h @ b. b: of _load_ranks   h: of the first row"""
+def _add_ranks(totals, b, h, h_stride, record, num_rows, ROWS: tl.constexpr):
+    """totals + weight * h @ b, row by row: h is read as one number, which all columns share.
+
+    totals: ROWS of [N] float32   b: of _load_ranks   h: of the first row
+    """
     weight = load_word(record + 5).to(tl.float32, bitcast=True)
-    row = tl.arange(0, ROWS)[:, None]
-    for rank in tl.static_range(16):
-        sums = tl.load(h + row * h_stride + rank, mask=row < num_rows, other=0.0)
-        # Rounded as in _times_h.
-        sums = (sums.to(tl.float32) * weight).to(b[rank].dtype).to(tl.float32)
-        total += sums * b[rank].to(tl.float32)
-    return total
+    added = ()
+    for row in tl.static_range(ROWS):
+        total = totals[row]
+        for rank in tl.static_range(16):
+            factor = tl.load(h + row * h_stride + rank, mask=row < num_rows, other=0.0)
+            # Rounded as in _times_h.
+            factor = (factor.to(tl.float32) * weight).to(b[rank].dtype).to(tl.float32)
+            total += factor * b[rank].to(tl.float32)
+        added = added + (total,)  # type: ignore[assignment]
+    return added
 
 
 @triton.jit
@@ -166,8 +166,7 @@ def add_norm_rows_kernel(  # noqa: PLR0913
     begin = tl.program_id(0)
     first = tl.program_id(1) * ROWS
     records += record_start
-    row = tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
+    column = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0)
     for tile in tl.range(begin, load_word(work + 2), tl.num_programs(0), num_stages=1):
         record = records + tile * 64
@@ -179,33 +178,36 @@ def add_norm_rows_kernel(  # noqa: PLR0913
             begin_after_previous(OVERLAP)
         if num_rows > 0:
             start = load_word(record + 3).to(tl.int64) + first
-            inside = (row < num_rows) & (column < SIZE)
             y = y_ptr + start * y_stride
-            at = (start + row) * SIZE + column
-            x = tl.load(y + row * y_stride + column, mask=inside, other=0.0)
-            total = tl.load(residual_ptr + at, mask=inside, other=0.0)
+            rows = ()
+            for row in tl.static_range(ROWS):
+                inside = column < tl.where(row < num_rows, SIZE, 0)
+                x = tl.load(y + row * y_stride + column, mask=inside, other=0.0)
+                rows = rows + (x.to(tl.float32),)  # type: ignore[assignment]
             if (load_word(record + 2) & 255) + num_more > 0:
-                changed = x.to(tl.float32)
                 h = y + SIZE + load_word(record + 4) * 16
                 if not HOLDS_B:
                     b = _load_ranks(pool, record, SIZE, BLOCK)
-                changed = _add_ranks(changed, b, h, y_stride, record, num_rows, ROWS)
+                rows = _add_ranks(rows, b, h, y_stride, record, num_rows, ROWS)
                 more = load_word(record + 6)
                 for index in tl.range(num_more, num_stages=1):
                     next_record = records + (more + index) * 64
                     next_b = _load_ranks(pool, next_record, SIZE, BLOCK)
                     h = y + SIZE + load_word(next_record + 4) * 16
-                    changed = _add_ranks(changed, next_b, h, y_stride, next_record, num_rows, ROWS)
-                x = changed.to(x.dtype)
-            if after_ptr is not None:
-                after = tl.load(after_ptr + column, mask=column < SIZE, other=0.0)
-                x = _scaled_rows(x.to(tl.float32), after, after_eps, SIZE).to(x.dtype)
-            # The sum is normed as it is stored, rounded.
-            stored = total.to(tl.float32) + x.to(tl.float32)
-            stored = stored.to(residual_ptr.dtype.element_ty)
-            tl.store(residual_ptr + at, stored, mask=inside)
-            normed = _scaled_rows(stored.to(tl.float32), weight, eps, SIZE)
-            tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
+                    rows = _add_ranks(rows, next_b, h, y_stride, next_record, num_rows, ROWS)
+            for row in tl.static_range(ROWS):
+                inside = column < tl.where(row < num_rows, SIZE, 0)
+                at = (start + row) * SIZE + column
+                total = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+                x = rows[row].to(y_ptr.dtype.element_ty)
+                if after_ptr is not None:
+                    after = tl.load(after_ptr + column, mask=column < SIZE, other=0.0)
+                    x = scaled(x.to(tl.float32), after, after_eps, SIZE).to(x.dtype)
+                # The sum is normed as it is stored, rounded.
+                stored = (total + x.to(tl.float32)).to(residual_ptr.dtype.element_ty)
+                tl.store(residual_ptr + at, stored, mask=inside)
+                normed = scaled(stored.to(tl.float32), weight, eps, SIZE)
+                tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
