@@ -25,6 +25,8 @@ class TailLaunch:
     """Rows of one adapter that are computed together: 1, or as many as a tile has."""
     max_blocks: int = 1 << 16
     """Blocks that the product computes, from the first on: few where bytes or sums are dear."""
+    narrow_blocks: int | None = None
+    """The same for steps whose adapters need no more; None: there is no such difference."""
     folds_rotate: bool = True
     folds_activate: bool = True
     folds_norm: bool = True
@@ -53,20 +55,21 @@ class TailLaunch:
 
 # On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_tail.py.
 _LEAST_ROWS = TailLaunch(tile_rows=1, max_blocks=4)
-_FEW_ROWS = TailLaunch(tile_rows=1)
-_SOME_ROWS = TailLaunch(tile_rows=16, rotate_warps=4, activate_n=128, activate_warps=4, norm_rows=2)
-_MANY_ROWS = replace(_SOME_ROWS, norm_rows=4, max_blocks=8)
+_FEW_ROWS = TailLaunch(tile_rows=1, narrow_blocks=8)
+_SOME_ROWS = TailLaunch(
+    tile_rows=16, narrow_blocks=8, rotate_warps=4, activate_n=128, activate_warps=4
+)
+_MANY_ROWS = replace(_SOME_ROWS, max_blocks=8, narrow_blocks=None, folds_norm=False)
+# Norms two by two, and two such programs on a multiprocessor.
+_MOST_ROWS = replace(_MANY_ROWS, folds_norm=True, norm_rows=2, norm_registers=64)
 SEPARATE = TailLaunch(tile_rows=16, folds_rotate=False, folds_activate=False, folds_norm=False)
-_MOST_LEAST_ROWS = 4
-_MOST_FEW_ROWS = 16
-_MOST_SOME_ROWS = 192
+# The most rows of each.
+_LAUNCHES = ((4, _LEAST_ROWS), (16, _FEW_ROWS), (192, _SOME_ROWS), (384, _MANY_ROWS))
 
 
 def tail_launch(num_rows: int) -> TailLaunch:
     """For steps of up to num_rows rows."""
-    if num_rows <= _MOST_FEW_ROWS:
-        return _LEAST_ROWS if num_rows <= _MOST_LEAST_ROWS else _FEW_ROWS
-    return _SOME_ROWS if num_rows <= _MOST_SOME_ROWS else _MANY_ROWS
+    return next((launch for most, launch in _LAUNCHES if num_rows <= most), _MOST_ROWS)
 
 
 @dataclass(frozen=True, slots=True)

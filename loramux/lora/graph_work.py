@@ -10,12 +10,14 @@ import numpy as np
 from loramux.adapters.layout import ATTENTION_SITES
 from loramux.kernels.lora_work import WorkListFull
 from loramux.lora.device_work import Ints, LoraWork
-from loramux.lora.tail_work import TailStep, TailWork
+from loramux.lora.tail_work import TailStep, TailWidth, TailWork
 from loramux.types import Selection
 
 
 class LoraKind(Enum):
     TAIL = auto()
+    NARROW_TAIL = auto()
+    """Only the first blocks of the tail are computed: the step's adapters are there."""
     TAIL_ATTENTION = auto()
     """From the tail, by adapters that change attention alone: other sites have no tail."""
     LISTS = auto()
@@ -38,12 +40,12 @@ class GraphLora:
         words = [word for site in others for word in lists.tables.used_words(site)]
         self._other_words = np.array(words, dtype=np.intp)
 
-    @property
-    def kinds(self) -> list[LoraKind]:
-        """Those that a step can be of."""
+    def kinds(self, num_rows: int) -> list[LoraKind]:
+        """Those that a step of a graph of num_rows rows can be of."""
         has_tail, has_others = self.tail is not None, self._other_words.size > 0
         possible = {
             LoraKind.TAIL: has_tail,
+            LoraKind.NARROW_TAIL: self.tail is not None and self.tail.has_narrow(num_rows),
             LoraKind.TAIL_ATTENTION: has_tail and has_others,
             LoraKind.ATTENTION: has_others,
         }
@@ -62,8 +64,11 @@ class GraphLora:
         """
         if not any(selections):
             return LoraKind.NONE
-        if self.tail is not None and self.tail.fill(selections, lengths, num_rows, out):
-            return LoraKind.TAIL_ATTENTION if self._is_attention(out) else LoraKind.TAIL
+        width = None if self.tail is None else self.tail.fill(selections, lengths, num_rows, out)
+        if width is not None:
+            if self._is_attention(out):
+                return LoraKind.TAIL_ATTENTION
+            return LoraKind.TAIL if width is TailWidth.WHOLE else LoraKind.NARROW_TAIL
         try:
             self.lists.fill(selections, lengths, out)
         except WorkListFull:
@@ -74,6 +79,7 @@ class GraphLora:
         """What a graph's layers call, after its first kernel: the work with its addresses."""
         ways: dict[LoraKind, LoraWork | TailWork | None] = {
             LoraKind.TAIL: self.tail,
+            LoraKind.NARROW_TAIL: self.tail and self.tail.of_width(TailWidth.NARROW),
             LoraKind.TAIL_ATTENTION: self.tail and self.tail.at_sites(self._attention),
             LoraKind.LISTS: self.lists,
             LoraKind.ATTENTION: self.lists.at_sites(self._attention),

@@ -64,7 +64,7 @@ class AdapterTail:
         wanted = sorted(set(slots))
         missing = [slot for slot in wanted if not self._is_within(slot, limit)]
         self._asked = {slot: self._asked.get(slot, 0) + 1 for slot in missing}
-        if sum(self._num_blocks(slot) for slot in wanted) > limit:
+        if self.num_needed(wanted) > limit:
             return False
         for slot in wanted:
             if slot in self._held:
@@ -76,6 +76,13 @@ class AdapterTail:
         for slot in missing:
             self._bring(slot, wanted, limit)
         return True
+
+    def num_needed(self, slots: Iterable[int]) -> int:
+        """Blocks that they have together, wherever they are."""
+        return sum(map(self._num_blocks, slots))
+
+    def is_within(self, slots: Iterable[int], max_blocks: int) -> bool:
+        return all(self._is_within(slot, max_blocks) for slot in slots)
 
     def warm_up(self) -> None:
         """Compiles the copy, while there is nothing to copy: block 0 is cleared."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from enum import Enum, auto
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,13 @@ from loramux.lora.tail import AdapterTail
 from loramux.types import Selection
 
 
+class TailWidth(Enum):
+    """How much of the tail a step's products compute."""
+
+    WHOLE = auto()
+    NARROW = auto()
+
+
 class TailWork:
     """Shares the tables of steps without a tail: a list is in one of the two shapes."""
 
@@ -34,11 +42,13 @@ class TailWork:
         work: LoraWork,
         tail: AdapterTail,
         launch_of: Callable[[int], TailLaunch] = tail_launch,
+        width: TailWidth = TailWidth.WHOLE,
     ) -> None:
         self._work = work
         self._tail = tail
         self.launch_of = launch_of
         """By the number of rows that a graph has."""
+        self._width = width
 
     def warm_up(self) -> None:
         """Before there are adapters: no step waits for a compiler."""
@@ -46,7 +56,15 @@ class TailWork:
 
     def over(self, work: LoraWork) -> TailWork:
         """The same tail for another kind of step, with tables of its own."""
-        return TailWork(work, self._tail, self.launch_of)
+        return TailWork(work, self._tail, self.launch_of, self._width)
+
+    def of_width(self, width: TailWidth) -> TailWork:
+        return TailWork(self._work, self._tail, self.launch_of, width)
+
+    def has_narrow(self, num_rows: int) -> bool:
+        """Are there two widths of steps of so many rows?"""
+        launch = self._launch(num_rows)
+        return launch.narrow_blocks is not None and launch.narrow_blocks < launch.max_blocks
 
     def at_sites(self, sites: Collection[int]) -> TailWork:
         """The same, for steps whose adapters change nothing elsewhere."""
@@ -58,28 +76,41 @@ class TailWork:
         lengths: Sequence[int],
         num_rows: int,
         out: Ints,
-    ) -> bool:
-        """Writes the list of a graph of num_rows rows; False: this is not a step for it.
+    ) -> TailWidth | None:
+        """Writes the list of a graph of num_rows rows; None: this is not a step for it.
 
         lengths[i]: rows of selections[i]; what is left is padding.
         """
         directory = self._work.directory
         slots = [directory.slots_of(selection) for selection in selections]
         launch = self._launch(num_rows)
-        if not self._tail.place((slot for pairs in slots for slot, _ in pairs), launch.max_blocks):
-            return False
+        width = self._place({slot for pairs in slots for slot, _ in pairs}, num_rows)
+        if width is None:
+            return None
         limits = self._tables(launch).limits
         tiles = _tiles([*slots, ()], [*lengths, num_rows - sum(lengths)], launch)
         try:
             build_work(tiles, directory.groups, limits, out, self._tail.blocks)
         except WorkListFull:
-            return False
+            return None
         if launch.names_all_rows:
             map_rows(limits, out)
-        return True
+        return width
+
+    def _place(self, slots: Collection[int], num_rows: int) -> TailWidth | None:
+        launch, tail = self._launch(num_rows), self._tail
+        narrow = launch.narrow_blocks
+        if narrow is None or not self.has_narrow(num_rows) or tail.num_needed(slots) > narrow:
+            return TailWidth.WHOLE if tail.place(slots, launch.max_blocks) else None
+        if tail.place(slots, narrow):
+            return TailWidth.NARROW
+        # They move when they have been asked for once more.
+        return TailWidth.WHOLE if tail.is_within(slots, launch.max_blocks) else None
 
     def for_decodes(self, num_rows: int) -> TailStep:
         launch = self._launch(num_rows)
+        if self._width is TailWidth.NARROW and launch.narrow_blocks is not None:
+            launch = replace(launch, max_blocks=launch.narrow_blocks)
         own = self._tables(launch)
         work = self._work.for_decodes(num_rows)
         return TailStep(work, replace(own, launch=work.tables.launch), launch)

@@ -74,12 +74,16 @@ class DecodeGraphs:
     @property
     def num_sizes(self) -> int:
         """Of every kind."""
-        return len(self.lora.kinds) * len(self._sizes)
+        return len(self._todo)
+
+    @property
+    def _todo(self) -> list[tuple[int, LoraKind]]:
+        return [(size, kind) for size in reversed(self._sizes) for kind in self.lora.kinds(size)]
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> None:
         """The largest first: the others fit into the memory that it took. On a CPU, nothing."""
-        todo = [(size, kind) for size in reversed(self._sizes) for kind in self.lora.kinds]
+        todo = self._todo
         for number, (size, kind) in enumerate(todo):
             self._step(size, kind)
             if progress is not None:
@@ -88,7 +92,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture_largest(self) -> None:
         """Of every kind, as the first ones of `capture`."""
-        for kind in self.lora.kinds:
+        for kind in self.lora.kinds(self._sizes[-1]):
             self._step(self._sizes[-1], kind)
 
     @property

@@ -134,7 +134,7 @@ class DeviceRunner:
 
     def capture_largest(self) -> None:
         """Takes the memory that all graphs together will take, or nearly."""
-        for size in self._rows.sizes[: len(self._rows.lora.kinds)]:
+        for size in self._rows.largest:
             self._rows.make(*size)
         self._graphs.capture_largest()
 

@@ -78,7 +78,13 @@ class RowGraphs:
     @property
     def sizes(self) -> list[tuple[int, LoraKind]]:
         """The largest first: the others fit into its memory."""
-        return [(count, kind) for count in reversed(self._counts) for kind in self.lora.kinds]
+        return [
+            (count, kind) for count in reversed(self._counts) for kind in self.lora.kinds(count)
+        ]
+
+    @property
+    def largest(self) -> list[tuple[int, LoraKind]]:
+        return [(self._counts[-1], kind) for kind in self.lora.kinds(self._counts[-1])]
 
     @torch.inference_mode()
     def make(self, num_rows: int, kind: LoraKind) -> Callable[[], None]:

@@ -10,6 +10,7 @@ import torch
 from loramux.adapters.grouped_layout import plan_groups
 from loramux.adapters.layout import ATTENTION_SITES, FUSED_PROJECTIONS, Site
 from loramux.kernels import lora_grouped_torch
+from loramux.kernels.tail_tables import TailLaunch
 from loramux.lora.device_work import DeviceDirectory, LoraDevice, LoraWork, decode_work
 from loramux.lora.graph_work import GraphLora, LoraKind
 from loramux.lora.tail_work import TailStep, TailWork
@@ -66,7 +67,7 @@ def covered(lora: GraphLora, kind: LoraKind) -> list[str]:
 
 def test_a_step_takes_the_tail_where_it_can_and_a_list_where_it_must() -> None:
     lora = make_lora(has_tail=True)
-    assert lora.kinds == list(LoraKind)
+    assert lora.kinds(2) == [kind for kind in LoraKind if kind is not LoraKind.NARROW_TAIL]
     words = np.zeros(lora.num_words, dtype=np.int32)
     assert lora.fill([(), ()], [1, 1], 2, words) is LoraKind.NONE
     assert lora.fill([A, ()], [1, 1], 4, words) is LoraKind.TAIL_ATTENTION
@@ -87,9 +88,48 @@ def test_one_adapter_of_the_mlp_makes_it_a_step_for_all_tails() -> None:
     assert set(covered(lora, LoraKind.TAIL)) == {"qkv", "o", "gate_up"}
 
 
+def make_narrow(num_blocks: int) -> GraphLora:
+    lora = make_lora(has_tail=True, num_blocks=num_blocks)
+    assert lora.tail is not None
+    lora.tail.launch_of = lambda _: TailLaunch(tile_rows=1, narrow_blocks=1)
+    return lora
+
+
+def test_adapters_that_need_few_blocks_compute_no_more_of_them() -> None:
+    lora = make_narrow(4)
+    assert lora.kinds(2) == list(LoraKind)
+    words = np.zeros(lora.num_words, dtype=np.int32)
+    assert lora.fill([A, MLP], [1, 1], 2, words) is LoraKind.TAIL, "they have two blocks"
+    assert lora.fill([A], [1], 2, words) is LoraKind.TAIL_ATTENTION
+    assert lora.fill([MLP], [1], 2, words) is LoraKind.NARROW_TAIL
+    assert lora.tail is not None and (0,) in lora.tail._tail.held.values()
+    widths = {LoraKind.TAIL: 4, LoraKind.NARROW_TAIL: 1, LoraKind.TAIL_ATTENTION: 4}
+    for kind, num_blocks in widths.items():
+        step = lora.begin(kind, 2)
+        assert isinstance(step, TailStep) and step.launch.max_blocks == num_blocks
+
+
+def test_an_adapter_that_has_to_move_to_the_first_blocks_is_served_where_it_is() -> None:
+    """Catches a step by lists while the tail has all that it needs."""
+    lora = make_narrow(2)
+    assert lora.tail is not None
+    words = np.zeros(lora.num_words, dtype=np.int32)
+    assert lora.fill([A, MLP], [1, 1], 2, words) is LoraKind.TAIL
+    lora.tail._tail._patience = 2
+    found = [lora.fill([MLP], [1], 2, words) for _ in range(3)]
+    assert found == [LoraKind.TAIL, LoraKind.NARROW_TAIL, LoraKind.NARROW_TAIL]
+
+
+def test_a_tail_that_is_narrow_anyway_has_one_width() -> None:
+    lora = make_narrow(1)
+    assert LoraKind.NARROW_TAIL not in lora.kinds(2)
+    words = np.zeros(lora.num_words, dtype=np.int32)
+    assert lora.fill([MLP], [1], 2, words) is LoraKind.TAIL
+
+
 def test_without_a_tail_there_are_lists_until_they_are_full() -> None:
     lora = make_lora(has_tail=False)
-    assert lora.kinds == [LoraKind.LISTS, LoraKind.ATTENTION, LoraKind.NONE]
+    assert lora.kinds(2) == [LoraKind.LISTS, LoraKind.ATTENTION, LoraKind.NONE]
     words = np.zeros(lora.num_words, dtype=np.int32)
     assert lora.fill([MLP], [1], 1, words) is LoraKind.LISTS
     assert lora.fill([A], [1], 1, words) is LoraKind.ATTENTION, "nothing is left of the last list"
@@ -139,7 +179,7 @@ def test_a_step_reads_its_list_where_the_graphs_were_told_to() -> None:
 
 def test_where_all_sites_are_those_of_attention_there_is_nothing_to_leave_out() -> None:
     lora = make_lists(SITES[:2], resident("a", (0, "q_proj"), sites=SITES[:2]))
-    assert lora.kinds == [LoraKind.LISTS, LoraKind.NONE]
+    assert lora.kinds(2) == [LoraKind.LISTS, LoraKind.NONE]
     words = np.zeros(lora.num_words, dtype=np.int32)
     assert lora.fill([A], [1], 1, words) is LoraKind.LISTS
 

@@ -24,7 +24,7 @@ from tests.model_factory import tiny_transformers_model
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
-FROM_TAIL = (LoraKind.TAIL, LoraKind.TAIL_ATTENTION)
+TAIL_RANKS = {LoraKind.TAIL: 128, LoraKind.TAIL_ATTENTION: 128, LoraKind.NARROW_TAIL: 256}
 OF_ATTENTION = (LoraKind.ATTENTION, LoraKind.TAIL_ATTENTION)
 
 
@@ -42,7 +42,7 @@ def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
     places = ATTENTION if kind in OF_ATTENTION else ALL_LINEAR
     folders = two_adapters(model, tmp_path, places=places)
     settings: dict[str, Any] = {"max_sequences": 6, "max_batch_tokens": 40}
-    settings["lora_tail_ranks"] = 128 if kind in FROM_TAIL else 0
+    settings["lora_tail_ranks"] = TAIL_RANKS.get(kind, 0)
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **settings)
     selections = mixed_selections(engine, folders)
     lease(engine, *selections)
@@ -60,7 +60,7 @@ def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
         Chunk(4, make_prompt(2, seed=7), before[4], pages[4], selections[4], sample=row()),
         decode(5, 43, before[5], pages[5], selections[5]),
     ]
-    if kind in FROM_TAIL:
+    if kind in TAIL_RANKS:
         # An adapter is brought to the tail when it is asked for again.
         runner.run(StepPlan(tuple(chunks)))
     runner._rows._steps.clear()
