@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,9 +115,7 @@ class FusedDecoder:
         self._activation = config.activation
         self._layers = [_layer(layer) for layer in decoder.layers]  # type: ignore[arg-type]
         self._final_norm = _norm(decoder.norm)
-        self.products = open_products(
-            storage.device, _families(decoder, self._layers), self._between
-        )
+        self.products = open_products(storage.device, _families(decoder, self._layers))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -219,11 +217,6 @@ class FusedDecoder:
         )
         attended: Tensor = self._kernels.attention.attend(self._storage, plan, q, args)
         return attended
-
-    def _between(self, num_rows: int) -> Callable[[], Tensor]:
-        norm = self._final_norm
-        hidden = self._storage.new_zeros(num_rows, len(norm.weight))
-        return lambda: self._kernels.fused.add_norm(None, hidden, norm)
 
     def _ops(self, lora: LoraStep | TailStep | None) -> SiteOps:
         kernels = self._kernels

@@ -33,9 +33,6 @@ _NUM_ROUNDS = 4
 # Whatever is closer to torch's own choice than this may be noise.
 _MIN_GAIN = 0.01
 
-Between = Callable[[int], Callable[[], object]]
-"""Of a number of rows: launches what stands between two products of a step. How soon that can
-begin is part of a product's time."""
 Name = TypeVar("Name")
 Measure = Callable[[Callable[[], None]], float]
 """Runs it once; seconds, or whatever can be compared."""
@@ -49,7 +46,6 @@ class Products:
         library: CublasLt | None,
         families: Sequence[Sequence[Tensor]],
         *,
-        between: Between,
         memory: Path | None = None,
         measure: Measure = run_seconds,
     ) -> None:
@@ -59,7 +55,6 @@ class Products:
         """
         self._library = library
         self._families = {weight.data_ptr(): family for family in families for weight in family}
-        self._between = between
         self._memory = memory
         self._remembered = {} if memory is None else read_sidecar(memory)
         self._measure = measure
@@ -129,28 +124,16 @@ class Products:
         products: dict[bytes, Product] = {b"": with_torch}
         for algorithm in library.proposals(shape):
             products[algorithm] = library.product(shape, algorithm)
-        between = self._between(shape.num_rows)
-
-        def run_of(product: Product) -> Callable[[], None]:
-            def run() -> None:
-                for weight in weights:
-                    product(x, weight, y)
-                    between()
-
-            return run
-
-        runs = {name: run_of(product) for name, product in products.items()}
+        runs = {name: _run_of(product, x, weights, y) for name, product in products.items()}
         return fastest(runs, self._measure)
 
 
-def open_products(
-    device: torch.device, families: Sequence[Sequence[Tensor]], between: Between
-) -> Products:
+def open_products(device: torch.device, families: Sequence[Sequence[Tensor]]) -> Products:
     library = open_cublaslt(device)
     if library is None:
-        return Products(None, families, between=between)
+        return Products(None, families)
     name = f"{device_name(device)}-cublaslt-{library.version}.json".replace(" ", "-").lower()
-    return Products(library, families, between=between, memory=cache_folder() / "products" / name)
+    return Products(library, families, memory=cache_folder() / "products" / name)
 
 
 def open_cublaslt(device: torch.device) -> CublasLt | None:
@@ -194,3 +177,15 @@ def _some(family: Sequence[Tensor], num_outputs: int) -> list[Tensor]:
     num_bytes = family[0][:num_outputs].nbytes
     count = max(2, -(-_MIN_BYTES_READ // num_bytes))
     return [weight[:num_outputs] for weight in family[:count]]
+
+
+def _run_of(
+    product: Product, x: Tensor, weights: Sequence[Tensor], y: Tensor
+) -> Callable[[], None]:
+    def run() -> None:
+        for weight in weights:
+            # As in a step, a product waits for the small kernel that writes x.
+            x.mul_(1)
+            product(x, weight, y)
+
+    return run

@@ -48,11 +48,7 @@ def make(library: Library, memory: Path | None = None) -> tuple[Products, list[T
         run()
         return float(library.ran[0]) if library.ran else 1.0
 
-    return Products(library, [weights], between=nothing, memory=memory, measure=measure), weights  # type: ignore[arg-type]
-
-
-def nothing(_: int) -> Callable[[], None]:
-    return lambda: None
+    return Products(library, [weights], memory=memory, measure=measure), weights  # type: ignore[arg-type]
 
 
 def aligned(num_rows: int, size: int) -> Tensor:
@@ -139,11 +135,9 @@ def test_a_product_can_be_written_where_it_is_wanted() -> None:
 
 def test_a_device_without_the_library_has_torch_alone() -> None:
     assert open_cublaslt(torch.device("cpu")) is None
-    assert open_products(torch.device("cpu"), [], nothing)._library is None
+    assert open_products(torch.device("cpu"), [])._library is None
     x, weight = torch.randn(3, 8), torch.randn(4, 8)
-    assert torch.equal(
-        search(Products(None, [[weight]], between=nothing), x, weight), F.linear(x, weight)
-    )
+    assert torch.equal(search(Products(None, [[weight]]), x, weight), F.linear(x, weight))
 
 
 def test_a_lucky_first_measurement_does_not_decide() -> None:
