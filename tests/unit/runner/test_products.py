@@ -12,6 +12,7 @@ from loramux.kernels.cublaslt import CublasLtError, ProductShape
 from loramux.runner.products import Products, fastest, open_cublaslt, open_products
 
 FAILS = b"fails"
+ROWS = 16
 
 
 class Library:
@@ -66,7 +67,7 @@ def search(products: Products, x: Tensor, weight: Tensor) -> Tensor:
 def test_a_search_keeps_the_fastest_and_asks_once() -> None:
     library = Library(b"0.9", b"0.5", b"0.7")
     products, weights = make(library)
-    x = aligned(5, 64)
+    x = aligned(ROWS, 64)
     y = search(products, x, weights[0])
     assert torch.equal(y, F.linear(x, weights[0]))
     library.ran.clear()
@@ -80,7 +81,7 @@ def test_a_search_keeps_the_fastest_and_asks_once() -> None:
 def test_torch_stays_where_nothing_is_clearly_faster(names: tuple[bytes, ...]) -> None:
     library = Library(*names)
     products, weights = make(library)
-    x = aligned(5, 64)
+    x = aligned(ROWS, 64)
     search(products, x, weights[0])
     library.ran.clear()
     assert torch.equal(products.linear(x, weights[1]), F.linear(x, weights[1]))
@@ -90,7 +91,7 @@ def test_torch_stays_where_nothing_is_clearly_faster(names: tuple[bytes, ...]) -
 def test_steps_outside_a_search_do_not_wait_for_one() -> None:
     library = Library(b"0.5")
     products, weights = make(library)
-    products.linear(aligned(5, 64), weights[0])
+    products.linear(aligned(ROWS, 64), weights[0])
     assert library.asked == []
 
 
@@ -99,11 +100,11 @@ def test_what_the_library_cannot_take_goes_to_torch() -> None:
     library = Library(b"0.5")
     products, weights = make(library)
     weight, bias = weights[0], torch.randn(24).to(torch.bfloat16)
-    gaps = aligned(5, 128)[:, :64]
-    search(products, aligned(5, 64), weight)
+    gaps = aligned(ROWS, 128)[:, :64]
+    search(products, aligned(ROWS, 64), weight)
     library.ran.clear()
     assert torch.equal(search(products, gaps, weight), F.linear(gaps, weight))
-    x = aligned(5, 64)
+    x = aligned(ROWS, 64)
     assert torch.equal(products.linear(x, weight, bias), F.linear(x, weight, bias))
     stranger = aligned(20, 64)
     assert torch.equal(search(products, x, stranger), F.linear(x, stranger))
@@ -117,7 +118,7 @@ def test_a_part_of_a_weight_is_a_shape_of_its_own() -> None:
     """Weights with fewer rows of their tail are views of the same memory."""
     library = Library(b"0.5")
     products, weights = make(library)
-    x = aligned(5, 64)
+    x = aligned(ROWS, 64)
     for num_outputs in (24, 16):
         part = weights[1][:num_outputs]
         assert torch.equal(search(products, x, part), F.linear(x, part))
@@ -127,7 +128,7 @@ def test_a_part_of_a_weight_is_a_shape_of_its_own() -> None:
 def test_a_product_can_be_written_where_it_is_wanted() -> None:
     library = Library(b"0.5")
     products, weights = make(library)
-    x, out = aligned(5, 64), torch.empty(5, 24, dtype=torch.bfloat16)
+    x, out = aligned(ROWS, 64), torch.empty(ROWS, 24, dtype=torch.bfloat16)
     with products.searching():
         assert products.linear(x, weights[0], out=out) is out
     assert torch.equal(out, F.linear(x, weights[0]))
@@ -162,27 +163,35 @@ def test_the_next_start_does_not_search_again(tmp_path: Path, names: tuple[bytes
     memory = tmp_path / "of" / "gpu.json"
     for some in (library, again):
         products, weights = make(some, memory)
-        search(products, aligned(5, 64), weights[0])
+        search(products, aligned(ROWS, 64), weights[0])
         some.ran.clear()
-        products.linear(aligned(5, 64), weights[0])
+        products.linear(aligned(ROWS, 64), weights[0])
     assert library.ran == again.ran
     assert len(library.asked) == 1 and again.asked == []
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"5x24x64 torch.bfloat16": 3}'])
+@pytest.mark.parametrize("content", ["", "[1]", '{"16x24x64 torch.bfloat16": 3}'])
 def test_a_memory_that_makes_no_sense_is_written_anew(tmp_path: Path, content: str) -> None:
     library, memory = Library(b"0.5"), tmp_path / "gpu.json"
     memory.write_text(content)
     products, weights = make(library, memory)
-    search(products, aligned(5, 64), weights[0])
+    search(products, aligned(ROWS, 64), weights[0])
     assert len(library.asked) == 1 and b"0.5".hex() in memory.read_text()
 
 
 def test_an_algorithm_that_another_library_chose_is_not_run(tmp_path: Path) -> None:
     memory = tmp_path / "gpu.json"
     products, weights = make(Library(b"0.4"), memory)
-    search(products, aligned(5, 64), weights[0])
+    search(products, aligned(ROWS, 64), weights[0])
     library = Library(b"0.5")
     products, weights = make(library, memory)
-    search(products, aligned(5, 64), weights[0])
+    search(products, aligned(ROWS, 64), weights[0])
     assert len(library.asked) == 1 and set(library.ran) <= {b"0.5"}
+
+
+@pytest.mark.parametrize("num_rows", [1, 15, 1025])
+def test_steps_of_few_and_of_very_many_rows_stay_with_torch(num_rows: int) -> None:
+    library = Library(b"0.5")
+    products, weights = make(library)
+    search(products, aligned(num_rows, 64), weights[0])
+    assert library.asked == [] and library.ran == []
