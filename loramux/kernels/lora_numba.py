@@ -61,14 +61,18 @@ def add_lora_rows(
     y: NDArray[np.float32], x: NDArray[np.float32], weights: LoraWeights, rows: LoraRows
 ) -> None:
     """As add_lora, of arrays without gaps."""
-    addresses, site, width = _prepared(weights)
+    addresses, site, width = prepared(weights)
     for runs, run_weights in rows.rounds:
         # To wake the other threads takes longer than what there is for them to do.
         is_alone = len(runs) == 1
-        num_threads = 1 if is_alone else rows.num_threads
-        scratch = np.empty((num_threads, _RUN_ROWS * width + _SINK_FLOATS), np.float32)
+        scratch = scratch_of(width, 1 if is_alone else rows.num_threads)
         add = _add_run if is_alone else _add_runs
         add(y, x, addresses, site, runs, run_weights, np.zeros(1, dtype=np.int64), scratch)
+
+
+def scratch_of(width: int, num_threads: int) -> NDArray[np.float32]:
+    """A line for each thread: what a run has of x @ a."""
+    return np.empty((num_threads, _RUN_ROWS * width + _SINK_FLOATS), dtype=np.float32)
 
 
 def _put(rounds: list[list[Segment]], segment: Segment) -> None:
@@ -95,7 +99,7 @@ def _runs(
     return np.array([r for r, _ in runs], np.int64), np.array([w for _, w in runs], np.float32)
 
 
-def _prepared(weights: LoraWeights) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+def prepared(weights: LoraWeights) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """Where each adapter begins, where the site is in it, and its total rank; made once.
 
     The table's first line is (start of a, total rank, 0, 0, 0), and each other line a slice: (start
@@ -258,7 +262,7 @@ def _add_streamed(places, size, adapter, weight):
 
 
 @njit("void(UniTuple(int64, 4), UniTuple(int64, 3), UniTuple(int64, 6))", **OPTIONS)
-def _take_runs(rows, size, tables):
+def take_runs(rows, size, tables):
     """Whoever is free takes the next run: a prompt's takes as long as many decodes'."""
     y, y_stride, x, x_stride = rows
     num_runs, depth, num_pieces = size
@@ -297,7 +301,7 @@ def _add_runs(y, x, addresses, site, runs, weights, taken, scratch):
     lists = addresses.ctypes.data, site.ctypes.data, runs.ctypes.data, weights.ctypes.data
     counter = taken.ctypes.data
     for thread in prange(scratch.shape[0]):
-        _take_runs(rows, size, (*lists, counter, h + thread * h_bytes))
+        take_runs(rows, size, (*lists, counter, h + thread * h_bytes))
 
 
 @njit(_ADD_RUNS, **OPTIONS)
@@ -306,4 +310,4 @@ def _add_run(y, x, addresses, site, runs, weights, taken, scratch):
     rows = y.ctypes.data, y.shape[1] * FLOAT_BYTES, x.ctypes.data, x.shape[1] * FLOAT_BYTES
     size = len(runs), x.shape[1], len(site) - 1
     lists = addresses.ctypes.data, site.ctypes.data, runs.ctypes.data, weights.ctypes.data
-    _take_runs(rows, size, (*lists, taken.ctypes.data, scratch.ctypes.data))
+    take_runs(rows, size, (*lists, taken.ctypes.data, scratch.ctypes.data))

@@ -11,11 +11,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from loramux.kernels.fused_torch import Norm
-from loramux.kernels.interface import AttendArgs, Kernels, PagedLayout, Rows, empty_rows
+from loramux.kernels.interface import (
+    AttendArgs,
+    Kernels,
+    LoraRows,
+    LoraWeights,
+    PagedLayout,
+    Rows,
+    empty_rows,
+)
 from loramux.lora.attach import LoraLinear
 from loramux.models.decoder import Decoder, DecoderLayer
 from loramux.models.layers import RMSNorm, Rotary
-from loramux.models.packed_linear import SITES, PackedLinear
+from loramux.models.packed_linear import SITES, PackedLinear, has_compiled_product
 
 # Those behind the attention: what they compute of a row in the last layer, no other row reads.
 _SITES_BEHIND_ATTENTION = ("o", "gate_up", "down")
@@ -59,6 +67,7 @@ class JitDecoder:
         self._fused: Any = kernels.fused
         self._attention: Any = kernels.attention
         self._lora: Any = kernels.lora
+        self._sites = _compiled_sites(decoder)
         self._layout = layout
         self._storage = storage
         self._activation = decoder.config.activation
@@ -125,14 +134,17 @@ class JitDecoder:
 
     def _product(self, module: nn.Module, x: Rows, y: Rows) -> None:
         """y = module(x)"""
-        linear = module.current if isinstance(module, LoraLinear) else module
-        if isinstance(linear, PackedLinear):
-            linear.into(x, y)
-        else:
-            y.tensor.copy_(linear(x.tensor))
+        linear: nn.Module = module
+        adapters: Sequence[tuple[LoraWeights, LoraRows]] = ()
         if isinstance(module, LoraLinear):
-            for weights, rows in module.adapters:
-                self._lora.add_lora_rows(y.array, x.array, weights, rows)
+            linear, adapters = module.current, module.adapters
+        matrix = linear.matrix_for(len(x.array)) if isinstance(linear, PackedLinear) else None
+        if matrix is not None:
+            self._sites.multiply_add_into(x.array, matrix, adapters, y.array)
+            return
+        y.tensor.copy_(linear(x.tensor))
+        for weights, rows in adapters:
+            self._lora.add_lora_rows(y.array, x.array, weights, rows)
 
     def _activate(self, buffers: _Buffers) -> None:
         if self._activation == "silu":
@@ -186,6 +198,15 @@ class JitDecoder:
 
     def _arrays(self, norm: RMSNorm | Any) -> Any:
         return self._fused.arrays_of(Norm(norm.weight, norm.eps))
+
+
+def _compiled_sites(decoder: Decoder) -> Any:
+    """The products that know of adapters; None: others compute them."""
+    if not has_compiled_product(decoder.dtype):
+        return None
+    from loramux.kernels import site_numba
+
+    return site_numba
 
 
 def _base(module: nn.Module) -> Any:
