@@ -21,6 +21,7 @@ Array = NDArray[np.float32]
 
 # With fewer elements than this, waking the other threads takes longer than the work.
 _PARALLEL_ELEMENTS = 65536
+_PARALLEL_EXPS = 20480
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def silu_mul_into(gate_up: Array, out: Array) -> None:
-    run = _silu_mul_parallel if out.size >= _PARALLEL_ELEMENTS else _silu_mul
+    run = _silu_mul_parallel if out.size >= _PARALLEL_EXPS else _silu_mul
     run(gate_up, out)
 
 
