@@ -38,8 +38,9 @@ _BLOCK_ROWS = 256
 _PIECES = 4
 # Where the counters of a product are, in bytes, and of what is behind it; then one for each block
 # of rows.
-_TAKEN_PACKS, _DONE_PACKS, _DONE_PANELS, TAKEN_RUNS = 0, 64, 128, 192
-_NUM_COUNTERS = 32
+_TAKEN_PACKS, _DONE_PACKS, _DONE_PANELS = 0, 64, 128
+TAKEN_RUNS, DONE_RUNS, TAKEN_ROWS = 192, 256, 320
+_NUM_COUNTERS = 48
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,13 +261,16 @@ def _add_streamed(places, size, adapter, weight):
                 _add_rows((y + i * y_stride + out_start * FLOAT_BYTES, factors, b, step, out))
 
 
-@njit("void(UniTuple(int64, 4), UniTuple(int64, 3), UniTuple(int64, 6))", **OPTIONS)
+@njit("int64(UniTuple(int64, 4), UniTuple(int64, 3), UniTuple(int64, 6))", **OPTIONS)
 def take_runs(rows, size, tables):
-    """Whoever is free takes the next run: a prompt's takes as long as many decodes'."""
+    """Whoever is free takes the next run: a prompt's takes as long as many decodes'.
+
+    Returns how many this thread has done.
+    """
     y, y_stride, x, x_stride = rows
     num_runs, depth, num_pieces = size
     addresses, site, runs, weights, counter, h = tables
-    width = longs_at(site, _SITE_FIELDS)[1]
+    width, num_done = longs_at(site, _SITE_FIELDS)[1], 0
     number = take_next(counter)
     while number < num_runs:
         run = longs_at(runs + number * _RUN_FIELDS * LONG_BYTES, _RUN_FIELDS)
@@ -280,7 +283,9 @@ def take_runs(rows, size, tables):
             _add_tiled(places, (num_rows, depth, num_pieces), adapter, weight)
         else:
             _add_streamed(places, (num_rows, depth, num_pieces), adapter, weight)
+        num_done += 1
         number = take_next(counter)
+    return num_done
 
 
 _ADD_RUNS = (

@@ -115,14 +115,38 @@ class JitDecoder:
         self, layer: _Layer, next_norm: Any, hidden: NDArray[np.float32], buffers: _Buffers
     ) -> None:
         """Adds the rest of the layer to `hidden`, and makes what the next one reads."""
-        self._product(layer.o, buffers.attended, buffers.added)
         norms = layer.mlp_norm, layer.after_attention
-        self._fused.add_norm_into(buffers.added.array, hidden, norms, buffers.normed.array)
-        self._product(layer.gate_up, buffers.normed, buffers.gate_up)
-        self._activate(buffers)
-        self._product(layer.down, buffers.mixed, buffers.added)
+        self._add_normed(layer.o, buffers.attended, buffers, hidden, norms)
+        self._add_activated(layer.gate_up, buffers)
         norms = next_norm, layer.after_mlp
+        self._add_normed(layer.down, buffers.mixed, buffers, hidden, norms)
+
+    def _add_normed(
+        self,
+        module: nn.Module,
+        x: Rows,
+        buffers: _Buffers,
+        hidden: NDArray[np.float32],
+        norms: tuple[Any, Any],
+    ) -> None:
+        """hidden += module(x); buffers.normed = norm(hidden)"""
+        norm, after = norms
+        if after is None:
+            work = self._fused.add_norm_work(hidden, norm, buffers.normed.array)
+            self._product(module, x, buffers.added, work)
+            return
+        self._product(module, x, buffers.added)
         self._fused.add_norm_into(buffers.added.array, hidden, norms, buffers.normed.array)
+
+    def _add_activated(self, module: nn.Module, buffers: _Buffers) -> None:
+        """buffers.mixed = activation(gate) * up, both of them module(buffers.normed)"""
+        if self._activation == "silu":
+            work = self._fused.silu_mul_work(buffers.mixed.array)
+            self._product(module, buffers.normed, buffers.gate_up, work)
+            return
+        self._product(module, buffers.normed, buffers.gate_up)
+        mixed = self._fused.activate_mul(buffers.gate_up.tensor, self._activation)
+        buffers.mixed.tensor.copy_(mixed)
 
     def _pick(
         self, hidden: NDArray[np.float32], buffers: _Buffers, rows: Sequence[int]
@@ -132,26 +156,21 @@ class JitDecoder:
         picked.attended.array[:] = buffers.attended.array[rows]
         return hidden[rows], picked
 
-    def _product(self, module: nn.Module, x: Rows, y: Rows) -> None:
-        """y = module(x)"""
+    def _product(self, module: nn.Module, x: Rows, y: Rows, work: Any = None) -> None:
+        """y = module(x), and then the work on its rows."""
         linear: nn.Module = module
         adapters: Sequence[tuple[LoraWeights, LoraRows]] = ()
         if isinstance(module, LoraLinear):
             linear, adapters = module.current, module.adapters
         matrix = linear.matrix_for(len(x.array)) if isinstance(linear, PackedLinear) else None
         if matrix is not None:
-            self._sites.multiply_add_into(x.array, matrix, adapters, y.array)
+            self._sites.multiply_add_into(x.array, matrix, adapters, y.array, work)
             return
         y.tensor.copy_(linear(x.tensor))
         for weights, rows in adapters:
             self._lora.add_lora_rows(y.array, x.array, weights, rows)
-
-    def _activate(self, buffers: _Buffers) -> None:
-        if self._activation == "silu":
-            self._fused.silu_mul_into(buffers.gate_up.array, buffers.mixed.array)
-        else:
-            mixed = self._fused.activate_mul(buffers.gate_up.tensor, self._activation)
-            buffers.mixed.tensor.copy_(mixed)
+        if work is not None:
+            self._fused.run_work(work, y.array)
 
     def _buffers(self, num_rows: int) -> _Buffers:
         widths = self._widths

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("numba", reason="no numba on this machine")
 
-from loramux.kernels import gemm_numba, lora_numba, site_numba
+from loramux.kernels import fused_numba, gemm_numba, lora_numba, site_numba
+from loramux.kernels.fused_numba import NormArrays
 from loramux.kernels.interface import LoraRows, LoraWeights, Segment
 from tests.unit.kernels.test_lora_numba import IN_FEATURES, make_weights
 
@@ -60,3 +62,35 @@ def test_threads_that_find_all_work_taken_leave_the_sums_alone() -> None:
     for _ in range(50):
         expected, actual = both(2, 24, [(weights, rows)])
         assert torch.equal(actual, expected)
+
+
+def stacks_of(kind: str, num_rows: int) -> Adapters:
+    segments = [Segment(0, 0, 1), Segment(1, 1, num_rows)]
+    stack = make_weights(2, [4], [40]), lora_numba.cut_rows(segments, 2)
+    return {"none": [], "one": [stack], "two": [stack, stack]}[kind]
+
+
+@pytest.mark.parametrize("stacks", ["none", "one", "two"])
+@pytest.mark.parametrize("num_rows", [2, 33])
+def test_the_work_behind_has_the_bits_of_its_own_loops(num_rows: int, stacks: str) -> None:
+    """A single row goes by those, and may not have another answer for it."""
+    adapters = stacks_of(stacks, num_rows)
+    x = torch.randn(num_rows, IN_FEATURES).numpy()
+    matrix = gemm_numba.pack(torch.randn(40, IN_FEATURES), None)
+    y, work_y = np.empty((2, num_rows, 40), np.float32)
+    site_numba.multiply_add_into(x, matrix, adapters, y)
+
+    mixed, work_mixed = np.empty((2, num_rows, 20), np.float32)
+    fused_numba.silu_mul_into(y, mixed)
+    work = fused_numba.silu_mul_work(work_mixed)
+    site_numba.multiply_add_into(x, matrix, adapters, work_y, work)
+    assert np.array_equal(work_mixed, mixed)
+
+    norm = NormArrays(np.random.default_rng(0).random(40, np.float32), np.float32(1e-5))
+    hidden = np.random.default_rng(1).random((num_rows, 40), np.float32)
+    work_hidden = hidden.copy()
+    normed, work_normed = np.empty((2, num_rows, 40), np.float32)
+    fused_numba.add_norm_into(y, hidden, (norm, None), normed)
+    work = fused_numba.add_norm_work(work_hidden, norm, work_normed)
+    site_numba.multiply_add_into(x, matrix, adapters, work_y, work)
+    assert np.array_equal(work_normed, normed) and np.array_equal(work_hidden, hidden)
