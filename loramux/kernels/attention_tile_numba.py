@@ -85,17 +85,30 @@ def _emit_mix(builder: Any, num_heads: int, args: Any) -> None:
     score_at = cgutils.alloca_once_value(builder, scores)
     value_at = cgutils.alloca_once_value(builder, values)
     ahead_at = cgutils.alloca_once_value(builder, ahead)
-    with cgutils.for_range(builder, count):
-        emitter.prefetch(builder.load(ahead_at))
-        builder.store(builder.add(builder.load(ahead_at), ir.Constant(LONG, LINE_BYTES)), ahead_at)
-        score, value = builder.load(score_at), builder.load(value_at)
-        row, column = score, []
-        for _ in range(num_heads):
-            column.append(emitter.spread_load(row, 0))
-            row = builder.add(row, row_bytes)
-        emitter.step(column, value, 0, sums)
-        builder.store(builder.add(score, ir.Constant(LONG, FLOAT_BYTES)), score_at)
-        builder.store(builder.add(value, stride), value_at)
+
+    def tokens(num_tokens: int) -> None:
+        score, value, fetched = (builder.load(at) for at in (score_at, value_at, ahead_at))
+        rows = [score]
+        for _ in range(num_heads - 1):
+            rows.append(builder.add(rows[-1], row_bytes))
+        # All tokens of a head in one load: a lane of it is a factor by itself.
+        vectors = [emitter.load(row, 0) for row in rows] if num_tokens == _LANES else []
+        for token in range(num_tokens):
+            emitter.prefetch(fetched)
+            fetched = builder.add(fetched, ir.Constant(LONG, LINE_BYTES))
+            column = [emitter.spread(vector, token) for vector in vectors]
+            column = column or [emitter.spread_load(row, token) for row in rows]
+            emitter.step(column, value, 0, sums)
+            value = builder.add(value, stride)
+        builder.store(fetched, ahead_at)
+        builder.store(value, value_at)
+        builder.store(builder.add(score, ir.Constant(LONG, num_tokens * FLOAT_BYTES)), score_at)
+
+    whole = ir.Constant(LONG, TOKENS)
+    with cgutils.for_range(builder, builder.udiv(count, whole)):
+        tokens(TOKENS)
+    with cgutils.for_range(builder, builder.urem(count, whole)):
+        tokens(1)
     emitter.finish(sums_at, sum_bytes, sums)
 
 
