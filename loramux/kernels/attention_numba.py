@@ -16,6 +16,7 @@ from loramux.kernels.attention_tile_numba import (
     MIX_WIDTH,
     TOKENS,
     heads_at,
+    largest,
     mix_tile,
     score_tile,
 )
@@ -27,11 +28,13 @@ from loramux.kernels.interface import (
     empty_rows,
     kv_slots,
 )
-from loramux.kernels.math_numba import OPTIONS, exp
-from loramux.kernels.tile_numba import FLOAT_BYTES
+from loramux.kernels.math_numba import LONG_BYTES, OPTIONS, exp, floats_at, longs_at, take_next
+from loramux.kernels.tile_numba import FLOAT_BYTES, LINE_BYTES
 
 # A chunk of several rows that sees more tokens than this is cheaper as products of matrices.
 _MAX_TOKENS_BY_ROW = 128
+# Of the table of rows that the loops below read.
+_ROW_FIELDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +42,12 @@ class Plan:
     layout: PagedLayout
     slots: Tensor
     """[rows] int32: page * block_tokens + token."""
-    rows: NDArray[np.int32]
+    rows: NDArray[np.int64]
     """[n, 3] of the rows that attend by themselves: row, its line of page_table, tokens it sees."""
-    page_table: NDArray[np.int32]
+    page_table: NDArray[np.int64]
     shared: attention_cpu.Plan | None
     """The chunks that attend as matrices; None: there is none."""
+    num_threads: int
 
 
 def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
@@ -56,15 +60,16 @@ def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.d
         for i in range(s.num_rows)
     ]
     num_pages = [-(-s.num_tokens // block) for s in alone]
-    page_table = np.zeros((len(alone), max(num_pages, default=0)), dtype=np.int32)
+    page_table = np.zeros((len(alone), max(num_pages, default=0)), dtype=np.int64)
     for line, (sequence, count) in enumerate(zip(alone, num_pages, strict=True)):
         page_table[line, :count] = sequence.page_ids[:count]
     return Plan(
         layout=layout,
         slots=torch.tensor(kv_slots(sequences, block), dtype=torch.int32),
-        rows=np.array(rows, dtype=np.int32).reshape(-1, 3),
+        rows=np.array(rows, dtype=np.int64).reshape(-1, _ROW_FIELDS),
         page_table=page_table,
         shared=attention_cpu.plan(others, layout, device) if others else None,
+        num_threads=get_num_threads(),
     )
 
 
@@ -86,137 +91,186 @@ def attend(storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> Tensor:
 
 
 def attend_into(out: Rows, storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> None:
-    num_rows, num_heads, head_dim = q.shape
     layout = plan.layout
     if plan.shared is not None:
         attention_cpu.attend_into(out.tensor, storage, plan.shared, q, args)
     if not len(plan.rows):
         return
     # Few rows leave threads without work, unless each kind of key heads is a piece of its own.
-    is_few = len(plan.rows) < 2 * get_num_threads()
+    is_few = len(plan.rows) < 2 * plan.num_threads
+    num_tokens = plan.page_table.shape[1] * layout.block_tokens + TOKENS
+    scores = np.empty((plan.num_threads, q.shape[1] * num_tokens), dtype=np.float32)
     _attend_rows(
-        storage.numpy(),
-        plan.page_table,
-        plan.rows,
-        _whole_rows(q),
-        out.array.reshape(num_rows, num_heads, head_dim),
-        (layout.num_kv_heads, layout.block_tokens, layout.num_kv_heads if is_few else 1),
-        (args.layer, args.sliding_window or 0),
-        (np.float32(args.scale), np.float32(args.softcap or 0.0)),
+        (storage.data_ptr(), q.data_ptr(), out.tensor.data_ptr()),
+        (storage.stride(0), q.stride(0), out.tensor.stride(0)),
+        (plan.page_table, plan.rows),
+        scores,
+        np.zeros(1, dtype=np.int64),
+        (layout.num_kv_heads, q.shape[1] // layout.num_kv_heads, layout.head_dim),
+        (layout.block_tokens, args.layer, args.sliding_window or 0),
+        layout.num_kv_heads if is_few else 1,
+        (args.scale, args.softcap or 0.0),
     )
 
 
-def _whole_rows(q: Tensor) -> NDArray[np.float32]:
-    """q [rows, heads, dim], perhaps with gaps between its rows, as [rows, stride] without gaps."""
-    stride = q.stride(0)
-    found: NDArray[np.float32] = q.as_strided((q.shape[0], stride), (stride, 1)).numpy()
-    return found
+@njit("void(UniTuple(int64, 5), UniTuple(int64, 4), UniTuple(int64, 3))", **OPTIONS)
+def _score(places, heads, size):
+    """scores[h, t] = q[h] . keys[t, h // repeat], and of up to TOKENS - 1 tokens behind them.
 
-
-@njit(
-    "void(float32[::1], int64, float32[::1], UniTuple(int64, 4), int64, float32[:, ::1], int64)",
-    **OPTIONS,
-)
-def _score(keys, count, q, heads, dim, scores, at):
-    """scores[h, at + t] = q[h] . keys[t, h // repeat]"""
+    What lies behind a page's keys are its values: at least so many, or there are no tiles.
+    """
+    q, keys, scores, row_bytes, ahead = places
     first, stop, repeat, width = heads
-    num_tiled = count // TOKENS * TOKENS if dim % MIX_WIDTH == 0 else 0
-    row_bytes, stride = scores.shape[1] * FLOAT_BYTES, width * FLOAT_BYTES
-    for t in range(0, num_tiled, TOKENS):
+    dim, count, block = size
+    stride, head_bytes = width * FLOAT_BYTES, dim * FLOAT_BYTES
+    is_tiled = dim % MIX_WIDTH == 0 and block >= TOKENS - 1
+    for t in range(0, count if is_tiled else 0, TOKENS):
         for head in range(first, stop):
-            source = keys.ctypes.data + (t * width + head * dim) * FLOAT_BYTES
-            target = scores.ctypes.data + (at + t) * FLOAT_BYTES
+            source, target = keys + t * stride + head * head_bytes, scores + t * FLOAT_BYTES
+            fetched = ahead + t * stride + head * TOKENS * head_bytes
             h, end = head * repeat, (head + 1) * repeat
             while h < end:
-                query, row = q.ctypes.data + h * dim * FLOAT_BYTES, h - first * repeat
-                args = (query, source, stride, dim, target + row * row_bytes, row_bytes)
-                score_tile(heads_at(h, end), args)
+                query, row = q + h * head_bytes, target + (h - first * repeat) * row_bytes
+                tile = (query, source, stride, dim, row, row_bytes, fetched)
+                score_tile(heads_at(h, end), tile)
                 h += heads_at(h, end)
-    for t in range(num_tiled, count):
+    for t in range(0 if is_tiled else count):
         for h in range(first * repeat, stop * repeat):
-            total, k = float32(0.0), t * width + h // repeat * dim
+            query = floats_at(q + h * head_bytes, dim)
+            key = floats_at(keys + t * stride + h // repeat * head_bytes, dim)
+            total = float32(0.0)
             for d in range(dim):
-                total += q[h * dim + d] * keys[k + d]
-            scores[h - first * repeat, at + t] = total
+                total += query[d] * key[d]
+            floats_at(scores + (h - first * repeat) * row_bytes, count)[t] = total
 
 
-@njit("void(float32[::1], float32, float32)", **OPTIONS)
-def _softmax(scores, scale, softcap):
+@njit("void(int64, int64, float32, float32)", **OPTIONS)
+def _softmax(start, count, scale, softcap):
+    scores = floats_at(start, count)
     if softcap > 0:
-        for t in range(scores.size):
+        for t in range(count):
             scores[t] = softcap * np.tanh(scores[t] * scale / softcap)
         scale = float32(1.0)
-    best = scores[0]
-    for t in range(scores.size):
-        best = max(best, scores[t])
-    total = float32(0.0)
-    for t in range(scores.size):
+    best, total = largest(start, count), float32(0.0)
+    for t in range(count):
         scores[t] = exp((scores[t] - best) * scale)
         total += scores[t]
     factor = float32(1.0) / total
-    for t in range(scores.size):
+    for t in range(count):
         scores[t] *= factor
 
 
-@njit(
-    "void(float32[::1], int64, UniTuple(int64, 4), int64, float32[:, ::1], int64, float32[:, ::1])",
-    **OPTIONS,
-)
-def _mix(values, count, heads, dim, scores, at, sums):
-    """sums[h] += scores[h, at + t] * values[t, h // repeat]"""
+@njit("void(UniTuple(int64, 5), UniTuple(int64, 4), int64, int64)", **OPTIONS)
+def _mix(places, heads, dim, count):
+    """sums[h] += scores[h, t] * values[t, h // repeat]"""
+    values, scores, row_bytes, sums, ahead = places
     first, stop, repeat, width = heads
-    row_bytes, stride, sum_bytes = (
-        scores.shape[1] * FLOAT_BYTES,
-        width * FLOAT_BYTES,
-        dim * FLOAT_BYTES,
-    )
+    stride, head_bytes = width * FLOAT_BYTES, dim * FLOAT_BYTES
     tiled = dim if dim % MIX_WIDTH == 0 else 0
     for head in range(stop - first):
         h, end = head * repeat, (head + 1) * repeat
         while h < end and tiled:
-            row = scores.ctypes.data + h * row_bytes + at * FLOAT_BYTES
-            for d in range(0, tiled, MIX_WIDTH):
-                value = values.ctypes.data + ((first + head) * dim + d) * FLOAT_BYTES
-                target = sums.ctypes.data + h * sum_bytes + d * FLOAT_BYTES
-                args = (row, row_bytes, value, stride, count, target, sum_bytes)
-                mix_tile(heads_at(h, end), args)
+            row, target = scores + h * row_bytes, sums + h * head_bytes
+            for d in range(0, tiled * FLOAT_BYTES, MIX_WIDTH * FLOAT_BYTES):
+                value = values + (first + head) * head_bytes + d
+                tile = (row, row_bytes, value, stride, count, target + d, head_bytes, ahead)
+                mix_tile(heads_at(h, end), tile)
+                ahead += count * LINE_BYTES
             h += heads_at(h, end)
-    for t in range(count if not tiled else 0):
+    for t in range(0 if tiled else count):
         for h in range((stop - first) * repeat):
-            v, into = t * width + (first + h // repeat) * dim, sums[h]
+            into = floats_at(sums + h * head_bytes, dim)
+            value = floats_at(values + t * stride + (first + h // repeat) * head_bytes, dim)
+            factor = floats_at(scores + h * row_bytes, count)[t]
             for d in range(dim):
-                into[d] += scores[h, at + t] * values[v + d]
+                into[d] += factor * value[d]
 
 
 @njit(
-    "void(float32[:, ::1], int32[:, ::1], int32[:, ::1], float32[:, ::1], float32[:, :, ::1],"
-    "UniTuple(int64, 3), UniTuple(int64, 2), UniTuple(float32, 2))",
+    "void(UniTuple(int64, 6), UniTuple(int64, 4), UniTuple(int64, 3), UniTuple(int64, 3),"
+    "UniTuple(float32, 2))",
+    **OPTIONS,
+)
+def _attend_row(places, heads, sizes, seen, scaling):
+    """places: q, out, scores, storage, the row's pages, the next row's.
+
+    While a page's keys are read, its values are fetched; with these, the keys of the next row.
+    """
+    q, out, scores, storage, pages, next_pages = places
+    first, stop_head, repeat, width = heads
+    page_bytes, block, dim = sizes
+    start, stop, num_next = seen
+    token_bytes, keys_bytes = width * FLOAT_BYTES, block * width * FLOAT_BYTES
+    num_heads, row_bytes = (stop_head - first) * repeat, (stop - start + TOKENS) * FLOAT_BYTES
+    numbers = longs_at(pages, (stop + block - 1) // block)
+    for number in range(start // block, numbers.size):
+        begin, end = max(start, number * block), min(stop, (number + 1) * block)
+        keys = storage + numbers[number] * page_bytes + begin % block * token_bytes
+        target = scores + (begin - start) * FLOAT_BYTES
+        matrices = (q, keys, target, row_bytes, keys + keys_bytes)
+        _score(matrices, heads, (dim, end - begin, block))
+    for head in range(num_heads):
+        _softmax(scores + head * row_bytes, stop - start, scaling[0], scaling[1])
+    sums = out + first * repeat * dim * FLOAT_BYTES
+    floats_at(sums, num_heads * dim)[:] = float32(0.0)
+    next_numbers = longs_at(next_pages, num_next)
+    for number in range(start // block, numbers.size):
+        begin, end = max(start, number * block), min(stop, (number + 1) * block)
+        ahead = storage + next_numbers[min(number, num_next - 1)] * page_bytes
+        values = storage + numbers[number] * page_bytes + begin % block * token_bytes + keys_bytes
+        source = scores + (begin - start) * FLOAT_BYTES
+        _mix((values, source, row_bytes, sums, ahead), heads, dim, end - begin)
+
+
+@njit(
+    "void(UniTuple(int64, 6), UniTuple(int64, 5), UniTuple(int64, 2), UniTuple(int64, 3),"
+    "UniTuple(int64, 3), UniTuple(float32, 2))",
+    **OPTIONS,
+)
+def _take_rows(places, strides, size, shape, place, scaling):
+    """Whoever is free takes the next row, or the next part of its heads."""
+    storage, q, out, page_table, rows, counter = places
+    page_bytes, q_bytes, out_bytes, line_bytes, scores = strides
+    num_rows, num_parts = size
+    num_kv_heads, repeat, dim = shape
+    block, layer, window = place
+    width, heads_each = num_kv_heads * dim, num_kv_heads // num_parts
+    storage += layer * 2 * block * width * FLOAT_BYTES
+    item, last = take_next(counter), num_rows * num_parts - 1
+    while item <= last:
+        following = take_next(counter)
+        row = longs_at(rows + item // num_parts * _ROW_FIELDS * LONG_BYTES, _ROW_FIELDS)
+        other = min(following, last) // num_parts * _ROW_FIELDS * LONG_BYTES
+        next_row = longs_at(rows + other, _ROW_FIELDS)
+        pages, next_pages = page_table + row[1] * line_bytes, page_table + next_row[1] * line_bytes
+        start = max(0, row[2] - window) if window > 0 else 0
+        first = item % num_parts * heads_each
+        _attend_row(
+            (q + row[0] * q_bytes, out + row[0] * out_bytes, scores, storage, pages, next_pages),
+            (first, first + heads_each, repeat, width),
+            (page_bytes, block, dim),
+            (start, row[2], (next_row[2] + block - 1) // block),
+            scaling,
+        )
+        item = following
+
+
+@njit(
+    "void(UniTuple(int64, 3), UniTuple(int64, 3), UniTuple(int64[:, ::1], 2), float32[:, ::1],"
+    "int64[::1], UniTuple(int64, 3), UniTuple(int64, 3), int64, UniTuple(float32, 2))",
     parallel=True,
     **OPTIONS,
 )
-def _attend_rows(storage, page_table, rows, q, out, shape, place, scaling):
-    num_kv_heads, block, num_parts = shape
-    layer, window = place
-    dim, repeat = out.shape[2], out.shape[1] // num_kv_heads
-    num_keys = block * num_kv_heads * dim
-    heads_each = num_kv_heads // num_parts
-    for item in prange(len(rows) * num_parts):
-        row, line, stop = rows[item // num_parts]
-        start = max(0, stop - window) if window > 0 else 0
-        first = item % num_parts * heads_each
-        heads = (first, first + heads_each, repeat, num_kv_heads * dim)
-        scores = np.empty((heads_each * repeat, stop - start), dtype=np.float32)
-        sums = out[row, first * repeat : (first + heads_each) * repeat]
-        for number in range(start // block, (stop + block - 1) // block):
-            begin, end = max(start, number * block), min(stop, (number + 1) * block)
-            page, at = storage[page_table[line, number]], layer * 2 * num_keys
-            keys = page[at + begin % block * heads[3] : at + num_keys]
-            _score(keys, end - begin, q[row], heads, dim, scores, begin - start)
-        for head in range(scores.shape[0]):
-            _softmax(scores[head], scaling[0], scaling[1])
-            sums[head, :] = float32(0.0)
-        for number in range(start // block, (stop + block - 1) // block):
-            begin, end = max(start, number * block), min(stop, (number + 1) * block)
-            page, at = storage[page_table[line, number]], layer * 2 * num_keys + num_keys
-            values = page[at + begin % block * heads[3] : at + num_keys]
-            _mix(values, end - begin, heads, dim, scores, begin - start, sums)
+def _attend_rows(arrays, strides, tables, scores, taken, heads, place, num_parts, scaling):
+    """By addresses: two threads that count the uses of one array wait for each other.
+
+    scores: scratch of each thread; taken: zero.
+    """
+    page_table, rows = tables
+    places = (*arrays, page_table.ctypes.data, rows.ctypes.data, taken.ctypes.data)
+    line_bytes, scratch = page_table.shape[1] * LONG_BYTES, scores.ctypes.data
+    distances = strides[0] * FLOAT_BYTES, strides[1] * FLOAT_BYTES, strides[2] * FLOAT_BYTES
+    scores_bytes = scores.shape[1] * FLOAT_BYTES
+    for thread in prange(scores.shape[0]):
+        bounds = (*distances, line_bytes, scratch + thread * scores_bytes)
+        _take_rows(places, bounds, (len(rows), num_parts), heads, place, scaling)

@@ -13,7 +13,8 @@ from torch import Tensor
 from loramux.kernels import fused_torch
 from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
 from loramux.kernels.interface import PagedLayout
-from loramux.kernels.math_numba import OPTIONS, exp
+from loramux.kernels.math_numba import OPTIONS, exp, floats_at
+from loramux.kernels.tile_numba import FLOAT_BYTES
 
 rotation = fused_torch.rotation
 
@@ -21,10 +22,24 @@ Array = NDArray[np.float32]
 
 # With fewer elements than this, waking the other threads takes longer than the work.
 _PARALLEL_ELEMENTS = 65536
+_PARALLEL_EXPS = 20480
+
+_ADD_NORM_ROWS, _SILU_MUL_ROWS = range(1, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class NormArrays:
+    weight: Array
+    eps: np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class RowWork:
+    """What is done with each row of a product as soon as it is complete; see `work_on_rows`."""
+
+    kind: int
+    source: Array
+    out: Array
     weight: Array
     eps: np.float32
 
@@ -67,6 +82,24 @@ def add_norm_into(
     run(x, residual, norm.weight, norm.eps, out)
 
 
+def add_norm_work(residual: Array, norm: NormArrays, out: Array) -> RowWork:
+    """As add_norm_into of the product's rows."""
+    return RowWork(_ADD_NORM_ROWS, residual, out, norm.weight, norm.eps)
+
+
+def silu_mul_work(out: Array) -> RowWork:
+    """As silu_mul_into of the product's rows."""
+    return RowWork(_SILU_MUL_ROWS, out, out, out[0, :0], np.float32(0))
+
+
+def run_work(work: RowWork, product: Array) -> None:
+    if work.kind == _ADD_NORM_ROWS:
+        norms = NormArrays(work.weight, work.eps), None
+        add_norm_into(product, work.source, norms, work.out)
+    else:
+        silu_mul_into(product, work.out)
+
+
 def rotate_write(qkv: Tensor, rotation: Rotation, target: KVTarget) -> Tensor:
     """Rotates queries in place and returns them; keys, rotated, and values go into their pages.
 
@@ -103,7 +136,7 @@ def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def silu_mul_into(gate_up: Array, out: Array) -> None:
-    run = _silu_mul_parallel if out.size >= _PARALLEL_ELEMENTS else _silu_mul
+    run = _silu_mul_parallel if out.size >= _PARALLEL_EXPS else _silu_mul
     run(gate_up, out)
 
 
@@ -214,3 +247,19 @@ def _silu_mul_parallel(gate_up, out):
     inner = out.shape[1]
     for i in prange(out.shape[0]):
         _silu_mul_row(gate_up[i, :inner], gate_up[i, inner:], out[i])
+
+
+@njit("void(int64, UniTuple(int64, 4), UniTuple(int64, 2), UniTuple(int64, 2), float32)", **OPTIONS)
+def work_on_rows(kind, places, widths, rows, eps):
+    """places: product, source, out, weight; widths: of the product, of out; rows: first, stop."""
+    product, source, out, weight = places
+    width, out_width = widths
+    for i in range(rows[0], rows[1]):
+        row, at = product + i * width * FLOAT_BYTES, i * out_width * FLOAT_BYTES
+        target = floats_at(out + at, out_width)
+        if kind == _ADD_NORM_ROWS:
+            x, residual = floats_at(row, out_width), floats_at(source + at, out_width)
+            _add_norm_row(x, residual, floats_at(weight, out_width), eps, target)
+        elif kind == _SILU_MUL_ROWS:
+            up = floats_at(row + out_width * FLOAT_BYTES, out_width)
+            _silu_mul_row(floats_at(row, out_width), up, target)

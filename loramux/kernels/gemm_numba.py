@@ -14,7 +14,14 @@ from numba import njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loramux.kernels.math_numba import OPTIONS, take_next
+from loramux.kernels.math_numba import (
+    LONG_BYTES,
+    OPTIONS,
+    add_done,
+    floats_at,
+    take_next,
+    wait_for,
+)
 from loramux.kernels.tile_numba import (
     FLOAT_BYTES,
     ROWS,
@@ -27,10 +34,13 @@ from loramux.kernels.tile_numba import (
 
 # So many rows of x stay in the second cache while all panels go by.
 _BLOCK_ROWS = 256
-# With more elements of x than this, all threads pack it.
-_PARALLEL_ELEMENTS = 65536
-# The part of the panels that is given out one by one, to whoever is there first.
-_SHARED_PART = 4
+# A thread has so many pieces of the panels, of which the last are given out one by one.
+_PIECES = 4
+# Where the counters of a product are, in bytes, and of what is behind it; then one for each block
+# of rows.
+_TAKEN_PACKS, _DONE_PACKS, _DONE_PANELS = 0, 64, 128
+TAKEN_RUNS, DONE_RUNS, TAKEN_ROWS = 192, 256, 320
+_NUM_COUNTERS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +89,18 @@ def multiply(x: Tensor, matrix: PackedMatrix) -> Tensor:
 
 def multiply_into(x: NDArray[np.float32], matrix: PackedMatrix, y: NDArray[np.float32]) -> None:
     """Both without gaps between their rows."""
-    num_rows = len(x)
-    packed = np.empty(x.size, dtype=np.float32)
-    tail = np.empty((num_rows if matrix.out_features % WIDTH else 0, WIDTH), dtype=np.float32)
-    taken = np.zeros(-(-num_rows // _BLOCK_ROWS), dtype=np.int64)
+    scratch, counters = scratch_of(len(x), matrix)
     plan = matrix.depth, torch.get_num_threads()
-    _multiply(x, matrix.panels, matrix.start, y, packed, tail, taken, plan)
+    _multiply(x, matrix.panels, matrix.start, y, scratch, counters, plan)
+
+
+def scratch_of(
+    num_rows: int, matrix: PackedMatrix
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """For x packed and the rest of y behind its last whole panel; and what counts the work."""
+    num_tail = num_rows * WIDTH if matrix.out_features % WIDTH else 0
+    scratch = np.empty(num_rows * matrix.in_features + num_tail, dtype=np.float32)
+    return scratch, np.zeros(_NUM_COUNTERS + -(-num_rows // _BLOCK_ROWS), dtype=np.int64)
 
 
 @njit("void(float32[:, ::1], int64, int64, float32[::1])", **OPTIONS)
@@ -113,25 +129,26 @@ def _pack_tile(x, row, num_rows, depth, packed):
                 out[j * num_rows + i] = x[row + i, k + j]
 
 
-@njit("void(float32[:, ::1], int64, float32[::1])", **OPTIONS)
-def _pack_x(x, depth, packed):
-    row = 0
-    while row < x.shape[0]:
-        num_rows = rows_at(row, x.shape[0])
-        _pack_tile(x, row, num_rows, depth, packed)
-        row += num_rows
-
-
-@njit("void(float32[:, ::1], int64, float32[::1])", parallel=True, **OPTIONS)
-def _pack_x_parallel(x, depth, packed):
-    full = x.shape[0] // ROWS
-    for number in prange(full):
-        _pack_tile(x, number * ROWS, ROWS, depth, packed)
-    row = full * ROWS
-    while row < x.shape[0]:
-        num_rows = rows_at(row, x.shape[0])
-        _pack_tile(x, row, num_rows, depth, packed)
-        row += num_rows
+@njit("void(UniTuple(int64, 6), UniTuple(int64, 5))", **OPTIONS)
+def _take_packs(addresses, sizes):
+    """Whoever is free packs the next tile of x; who comes too late waits for what is begun."""
+    x, packed, counters = addresses[0], addresses[1], addresses[5]
+    size, depth, total_rows, _, _ = sizes
+    rows = floats_at(x, (total_rows, size))
+    out = floats_at(packed, total_rows * size)
+    full = total_rows // ROWS
+    num_items = full + (1 if total_rows % ROWS else 0)
+    number = take_next(counters + _TAKEN_PACKS)
+    while number < num_items:
+        row = number * ROWS
+        stop = min(row + ROWS, total_rows)
+        while row < stop:
+            num_rows = rows_at(row, stop)
+            _pack_tile(rows, row, num_rows, depth, out)
+            row += num_rows
+        add_done(counters + _DONE_PACKS, 1)
+        number = take_next(counters + _TAKEN_PACKS)
+    wait_for(counters + _DONE_PACKS, num_items)
 
 
 @njit("void(UniTuple(int64, 5), UniTuple(int64, 2), UniTuple(int64, 3))", **OPTIONS)
@@ -156,10 +173,11 @@ def _panel_part(addresses, rows, part):
 
 @njit("void(UniTuple(int64, 6), UniTuple(int64, 4), UniTuple(int64, 5))", **OPTIONS)
 def _panels(addresses, rows, sizes):
-    """Panels from `begin` to `end`; a last one that is wider than what is left of y: into tail."""
-    x, panels, start, y, tail, _ = addresses
+    """Panels from `begin` to `end`; a last one that is wider than what is left of y: by a tail."""
+    _, x, panels, start, y, _ = addresses
     row, stop, begin, end = rows
     size, depth, total_rows, num_columns, width = sizes
+    tail, rest = x + total_rows * size * FLOAT_BYTES, num_columns % WIDTH
     for k in range(0, size, depth):
         count = min(depth, size - k)
         for number in range(begin, end):
@@ -171,43 +189,55 @@ def _panels(addresses, rows, sizes):
                 target, stride = tail, WIDTH * FLOAT_BYTES
             place = (x, panel, first, target, stride)
             _panel_part(place, (row, stop), (k, count, total_rows))
+    if end * WIDTH > num_columns:
+        for i in range(row, stop):
+            target = y + ((i + 1) * num_columns - rest) * FLOAT_BYTES
+            floats_at(target, rest)[:] = floats_at(tail + i * WIDTH * FLOAT_BYTES, rest)
 
 
-@njit("void(UniTuple(int64, 6), UniTuple(int64, 5), int64)", parallel=True, **OPTIONS)
-def _all_panels(addresses, sizes, num_threads):
-    """By addresses: two threads that count the uses of one array wait for each other."""
-    total_rows, width = sizes[2], sizes[4]
-    num_panels = width // WIDTH
-    own = num_panels * (_SHARED_PART - 1) // _SHARED_PART // num_threads
+@njit("void(UniTuple(int64, 6), UniTuple(int64, 5), int64)", **OPTIONS)
+def take_product(addresses, sizes, num_threads):
+    """A thread's part of the product; all of it is there when this returns.
+
+    addresses: x, packed, panels, start, y, counters; sizes: size, depth, total_rows, num_columns,
+    width. No thread waits for one that has not come yet: whoever is free takes the next piece.
+    """
+    _take_packs(addresses, sizes)
+    total_rows, num_panels = sizes[2], sizes[4] // WIDTH
     num_blocks = (total_rows + _BLOCK_ROWS - 1) // _BLOCK_ROWS
-    for thread in prange(num_threads):
-        for block in range(num_blocks):
-            row = block * _BLOCK_ROWS
-            stop = min(row + _BLOCK_ROWS, total_rows)
-            begin, end = thread * own, (thread + 1) * own
-            while begin < num_panels:
-                _panels(addresses, (row, stop, begin, end), sizes)
-                counter = addresses[5] + block * 8
-                begin = num_threads * own + take_next(counter)
+    # Most panels in long pieces, the last ones one by one.
+    piece = num_panels // (_PIECES * num_threads)
+    num_pieces = (_PIECES - 1) * num_threads if piece else 0
+    single = num_pieces * piece
+    counters = addresses[5]
+    for block in range(num_blocks):
+        row = block * _BLOCK_ROWS
+        stop = min(row + _BLOCK_ROWS, total_rows)
+        counter = counters + (_NUM_COUNTERS + block) * LONG_BYTES
+        number = take_next(counter)
+        while number < num_pieces + num_panels - single:
+            if number < num_pieces:
+                begin, end = number * piece, (number + 1) * piece
+            else:
+                begin = single + number - num_pieces
                 end = begin + 1
+            _panels(addresses, (row, stop, begin, end), sizes)
+            add_done(counters + _DONE_PANELS, end - begin)
+            number = take_next(counter)
+    wait_for(counters + _DONE_PANELS, num_blocks * num_panels)
 
 
 @njit(
     "void(float32[:, ::1], float32[::1], float32[::1], float32[:, ::1], float32[::1],"
-    "float32[:, ::1], int64[::1], UniTuple(int64, 2))",
+    "int64[::1], UniTuple(int64, 2))",
+    parallel=True,
     **OPTIONS,
 )
-def _multiply(x, panels, start, y, packed, tail, taken, plan):
-    """packed, tail and taken: scratch, which the caller keeps until it is done."""
+def _multiply(x, panels, start, y, scratch, counters, plan):
+    """By addresses: two threads that count the uses of one array wait for each other."""
+    data = x.ctypes.data, scratch.ctypes.data, panels.ctypes.data, start.ctypes.data
+    addresses = (*data, y.ctypes.data, counters.ctypes.data)
     depth, num_threads = plan
-    if x.size >= _PARALLEL_ELEMENTS:
-        _pack_x_parallel(x, depth, packed)
-    else:
-        _pack_x(x, depth, packed)
-    data = packed.ctypes.data, panels.ctypes.data, start.ctypes.data, y.ctypes.data
-    scratch = tail.ctypes.data, taken.ctypes.data
     sizes = x.shape[1], depth, x.shape[0], y.shape[1], start.size
-    _all_panels((*data, *scratch), sizes, num_threads)
-    rest = y.shape[1] % WIDTH
-    if rest:
-        y[:, y.shape[1] - rest :] = tail[:, :rest]
+    for _ in prange(num_threads):
+        take_product(addresses, sizes, num_threads)

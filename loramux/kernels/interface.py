@@ -80,6 +80,8 @@ class LoraRows:
     rounds: tuple[tuple[NDArray[np.int64], NDArray[np.float32]], ...] = ()
     """What a compiled loop computes, one round after the other: runs [n, 3] of rows that no other
     run of the round has (slot, first row, behind the last), and their weights [n]."""
+    num_threads: int = 1
+    """Of that loop."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,11 @@ from torch import Tensor
 from loramux.kernels.interface import LoraRows, LoraWeights, Segment
 from loramux.kernels.math_numba import LONG_BYTES, OPTIONS, floats_at, longs_at, take_next
 from loramux.kernels.tile_numba import (
-    DIRECT_ROWS,
     DIRECT_WIDTH,
     FLOAT_BYTES,
     LINE_BYTES,
     MAX_ROW_WIDTH,
     NARROW_WIDTH,
-    UNROLL,
     direct_rows_at,
     direct_tile,
     multiply_add,
@@ -29,15 +27,15 @@ from loramux.kernels.tile_numba import (
 )
 
 # Of a longer segment, so that there is work for every thread.
-_RUN_ROWS = 8
-_LONG_SEGMENT = 32
-_LONG_RUN_ROWS = 16
+_RUN_ROWS = 32
 # From here on by tiles: a matrix row that was loaded serves several rows of x.
 _MIN_TILE_ROWS = 3
 _A_ROWS = 128
 # Of the tables that the loops below read.
 _SITE_FIELDS = 5
 _RUN_FIELDS = 3
+# Behind a thread's scratch: for what is read only to be in the caches, on a line of its own.
+_SINK_FLOATS = LINE_BYTES // FLOAT_BYTES
 
 READS_ADDRESSES = True
 
@@ -46,7 +44,12 @@ def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:
     rounds: list[list[Segment]] = []
     for segment in sorted(segments, key=lambda s: s.start):
         _put(rounds, segment)
-    return LoraRows(segments=tuple(segments), rounds=tuple(_runs(members) for members in rounds))
+    num_threads = get_num_threads()
+    return LoraRows(
+        segments=tuple(segments),
+        rounds=tuple(_runs(members, num_threads) for members in rounds),
+        num_threads=num_threads,
+    )
 
 
 def add_lora(y: Tensor, x: Tensor, weights: LoraWeights, rows: LoraRows) -> None:
@@ -58,11 +61,18 @@ def add_lora_rows(
     y: NDArray[np.float32], x: NDArray[np.float32], weights: LoraWeights, rows: LoraRows
 ) -> None:
     """As add_lora, of arrays without gaps."""
-    addresses, site = _prepared(weights)
-    num_threads = get_num_threads()
+    addresses, site, width = prepared(weights)
     for runs, run_weights in rows.rounds:
-        taken = np.zeros(1, dtype=np.int64)
-        _add_runs(y, x, addresses, site, runs, run_weights, taken, num_threads)
+        # To wake the other threads takes longer than what there is for them to do.
+        is_alone = len(runs) == 1
+        scratch = scratch_of(width, 1 if is_alone else rows.num_threads)
+        add = _add_run if is_alone else _add_runs
+        add(y, x, addresses, site, runs, run_weights, np.zeros(1, dtype=np.int64), scratch)
+
+
+def scratch_of(width: int, num_threads: int) -> NDArray[np.float32]:
+    """A line for each thread: what a run has of x @ a."""
+    return np.empty((num_threads, _RUN_ROWS * width + _SINK_FLOATS), dtype=np.float32)
 
 
 def _put(rounds: list[list[Segment]], segment: Segment) -> None:
@@ -74,14 +84,14 @@ def _put(rounds: list[list[Segment]], segment: Segment) -> None:
     rounds.append([segment])
 
 
-def _runs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def _runs(
+    segments: Sequence[Segment], num_threads: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     # Few rows are a part for every thread, even if all have the same adapter.
-    part = -(-sum(s.stop - s.start for s in segments) // get_num_threads())
+    size = min(-(-sum(s.stop - s.start for s in segments) // num_threads), _RUN_ROWS)
     runs = [
         ((s.slot, start, min(start + size, s.stop)), s.weight)
         for s in segments
-        for long in [_RUN_ROWS if s.stop - s.start <= _LONG_SEGMENT else _LONG_RUN_ROWS]
-        for size in [max(1, min(part, long))]
         for start in range(s.start, s.stop, size)
     ]
     # The long ones first, so that no thread begins one when the others are done.
@@ -89,8 +99,8 @@ def _runs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], NDArray[np.fl
     return np.array([r for r, _ in runs], np.int64), np.array([w for _, w in runs], np.float32)
 
 
-def _prepared(weights: LoraWeights) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each adapter begins, and where the site is in it; made once.
+def prepared(weights: LoraWeights) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Where each adapter begins, where the site is in it, and its total rank; made once.
 
     The table's first line is (start of a, total rank, 0, 0, 0), and each other line a slice: (start
     of b, rank, out, rank_start, out_start). Starts are in bytes, from the adapter's first.
@@ -110,8 +120,8 @@ def _prepared(weights: LoraWeights) -> tuple[NDArray[np.int64], NDArray[np.int64
             distance = a.stride(0) * FLOAT_BYTES
             first = a.untyped_storage().data_ptr()
             addresses = first + distance * np.arange(len(a), dtype=np.int64)
-        weights.prepared.append((addresses, np.array(lines, dtype=np.int64)))
-    found: tuple[NDArray[np.int64], NDArray[np.int64]] = weights.prepared[0]
+        weights.prepared.append((addresses, np.array(lines, dtype=np.int64), a.shape[2]))
+    found: tuple[NDArray[np.int64], NDArray[np.int64], int] = weights.prepared[0]
     return found
 
 
@@ -149,24 +159,23 @@ def _add_narrow(args):
         into[j] = total
 
 
-@njit("void(UniTuple(int64, 7), UniTuple(int64, 3))", **OPTIONS)
+@njit("void(UniTuple(int64, 5), UniTuple(int64, 3))", **OPTIONS)
 def _add_product(places, size):
-    """places: y, y_stride, x, x_stride, matrix, ahead, ahead_step. y += x @ matrix, by tiles.
+    """places: y, y_stride, x, x_stride, matrix. y += x @ matrix, by tiles.
 
     Row by row through a matrix that is wide, so that y and it are read as they lie in memory.
     """
-    y, y_stride, x, x_stride, matrix, ahead, step = places
+    y, y_stride, x, x_stride, matrix = places
     num_rows, depth, width = size
     stride, whole = width * FLOAT_BYTES, width // NARROW_WIDTH * NARROW_WIDTH
-    row, column, fetched = 0, 0, depth // UNROLL * step
+    row, column = 0, 0
     while row < num_rows and column < whole:
         count = direct_rows_at(row, num_rows)
         num_columns = DIRECT_WIDTH if whole - column >= DIRECT_WIDTH else NARROW_WIDTH
         at = column * FLOAT_BYTES
         source, target = x + row * x_stride, y + row * y_stride + at
-        args = (source, x_stride, matrix + at, stride, target, y_stride, depth, ahead, step)
+        args = (source, x_stride, matrix + at, stride, target, y_stride, depth)
         direct_tile(count, num_columns, args)
-        ahead += fetched
         if width > depth:
             column += num_columns
             if column == whole:
@@ -185,13 +194,13 @@ def _add_product(places, size):
                 into[j] = multiply_add(values[k * width + j], factors[k], into[j])
 
 
-@njit("int64(int64, UniTuple(int64, 3))", **OPTIONS)
-def _fetch_step(num_bytes, size):
-    """How far a tile's steps through x @ a look, so that b has come when they are done."""
-    num_rows, depth, width = size
-    num_tiles = -(-num_rows // DIRECT_ROWS) * -(-width // DIRECT_WIDTH)
-    num_steps = max(1, num_tiles * (depth // UNROLL))
-    return max(1, -(-num_bytes // (num_steps * LINE_BYTES))) * LINE_BYTES
+@njit("void(int64, int64, int64)", **OPTIONS)
+def _touch(start, num_floats, sink):
+    """Reads a float of each line: tiles jump from row to row, and memory is faster in its order."""
+    values, total = floats_at(start, num_floats), np.float32(0)
+    for i in range(0, num_floats, LINE_BYTES // FLOAT_BYTES):
+        total += values[i]
+    floats_at(sink, 1)[0] = total
 
 
 @njit("void(int64, int64, float32)", **OPTIONS)
@@ -209,17 +218,16 @@ def _add_tiled(places, size, adapter, weight):
     start, site = adapter
     line = longs_at(site, _SITE_FIELDS)
     width, h_stride = line[1], line[1] * FLOAT_BYTES
-    a, shape = start + line[0], (num_rows, depth, width)
-    last = longs_at(site + num_pieces * _SITE_FIELDS * LONG_BYTES, _SITE_FIELDS)
-    b = start + longs_at(site + _SITE_FIELDS * LONG_BYTES, _SITE_FIELDS)[0]
-    step = _fetch_step(start + last[0] + last[1] * last[2] * FLOAT_BYTES - b, shape)
-    _add_product((h, h_stride, x, x_stride, a, b, step), shape)
+    a, sink = start + line[0], h + _RUN_ROWS * h_stride
+    _touch(a, depth * width, sink)
+    _add_product((h, h_stride, x, x_stride, a), (num_rows, depth, width))
     _scale(h, num_rows * width, weight)
     for piece in range(1, num_pieces + 1):
         line = longs_at(site + piece * _SITE_FIELDS * LONG_BYTES, _SITE_FIELDS)
         first, rank, out, rank_start, out_start = line[0], line[1], line[2], line[3], line[4]
         target, source = y + out_start * FLOAT_BYTES, h + rank_start * FLOAT_BYTES
-        matrices = (target, y_stride, source, h_stride, start + first, start + first, 0)
+        _touch(start + first, rank * out, sink)
+        matrices = (target, y_stride, source, h_stride, start + first)
         _add_product(matrices, (num_rows, rank, out))
 
 
@@ -253,13 +261,16 @@ def _add_streamed(places, size, adapter, weight):
                 _add_rows((y + i * y_stride + out_start * FLOAT_BYTES, factors, b, step, out))
 
 
-@njit("void(UniTuple(int64, 4), UniTuple(int64, 3), UniTuple(int64, 6))", **OPTIONS)
-def _take_runs(rows, size, tables):
-    """Whoever is free takes the next run: a prompt's takes as long as many decodes'."""
+@njit("int64(UniTuple(int64, 4), UniTuple(int64, 3), UniTuple(int64, 6))", **OPTIONS)
+def take_runs(rows, size, tables):
+    """Whoever is free takes the next run: a prompt's takes as long as many decodes'.
+
+    Returns how many this thread has done.
+    """
     y, y_stride, x, x_stride = rows
     num_runs, depth, num_pieces = size
     addresses, site, runs, weights, counter, h = tables
-    width = longs_at(site, _SITE_FIELDS)[1]
+    width, num_done = longs_at(site, _SITE_FIELDS)[1], 0
     number = take_next(counter)
     while number < num_runs:
         run = longs_at(runs + number * _RUN_FIELDS * LONG_BYTES, _RUN_FIELDS)
@@ -272,24 +283,36 @@ def _take_runs(rows, size, tables):
             _add_tiled(places, (num_rows, depth, num_pieces), adapter, weight)
         else:
             _add_streamed(places, (num_rows, depth, num_pieces), adapter, weight)
+        num_done += 1
         number = take_next(counter)
+    return num_done
 
 
-@njit(
+_ADD_RUNS = (
     "void(float32[:, ::1], float32[:, ::1], int64[::1], int64[:, ::1], int64[:, ::1],"
-    "float32[::1], int64[::1], int64)",
-    parallel=True,
-    **OPTIONS,
+    "float32[::1], int64[::1], float32[:, ::1])"
 )
-def _add_runs(y, x, addresses, site, runs, weights, taken, num_threads):
-    """By addresses: two threads that count the uses of one array wait for each other."""
+
+
+@njit(_ADD_RUNS, parallel=True, **OPTIONS)
+def _add_runs(y, x, addresses, site, runs, weights, taken, scratch):
+    """By addresses: two threads that count the uses of one array wait for each other.
+
+    taken: zero; scratch: of each thread.
+    """
     rows = y.ctypes.data, y.shape[1] * FLOAT_BYTES, x.ctypes.data, x.shape[1] * FLOAT_BYTES
     size = len(runs), x.shape[1], len(site) - 1
-    scratch = np.empty((num_threads, _LONG_RUN_ROWS * site[0, 1]), dtype=np.float32)
     h, h_bytes = scratch.ctypes.data, scratch.shape[1] * FLOAT_BYTES
     lists = addresses.ctypes.data, site.ctypes.data, runs.ctypes.data, weights.ctypes.data
     counter = taken.ctypes.data
-    for thread in prange(num_threads):
-        _take_runs(rows, size, (*lists, counter, h + thread * h_bytes))
-    # Not before all are done.
-    taken[0] = scratch.size
+    for thread in prange(scratch.shape[0]):
+        take_runs(rows, size, (*lists, counter, h + thread * h_bytes))
+
+
+@njit(_ADD_RUNS, **OPTIONS)
+def _add_run(y, x, addresses, site, runs, weights, taken, scratch):
+    """The same on this thread alone."""
+    rows = y.ctypes.data, y.shape[1] * FLOAT_BYTES, x.ctypes.data, x.shape[1] * FLOAT_BYTES
+    size = len(runs), x.shape[1], len(site) - 1
+    lists = addresses.ctypes.data, site.ctypes.data, runs.ctypes.data, weights.ctypes.data
+    take_runs(rows, size, (*lists, taken.ctypes.data, scratch.ctypes.data))

@@ -30,6 +30,9 @@ OPTIONS: dict[str, Any] = {
 
 LONG_BYTES = 8
 
+# Some microseconds: then somebody else has the other thread's core.
+_MAX_LOOKS = 4096
+
 _LOG2_E = np.float32(1.44269504088896341)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
@@ -51,6 +54,40 @@ def _take_next(_, address):
 
 
 take_next: Any = intrinsic(_take_next)
+
+
+def _add_done(_, address, count):
+    """Adds to the value there: whoever sees it by `wait_for` sees all that was written before."""
+
+    def code(context, builder, signature, values):
+        place = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+        builder.atomic_rmw("add", place, values[1], "release")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), code
+
+
+def _value_now(_, address):
+    def code(context, builder, signature, values):
+        place = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(place, "acquire", LONG_BYTES)
+
+    return types.int64(types.int64), code
+
+
+add_done: Any = intrinsic(_add_done)
+_value: Any = intrinsic(_value_now)
+_give_way: Any = types.ExternalFunction("sched_yield", types.int32())
+
+
+@njit("void(int64, int64)", **OPTIONS)
+def wait_for(address, count):
+    """Until so much is done of what other threads have begun; their work must not wait for this."""
+    num_looks = 0
+    while _value(address) < count:
+        num_looks += 1
+        if num_looks > _MAX_LOOKS:
+            _give_way()
 
 
 def _pointer_of(kind: Any) -> Any:

@@ -169,12 +169,11 @@ def _emit_packed(builder: Any, num_rows: int, args: Any) -> None:
 
 
 def _emit_direct(builder: Any, num_rows: int, args: Any, *, width: int) -> None:
-    x, x_stride, matrix, matrix_stride, y, y_stride, depth, ahead, ahead_step = args
+    x, x_stride, matrix, matrix_stride, y, y_stride, depth = args
     emitter = Emitter(builder, num_rows, _DIRECT_LANES, width // _DIRECT_LANES)
     sums = emitter.start(y, y_stride)
     x_at = cgutils.alloca_once_value(builder, x)
     matrix_at = cgutils.alloca_once_value(builder, matrix)
-    ahead_at = cgutils.alloca_once_value(builder, ahead)
 
     def step(column: list[Any]) -> None:
         row = builder.load(matrix_at)
@@ -194,8 +193,6 @@ def _emit_direct(builder: Any, num_rows: int, args: Any, *, width: int) -> None:
 
     unroll = ir.Constant(LONG, UNROLL)
     with cgutils.for_range(builder, builder.udiv(depth, unroll)):
-        emitter.prefetch(builder.load(ahead_at))
-        builder.store(builder.add(builder.load(ahead_at), ahead_step), ahead_at)
         if _DIRECT_LANES == UNROLL:
             # All steps of a row in one load: a lane of it is a factor by itself.
             vectors = [emitter.load(row, 0) for row in rows_of_x(UNROLL)]
@@ -307,12 +304,12 @@ def direct_rows_at(row, stop):
     return 2 if left >= 2 else 1
 
 
-@njit("void(int64, int64, UniTuple(int64, 9))", **OPTIONS)
+@njit("void(int64, int64, UniTuple(int64, 7))", **OPTIONS)
 def direct_tile(num_rows, width, args):
-    """args: x, x_stride, matrix, matrix_stride, y, y_stride, depth, ahead, ahead_step, in bytes.
+    """args: x, x_stride, matrix, matrix_stride, y, y_stride, depth, in bytes.
 
     y += x @ matrix, x [num_rows, depth], matrix [depth, width], with gaps between rows. The width
-    is one of the two above; what lies `ahead` is on its way to the cache afterwards.
+    is one of the two above.
     """
     if width == DIRECT_WIDTH:
         if num_rows == DIRECT_ROWS:

@@ -54,6 +54,10 @@ class LoraStacks:
         self._pool = pool
         self._in_place = in_place
         self._stacks: dict[LayoutKey, Stack] = {}
+        self._cids: list[str] = []
+        """Of the step before, which often had the same adapters."""
+        self._groups: dict[LayoutKey, list[int]] = {}
+        """The numbers, in that list, of those that share a stack."""
 
     @property
     def num_bytes(self) -> int:
@@ -61,13 +65,16 @@ class LoraStacks:
 
     def place(self, adapters: Sequence[ResidentAdapter]) -> list[Stack]:
         """Stacks whose slots have these adapters, those of one layout in one stack."""
-        by_layout: dict[LayoutKey, list[ResidentAdapter]] = {}
-        for adapter in adapters:
-            by_layout.setdefault(adapter.stacked.key, []).append(adapter)
-        # What no row of this step uses is dropped: its pages still have it.
-        for key in self._stacks.keys() - by_layout.keys():
-            del self._stacks[key]
-        return [self._fill(key, members) for key, members in by_layout.items()]
+        cids = [adapter.cid for adapter in adapters]
+        if cids != self._cids:
+            self._cids, self._groups = cids, _by_layout(adapters)
+            # What no row of this step uses is dropped: its pages still have it.
+            for key in self._stacks.keys() - self._groups.keys():
+                del self._stacks[key]
+        return [
+            self._fill(key, [adapters[number] for number in numbers])
+            for key, numbers in self._groups.items()
+        ]
 
     def _fill(self, key: LayoutKey, members: list[ResidentAdapter]) -> Stack:
         stack = self._stacks.get(key)
@@ -115,6 +122,13 @@ class LoraStacks:
         stack = Stack(first.stacked, num_pages, storage, addresses)
         stack.weights = {site: _views(stack, site) for site in first.stacked.places}
         return stack
+
+
+def _by_layout(adapters: Sequence[ResidentAdapter]) -> dict[LayoutKey, list[int]]:
+    groups: dict[LayoutKey, list[int]] = {}
+    for number, adapter in enumerate(adapters):
+        groups.setdefault(adapter.stacked.key, []).append(number)
+    return groups
 
 
 def _views(stack: Stack, site: SiteKey) -> LoraWeights:

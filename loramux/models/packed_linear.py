@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loramux.kernels.interface import Rows
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
 
@@ -55,14 +54,9 @@ class PackedLinear(nn.Module):
             torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], ""),
         )
 
-    def into(self, x: Rows, y: Rows) -> None:
-        """y = self(x)"""
-        if self.matrix is None or len(x.array) <= MAX_PLAIN_ROWS:
-            y.tensor.copy_(self.forward(x.tensor))
-            return
-        from loramux.kernels.gemm_numba import multiply_into
-
-        multiply_into(x.array, self.matrix, y.array)
+    def matrix_for(self, num_rows: int) -> PackedMatrix | None:
+        """What a compiled product of so many rows reads; None: `forward` has a faster way."""
+        return None if num_rows <= MAX_PLAIN_ROWS else self.matrix
 
 
 def has_compiled_product(dtype: torch.dtype) -> bool:

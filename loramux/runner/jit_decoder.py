@@ -11,11 +11,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from loramux.kernels.fused_torch import Norm
-from loramux.kernels.interface import AttendArgs, Kernels, PagedLayout, Rows, empty_rows
+from loramux.kernels.interface import (
+    AttendArgs,
+    Kernels,
+    LoraRows,
+    LoraWeights,
+    PagedLayout,
+    Rows,
+    empty_rows,
+)
 from loramux.lora.attach import LoraLinear
 from loramux.models.decoder import Decoder, DecoderLayer
 from loramux.models.layers import RMSNorm, Rotary
-from loramux.models.packed_linear import SITES, PackedLinear
+from loramux.models.packed_linear import SITES, PackedLinear, has_compiled_product
 
 # Those behind the attention: what they compute of a row in the last layer, no other row reads.
 _SITES_BEHIND_ATTENTION = ("o", "gate_up", "down")
@@ -59,6 +67,7 @@ class JitDecoder:
         self._fused: Any = kernels.fused
         self._attention: Any = kernels.attention
         self._lora: Any = kernels.lora
+        self._sites = _compiled_sites(decoder)
         self._layout = layout
         self._storage = storage
         self._activation = decoder.config.activation
@@ -106,14 +115,38 @@ class JitDecoder:
         self, layer: _Layer, next_norm: Any, hidden: NDArray[np.float32], buffers: _Buffers
     ) -> None:
         """Adds the rest of the layer to `hidden`, and makes what the next one reads."""
-        self._product(layer.o, buffers.attended, buffers.added)
         norms = layer.mlp_norm, layer.after_attention
-        self._fused.add_norm_into(buffers.added.array, hidden, norms, buffers.normed.array)
-        self._product(layer.gate_up, buffers.normed, buffers.gate_up)
-        self._activate(buffers)
-        self._product(layer.down, buffers.mixed, buffers.added)
+        self._add_normed(layer.o, buffers.attended, buffers, hidden, norms)
+        self._add_activated(layer.gate_up, buffers)
         norms = next_norm, layer.after_mlp
+        self._add_normed(layer.down, buffers.mixed, buffers, hidden, norms)
+
+    def _add_normed(
+        self,
+        module: nn.Module,
+        x: Rows,
+        buffers: _Buffers,
+        hidden: NDArray[np.float32],
+        norms: tuple[Any, Any],
+    ) -> None:
+        """hidden += module(x); buffers.normed = norm(hidden)"""
+        norm, after = norms
+        if after is None:
+            work = self._fused.add_norm_work(hidden, norm, buffers.normed.array)
+            self._product(module, x, buffers.added, work)
+            return
+        self._product(module, x, buffers.added)
         self._fused.add_norm_into(buffers.added.array, hidden, norms, buffers.normed.array)
+
+    def _add_activated(self, module: nn.Module, buffers: _Buffers) -> None:
+        """buffers.mixed = activation(gate) * up, both of them module(buffers.normed)"""
+        if self._activation == "silu":
+            work = self._fused.silu_mul_work(buffers.mixed.array)
+            self._product(module, buffers.normed, buffers.gate_up, work)
+            return
+        self._product(module, buffers.normed, buffers.gate_up)
+        mixed = self._fused.activate_mul(buffers.gate_up.tensor, self._activation)
+        buffers.mixed.tensor.copy_(mixed)
 
     def _pick(
         self, hidden: NDArray[np.float32], buffers: _Buffers, rows: Sequence[int]
@@ -123,23 +156,21 @@ class JitDecoder:
         picked.attended.array[:] = buffers.attended.array[rows]
         return hidden[rows], picked
 
-    def _product(self, module: nn.Module, x: Rows, y: Rows) -> None:
-        """y = module(x)"""
-        linear = module.current if isinstance(module, LoraLinear) else module
-        if isinstance(linear, PackedLinear):
-            linear.into(x, y)
-        else:
-            y.tensor.copy_(linear(x.tensor))
+    def _product(self, module: nn.Module, x: Rows, y: Rows, work: Any = None) -> None:
+        """y = module(x), and then the work on its rows."""
+        linear: nn.Module = module
+        adapters: Sequence[tuple[LoraWeights, LoraRows]] = ()
         if isinstance(module, LoraLinear):
-            for weights, rows in module.adapters:
-                self._lora.add_lora_rows(y.array, x.array, weights, rows)
-
-    def _activate(self, buffers: _Buffers) -> None:
-        if self._activation == "silu":
-            self._fused.silu_mul_into(buffers.gate_up.array, buffers.mixed.array)
-        else:
-            mixed = self._fused.activate_mul(buffers.gate_up.tensor, self._activation)
-            buffers.mixed.tensor.copy_(mixed)
+            linear, adapters = module.current, module.adapters
+        matrix = linear.matrix_for(len(x.array)) if isinstance(linear, PackedLinear) else None
+        if matrix is not None:
+            self._sites.multiply_add_into(x.array, matrix, adapters, y.array, work)
+            return
+        y.tensor.copy_(linear(x.tensor))
+        for weights, rows in adapters:
+            self._lora.add_lora_rows(y.array, x.array, weights, rows)
+        if work is not None:
+            self._fused.run_work(work, y.array)
 
     def _buffers(self, num_rows: int) -> _Buffers:
         widths = self._widths
@@ -186,6 +217,15 @@ class JitDecoder:
 
     def _arrays(self, norm: RMSNorm | Any) -> Any:
         return self._fused.arrays_of(Norm(norm.weight, norm.eps))
+
+
+def _compiled_sites(decoder: Decoder) -> Any:
+    """The products that know of adapters; None: others compute them."""
+    if not has_compiled_product(decoder.dtype):
+        return None
+    from loramux.kernels import site_numba
+
+    return site_numba
 
 
 def _base(module: nn.Module) -> Any:

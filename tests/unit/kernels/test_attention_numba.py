@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba", reason="no numba on this machine")
 
-from loramux.kernels import attention_numba
-from loramux.kernels.interface import AttendArgs, SequenceRows
+from loramux.kernels import attention_numba, attention_torch
+from loramux.kernels.attention_tile_numba import MIX_WIDTH
+from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
 from tests.attention_factory import (
     ARGS,
     CPU,
@@ -43,6 +44,30 @@ def test_equals_the_reference(mix: list[tuple[int, int]], args: AttendArgs) -> N
 def test_any_mix_equals_the_reference(mix: list[tuple[int, int]], window: int | None) -> None:
     args = AttendArgs(layer=1, scale=0.35, sliding_window=window)
     check_against_reference(attention_numba, mix, args)
+
+
+@pytest.mark.parametrize("block_tokens", [1, 3, 8])
+@pytest.mark.parametrize("args", ARGS.values(), ids=ARGS)
+def test_heads_of_whole_tiles_equal_the_reference(args: AttendArgs, block_tokens: int) -> None:
+    layout = PagedLayout(3, num_kv_heads=2, head_dim=MIX_WIDTH, block_tokens=block_tokens)
+    mix = [(9, 1), (0, 6), (30, 1), (4, 9), (3, 1), (0, 1)]
+    sequences, page, row = [], 0, 0
+    for start, rows in mix:
+        num_pages = -(-(start + rows) // block_tokens)
+        sequences.append(SequenceRows(row, rows, start, range(page, page + num_pages)))
+        page, row = page + num_pages, row + rows
+    storage = torch.full((page, 3 * 2 * block_tokens * 2 * MIX_WIDTH), float("nan"))
+    everything = [SequenceRows(0, s.num_tokens, 0, s.page_ids) for s in sequences]
+    for sequence in everything:
+        k, v = torch.randn(2, sequence.num_tokens, 2, MIX_WIDTH)
+        plan = attention_torch.plan([sequence], layout, CPU)
+        attention_torch.write_kv(storage, plan, args.layer, k, v)
+    q = torch.randn(row, NUM_HEADS, MIX_WIDTH)
+    expected, actual = (
+        kernels.attend(storage, kernels.plan(sequences, layout, CPU), q, args)
+        for kernels in (attention_torch, attention_numba)
+    )
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_decode_has_the_same_bits_alone_and_among_others() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("numba", reason="no numba on this machine")
 
+from numba import njit
 from numpy.typing import NDArray
 
 from loramux.kernels import attention_tile_numba as tiles
@@ -41,8 +42,8 @@ def test_scores_are_dot_products_and_nothing_else_is_written(num_heads: int, dim
     scores = random(num_heads + 1, TOKENS + 3)
     expected = scores.copy()
     expected[:num_heads, :TOKENS] = q @ keys[:, :dim].T
-    target = scores.ctypes.data, scores.strides[0]
-    tiles.score_tile(num_heads, (q.ctypes.data, keys.ctypes.data, keys.strides[0], dim, *target))
+    source = q.ctypes.data, keys.ctypes.data, keys.strides[0], dim
+    tiles.score_tile(num_heads, (*source, scores.ctypes.data, scores.strides[0], keys.ctypes.data))
     np.testing.assert_allclose(scores, expected, **TOLERANCE)
 
 
@@ -56,5 +57,21 @@ def test_values_are_added_by_their_scores_and_nothing_else_is_written(
     expected = sums.copy()
     expected[:, :MIX_WIDTH] += scores[:, :count] @ values[:count, :MIX_WIDTH]
     sources = scores.ctypes.data, scores.strides[0], values.ctypes.data, values.strides[0]
-    tiles.mix_tile(num_heads, (*sources, count, sums.ctypes.data, sums.strides[0]))
+    target = sums.ctypes.data, sums.strides[0]
+    tiles.mix_tile(num_heads, (*sources, count, *target, values.ctypes.data))
     np.testing.assert_allclose(sums, expected, **TOLERANCE)
+
+
+@njit
+def largest(start: int, count: int) -> float:
+    return tiles.largest(start, count)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 17, 64])
+def test_the_largest_is_found_wherever_it_stands(count: int) -> None:
+    values = random(count + 4)
+    values[count:] = 100.0
+    for place in range(count):
+        values[place] += 10.0
+        assert largest(values.ctypes.data, count) == values[place]
+        values[place] -= 10.0

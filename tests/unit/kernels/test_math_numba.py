@@ -74,3 +74,27 @@ def test_arrays_at_an_address_are_that_memory() -> None:
     source, target = np.arange(9, dtype=np.float32), np.zeros(3, np.float32)
     _copy_by_address(source, np.array([8, 0, 4], np.int64), target)
     assert target.tolist() == [8, 0, 4]
+
+
+@numba.njit(parallel=True)
+def _fill_then_add(counters: np.ndarray, values: np.ndarray, totals: np.ndarray) -> None:
+    taken, done = counters.ctypes.data, counters.ctypes.data + 64
+    for thread in numba.prange(4):
+        number = math_numba.take_next(taken)
+        while number < values.size:
+            values[number] = number
+            math_numba.add_done(done, 1)
+            number = math_numba.take_next(taken)
+        math_numba.wait_for(done, values.size)
+        totals[thread] = values.sum()
+
+
+def test_who_has_waited_sees_what_all_have_written_though_some_never_ran_beside_it() -> None:
+    """With fewer threads than parts, one thread computes several, one after the other."""
+    for num_threads in (1, torch.get_num_threads()):
+        math_numba.use_threads(num_threads)
+        for _ in range(20):
+            totals = np.zeros(4, np.int64)
+            _fill_then_add(np.zeros(16, np.int64), np.zeros(1000, np.int64), totals)
+            assert (totals == 499500).all()
+    math_numba.use_threads(torch.get_num_threads())

@@ -14,7 +14,6 @@ from loramux.kernels.tile_numba import (
     DIRECT_ROWS,
     DIRECT_WIDTH,
     FLOAT_BYTES,
-    LINE_BYTES,
     MAX_ROW_WIDTH,
     NARROW_WIDTH,
     ROWS,
@@ -72,8 +71,7 @@ def test_a_direct_tile_is_the_same_chain(num_rows: int, width: int, depth: int) 
     expected = y.copy()
     chain(x[:, :depth], matrix[:, :width], expected[:, :width])
     sources = x.ctypes.data, x.strides[0], matrix.ctypes.data, matrix.strides[0]
-    target = y.ctypes.data, y.strides[0], depth, matrix.ctypes.data, LINE_BYTES
-    tile_numba.direct_tile(num_rows, width, (*sources, *target))
+    tile_numba.direct_tile(num_rows, width, (*sources, y.ctypes.data, y.strides[0], depth))
     assert np.array_equal(y, expected)
 
 

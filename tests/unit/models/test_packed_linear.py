@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from loramux.kernels.interface import empty_rows
 from loramux.models import packed_linear
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
@@ -49,20 +48,16 @@ def test_without_the_compiled_product_onednn_computes_it(monkeypatch: pytest.Mon
     torch.testing.assert_close(packed(x), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_rows", [1, 6])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_into_a_buffer_is_what_a_call_returns(
-    num_rows: int, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_compiled_product_is_for_more_rows_than_a_vector(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_compiled:
         pytest.importorskip("numba", reason="no numba on this machine")
     monkeypatch.setattr(packed_linear, "has_compiled_product", lambda dtype: is_compiled)
-    linear = Linear(24, 40, bias=False, dtype=torch.float32)
-    linear.weight.copy_(torch.randn(40, 24))
-    packed, x, y = PackedLinear(linear), empty_rows(num_rows, 24), empty_rows(num_rows, 40)
-    x.tensor.copy_(torch.randn(num_rows, 24))
-    packed.into(x, y)
-    assert torch.equal(y.tensor, packed(x.tensor))
+    packed = PackedLinear(Linear(24, 40, bias=False, dtype=torch.float32))
+    assert packed.matrix_for(1) is None
+    assert packed.matrix_for(2) is packed.matrix and (packed.matrix is not None) == is_compiled
 
 
 def test_rows_with_gaps_between_them_are_read_right() -> None:
