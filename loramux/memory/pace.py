@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# For each second of work. A load of 20 MiB so takes about three steps of a small model on two
-# cores, where it takes two without any rest.
-REST = 4.0
+# For each second of work. A load of 20 MiB so takes about four steps of a small model on two
+# cores.
+REST = 6.0
 
 
 class Pace:
