@@ -57,8 +57,6 @@ VARIANTS: dict[str, TailLaunch] = {
     "rows1024": replace(ROWS, activate_n=1024, activate_warps=4),
     "rows8": replace(ROWS, norm_warps=8),
     "tiles256": replace(TILES, activate_n=256, activate_warps=4),
-    "tiles, 2 blocks": replace(TILES, activate_blocks=2),
-    "tiles, 4 blocks": replace(TILES, activate_blocks=4),
     "tiles64": replace(TILES, activate_n=64, activate_warps=2),
     "tiles2": replace(TILES, rotate_warps=2, activate_warps=2),
     "norms by 2, narrow": replace(TILES, folds_norm=True, norm_rows=2, norm_registers=64),

@@ -211,14 +211,6 @@ def add_norm_rows_kernel(  # noqa: PLR0913
 
 
 @triton.jit
-def _load_gate_up(pool, record, first, INNER: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns first.. of both B."""
-    b_gate = _load_b(pool, record, first, INNER - first, INNER, BLOCK)
-    b_up = _load_b(pool, record + 8, first, INNER - first, INNER, BLOCK)
-    return b_gate, b_up
-
-
-@triton.jit
 def activate_mul_kernel(  # noqa: PLR0913
     y_ptr,
     out_ptr,
@@ -230,53 +222,43 @@ def activate_mul_kernel(  # noqa: PLR0913
     INNER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A program has BLOCKS blocks of columns: it reads the next one while it computes one."""
     begin = tl.program_id(0)
     records += record_start
+    first = tl.program_id(1) * BLOCK
+    count = INNER - first
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     num_tiles = tl.num_programs(0)
     if ROWS > 1:
         num_tiles = load_word(work + 2)
     for tile in tl.range(begin, num_tiles, tl.num_programs(0), num_stages=1):
-        first = tl.program_id(1) * (BLOCK * BLOCKS)
         record = records + tile * 64
-        b_gate, b_up = _load_gate_up(pool, record, first, INNER, BLOCK)
+        b_gate = _load_b(pool, record, first, count, INNER, BLOCK)
+        b_up = _load_b(pool, record + 8, first, count, INNER, BLOCK)
         num_rows = load_word(record + 2) >> 16
         row_start = load_word(record + 3).to(tl.int64)
         if tile == begin:
             begin_after_previous(OVERLAP)
+        inside = (row < num_rows) & (column < count)
         y = y_ptr + row_start * y_stride
         tail = y + 2 * INNER
-        inside = (row < num_rows) & (column < INNER - first)
         at = y + row * y_stride + first + column
         gate = tl.load(at, mask=inside, other=0.0)
         up = tl.load(at + INNER, mask=inside, other=0.0)
+        gate = _add_units(
+            gate, b_gate, pool, records, tile, tail, y_stride, 32, num_rows, first, count, INNER,
+            ROWS, BLOCK,
+        )  # fmt: skip
+        up = _add_units(
+            up, b_up, pool, records + 8, tile, tail + 16, y_stride, 32, num_rows, first, count,
+            INNER, ROWS, BLOCK,
+        )  # fmt: skip
+        mixed = activate(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
         out = out_ptr + (row_start + row) * INNER + first + column
-        for block in tl.static_range(BLOCKS):
-            if block + 1 < BLOCKS:
-                next_gate_b, next_up_b = _load_gate_up(pool, record, first + BLOCK, INNER, BLOCK)
-                next_inside = (row < num_rows) & (column < INNER - first - BLOCK)
-                next_gate = tl.load(at + (block + 1) * BLOCK, mask=next_inside, other=0.0)
-                next_up = tl.load(at + (block + 1) * BLOCK + INNER, mask=next_inside, other=0.0)
-            gate = _add_units(
-                gate, b_gate, pool, records, tile, tail, y_stride, 32, num_rows, first,
-                INNER - first, INNER, ROWS, BLOCK,
-            )  # fmt: skip
-            up = _add_units(
-                up, b_up, pool, records + 8, tile, tail + 16, y_stride, 32, num_rows, first,
-                INNER - first, INNER, ROWS, BLOCK,
-            )  # fmt: skip
-            mixed = activate(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
-            tl.store(out + block * BLOCK, mixed.to(out_ptr.dtype.element_ty), mask=inside)
-            if block + 1 < BLOCKS:
-                b_gate, b_up, gate, up = next_gate_b, next_up_b, next_gate, next_up
-                first += BLOCK
-                inside = next_inside
+        tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -32,9 +32,7 @@ class TailLaunch:
     folds_norm: bool = True
     rotate_warps: int = 1
     activate_n: int = 512
-    """Outputs that a program computes at once."""
-    activate_blocks: int = 1
-    """So many times, one after the other."""
+    """Outputs of a program."""
     activate_warps: int = 2
     norm_warps: int = 16
     norm_rows: int = 1

@@ -156,8 +156,7 @@ def activate_mul(y: Tensor, activation: str, lora: TailSite) -> Tensor:
     out = y.new_empty(num_rows, inner)
     tables = lora.tables
     block = max(_MIN_DOT, min(lora.launch.activate_n, triton.next_power_of_2(inner)))
-    blocks = lora.launch.activate_blocks
-    activate_mul_kernel[(lora.max_tiles(num_rows), triton.cdiv(inner, block * blocks))](
+    activate_mul_kernel[(lora.max_tiles(num_rows), triton.cdiv(inner, block))](
         y,
         out,
         lora.pool,
@@ -168,7 +167,6 @@ def activate_mul(y: Tensor, activation: str, lora: TailSite) -> Tensor:
         INNER=inner,
         ACTIVATION=activation,
         BLOCK=block,
-        BLOCKS=blocks,
         ROWS=lora.launch.tile_rows,
         num_warps=lora.launch.activate_warps,
         **overlap_options(y.device.type),

@@ -44,8 +44,11 @@ def test_only_a_chunk_of_one_row_with_a_sample_is_a_decode() -> None:
     assert not is_decode(Chunk(0, (1,), 0, [0], (), sample=row(), prompt_logprobs=0))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LoraKind if kind is not LoraKind.NONE])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", kind) for kind in LoraKind if kind is not LoraKind.NONE]
+    + [("gemma3", LoraKind.TAIL), ("gemma3", LoraKind.LISTS)],
+)
 def test_a_decode_step_equals_the_same_rows_computed_one_by_one(
     family: str, kind: LoraKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

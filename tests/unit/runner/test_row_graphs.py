@@ -33,8 +33,11 @@ def test_counts_end_with_the_most_rows_that_can_come(most: int, counts: list[int
     assert row_counts(most) == counts
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LoraKind if kind is not LoraKind.NONE])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", kind) for kind in LoraKind if kind is not LoraKind.NONE]
+    + [("gemma3", LoraKind.TAIL), ("gemma3", LoraKind.LISTS)],
+)
 def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
     family: str, kind: LoraKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
