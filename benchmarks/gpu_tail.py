@@ -60,8 +60,6 @@ VARIANTS: dict[str, TailLaunch] = {
     "tiles64": replace(TILES, activate_n=64, activate_warps=2),
     "tiles2": replace(TILES, rotate_warps=2, activate_warps=2),
     "norms by 2, narrow": replace(TILES, folds_norm=True, norm_rows=2, norm_registers=64),
-    "norms by 2, held": replace(TILES, folds_norm=True, norm_rows=2, norm_holds_b=True),
-    "norms by 4, held": replace(TILES, folds_norm=True, norm_rows=4, norm_holds_b=True),
     "norms by 2, 8 warps": replace(TILES, folds_norm=True, norm_rows=2, norm_warps=8),
     "tiles, rotate apart": replace(TILES, folds_rotate=False),
 }

@@ -131,7 +131,7 @@ class CublasLt:
             "cublasLtMatmulDescCreate", ctypes.c_int(_COMPUTE_FLOAT32), ctypes.c_int(_SCALE_FLOAT32)
         )
         self._set("cublasLtMatmulDescSetAttribute", description, _TRANSPOSE_A, ctypes.c_int(1))
-        layouts = [
+        a, b, c = (
             self._make(
                 "cublasLtMatrixLayoutCreate",
                 *(ctypes.c_int(kind), ctypes.c_uint64(height), ctypes.c_uint64(width)),
@@ -142,8 +142,8 @@ class CublasLt:
                 (shape.num_inputs, shape.num_rows),
                 (shape.num_outputs, shape.num_rows),
             )
-        ]
-        return (description, *layouts)  # type: ignore[return-value]
+        )
+        return description, a, b, c
 
     def _forget(self, problem: _Problem) -> None:
         description, *layouts = problem

@@ -64,6 +64,22 @@ def _add_units(  # noqa: PLR0913
 
 
 @triton.jit
+def _store_row(  # noqa: PLR0913
+    x, total, residual_at, out_at, weight, after_ptr, column, inside, eps, after_eps,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """What add_norm does with one row: x, which was rounded, is added, and the sum normed."""
+    if after_ptr is not None:
+        after = tl.load(after_ptr + column, mask=column < SIZE, other=0.0)
+        x = scaled(x.to(tl.float32), after, after_eps, SIZE).to(x.dtype)
+    # The sum is normed as it is stored, rounded.
+    stored = (total + x.to(tl.float32)).to(residual_at.dtype.element_ty)
+    tl.store(residual_at, stored, mask=inside)
+    normed = scaled(stored.to(tl.float32), weight, eps, SIZE)
+    tl.store(out_at, normed.to(out_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def add_norm_kernel(  # noqa: PLR0913
     y_ptr,
     residual_ptr,
@@ -74,10 +90,10 @@ def add_norm_kernel(  # noqa: PLR0913
     records,
     work,
     record_start,
-    row_map_start,
     y_stride,
     eps,
     after_eps,
+    row_map_start,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -96,14 +112,10 @@ def add_norm_kernel(  # noqa: PLR0913
     x = tl.load(y + column, mask=inside, other=0.0)[None, :]
     x = _add_units(x, b, pool, records, unit, y + SIZE, 0, 16, 1, 0, SIZE, SIZE, 1, BLOCK)
     x = tl.reshape(x, (BLOCK,))
-    if after_ptr is not None:
-        after = tl.load(after_ptr + column, mask=inside, other=0.0)
-        x = scaled(x.to(tl.float32), after, after_eps, SIZE).to(x.dtype)
-    # The sum is normed as it is stored, rounded.
-    stored = (total + x.to(tl.float32)).to(residual_ptr.dtype.element_ty)
-    tl.store(residual_ptr + at, stored, mask=inside)
-    normed = scaled(stored.to(tl.float32), weight, eps, SIZE)
-    tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
+    _store_row(
+        x, total, residual_ptr + at, out_ptr + at, weight, after_ptr, column, inside,
+        eps, after_eps, SIZE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -156,13 +168,9 @@ def add_norm_rows_kernel(  # noqa: PLR0913
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    HOLDS_B: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A program has ROWS rows of a tile, which share what is read of B.
-
-    HOLDS_B: all of it is read ahead of the wait, and kept.
-    """
+    """A program has ROWS rows of a tile, which share what is read of B."""
     begin = tl.program_id(0)
     first = tl.program_id(1) * ROWS
     records += record_start
@@ -172,8 +180,6 @@ def add_norm_rows_kernel(  # noqa: PLR0913
         record = records + tile * 64
         num_rows = (load_word(record + 2) >> 16) - first
         num_more = load_word(record + 7)
-        if HOLDS_B:
-            b = _load_ranks(pool, record, tl.where(num_rows > 0, SIZE, 0), BLOCK)
         if tile == begin:
             begin_after_previous(OVERLAP)
         if num_rows > 0:
@@ -186,8 +192,7 @@ def add_norm_rows_kernel(  # noqa: PLR0913
                 rows = rows + (x.to(tl.float32),)  # type: ignore[assignment]
             if (load_word(record + 2) & 255) + num_more > 0:
                 h = y + SIZE + load_word(record + 4) * 16
-                if not HOLDS_B:
-                    b = _load_ranks(pool, record, SIZE, BLOCK)
+                b = _load_ranks(pool, record, SIZE, BLOCK)
                 rows = _add_ranks(rows, b, h, y_stride, record, num_rows, ROWS)
                 more = load_word(record + 6)
                 for index in tl.range(num_more, num_stages=1):
@@ -200,14 +205,10 @@ def add_norm_rows_kernel(  # noqa: PLR0913
                 at = (start + row) * SIZE + column
                 total = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
                 x = rows[row].to(y_ptr.dtype.element_ty)
-                if after_ptr is not None:
-                    after = tl.load(after_ptr + column, mask=column < SIZE, other=0.0)
-                    x = scaled(x.to(tl.float32), after, after_eps, SIZE).to(x.dtype)
-                # The sum is normed as it is stored, rounded.
-                stored = (total + x.to(tl.float32)).to(residual_ptr.dtype.element_ty)
-                tl.store(residual_ptr + at, stored, mask=inside)
-                normed = scaled(stored.to(tl.float32), weight, eps, SIZE)
-                tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
+                _store_row(
+                    x, total, residual_ptr + at, out_ptr + at, weight, after_ptr, column, inside,
+                    eps, after_eps, SIZE,
+                )  # fmt: skip
 
 
 @triton.jit

@@ -37,8 +37,6 @@ class TailLaunch:
     norm_warps: int = 16
     norm_rows: int = 1
     """Rows of a tile that a program adds and norms: B is read once for them."""
-    norm_holds_b: bool = False
-    """With several: is all of B read, and kept, before the product's end is waited for?"""
     norm_registers: int | None = None
     """With several: of a thread, at most; None: what the compiler takes."""
 

@@ -5,6 +5,8 @@ y is rounded once before it is used, as it would be if it had been stored betwee
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -58,62 +60,27 @@ def copy_block(  # noqa: PLR0913
 
 def add_norm(y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: TailSite) -> Tensor:
     """fused's add_norm of y with its adapters. y [rows, outputs + tail]"""
-    if lora.launch.norm_rows > 1:
-        return _add_norm_rows(y, residual, norm, after, lora)
-    num_rows, size = residual.shape
-    out = torch.empty_like(residual)
-    tables = lora.tables
-    add_norm_kernel[(num_rows,)](
-        y,
-        residual,
-        norm.weight,
-        None if after is None else after.weight,
-        out,
-        lora.pool,
-        tables.records,
-        tables.work,
-        lora.record_start,
-        tables.limits.row_map_start,
-        y.stride(0),
-        norm.eps,
-        norm.eps if after is None else after.eps,
-        SIZE=size,
-        BLOCK=triton.next_power_of_2(size),
-        num_warps=lora.launch.norm_warps,
-        **overlap_options(y.device.type),
-    )
-    return out
-
-
-def _add_norm_rows(
-    y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: TailSite
-) -> Tensor:
     num_rows, size = residual.shape
     out = torch.empty_like(residual)
     launch, tables = lora.launch, lora.tables
-    limit = {} if launch.norm_registers is None else {"maxnreg": launch.norm_registers}
-    parts = launch.tile_rows // launch.norm_rows
-    add_norm_rows_kernel[(lora.max_tiles(num_rows), parts)](
-        y,
-        residual,
-        norm.weight,
-        None if after is None else after.weight,
-        out,
-        lora.pool,
-        tables.records,
-        tables.work,
-        lora.record_start,
-        y.stride(0),
-        norm.eps,
-        norm.eps if after is None else after.eps,
-        SIZE=size,
-        BLOCK=triton.next_power_of_2(size),
-        ROWS=launch.norm_rows,
-        HOLDS_B=launch.norm_holds_b,
-        num_warps=launch.norm_warps,
-        **limit,
-        **overlap_options(y.device.type),
+    shared = (
+        *(y, residual, norm.weight, None if after is None else after.weight, out),
+        *(lora.pool, tables.records, tables.work, lora.record_start, y.stride(0)),
+        *(norm.eps, norm.eps if after is None else after.eps),
     )
+    options: dict[str, Any] = {
+        "SIZE": size,
+        "BLOCK": triton.next_power_of_2(size),
+        "num_warps": launch.norm_warps,
+        **overlap_options(y.device.type),
+    }
+    if launch.norm_rows == 1:
+        add_norm_kernel[(num_rows,)](*shared, tables.limits.row_map_start, **options)
+        return out
+    if launch.norm_registers is not None:
+        options["maxnreg"] = launch.norm_registers
+    grid = (lora.max_tiles(num_rows), launch.tile_rows // launch.norm_rows)
+    add_norm_rows_kernel[grid](*shared, ROWS=launch.norm_rows, **options)
     return out
 
 

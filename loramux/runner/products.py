@@ -47,17 +47,17 @@ class Products:
         library: CublasLt | None,
         families: Sequence[Sequence[Tensor]],
         *,
-        memory: Path | None = None,
+        choices_file: Path | None = None,
         measure: Measure = run_seconds,
     ) -> None:
         """families: weights that are used in turn, each with all rows that may be computed.
 
-        memory: a file with what earlier searches on such a device found
+        choices_file: what earlier searches on such a device found
         """
         self._library = library
         self._families = {weight.data_ptr(): family for family in families for weight in family}
-        self._memory = memory
-        self._remembered = {} if memory is None else read_sidecar(memory)
+        self._choices_file = choices_file
+        self._remembered = {} if choices_file is None else read_sidecar(choices_file)
         self._measure = measure
         self._chosen: dict[ProductShape, Product | None] = {}
         self._is_searching = False
@@ -72,10 +72,10 @@ class Products:
             yield
         finally:
             self._is_searching = before
-        if self._memory is not None and self._remembered != known:
+        if self._choices_file is not None and self._remembered != known:
             # Without it the next start searches again, no more.
             with suppress(OSError):
-                write_sidecar(self._memory, self._remembered)
+                write_sidecar(self._choices_file, self._remembered)
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
@@ -134,7 +134,7 @@ def open_products(device: torch.device, families: Sequence[Sequence[Tensor]]) ->
     if library is None:
         return Products(None, families)
     name = f"{device_name(device)}-cublaslt-{library.version}.json".replace(" ", "-").lower()
-    return Products(library, families, memory=cache_folder() / "products" / name)
+    return Products(library, families, choices_file=cache_folder() / "products" / name)
 
 
 def open_cublaslt(device: torch.device) -> CublasLt | None:

@@ -26,7 +26,7 @@ QKV, O_PROJ, GATE_UP = range(3)
 LAUNCHES = {"rows": ROW, "tiles": TILE}
 NORM_LAUNCHES = {
     "pairs": replace(TILE, norm_rows=2),
-    "fours": replace(TILE, norm_rows=4, norm_holds_b=True),
+    "fours": replace(TILE, norm_rows=4),
     "whole tiles": replace(TILE, norm_rows=16, norm_registers=64),
 }
 LIMITS = {

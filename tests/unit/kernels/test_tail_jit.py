@@ -30,12 +30,9 @@ def test_more_tiles_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("holds_b", [False, True])
-def test_more_tiles_than_programs_that_norm_rows(
-    holds_b: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_tiles_than_programs_that_norm_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, with tiles of which not every program has rows."""
-    launch = replace(TILE, norm_rows=2, norm_holds_b=holds_b)
+    launch = replace(TILE, norm_rows=2)
     world = make_tail_world([{"o_proj": 2}] * 2, tail_torch)
     rows: list[Selection] = [((slot, 1.0),) for slot in (0, 1, 1, 1, 0, 0, 1)]
     world.step(rows, launch)

@@ -42,7 +42,7 @@ class Library:
         return run
 
 
-def make(library: Library, memory: Path | None = None) -> tuple[Products, list[Tensor]]:
+def make(library: Library, choices_file: Path | None = None) -> tuple[Products, list[Tensor]]:
     weights = [aligned(12, 16) for _ in range(3)]
 
     def measure(run: Callable[[], None]) -> float:
@@ -50,7 +50,7 @@ def make(library: Library, memory: Path | None = None) -> tuple[Products, list[T
         run()
         return float(library.ran[0]) if library.ran else 1.0
 
-    return Products(library, [weights], memory=memory, measure=measure), weights  # type: ignore[arg-type]
+    return Products(library, [weights], choices_file=choices_file, measure=measure), weights  # type: ignore[arg-type]
 
 
 def aligned(num_rows: int, size: int) -> Tensor:
@@ -116,7 +116,7 @@ def test_what_the_library_cannot_take_goes_to_torch() -> None:
 
 
 def test_a_part_of_a_weight_is_a_shape_of_its_own() -> None:
-    """Weights with fewer rows of their tail are views of the same memory."""
+    """Weights with fewer rows of their tail are views of the same choices_file."""
     library = Library(b"0.5")
     products, weights = make(library)
     x = aligned(ROWS, 16)
@@ -161,9 +161,9 @@ def test_a_lucky_first_measurement_does_not_decide() -> None:
 @pytest.mark.parametrize("names", [(b"0.5", b"0.9"), (b"1.5",)])
 def test_the_next_start_does_not_search_again(tmp_path: Path, names: tuple[bytes, ...]) -> None:
     library, again = Library(*names), Library(*names)
-    memory = tmp_path / "of" / "gpu.json"
+    choices_file = tmp_path / "of" / "gpu.json"
     for some in (library, again):
-        products, weights = make(some, memory)
+        products, weights = make(some, choices_file)
         search(products, aligned(ROWS, 16), weights[0])
         some.ran.clear()
         products.linear(aligned(ROWS, 16), weights[0])
@@ -172,20 +172,20 @@ def test_the_next_start_does_not_search_again(tmp_path: Path, names: tuple[bytes
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"16x12x16 torch.bfloat16": 3}'])
-def test_a_memory_that_makes_no_sense_is_written_anew(tmp_path: Path, content: str) -> None:
-    library, memory = Library(b"0.5"), tmp_path / "gpu.json"
-    memory.write_text(content)
-    products, weights = make(library, memory)
+def test_a_file_that_makes_no_sense_is_written_anew(tmp_path: Path, content: str) -> None:
+    library, choices_file = Library(b"0.5"), tmp_path / "gpu.json"
+    choices_file.write_text(content)
+    products, weights = make(library, choices_file)
     search(products, aligned(ROWS, 16), weights[0])
-    assert len(library.asked) == 1 and b"0.5".hex() in memory.read_text()
+    assert len(library.asked) == 1 and b"0.5".hex() in choices_file.read_text()
 
 
 def test_an_algorithm_that_another_library_chose_is_not_run(tmp_path: Path) -> None:
-    memory = tmp_path / "gpu.json"
-    products, weights = make(Library(b"0.4"), memory)
+    choices_file = tmp_path / "gpu.json"
+    products, weights = make(Library(b"0.4"), choices_file)
     search(products, aligned(ROWS, 16), weights[0])
     library = Library(b"0.5")
-    products, weights = make(library, memory)
+    products, weights = make(library, choices_file)
     search(products, aligned(ROWS, 16), weights[0])
     assert len(library.asked) == 1 and set(library.ran) <= {b"0.5"}
 
