@@ -18,6 +18,7 @@ from loramux.kernels import (
     attention_triton,
     fused_torch,
     fused_triton,
+    product_triton,
     sampling_torch,
     sampling_triton,
 )
@@ -50,7 +51,7 @@ def check_all() -> None:
     for dtype in DTYPES:
         jobs += [(check_attention, dtype, shape) for shape in SHAPES]
         jobs += [(check_decode_graph, dtype, shape) for shape in SHAPES]
-        jobs += [(check_fused, dtype)]
+        jobs += [(check_fused, dtype), (check_products, dtype)]
     worst: Errors = {}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         for future in [pool.submit(*job) for job in jobs]:
@@ -184,6 +185,18 @@ def check_fused(dtype: torch.dtype) -> Errors:
             add(errors, activation, fused_triton.activate_mul(gate_up, activation), expected)
     for kv_heads, group, dim in SHAPES:
         check_rotate_write(errors, PagedLayout(3, kv_heads, dim, 16), group, dtype)
+    return errors
+
+
+def check_products(dtype: torch.dtype) -> Errors:
+    errors: Errors = {}
+    for outputs, inputs in ((6144, 4096), (576, 1536), (1000, 720)):
+        weight = torch.randn(outputs, inputs, device=DEVICE).to(dtype)
+        for rows in (1, 2, 3, 16, 24, product_triton.MOST_ROWS):
+            x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
+            y = x.new_empty(rows, outputs)
+            product_triton.product(x, weight, y)
+            add(errors, "product of few rows", y, x.double() @ weight.double().t())
     return errors
 
 

@@ -35,6 +35,7 @@ from loramux.engine.engine import Engine
 from loramux.engine.tokenizer import Tokenizer
 from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
+from loramux.runner import products
 from loramux.types import Request, SamplingParams, Selection
 
 RANKS = (1, 3, 8, 16, 64)
@@ -167,6 +168,8 @@ def compare(expected: dict[str, list[int]], found: dict[str, list[int]], name: s
 
 
 def check_tokens(folders: Sequence[Path], count: int = 200) -> None:
+    # Products of few rows too, which float32 leaves to torch else.
+    products.OWN_DTYPES.add(torch.float32)
     reference = random_engine(folders, "float32", reference=True)
     expected = answer_all(reference, count, "reference")
     # Nothing is cached, so that the second time computes as much as the first.

@@ -31,10 +31,18 @@ def overlap_options(device_type: str) -> dict[str, bool]:
 @functools.cache
 def num_multiprocessors(device_type: str) -> int:
     """Of the device; a few for the interpreter, so that long spans are cut there as well."""
-    if device_type != "cuda":
-        return 8
+    return 8 if device_type != "cuda" else _property("multiprocessor_count")
+
+
+@functools.cache
+def shared_bytes(device_type: str) -> int:
+    """Of a multiprocessor's memory, the most that one program may have."""
+    return 0 if device_type != "cuda" else _property("max_shared_mem")
+
+
+def _property(name: str) -> int:
     device = driver.active.get_current_device()
-    return int(driver.active.utils.get_device_properties(device)["multiprocessor_count"])
+    return int(driver.active.utils.get_device_properties(device)[name])
 
 
 @triton.jit

@@ -1,9 +1,10 @@
-"""The products of captured steps: each by the algorithm that was the fastest on this device."""
+"""A decoder's products: few rows by our own kernel, more by the fastest of a library's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -35,8 +36,27 @@ _NUM_ROUNDS = 4
 _MIN_GAIN = 0.01
 
 Name = TypeVar("Name")
+# Float32 is for reference, by torch.
+OWN_DTYPES = {torch.float16, torch.bfloat16}
+
 Measure = Callable[[Callable[[], None]], float]
 """Runs it once; seconds, or whatever can be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class FewRows:
+    """Products that are better than a library's as long as there are few rows."""
+
+    product: Product
+    most_rows: int
+
+    def fits(self, x: Tensor, weight: Tensor) -> bool:
+        return (
+            len(x) <= self.most_rows
+            and x.dtype in OWN_DTYPES
+            and x.is_contiguous()
+            and weight.is_contiguous()
+        )
 
 
 class Products:
@@ -49,11 +69,13 @@ class Products:
         *,
         choices_file: Path | None = None,
         measure: Measure = run_seconds,
+        few: FewRows | None = None,
     ) -> None:
         """families: weights that are used in turn, each with all rows that may be computed.
 
         choices_file: what earlier searches on such a device found
         """
+        self._few = few
         self._library = library
         self._families = {weight.data_ptr(): family for family in families for weight in family}
         self._choices_file = choices_file
@@ -82,7 +104,9 @@ class Products:
     ) -> Tensor:
         """x @ weight.T + bias. x [rows, inputs]   weight [outputs, inputs]"""
         product = None
-        if self._library is not None and bias is None and x.dtype != torch.float32:
+        if self._few is not None and bias is None and self._few.fits(x, weight):
+            product = self._few.product
+        elif self._library is not None and bias is None and x.dtype != torch.float32:
             product = self._product(self._library, x, weight)
         if product is None:
             if out is None:
@@ -130,11 +154,25 @@ class Products:
 
 
 def open_products(device: torch.device, families: Sequence[Sequence[Tensor]]) -> Products:
-    library = open_cublaslt(device)
+    library, few = open_cublaslt(device), open_few_rows(device)
     if library is None:
-        return Products(None, families)
+        return Products(None, families, few=few)
     name = f"{device_name(device)}-cublaslt-{library.version}.json".replace(" ", "-").lower()
-    return Products(library, families, choices_file=cache_folder() / "products" / name)
+    choices_file = cache_folder() / "products" / name
+    return Products(library, families, choices_file=choices_file, few=few)
+
+
+def open_few_rows(device: torch.device) -> FewRows | None:
+    """None: on this device torch's products are as good, or ours do not run."""
+    if device.type != "cuda":
+        return None
+    from loramux.kernels import launch_triton, product_triton
+
+    if not launch_triton.overlaps_launches(device.type):
+        return None
+    if launch_triton.shared_bytes(device.type) < product_triton.SHARED_BYTES:
+        return None
+    return FewRows(product_triton.product, product_triton.MOST_ROWS)
 
 
 def open_cublaslt(device: torch.device) -> CublasLt | None:

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loramux.kernels.cublaslt import CublasLtError, ProductShape
-from loramux.runner.products import Products, fastest, open_cublaslt, open_products
+from loramux.runner.products import (
+    FewRows,
+    Products,
+    fastest,
+    open_cublaslt,
+    open_few_rows,
+    open_products,
+)
 
 FAILS = b"fails"
 # Small enough for products on a CPU that has no bfloat16.
@@ -196,3 +203,35 @@ def test_steps_of_few_rows_stay_with_torch(num_rows: int) -> None:
     products, weights = make(library)
     search(products, aligned(num_rows, 16), weights[0])
     assert library.asked == [] and library.ran == []
+
+
+def test_few_rows_are_left_to_the_kernel_for_them() -> None:
+    ran: list[int] = []
+
+    def product(x: Tensor, weight: Tensor, y: Tensor) -> None:
+        ran.append(len(x))
+        torch.mm(x, weight.t(), out=y)
+
+    library = Library(b"0.5")
+    products = Products(library, [], few=FewRows(product, most_rows=2))  # type: ignore[arg-type]
+    weight, x = aligned(12, 16), aligned(3, 16)
+    out = torch.empty(2, 12, dtype=torch.bfloat16)
+    assert products.linear(x[:2], weight, out=out) is out
+    assert torch.equal(out, F.linear(x[:2], weight))
+    assert torch.equal(products.linear(x[:1], weight), F.linear(x[:1], weight))
+    assert ran == [2, 1]
+    others: list[tuple[Tensor, Tensor, Tensor | None]] = [
+        (x, weight, None),
+        (x[:1], weight, aligned(1, 12)[0]),
+        (x[:1].float(), weight.float(), None),
+        (x[::2], weight, None),
+        (x[:1], aligned(16, 12).t(), None),
+    ]
+    for rows, matrix, bias in others:
+        y = products.linear(rows, matrix, bias)
+        torch.testing.assert_close(y, F.linear(rows, matrix, bias))
+    assert ran == [2, 1], "more rows, a bias, float32, gaps between rows, another order"
+
+
+def test_without_a_gpu_there_is_no_such_kernel() -> None:
+    assert open_few_rows(torch.device("cpu")) is None
