@@ -28,7 +28,7 @@ from benchmarks.random_model import SHAPES, random_model
 from loramux.adapters.grouped_layout import plan_groups
 from loramux.adapters.layout import sites_of
 from loramux.engine.build_device import DevicePlan
-from loramux.kernels.tail_tables import SEPARATE, TailLaunch, tail_launch
+from loramux.kernels.tail_tables import TailLaunch, tail_launch
 from loramux.lora.graph_work import LoraKind
 from loramux.memory.pool import KVGeometry, PagePool
 from loramux.memory.records import ResidentAdapter
@@ -46,12 +46,8 @@ ROWS = TailLaunch(tile_rows=1)
 TILES = TailLaunch(tile_rows=16, folds_norm=False, rotate_warps=4, activate_n=128, activate_warps=4)
 VARIANTS: dict[str, TailLaunch] = {
     "rows": ROWS,
-    "rows, o and down apart": replace(ROWS, folds_norm=False),
     "tiles": TILES,
     "tiles, norms too": replace(TILES, folds_norm=True),
-    "tiles, norms by 2": replace(TILES, folds_norm=True, norm_rows=2),
-    "tiles, norms by 4": replace(TILES, folds_norm=True, norm_rows=4),
-    "apart": SEPARATE,
     # To be named: for tuning.
     "rows256": replace(ROWS, activate_n=256, activate_warps=1),
     "rows1024": replace(ROWS, activate_n=1024, activate_warps=4),
@@ -59,11 +55,10 @@ VARIANTS: dict[str, TailLaunch] = {
     "tiles256": replace(TILES, activate_n=256, activate_warps=4),
     "tiles64": replace(TILES, activate_n=64, activate_warps=2),
     "tiles2": replace(TILES, rotate_warps=2, activate_warps=2),
-    "norms by 2, narrow": replace(TILES, folds_norm=True, norm_rows=2, norm_registers=64),
-    "norms by 2, 8 warps": replace(TILES, folds_norm=True, norm_rows=2, norm_warps=8),
-    "tiles, rotate apart": replace(TILES, folds_rotate=False),
+    "tiles of 32": replace(TILES, tile_rows=32, activate_n=64),
+    "expand128": replace(TILES, expand_n=128, expand_warps=4),
 }
-USUAL = ("rows", "rows, o and down apart", "tiles", "tiles, norms by 4", "apart")
+USUAL = ("rows", "tiles", "tiles, norms too")
 # Beyond, every row would read its adapter's B for itself.
 MOST_ROWS = 64
 TAIL_KINDS = (LoraKind.TAIL, LoraKind.TAIL_ATTENTION)

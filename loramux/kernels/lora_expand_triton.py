@@ -23,30 +23,23 @@ def _num_turns(num_tiles):
 
 
 @triton.jit
-def _h_of_row(h, splits, MAX_SPLITS: tl.constexpr, TAIL: tl.constexpr):
-    """h [16] of one row; without TAIL the sum of its splits."""
-    rank = tl.arange(0, 16)
-    if TAIL:
-        sums = tl.load(h + rank).to(tl.float32)
-    else:
-        split = tl.arange(0, MAX_SPLITS)[:, None]
-        sums = tl.sum(tl.load(h + split * 16 + rank[None, :], mask=split < splits, other=0.0), 0)
-    return sums
+def _h_of_row(h, splits, MAX_SPLITS: tl.constexpr):
+    """h [16] of one row: the sum of its splits."""
+    rank = tl.arange(0, 16)[None, :]
+    split = tl.arange(0, MAX_SPLITS)[:, None]
+    return tl.sum(tl.load(h + split * 16 + rank, mask=split < splits, other=0.0), 0)
 
 
 @triton.jit
-def _h_of_tile(h, h_stride, num_rows, splits, TILE_M: tl.constexpr, TAIL: tl.constexpr):
+def _h_of_tile(h, h_stride, num_rows, splits, TILE_M: tl.constexpr):
     """h [TILE_M, 16] of a tile of rows."""
     row = tl.arange(0, TILE_M)[:, None]
     source = h + row * h_stride + tl.arange(0, 16)[None, :]
-    if TAIL:
-        sums = tl.load(source, mask=row < num_rows, other=0.0).to(tl.float32)
-    else:
-        sums = tl.zeros((TILE_M, 16), tl.float32)
-        for first in tl.range(0, splits, 16, num_stages=1):
-            for split in tl.static_range(16):
-                mask = row < tl.where(first + split < splits, num_rows, 0)
-                sums += tl.load(source + (first + split) * 16, mask=mask, other=0.0)
+    sums = tl.zeros((TILE_M, 16), tl.float32)
+    for first in tl.range(0, splits, 16, num_stages=1):
+        for split in tl.static_range(16):
+            mask = row < tl.where(first + split < splits, num_rows, 0)
+            sums += tl.load(source + (first + split) * 16, mask=mask, other=0.0)
     return sums
 
 
@@ -112,40 +105,39 @@ def _load_expand(  # noqa: PLR0913
 
 @triton.jit
 def _expand_row(  # noqa: PLR0913
-    b, h, h_step, y, at, weight, splits, pool, records, more, num_more, first, width, written,
-    MAX_SPLITS: tl.constexpr, ROW_N: tl.constexpr, TAIL: tl.constexpr,
+    b, h, h_stride, y, at, weight, splits, pool, records, more, num_more, first, width, written,
+    MAX_SPLITS: tl.constexpr, ROW_N: tl.constexpr,
 ):  # fmt: skip
     column = first + tl.arange(0, ROW_N)
     values = tl.load(y + column, mask=column < written, other=0.0).to(tl.float32)
-    sums = _h_of_row(h + at.to(tl.int64) * h_step, splits, MAX_SPLITS, TAIL) * weight
+    sums = _h_of_row(h + at.to(tl.int64) * h_stride, splits, MAX_SPLITS) * weight
     # Rounded as the matrix units do it: a row alone and a row in a tile get the same h.
     values += tl.sum(b.to(tl.float32) * sums.to(b.dtype).to(tl.float32)[:, None], axis=0)
     for index in tl.range(num_more, num_stages=1):
         address, ranks, more_at, more_weight = _load_more(records, more + index)
         more_b = load_group(pool, address, ranks, first, width, ROW_N)
-        sums = _h_of_row(h + more_at.to(tl.int64) * h_step, splits, MAX_SPLITS, TAIL) * more_weight
+        sums = _h_of_row(h + more_at.to(tl.int64) * h_stride, splits, MAX_SPLITS) * more_weight
         values += tl.sum(more_b.to(tl.float32) * sums.to(b.dtype).to(tl.float32)[:, None], axis=0)
     tl.store(y + column, values.to(y.dtype.element_ty), mask=column < written)
 
 
 @triton.jit
 def _expand_tile(  # noqa: PLR0913
-    b, h, h_step, h_stride, y, y_stride, at, weight, num_rows, splits, pool, records, more,
+    b, h, h_stride, y, y_stride, at, weight, num_rows, splits, pool, records, more,
     num_more, first, width, written, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    TAIL: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, TILE_M)[:, None]
     column = first + tl.arange(0, TILE_N)[None, :]
     target = y + row * y_stride + column
     mask = (row < num_rows) & (column < written)
     values = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    sums = _h_of_tile(h + at.to(tl.int64) * h_step, h_stride, num_rows, splits, TILE_M, TAIL)
+    sums = _h_of_tile(h + at.to(tl.int64) * h_stride, h_stride, num_rows, splits, TILE_M)
     values = tl.dot((sums * weight).to(b.dtype), b, values, input_precision="ieee")
     for index in tl.range(num_more, num_stages=1):
         address, ranks, more_at, more_weight = _load_more(records, more + index)
         more_b = load_group(pool, address, ranks, first, width, TILE_N)
-        more_h = h + more_at.to(tl.int64) * h_step
-        sums = _h_of_tile(more_h, h_stride, num_rows, splits, TILE_M, TAIL) * more_weight
+        more_h = h + more_at.to(tl.int64) * h_stride
+        sums = _h_of_tile(more_h, h_stride, num_rows, splits, TILE_M) * more_weight
         values = tl.dot(sums.to(b.dtype), more_b, values, input_precision="ieee")
     tl.store(target, values.to(y.dtype.element_ty), mask=mask)
 
@@ -155,32 +147,25 @@ def _expand(  # noqa: PLR0913
     is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more, slice_index,
     first, width, pool, records, partials, y, y_stride, width0, width1, width2,
     splits, MAX_SPLITS: tl.constexpr, TILE_M: tl.constexpr,
-    ROW_N: tl.constexpr, TILE_N: tl.constexpr, TAIL: tl.constexpr,
+    ROW_N: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     out_start = tl.where(slice_index > 0, width0, 0) + tl.where(slice_index > 1, width1, 0)
     rows = y + row_start.to(tl.int64) * y_stride
-    if TAIL:
-        num_slices = 1 + (width1 > 0).to(tl.int32) + (width2 > 0).to(tl.int32)
-        h = rows + width0 + width1 + width2 + slice_index * 16
-        h_step = num_slices * 16
-        h_stride = y_stride
-    else:
-        h = partials + slice_index * (MAX_SPLITS * 16)
-        h_step = 3 * MAX_SPLITS * 16
-        h_stride = 3 * MAX_SPLITS * 16
+    h = partials + slice_index * (MAX_SPLITS * 16)
+    h_stride = 3 * MAX_SPLITS * 16
     # Nothing, where the adapter leaves this layer alone.
     written = tl.where((shape & 255) + num_more > 0, width, 0)
     of_slice = records + slice_index * 8
     if is_row:
         _expand_row(
-            b_row, h, h_step, rows + out_start, at, weight, splits, pool, of_slice, more,
-            num_more, first, width, written, MAX_SPLITS, ROW_N, TAIL,
+            b_row, h, h_stride, rows + out_start, at, weight, splits, pool, of_slice, more,
+            num_more, first, width, written, MAX_SPLITS, ROW_N,
         )  # fmt: skip
     else:
         _expand_tile(
-            b_tile, h, h_step, h_stride, rows + out_start, y_stride, at, weight, shape >> 16,
+            b_tile, h, h_stride, rows + out_start, y_stride, at, weight, shape >> 16,
             splits, pool, of_slice, more, num_more, first, width, written,
-            TILE_M, TILE_N, TAIL,
+            TILE_M, TILE_N,
         )  # fmt: skip
 
 
@@ -201,7 +186,6 @@ def expand_kernel(  # noqa: PLR0913
     TILE_M: tl.constexpr,
     ROW_N: tl.constexpr,
     TILE_N: tl.constexpr,
-    TAIL: tl.constexpr,
     LOOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -231,7 +215,7 @@ def expand_kernel(  # noqa: PLR0913
                     is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more,
                     slice_index, first, width, pool, records, partials, y, y_stride,
                     width0, width1, width2, splits,
-                    MAX_SPLITS, TILE_M, ROW_N, TILE_N, TAIL,
+                    MAX_SPLITS, TILE_M, ROW_N, TILE_N,
                 )  # fmt: skip
             tile = _tile_of_turn(turn + 1)
             (
@@ -259,5 +243,5 @@ def expand_kernel(  # noqa: PLR0913
             _expand(
                 is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more, slice_index,
                 first, width, pool, records, partials, y, y_stride, width0, width1, width2,
-                splits, MAX_SPLITS, TILE_M, ROW_N, TILE_N, TAIL,
+                splits, MAX_SPLITS, TILE_M, ROW_N, TILE_N,
             )  # fmt: skip

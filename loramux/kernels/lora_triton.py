@@ -2,9 +2,10 @@
 
 For each site of each layer: the base's matrix product, then `shrink`, then `expand`. With use_pdl
 a kernel lets its successor start at once and, before it waits for its predecessor, reads its
-records and weights. So the product must be launched without PDL: then all that was written before
-it is complete (by `resolve`, by a copy of an adapter's pages), and a kernel behind an `expand` may
-read that much, and no more, before its own wait.
+records and weights. So the product must wait for all that was written before it, and only then let
+a successor start, as a launch without PDL and `begin_after_previous` do. Then that much (from
+`resolve`, from a copy of an adapter's pages) is complete when a `shrink` starts, and a kernel
+behind an `expand` may read it, and no more, before its own wait.
 """
 
 from __future__ import annotations
@@ -81,21 +82,7 @@ def expand(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -
 
     pool [pages, elements]   y [rows, out]
     """
-    _launch_expand(tables, pool, y, (layer, site), is_tail=False)
-
-
-def expand_tail(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -> None:
-    """As expand, with h in blocks of 16 columns of y behind its outputs, slice by slice.
-
-    H_START is a unit's block.   pool [pages, elements]   y [rows, out + tail]
-    """
-    _launch_expand(tables, pool, y, (layer, site), is_tail=True)
-
-
-def _launch_expand(
-    tables: LoraTables, pool: Tensor, y: Tensor, place: tuple[int, int], *, is_tail: bool
-) -> None:
-    cut, launch = tables.sites[place[1]], tables.launch
+    cut, launch = tables.sites[site], tables.launch
     widths = (*cut.shape.out_features, 0, 0)[:MAX_SLICES]
     row_tiles, tiles = (
         sum(triton.cdiv(width, block) for width in widths)
@@ -112,7 +99,7 @@ def _launch_expand(
         tables.work,
         tables.partials,
         y,
-        tables.record_start(*place),
+        tables.record_start(layer, site),
         y.stride(0),
         *widths,
         cut.num_splits,
@@ -120,7 +107,6 @@ def _launch_expand(
         TILE_M=tables.limits.tile_rows,
         ROW_N=launch.row_n,
         TILE_N=launch.tile_n,
-        TAIL=is_tail,
         LOOP=is_loop,
         PDL=launch.use_pdl,
         num_warps=launch.expand_warps,

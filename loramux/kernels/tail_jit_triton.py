@@ -11,10 +11,15 @@ from loramux.kernels.lora_shrink_triton import load_word
 
 
 @triton.jit
-def _load_b(pool, record, first, count, width, N: tl.constexpr):
-    """Columns first.. of a record's group [ranks, width], as [16, N]; `count` of them are there."""
-    address = load_word(record + 1).to(tl.int64) * 64
-    ranks = load_word(record + 2) & 255
+def _place_of_b(record):
+    """Of a record's group: where B begins in the pool, and how many ranks it has."""
+    return load_word(record + 1).to(tl.int64) * 64, load_word(record + 2) & 255
+
+
+@triton.jit
+def _load_b(pool, place, first, count, width, N: tl.constexpr):
+    """Columns first.. of a group [ranks, width], as [16, N]; `count` of them are there."""
+    address, ranks = place
     rank = tl.arange(0, 16)[:, None]
     column = tl.arange(0, N)[None, :]
     mask = (rank < ranks) & (column < count)
@@ -22,45 +27,52 @@ def _load_b(pool, record, first, count, width, N: tl.constexpr):
 
 
 @triton.jit
-def _times_h(b, h, h_stride, record, num_rows, ROWS: tl.constexpr):
-    """weight * h @ b: [ROWS, N] float32. h: of a tile's first row, at the record's slice."""
+def _load_h(tail, h_step, tail_stride, record, place, num_rows, dtype, ROWS: tl.constexpr):
+    """weight * h of a record's group: [ROWS, 16], for one row [16]; rounded as it is multiplied.
+
+    tail: of a tile's first row, at the slice   h_step: from a block of the tail to the next
+    """
     weight = load_word(record + 5).to(tl.float32, bitcast=True)
+    at = tail + load_word(record + 4) * h_step
     rank = tl.arange(0, 16)
+    # A row without an adapter has no block: whatever there is may be no number.
+    num_rows = tl.where(place[1] > 0, num_rows, 0)
     if ROWS == 1:
-        # Rounded as the matrix units do it: a row alone and a row in a tile get the same h.
-        sums = (tl.load(h + rank).to(tl.float32) * weight).to(b.dtype).to(tl.float32)
-        change = tl.sum(b.to(tl.float32) * sums[:, None], axis=0)[None, :]
+        h = tl.load(at + rank, mask=rank < num_rows * 16, other=0.0)
     else:
         row = tl.arange(0, ROWS)[:, None]
-        sums = tl.load(h + row * h_stride + rank[None, :], mask=row < num_rows, other=0.0)
-        sums = (sums.to(tl.float32) * weight).to(b.dtype)
-        change = tl.dot(sums, b, input_precision="ieee")
-    return change
+        h = tl.load(at + row * tail_stride + rank[None, :], mask=row < num_rows, other=0.0)
+    return (h.to(tl.float32) * weight).to(dtype)
+
+
+@triton.jit
+def _add_product(total, h, b, ROWS: tl.constexpr):
+    """total + h @ b: [ROWS, N] float32"""
+    if ROWS == 1:
+        total += tl.sum(b.to(tl.float32) * h.to(tl.float32)[:, None], axis=0)[None, :]
+    else:
+        total = tl.dot(h, b, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
 def _add_units(  # noqa: PLR0913
-    values, b, pool, records, unit, tail, tail_stride, h_step, num_rows, first, count, width,
+    values, h, b, pool, records, record, tail, tail_stride, h_step, num_rows, first, count, width,
     ROWS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """values [ROWS, N], in its own dtype, with all that a head and its followers add.
 
-    records, tail: at the slice   b: the head's   h_step: from a block of the tail to the next
+    records, tail: at the slice   record, h, b: the head's
     """
-    record = records + unit * 64
-    num_more = load_word(record + 7)
-    if (load_word(record + 2) & 255) + num_more > 0:
-        total = values.to(tl.float32)
-        h = tail + load_word(record + 4) * h_step
-        total += _times_h(b, h, tail_stride, record, num_rows, ROWS)
-        more = load_word(record + 6)
-        for index in tl.range(num_more, num_stages=1):
-            next_record = records + (more + index) * 64
-            next_b = _load_b(pool, next_record, first, count, width, N)
-            h = tail + load_word(next_record + 4) * h_step
-            total += _times_h(next_b, h, tail_stride, next_record, num_rows, ROWS)
-        values = total.to(values.dtype)
-    return values
+    total = _add_product(values.to(tl.float32), h, b, ROWS)
+    more = load_word(record + 6)
+    for unit in tl.range(more, more + load_word(record + 7), num_stages=1):
+        next_record = records + unit * 64
+        place = _place_of_b(next_record)
+        next_b = _load_b(pool, place, first, count, width, N)
+        next_h = _load_h(tail, h_step, tail_stride, next_record, place, num_rows, b.dtype, ROWS)
+        total = _add_product(total, next_h, next_b, ROWS)
+    return total.to(values.dtype)
 
 
 @triton.jit
@@ -103,14 +115,17 @@ def add_norm_kernel(  # noqa: PLR0913
     unit = load_word(work + row_map_start + row)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
-    b = _load_b(pool, records + unit * 64, 0, SIZE, SIZE, BLOCK)
+    record = records + unit * 64
+    place = _place_of_b(record)
+    b = _load_b(pool, place, 0, SIZE, SIZE, BLOCK)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     begin_after_previous(OVERLAP)
     y = y_ptr + row * y_stride
     at = row * SIZE + column
     total = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(y + column, mask=inside, other=0.0)[None, :]
-    x = _add_units(x, b, pool, records, unit, y + SIZE, 0, 16, 1, 0, SIZE, SIZE, 1, BLOCK)
+    h = _load_h(y + SIZE, 16, 0, record, place, 1, b.dtype, 1)
+    x = _add_units(x, h, b, pool, records, record, y + SIZE, 0, 16, 1, 0, SIZE, SIZE, 1, BLOCK)
     x = tl.reshape(x, (BLOCK,))
     _store_row(
         x, total, residual_ptr + at, out_ptr + at, weight, after_ptr, column, inside,
@@ -119,96 +134,43 @@ def add_norm_kernel(  # noqa: PLR0913
 
 
 @triton.jit
-def _load_ranks(pool, record, width, N: tl.constexpr):
-    """B of a record's group as 16 rows [N]: what is added rank by rank needs no other order."""
-    address = load_word(record + 1).to(tl.int64) * 64
-    ranks = load_word(record + 2) & 255
-    column = tl.arange(0, N)
-    rows = ()
-    for rank in tl.static_range(16):
-        mask = column < tl.where(ranks > rank, width, 0)
-        row = tl.load(pool + address + rank * width + column, mask=mask, other=0.0)
-        rows = rows + (row,)  # type: ignore[assignment]
-    return rows
-
-
-@triton.jit
-def _add_ranks(totals, b, h, h_stride, record, num_rows, ROWS: tl.constexpr):
-    """totals + weight * h @ b, row by row: h is read as one number, which all columns share.
-
-    totals: ROWS of [N] float32   b: of _load_ranks   h: of the first row
-    """
-    weight = load_word(record + 5).to(tl.float32, bitcast=True)
-    added = ()
-    for row in tl.static_range(ROWS):
-        total = totals[row]
-        for rank in tl.static_range(16):
-            factor = tl.load(h + row * h_stride + rank, mask=row < num_rows, other=0.0)
-            # Rounded as in _times_h.
-            factor = (factor.to(tl.float32) * weight).to(b[rank].dtype).to(tl.float32)
-            total += factor * b[rank].to(tl.float32)
-        added = added + (total,)  # type: ignore[assignment]
-    return added
-
-
-@triton.jit
-def add_norm_rows_kernel(  # noqa: PLR0913
+def expand_kernel(  # noqa: PLR0913
     y_ptr,
-    residual_ptr,
-    weight_ptr,
-    after_ptr,
-    out_ptr,
     pool,
     records,
     work,
     record_start,
     y_stride,
-    eps,
-    after_eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A program has ROWS rows of a tile, which share what is read of B."""
+    """y with its adapters, in place; what they do not change is not touched."""
     begin = tl.program_id(0)
-    first = tl.program_id(1) * ROWS
     records += record_start
-    column = tl.arange(0, BLOCK)
-    weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0)
+    first = tl.program_id(1) * BLOCK
+    count = SIZE - first
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
     for tile in tl.range(begin, load_word(work + 2), tl.num_programs(0), num_stages=1):
         record = records + tile * 64
-        num_rows = (load_word(record + 2) >> 16) - first
-        num_more = load_word(record + 7)
+        place = _place_of_b(record)
+        b = _load_b(pool, place, first, count, SIZE, BLOCK)
+        shape = load_word(record + 2)
+        num_rows = tl.where((shape & 255) + load_word(record + 7) > 0, shape >> 16, 0)
+        y = y_ptr + load_word(record + 3).to(tl.int64) * y_stride
         if tile == begin:
             begin_after_previous(OVERLAP)
-        if num_rows > 0:
-            start = load_word(record + 3).to(tl.int64) + first
-            y = y_ptr + start * y_stride
-            rows = ()
-            for row in tl.static_range(ROWS):
-                inside = column < tl.where(row < num_rows, SIZE, 0)
-                x = tl.load(y + row * y_stride + column, mask=inside, other=0.0)
-                rows = rows + (x.to(tl.float32),)  # type: ignore[assignment]
-            if (load_word(record + 2) & 255) + num_more > 0:
-                h = y + SIZE + load_word(record + 4) * 16
-                b = _load_ranks(pool, record, SIZE, BLOCK)
-                rows = _add_ranks(rows, b, h, y_stride, record, num_rows, ROWS)
-                more = load_word(record + 6)
-                for index in tl.range(num_more, num_stages=1):
-                    next_record = records + (more + index) * 64
-                    next_b = _load_ranks(pool, next_record, SIZE, BLOCK)
-                    h = y + SIZE + load_word(next_record + 4) * 16
-                    rows = _add_ranks(rows, next_b, h, y_stride, next_record, num_rows, ROWS)
-            for row in tl.static_range(ROWS):
-                inside = column < tl.where(row < num_rows, SIZE, 0)
-                at = (start + row) * SIZE + column
-                total = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-                x = rows[row].to(y_ptr.dtype.element_ty)
-                _store_row(
-                    x, total, residual_ptr + at, out_ptr + at, weight, after_ptr, column, inside,
-                    eps, after_eps, SIZE,
-                )  # fmt: skip
+        inside = (row < num_rows) & (column < count)
+        at = y + row * y_stride + first + column
+        values = tl.load(at, mask=inside, other=0.0)
+        h = _load_h(y + SIZE, 16, y_stride, record, place, num_rows, b.dtype, ROWS)
+        values = _add_units(
+            values, h, b, pool, records, record, y + SIZE, y_stride, 16, num_rows, first, count,
+            SIZE, ROWS, BLOCK,
+        )  # fmt: skip
+        tl.store(at, values, mask=inside)
 
 
 @triton.jit
@@ -237,8 +199,10 @@ def activate_mul_kernel(  # noqa: PLR0913
         num_tiles = load_word(work + 2)
     for tile in tl.range(begin, num_tiles, tl.num_programs(0), num_stages=1):
         record = records + tile * 64
-        b_gate = _load_b(pool, record, first, count, INNER, BLOCK)
-        b_up = _load_b(pool, record + 8, first, count, INNER, BLOCK)
+        of_gate = _place_of_b(record)
+        of_up = _place_of_b(record + 8)
+        b_gate = _load_b(pool, of_gate, first, count, INNER, BLOCK)
+        b_up = _load_b(pool, of_up, first, count, INNER, BLOCK)
         num_rows = load_word(record + 2) >> 16
         row_start = load_word(record + 3).to(tl.int64)
         if tile == begin:
@@ -249,13 +213,15 @@ def activate_mul_kernel(  # noqa: PLR0913
         at = y + row * y_stride + first + column
         gate = tl.load(at, mask=inside, other=0.0)
         up = tl.load(at + INNER, mask=inside, other=0.0)
+        h_gate = _load_h(tail, 32, y_stride, record, of_gate, num_rows, b_gate.dtype, ROWS)
+        h_up = _load_h(tail + 16, 32, y_stride, record + 8, of_up, num_rows, b_up.dtype, ROWS)
         gate = _add_units(
-            gate, b_gate, pool, records, tile, tail, y_stride, 32, num_rows, first, count, INNER,
-            ROWS, BLOCK,
+            gate, h_gate, b_gate, pool, records, record, tail, y_stride, 32, num_rows, first,
+            count, INNER, ROWS, BLOCK,
         )  # fmt: skip
         up = _add_units(
-            up, b_up, pool, records + 8, tile, tail + 16, y_stride, 32, num_rows, first, count,
-            INNER, ROWS, BLOCK,
+            up, h_up, b_up, pool, records + 8, record + 8, tail + 16, y_stride, 32, num_rows,
+            first, count, INNER, ROWS, BLOCK,
         )  # fmt: skip
         mixed = activate(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
         out = out_ptr + (row_start + row) * INNER + first + column
@@ -306,8 +272,9 @@ def rotate_write_kernel(  # noqa: PLR0913
         num_tiles = load_word(work + 2)
     for tile in tl.range(begin, num_tiles, tl.num_programs(0), num_stages=1):
         record = records + tile * 64
-        b_low = _load_b(pool, record, first, MIDDLE, width, HALF)
-        b_high = _load_b(pool, record, first + MIDDLE, MIDDLE, width, HALF)
+        of_b = _place_of_b(record)
+        b_low = _load_b(pool, of_b, first, MIDDLE, width, HALF)
+        b_high = _load_b(pool, of_b, first + MIDDLE, MIDDLE, width, HALF)
         num_rows = load_word(record + 2) >> 16
         row_start = load_word(record + 3).to(tl.int64)
         inside = (row < num_rows) & (dim < MIDDLE)
@@ -320,12 +287,13 @@ def rotate_write_kernel(  # noqa: PLR0913
         at = y + row * y_stride + head * HEAD_DIM + dim
         low = tl.load(at, mask=inside, other=0.0)
         high = tl.load(at + MIDDLE, mask=inside, other=0.0)
+        h = _load_h(tail, 48, y_stride, record, of_b, num_rows, b_low.dtype, ROWS)
         low = _add_units(
-            low, b_low, pool, records, tile, tail, y_stride, 48, num_rows, first, MIDDLE, width,
-            ROWS, HALF,
+            low, h, b_low, pool, records, record, tail, y_stride, 48, num_rows, first, MIDDLE,
+            width, ROWS, HALF,
         )  # fmt: skip
         high = _add_units(
-            high, b_high, pool, records, tile, tail, y_stride, 48, num_rows, first + MIDDLE,
+            high, h, b_high, pool, records, record, tail, y_stride, 48, num_rows, first + MIDDLE,
             MIDDLE, width, ROWS, HALF,
         )  # fmt: skip
         if not is_value:

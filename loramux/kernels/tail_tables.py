@@ -19,7 +19,7 @@ from loramux.kernels.lora_tables import LoraTables, SiteCut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailLaunch:
-    """Which kernels add h @ B to what they read of y; the others have a launch of their own."""
+    """How kernels that run anyway add h @ B to what they read of y."""
 
     tile_rows: int
     """Rows of one adapter that are computed together: 1, or as many as a tile has."""
@@ -27,26 +27,18 @@ class TailLaunch:
     """Blocks that the product computes, from the first on: few where bytes or sums are dear."""
     narrow_blocks: int | None = None
     """The same for steps whose adapters need no more; None: there is no such difference."""
-    folds_rotate: bool = True
-    folds_activate: bool = True
     folds_norm: bool = True
+    """Without it o and down have a launch of their own, for tiles alone."""
     rotate_warps: int = 1
     activate_n: int = 512
     """Outputs of a program."""
     activate_warps: int = 2
     norm_warps: int = 16
-    norm_rows: int = 1
-    """Rows of a tile that a program adds and norms: B is read once for them."""
-    norm_registers: int | None = None
-    """With several: of a thread, at most; None: what the compiler takes."""
+    expand_n: int = 64
+    expand_warps: int = 2
 
     def __post_init__(self) -> None:
-        assert self.tile_rows % self.norm_rows == 0, "a program's rows are of one tile"
-
-    @property
-    def names_all_rows(self) -> bool:
-        """Does the work list have a unit for base rows too?"""
-        return self.folds_rotate or self.folds_activate or self.folds_norm
+        assert self.folds_norm or self.tile_rows > 1, "a row alone is added where it is normed"
 
 
 # On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_tail.py.
@@ -56,16 +48,13 @@ _SOME_ROWS = TailLaunch(
     tile_rows=16, narrow_blocks=8, rotate_warps=4, activate_n=128, activate_warps=4
 )
 _MANY_ROWS = replace(_SOME_ROWS, max_blocks=8, narrow_blocks=None, folds_norm=False)
-# Norms two by two, and two such programs on a multiprocessor.
-_MOST_ROWS = replace(_MANY_ROWS, folds_norm=True, norm_rows=2, norm_registers=64)
-SEPARATE = TailLaunch(tile_rows=16, folds_rotate=False, folds_activate=False, folds_norm=False)
 # The most rows of each.
-_LAUNCHES = ((4, _LEAST_ROWS), (16, _FEW_ROWS), (192, _SOME_ROWS), (384, _MANY_ROWS))
+_LAUNCHES = ((4, _LEAST_ROWS), (16, _FEW_ROWS), (192, _SOME_ROWS))
 
 
 def tail_launch(num_rows: int) -> TailLaunch:
     """For steps of up to num_rows rows."""
-    return next((launch for most, launch in _LAUNCHES if num_rows <= most), _MOST_ROWS)
+    return next((launch for most, launch in _LAUNCHES if num_rows <= most), _MANY_ROWS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,11 @@ def add_norm(y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: 
     return fused_torch.add_norm(_expanded(y, lora), residual, norm, after)
 
 
+def expand(y: Tensor, lora: TailSite) -> None:
+    """y with its adapters, in place; for a site of one projection. y [rows, outputs + tail]"""
+    _expanded(y, lora)
+
+
 def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: TailSite) -> Tensor:
     """fused's rotate_write of y with its adapters. y [rows, outputs + tail]"""
     return fused_torch.rotate_write(_expanded(y, lora), rotation, target)

@@ -5,8 +5,6 @@ y is rounded once before it is used, as it would be if it had been stored betwee
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +15,7 @@ from loramux.kernels.launch_triton import overlap_options
 from loramux.kernels.tail_jit_triton import (
     activate_mul_kernel,
     add_norm_kernel,
-    add_norm_rows_kernel,
+    expand_kernel,
     rotate_write_kernel,
 )
 from loramux.kernels.tail_tables import TailSite, TailStore
@@ -63,25 +61,36 @@ def add_norm(y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: 
     num_rows, size = residual.shape
     out = torch.empty_like(residual)
     launch, tables = lora.launch, lora.tables
-    shared = (
+    add_norm_kernel[(num_rows,)](
         *(y, residual, norm.weight, None if after is None else after.weight, out),
         *(lora.pool, tables.records, tables.work, lora.record_start, y.stride(0)),
-        *(norm.eps, norm.eps if after is None else after.eps),
-    )
-    options: dict[str, Any] = {
-        "SIZE": size,
-        "BLOCK": triton.next_power_of_2(size),
-        "num_warps": launch.norm_warps,
+        *(norm.eps, norm.eps if after is None else after.eps, tables.limits.row_map_start),
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=launch.norm_warps,
         **overlap_options(y.device.type),
-    }
-    if launch.norm_rows == 1:
-        add_norm_kernel[(num_rows,)](*shared, tables.limits.row_map_start, **options)
-        return out
-    if launch.norm_registers is not None:
-        options["maxnreg"] = launch.norm_registers
-    grid = (lora.max_tiles(num_rows), launch.tile_rows // launch.norm_rows)
-    add_norm_rows_kernel[grid](*shared, ROWS=launch.norm_rows, **options)
+    )
     return out
+
+
+def expand(y: Tensor, lora: TailSite) -> None:
+    """y with its adapters, in place; for a site of one projection. y [rows, outputs + tail]"""
+    num_rows, size = y.shape[0], lora.num_outputs
+    launch, tables = lora.launch, lora.tables
+    block = max(_MIN_DOT, min(launch.expand_n, triton.next_power_of_2(size)))
+    expand_kernel[(lora.max_tiles(num_rows), triton.cdiv(size, block))](
+        y,
+        lora.pool,
+        tables.records,
+        tables.work,
+        lora.record_start,
+        y.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        ROWS=launch.tile_rows,
+        num_warps=launch.expand_warps,
+        **overlap_options(y.device.type),
+    )
 
 
 def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: TailSite) -> Tensor:

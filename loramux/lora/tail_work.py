@@ -93,8 +93,7 @@ class TailWork:
             build_work(tiles, directory.groups, limits, out, self._tail.blocks)
         except WorkListFull:
             return None
-        if launch.names_all_rows:
-            map_rows(limits, out)
+        map_rows(limits, out)
         return width
 
     def _place(self, slots: Collection[int], num_rows: int) -> TailWidth | None:
@@ -123,8 +122,9 @@ class TailWork:
     def _tables(self, launch: TailLaunch) -> LoraTables:
         """Where every row is in a tile, a row alone is a tile too."""
         tables = self._work.tables
-        if launch.names_all_rows and launch.tile_rows > 1:
-            return replace(tables, limits=replace(tables.limits, has_row_units=False))
+        if launch.tile_rows > 1:
+            limits = replace(tables.limits, has_row_units=False, tile_rows=launch.tile_rows)
+            return replace(tables, limits=limits)
         return tables
 
 
@@ -161,17 +161,11 @@ class TailStep:
         num_slices = len(self._tables.sites[site].shape.out_features)
         return self.launch.max_blocks * num_slices * GROUP_RANKS
 
-    def expand(self, y: Tensor, layer: int, site: int) -> None:
-        """y [rows, outputs + tail]: where no kernel behind the product does it."""
-        kernels: Any = self._work.kernels
-        kernels.expand_tail(self._tables, self._work.pool, y, layer, site)
-
 
 def _tiles(
     slots: Sequence[tuple[tuple[int, float], ...]], lengths: Sequence[int], launch: TailLaunch
 ) -> RowTiles:
-    all_rows = launch.names_all_rows
     if all(len(pairs) == 0 or (len(pairs) == 1 and pairs[0][1] == 1.0) for pairs in slots):
         single = np.array([pairs[0][0] if pairs else BASE for pairs in slots], dtype=np.int32)
-        return plain_tiles(np.repeat(single, lengths), launch.tile_rows, keeps_base=all_rows)
-    return gather_tiles(slots, lengths, launch.tile_rows, keeps_base=all_rows)
+        return plain_tiles(np.repeat(single, lengths), launch.tile_rows, keeps_base=True)
+    return gather_tiles(slots, lengths, launch.tile_rows, keeps_base=True)

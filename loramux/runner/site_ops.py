@@ -93,14 +93,14 @@ class TailOps:
             return self.products.linear(x, linear.weight, linear.bias)
         assert isinstance(linear, TailLinear), "a linear layer has no tail"
         y = self.products.linear(x, *linear.with_tail(self.lora.num_tail_rows(place[1])))
-        if self._is_folded(place):
+        if self._is_added_later(place[1]):
             return y
-        self.lora.expand(y, *place)
+        self.tail.expand(y, self.lora.at(*place))
         return y[:, : linear.out_features]
 
     def rotate_write(self, y: Tensor, rotation: Rotation, target: KVTarget, place: Place) -> Tensor:
         q: Tensor
-        if self._is_folded(place):
+        if self._is_added_later(place[1]):
             q = self.tail.rotate_write(y, rotation, target, self.lora.at(*place))
         else:
             q = self.fused.rotate_write(y, rotation, target)
@@ -108,7 +108,7 @@ class TailOps:
 
     def activate_mul(self, y: Tensor, activation: str, place: Place) -> Tensor:
         mixed: Tensor
-        if self._is_folded(place):
+        if self._is_added_later(place[1]):
             mixed = self.tail.activate_mul(y, activation, self.lora.at(*place))
         else:
             mixed = self.fused.activate_mul(y, activation)
@@ -118,16 +118,12 @@ class TailOps:
         self, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, place: Place
     ) -> Tensor:
         normed: Tensor
-        if self._is_folded(place):
+        if self._is_added_later(place[1]):
             normed = self.tail.add_norm(y, residual, norm, after, self.lora.at(*place))
         else:
             normed = self.fused.add_norm(y, residual, norm, after)
         return normed
 
-    def _is_folded(self, place: Place) -> bool:
-        launch, site = self.lora.launch, place[1]
-        if not self.lora.covers(site):
-            return False
-        if site == QKV:
-            return launch.folds_rotate
-        return launch.folds_activate if site == GATE_UP else launch.folds_norm
+    def _is_added_later(self, site: int) -> bool:
+        """By the operation behind the product."""
+        return self.lora.covers(site) and (self.lora.launch.folds_norm or site in (QKV, GATE_UP))

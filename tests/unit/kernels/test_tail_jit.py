@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
 from loramux.kernels import fused_torch, tail_torch, tail_triton  # noqa: E402
-from loramux.kernels.fused_torch import Norm  # noqa: E402
 from loramux.kernels.tail_tables import TailSite  # noqa: E402
 from tests.lora_factory import SITES, Selection, random_rows  # noqa: E402
 from tests.tail_factory import TILE, make_tail_world  # noqa: E402
@@ -30,19 +27,15 @@ def test_more_tiles_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_more_tiles_than_programs_that_norm_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above, with tiles of which not every program has rows."""
-    launch = replace(TILE, norm_rows=2)
+def test_more_tiles_than_programs_that_expand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, with a base row between them."""
     world = make_tail_world([{"o_proj": 2}] * 2, tail_torch)
-    rows: list[Selection] = [((slot, 1.0),) for slot in (0, 1, 1, 1, 0, 0, 1)]
-    world.step(rows, launch)
+    rows: list[Selection] = [((0, 1.0),), ((1, 1.0),), (), ((1, 1.0),), ((0, 1.0),)]
+    world.step(rows, TILE)
     monkeypatch.setattr(TailSite, "max_tiles", lambda *_: 2)
     x, _ = random_rows(len(rows), O_PROJ)
-    size = sum(SITES[O_PROJ].out_features)
-    residual, known = torch.ones(2, len(rows), size).unbind()
-    norm = Norm(torch.randn(size), 1e-5)
     y = world.product(x, 1, O_PROJ)
-    actual = tail_triton.add_norm(y, residual, norm, None, world.at(1, O_PROJ, launch))
-    expected = fused_torch.add_norm(world.expected(x, rows, 1, O_PROJ), known, norm, None)
+    tail_triton.expand(y, world.at(1, O_PROJ, TILE))
+    expected = world.expected(x, rows, 1, O_PROJ)
+    actual = y[:, : sum(SITES[O_PROJ].out_features)]
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(residual, known, atol=1e-4, rtol=1e-4)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loramux.kernels.tail_tables import SEPARATE, TailSite, make_store, tail_launch
+from loramux.kernels.tail_tables import TailSite, make_store, tail_launch
 from tests.lora_factory import make_world
 from tests.tail_factory import ROW, TILE
 
@@ -16,16 +16,10 @@ def test_every_size_of_batch_has_a_launch_that_its_kernels_can_run() -> None:
     assert all(tail_launch(size).max_blocks >= min(size, 8) for size in range(1, 300))
 
 
-def test_rows_that_are_normed_together_are_of_one_tile() -> None:
-    with pytest.raises(AssertionError, match="of one tile"):
-        replace(ROW, norm_rows=2)
-    assert replace(TILE, norm_rows=16).norm_rows == 16
-
-
-def test_a_list_names_base_rows_when_any_kernel_goes_by_it() -> None:
-    assert not SEPARATE.names_all_rows
-    assert replace(SEPARATE, folds_norm=True).names_all_rows
-    assert replace(SEPARATE, folds_rotate=True).names_all_rows
+def test_only_tiles_have_a_launch_of_their_own_before_a_norm() -> None:
+    with pytest.raises(AssertionError, match="a row alone"):
+        replace(ROW, folds_norm=False)
+    assert not replace(TILE, folds_norm=False).folds_norm
 
 
 def test_programs_are_as_many_as_rows_or_as_tiles_usually_are() -> None:

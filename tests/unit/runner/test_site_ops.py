@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loramux.kernels import fused_torch
-from loramux.kernels.tail_tables import SEPARATE, TailLaunch
+from loramux.kernels.tail_tables import TailLaunch
 from loramux.lora.graph_work import LoraKind
 from loramux.models.layers import Linear
 from loramux.runner.device_runner import DeviceLimits, DeviceRunner
@@ -57,7 +57,7 @@ def kinds_of(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> list[Lora
 @pytest.mark.parametrize(
     ("family", "launch"),
     [("llama", ROW), ("qwen2", TILE), ("gemma3", replace(TILE, folds_norm=False))]
-    + [("gemma3", ROW), ("llama", SEPARATE)],
+    + [("gemma3", ROW), ("llama", replace(TILE, folds_norm=False))],
 )
 def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
     family: str, launch: TailLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -91,7 +91,7 @@ def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
 
 
 @pytest.mark.parametrize(
-    "launch", [ROW, TILE, replace(TILE, norm_rows=4)], ids=["rows", "tiles", "fours"]
+    "launch", [ROW, TILE, replace(TILE, folds_norm=False)], ids=["rows", "tiles", "apart"]
 )
 def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     launch: TailLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
