@@ -169,7 +169,7 @@ def compare(expected: dict[str, list[int]], found: dict[str, list[int]], name: s
 
 def check_tokens(folders: Sequence[Path], count: int = 200) -> None:
     # Products of few rows too, which float32 leaves to torch else.
-    products.OWN_DTYPES.add(torch.float32)
+    products.FEW_ROWS_DTYPES.add(torch.float32)
     reference = random_engine(folders, "float32", reference=True)
     expected = answer_all(reference, count, "reference")
     # Nothing is cached, so that the second time computes as much as the first.

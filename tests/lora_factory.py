@@ -55,15 +55,12 @@ class LoraWorld:
     tables: LoraTables
     weights: list[dict[tuple[int, str], tuple[Tensor, Tensor]]]
 
-    def plan(
-        self, rows: Sequence[Selection], *, tail_blocks: Sequence[Sequence[int]] | None = None
-    ) -> None:
+    def plan(self, rows: Sequence[Selection]) -> None:
         """The step's work, in the tables; rows[i] is what row i selects."""
         limits = self.tables.limits
         host = np.zeros(limits.num_words, dtype=np.int32)
         tiles = gather_tiles(rows, [1] * len(rows), limits.tile_rows)
-        blocks = None if tail_blocks is None else np.array(tail_blocks, dtype=np.int32)
-        used = build_work(tiles, self.index, limits, host, blocks)
+        used = build_work(tiles, self.index, limits, host)
         self.tables.work[:used].copy_(torch.from_numpy(host[:used]))
         lora_grouped_torch.resolve(self.tables, self.directory, self.slots)
 

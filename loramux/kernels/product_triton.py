@@ -16,35 +16,23 @@ from loramux.kernels.launch_triton import begin_after_previous, overlap_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowsLaunch:
-    """Rows one by one, on vector units."""
-
+class ProductLaunch:
     most_rows: int
-    block_n: int
-    block_k: int
-    warps: int = 4
+    num_outputs: int
+    """Of a program."""
+    num_inputs: int
+    """That a program reads at once."""
+    num_stages: int | None = None
+    """Reads under way in tiles, on matrix units; None: rows one by one, on vector units."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TileLaunch:
-    """All rows in a tile, on matrix units."""
-
-    most_rows: int
-    block_n: int
-    block_k: int
-    stages: int
-    warps: int = 4
-
-
-Launch = RowsLaunch | TileLaunch
 
 # On an H200, Llama-3.1-8B shapes, in a row of layers without attention: 107, 112, 120 and 125 us a
 # layer, where a library's products take 125, 129, 130 and 132. With 64 rows those are faster.
-LAUNCHES: tuple[Launch, ...] = (
-    RowsLaunch(most_rows=1, block_n=4, block_k=2048),
-    RowsLaunch(most_rows=2, block_n=4, block_k=1024),
-    TileLaunch(most_rows=16, block_n=64, block_k=128, stages=7),
-    TileLaunch(most_rows=32, block_n=64, block_k=128, stages=7),
+LAUNCHES = (
+    ProductLaunch(most_rows=1, num_outputs=4, num_inputs=2048),
+    ProductLaunch(most_rows=2, num_outputs=4, num_inputs=1024),
+    ProductLaunch(most_rows=16, num_outputs=64, num_inputs=128, num_stages=7),
+    ProductLaunch(most_rows=32, num_outputs=64, num_inputs=128, num_stages=7),
 )
 MOST_ROWS = LAUNCHES[-1].most_rows
 SHARED_BYTES = 176 * 1024
@@ -59,24 +47,33 @@ def product(x: Tensor, weight: Tensor, y: Tensor) -> None:
     num_rows, num_inputs = x.shape
     num_outputs = len(weight)
     launch = next(launch for launch in LAUNCHES if num_rows <= launch.most_rows)
-    grid = (triton.cdiv(num_outputs, launch.block_n),)
+    most_inputs = launch.num_inputs * 2 // x.itemsize  # The same bytes in float32.
+    grid = (triton.cdiv(num_outputs, launch.num_outputs),)
     options = {
         "INPUTS": num_inputs,
-        "N": launch.block_n,
-        # As many bytes of each element size.
-        "K": min(launch.block_k * 2 // x.itemsize, max(16, triton.next_power_of_2(num_inputs))),
-        "num_warps": launch.warps,
+        "N": launch.num_outputs,
+        "K": min(most_inputs, max(16, triton.next_power_of_2(num_inputs))),
+        "num_warps": 4,
         **overlap_options(x.device.type),
     }
-    if isinstance(launch, RowsLaunch):
+    if launch.num_stages is None:
         rows_kernel[grid](x, weight, y, num_outputs, ROWS=num_rows, **options)
         return
     tile_kernel[grid](
         *(x, weight, y, num_rows, num_outputs),
         ROWS=launch.most_rows,
-        STAGES=launch.stages,
+        STAGES=launch.num_stages,
         **options,
     )
+
+
+@triton.jit
+def _locate(weight_ptr, num_outputs, INPUTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """This program's outputs [N], and the first of their weights [N, K]."""
+    output = tl.program_id(0) * N + tl.arange(0, N)
+    # Beyond the last output it is read again, and not stored.
+    at = weight_ptr + tl.minimum(output, num_outputs - 1).to(tl.int64)[:, None] * INPUTS
+    return output, at + tl.arange(0, K)[None, :]
 
 
 @triton.jit
@@ -115,10 +112,7 @@ def rows_kernel(  # noqa: PLR0913
     OVERLAP: tl.constexpr,
 ):
     IS_WHOLE: tl.constexpr = INPUTS % K == 0
-    output = tl.program_id(0) * N + tl.arange(0, N)
-    # Beyond the last output it is read again, and not stored.
-    at = weight_ptr + tl.minimum(output, num_outputs - 1).to(tl.int64)[:, None] * INPUTS
-    at += tl.arange(0, K)[None, :]
+    output, at = _locate(weight_ptr, num_outputs, INPUTS, N, K)
     weights = _load(at, INPUTS, K, IS_WHOLE)
     begin_after_previous(OVERLAP)
     sums = ()
@@ -154,17 +148,15 @@ def tile_kernel(  # noqa: PLR0913
     OVERLAP: tl.constexpr,
 ):
     IS_WHOLE: tl.constexpr = INPUTS % K == 0
-    output = tl.program_id(0) * N + tl.arange(0, N)
+    output, at = _locate(weight_ptr, num_outputs, INPUTS, N, K)
     row = tl.arange(0, ROWS)
     k = tl.arange(0, K)
-    weights_at = weight_ptr + tl.minimum(output, num_outputs - 1).to(tl.int64)[:, None] * INPUTS
-    weights_at += k[None, :]
     x_at = x_ptr + row[:, None] * INPUTS + k[None, :]
     is_row = row[:, None] < num_rows
     begin_after_previous(OVERLAP)
     sums = tl.zeros((N, ROWS), tl.float32)
     for first in tl.range(0, INPUTS, K, num_stages=STAGES):
-        weights = _load(weights_at + first, INPUTS - first, K, IS_WHOLE)
+        weights = _load(at + first, INPUTS - first, K, IS_WHOLE)
         inside = is_row
         if not IS_WHOLE:
             inside = is_row & (k < INPUTS - first)[None, :]

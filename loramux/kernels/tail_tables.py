@@ -35,6 +35,7 @@ class TailLaunch:
     activate_warps: int = 2
     norm_warps: int = 16
     expand_n: int = 64
+    """Outputs of a program."""
     expand_warps: int = 2
 
     def __post_init__(self) -> None:

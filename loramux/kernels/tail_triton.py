@@ -60,14 +60,14 @@ def add_norm(y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: 
     """fused's add_norm of y with its adapters. y [rows, outputs + tail]"""
     num_rows, size = residual.shape
     out = torch.empty_like(residual)
-    launch, tables = lora.launch, lora.tables
+    tables = lora.tables
     add_norm_kernel[(num_rows,)](
         *(y, residual, norm.weight, None if after is None else after.weight, out),
         *(lora.pool, tables.records, tables.work, lora.record_start, y.stride(0)),
         *(norm.eps, norm.eps if after is None else after.eps, tables.limits.row_map_start),
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
-        num_warps=launch.norm_warps,
+        num_warps=lora.launch.norm_warps,
         **overlap_options(y.device.type),
     )
     return out

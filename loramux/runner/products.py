@@ -35,10 +35,10 @@ _NUM_ROUNDS = 4
 # Whatever is closer to torch's own choice than this may be noise.
 _MIN_GAIN = 0.01
 
-Name = TypeVar("Name")
-# Float32 is for reference, by torch.
-OWN_DTYPES = {torch.float16, torch.bfloat16}
+# Float32 is for reference, by torch, unless a check adds it.
+FEW_ROWS_DTYPES = {torch.float16, torch.bfloat16}
 
+Name = TypeVar("Name")
 Measure = Callable[[Callable[[], None]], float]
 """Runs it once; seconds, or whatever can be compared."""
 
@@ -53,7 +53,7 @@ class FewRows:
     def fits(self, x: Tensor, weight: Tensor) -> bool:
         return (
             len(x) <= self.most_rows
-            and x.dtype in OWN_DTYPES
+            and x.dtype in FEW_ROWS_DTYPES
             and x.is_contiguous()
             and weight.is_contiguous()
         )
