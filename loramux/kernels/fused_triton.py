@@ -13,7 +13,8 @@ from loramux.kernels.launch_triton import (
     overlap_options,
 )
 
-_HEADS_PER_PROGRAM = 8
+_HEADS_PER_PROGRAM = 16
+_MANY_ROWS = 64
 
 
 def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None) -> Tensor:
@@ -89,7 +90,7 @@ def rotate_write(qkv: Tensor, rotation: Rotation, target: KVTarget) -> Tensor:
         HEAD_DIM=layout.head_dim,
         BLOCK_TOKENS=layout.block_tokens,
         HEADS=_HEADS_PER_PROGRAM,
-        DIM=triton.next_power_of_2(layout.head_dim),
+        HALF=triton.next_power_of_2(layout.head_dim // 2),
         num_warps=4,
         **overlap_options(qkv.device.type),
     )
@@ -100,7 +101,8 @@ def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up. gate_up [rows, 2 * inner], gate first -> [rows, inner]"""
     num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, inner)
-    block = min(1024, triton.next_power_of_2(inner))
+    # Of many rows a thread takes two loads of each half; few would not fill the device with them.
+    block = min(2048 if num_rows >= _MANY_ROWS else 1024, triton.next_power_of_2(inner))
     _activate_mul[(num_rows, triton.cdiv(inner, block))](
         gate_up,
         out,
@@ -195,65 +197,72 @@ def _rotate_write(  # noqa: PLR0913
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
-    DIM: tl.constexpr,
+    HALF: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    MIDDLE: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    dim = tl.arange(0, DIM)[None, :]
-    in_head = dim < HEAD_DIM
-    cos = tl.load(cos_ptr + row * HEAD_DIM + dim, mask=in_head, other=0.0)
-    sin = tl.load(sin_ptr + row * HEAD_DIM + dim, mask=in_head, other=0.0)
-    slot = tl.load(slots_ptr + row)
-    begin_after_previous(OVERLAP)
-    head = head[:, None]
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    dim = tl.arange(0, HALF)[None, :]
     is_rotated = head < NUM_QUERIES + KV_HEADS
-    inside = (head < NUM_QUERIES + 2 * KV_HEADS) & in_head
-    row_ptr = qkv_ptr + row * qkv_stride
-    x = tl.load(row_ptr + head * HEAD_DIM + dim, mask=inside, other=0.0)
-    rotated = _rotate_heads(
-        row_ptr, head, is_rotated & in_head, cos, sin, norm_ptr, eps, HEAD_DIM, DIM
-    ).to(x.dtype)
-    # All of x must be read before any of it is overwritten.
+    inside = (head < NUM_QUERIES + 2 * KV_HEADS) & (dim < MIDDLE)
+    angles = load_angles(cos_ptr, sin_ptr, row * HEAD_DIM + dim, dim < MIDDLE, MIDDLE)
+    slot = tl.load(slots_ptr + row)
+    at = qkv_ptr + row * qkv_stride + head * HEAD_DIM + dim
+    begin_after_previous(OVERLAP)
+    low = tl.load(at, mask=inside, other=0.0)
+    high = tl.load(at + MIDDLE, mask=inside, other=0.0)
+    rotated_low, rotated_high = rotate_halves(
+        low.to(tl.float32), high.to(tl.float32), angles, norm_ptr, eps, head,
+        is_rotated & inside, HEAD_DIM, HALF,
+    )  # fmt: skip
+    rotated_low = rotated_low.to(low.dtype)
+    rotated_high = rotated_high.to(high.dtype)
+    # All of a head must be read before any of it is overwritten.
     tl.debug_barrier()
-    tl.store(row_ptr + head * HEAD_DIM + dim, rotated, mask=(head < NUM_QUERIES) & inside)
+    is_query = inside & (head < NUM_QUERIES)
+    tl.store(at, rotated_low, mask=is_query)
+    tl.store(at + MIDDLE, rotated_high, mask=is_query)
     if slot >= 0:
-        at = (slot // BLOCK_TOKENS).to(tl.int64) * page_stride + layer_start
-        at += slot % BLOCK_TOKENS * (KV_HEADS * HEAD_DIM)
+        block = (slot // BLOCK_TOKENS).to(tl.int64) * page_stride + layer_start
+        block += slot % BLOCK_TOKENS * (KV_HEADS * HEAD_DIM)
         # Values follow the keys of the whole block.
         first = tl.where(is_rotated, NUM_QUERIES, NUM_QUERIES + KV_HEADS - BLOCK_TOKENS * KV_HEADS)
-        kv = tl.where(is_rotated, rotated, x)
-        where = storage_ptr + at + (head - first) * HEAD_DIM + dim
-        tl.store(where, kv, mask=(head >= NUM_QUERIES) & inside)
+        where = storage_ptr + block + (head - first) * HEAD_DIM + dim
+        is_key = inside & is_rotated & (head >= NUM_QUERIES)
+        tl.store(where, rotated_low, mask=is_key)
+        tl.store(where + MIDDLE, rotated_high, mask=is_key)
+        is_value = inside & (head >= NUM_QUERIES + KV_HEADS)
+        tl.store(where, low, mask=is_value)
+        tl.store(where + MIDDLE, high, mask=is_value)
 
 
 @triton.jit
-def _rotate_heads(  # noqa: PLR0913
-    row_ptr,
-    head,
-    inside,
-    cos,
-    sin,
-    norm_ptr,
-    eps,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """Heads of one row, normed if there is a weight, and rotated: [heads, DIM] float32.
+def load_angles(cos_ptr, sin_ptr, at, inside, MIDDLE: tl.constexpr):
+    """cos and sin of heads' first halves, then of their second ones."""
+    low_cos = tl.load(cos_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    low_sin = tl.load(sin_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    high_cos = tl.load(cos_ptr + at + MIDDLE, mask=inside, other=0.0).to(tl.float32)
+    high_sin = tl.load(sin_ptr + at + MIDDLE, mask=inside, other=0.0).to(tl.float32)
+    return low_cos, low_sin, high_cos, high_sin
 
-    head [heads, 1]   inside [heads, DIM]   cos, sin [1, DIM]
+
+@triton.jit
+def rotate_halves(  # noqa: PLR0913
+    low, high, angles, norm_ptr, eps, head, inside, HEAD_DIM: tl.constexpr, HALF: tl.constexpr
+):
+    """Halves of heads, normed if there is a weight, and rotated: [heads or rows, HALF] float32.
+
+    angles: of load_angles   head: of every line, or of all   inside: what has a weight
     """
-    dim = tl.arange(0, DIM)[None, :]
-    partner = (dim + HEAD_DIM // 2) % HEAD_DIM
-    heads_ptr = row_ptr + head * HEAD_DIM
-    x = tl.load(heads_ptr + dim, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(heads_ptr + partner, mask=inside, other=0.0).to(tl.float32)
     if norm_ptr is not None:
-        inverse = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
-        norm_ptr += head * HEAD_DIM
-        x *= inverse * tl.load(norm_ptr + dim, mask=inside, other=0.0).to(tl.float32)
-        y *= inverse * tl.load(norm_ptr + partner, mask=inside, other=0.0).to(tl.float32)
-    return x * cos.to(tl.float32) + y * sin.to(tl.float32)
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        inverse = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        at = norm_ptr + head * HEAD_DIM + tl.arange(0, HALF)[None, :]
+        low *= inverse * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        high *= inverse * tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    low_cos, low_sin, high_cos, high_sin = angles
+    return low * low_cos + high * low_sin, high * high_cos + low * high_sin
 
 
 @triton.jit
@@ -266,23 +275,39 @@ def _activate_mul(  # noqa: PLR0913
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < INNER
-    gate = tl.load(gate_up_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * stride + INNER + column, mask=inside, other=0.0)
-    mixed = activate(gate, ACTIVATION) * up.to(tl.float32)
-    tl.store(out_ptr + row * INNER + column, mixed.to(out_ptr.dtype.element_ty), mask=inside)
+    inside = None if INNER % BLOCK == 0 else column < INNER
+    gate_at = gate_up_ptr + row * stride + column
+    out_at = out_ptr + row * INNER + column
+    begin_after_previous(OVERLAP)
+    gate = tl.load(gate_at, mask=inside).to(tl.float32)
+    up = tl.load(gate_at + INNER, mask=inside).to(tl.float32)
+    mixed = activate(gate, ACTIVATION) * up
+    tl.store(out_at, mixed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):
+    """gate float32"""
+    LOG2_E: tl.constexpr = 1.4426950408889634
     if ACTIVATION == "silu":
-        gate = gate * tl.sigmoid(gate)
+        gate = _times_sigmoid(gate, gate * -LOG2_E)
     elif ACTIVATION == "gelu":
         gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:
-        cubed = gate + 0.044715 * gate * gate * gate
-        gate = gate * tl.sigmoid(2.0 * 0.7978845608028654 * cubed)
+        # gelu by tanh is gate * sigmoid(2 * sqrt(2 / pi) * (gate + 0.044715 * gate ** 3)).
+        FIRST: tl.constexpr = -2.0 * 0.7978845608028654 * LOG2_E
+        THIRD: tl.constexpr = 0.044715 * FIRST
+        gate = _times_sigmoid(gate, gate * (FIRST + THIRD * gate * gate))
     return gate
+
+
+@triton.jit
+def _times_sigmoid(x, power):
+    """x / (1 + 2 ** power)
+
+    By the inverse root, twice: one instruction for all of its range, where a division has eight.
+    """
+    inverse = tl.rsqrt(1.0 + tl.exp2(power))
+    return x * inverse * inverse

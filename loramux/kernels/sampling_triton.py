@@ -10,6 +10,9 @@ from torch import Tensor
 from loramux.kernels.launch_triton import begin_after_previous, overlap_options
 
 PART = 4096
+# Columns that a thread reads at once, and whose best is taken before it is told from others.
+GROUP = tl.constexpr(8)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def choose_tokens(logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor:
@@ -36,7 +39,7 @@ def choose_tokens(logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor
         vocab,
         num_parts,
         PART=PART,
-        num_warps=8,
+        num_warps=4,
         **options,
     )
     _choose[(num_rows,)](
@@ -62,16 +65,32 @@ def choose_tokens(logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor
 def _load_part(logits_ptr, start, vocab, PART: tl.constexpr):
     column = start + tl.arange(0, PART)
     logits = tl.load(logits_ptr + column, mask=column < vocab, other=float("-inf"))
-    logits = logits.to(tl.float32)
-    return column, tl.where(logits != logits, float("inf"), logits)
+    return column, logits.to(tl.float32)
+
+
+@triton.jit
+def _not_below(logits):
+    """Not a number counts as the highest."""
+    return tl.where(logits != logits, float("inf"), logits)
+
+
+@triton.jit
+def _best_of_groups(logits, PART: tl.constexpr):
+    """The highest of every GROUP logits: [PART / GROUP]; not a number where one is none."""
+    WIDTH: tl.constexpr = PART // GROUP
+    tl.static_assert(GROUP == 8, "halved three times")
+    left, right = tl.split(tl.reshape(logits, (WIDTH, 4, 2)))
+    best = tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
+    left, right = tl.split(tl.reshape(best, (WIDTH, 2, 2)))
+    best = tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
+    left, right = tl.split(best)
+    return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _weights(logits, best, temperature):
-    """exp((logits - best) / temperature), and 0 for all where even the best is no number."""
-    is_number = (best > float("-inf")) & (best < float("inf"))
-    scaled = (logits - tl.where(is_number, best, 0.0)) / tl.maximum(temperature, 1e-30)
-    return tl.where(is_number, tl.exp(scaled), 0.0).to(tl.float64)
+    """exp((logits - best) / temperature), where the best is a number."""
+    return tl.exp2((logits - best) * (LOG2_E / tl.maximum(temperature, 1e-30)))
 
 
 @triton.jit
@@ -87,18 +106,26 @@ def _sum_parts(  # noqa: PLR0913
     PART: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_after_previous(OVERLAP)
+    """Of one part of one row: the best, where its group begins, and the sum of the weights."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    column, logits = _load_part(logits_ptr + row * stride, part * PART, vocab, PART)
-    best = tl.max(logits, 0)
-    place = tl.min(tl.where(logits == best, column, vocab - 1), 0)
     target = row * num_parts + part
+    begin_after_previous(OVERLAP)
+    _, logits = _load_part(logits_ptr + row * stride, part * PART, vocab, PART)
+    temperature = tl.load(temperatures_ptr + row)
+    bests = _not_below(_best_of_groups(logits, PART))
+    best = tl.max(bests, 0)
+    group = tl.arange(0, PART // GROUP)
+    place = part * PART + tl.min(tl.where(bests == best, group, PART), 0) * GROUP
     tl.store(best_ptr + target, best)
     tl.store(place_ptr + target, place)
-    temperature = tl.load(temperatures_ptr + row)
     if temperature > 0:
-        tl.store(sums_ptr + target, tl.sum(_weights(logits, best, temperature), 0))
+        is_number = (best > float("-inf")) & (best < float("inf"))
+        weights = _weights(logits, tl.where(is_number, best, 0.0), temperature)
+        # A few are added in float32: a float64 sum of each would take longer than reading them.
+        few = tl.sum(tl.reshape(weights, (PART // GROUP, GROUP)), 1)
+        total = tl.sum(few.to(tl.float64), 0)
+        tl.store(sums_ptr + target, tl.where(is_number, total, 0.0))
 
 
 @triton.jit
@@ -117,30 +144,47 @@ def _choose(  # noqa: PLR0913
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     is_part = part < num_parts
-    bests = tl.load(best_ptr + row * num_parts + part, mask=is_part, other=float("-inf"))
-    places = tl.load(place_ptr + row * num_parts + part, mask=is_part, other=vocab)
+    at = row * num_parts + part
+    row_ptr = logits_ptr + row * stride
+    begin_after_previous(OVERLAP)
+    bests = tl.load(best_ptr + at, mask=is_part, other=float("-inf"))
     best = tl.max(bests, 0)
-    token = tl.min(tl.where((bests == best) & is_part, places, vocab - 1), 0)
     temperature = tl.load(temperatures_ptr + row)
     if (temperature > 0) & (best < float("inf")) & (best > float("-inf")):
-        sums = tl.load(sums_ptr + row * num_parts + part, mask=is_part, other=0.0)
-        # A part's sum is relative to its own best; all are brought to the row's best.
-        factors = tl.where(is_part, _weights(bests, best, temperature), 0.0)
-        sums = tl.where(factors > 0, sums * factors, 0.0)
-        ends = tl.cumsum(sums, 0)
-        wanted = tl.load(noise_ptr + row) * tl.sum(tl.where(part == num_parts - 1, ends, 0.0), 0)
-        last = tl.max(tl.where(sums > 0, part, 0), 0)
-        chosen = tl.minimum(tl.min(tl.where(ends > wanted, part, num_parts), 0), last)
-        before = tl.sum(tl.where(part == chosen, ends - sums, 0.0), 0)
-        factor = tl.sum(tl.where(part == chosen, factors, 0.0), 0)
-        own_best = tl.max(tl.where(part == chosen, bests, float("-inf")), 0)
-        column, logits = _load_part(logits_ptr + row * stride, chosen * PART, vocab, PART)
-        weights = _weights(logits, own_best, temperature)
-        reached = before + tl.cumsum(weights, 0) * factor > wanted
-        last_column = tl.max(tl.where(weights > 0, column, 0), 0)
-        token = tl.min(tl.where(reached & (weights > 0), column, last_column), 0)
+        sums = tl.load(sums_ptr + at, mask=is_part, other=0.0)
+        noise = tl.load(noise_ptr + row)
+        token = _draw(row_ptr, bests, best, sums, noise, temperature, vocab, num_parts, PART, PARTS)
+    else:
+        places = tl.load(place_ptr + at, mask=is_part, other=vocab)
+        start = tl.min(tl.where((bests == best) & is_part, places, vocab - 1), 0)
+        column, logits = _load_part(row_ptr, start, vocab, GROUP)
+        token = tl.min(tl.where(_not_below(logits) == best, column, vocab - 1), 0)
     tl.store(tokens_ptr + row, token.to(tl.int64))
+
+
+@triton.jit
+def _draw(  # noqa: PLR0913
+    row_ptr, bests, best, sums, noise, temperature, vocab, num_parts,
+    PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The token where the weights of a row reach noise of their sum. bests, sums [PARTS]"""
+    part = tl.arange(0, PARTS)
+    is_part = part < num_parts
+    # A part's sum is relative to its own best; all are brought to the row's best.
+    factors = tl.where(is_part, _weights(bests, best, temperature), 0.0).to(tl.float64)
+    sums = tl.where(factors > 0, sums * factors, 0.0)
+    ends = tl.cumsum(sums, 0)
+    wanted = noise * tl.sum(tl.where(part == num_parts - 1, ends, 0.0), 0)
+    last = tl.max(tl.where(sums > 0, part, 0), 0)
+    chosen = tl.minimum(tl.min(tl.where(ends > wanted, part, num_parts), 0), last)
+    before = tl.sum(tl.where(part == chosen, ends - sums, 0.0), 0)
+    factor = tl.sum(tl.where(part == chosen, factors, 0.0), 0)
+    own_best = tl.max(tl.where(part == chosen, bests, float("-inf")), 0)
+    column, logits = _load_part(row_ptr, chosen * PART, vocab, PART)
+    weights = _weights(logits, own_best, temperature).to(tl.float64)
+    reached = before + tl.cumsum(weights, 0) * factor > wanted
+    last_column = tl.max(tl.where(weights > 0, column, 0), 0)
+    return tl.min(tl.where(reached & (weights > 0), column, last_column), 0)

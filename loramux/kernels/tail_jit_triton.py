@@ -5,74 +5,82 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loramux.kernels.fused_triton import activate, scaled
+from loramux.kernels.fused_triton import activate, load_angles, rotate_halves, scaled
 from loramux.kernels.launch_triton import begin_after_previous
 from loramux.kernels.lora_shrink_triton import load_word
 
 
 @triton.jit
-def _place_of_b(record):
-    """Of a record's group: where B begins in the pool, and how many ranks it has."""
-    return load_word(record + 1).to(tl.int64) * 64, load_word(record + 2) & 255
+def _load_group(record):
+    """A record's group: where B begins in the pool, its ranks, its block of the tail, its weight.
+
+    All words of a record are read together, before anything waits for them.
+    """
+    address = load_word(record + 1).to(tl.int64) * 64
+    weight = load_word(record + 5).to(tl.float32, bitcast=True)
+    return address, load_word(record + 2) & 255, load_word(record + 4), weight
 
 
 @triton.jit
-def _load_b(pool, place, first, count, width, N: tl.constexpr):
+def _load_followers(record):
+    """The units that follow a head, first and end."""
+    first = load_word(record + 6)
+    return first, first + load_word(record + 7)
+
+
+@triton.jit
+def _load_b(pool, group, first, count, width, N: tl.constexpr):
     """Columns first.. of a group [ranks, width], as [16, N]; `count` of them are there."""
-    address, ranks = place
     rank = tl.arange(0, 16)[:, None]
     column = tl.arange(0, N)[None, :]
-    mask = (rank < ranks) & (column < count)
-    return tl.load(pool + address + rank * width + first + column, mask=mask, other=0.0)
+    mask = (rank < group[1]) & (column < count)
+    return tl.load(pool + group[0] + rank * width + first + column, mask=mask, other=0.0)
 
 
 @triton.jit
-def _load_h(tail, h_step, tail_stride, record, place, num_rows, dtype, ROWS: tl.constexpr):
-    """weight * h of a record's group: [ROWS, 16], for one row [16]; rounded as it is multiplied.
+def _load_h(tail, h_step, tail_stride, group, num_rows, dtype, ROWS: tl.constexpr):
+    """weight * h of a group: [ROWS, 16], rounded as it is multiplied; for one row [16] float32.
 
     tail: of a tile's first row, at the slice   h_step: from a block of the tail to the next
     """
-    weight = load_word(record + 5).to(tl.float32, bitcast=True)
-    at = tail + load_word(record + 4) * h_step
+    at = tail + group[2] * h_step
     rank = tl.arange(0, 16)
     # A row without an adapter has no block: whatever there is may be no number.
-    num_rows = tl.where(place[1] > 0, num_rows, 0)
+    num_rows = tl.where(group[1] > 0, num_rows, 0)
     if ROWS == 1:
-        h = tl.load(at + rank, mask=rank < num_rows * 16, other=0.0)
+        h = tl.load(at + rank, mask=rank < num_rows * 16, other=0.0).to(tl.float32) * group[3]
     else:
         row = tl.arange(0, ROWS)[:, None]
         h = tl.load(at + row * tail_stride + rank[None, :], mask=row < num_rows, other=0.0)
-    return (h.to(tl.float32) * weight).to(dtype)
+        h = (h.to(tl.float32) * group[3]).to(dtype)
+    return h
 
 
 @triton.jit
 def _add_product(total, h, b, ROWS: tl.constexpr):
     """total + h @ b: [ROWS, N] float32"""
     if ROWS == 1:
-        total += tl.sum(b.to(tl.float32) * h.to(tl.float32)[:, None], axis=0)[None, :]
+        total += tl.sum(b.to(tl.float32) * h[:, None], axis=0)[None, :]
     else:
         total = tl.dot(h, b, total, input_precision="ieee")
     return total
 
 
 @triton.jit
-def _add_units(  # noqa: PLR0913
-    values, h, b, pool, records, record, tail, tail_stride, h_step, num_rows, first, count, width,
+def _add_followers(  # noqa: PLR0913
+    total, units, pool, records, tail, tail_stride, h_step, num_rows, first, count, width,
     ROWS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """values [ROWS, N], in its own dtype, with all that a head and its followers add.
+    """total [ROWS, N] float32 with all that the followers of a head add.
 
-    records, tail: at the slice   record, h, b: the head's
+    records, tail: at the slice   units: of _load_followers
     """
-    total = _add_product(values.to(tl.float32), h, b, ROWS)
-    more = load_word(record + 6)
-    for unit in tl.range(more, more + load_word(record + 7), num_stages=1):
-        next_record = records + unit * 64
-        place = _place_of_b(next_record)
-        next_b = _load_b(pool, place, first, count, width, N)
-        next_h = _load_h(tail, h_step, tail_stride, next_record, place, num_rows, b.dtype, ROWS)
-        total = _add_product(total, next_h, next_b, ROWS)
-    return total.to(values.dtype)
+    for unit in tl.range(units[0], units[1], num_stages=1):
+        group = _load_group(records + unit * 64)
+        b = _load_b(pool, group, first, count, width, N)
+        h = _load_h(tail, h_step, tail_stride, group, num_rows, b.dtype, ROWS)
+        total = _add_product(total, h, b, ROWS)
+    return total
 
 
 @triton.jit
@@ -80,12 +88,12 @@ def _store_row(  # noqa: PLR0913
     x, total, residual_at, out_at, weight, after_ptr, column, inside, eps, after_eps,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """What add_norm does with one row: x, which was rounded, is added, and the sum normed."""
+    """What add_norm does with one row: x is added, and the sum normed. x, total float32"""
     if after_ptr is not None:
         after = tl.load(after_ptr + column, mask=column < SIZE, other=0.0)
-        x = scaled(x.to(tl.float32), after, after_eps, SIZE).to(x.dtype)
+        x = scaled(x, after, after_eps, SIZE)
     # The sum is normed as it is stored, rounded.
-    stored = (total + x.to(tl.float32)).to(residual_at.dtype.element_ty)
+    stored = (total + x).to(residual_at.dtype.element_ty)
     tl.store(residual_at, stored, mask=inside)
     normed = scaled(stored.to(tl.float32), weight, eps, SIZE)
     tl.store(out_at, normed.to(out_at.dtype.element_ty), mask=inside)
@@ -116,16 +124,20 @@ def add_norm_kernel(  # noqa: PLR0913
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     record = records + unit * 64
-    place = _place_of_b(record)
-    b = _load_b(pool, place, 0, SIZE, SIZE, BLOCK)
+    group = _load_group(record)
+    followers = _load_followers(record)
+    b = _load_b(pool, group, 0, SIZE, SIZE, BLOCK)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     begin_after_previous(OVERLAP)
     y = y_ptr + row * y_stride
     at = row * SIZE + column
     total = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(y + column, mask=inside, other=0.0)[None, :]
-    h = _load_h(y + SIZE, 16, 0, record, place, 1, b.dtype, 1)
-    x = _add_units(x, h, b, pool, records, record, y + SIZE, 0, 16, 1, 0, SIZE, SIZE, 1, BLOCK)
+    h = _load_h(y + SIZE, 16, 0, group, 1, b.dtype, 1)
+    x = _add_product(x.to(tl.float32), h, b, 1)
+    x = _add_followers(
+        x, followers, pool, records, y + SIZE, 0, 16, 1, 0, SIZE, SIZE, 1, BLOCK,
+    )  # fmt: skip
     x = tl.reshape(x, (BLOCK,))
     _store_row(
         x, total, residual_ptr + at, out_ptr + at, weight, after_ptr, column, inside,
@@ -155,22 +167,24 @@ def expand_kernel(  # noqa: PLR0913
     column = tl.arange(0, BLOCK)[None, :]
     for tile in tl.range(begin, load_word(work + 2), tl.num_programs(0), num_stages=1):
         record = records + tile * 64
-        place = _place_of_b(record)
-        b = _load_b(pool, place, first, count, SIZE, BLOCK)
-        shape = load_word(record + 2)
-        num_rows = tl.where((shape & 255) + load_word(record + 7) > 0, shape >> 16, 0)
+        group = _load_group(record)
+        followers = _load_followers(record)
+        b = _load_b(pool, group, first, count, SIZE, BLOCK)
+        is_changed = (group[1] > 0) | (followers[0] < followers[1])
+        num_rows = tl.where(is_changed, load_word(record + 2) >> 16, 0)
         y = y_ptr + load_word(record + 3).to(tl.int64) * y_stride
         if tile == begin:
             begin_after_previous(OVERLAP)
         inside = (row < num_rows) & (column < count)
         at = y + row * y_stride + first + column
         values = tl.load(at, mask=inside, other=0.0)
-        h = _load_h(y + SIZE, 16, y_stride, record, place, num_rows, b.dtype, ROWS)
-        values = _add_units(
-            values, h, b, pool, records, record, y + SIZE, y_stride, 16, num_rows, first, count,
-            SIZE, ROWS, BLOCK,
+        h = _load_h(y + SIZE, 16, y_stride, group, num_rows, b.dtype, ROWS)
+        total = _add_product(values.to(tl.float32), h, b, ROWS)
+        total = _add_followers(
+            total, followers, pool, records, y + SIZE, y_stride, 16, num_rows, first, count, SIZE,
+            ROWS, BLOCK,
         )  # fmt: skip
-        tl.store(at, values, mask=inside)
+        tl.store(at, total.to(values.dtype), mask=inside)
 
 
 @triton.jit
@@ -199,8 +213,10 @@ def activate_mul_kernel(  # noqa: PLR0913
         num_tiles = load_word(work + 2)
     for tile in tl.range(begin, num_tiles, tl.num_programs(0), num_stages=1):
         record = records + tile * 64
-        of_gate = _place_of_b(record)
-        of_up = _place_of_b(record + 8)
+        of_gate = _load_group(record)
+        of_up = _load_group(record + 8)
+        after_gate = _load_followers(record)
+        after_up = _load_followers(record + 8)
         b_gate = _load_b(pool, of_gate, first, count, INNER, BLOCK)
         b_up = _load_b(pool, of_up, first, count, INNER, BLOCK)
         num_rows = load_word(record + 2) >> 16
@@ -213,17 +229,19 @@ def activate_mul_kernel(  # noqa: PLR0913
         at = y + row * y_stride + first + column
         gate = tl.load(at, mask=inside, other=0.0)
         up = tl.load(at + INNER, mask=inside, other=0.0)
-        h_gate = _load_h(tail, 32, y_stride, record, of_gate, num_rows, b_gate.dtype, ROWS)
-        h_up = _load_h(tail + 16, 32, y_stride, record + 8, of_up, num_rows, b_up.dtype, ROWS)
-        gate = _add_units(
-            gate, h_gate, b_gate, pool, records, record, tail, y_stride, 32, num_rows, first,
-            count, INNER, ROWS, BLOCK,
+        h_gate = _load_h(tail, 32, y_stride, of_gate, num_rows, b_gate.dtype, ROWS)
+        h_up = _load_h(tail + 16, 32, y_stride, of_up, num_rows, b_up.dtype, ROWS)
+        gate = _add_product(gate.to(tl.float32), h_gate, b_gate, ROWS)
+        up = _add_product(up.to(tl.float32), h_up, b_up, ROWS)
+        gate = _add_followers(
+            gate, after_gate, pool, records, tail, y_stride, 32, num_rows, first, count, INNER,
+            ROWS, BLOCK,
         )  # fmt: skip
-        up = _add_units(
-            up, h_up, b_up, pool, records + 8, record + 8, tail + 16, y_stride, 32, num_rows,
-            first, count, INNER, ROWS, BLOCK,
+        up = _add_followers(
+            up, after_up, pool, records + 8, tail + 16, y_stride, 32, num_rows, first, count,
+            INNER, ROWS, BLOCK,
         )  # fmt: skip
-        mixed = activate(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
+        mixed = activate(gate, ACTIVATION) * up
         out = out_ptr + (row_start + row) * INNER + first + column
         tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -272,7 +290,8 @@ def rotate_write_kernel(  # noqa: PLR0913
         num_tiles = load_word(work + 2)
     for tile in tl.range(begin, num_tiles, tl.num_programs(0), num_stages=1):
         record = records + tile * 64
-        of_b = _place_of_b(record)
+        of_b = _load_group(record)
+        followers = _load_followers(record)
         b_low = _load_b(pool, of_b, first, MIDDLE, width, HALF)
         b_high = _load_b(pool, of_b, first + MIDDLE, MIDDLE, width, HALF)
         num_rows = load_word(record + 2) >> 16
@@ -280,6 +299,8 @@ def rotate_write_kernel(  # noqa: PLR0913
         inside = (row < num_rows) & (dim < MIDDLE)
         rows = row_start + row
         slot = tl.load(slots_ptr + rows, mask=row < num_rows, other=-1)
+        is_turned = (row < tl.where(is_value, 0, num_rows)) & (dim < MIDDLE)
+        angles = load_angles(cos_ptr, sin_ptr, rows * HEAD_DIM + dim, is_turned, MIDDLE)
         if tile == begin:
             begin_after_previous(OVERLAP)
         y = y_ptr + row_start * y_stride
@@ -287,20 +308,23 @@ def rotate_write_kernel(  # noqa: PLR0913
         at = y + row * y_stride + head * HEAD_DIM + dim
         low = tl.load(at, mask=inside, other=0.0)
         high = tl.load(at + MIDDLE, mask=inside, other=0.0)
-        h = _load_h(tail, 48, y_stride, record, of_b, num_rows, b_low.dtype, ROWS)
-        low = _add_units(
-            low, h, b_low, pool, records, record, tail, y_stride, 48, num_rows, first, MIDDLE,
+        h = _load_h(tail, 48, y_stride, of_b, num_rows, b_low.dtype, ROWS)
+        low = _add_product(low.to(tl.float32), h, b_low, ROWS)
+        high = _add_product(high.to(tl.float32), h, b_high, ROWS)
+        low = _add_followers(
+            low, followers, pool, records, tail, y_stride, 48, num_rows, first, MIDDLE, width,
+            ROWS, HALF,
+        )  # fmt: skip
+        high = _add_followers(
+            high, followers, pool, records, tail, y_stride, 48, num_rows, first + MIDDLE, MIDDLE,
             width, ROWS, HALF,
         )  # fmt: skip
-        high = _add_units(
-            high, h, b_high, pool, records, record, tail, y_stride, 48, num_rows, first + MIDDLE,
-            MIDDLE, width, ROWS, HALF,
-        )  # fmt: skip
         if not is_value:
-            low, high = _rotate(
-                low, high, cos_ptr, sin_ptr, norm_ptr, eps, rows * HEAD_DIM + dim, head, inside,
-                HEAD_DIM, HALF,
-            )  # fmt: skip
+            low, high = rotate_halves(
+                low, high, angles, norm_ptr, eps, head, dim < MIDDLE, HEAD_DIM, HALF
+            )
+        low = low.to(y_ptr.dtype.element_ty)
+        high = high.to(y_ptr.dtype.element_ty)
         # Only this program has read what it overwrites.
         tl.debug_barrier()
         if is_query:
@@ -313,28 +337,3 @@ def rotate_write_kernel(  # noqa: PLR0913
             where = storage_ptr + block + token * (KV_HEADS * HEAD_DIM) + first + dim
             tl.store(where, low, mask=inside & (slot >= 0))
             tl.store(where + MIDDLE, high, mask=inside & (slot >= 0))
-
-
-@triton.jit
-def _rotate(  # noqa: PLR0913
-    low_values, high_values, cos_ptr, sin_ptr, norm_ptr, eps, at, head, inside,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """The halves of a head, normed if there is a weight, and rotated: [rows, HALF] each."""
-    MIDDLE: tl.constexpr = HEAD_DIM // 2
-    low = low_values.to(tl.float32)
-    high = high_values.to(tl.float32)
-    if norm_ptr is not None:
-        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
-        inverse = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        dim = tl.arange(0, HALF)[None, :]
-        weights = norm_ptr + head * HEAD_DIM + dim
-        low *= inverse * tl.load(weights, mask=dim < MIDDLE, other=0.0).to(tl.float32)
-        high *= inverse * tl.load(weights + MIDDLE, mask=dim < MIDDLE, other=0.0).to(tl.float32)
-    low_cos = tl.load(cos_ptr + at, mask=inside, other=0.0)
-    low_sin = tl.load(sin_ptr + at, mask=inside, other=0.0)
-    high_cos = tl.load(cos_ptr + at + MIDDLE, mask=inside, other=0.0)
-    high_sin = tl.load(sin_ptr + at + MIDDLE, mask=inside, other=0.0)
-    low_out = low * low_cos.to(tl.float32) + high * low_sin.to(tl.float32)
-    high_out = high * high_cos.to(tl.float32) + low * high_sin.to(tl.float32)
-    return low_out.to(low_values.dtype), high_out.to(high_values.dtype)

@@ -1,6 +1,6 @@
 """Adapters whose A is in the tail of the base weights: B is added by kernels that run anyway.
 
-y is rounded once before it is used, as it would be if it had been stored between two launches.
+y with its adapters stays in float32 until a kernel stores what it makes of it.
 """
 
 from __future__ import annotations

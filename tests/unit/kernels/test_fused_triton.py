@@ -43,6 +43,50 @@ def test_activate_mul_equals_its_twin(activation: str, dtype: torch.dtype) -> No
     torch.testing.assert_close(actual, expected, **LIMITS[dtype])
 
 
+@pytest.mark.parametrize("num_rows", [1, 64], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("inner", [2048, 2100], ids=["whole blocks", "a part of one"])
+def test_activate_mul_of_more_than_a_block(inner: int, num_rows: int) -> None:
+    gate_up = torch.randn(num_rows, 2 * inner)
+    actual = fused_triton.activate_mul(gate_up, "silu")
+    expected = fused_torch.activate_mul(gate_up, "silu")
+    torch.testing.assert_close(actual, expected, **LIMITS[torch.float32])
+
+
+# Of the twin in float64. The argument of a far exponential is rounded, so what is almost zero is
+# less exact; a GPU may take what is no normal number for zero.
+@pytest.mark.parametrize(
+    ("activation", "least", "rtol"),
+    [
+        ("silu", -30.0, 2e-6),
+        ("silu", -87.0, 5e-6),
+        ("gelu_pytorch_tanh", -3.0, 2e-6),
+        ("gelu_pytorch_tanh", -9.0, 1e-5),
+    ],
+)
+def test_activations_are_exact_far_out(activation: str, least: float, rtol: float) -> None:
+    gate = torch.linspace(least, 100.0, 20_000)
+    actual = fused_triton.activate_mul(
+        torch.stack((gate, torch.ones(20_000))).view(1, -1), activation
+    )
+    exact = power = gate.double()
+    if activation != "silu":
+        power = 1.5957691216057308 * (exact + 0.044715 * exact**3)
+    torch.testing.assert_close(
+        actual[0].double(), exact * torch.sigmoid(power), atol=1e-37, rtol=rtol
+    )
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_activations_of_huge_numbers_are_numbers(activation: str) -> None:
+    """Catches infinity times zero."""
+    gate = [-3e38, -1e30, -100.0, -0.0, 0.0, 1e30, 3e38]
+    gate_up = torch.tensor([gate + [1.0] * len(gate)])
+    actual = fused_triton.activate_mul(gate_up, activation)
+    expected = torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, 1e30, 3e38]])
+    torch.testing.assert_close(actual, expected, atol=1e-40, rtol=1e-6)
+
+
 def test_rotation_equals_its_twin_far_out() -> None:
     positions = torch.tensor([0, 1, 131_000], dtype=torch.int32)
     frequencies, signs = torch.rand(48), torch.randn(48)

@@ -36,6 +36,31 @@ def test_of_equal_ones_the_first_is_taken() -> None:
     assert tokens.tolist() == [900, 4200]
 
 
+def test_the_first_of_a_group_is_taken() -> None:
+    """Catches a group's first column in place of its best, and numbers before what is none."""
+    logits = torch.zeros(5, VOCAB)
+    logits[0, [905, 907]] = 1.0
+    logits[1, [5, 4101]] = 1.0
+    logits[2, [13, 15]] = float("nan")
+    logits[3, 14], logits[3, 15] = float("nan"), float("inf")
+    logits[4, VOCAB - 1] = 1.0
+    check(logits, torch.zeros(5), torch.zeros(5, dtype=torch.float64))
+    tokens = sampling_triton.choose_tokens(
+        logits, torch.ones(5), torch.zeros(5, dtype=torch.float64)
+    )
+    assert tokens[2:4].tolist() == [13, 14]
+
+
+@pytest.mark.parametrize("vocab", [5, sampling_triton.PART - 3, sampling_triton.PART + 1])
+def test_no_token_is_beyond_the_vocabulary(vocab: int) -> None:
+    """The last group is not full, and all before it is worth as little as what is not there."""
+    logits = torch.full((2, vocab), float("-inf"))
+    logits[1, -1] = 0.0
+    noise = torch.full((2,), 0.5, dtype=torch.float64)
+    for temperatures in (torch.zeros(2), torch.ones(2)):
+        check(logits, temperatures, noise)
+
+
 def test_odd_rows_equal_the_twins() -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
     logits[0] = float("nan")
