@@ -7,15 +7,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from loramux.engine.engine import Engine
 from loramux.runner.device_runner import DeviceRunner
+from loramux.runner.products import Products
 from loramux.types import Chunk, SampleRow, SamplingParams, Selection
 from tests.adapter_factory import ATTENTION, make_peft_adapter
 from tests.engine_factory import make_engine
 from tests.memory_factory import InlineExecutor
 
 ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+class ProductsInParts(Products):
+    """Every product that may come in parts does."""
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__(None, [])
+        self._num_parts = num_parts
+        self.num_outputs: list[int] = []
+        """Of each product in parts."""
+
+    def parts(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is not None:
+            return self.linear(x, weight, bias)
+        self.num_outputs.append(len(weight))
+        shares = zip(*(t.float().chunk(self._num_parts, 1) for t in (x, weight)), strict=True)
+        return torch.stack([some @ of_weight.t() for some, of_weight in shares])
 
 
 def device_engine(

@@ -48,6 +48,13 @@ class TailWorld:
         tail = self.store.weights[layer][site].reshape(-1, x.shape[1])
         return x @ torch.cat((self.bases[layer][site], tail)).t()
 
+    def parts(self, x: Tensor, layer: int, site: int, num_parts: int) -> Tensor:
+        """float32 [parts, rows, outputs + tail]: as product, each from its share of the inputs."""
+        tail = self.store.weights[layer][site].reshape(-1, x.shape[1])
+        weight = torch.cat((self.bases[layer][site], tail)).float()
+        shares = zip(x.float().chunk(num_parts, 1), weight.chunk(num_parts, 1), strict=True)
+        return torch.stack([some @ of_weight.t() for some, of_weight in shares])
+
     def expected(self, x: Tensor, rows: Sequence[Selection], layer: int, site: int) -> Tensor:
         """y with the rows' adapters, one after the other in float64."""
         y = x.double() @ self.bases[layer][site].double().t()

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TYPES = {torch.float16: 2, torch.bfloat16: 14}
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _SCALE_FLOAT32 = 0
 _COMPUTE_FLOAT32 = 68
 _TRANSPOSE_A = 3
+_NUM_BATCHES = 5
+_BATCH_STRIDE = 6
 _PREFER_WORKSPACE = 1
 _PREFER_REDUCTIONS = 3
 # Parts of a sum are added in the compute type, never in the output's.
@@ -26,7 +28,7 @@ _MOST_PROPOSALS = 8
 _ALIGNMENT = 256
 
 Product = Callable[[Tensor, Tensor, Tensor], None]
-"""(x, weight, y): y = x @ weight.T"""
+"""(x, weight, y): y = x @ weight.T, or its parts"""
 
 
 _Problem = tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
@@ -49,12 +51,20 @@ class _Proposal(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """y [rows, outputs] = x [rows, inputs] @ weight [outputs, inputs].T, all contiguous."""
+    """y [rows, outputs] = x [rows, inputs] @ weight [outputs, inputs].T, all contiguous.
+
+    In several parts, y [parts, rows, outputs] float32 adds up to it: each has its share of inputs.
+    """
 
     num_rows: int
     num_outputs: int
     num_inputs: int
     dtype: torch.dtype
+    num_parts: int = 1
+
+    @property
+    def y_dtype(self) -> torch.dtype:
+        return self.dtype if self.num_parts == 1 else torch.float32
 
     def fits(self, x: Tensor, weight: Tensor) -> bool:
         return (
@@ -126,24 +136,38 @@ class CublasLt:
 
     def _problem(self, shape: ProductShape) -> _Problem:
         """The library counts by columns: y.T [outputs, rows] = weight @ x.T."""
-        kind = _TYPES[shape.dtype]
         description = self._make(
             "cublasLtMatmulDescCreate", ctypes.c_int(_COMPUTE_FLOAT32), ctypes.c_int(_SCALE_FLOAT32)
         )
         self._set("cublasLtMatmulDescSetAttribute", description, _TRANSPOSE_A, ctypes.c_int(1))
+        rows, outputs, inputs = shape.num_rows, shape.num_outputs, shape.num_inputs
+        share = inputs // shape.num_parts
         a, b, c = (
-            self._make(
-                "cublasLtMatrixLayoutCreate",
-                *(ctypes.c_int(kind), ctypes.c_uint64(height), ctypes.c_uint64(width)),
-                ctypes.c_int64(height),
-            )
-            for height, width in (
-                (shape.num_inputs, shape.num_outputs),
-                (shape.num_inputs, shape.num_rows),
-                (shape.num_outputs, shape.num_rows),
+            self._layout(dtype, (height, width), line, (shape.num_parts, stride))
+            for dtype, height, width, line, stride in (
+                (shape.dtype, share, outputs, inputs, share),
+                (shape.dtype, share, rows, inputs, share),
+                (shape.y_dtype, outputs, rows, outputs, outputs * rows),
             )
         )
         return description, a, b, c
+
+    def _layout(
+        self, dtype: torch.dtype, size: tuple[int, int], line: int, batches: tuple[int, int]
+    ) -> ctypes.c_void_p:
+        """size: (height, width)   line: from one column to the next   batches: (count, stride)"""
+        height, width = size
+        layout = self._make(
+            "cublasLtMatrixLayoutCreate",
+            *(ctypes.c_int(_TYPES[dtype]), ctypes.c_uint64(height), ctypes.c_uint64(width)),
+            ctypes.c_int64(line),
+        )
+        count, stride = batches
+        if count > 1:
+            setter = "cublasLtMatrixLayoutSetAttribute"
+            self._set(setter, layout, _NUM_BATCHES, ctypes.c_int32(count))
+            self._set(setter, layout, _BATCH_STRIDE, ctypes.c_int64(stride))
+        return layout
 
     def _forget(self, problem: _Problem) -> None:
         description, *layouts = problem

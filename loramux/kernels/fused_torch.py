@@ -47,8 +47,11 @@ def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None 
     """residual += x, in place; returns norm(residual). With `after`, x is normed first.
 
     x, residual [rows, hidden]
+    x may be parts of a product, float32 [parts, rows, hidden]: their sum is rounded
     """
     if x is not None:
+        if x.ndim == 3:
+            x = sum_of_parts(x, residual.dtype)
         if after is not None:
             x = _norm(x.float(), after).to(x.dtype)
         residual.copy_(x.float() + residual.float())
@@ -94,6 +97,11 @@ def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
     else:
         gate = F.gelu(gate, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
     return (gate * up).to(gate_up.dtype)
+
+
+def sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded once, as a whole product is. parts [parts, ...]"""
+    return parts.sum(0).to(dtype)
 
 
 def _norm(x: Tensor, norm: Norm) -> Tensor:

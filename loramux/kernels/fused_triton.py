@@ -21,6 +21,7 @@ def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None 
     """residual += x, in place; returns norm(residual). With `after`, x is normed first.
 
     x, residual [rows, hidden]; there may be gaps between the rows of x
+    x may be parts of a product, contiguous float32 [parts, rows, hidden]: their sum is rounded
     """
     num_rows, size = residual.shape
     out = torch.empty_like(residual)
@@ -30,11 +31,12 @@ def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None 
         norm.weight,
         None if after is None else after.weight,
         out,
-        size if x is None else x.stride(0),
+        size if x is None else x.stride(-2),
         norm.eps,
         norm.eps if after is None else after.eps,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
+        PARTS=1 if x is None or x.ndim == 2 else len(x),
         num_warps=4 if size <= 2048 else 8,
         **overlap_options(residual.device.type),
     )
@@ -123,6 +125,15 @@ def scaled(x, weight, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
+def load_sum(at, inside, part_step, dtype, PARTS: tl.constexpr):
+    """The sum of what stands there in each part, rounded once, as a whole product is."""
+    total = tl.load(at, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(at + part * part_step, mask=inside, other=0.0)
+    return total.to(dtype)
+
+
+@triton.jit
 def _add_norm(  # noqa: PLR0913
     x_ptr,
     residual_ptr,
@@ -134,6 +145,7 @@ def _add_norm(  # noqa: PLR0913
     after_eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
@@ -144,7 +156,8 @@ def _add_norm(  # noqa: PLR0913
     total = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if x_ptr is not None:
         x_row = x_ptr + tl.program_id(0).to(tl.int64) * x_stride
-        x = tl.load(x_row + column, mask=inside, other=0.0)
+        part_step = tl.num_programs(0).to(tl.int64) * x_stride
+        x = load_sum(x_row + column, inside, part_step, residual_ptr.dtype.element_ty, PARTS)
         if after_ptr is not None:
             after = tl.load(after_ptr + column, mask=inside, other=0.0)
             x = scaled(x.to(tl.float32), after, after_eps, SIZE).to(x.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loramux.kernels.fused_triton import activate, load_angles, rotate_halves, scaled
+from loramux.kernels.fused_triton import activate, load_angles, load_sum, rotate_halves, scaled
 from loramux.kernels.launch_triton import begin_after_previous
 from loramux.kernels.lora_shrink_triton import load_word
 
@@ -38,20 +38,26 @@ def _load_b(pool, group, first, count, width, N: tl.constexpr):
 
 
 @triton.jit
-def _load_h(tail, h_step, tail_stride, group, num_rows, dtype, ROWS: tl.constexpr):
+def _load_h(  # noqa: PLR0913
+    tail, h_step, tail_stride, group, num_rows, dtype, ROWS: tl.constexpr,
+    part_step=0, PARTS: tl.constexpr = 1,
+):  # fmt: skip
     """weight * h of a group: [ROWS, 16], rounded as it is multiplied; for one row [16] float32.
 
     tail: of a tile's first row, at the slice   h_step: from a block of the tail to the next
+    part_step: from a part of the product to the next
     """
     at = tail + group[2] * h_step
     rank = tl.arange(0, 16)
     # A row without an adapter has no block: whatever there is may be no number.
     num_rows = tl.where(group[1] > 0, num_rows, 0)
     if ROWS == 1:
-        h = tl.load(at + rank, mask=rank < num_rows * 16, other=0.0).to(tl.float32) * group[3]
+        h = load_sum(at + rank, rank < num_rows * 16, part_step, dtype, PARTS)
+        h = h.to(tl.float32) * group[3]
     else:
         row = tl.arange(0, ROWS)[:, None]
-        h = tl.load(at + row * tail_stride + rank[None, :], mask=row < num_rows, other=0.0)
+        at += row * tail_stride + rank[None, :]
+        h = load_sum(at, row < num_rows, part_step, dtype, PARTS)
         h = (h.to(tl.float32) * group[3]).to(dtype)
     return h
 
@@ -69,7 +75,7 @@ def _add_product(total, h, b, ROWS: tl.constexpr):
 @triton.jit
 def _add_followers(  # noqa: PLR0913
     total, units, pool, records, tail, tail_stride, h_step, num_rows, first, count, width,
-    ROWS: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr, N: tl.constexpr, part_step=0, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     """total [ROWS, N] float32 with all that the followers of a head add.
 
@@ -78,7 +84,7 @@ def _add_followers(  # noqa: PLR0913
     for unit in tl.range(units[0], units[1], num_stages=1):
         group = _load_group(records + unit * 64)
         b = _load_b(pool, group, first, count, width, N)
-        h = _load_h(tail, h_step, tail_stride, group, num_rows, b.dtype, ROWS)
+        h = _load_h(tail, h_step, tail_stride, group, num_rows, b.dtype, ROWS, part_step, PARTS)
         total = _add_product(total, h, b, ROWS)
     return total
 
@@ -116,6 +122,7 @@ def add_norm_kernel(  # noqa: PLR0913
     row_map_start,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -130,13 +137,15 @@ def add_norm_kernel(  # noqa: PLR0913
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     begin_after_previous(OVERLAP)
     y = y_ptr + row * y_stride
+    part_step = tl.num_programs(0).to(tl.int64) * y_stride
     at = row * SIZE + column
     total = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(y + column, mask=inside, other=0.0)[None, :]
-    h = _load_h(y + SIZE, 16, 0, group, 1, b.dtype, 1)
+    x = load_sum(y + column, inside, part_step, residual_ptr.dtype.element_ty, PARTS)[None, :]
+    h = _load_h(y + SIZE, 16, 0, group, 1, b.dtype, 1, part_step, PARTS)
     x = _add_product(x.to(tl.float32), h, b, 1)
     x = _add_followers(
         x, followers, pool, records, y + SIZE, 0, 16, 1, 0, SIZE, SIZE, 1, BLOCK,
+        part_step, PARTS,
     )  # fmt: skip
     x = tl.reshape(x, (BLOCK,))
     _store_row(
@@ -145,46 +154,55 @@ def add_norm_kernel(  # noqa: PLR0913
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["all_rows"])
 def expand_kernel(  # noqa: PLR0913
     y_ptr,
+    out_ptr,
     pool,
     records,
     work,
     record_start,
+    all_rows,
     y_stride,
+    out_stride,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """y with its adapters, in place; what they do not change is not touched."""
+    """y with its adapters; a whole one in place: what they do not change is not touched."""
     begin = tl.program_id(0)
     records += record_start
     first = tl.program_id(1) * BLOCK
     count = SIZE - first
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
+    part_step = all_rows.to(tl.int64) * y_stride
     for tile in tl.range(begin, load_word(work + 2), tl.num_programs(0), num_stages=1):
         record = records + tile * 64
         group = _load_group(record)
         followers = _load_followers(record)
         b = _load_b(pool, group, first, count, SIZE, BLOCK)
-        is_changed = (group[1] > 0) | (followers[0] < followers[1])
-        num_rows = tl.where(is_changed, load_word(record + 2) >> 16, 0)
-        y = y_ptr + load_word(record + 3).to(tl.int64) * y_stride
+        num_rows = load_word(record + 2) >> 16
+        if PARTS == 1:
+            is_changed = (group[1] > 0) | (followers[0] < followers[1])
+            num_rows = tl.where(is_changed, num_rows, 0)
+        row_start = load_word(record + 3).to(tl.int64)
+        y = y_ptr + row_start * y_stride
         if tile == begin:
             begin_after_previous(OVERLAP)
         inside = (row < num_rows) & (column < count)
         at = y + row * y_stride + first + column
-        values = tl.load(at, mask=inside, other=0.0)
-        h = _load_h(y + SIZE, 16, y_stride, group, num_rows, b.dtype, ROWS)
+        values = load_sum(at, inside, part_step, b.dtype, PARTS)
+        h = _load_h(y + SIZE, 16, y_stride, group, num_rows, b.dtype, ROWS, part_step, PARTS)
         total = _add_product(values.to(tl.float32), h, b, ROWS)
         total = _add_followers(
             total, followers, pool, records, y + SIZE, y_stride, 16, num_rows, first, count, SIZE,
-            ROWS, BLOCK,
+            ROWS, BLOCK, part_step, PARTS,
         )  # fmt: skip
-        tl.store(at, total.to(values.dtype), mask=inside)
+        out = out_ptr + (row_start + row) * out_stride + first + column
+        tl.store(out, total.to(values.dtype), mask=inside)
 
 
 @triton.jit

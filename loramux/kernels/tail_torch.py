@@ -42,13 +42,19 @@ def copy_block(  # noqa: PLR0913
 
 
 def add_norm(y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: TailSite) -> Tensor:
-    """fused's add_norm of y with its adapters. y [rows, outputs + tail]"""
+    """fused's add_norm of y with its adapters. y [rows, outputs + tail]
+
+    y may be parts of the product, float32 [parts, rows, outputs + tail]
+    """
     return fused_torch.add_norm(_expanded(y, lora), residual, norm, after)
 
 
-def expand(y: Tensor, lora: TailSite) -> None:
-    """y with its adapters, in place; for a site of one projection. y [rows, outputs + tail]"""
-    _expanded(y, lora)
+def expand(y: Tensor, lora: TailSite) -> Tensor:
+    """y with its adapters [rows, outputs], in place; for a site of one projection.
+
+    y [rows, outputs + tail], or its parts float32 [parts, rows, outputs + tail], which stay
+    """
+    return _expanded(y, lora)
 
 
 def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: TailSite) -> Tensor:
@@ -62,5 +68,7 @@ def activate_mul(y: Tensor, activation: str, lora: TailSite) -> Tensor:
 
 
 def _expanded(y: Tensor, lora: TailSite) -> Tensor:
+    if y.ndim == 3:
+        y = fused_torch.sum_of_parts(y, lora.pool.dtype)
     lora_grouped_torch.expand_tail(lora.tables, lora.pool, y, lora.layer, lora.site)
     return y[:, : lora.num_outputs]

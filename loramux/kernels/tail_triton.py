@@ -57,40 +57,54 @@ def copy_block(  # noqa: PLR0913
 
 
 def add_norm(y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: TailSite) -> Tensor:
-    """fused's add_norm of y with its adapters. y [rows, outputs + tail]"""
+    """fused's add_norm of y with its adapters. y [rows, outputs + tail]
+
+    y may be parts of the product, contiguous float32 [parts, rows, outputs + tail]
+    """
     num_rows, size = residual.shape
     out = torch.empty_like(residual)
     tables = lora.tables
     add_norm_kernel[(num_rows,)](
         *(y, residual, norm.weight, None if after is None else after.weight, out),
-        *(lora.pool, tables.records, tables.work, lora.record_start, y.stride(0)),
+        *(lora.pool, tables.records, tables.work, lora.record_start, y.stride(-2)),
         *(norm.eps, norm.eps if after is None else after.eps, tables.limits.row_map_start),
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
+        PARTS=1 if y.ndim == 2 else len(y),
         num_warps=lora.launch.norm_warps,
         **overlap_options(y.device.type),
     )
     return out
 
 
-def expand(y: Tensor, lora: TailSite) -> None:
-    """y with its adapters, in place; for a site of one projection. y [rows, outputs + tail]"""
-    num_rows, size = y.shape[0], lora.num_outputs
+def expand(y: Tensor, lora: TailSite) -> Tensor:
+    """y with its adapters [rows, outputs], in place; for a site of one projection.
+
+    y [rows, outputs + tail], or its parts, contiguous float32 [parts, rows, outputs + tail],
+    which stay
+    """
+    num_rows, size = y.shape[-2], lora.num_outputs
     launch, tables = lora.launch, lora.tables
+    out = y[:, :size] if y.ndim == 2 else lora.pool.new_empty(num_rows, size)
     block = max(_MIN_DOT, min(launch.expand_n, triton.next_power_of_2(size)))
     expand_kernel[(lora.max_tiles(num_rows), triton.cdiv(size, block))](
         y,
+        out,
         lora.pool,
         tables.records,
         tables.work,
         lora.record_start,
-        y.stride(0),
+        num_rows,
+        y.stride(-2),
+        out.stride(0),
         SIZE=size,
         BLOCK=block,
         ROWS=launch.tile_rows,
+        PARTS=1 if y.ndim == 2 else len(y),
         num_warps=launch.expand_warps,
         **overlap_options(y.device.type),
     )
+    return out
 
 
 def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: TailSite) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor
 from loramux.adapters.image import mapped_buffer, mapped_memory
 
 _DEFAULT_POOL_LIMIT = 4 * 2**30
-# Of a GPU: some 150 us.
-_LAUNCH_CYCLES = 300_000
+# Of a GPU: some 300 us.
+_LAUNCH_CYCLES = 600_000
 
 
 def total_memory_bytes() -> int:

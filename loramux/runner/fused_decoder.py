@@ -26,6 +26,7 @@ from loramux.runner.site_ops import (
     PlainOps,
     SiteOps,
     TailOps,
+    add_norm_behind,
 )
 
 
@@ -115,7 +116,11 @@ class FusedDecoder:
         self._activation = config.activation
         self._layers = [_layer(layer) for layer in decoder.layers]  # type: ignore[arg-type]
         self._final_norm = _norm(decoder.norm)
-        self.products = open_products(storage.device, _families(decoder, self._layers))
+        self.products = open_products(
+            storage.device,
+            _families(decoder, self._layers),
+            add_norm_behind(kernels.fused, self._final_norm, storage.dtype),
+        )
 
     @property
     def dtype(self) -> torch.dtype:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loramux.kernels.cublaslt import CublasLt, CublasLtError, Product, ProductShape
+from loramux.kernels.cublaslt import CublasLt, Product, ProductShape
 from loramux.memory.device import (
     device_name,
     is_capturing,
@@ -23,24 +22,27 @@ from loramux.memory.device import (
 )
 from loramux.models.default_model import cache_folder
 from loramux.models.digests import read_sidecar, write_sidecar
+from loramux.runner.product_search import (
+    Follower,
+    Measure,
+    fastest,
+    run_of,
+    some_of,
+    with_torch,
+)
 
 # Products of more rows are near the device's limit anyway; what is fastest for fewer in a row of
 # products was slower in whole steps.
 _SEARCHED_ROWS = range(16, 1025)
-# As much is read in one measurement that no weight stays in the cache until the next one.
-_MIN_BYTES_READ = 192 * 2**20
+# With more rows a whole product has tiles enough for all multiprocessors.
+_ROWS_IN_PARTS = range(33, 513)
+_NUMBERS_OF_PARTS = (2, 4, 7, 8)
+# The inputs of a part are a multiple of it.
+_PART_INPUTS = 64
 _WORKSPACE_BYTES = 32 * 2**20
-_NUM_FINALISTS = 5
-_NUM_ROUNDS = 4
-# Whatever is closer to torch's own choice than this may be noise.
-_MIN_GAIN = 0.01
 
 # Float32 is for reference, by torch, unless a check adds it.
 FEW_ROWS_DTYPES = {torch.float16, torch.bfloat16}
-
-Name = TypeVar("Name")
-Measure = Callable[[Callable[[], None]], float]
-"""Runs it once; seconds, or whatever can be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,14 @@ class FewRows:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A product in parts, each from its share of the inputs."""
+
+    num_parts: int
+    product: Product
+
+
 class Products:
     """`linear` is torch's; in a search each new shape gets what is faster, and keeps it."""
 
@@ -70,10 +80,12 @@ class Products:
         choices_file: Path | None = None,
         measure: Measure = run_seconds,
         few: FewRows | None = None,
+        follower: Follower | None = None,
     ) -> None:
         """families: weights that are used in turn, each with all rows that may be computed.
 
         choices_file: what earlier searches on such a device found
+        follower: what stands behind `parts`; None: those are whole
         """
         self._few = few
         self._library = library
@@ -81,7 +93,9 @@ class Products:
         self._choices_file = choices_file
         self._remembered = {} if choices_file is None else read_sidecar(choices_file)
         self._measure = measure
+        self._follower = follower
         self._chosen: dict[ProductShape, Product | None] = {}
+        self._splits: dict[ProductShape, _Split | None] = {}
         self._is_searching = False
 
     @contextmanager
@@ -116,6 +130,71 @@ class Products:
         product(x, weight, y)
         return y
 
+    def parts(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As `linear`, for who can add parts up: whole, or float32 [parts, rows, outputs].
+
+        A library's own sum of parts is one more launch, which the kernel behind it makes needless.
+        """
+        split = None
+        is_few = self._few is not None and self._few.fits(x, weight)
+        if self._library is not None and not is_few and bias is None and x.dtype != torch.float32:
+            split = self._split(self._library, x, weight)
+        if split is None:
+            return self.linear(x, weight, bias)
+        y = x.new_empty(split.num_parts, len(x), len(weight), dtype=torch.float32)
+        split.product(x, weight, y)
+        return y
+
+    def _split(self, library: CublasLt, x: Tensor, weight: Tensor) -> _Split | None:
+        """None: it stays whole."""
+        whole = ProductShape(len(x), len(weight), x.shape[1], x.dtype)
+        if not whole.fits(x, weight):
+            return None
+        if whole not in self._splits and self._is_searching and not is_capturing():
+            self._splits[whole] = self._choose_split(library, whole, x, weight)
+        return self._splits.get(whole)
+
+    def _choose_split(
+        self, library: CublasLt, whole: ProductShape, x: Tensor, weight: Tensor
+    ) -> _Split | None:
+        family = self._families.get(weight.data_ptr())
+        if self._follower is None or family is None or whole.num_rows not in _ROWS_IN_PARTS:
+            return None
+        name = f"{_name_of(whole)} in parts"
+        kept = _split_of(self._remembered.get(name))
+        if kept is None or not _can_split(library, whole, *kept):
+            runs = self._runs(library, whole, x, some_of(family, len(weight)), self._follower)
+            kept = fastest(runs, self._measure)
+            self._remembered[name] = f"{kept[0]} {kept[1].hex()}"
+        num_parts, algorithm = kept
+        if num_parts == 1:
+            return None
+        shape = replace(whole, num_parts=num_parts)
+        return _Split(num_parts, library.product(shape, algorithm))
+
+    def _runs(
+        self,
+        library: CublasLt,
+        whole: ProductShape,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        follower: Follower,
+    ) -> dict[tuple[int, bytes], Callable[[], None]]:
+        """By parts and algorithm, each with what reads them; first, whole as `linear` has it."""
+        y = x.new_empty(whole.num_rows, whole.num_outputs)
+        product = self._product(library, x, weights[0]) or with_torch
+        runs = {(1, b""): run_of(product, x, weights, y, follower(y))}
+        room = x.new_empty(max(_NUMBERS_OF_PARTS), *y.shape, dtype=torch.float32)
+        for num_parts in _NUMBERS_OF_PARTS:
+            if not _can_be_cut(whole, num_parts):
+                continue
+            shape, y = replace(whole, num_parts=num_parts), room[:num_parts]
+            follow = follower(y)
+            for algorithm in library.proposals(shape):
+                product = library.product(shape, algorithm)
+                runs[num_parts, algorithm] = run_of(product, x, weights, y, follow)
+        return runs
+
     def _product(self, library: CublasLt, x: Tensor, weight: Tensor) -> Product | None:
         shape = ProductShape(len(x), len(weight), x.shape[1], x.dtype)
         if not shape.fits(x, weight):
@@ -130,10 +209,10 @@ class Products:
         family = self._families.get(weight.data_ptr())
         if family is None or shape.num_rows not in _SEARCHED_ROWS:
             return None
-        name = f"{shape.num_rows}x{shape.num_outputs}x{shape.num_inputs} {shape.dtype}"
+        name = _name_of(shape)
         algorithm = _algorithm_of(self._remembered.get(name))
         if algorithm is None or (algorithm and not library.can_run(shape, algorithm)):
-            algorithm = self._search(library, shape, x, _some(family, len(weight)))
+            algorithm = self._search(library, shape, x, some_of(family, len(weight)))
             self._remembered[name] = algorithm.hex()
         return library.product(shape, algorithm) if algorithm else None
 
@@ -142,24 +221,22 @@ class Products:
     ) -> bytes:
         """Empty: torch's own choice."""
         y = x.new_empty(shape.num_rows, shape.num_outputs)
-
-        def with_torch(x: Tensor, weight: Tensor, y: Tensor) -> None:
-            torch.mm(x, weight.t(), out=y)
-
         products: dict[bytes, Product] = {b"": with_torch}
         for algorithm in library.proposals(shape):
             products[algorithm] = library.product(shape, algorithm)
-        runs = {name: _run_of(product, x, weights, y) for name, product in products.items()}
+        runs = {name: run_of(product, x, weights, y) for name, product in products.items()}
         return fastest(runs, self._measure)
 
 
-def open_products(device: torch.device, families: Sequence[Sequence[Tensor]]) -> Products:
+def open_products(
+    device: torch.device, families: Sequence[Sequence[Tensor]], follower: Follower | None = None
+) -> Products:
     library, few = open_cublaslt(device), open_few_rows(device)
     if library is None:
         return Products(None, families, few=few)
     name = f"{device_name(device)}-cublaslt-{library.version}.json".replace(" ", "-").lower()
     choices_file = cache_folder() / "products" / name
-    return Products(library, families, choices_file=choices_file, few=few)
+    return Products(library, families, choices_file=choices_file, few=few, follower=follower)
 
 
 def open_few_rows(device: torch.device) -> FewRows | None:
@@ -184,23 +261,29 @@ def open_cublaslt(device: torch.device) -> CublasLt | None:
     return CublasLt(library, workspace, partial(stream_address, device))
 
 
-def fastest(runs: dict[Name, Callable[[], None]], measure: Measure) -> Name:
-    """The name of the fastest run; that of the first, if no other is clearly faster."""
-    first = next(iter(runs))
-    times: dict[Name, float] = {}
-    for name, run in runs.items():
-        try:
-            # Loads the kernel.
-            run()
-            times[name] = measure(run)
-        except CublasLtError:
-            continue
-    finalists = {first, *sorted(times, key=times.__getitem__)[:_NUM_FINALISTS]}
-    for _ in range(_NUM_ROUNDS):
-        for name in finalists:
-            times[name] = min(times[name], measure(runs[name]))
-    best = min(finalists, key=times.__getitem__)
-    return best if times[best] < (1 - _MIN_GAIN) * times[first] else first
+def _name_of(shape: ProductShape) -> str:
+    return f"{shape.num_rows}x{shape.num_outputs}x{shape.num_inputs} {shape.dtype}"
+
+
+def _split_of(remembered: object) -> tuple[int, bytes] | None:
+    """Number of parts, and their algorithm. None: nothing that can be used."""
+    count, _, rest = remembered.partition(" ") if isinstance(remembered, str) else ("", "", "")
+    num_parts = {str(number): number for number in (1, *_NUMBERS_OF_PARTS)}.get(count)
+    algorithm = _algorithm_of(rest)
+    return None if num_parts is None or algorithm is None else (num_parts, algorithm)
+
+
+def _can_split(library: CublasLt, whole: ProductShape, num_parts: int, algorithm: bytes) -> bool:
+    """Or leave it whole, by an algorithm that is kept elsewhere."""
+    if num_parts == 1:
+        return not algorithm
+    if not algorithm or not _can_be_cut(whole, num_parts):
+        return False
+    return library.can_run(replace(whole, num_parts=num_parts), algorithm)
+
+
+def _can_be_cut(whole: ProductShape, num_parts: int) -> bool:
+    return num_parts > 1 and whole.num_inputs % (num_parts * _PART_INPUTS) == 0
 
 
 def _algorithm_of(remembered: object) -> bytes | None:
@@ -209,22 +292,3 @@ def _algorithm_of(remembered: object) -> bytes | None:
         return bytes.fromhex(remembered) if isinstance(remembered, str) else None
     except ValueError:
         return None
-
-
-def _some(family: Sequence[Tensor], num_outputs: int) -> list[Tensor]:
-    """As many weights as fill a cache, or all that there are."""
-    num_bytes = family[0][:num_outputs].nbytes
-    count = max(2, -(-_MIN_BYTES_READ // num_bytes))
-    return [weight[:num_outputs] for weight in family[:count]]
-
-
-def _run_of(
-    product: Product, x: Tensor, weights: Sequence[Tensor], y: Tensor
-) -> Callable[[], None]:
-    def run() -> None:
-        for weight in weights:
-            # As in a step, a product waits for the small kernel that writes x.
-            x.mul_(1)
-            product(x, weight, y)
-
-    return run

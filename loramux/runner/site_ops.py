@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
 from loramux.lora.tail_work import TailStep
 from loramux.models.layers import Linear
 from loramux.models.tail_linear import TailLinear
+from loramux.runner.product_search import Follower
 from loramux.runner.products import Products
 
 QKV, OUT, GATE_UP, DOWN = range(4)
+# Behind these stands add_norm, which takes a product in parts as well.
+_SITES_IN_PARTS = (OUT, DOWN)
 
 Place = tuple[int, int]
 """(layer, site)"""
@@ -31,7 +36,10 @@ class LoraStep(Protocol):
 
 
 class SiteOps(Protocol):
-    """What `linear` gives goes to the operation behind that site, and to no other."""
+    """What `linear` gives goes to the operation behind that site, and to no other.
+
+    It may be a product in parts, where that operation can add them up.
+    """
 
     def linear(self, linear: Linear, x: Tensor, place: Place) -> Tensor: ...
 
@@ -53,11 +61,12 @@ class PlainOps:
     products: Products
 
     def linear(self, linear: Linear, x: Tensor, place: Place) -> Tensor:
+        if self.lora is None or not self.lora.covers(place[1]):
+            return _product(self.products, x, place, linear.weight, linear.bias)
         y = self.products.linear(x, linear.weight, linear.bias)
-        if self.lora is not None and self.lora.covers(place[1]):
-            # Behind the product, without which a shrink may start too early: see lora_triton.
-            self.lora.shrink(x, *place)
-            self.lora.expand(y, *place)
+        # Behind the product, without which a shrink may start too early: see lora_triton.
+        self.lora.shrink(x, *place)
+        self.lora.expand(y, *place)
         return y
 
     def rotate_write(self, y: Tensor, rotation: Rotation, target: KVTarget, place: Place) -> Tensor:
@@ -90,13 +99,14 @@ class TailOps:
 
     def linear(self, linear: Linear, x: Tensor, place: Place) -> Tensor:
         if not self.lora.covers(place[1]):
-            return self.products.linear(x, linear.weight, linear.bias)
+            return _product(self.products, x, place, linear.weight, linear.bias)
         assert isinstance(linear, TailLinear), "a linear layer has no tail"
-        y = self.products.linear(x, *linear.with_tail(self.lora.num_tail_rows(place[1])))
+        with_tail = linear.with_tail(self.lora.num_tail_rows(place[1]))
+        y = _product(self.products, x, place, *with_tail)
         if self._is_added_later(place[1]):
             return y
-        self.tail.expand(y, self.lora.at(*place))
-        return y[:, : linear.out_features]
+        expanded: Tensor = self.tail.expand(y, self.lora.at(*place))
+        return expanded
 
     def rotate_write(self, y: Tensor, rotation: Rotation, target: KVTarget, place: Place) -> Tensor:
         q: Tensor
@@ -127,3 +137,27 @@ class TailOps:
     def _is_added_later(self, site: int) -> bool:
         """By the operation behind the product."""
         return self.lora.covers(site) and (self.lora.launch.folds_norm or site in (QKV, GATE_UP))
+
+
+def add_norm_behind(fused: Any, norm: Norm, dtype: torch.dtype) -> Follower:
+    """What stands behind a product that may come in parts, for measurements."""
+    size = len(norm.weight)
+
+    def follow(y: Tensor) -> Callable[[], None]:
+        residual = y.new_zeros(y.shape[-2], size, dtype=dtype)
+
+        def run() -> None:
+            # What a tail has is little beside it.
+            fused.add_norm(y[..., :size], residual, norm)
+
+        return run
+
+    return follow
+
+
+def _product(
+    products: Products, x: Tensor, place: Place, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    if place[1] in _SITES_IN_PARTS:
+        return products.parts(x, weight, bias)
+    return products.linear(x, weight, bias)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,10 +21,16 @@ class Library:
     def __init__(self, fails: str = "") -> None:
         self.fails = fails
         self.calls: Counter[str] = Counter()
+        self.layouts: list[tuple[int, ...]] = []
+        self.attributes: list[tuple[int, int]] = []
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        def call(*_: Any) -> int:
+        def call(*arguments: Any) -> int:
             self.calls[name] += 1
+            if name == "cublasLtMatrixLayoutCreate":
+                self.layouts.append(tuple(argument.value for argument in arguments[1:]))
+            if name == "cublasLtMatrixLayoutSetAttribute":
+                self.attributes.append((arguments[1].value, arguments[2]._obj.value))
             return 1 if name == self.fails else 0
 
         return call
@@ -49,6 +56,21 @@ def test_what_is_no_algorithm_cannot_run() -> None:
     assert not make(Library()).can_run(SHAPE, b"short")
 
 
+def test_a_part_has_its_share_of_the_inputs_and_an_output_of_its_own() -> None:
+    """Columns of x and weight stay as far apart as all inputs; outputs are float32 (0)."""
+    library = Library()
+    make(library).product(replace(SHAPE, num_parts=2), bytes(64))
+    assert library.layouts == [(14, 16, 64, 32), (14, 16, 8, 32), (0, 64, 8, 64)]
+    assert library.attributes == [(5, 2), (6, 16), (5, 2), (6, 16), (5, 2), (6, 512)]
+
+
+def test_a_whole_product_is_no_batch() -> None:
+    library = Library()
+    make(library).product(SHAPE, bytes(64))
+    assert library.layouts == [(14, 32, 64, 32), (14, 32, 8, 32), (14, 64, 8, 64)]
+    assert library.attributes == []
+
+
 @pytest.mark.parametrize("name", ["cublasLtCreate", "cublasLtMatmulDescCreate"])
 def test_a_call_that_fails_is_named(name: str) -> None:
     with pytest.raises(CublasLtError, match=f"{name} failed with status 1"):
@@ -57,15 +79,18 @@ def test_a_call_that_fails_is_named(name: str) -> None:
 
 @pytest.mark.skipif(DEVICE is None, reason="cuBLASLt needs a GPU (LORAMUX_TEST_DEVICE=cuda)")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("num_rows", "num_outputs"), [(1, 512), (33, 520), (320, 6528)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "num_parts"),
+    [(1, 512, 1), (33, 520, 1), (320, 6528, 1), (33, 520, 2), (128, 4096, 8), (320, 4224, 4)],
+)
 def test_every_proposal_computes_the_product(
-    dtype: torch.dtype, num_rows: int, num_outputs: int
+    dtype: torch.dtype, num_rows: int, num_outputs: int, num_parts: int
 ) -> None:
     from loramux.runner.products import open_cublaslt
 
     library = open_cublaslt(torch.device("cuda"))
     assert library is not None
-    shape = ProductShape(num_rows, num_outputs, 1024, dtype)
+    shape = ProductShape(num_rows, num_outputs, 1024, dtype, num_parts)
     x = torch.randn(num_rows, 1024, dtype=dtype)
     weight = torch.randn(num_outputs, 1024, dtype=dtype)
     wanted = F.linear(x.float(), weight.float())
@@ -73,6 +98,6 @@ def test_every_proposal_computes_the_product(
     assert len(proposals) > 1
     for algorithm in proposals:
         assert library.can_run(shape, algorithm)
-        y = torch.full((num_rows, num_outputs), torch.nan, dtype=dtype)
+        y = torch.full((num_parts, num_rows, num_outputs), torch.nan, dtype=shape.y_dtype)
         library.product(shape, algorithm)(x, weight, y)
-        torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=1e-1)
+        torch.testing.assert_close(y.float().sum(0), wanted, rtol=2e-2, atol=1e-1)

@@ -35,6 +35,24 @@ def test_add_norm_equals_its_twin(kind: str, size: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("num_parts", [2, 7])
+@pytest.mark.parametrize("kind", ["add", "sandwich"])
+def test_add_norm_adds_parts_up(kind: str, num_parts: int, dtype: torch.dtype) -> None:
+    """Some columns stand behind those that are normed: a tail that a step does not use."""
+    size = 48
+    parts = torch.randn(num_parts, 3, size + 16)[..., :size]
+    after = Norm(torch.randn(size), 1e-4) if kind == "sandwich" else None
+    norm, residual = Norm(torch.randn(size, dtype=dtype), 1e-5), torch.randn(3, size, dtype=dtype)
+    twin_residual, whole_residual = residual.clone(), residual.clone()
+    whole = fused_torch.add_norm(parts.sum(0).to(dtype), whole_residual, norm, after)
+    expected = fused_torch.add_norm(parts, twin_residual, norm, after)
+    assert torch.equal(expected, whole) and torch.equal(twin_residual, whole_residual)
+    actual = fused_triton.add_norm(parts, residual, norm, after)
+    torch.testing.assert_close(residual, twin_residual, **LIMITS[dtype])
+    torch.testing.assert_close(actual, expected, **LIMITS[dtype])
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("activation", fused_torch.ACTIVATIONS)
 def test_activate_mul_equals_its_twin(activation: str, dtype: torch.dtype) -> None:
     gate_up = torch.randn(3, 2 * 48, dtype=dtype)

@@ -98,6 +98,57 @@ def test_add_norm(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
 
 
 @each_kernel
+@each_launch
+@each_mix
+def test_add_norm_of_parts(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
+    world, rows = world_of(mix, launch)
+    x, _ = random_rows(len(rows), O_PROJ)
+    size = sum(SITES[O_PROJ].out_features)
+    norm = Norm(torch.randn(size), 1e-5)
+    after = Norm(torch.randn(size), 1e-4) if mix == "weighted" else None
+    residual, twin_residual = torch.ones(2, len(rows), size).unbind()
+    y = world.parts(x, 0, O_PROJ, 4)
+    actual = kernels.add_norm(y, residual, norm, after, world.at(0, O_PROJ, launch))
+    expected = fused_torch.add_norm(world.expected(x, rows, 0, O_PROJ), twin_residual, norm, after)
+    torch.testing.assert_close(residual, twin_residual, **LIMITS[torch.float32])
+    torch.testing.assert_close(actual, expected, **LIMITS[torch.float32])
+
+
+@each_kernel
+@each_mix
+def test_expand_of_parts(mix: str, kernels: ModuleType) -> None:
+    """Every row is written, with an adapter or without, and none of the parts."""
+    world, rows = world_of(mix, TILE)
+    x, _ = random_rows(len(rows), O_PROJ)
+    y = world.parts(x, 0, O_PROJ, 2)
+    before = y.clone()
+    actual = kernels.expand(y, world.at(0, O_PROJ, TILE))
+    expected = world.expected(x, rows, 0, O_PROJ)
+    torch.testing.assert_close(actual, expected, **LIMITS[torch.float32])
+    torch.testing.assert_close(y, before, rtol=0, atol=0, equal_nan=True)
+
+
+@each_launch
+def test_parts_in_float16_are_rounded_as_a_whole_product_is(launch: TailLaunch) -> None:
+    world, rows = world_of("weighted", launch, torch.float16)
+    x, _ = random_rows(len(rows), O_PROJ, dtype=torch.float16)
+    site = world.at(0, O_PROJ, launch)
+    parts = world.parts(x, 0, O_PROJ, 2)
+    size = sum(SITES[O_PROJ].out_features)
+    norm = Norm(torch.ones(size), 1e-5)
+    sums = torch.zeros(2, len(rows), size, dtype=torch.float16)
+    tail_triton.add_norm(parts, sums[0], norm, None, site)
+    tail_triton.add_norm(parts.sum(0).half(), sums[1], norm, None, site)
+    torch.testing.assert_close(sums[0], sums[1], **LIMITS[torch.float16])
+    assert rows[-1] == () and torch.equal(sums[0, -1], sums[1, -1])
+    if launch is TILE:
+        for kernels in (tail_triton, tail_torch):
+            y = kernels.expand(parts, site)
+            torch.testing.assert_close(y, sums[1], **LIMITS[torch.float16])
+            assert torch.equal(y[-1], sums[1, -1])
+
+
+@each_kernel
 @each_mix
 def test_expand(mix: str, kernels: ModuleType) -> None:
     """Catches programs of a tile's last rows that go on into the next tile, or beyond the step."""
@@ -107,9 +158,10 @@ def test_expand(mix: str, kernels: ModuleType) -> None:
     y = world.product(x, 0, O_PROJ)
     room = torch.full((len(rows) + 16, y.shape[1]), 7.0)
     room[: len(rows)] = y
-    kernels.expand(room[: len(rows)], world.at(0, O_PROJ, TILE))
+    actual = kernels.expand(room[: len(rows)], world.at(0, O_PROJ, TILE))
     expected = world.expected(x, rows, 0, O_PROJ)
-    torch.testing.assert_close(room[: len(rows), :size], expected, **LIMITS[torch.float32])
+    torch.testing.assert_close(actual, expected, **LIMITS[torch.float32])
+    assert actual.data_ptr() == room.data_ptr(), "in place"
     assert (room[len(rows) :] == 7.0).all()
     is_base = torch.tensor([row == () for row in rows])
     assert torch.equal(room[: len(rows), :size][is_base], y[is_base, :size])

@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 
 from loramux.kernels import fused_torch, tail_torch, tail_triton  # noqa: E402
 from loramux.kernels.tail_tables import TailSite  # noqa: E402
-from tests.lora_factory import SITES, Selection, random_rows  # noqa: E402
+from tests.lora_factory import Selection, random_rows  # noqa: E402
 from tests.tail_factory import TILE, make_tail_world  # noqa: E402
 
 O_PROJ, GATE_UP = 1, 2
@@ -27,15 +27,17 @@ def test_more_tiles_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_more_tiles_than_programs_that_expand(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_more_tiles_than_programs_that_expand(
+    num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As above, with a base row between them."""
     world = make_tail_world([{"o_proj": 2}] * 2, tail_torch)
     rows: list[Selection] = [((0, 1.0),), ((1, 1.0),), (), ((1, 1.0),), ((0, 1.0),)]
     world.step(rows, TILE)
     monkeypatch.setattr(TailSite, "max_tiles", lambda *_: 2)
     x, _ = random_rows(len(rows), O_PROJ)
-    y = world.product(x, 1, O_PROJ)
-    tail_triton.expand(y, world.at(1, O_PROJ, TILE))
+    y = world.parts(x, 1, O_PROJ, num_parts) if num_parts > 1 else world.product(x, 1, O_PROJ)
+    actual = tail_triton.expand(y, world.at(1, O_PROJ, TILE))
     expected = world.expected(x, rows, 1, O_PROJ)
-    actual = y[:, : sum(SITES[O_PROJ].out_features)]
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

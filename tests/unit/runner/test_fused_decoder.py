@@ -7,7 +7,7 @@ import torch
 
 from loramux.runner.fused_decoder import FusedDecoder, device_kernels
 from loramux.types import Chunk, StepPlan
-from tests.device_factory import device_engine, reference_engine
+from tests.device_factory import ProductsInParts, device_engine, reference_engine
 from tests.engine_factory import make_prompt
 from tests.model_factory import tiny_transformers_model
 
@@ -31,6 +31,20 @@ def test_every_family_equals_the_decoder_in_any_chunks(
         piece = Chunk(0, tokens[start:stop], start, [5, 1], (), sample=None)
         parts.append(runner.logits(StepPlan((piece,)))[0])
     torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+def test_products_in_parts_give_what_whole_ones_give(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """o and down of every layer, with norms after them and without."""
+    model = tiny_transformers_model(family)
+    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2)[1]
+    step = StepPlan((Chunk(0, make_prompt(9, seed=2), 0, [5, 1], (), sample=None),))
+    whole = runner.logits(step)[0]
+    products = runner._decoder.products = ProductsInParts(2)
+    torch.testing.assert_close(runner.logits(step)[0], whole, atol=1e-4, rtol=1e-4)
+    assert len(products.num_outputs) == 2 * len(runner._decoder._layers)
 
 
 def test_a_packed_layer_is_refused_and_not_computed_without_its_weights(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from loramux.kernels.cublaslt import CublasLtError, ProductShape
 from loramux.runner.products import (
     FewRows,
     Products,
-    fastest,
     open_cublaslt,
     open_few_rows,
     open_products,
@@ -149,22 +149,6 @@ def test_a_device_without_the_library_has_torch_alone() -> None:
     assert torch.equal(search(Products(None, [[weight]]), x, weight), F.linear(x, weight))
 
 
-def test_a_lucky_first_measurement_does_not_decide() -> None:
-    """The finalists run again; what was slow once and fast later counts with its best."""
-    times = {0: [1.0] * 9, 1: [0.6] + [0.6] * 8, 2: [0.7] + [0.4] * 8}
-    turn = {number: iter(values) for number, values in times.items()}
-    current = [0]
-
-    def run_of(number: int) -> Callable[[], None]:
-        return lambda: current.__setitem__(0, number)
-
-    def measure(run: Callable[[], None]) -> float:
-        run()
-        return next(turn[current[0]])
-
-    assert fastest({number: run_of(number) for number in times}, measure) == 2
-
-
 @pytest.mark.parametrize("names", [(b"0.5", b"0.9"), (b"1.5",)])
 def test_the_next_start_does_not_search_again(tmp_path: Path, names: tuple[bytes, ...]) -> None:
     library, again = Library(*names), Library(*names)
@@ -235,3 +219,146 @@ def test_few_rows_are_left_to_the_kernel_for_them() -> None:
 
 def test_without_a_gpu_there_is_no_such_kernel() -> None:
     assert open_few_rows(torch.device("cpu")) is None
+
+
+class PartsLibrary(Library):
+    """As Library, with other algorithms for every number of parts."""
+
+    def __init__(self, by_parts: dict[int, tuple[bytes, ...]]) -> None:
+        super().__init__()
+        self.by_parts = by_parts
+
+    def proposals(self, shape: ProductShape) -> list[bytes]:
+        self.asked.append(shape)
+        return list(self.by_parts.get(shape.num_parts, ()))
+
+    def can_run(self, shape: ProductShape, algorithm: bytes) -> bool:
+        return algorithm in self.by_parts.get(shape.num_parts, ())
+
+    def product(self, shape: ProductShape, algorithm: bytes) -> Callable[..., None]:
+        def run(x: Tensor, weight: Tensor, y: Tensor) -> None:
+            self.ran.append(algorithm)
+            shares = zip(*(t.float().chunk(shape.num_parts, 1) for t in (x, weight)), strict=True)
+            y.copy_(torch.stack([a @ b.t() for a, b in shares]).view_as(y))
+
+        return run
+
+
+PARTS_ROWS, PARTS_INPUTS = 40, 256
+
+
+class PartsWorld:
+    """Seconds are those of the algorithm, and of reading each part."""
+
+    def __init__(
+        self,
+        by_parts: dict[int, tuple[bytes, ...]],
+        choices_file: Path | None = None,
+        few: FewRows | None = None,
+        part_seconds: float = 0.0,
+    ) -> None:
+        self.library = PartsLibrary(by_parts)
+        self.weights = [aligned(12, PARTS_INPUTS) for _ in range(2)]
+        self.x = aligned(PARTS_ROWS, PARTS_INPUTS)
+        self.read: list[int] = []
+        self.products = Products(
+            self.library,  # type: ignore[arg-type]
+            [self.weights],
+            choices_file=choices_file,
+            measure=lambda run: self._measure(run, part_seconds),
+            few=few,
+            follower=lambda y: lambda: self.read.append(1 if y.ndim == 2 else len(y)),
+        )
+
+    def search(self, x: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        with self.products.searching():
+            return self.products.parts(self.x if x is None else x, self.weights[0], bias)
+
+    def _measure(self, run: Callable[[], None], part_seconds: float) -> float:
+        self.library.ran.clear()
+        self.read.clear()
+        run()
+        own = float(self.library.ran[0]) if self.library.ran else 1.0
+        return own + part_seconds * (self.read[0] if self.read else 0)
+
+
+def test_parts_are_taken_where_they_are_faster() -> None:
+    world = PartsWorld({1: (b"0.9",), 2: (b"0.8", b"0.6"), 4: (b"0.7",)})
+    world.search()
+    world.library.ran.clear()
+    for weight in world.weights:
+        y = world.products.parts(world.x, weight)
+        assert y.shape == (2, PARTS_ROWS, 12) and y.dtype == torch.float32
+        torch.testing.assert_close(y.sum(0), world.x.float() @ weight.float().t())
+    assert world.library.ran == [b"0.6"] * 2
+    assert [shape.num_parts for shape in world.library.asked] == [1, 2, 4], "256 / 7, 256 / 8: no"
+
+
+def test_reading_parts_costs_what_it_costs() -> None:
+    """Catches a search of products alone: four parts are the fastest of them."""
+    by_parts: dict[int, tuple[bytes, ...]] = {1: (b"0.9",), 2: (b"0.6",), 4: (b"0.5",)}
+    assert PartsWorld(by_parts, part_seconds=0.1).search().shape[0] == 2
+    assert PartsWorld(by_parts, part_seconds=0.4).search().shape == (PARTS_ROWS, 12)
+    assert PartsWorld(by_parts).search().shape[0] == 4
+
+
+@pytest.mark.parametrize("whole", [(b"0.5",), ()])
+def test_a_product_stays_whole_as_linear_has_it(whole: tuple[bytes, ...]) -> None:
+    world = PartsWorld({1: whole, 2: (b"1.2",)})
+    world.search()
+    world.library.ran.clear()
+    y = world.products.parts(world.x, world.weights[1])
+    assert torch.equal(y, world.products.linear(world.x, world.weights[1]))
+    assert world.library.ran == list(whole) * 2
+
+
+def test_what_cannot_come_in_parts_is_whole() -> None:
+    """Few or many rows, a bias, float32, gaps between rows, a kernel for few rows, no follower."""
+    parts: dict[int, tuple[bytes, ...]] = {2: (b"0.1",)}
+    world = PartsWorld(parts)
+    bias = torch.randn(12).to(torch.bfloat16)
+    for num_rows in (1, 32, 513):
+        assert world.search(aligned(num_rows, PARTS_INPUTS)).ndim == 2
+    assert world.search(bias=bias).ndim == 2
+    assert world.search(aligned(PARTS_ROWS, 2 * PARTS_INPUTS)[:, :PARTS_INPUTS]).ndim == 2
+    stranger = aligned(10, PARTS_INPUTS)
+    with world.products.searching():
+        assert world.products.parts(world.x, stranger).ndim == 2
+        assert world.products.parts(world.x.float(), stranger.float()).ndim == 2
+    few = FewRows(lambda x, weight, y: torch.mm(x, weight.t(), out=y), most_rows=PARTS_ROWS)
+    assert PartsWorld(parts, few=few).search().ndim == 2
+    assert world.products.parts(world.x, world.weights[0]).ndim == 2, "not in a search"
+    assert world.search().ndim == 3
+    world = PartsWorld(parts)
+    world.products._follower = None
+    assert world.search().ndim == 2
+
+
+@pytest.mark.parametrize("seconds", [b"0.5", b"1.5"])
+def test_the_next_start_knows_the_parts(tmp_path: Path, seconds: bytes) -> None:
+    choices_file = tmp_path / "gpu.json"
+    world = PartsWorld({2: (seconds,)}, choices_file)
+    y = world.search()
+    again = PartsWorld({2: (seconds,)}, choices_file)
+    assert again.search().shape == y.shape
+    assert world.library.asked and again.library.asked == []
+
+
+WHOLE_NAME = f"{PARTS_ROWS}x12x{PARTS_INPUTS} torch.bfloat16"
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [None, 7, "", "2", "2 ", "3 00", "1 00", "x", "2 zz", f"2 {b'0.4'.hex()}"]
+    + [f"8 {b'0.6'.hex()}"],
+)
+def test_a_file_without_good_parts_is_searched_for_them_alone(tmp_path: Path, kept: object) -> None:
+    """As files are that know whole products only."""
+    choices_file = tmp_path / "gpu.json"
+    content = {WHOLE_NAME: b"0.9".hex(), f"{WHOLE_NAME} in parts": kept}
+    choices_file.write_text(json.dumps(content))
+    world = PartsWorld({1: (b"0.9", b"0.8"), 2: (b"0.6",)}, choices_file)
+    assert world.search().shape == (2, PARTS_ROWS, 12)
+    assert 1 not in {shape.num_parts for shape in world.library.asked}
+    found = json.loads(choices_file.read_text())
+    assert found == {WHOLE_NAME: b"0.9".hex(), f"{WHOLE_NAME} in parts": f"2 {b'0.6'.hex()}"}

@@ -10,16 +10,18 @@ import pytest
 import torch
 
 from loramux.kernels import fused_torch
+from loramux.kernels.fused_torch import Norm
 from loramux.kernels.tail_tables import TailLaunch
 from loramux.lora.graph_work import LoraKind
 from loramux.models.layers import Linear
 from loramux.runner.device_runner import DeviceLimits, DeviceRunner
 from loramux.runner.products import Products
-from loramux.runner.site_ops import DOWN, GATE_UP, OUT, QKV, PlainOps
+from loramux.runner.site_ops import DOWN, GATE_UP, OUT, QKV, PlainOps, add_norm_behind
 from loramux.types import Chunk, Selection, StepPlan
 from tests.adapter_factory import make_peft_adapter
 from tests.device_factory import (
     ALL_LINEAR,
+    ProductsInParts,
     decode,
     device_engine,
     lease,
@@ -34,6 +36,8 @@ from tests.tail_factory import ROW, TILE
 pytest.importorskip("triton", reason="no Triton on this machine")
 
 PATIENCE = 2
+APART = replace(TILE, folds_norm=False)
+"""Norms and adapters of o and down."""
 
 
 def use(runner: DeviceRunner, launch: TailLaunch) -> None:
@@ -55,12 +59,17 @@ def kinds_of(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> list[Lora
 
 
 @pytest.mark.parametrize(
-    ("family", "launch"),
-    [("llama", ROW), ("qwen2", TILE), ("gemma3", replace(TILE, folds_norm=False))]
-    + [("gemma3", ROW), ("llama", replace(TILE, folds_norm=False))],
+    ("family", "launch", "in_parts"),
+    [("llama", ROW, False), ("qwen2", TILE, False), ("gemma3", APART, False)]
+    + [("gemma3", ROW, False), ("llama", APART, False)]
+    + [("llama", ROW, True), ("qwen2", TILE, True), ("gemma3", APART, True)],
 )
 def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
-    family: str, launch: TailLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    launch: TailLaunch,
+    in_parts: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_transformers_model(family)
     folders = two_adapters(model, tmp_path)
@@ -79,8 +88,14 @@ def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
     runner.logits(StepPlan(tuple(prompts)))
     # One is a padding row short of the size that fits.
     chunks = [decode(i, 40 + i, lengths[i], pages[i], s) for i, s in enumerate(selections)]
+    whole, in_two = runner._decoder.products, ProductsInParts(2)
+    runner._decoder.products = in_two if in_parts else whole
     for _ in range(PATIENCE):
         result = runner.run(StepPlan(tuple(chunks)))
+    runner._decoder.products = whole
+    has_tail = [n > model.config.hidden_size for n in in_two.num_outputs]
+    # The adapters of the first step come from lists: they need whole products.
+    assert has_tail == [True] * (2 * model.config.num_hidden_layers if in_parts else 0)
     assert kinds == [LoraKind.LISTS] * (PATIENCE - 1) + [LoraKind.TAIL]
     order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
     graph_logits = runner._graphs._logits[: len(chunks)].clone()
@@ -90,11 +105,10 @@ def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
         assert result.token_ids[chunk.sequence_id] == int(logits.argmax())
 
 
-@pytest.mark.parametrize(
-    "launch", [ROW, TILE, replace(TILE, folds_norm=False)], ids=["rows", "tiles", "apart"]
-)
+@pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "in parts"])
+@pytest.mark.parametrize("launch", [ROW, TILE, APART], ids=["rows", "tiles", "apart"])
 def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
-    launch: TailLaunch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: TailLaunch, in_parts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from loramux.kernels import fused_triton, lora_triton, sampling_triton, tail_triton
 
@@ -127,6 +141,8 @@ def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
         limits=limits,
     )
     use(fast, launch)
+    if in_parts:
+        fast._decoder.products = ProductsInParts(4)
     kinds = kinds_of(fast, monkeypatch)
     last = engine.pages.num_pages - 1
     for kind, selection in selections.items():
@@ -208,3 +224,41 @@ def test_nothing_is_launched_at_sites_that_a_step_does_not_cover() -> None:
         y = PlainOps(fused_torch, Step(), Products(None, [])).linear(linear, x, (3, site))
         torch.testing.assert_close(y, linear(x))
     assert launched == [(name, 3, site) for site in (QKV, OUT) for name in ("shrink", "expand")]
+
+
+def test_products_behind_which_parts_are_added_up_may_come_in_parts() -> None:
+    """o and down, unless adapters from lists are added to what they give."""
+
+    class Step:
+        def covers(self, site: int) -> bool:
+            return site == OUT
+
+        def shrink(self, x: torch.Tensor, layer: int, site: int) -> None: ...
+
+        def expand(self, y: torch.Tensor, layer: int, site: int) -> None: ...
+
+    linear, x = Linear(4, 6, dtype=torch.float32), torch.randn(2, 4)
+    torch.nn.init.normal_(linear.weight)
+    found = {}
+    for step in (None, Step()):
+        ops = PlainOps(fused_torch, step, ProductsInParts(2))
+        found[step is None] = [
+            ops.linear(linear, x, (0, site)).ndim for site in (QKV, OUT, GATE_UP, DOWN)
+        ]
+    assert found == {True: [2, 3, 2, 3], False: [2, 2, 2, 3]}
+
+
+def test_what_is_measured_behind_a_product_is_add_norm_of_its_outputs() -> None:
+    """With a tail behind them, in parts and whole."""
+    norm = Norm(torch.ones(4), 1e-5)
+    seen: list[tuple[int, ...]] = []
+
+    class Fused:
+        def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+            seen.append((*x.shape, *residual.shape))
+            return fused_torch.add_norm(x, residual, norm)
+
+    follow = add_norm_behind(Fused(), norm, torch.float16)
+    for shape in ((3, 4), (3, 6), (2, 3, 6)):
+        follow(torch.randn(shape))()
+    assert seen == [(3, 4, 3, 4), (3, 4, 3, 4), (2, 3, 4, 3, 4)]

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from loramux.runner.product_search import fastest, run_of, some_of, with_torch
+
+
+def test_a_lucky_first_measurement_does_not_decide() -> None:
+    """The finalists run again; what was slow once and fast later counts with its best."""
+    times = {0: [1.0] * 9, 1: [0.6] + [0.6] * 8, 2: [0.7] + [0.4] * 8}
+    turn = {number: iter(values) for number, values in times.items()}
+    current = [0]
+
+    def run_number(number: int) -> Callable[[], None]:
+        return lambda: current.__setitem__(0, number)
+
+    def measure(run: Callable[[], None]) -> float:
+        run()
+        return next(turn[current[0]])
+
+    assert fastest({number: run_number(number) for number in times}, measure) == 2
+
+
+def test_what_reads_a_product_runs_behind_each_and_x_stays() -> None:
+    x, weights = torch.randn(2, 4), [torch.randn(3, 4) for _ in range(2)]
+    before, y, read = x.clone(), torch.empty(2, 3), list[Tensor]()
+    run_of(with_torch, x, weights, y, lambda: read.append(y.clone()))()
+    assert torch.equal(x, before)
+    torch.testing.assert_close(torch.stack(read), torch.stack([x @ w.t() for w in weights]))
+
+
+def test_few_large_weights_fill_a_cache_as_well() -> None:
+    """Catches a measurement that would need more weights than fit, or only one."""
+    family = [torch.empty(1, dtype=torch.uint8).expand(3, 100 * 2**20) for _ in range(4)]
+    assert [len(weight) for weight in some_of(family, 1)] == [1, 1]
+    assert len(some_of([torch.empty(4, 8)] * 3, 2)) == 3
