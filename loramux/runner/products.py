@@ -36,7 +36,7 @@ from loramux.runner.product_search import (
 _SEARCHED_ROWS = range(16, 1025)
 # With more rows a whole product has tiles enough for all multiprocessors.
 _ROWS_IN_PARTS = range(33, 513)
-_NUMBERS_OF_PARTS = (2, 4, 7, 8)
+_NUMBERS_OF_PARTS = (2,)
 # The inputs of a part are a multiple of it.
 _PART_INPUTS = 64
 _WORKSPACE_BYTES = 32 * 2**20

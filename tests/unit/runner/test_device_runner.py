@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -259,9 +260,11 @@ def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     )
     last = engine.pages.num_pages - 1
     prompt = StepPlan((Chunk(0, (5, 6), 0, [last], few, sample=row(temperature=1.0)),))
-    assert fast.run(prompt).token_ids == runner.run(prompt).token_ids
     step = StepPlan((decode(0, 7, 2, [last], few), decode(1, 8, 0, [last - 1], ())))
-    assert fast.run(step).token_ids == runner.run(step).token_ids
+    # Rows that nobody reads have what the memory had: numbers of any size.
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert fast.run(prompt).token_ids == runner.run(prompt).token_ids
+        assert fast.run(step).token_ids == runner.run(step).token_ids
     torch.testing.assert_close(fast._graphs._logits, runner._graphs._logits, atol=1e-4, rtol=1e-4)
 
 

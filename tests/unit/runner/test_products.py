@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loramux.kernels.cublaslt import CublasLtError, ProductShape
+from loramux.runner import products
 from loramux.runner.products import (
     FewRows,
     Products,
@@ -280,6 +281,11 @@ class PartsWorld:
         run()
         own = float(self.library.ran[0]) if self.library.ran else 1.0
         return own + part_seconds * (self.read[0] if self.read else 0)
+
+
+@pytest.fixture(autouse=True)
+def many_numbers_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_NUMBERS_OF_PARTS", (2, 4, 7, 8))
 
 
 def test_parts_are_taken_where_they_are_faster() -> None:
