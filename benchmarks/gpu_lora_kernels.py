@@ -30,7 +30,6 @@ from loramux.adapters.grouped_layout import plan_groups, tabulate
 from loramux.kernels import lora_grouped_torch, lora_triton
 from loramux.kernels.launch_triton import overlaps_launches
 from loramux.kernels.lora_tables import (
-    ALONE_ROWS,
     LaunchShape,
     LoraTables,
     decode_launch,
@@ -139,7 +138,7 @@ class World:
     def decode_tables(self, ids: Tensor, launch: LaunchShape) -> LoraTables:
         limits = WorkLimits(max_units=1024, max_h_rows=4096)
         slots = ids.numpy().astype(np.int32)
-        tiles = plain_tiles(slots, limits.tile_rows, alone_rows=ALONE_ROWS)
+        tiles = plain_tiles(slots, limits.tile_rows)
         return self.tables(tiles, launch, limits)
 
 

@@ -29,7 +29,6 @@ from benchmarks.gpu_lora_kernels import (
 )
 from benchmarks.workloads import SLORA_RANKS
 from loramux.kernels import lora_triton
-from loramux.kernels.lora_tables import ALONE_ROWS
 from loramux.kernels.lora_work import WorkLimits, gather_tiles
 
 # Rows of the prompts that stand behind 256 decoding rows.
@@ -57,7 +56,7 @@ def time_uniform(ranks: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
     limits = WorkLimits(max_units=4096, max_h_rows=16384)
     slots = [((slot, 1.0),) for slot in range(len(ranks))]
     tables = world.tables(
-        gather_tiles(slots, counts, limits.tile_rows, alone_rows=ALONE_ROWS),
+        gather_tiles(slots, counts, limits.tile_rows),
         launch_of(num_rows),
         limits,
     )

@@ -31,7 +31,7 @@ class TailWorld:
         """The step's work, in the tables; every row has a unit."""
         tables = self.lora.tables
         limits = replace(
-            LIMITS, has_row_units=launch.tile_rows == 1, max_rows=len(rows), max_h_rows=0
+            LIMITS, alone_rows=int(launch.tile_rows == 1), max_rows=len(rows), max_h_rows=0
         )
         host = np.full(limits.num_words, 99, dtype=np.int32)
         tiles = gather_tiles(rows, [1] * len(rows), launch.tile_rows, keeps_base=True)

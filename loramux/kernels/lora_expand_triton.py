@@ -18,155 +18,170 @@ def _tile_of_turn(turn):
 
 
 @triton.jit
-def _num_turns(num_tiles):
-    return tl.cdiv(num_tiles, tl.num_programs(0))
+def _num_chunks(width0, width1, width2, N: tl.constexpr):
+    """Tiles of one head."""
+    return tl.cdiv(width0, N) + tl.cdiv(width1, N) + tl.cdiv(width2, N)
 
 
 @triton.jit
-def _h_of_row(h, splits, MAX_SPLITS: tl.constexpr):
-    """h [16] of one row: the sum of its splits."""
-    rank = tl.arange(0, 16)[None, :]
-    split = tl.arange(0, MAX_SPLITS)[:, None]
-    return tl.sum(tl.load(h + split * 16 + rank, mask=split < splits, other=0.0), 0)
-
-
-@triton.jit
-def _h_of_tile(h, h_stride, num_rows, splits, TILE_M: tl.constexpr):
-    """h [TILE_M, 16] of a tile of rows."""
-    row = tl.arange(0, TILE_M)[:, None]
-    source = h + row * h_stride + tl.arange(0, 16)[None, :]
-    sums = tl.zeros((TILE_M, 16), tl.float32)
-    for first in tl.range(0, splits, 16, num_stages=1):
-        for split in tl.static_range(16):
-            mask = row < tl.where(first + split < splits, num_rows, 0)
-            sums += tl.load(source + (first + split) * 16, mask=mask, other=0.0)
-    return sums
-
-
-@triton.jit
-def _load_more(records, unit):
-    """B's address, ranks, h and weight of a unit that follows a head."""
-    record = records + unit * 64
-    ranks = load_word(record + 2) & 255
-    weight = load_word(record + 5).to(tl.float32, bitcast=True)
-    return load_word(record + 1), ranks, load_word(record + 4), weight
-
-
-@triton.jit
-def _locate(  # noqa: PLR0913
-    tile, heads_of_row, num_row_units, width0, width1, width2,
-    ROW_N: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
-    """Whether it is a row, unit, slice, first column in the slice, and the slice's width."""
-    row_chunks = tl.cdiv(width0, ROW_N) + tl.cdiv(width1, ROW_N) + tl.cdiv(width2, ROW_N)
-    run_chunks = tl.cdiv(width0, TILE_N) + tl.cdiv(width1, TILE_N) + tl.cdiv(width2, TILE_N)
-    is_row = tile < heads_of_row * row_chunks
-    block = tl.where(is_row, ROW_N, TILE_N)
-    chunks = tl.where(is_row, row_chunks, run_chunks)
-    rest = tile - tl.where(is_row, 0, heads_of_row * row_chunks)
-    head = rest // chunks
-    first = (rest - head * chunks) * block
-    covered0 = tl.cdiv(width0, block) * block
-    covered1 = tl.cdiv(width1, block) * block
+def _locate(tile, width0, width1, width2, N: tl.constexpr):
+    """Head, slice, first column in the slice, the slice's first column in y, and its width."""
+    chunks = _num_chunks(width0, width1, width2, N)
+    head = tile // chunks
+    first = (tile - head * chunks) * N
+    covered0 = tl.cdiv(width0, N) * N
+    covered1 = tl.cdiv(width1, N) * N
     is_past0 = first >= covered0
     is_past1 = first >= covered0 + covered1
     first -= tl.where(is_past0, covered0, 0) + tl.where(is_past1, covered1, 0)
     width = tl.where(is_past1, width2, tl.where(is_past0, width1, width0))
     slice_index = tl.where(is_past0, 1, 0) + tl.where(is_past1, 1, 0)
-    unit = head + tl.where(is_row, 0, num_row_units)
-    return is_row, unit, slice_index, first, width
+    out_start = tl.where(is_past0, width0, 0) + tl.where(is_past1, width1, 0)
+    return head, slice_index, first, out_start, width
 
 
 @triton.jit
-def _load_expand(  # noqa: PLR0913
-    tile, live, pool, records, heads_of_row, num_row_units,
-    width0, width1, width2, ROW_N: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
-    """A tile's B, as [16, ROW_N] for one row or [16, TILE_N] for several, and its record."""
-    is_row, unit, slice_index, first, width = _locate(
-        tile, heads_of_row, num_row_units, width0, width1, width2, ROW_N, TILE_N
-    )
-    record = records + (unit * 8 + slice_index) * 8
-    address = load_word(record + 1, live)
-    shape = load_word(record + 2, live)
-    row_start = load_word(record + 3, live)
-    at = load_word(record + 4, live)
+def _load_unit(record, live=True):
+    """B's address, ranks, h and weight of a unit."""
+    ranks = load_word(record + 2, live) & 255
     weight = load_word(record + 5, live).to(tl.float32, bitcast=True)
-    more = load_word(record + 6, live)
-    num_more = load_word(record + 7, live)
-    ranks = shape & 255
-    b_row = load_group(pool, address, tl.where(is_row, ranks, 0), first, width, ROW_N)
-    b_tile = load_group(pool, address, tl.where(is_row, 0, ranks), first, width, TILE_N)
-    return (
-        is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more,
-        slice_index, first, width,
-    )  # fmt: skip
+    return load_word(record + 1, live), ranks, load_word(record + 4, live), weight
 
 
 @triton.jit
-def _expand_row(  # noqa: PLR0913
-    b, h, h_stride, y, at, weight, splits, pool, records, more, num_more, first, width, written,
-    MAX_SPLITS: tl.constexpr, ROW_N: tl.constexpr,
+def _h_of_row(  # noqa: PLR0913
+    partials, at, weight, ranks, dtype, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    column = first + tl.arange(0, ROW_N)
-    values = tl.load(y + column, mask=column < written, other=0.0).to(tl.float32)
-    sums = _h_of_row(h + at.to(tl.int64) * h_stride, splits, MAX_SPLITS) * weight
-    # Rounded as the matrix units do it: a row alone and a row in a tile get the same h.
-    values += tl.sum(b.to(tl.float32) * sums.to(b.dtype).to(tl.float32)[:, None], axis=0)
+    """weight * h [16] of one row, rounded as the matrix units do it: a row alone and a row in a
+    tile get the same."""
+    rank = tl.arange(0, 16)
+    h = partials + at.to(tl.int64) * (3 * MAX_SPLITS * 16)
+    if SPLITS == 1:
+        sums = tl.load(h + rank, mask=rank < ranks, other=0.0)
+    else:
+        split = tl.arange(0, triton.next_power_of_2(SPLITS))[:, None]
+        mask = (split < SPLITS) & (rank < ranks)[None, :]
+        sums = tl.sum(tl.load(h + split * 16 + rank[None, :], mask=mask, other=0.0), 0)
+    return (sums * weight).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _h_of_tile(  # noqa: PLR0913
+    partials, at, ranks, num_rows, TILE_M: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """h [TILE_M, 16] of a tile of rows."""
+    H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
+    row = tl.arange(0, TILE_M)[:, None]
+    rank = tl.arange(0, 16)[None, :]
+    h = partials + at.to(tl.int64) * H_STRIDE + row * H_STRIDE + rank
+    mask = (row < num_rows) & (rank < ranks)
+    sums = tl.load(h, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        sums += tl.load(h + split * 16, mask=mask, other=0.0)
+    return sums
+
+
+@triton.jit
+def _add_few(  # noqa: PLR0913
+    b, unit, record, records, pool, partials, y, y_stride, num_rows, first, width,
+    N: tl.constexpr, ROWS: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Up to ROWS rows of one head: y += h @ b, and what follows the head.
+
+    records, partials, y: at the slice; y at the head's first row   b, unit: of the head
+    """
+    column = first + tl.arange(0, N)
+    _, ranks, at, weight = unit
+    more = load_word(record + 6)
+    num_more = load_word(record + 7)
+    # Nothing, where the adapter leaves this layer alone.
+    written = tl.where(ranks + num_more > 0, width, 0)
+    values = ()
+    for row in tl.static_range(ROWS):
+        inside = column < tl.where(row < num_rows, written, 0)
+        value = tl.load(y + row * y_stride + column, mask=inside, other=0.0).to(tl.float32)
+        live_ranks = tl.where(row < num_rows, ranks, 0)
+        h = _h_of_row(partials, at + row, weight, live_ranks, b.dtype, MAX_SPLITS, SPLITS)
+        value += tl.sum(b.to(tl.float32) * h[:, None], axis=0)
+        values = values + (value,)  # type: ignore[assignment]
     for index in tl.range(num_more, num_stages=1):
-        address, ranks, more_at, more_weight = _load_more(records, more + index)
-        more_b = load_group(pool, address, ranks, first, width, ROW_N)
-        sums = _h_of_row(h + more_at.to(tl.int64) * h_stride, splits, MAX_SPLITS) * more_weight
-        values += tl.sum(more_b.to(tl.float32) * sums.to(b.dtype).to(tl.float32)[:, None], axis=0)
-    tl.store(y + column, values.to(y.dtype.element_ty), mask=column < written)
+        address, ranks, at, weight = _load_unit(records + (more + index) * 64)
+        more_b = load_group(pool, address, ranks, first, width, N)
+        added = ()
+        for row in tl.static_range(ROWS):
+            live_ranks = tl.where(row < num_rows, ranks, 0)
+            h = _h_of_row(partials, at + row, weight, live_ranks, b.dtype, MAX_SPLITS, SPLITS)
+            more_sum = tl.sum(more_b.to(tl.float32) * h[:, None], axis=0)
+            added = added + (values[row] + more_sum,)  # type: ignore[assignment]
+        values = added
+    for row in tl.static_range(ROWS):
+        inside = column < tl.where(row < num_rows, written, 0)
+        tl.store(y + row * y_stride + column, values[row].to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_head(  # noqa: PLR0913
+    tile, num_tiles, pool, records, width0, width1, width2, N: tl.constexpr
+):  # fmt: skip
+    """B [16, N] of a tile, its unit, its record, rows, and where it is."""
+    head, slice_index, first, out_start, width = _locate(tile, width0, width1, width2, N)
+    record = records + (head * 8 + slice_index) * 8
+    live = tile < num_tiles
+    unit = _load_unit(record, live)
+    num_rows = load_word(record + 2, live) >> 16
+    row_start = load_word(record + 3, live)
+    b = load_group(pool, unit[0], unit[1], first, width, N)
+    return b, unit, record, num_rows, row_start, slice_index, first, out_start, width
+
+
+@triton.jit
+def _expand_few(  # noqa: PLR0913
+    loaded, pool, records, partials, y, y_stride,
+    N: tl.constexpr, ROWS: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    b, unit, record, num_rows, row_start, slice_index, first, out_start, width = loaded
+    of_slice = records + slice_index * 8
+    h = partials + slice_index * (MAX_SPLITS * 16)
+    rows = y + row_start.to(tl.int64) * y_stride + out_start
+    if num_rows == 1:
+        _add_few(
+            b, unit, record, of_slice, pool, h, rows, y_stride, 1, first, width,
+            N, 1, MAX_SPLITS, SPLITS,
+        )  # fmt: skip
+    elif num_rows > 1:
+        _add_few(
+            b, unit, record, of_slice, pool, h, rows, y_stride, num_rows, first, width,
+            N, ROWS, MAX_SPLITS, SPLITS,
+        )  # fmt: skip
 
 
 @triton.jit
 def _expand_tile(  # noqa: PLR0913
-    b, h, h_stride, y, y_stride, at, weight, num_rows, splits, pool, records, more,
-    num_more, first, width, written, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    tile, pool, records, of_heads, partials, y, y_stride, width0, width1, width2,
+    N: tl.constexpr, TILE_M: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
+    """Rows by matrix units. of_heads: records of the first tile"""
+    b, unit, record, num_rows, row_start, slice_index, first, out_start, width = _load_head(
+        tile, tile + 1, pool, of_heads, width0, width1, width2, N
+    )
+    more = load_word(record + 6)
+    num_more = load_word(record + 7)
+    _, ranks, at, weight = unit
     row = tl.arange(0, TILE_M)[:, None]
-    column = first + tl.arange(0, TILE_N)[None, :]
-    target = y + row * y_stride + column
-    mask = (row < num_rows) & (column < written)
+    column = first + tl.arange(0, N)[None, :]
+    target = y + row_start.to(tl.int64) * y_stride + out_start + row * y_stride + column
+    mask = (row < num_rows) & (column < tl.where(ranks + num_more > 0, width, 0))
     values = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    sums = _h_of_tile(h + at.to(tl.int64) * h_stride, h_stride, num_rows, splits, TILE_M)
-    values = tl.dot((sums * weight).to(b.dtype), b, values, input_precision="ieee")
+    of_slice = partials + slice_index * (MAX_SPLITS * 16)
+    h = _h_of_tile(of_slice, at, ranks, num_rows, TILE_M, MAX_SPLITS, SPLITS) * weight
+    values = tl.dot(h.to(b.dtype), b, values, input_precision="ieee")
     for index in tl.range(num_more, num_stages=1):
-        address, ranks, more_at, more_weight = _load_more(records, more + index)
-        more_b = load_group(pool, address, ranks, first, width, TILE_N)
-        more_h = h + more_at.to(tl.int64) * h_stride
-        sums = _h_of_tile(more_h, h_stride, num_rows, splits, TILE_M) * more_weight
-        values = tl.dot(sums.to(b.dtype), more_b, values, input_precision="ieee")
+        address, ranks, at, weight = _load_unit(records + (more + index) * 64 + slice_index * 8)
+        more_b = load_group(pool, address, ranks, first, width, N)
+        h = _h_of_tile(of_slice, at, ranks, num_rows, TILE_M, MAX_SPLITS, SPLITS) * weight
+        values = tl.dot(h.to(b.dtype), more_b, values, input_precision="ieee")
     tl.store(target, values.to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _expand(  # noqa: PLR0913
-    is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more, slice_index,
-    first, width, pool, records, partials, y, y_stride, width0, width1, width2,
-    splits, MAX_SPLITS: tl.constexpr, TILE_M: tl.constexpr,
-    ROW_N: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
-    out_start = tl.where(slice_index > 0, width0, 0) + tl.where(slice_index > 1, width1, 0)
-    rows = y + row_start.to(tl.int64) * y_stride
-    h = partials + slice_index * (MAX_SPLITS * 16)
-    h_stride = 3 * MAX_SPLITS * 16
-    # Nothing, where the adapter leaves this layer alone.
-    written = tl.where((shape & 255) + num_more > 0, width, 0)
-    of_slice = records + slice_index * 8
-    if is_row:
-        _expand_row(
-            b_row, h, h_stride, rows + out_start, at, weight, splits, pool, of_slice, more,
-            num_more, first, width, written, MAX_SPLITS, ROW_N,
-        )  # fmt: skip
-    else:
-        _expand_tile(
-            b_tile, h, h_stride, rows + out_start, y_stride, at, weight, shape >> 16,
-            splits, pool, of_slice, more, num_more, first, width, written,
-            TILE_M, TILE_N,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -181,67 +196,40 @@ def expand_kernel(  # noqa: PLR0913
     width0,
     width1,
     width2,
-    splits,
     MAX_SPLITS: tl.constexpr,
+    ROW_SPLITS: tl.constexpr,
+    RUN_SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
     TILE_M: tl.constexpr,
     ROW_N: tl.constexpr,
     TILE_N: tl.constexpr,
-    LOOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Without LOOP there are as many programs as tiles, or more."""
+    """Heads of few rows, then tiles. What hides the time of a load is the other programs."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    heads_of_row = load_word(work)
-    num_row_units = load_word(work + 1)
-    heads_of_tile = load_word(work + 2)
-    row_chunks = tl.cdiv(width0, ROW_N) + tl.cdiv(width1, ROW_N) + tl.cdiv(width2, ROW_N)
-    tile_chunks = tl.cdiv(width0, TILE_N) + tl.cdiv(width1, TILE_N) + tl.cdiv(width2, TILE_N)
     num_slices = 1 + (width1 > 0).to(tl.int32) + (width2 > 0).to(tl.int32)
-    num_tiles = heads_of_row * row_chunks + heads_of_tile * tile_chunks
-    num_tiles *= is_site_used(work, record_start, num_slices)
+    is_used = is_site_used(work, record_start, num_slices)
+    row_heads = load_word(work) * is_used
+    row_units = load_word(work + 1)
+    run_heads = load_word(work + 2) * is_used
     records += record_start
-    if LOOP:
-        zero = num_tiles * 0
-        is_row = num_tiles < 0
-        b_row = tl.zeros((16, ROW_N), pool.dtype.element_ty)
-        b_tile = tl.zeros((16, TILE_N), pool.dtype.element_ty)
-        shape, row_start, at, weight = zero, zero, zero, zero.to(tl.float32)
-        more, num_more, slice_index, first, width = zero, zero, zero, zero, zero
-        # A turn computes a tile and loads the weights of the next; the first turn only loads.
-        for turn in range(-1, _num_turns(num_tiles)):
-            if turn >= 0:
-                _expand(
-                    is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more,
-                    slice_index, first, width, pool, records, partials, y, y_stride,
-                    width0, width1, width2, splits,
-                    MAX_SPLITS, TILE_M, ROW_N, TILE_N,
-                )  # fmt: skip
-            tile = _tile_of_turn(turn + 1)
-            (
-                is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more, slice_index,
-                first, width,
-            ) = _load_expand(
-                tile, tile < num_tiles, pool, records, heads_of_row, num_row_units,
-                width0, width1, width2, ROW_N, TILE_N,
-            )  # fmt: skip
-            if PDL:  # noqa: SIM102 - known when compiling
-                if turn < 0:
-                    tl.extra.cuda.gdc_wait()
-    else:
-        tile = tl.program_id(0)
-        (
-            is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more, slice_index,
-            first, width,
-        ) = _load_expand(
-            tile, tile < num_tiles, pool, records, heads_of_row, num_row_units,
-            width0, width1, width2, ROW_N, TILE_N,
+    num_tiles = row_heads * _num_chunks(width0, width1, width2, ROW_N)
+    programs = tl.num_programs(0)
+    # At least one turn, for whoever has nothing to do must wait as well.
+    for turn in tl.range(tl.maximum(tl.cdiv(num_tiles, programs), 1), num_stages=1):
+        tile = _tile_of_turn(turn)
+        loaded = _load_head(tile, num_tiles, pool, records, width0, width1, width2, ROW_N)
+        if PDL:  # noqa: SIM102 - known when compiling
+            if turn == 0:
+                tl.extra.cuda.gdc_wait()
+        _expand_few(
+            loaded, pool, records, partials, y, y_stride, ROW_N, ROWS, MAX_SPLITS, ROW_SPLITS
+        )
+    # From the other end: the last programs have had the fewest tiles of few rows.
+    num_tiles = run_heads * _num_chunks(width0, width1, width2, TILE_N)
+    for tile in tl.range(programs - 1 - tl.program_id(0), num_tiles, programs, num_stages=1):
+        _expand_tile(
+            tile, pool, records, records + row_units * 64, partials, y, y_stride,
+            width0, width1, width2, TILE_N, TILE_M, MAX_SPLITS, RUN_SPLITS,
         )  # fmt: skip
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        if tile < num_tiles:
-            _expand(
-                is_row, b_row, b_tile, shape, row_start, at, weight, more, num_more, slice_index,
-                first, width, pool, records, partials, y, y_stride, width0, width1, width2,
-                splits, MAX_SPLITS, TILE_M, ROW_N, TILE_N,
-            )  # fmt: skip

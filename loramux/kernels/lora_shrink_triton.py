@@ -7,14 +7,6 @@ import triton.language as tl
 
 
 @triton.jit
-def share(num_tiles):
-    """This program's tiles; neighbours, since they have records and rows in common."""
-    begin = tl.program_id(0) * num_tiles // tl.num_programs(0)
-    end = (tl.program_id(0) + 1) * num_tiles // tl.num_programs(0)
-    return begin, end
-
-
-@triton.jit
 def load_word(record, live=True):
     """Of the tables, which should outlive the weights in the cache."""
     return tl.load(record, mask=live, other=0, eviction_policy="evict_last")
@@ -40,44 +32,104 @@ def load_group(pool, address, ranks, first, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_shrink(  # noqa: PLR0913
-    tile, live, pool, records, first_unit, num_units, IN: tl.constexpr, BLOCK_K: tl.constexpr
+def _load_few(  # noqa: PLR0913
+    tile, num_tiles, pool, records, num_units, num_slices,
+    IN: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """A [16, BLOCK_K] of a tile, its record, slice and split; the slices come one by one."""
-    SPLITS: tl.constexpr = (IN + BLOCK_K - 1) // BLOCK_K
-    index = tile // SPLITS
-    split = tile % SPLITS
-    slice_index = tl.where(index >= num_units, 1, 0) + tl.where(index >= 2 * num_units, 1, 0)
-    unit = first_unit + index - slice_index * num_units
-    record = records + (unit * 8 + slice_index) * 8
+    """A [RANKS, K] of a tile of few rows, its record, slice, first rank and split.
+
+    Neighbours are units, so that those with fewer ranks than others are dealt to all programs.
+    """
+    per_part = tl.maximum(num_units * num_slices, 1)
+    part = tile // per_part
+    index = tile - part * per_part
+    slice_index = index // tl.maximum(num_units, 1)
+    record = records + ((index - slice_index * num_units) * 8 + slice_index) * 8
+    live = tile < num_tiles
     address = load_word(record, live)
     shape = load_word(record + 2, live)
     row_start = load_word(record + 3, live)
     h_start = load_word(record + 4, live)
-    a = load_group(pool, address, shape & 255, split * BLOCK_K, IN, BLOCK_K)
-    return a, shape, row_start, h_start, slice_index, split
+    split = part // (16 // RANKS)
+    first_rank = (part - split * (16 // RANKS)) * RANKS
+    rank = first_rank + tl.arange(0, RANKS)[:, None]
+    column = split * K + tl.arange(0, K)[None, :]
+    mask = rank < (shape & 255)
+    if IN % K != 0:
+        mask = mask & (column < IN)
+    source = pool + address.to(tl.int64) * 64 + rank * IN + column
+    a = tl.load(source, mask=mask, other=0.0, eviction_policy="evict_first")
+    # Nothing to do where the adapter has no such ranks.
+    num_rows = tl.where(first_rank < (shape & 255), shape >> 16, 0)
+    return a, num_rows, row_start, h_start, slice_index, first_rank, split
 
 
 @triton.jit
-def _shrink_row(a, x, first, partials, IN: tl.constexpr, BLOCK_K: tl.constexpr):
-    column = first + tl.arange(0, BLOCK_K)
-    values = tl.load(x + column, mask=column < IN, other=0.0).to(tl.float32)
-    sums = tl.sum(a.to(tl.float32) * values[None, :], axis=1)
-    tl.store(partials + tl.arange(0, 16), sums)
-
-
-@triton.jit
-def _shrink_tile(  # noqa: PLR0913
-    a, num_rows, x, x_stride, first, partials, IN: tl.constexpr, BLOCK_K: tl.constexpr,
-    TILE_M: tl.constexpr, H_STRIDE: tl.constexpr,
+def _sum_rows(  # noqa: PLR0913
+    a, num_rows, rows, x_stride, column, out, IN: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, H_STRIDE: tl.constexpr,
 ):  # fmt: skip
+    """Up to ROWS rows, all with the same weights."""
+    for row in tl.static_range(ROWS):
+        left = tl.where(row < num_rows, IN, 0)
+        if IN % K == 0 and ROWS == 1:
+            values = tl.load(rows + column)
+        else:
+            values = tl.load(rows + row * x_stride + column, mask=column < left, other=0.0)
+        sums = tl.sum(a.to(tl.float32) * values.to(tl.float32)[None, :], axis=1)
+        rank = tl.arange(0, RANKS)
+        tl.store(out + row * H_STRIDE + rank, sums, mask=rank < left)
+
+
+@triton.jit
+def _sum_few(  # noqa: PLR0913
+    loaded, x, x_stride, partials, IN: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    RANKS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
+    a, num_rows, row_start, h_start, slice_index, first_rank, split = loaded
+    H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
+    column = split * K + tl.arange(0, K)
+    rows = x + row_start.to(tl.int64) * x_stride
+    out = partials + h_start.to(tl.int64) * H_STRIDE
+    out += (slice_index * MAX_SPLITS + split) * 16 + first_rank
+    if num_rows == 1:
+        _sum_rows(a, 1, rows, x_stride, column, out, IN, K, 1, RANKS, H_STRIDE)
+    elif num_rows > 1:
+        _sum_rows(a, num_rows, rows, x_stride, column, out, IN, K, ROWS, RANKS, H_STRIDE)
+
+
+@triton.jit
+def _sum_tile(  # noqa: PLR0913
+    tile, pool, records, num_units, x, x_stride, partials, IN: tl.constexpr, RUN_K: tl.constexpr,
+    STEP_K: tl.constexpr, TILE_M: tl.constexpr, MAX_SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One group of ranks for a tile of rows; the slices come one by one."""
+    SPLITS: tl.constexpr = (IN + RUN_K - 1) // RUN_K
+    H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
+    index = tile // SPLITS
+    split = tile - index * SPLITS
+    slice_index = index // num_units
+    record = records + ((index - slice_index * num_units) * 8 + slice_index) * 8
+    a = pool + load_word(record).to(tl.int64) * 64
+    shape = load_word(record + 2)
+    num_rows = shape >> 16
+    rows = x + load_word(record + 3).to(tl.int64) * x_stride
     row = tl.arange(0, TILE_M)[:, None]
-    column = first + tl.arange(0, BLOCK_K)[None, :]
-    mask = (row < num_rows) & (column < IN)
-    values = tl.load(x + row * x_stride + column, mask=mask, other=0.0)
-    sums = tl.dot(values, tl.trans(a), input_precision="ieee")
-    out = partials + row * H_STRIDE + tl.arange(0, 16)[None, :]
-    tl.store(out, sums, mask=row < num_rows)
+    rank = tl.arange(0, 16)[:, None]
+    sums = tl.zeros((TILE_M, 16), tl.float32)
+    first = split * RUN_K
+    for start in tl.range(first, tl.minimum(first + RUN_K, IN), STEP_K, num_stages=STAGES):
+        column = start + tl.arange(0, STEP_K)[None, :]
+        values = tl.load(
+            rows + row * x_stride + column, mask=(row < num_rows) & (column < IN), other=0.0
+        )
+        weights = tl.load(
+            a + rank * IN + column, mask=(rank < (shape & 255)) & (column < IN), other=0.0
+        )
+        sums = tl.dot(values, tl.trans(weights), sums, input_precision="ieee")
+    out = partials + load_word(record + 4).to(tl.int64) * H_STRIDE
+    out += (slice_index * MAX_SPLITS + split) * 16
+    tl.store(out + row * H_STRIDE + tl.arange(0, 16)[None, :], sums, mask=row < num_rows)
 
 
 @triton.jit
@@ -91,54 +143,53 @@ def shrink_kernel(  # noqa: PLR0913
     num_slices,
     x_stride,
     IN: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    ROW_K: tl.constexpr,
+    ROW_RANKS: tl.constexpr,
+    RUN_K: tl.constexpr,
+    STEP_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
     TILE_M: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
-    SPLITS: tl.constexpr = (IN + BLOCK_K - 1) // BLOCK_K
+    """Units of few rows, then tiles. What hides the time of a load is the other programs."""
+    ROW_SPLITS: tl.constexpr = (IN + ROW_K - 1) // ROW_K
+    RUN_SPLITS: tl.constexpr = (IN + RUN_K - 1) // RUN_K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     is_used = is_site_used(work, record_start, num_slices)
     row_units = load_word(work + 1) * is_used
     run_units = load_word(work + 3) * is_used
     records += record_start
-    # A share of each: a tile of several rows takes longer.
-    row_begin, row_end = share(num_slices * row_units * SPLITS)
-    run_begin, run_end = share(num_slices * run_units * SPLITS)
-    num_row_tiles = row_end - row_begin
-    num_tiles = num_row_tiles + run_end - run_begin
-    a = tl.zeros((16, BLOCK_K), pool.dtype.element_ty)
-    zero = row_begin * 0
-    shape, row_start, h_start, slice_index, split = zero, zero, zero, zero, zero
-    # A turn computes a tile and loads the weights of the next; the first turn only loads.
-    for turn in range(-1, num_tiles):
-        if turn >= 0:
-            rows = x + row_start.to(tl.int64) * x_stride
-            out = partials + h_start.to(tl.int64) * H_STRIDE
-            out += (slice_index * MAX_SPLITS + split) * 16
-            if (shape >> 16) == 1:
-                _shrink_row(a, rows, split * BLOCK_K, out, IN, BLOCK_K)
-            else:
-                _shrink_tile(
-                    a, shape >> 16, rows, x_stride, split * BLOCK_K, out,
-                    IN, BLOCK_K, TILE_M, H_STRIDE,
-                )  # fmt: skip
-        is_row = turn + 1 < num_row_tiles
-        a, shape, row_start, h_start, slice_index, split = _load_shrink(
-            turn + 1 + tl.where(is_row, row_begin, run_begin - num_row_tiles),
-            turn + 1 < num_tiles,
-            pool,
-            records,
-            tl.where(is_row, 0, row_units),
-            tl.where(is_row, row_units, run_units),
-            IN,
-            BLOCK_K,
+    num_tiles = row_units * num_slices * (ROW_SPLITS * (16 // ROW_RANKS))
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    # At least one turn, for whoever has nothing to do must wait as well.
+    for turn in tl.range(tl.maximum(tl.cdiv(num_tiles, programs), 1), num_stages=1):
+        tile = turn * programs + program
+        loaded = _load_few(
+            tile, num_tiles, pool, records, row_units, num_slices, IN, ROW_K, ROW_RANKS
         )
         if PDL:  # noqa: SIM102 - known when compiling
-            if turn < 0:
+            if turn == 0:
                 tl.extra.cuda.gdc_wait()
+        _sum_few(loaded, x, x_stride, partials, IN, ROW_K, ROWS, ROW_RANKS, MAX_SPLITS)
+    # From the other end: the last programs have had the fewest tiles of few rows.
+    num_tiles = run_units * num_slices * RUN_SPLITS
+    for tile in tl.range(programs - 1 - program, num_tiles, programs, num_stages=1):
+        _sum_tile(
+            tile, pool, records + row_units * 64, run_units, x, x_stride, partials,
+            IN, RUN_K, STEP_K, TILE_M, MAX_SPLITS, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _share(num_tiles):
+    """This program's tiles; neighbours, since they have records and rows in common."""
+    begin = tl.program_id(0) * num_tiles // tl.num_programs(0)
+    end = (tl.program_id(0) + 1) * num_tiles // tl.num_programs(0)
+    return begin, end
 
 
 @triton.jit
@@ -152,15 +203,15 @@ def shrink_wide_kernel(  # noqa: PLR0913
     num_slices,
     x_stride,
     IN: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    RUN_K: tl.constexpr,
     STEP_K: tl.constexpr,
     TILE_M: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
     """All slices of a unit together, so that x is read once; for prompts."""
-    SPLITS: tl.constexpr = (IN + BLOCK_K - 1) // BLOCK_K
-    begin, end = share(tl.load(work + 3) * is_site_used(work, record_start, num_slices) * SPLITS)
+    SPLITS: tl.constexpr = (IN + RUN_K - 1) // RUN_K
+    begin, end = _share(tl.load(work + 3) * is_site_used(work, record_start, num_slices) * SPLITS)
     rank = tl.arange(0, RANKS)
     row = tl.arange(0, TILE_M)[:, None]
     for tile in range(begin, end):
@@ -172,9 +223,9 @@ def shrink_wide_kernel(  # noqa: PLR0913
         num_rows = tl.load(record + 2) >> 16
         rows = x + tl.load(record + 3).to(tl.int64) * x_stride
         a = pool + address * 64 + (rank % 16) * IN
-        first = split * BLOCK_K
+        first = split * RUN_K
         sums = tl.zeros((TILE_M, RANKS), tl.float32)
-        for start in range(first, tl.minimum(first + BLOCK_K, IN), STEP_K):
+        for start in range(first, tl.minimum(first + RUN_K, IN), STEP_K):
             column = start + tl.arange(0, STEP_K)
             values = tl.load(
                 rows + row * x_stride + column[None, :],

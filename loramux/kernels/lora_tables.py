@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,30 +18,36 @@ from loramux.kernels.lora_work import (
     WorkLimits,
 )
 
-# Inputs beyond this get larger shrinks, so that an expand has fewer sums to add.
-_WIDE_INPUT = 8192
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchShape:
     """How the work of a step is cut; measured, not derived."""
 
-    block_k: int
-    """Inputs that one shrink sums; an expand adds the sums of a row."""
+    row_k: int = 4096
+    """The most inputs that one shrink of few rows sums; an expand adds the sums of a row."""
+    row_values: int = 16384
+    """Weights, of two bytes each, that it reads at once: of so many ranks as that makes."""
+    run_k: int = 1024
+    """Inputs that one shrink of a tile of rows sums."""
     step_k: int = 64
-    """Inputs that the shrink of a prompt reads at once."""
+    """Of them, those that are read at once."""
     shrink_warps: int
     shrinks_per_sm: int
     row_n: int
-    """Outputs that an expand of one row writes."""
+    """Outputs that an expand of few rows writes."""
     tile_n: int
     """The same for a tile of rows."""
     expand_warps: int
-    registers: int = 128
-    """Of a thread; the compiler takes up to 255 where it may, and fewer programs fit."""
     expands_per_sm: int
+    shrink_registers: int = 128
+    """Of a thread; the compiler takes up to 255 where it may, and fewer programs fit."""
+    expand_registers: int = 128
     use_pdl: bool = False
     """Kernels start while the one before ends, and wait for it after reading their weights."""
+
+    def row_ranks(self, row_k: int, num_bytes: int) -> int:
+        """Ranks that a shrink of few rows takes at once; num_bytes: of a weight."""
+        return max(1, min(GROUP_RANKS, self.row_values * 2 // num_bytes // row_k))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +56,18 @@ class SiteCut:
 
     shape: SiteShape
     first_projection: int
-    block_k: int
+    row_k: int
+    """Of units of few rows."""
+    run_k: int
+    """Of tiles of rows."""
 
     @property
-    def num_splits(self) -> int:
-        return -(-self.shape.in_features // self.block_k)
+    def row_splits(self) -> int:
+        return -(-self.shape.in_features // self.row_k)
+
+    @property
+    def run_splits(self) -> int:
+        return -(-self.shape.in_features // self.run_k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +88,13 @@ class LoraTables:
         """Of a layer's first unit at a site's first projection, in words."""
         return layer * self.records.stride(0) + self.sites[site].first_projection * UNIT_WORDS
 
+    def with_launch(self, launch: LaunchShape) -> LoraTables:
+        """The same tensors; the launch may cut inputs into as many parts as there is room for."""
+        cuts = _cuts((cut.shape for cut in self.sites), launch)
+        most = max(max(cut.row_splits, cut.run_splits) for cut in cuts)
+        assert most <= self.max_splits, "the launch makes more parts than the tables hold"
+        return replace(self, sites=cuts, launch=launch)
+
     def used_words(self, site: int) -> range:
         """Where a list says which of a site's projections its adapters change."""
         cut = self.sites[site]
@@ -91,17 +111,12 @@ def make_tables(
     device: torch.device,
     num_sms: int = 1,
 ) -> LoraTables:
-    cuts: list[SiteCut] = []
-    first = 0
-    for site in sites:
-        scale = 2 if site.in_features > _WIDE_INPUT else 1
-        cuts.append(SiteCut(site, first, launch.block_k * scale))
-        first += len(site.out_features)
-    max_splits = 1 << (max(cut.num_splits for cut in cuts) - 1).bit_length()
+    cuts = _cuts(sites, launch)
+    max_splits = max(max(cut.row_splits, cut.run_splits) for cut in cuts)
     records = (num_layers, limits.max_units, MAX_PROJECTIONS, UNIT_WORDS)
     partials = (limits.max_h_rows, MAX_SLICES, max_splits, GROUP_RANKS)
     return LoraTables(
-        sites=tuple(cuts),
+        sites=cuts,
         limits=limits,
         launch=launch,
         num_sms=num_sms,
@@ -112,28 +127,46 @@ def make_tables(
     )
 
 
+def _cuts(sites: Iterable[SiteShape], launch: LaunchShape) -> tuple[SiteCut, ...]:
+    cuts: list[SiteCut] = []
+    first = 0
+    for site in sites:
+        row_k = _row_inputs(site.in_features, launch.row_k)
+        cuts.append(SiteCut(site, first, row_k, launch.run_k))
+        first += len(site.out_features)
+    return tuple(cuts)
+
+
+def _row_inputs(num_inputs: int, most: int) -> int:
+    """A power of two: all inputs, or a part such that none of them is half empty."""
+    whole = 1 << (num_inputs - 1).bit_length()
+    if whole <= most:
+        return whole
+    return next((k for k in (most, most // 2) if num_inputs % k == 0), max(1, most // 4))
+
+
 # On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_lora_kernels.py.
 _FEW_ROWS = LaunchShape(
-    block_k=256,
-    shrink_warps=2,
-    shrinks_per_sm=4,
+    step_k=128,
+    shrink_warps=4,
+    shrinks_per_sm=3,
     row_n=1024,
     tile_n=256,
     expand_warps=4,
-    expands_per_sm=4,
+    expands_per_sm=3,
+    shrink_registers=168,
+    expand_registers=168,
 )
-# Runs of rows that are cut into single rows; with five and more the matrix units are as fast.
-ALONE_ROWS = 4
-_MANY_ROWS = replace(_FEW_ROWS, shrinks_per_sm=8)
+_MANY_ROWS = replace(_FEW_ROWS, row_k=2048)
 PROMPT = LaunchShape(
-    block_k=1024,
     shrink_warps=4,
     shrinks_per_sm=4,
     row_n=1024,
     tile_n=256,
     expand_warps=4,
     expands_per_sm=4,
-    registers=255,
+    shrink_registers=255,
+    expand_registers=255,
 )
 
 

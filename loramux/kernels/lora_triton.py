@@ -10,8 +10,6 @@ behind an `expand` may read it, and no more, before its own wait.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,9 +17,11 @@ from torch import Tensor
 from loramux.kernels.lora_expand_triton import expand_kernel
 from loramux.kernels.lora_shrink_triton import shrink_kernel, shrink_wide_kernel
 from loramux.kernels.lora_tables import LoraTables
-from loramux.kernels.lora_work import MAX_SLICES
+from loramux.kernels.lora_work import GROUP_RANKS, MAX_SLICES
 
 _RESOLVE_UNITS = 16
+# Of reads under way in the shrink of a tile of rows.
+_SHRINK_STAGES = 3
 
 
 def resolve(tables: LoraTables, directory: Tensor, slots: Tensor) -> None:
@@ -49,31 +49,37 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
 
     pool [pages, elements]   x [rows, in]
     """
-    cut, launch = tables.sites[site], tables.launch
+    cut, launch, limits = tables.sites[site], tables.launch, tables.limits
     num_slices = len(cut.shape.out_features)
-    is_wide = not tables.limits.has_row_units
-    kernel = shrink_wide_kernel if is_wide else shrink_kernel
-    options: dict[str, Any] = {"PDL": launch.use_pdl, **_pdl(launch.use_pdl)}
-    if is_wide:
-        options = {"STEP_K": launch.step_k, "RANKS": 16 if num_slices == 1 else 64}
+    buffers = (pool, tables.records, tables.work, x, tables.partials)
+    place = (tables.record_start(layer, site), num_slices, x.stride(0))
+    shape = {
+        "IN": cut.shape.in_features,
+        "RUN_K": cut.run_k,
+        "STEP_K": launch.step_k,
+        "TILE_M": limits.tile_rows,
+        "MAX_SPLITS": tables.max_splits,
+        "num_warps": launch.shrink_warps,
+        "maxnreg": launch.shrink_registers,
+    }
+    most = tables.num_sms * launch.shrinks_per_sm
+    if limits.alone_rows == 0:
+        ranks = GROUP_RANKS if num_slices == 1 else 4 * GROUP_RANKS
+        shrink_wide_kernel[(most,)](*buffers, *place, **shape, RANKS=ranks)
+        return
+    ranks = launch.row_ranks(cut.row_k, x.itemsize)
     # Enough programs for one group of ranks per row; more work is looped over.
-    tiles = x.shape[0] * num_slices * cut.num_splits
-    kernel[(min(tables.num_sms * launch.shrinks_per_sm, max(tiles, tables.num_sms)),)](
-        pool,
-        tables.records,
-        tables.work,
-        x,
-        tables.partials,
-        tables.record_start(layer, site),
-        num_slices,
-        x.stride(0),
-        IN=cut.shape.in_features,
-        BLOCK_K=cut.block_k,
-        TILE_M=tables.limits.tile_rows,
-        MAX_SPLITS=tables.max_splits,
-        num_warps=launch.shrink_warps * (1 if is_wide else cut.block_k // launch.block_k),
-        maxnreg=launch.registers,
-        **options,
+    parts = max(cut.row_splits * GROUP_RANKS // ranks, cut.run_splits // (limits.alone_rows + 1))
+    tiles = x.shape[0] * num_slices * parts
+    shrink_kernel[(min(most, max(tiles, tables.num_sms)),)](
+        *(*buffers, *place),
+        **shape,
+        ROW_K=cut.row_k,
+        ROW_RANKS=ranks,
+        STAGES=_SHRINK_STAGES,
+        ROWS=limits.alone_rows,
+        PDL=launch.use_pdl,
+        **_pdl(launch.use_pdl),
     )
 
 
@@ -82,18 +88,15 @@ def expand(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -
 
     pool [pages, elements]   y [rows, out]
     """
-    cut, launch = tables.sites[site], tables.launch
+    cut, launch, limits = tables.sites[site], tables.launch, tables.limits
     widths = (*cut.shape.out_features, 0, 0)[:MAX_SLICES]
     row_tiles, tiles = (
         sum(triton.cdiv(width, block) for width in widths)
         for block in (launch.row_n, launch.tile_n)
     )
-    pairs, single = divmod(y.shape[0], 2)
-    # The most work that these rows can be: each alone with its adapter, or two by two.
-    tiles = max(y.shape[0] * row_tiles, pairs * tiles + single * row_tiles)
-    most = tables.num_sms * launch.expands_per_sm
-    is_loop = tiles > most or not tables.limits.has_row_units
-    expand_kernel[(min(tiles, most),)](
+    # The most work that these rows can be: each alone with its adapter, or all in small tiles.
+    tiles = y.shape[0] * max(row_tiles, -(-tiles // (limits.alone_rows + 1)))
+    expand_kernel[(min(tiles, tables.num_sms * launch.expands_per_sm),)](
         pool,
         tables.records,
         tables.work,
@@ -102,15 +105,16 @@ def expand(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -
         tables.record_start(layer, site),
         y.stride(0),
         *widths,
-        cut.num_splits,
         MAX_SPLITS=tables.max_splits,
-        TILE_M=tables.limits.tile_rows,
+        ROW_SPLITS=cut.row_splits,
+        RUN_SPLITS=cut.run_splits,
+        ROWS=max(1, limits.alone_rows),
+        TILE_M=limits.tile_rows,
         ROW_N=launch.row_n,
         TILE_N=launch.tile_n,
-        LOOP=is_loop,
         PDL=launch.use_pdl,
         num_warps=launch.expand_warps,
-        maxnreg=launch.registers,
+        maxnreg=launch.expand_registers,
         **_pdl(launch.use_pdl),
     )
 

@@ -20,9 +20,8 @@ ALIGN_ELEMENTS = 64
 MAX_SLICES = 3
 MAX_PROJECTIONS = 8
 
-# The list begins with how many units are heads of one row, of one row, heads of several rows, of
-# several rows, and with 1 for each projection that any of them changes; the units follow in this
-# order.
+# The list begins with how many units are heads of few rows, of few rows, heads of tiles, of tiles,
+# and with 1 for each projection that any of them changes; the units follow in this order.
 HEADER_WORDS = 16
 ROW_HEADS, ROW_UNITS, TILE_HEADS, TILE_UNITS, FIRST_USED = range(5)
 UNIT_WORDS = 8
@@ -58,11 +57,9 @@ class WorkLimits:
     """Sum over all units of their rows."""
     tile_rows: int = 16
     """Longer runs of rows are cut."""
-    alone_rows: int = 1
-    """Runs of up to so many rows are cut into single rows: vector units are the faster ones for
-    them, though each reads the weights anew, from the cache."""
-    has_row_units: bool = True
-    """False: a single row is a tile too, as in prompts."""
+    alone_rows: int = 2
+    """Units of up to so many rows are rows one by one, on vector units: the faster ones for them.
+    0: a single row is a tile too, as in prompts."""
     max_rows: int = 0
     """Of a list that says, behind its units, which of them is the head of each row."""
 
@@ -96,12 +93,11 @@ def gather_tiles(
     num_rows: Sequence[int],
     tile_rows: int,
     *,
-    alone_rows: int = 1,
     keeps_base: bool = False,
 ) -> RowTiles:
     """selections[i]: (slot, weight) pairs of the next num_rows[i] rows; neighbours are joined.
 
-    Runs are cut into tiles of tile_rows, and into single rows where they have up to alone_rows.
+    Runs are cut into tiles of tile_rows.
     """
     nothing = ((BASE, 0.0),) if keeps_base else ()
     runs: list[tuple[int, int, Sequence[tuple[int, float]]]] = []
@@ -113,10 +109,9 @@ def gather_tiles(
             runs.append((row, row + count, selection))
         row += count
     entries = [
-        (start, min(step, stop - start), slot, weight)
+        (start, min(tile_rows, stop - start), slot, weight)
         for first, stop, selection in runs
-        for step in (1 if stop - first <= alone_rows else tile_rows,)
-        for start in range(first, stop, step)
+        for start in range(first, stop, tile_rows)
         for slot, weight in selection or nothing
     ]
     columns = zip(*entries, strict=True) if entries else ((), (), (), ())
@@ -129,9 +124,7 @@ def gather_tiles(
     )
 
 
-def plain_tiles(
-    slots: Ints, tile_rows: int, *, alone_rows: int = 1, keeps_base: bool = False
-) -> RowTiles:
+def plain_tiles(slots: Ints, tile_rows: int, *, keeps_base: bool = False) -> RowTiles:
     """As gather_tiles; slots[i]: the one adapter of row i, at weight 1, or BASE. Fast."""
     start = np.flatnonzero(slots[1:] != slots[:-1]).astype(np.int32)
     start += 1
@@ -143,14 +136,13 @@ def plain_tiles(
         used = slot >= 0
         start, stop, slot = start[used], stop[used], slot[used]
     num_rows = stop - start
-    if len(start) and num_rows.max() > (1 if alone_rows > 1 else tile_rows):
-        step = np.where(num_rows <= alone_rows, np.int32(1), np.int32(tile_rows))
-        per_run = (num_rows + (step - 1)) // step
+    if len(start) and num_rows.max() > tile_rows:
+        per_run = (num_rows + (tile_rows - 1)) // tile_rows
         run = np.repeat(np.arange(len(start)), per_run)
         first = np.cumsum(per_run) - per_run
         within = (np.arange(len(run)) - first[run]).astype(np.int32)
-        start = start[run] + within * step[run]
-        num_rows = np.minimum(stop[run] - start, step[run])
+        start = start[run] + within * tile_rows
+        num_rows = np.minimum(stop[run] - start, tile_rows)
         slot = slot[run]
     return RowTiles(start, num_rows, slot, None)
 
@@ -285,7 +277,7 @@ def _sort(
 ) -> Ints:
     """The units in the order of the list, each head linked to what follows it."""
     num_units = len(units)
-    is_tile = units[:, NUM_ROWS] > (1 if limits.has_row_units else 0)
+    is_tile = units[:, NUM_ROWS] > limits.alone_rows
     num_tiles = int(np.count_nonzero(is_tile))
     header[:] = 0
     header[:4] = num_units - num_tiles, num_units - num_tiles, num_tiles, num_tiles

@@ -15,7 +15,6 @@ from loramux.adapters.grouped_layout import GroupedLayout, GroupTable, tabulate
 from loramux.adapters.layout import Site
 from loramux.errors import DoesNotFit
 from loramux.kernels.lora_tables import (
-    ALONE_ROWS,
     PROMPT,
     LaunchShape,
     LoraTables,
@@ -170,10 +169,8 @@ class LoraWork:
 
     def for_decodes(self, num_rows: int) -> LoraWork:
         """The same tables, with launches that suit steps of so many rows."""
-        own = self.tables.launch
-        launch = decode_launch(num_rows, use_pdl=own.use_pdl)
-        assert launch.block_k == own.block_k, "the cut of inputs is part of the tables"
-        return LoraWork(self._device, replace(self.tables, launch=launch), self._sites)
+        launch = decode_launch(num_rows, use_pdl=self.tables.launch.use_pdl)
+        return LoraWork(self._device, self.tables.with_launch(launch), self._sites)
 
     def at_sites(self, sites: Collection[int]) -> LoraWork:
         """The same tables, for steps whose adapters change nothing elsewhere."""
@@ -187,13 +184,8 @@ class LoraWork:
         """Writes the work list into `out`; returns how many words count. Raises WorkListFull."""
         directory, limits = self._device.directory, self.tables.limits
         slots = [directory.slots_of(selection) for selection in selections]
-        try:
-            return build_work(_tiles(slots, num_rows, limits), directory.groups, limits, out)
-        except WorkListFull:
-            if limits.alone_rows <= 1:
-                raise
-        whole = _tiles(slots, num_rows, replace(limits, alone_rows=1))
-        return build_work(whole, directory.groups, limits, out)
+        tiles = _tiles(slots, num_rows, limits.tile_rows)
+        return build_work(tiles, directory.groups, limits, out)
 
     def fill_now(self, selections: Sequence[Selection], num_rows: Sequence[int]) -> None:
         """Makes the tables as large as the step needs, and the step's list on the device."""
@@ -234,18 +226,13 @@ def row_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork:
 
 def prompt_work(device: LoraDevice, max_rows: int) -> LoraWork:
     limits = WorkLimits(
-        max_units=_PROMPT_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows, has_row_units=False
+        max_units=_PROMPT_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows, alone_rows=0
     )
     return LoraWork(device, device.tables(limits, PROMPT))
 
 
 def _graph_limits(max_units: int, max_rows: int) -> WorkLimits:
-    return WorkLimits(
-        max_units=max_units,
-        max_h_rows=_GROUPS_PER_ROW * max_rows,
-        alone_rows=ALONE_ROWS,
-        max_rows=max_rows,
-    )
+    return WorkLimits(max_units=max_units, max_h_rows=_GROUPS_PER_ROW * max_rows, max_rows=max_rows)
 
 
 def _wider(limits: WorkLimits) -> WorkLimits:
@@ -253,12 +240,11 @@ def _wider(limits: WorkLimits) -> WorkLimits:
 
 
 def _tiles(
-    slots: Sequence[tuple[tuple[int, float], ...]], num_rows: Sequence[int], limits: WorkLimits
+    slots: Sequence[tuple[tuple[int, float], ...]], num_rows: Sequence[int], tile_rows: int
 ) -> RowTiles:
-    tile_rows, alone_rows = limits.tile_rows, limits.alone_rows
     is_plain = all(len(s) == 0 or (len(s) == 1 and s[0][1] == 1.0) for s in slots)
     if is_plain and len(slots) == sum(num_rows):
         single = [s[0][0] if s else -1 for s in slots]
         ids = np.array(single, dtype=np.int32)
-        return plain_tiles(ids, tile_rows, alone_rows=alone_rows)
-    return gather_tiles(slots, num_rows, tile_rows, alone_rows=alone_rows)
+        return plain_tiles(ids, tile_rows)
+    return gather_tiles(slots, num_rows, tile_rows)

@@ -123,7 +123,7 @@ class TailWork:
         """Where every row is in a tile, a row alone is a tile too."""
         tables = self._work.tables
         if launch.tile_rows > 1:
-            limits = replace(tables.limits, has_row_units=False, tile_rows=launch.tile_rows)
+            limits = replace(tables.limits, alone_rows=0, tile_rows=launch.tile_rows)
             return replace(tables, limits=limits)
         return tables
 

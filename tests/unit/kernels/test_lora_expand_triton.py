@@ -16,10 +16,10 @@ PAIR = ((0, 0.5), (1, -2.0))
 ROWS: list[Selection] = [((0, 1.0),), ((1, 1.0),), ((1, 1.0),), (), PAIR]
 
 
-@pytest.mark.parametrize("has_row_units", [True, False], ids=["decode", "prompt"])
-def test_sums_of_the_same_parts_equal_the_reference(has_row_units: bool) -> None:
+@pytest.mark.parametrize("alone_rows", [1, 4, 0], ids=["tiles", "few rows", "prompt"])
+def test_sums_of_the_same_parts_equal_the_reference(alone_rows: int) -> None:
     """Catches a part that is added twice, or to another slice's columns."""
-    limits = replace(LIMITS, has_row_units=has_row_units)
+    limits = replace(LIMITS, alone_rows=alone_rows)
     world = make_world([dict.fromkeys(ALL, 3), dict.fromkeys(ALL, 18)], limits=limits)
     world.plan(ROWS)
     x, y = random_rows(len(ROWS), site=0)

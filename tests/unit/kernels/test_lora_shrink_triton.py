@@ -15,10 +15,10 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 ROWS: list[Selection] = [((0, 1.0),), ((1, 1.0),), ((1, 1.0),), ()]
 
 
-@pytest.mark.parametrize("has_row_units", [True, False], ids=["decode", "prompt"])
-def test_partial_sums_equal_the_reference(has_row_units: bool) -> None:
+@pytest.mark.parametrize("alone_rows", [1, 4, 0], ids=["tiles", "few rows", "prompt"])
+def test_partial_sums_equal_the_reference(alone_rows: int) -> None:
     """Catches a split at another one's columns, which the sum of all would hide."""
-    limits = replace(LIMITS, has_row_units=has_row_units)
+    limits = replace(LIMITS, alone_rows=alone_rows)
     world = make_world([dict.fromkeys(ALL, 3), {"v_proj": 18}], limits=limits)
     world.plan(ROWS)
     x, _ = random_rows(len(ROWS), site=0)

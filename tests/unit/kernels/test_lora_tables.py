@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from loramux.kernels.lora_tables import PROMPT, decode_launch, make_tables
@@ -35,10 +38,51 @@ def test_the_parts_of_every_input_have_room_in_the_partial_sums() -> None:
             SITES, num_layers=1, limits=LIMITS, launch=launch, device=torch.device("cpu")
         )
         for cut in tables.sites:
-            assert cut.num_splits * cut.block_k >= cut.shape.in_features
-            assert cut.num_splits <= tables.max_splits
-        assert tables.max_splits & (tables.max_splits - 1) == 0
+            assert cut.row_splits * cut.row_k >= cut.shape.in_features
+            assert cut.run_splits * cut.run_k >= cut.shape.in_features
+            assert max(cut.row_splits, cut.run_splits) <= tables.max_splits
         assert tables.partials.shape == (8, 3, tables.max_splits, 16)
+
+
+@pytest.mark.parametrize(
+    ("num_inputs", "expected"),
+    [(576, 1024), (4096, 4096), (14336, 2048), (12288, 4096), (11008, 1024), (5000, 1024)],
+)
+def test_a_part_of_few_rows_is_never_half_empty(num_inputs: int, expected: int) -> None:
+    launch = replace(decode_launch(1, use_pdl=False), row_k=4096)
+    tables = make_tables(
+        [SiteShape("o", num_inputs, (64,))],
+        num_layers=1,
+        limits=LIMITS,
+        launch=launch,
+        device=torch.device("cpu"),
+    )
+    cut = tables.sites[0]
+    assert cut.row_k == expected
+    assert cut.row_splits == 1 or num_inputs > (cut.row_splits - 0.75) * cut.row_k
+
+
+def test_another_launch_reads_the_same_tensors_if_its_parts_have_room() -> None:
+    tables = make_tables(
+        SITES,
+        num_layers=1,
+        limits=LIMITS,
+        launch=decode_launch(256, use_pdl=False),
+        device=torch.device("cpu"),
+    )
+    few = tables.with_launch(decode_launch(1, use_pdl=False))
+    assert few.partials is tables.partials
+    assert [cut.row_splits for cut in few.sites] == [1, 1, 7]
+    with pytest.raises(AssertionError, match="more parts"):
+        tables.with_launch(replace(tables.launch, run_k=64))
+
+
+def test_a_shrink_of_few_rows_reads_the_same_bytes_of_every_dtype() -> None:
+    launch = replace(decode_launch(1, use_pdl=False), row_values=16384)
+    assert launch.row_ranks(4096, 2) == 4
+    assert launch.row_ranks(4096, 4) == 2
+    assert launch.row_ranks(64, 2) == 16
+    assert launch.row_ranks(65536, 2) == 1
 
 
 def test_overlapping_launches_are_a_choice_of_the_caller() -> None:

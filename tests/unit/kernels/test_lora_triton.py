@@ -45,11 +45,12 @@ def check(world: LoraWorld, rows: list[Selection], site: int, *, layer: int = 0)
         ([1, 1, 1], 1, GATE_UP),
         ([19], 3, QKV),
         ([2, 2], 16, O_PROJ),
+        ([1, 2], 40, QKV),
         ([5, 2, 1], 8, GATE_UP),
         ([1, 2], 64, O_PROJ),
         ([1], 200, O_PROJ),
     ],
-    ids=["distinct", "rank 1", "identical", "uniform", "skewed", "rank 64", "rank 200"],
+    ids=["distinct", "rank 1", "identical", "pairs", "rank 40", "skewed", "rank 64", "rank 200"],
 )
 def test_popularity_and_rank(counts: list[int], rank: int, site: int) -> None:
     check(make_world([dict.fromkeys(ALL, rank)] * len(counts)), rows_of(counts), site)
@@ -101,7 +102,7 @@ def test_as_many_programs_as_tiles() -> None:
 def test_prompts() -> None:
     """All slices in one shrink, and single rows as tiles."""
     world = make_world(
-        [dict.fromkeys(ALL, 4), {"v_proj": 18}], limits=replace(LIMITS, has_row_units=False)
+        [dict.fromkeys(ALL, 4), {"v_proj": 18}], limits=replace(LIMITS, alone_rows=0)
     )
     check(world, rows_of([5, 1]), QKV)
     check(world, rows_of([1, 2]), O_PROJ)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -83,7 +85,7 @@ def added_by(out: Ints) -> dict[int, list[tuple[int, int, float]]]:
         ),
         max_size=6,
     ),
-    alone_rows=st.sampled_from([1, 4]),
+    alone_rows=st.sampled_from([0, 1, 4]),
 )
 def test_every_row_gets_each_group_of_its_adapters_once(
     runs: list[tuple[Pairs, int]], alone_rows: int
@@ -91,8 +93,9 @@ def test_every_row_gets_each_group_of_its_adapters_once(
     """Catches work that is skipped, done twice, or linked to another head."""
     num_groups = [[1, 1], [3, 1], [0, 2], [0, 0]]
     out = build(
-        gather_tiles([pairs for pairs, _ in runs], [n for _, n in runs], 16, alone_rows=alone_rows),
+        gather_tiles([pairs for pairs, _ in runs], [n for _, n in runs], 16),
         directory_of(num_groups),
+        replace(LIMITS, alone_rows=alone_rows),
     )
     expected: dict[int, list[tuple[int, int, float]]] = {}
     row = 0
@@ -101,18 +104,15 @@ def test_every_row_gets_each_group_of_its_adapters_once(
         expected |= {row + i: wanted for i in range(count) if wanted}
         row += count
     assert added_by(out) == expected
-    assert all(units_of(out)[: out[ROW_UNITS], NUM_ROWS] == 1)
-    assert all(units_of(out)[out[ROW_UNITS] :, NUM_ROWS] > 1)
+    assert all(units_of(out)[: out[ROW_UNITS], NUM_ROWS] <= alone_rows)
+    assert all(units_of(out)[out[ROW_UNITS] :, NUM_ROWS] > alone_rows)
 
 
-@given(
-    slots=st.lists(st.integers(-1, 3), max_size=70).map(sorted),
-    alone_rows=st.sampled_from([1, 4]),
-)
-def test_plain_tiles_are_what_gathering_finds(slots: list[int], alone_rows: int) -> None:
-    plain = plain_tiles(np.array(slots, dtype=np.int32), 16, alone_rows=alone_rows)
+@given(slots=st.lists(st.integers(-1, 3), max_size=70).map(sorted))
+def test_plain_tiles_are_what_gathering_finds(slots: list[int]) -> None:
+    plain = plain_tiles(np.array(slots, dtype=np.int32), 16)
     selections = [((s, 1.0),) if s >= 0 else () for s in slots]
-    gathered = gather_tiles(selections, [1] * len(slots), 16, alone_rows=alone_rows)
+    gathered = gather_tiles(selections, [1] * len(slots), 16)
     assert plain.weight is None
     for name in ("start", "num_rows", "slot"):
         assert getattr(plain, name).tolist() == getattr(gathered, name).tolist()
@@ -120,11 +120,9 @@ def test_plain_tiles_are_what_gathering_finds(slots: list[int], alone_rows: int)
     assert build(plain, directory).tolist() == build(gathered, directory).tolist()
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "expected"), [(1, [1]), (4, [1] * 4), (5, [5]), (20, [16, 4])]
-)
-def test_short_runs_become_single_rows(num_rows: int, expected: list[int]) -> None:
-    plain = plain_tiles(np.zeros(num_rows, dtype=np.int32), 16, alone_rows=4)
+@pytest.mark.parametrize(("num_rows", "expected"), [(1, [1]), (16, [16]), (20, [16, 4])])
+def test_long_runs_are_cut_into_tiles(num_rows: int, expected: list[int]) -> None:
+    plain = plain_tiles(np.zeros(num_rows, dtype=np.int32), 16)
     assert plain.num_rows.tolist() == expected
 
 
@@ -234,7 +232,7 @@ def test_the_list_says_which_projections_anybody_changes() -> None:
 def test_a_list_that_names_all_rows_has_one_head_for_each(slots: list[int], tile_rows: int) -> None:
     """Catches rows that a kernel would not compute, and base rows that find weights."""
     limits = WorkLimits(
-        max_units=200, max_h_rows=0, has_row_units=tile_rows == 1, max_rows=len(slots)
+        max_units=200, max_h_rows=0, alone_rows=int(tile_rows == 1), max_rows=len(slots)
     )
     out = np.zeros(limits.num_words, dtype=np.int32)
     tiles = plain_tiles(np.array(slots, dtype=np.int32), tile_rows, keeps_base=True)

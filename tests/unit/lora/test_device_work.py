@@ -1,18 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from loramux.adapters.grouped_layout import pack_groups, plan_groups
 from loramux.errors import DoesNotFit
 from loramux.kernels import lora_grouped_torch
-from loramux.kernels.lora_work import ROW_UNITS, TILE_UNITS
 from loramux.lora.device_work import (
     DeviceDirectory,
     LoraDevice,
@@ -141,21 +138,6 @@ def test_tables_that_are_too_small_grow() -> None:
     x = torch.randn(40, SITES[1].in_features)
     expected = world.expected(x, selections)
     torch.testing.assert_close(added(world, work, x), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_runs_stay_whole_where_single_rows_would_be_more_than_a_list_holds() -> None:
-    """Catches steps that lose their graph because a list was filled with units of one row."""
-    world = World()
-    for resident in world.residents.values():
-        world.directory.add(resident)
-    work = decode_work(world.device(), 12, use_pdl=False)
-    work.tables = replace(work.tables, limits=replace(work.tables.limits, max_units=6))
-    selections: list[Selection] = [((cid, 1.0),) for cid in "aaabbbccc"]
-    words = np.zeros(work.tables.limits.num_words, dtype=np.int32)
-    work.fill(selections, [1] * 9, words)
-    assert words[TILE_UNITS] == 4, "one of a and c each, two of b"
-    work.fill(selections[:4], [1] * 4, words)
-    assert (words[ROW_UNITS], words[TILE_UNITS]) == (5, 0)
 
 
 def test_an_adapter_that_left_makes_room_and_its_place_is_taken_by_the_next() -> None:

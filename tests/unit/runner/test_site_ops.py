@@ -188,6 +188,10 @@ def test_adapters_that_come_and_go_and_do_not_all_fit_get_the_tokens_of_the_refe
             runner: Any = engine.runner
             kinds = kinds_of(runner, monkeypatch)
         answers.append(run_all(engine, requests))
+        # By itself, whatever the loads of the others let run together: more ranks than a tail.
+        both = ((cids[1], 1.0), (cids[-1], 1.0))
+        alone = make_request("alone", make_prompt(3, seed=9), both, max_tokens=4)
+        answers[-1] |= run_all(engine, [alone])
     assert answers[0] == answers[1]
     assert set(kinds) >= {LoraKind.TAIL, LoraKind.LISTS}
     tail = runner._graphs.lora.tail._tail
