@@ -14,7 +14,6 @@ from loramux.kernels.launch_triton import (
 )
 
 _HEADS_PER_PROGRAM = 16
-_MANY_ROWS = 64
 
 
 def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None) -> Tensor:
@@ -104,7 +103,7 @@ def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
     num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, inner)
     # Of many rows a thread takes two loads of each half; few would not fill the device with them.
-    block = min(2048 if num_rows >= _MANY_ROWS else 1024, triton.next_power_of_2(inner))
+    block = min(1024, triton.next_power_of_2(inner))
     _activate_mul[(num_rows, triton.cdiv(inner, block))](
         gate_up,
         out,

@@ -34,8 +34,9 @@ from loramux.runner.product_search import (
 # Products of more rows are near the device's limit anyway; what is fastest for fewer in a row of
 # products was slower in whole steps.
 _SEARCHED_ROWS = range(16, 1025)
-# With more rows a whole product has tiles enough for all multiprocessors.
-_ROWS_IN_PARTS = range(33, 513)
+# With more rows a whole product has tiles enough for all multiprocessors; with fewer, parts are no
+# faster than a product of small tiles.
+_ROWS_IN_PARTS = range(129, 321)
 _NUMBERS_OF_PARTS = (2,)
 # The inputs of a part are a multiple of it.
 _PART_INPUTS = 64

@@ -245,7 +245,7 @@ class PartsLibrary(Library):
         return run
 
 
-PARTS_ROWS, PARTS_INPUTS = 40, 256
+PARTS_ROWS, PARTS_INPUTS = 160, 256
 
 
 class PartsWorld:
