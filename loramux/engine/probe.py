@@ -13,7 +13,10 @@ _PROBE_POOL_BYTES = 2**30
 
 
 def max_logit_change(model_path: Path, adapter_folder: Path) -> float:
-    config = EngineConfig(device_memory_bytes=_PROBE_POOL_BYTES, pack_weights=False)
+    # Whatever a server would compute in: rounding must not hide what a small adapter changes.
+    config = EngineConfig(
+        dtype="float32", device_memory_bytes=_PROBE_POOL_BYTES, pack_weights=False
+    )
     return probe(build_engine(load_base(model_path, config), config), adapter_folder)
 
 

@@ -138,11 +138,13 @@ def _cuts(sites: Iterable[SiteShape], launch: LaunchShape) -> tuple[SiteCut, ...
 
 
 def _row_inputs(num_inputs: int, most: int) -> int:
-    """A power of two: all inputs, or a part such that none of them is half empty."""
+    """A power of two: all inputs, or a part such that the last one leaves little of it empty."""
     whole = 1 << (num_inputs - 1).bit_length()
     if whole <= most:
         return whole
-    return next((k for k in (most, most // 2) if num_inputs % k == 0), max(1, most // 4))
+    halves = (most, most // 2, most // 4)
+    fitting = (k for k in halves if -num_inputs % k * 8 <= num_inputs)
+    return next(fitting, max(1, halves[-1]))
 
 
 # On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_lora_kernels.py.

@@ -46,9 +46,11 @@ def test_the_parts_of_every_input_have_room_in_the_partial_sums() -> None:
 
 @pytest.mark.parametrize(
     ("num_inputs", "expected"),
-    [(576, 1024), (4096, 4096), (14336, 2048), (12288, 4096), (11008, 1024), (5000, 1024)],
+    [(576, 1024), (4096, 4096), (14336, 2048), (11008, 4096), (5000, 1024), (5700, 2048)],
 )
-def test_a_part_of_few_rows_is_never_half_empty(num_inputs: int, expected: int) -> None:
+def test_parts_of_few_rows_leave_little_of_the_last_one_empty(
+    num_inputs: int, expected: int
+) -> None:
     launch = replace(decode_launch(1, use_pdl=False), row_k=4096)
     tables = make_tables(
         [SiteShape("o", num_inputs, (64,))],
@@ -59,7 +61,9 @@ def test_a_part_of_few_rows_is_never_half_empty(num_inputs: int, expected: int) 
     )
     cut = tables.sites[0]
     assert cut.row_k == expected
-    assert cut.row_splits == 1 or num_inputs > (cut.row_splits - 0.75) * cut.row_k
+    # What several parts cover in vain is little, but for the smallest parts.
+    vain = cut.row_splits * cut.row_k - num_inputs
+    assert cut.row_splits == 1 or vain * 8 <= num_inputs or cut.row_k == 1024
 
 
 def test_another_launch_reads_the_same_tensors_if_its_parts_have_room() -> None:
