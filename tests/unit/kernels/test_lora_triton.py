@@ -45,12 +45,12 @@ def check(world: LoraWorld, rows: list[Selection], site: int, *, layer: int = 0)
         ([1, 1, 1], 1, GATE_UP),
         ([19], 3, QKV),
         ([2, 2], 16, O_PROJ),
-        ([1, 2], 40, QKV),
+        ([1, 2], 20, QKV),
         ([5, 2, 1], 8, GATE_UP),
         ([1, 2], 64, O_PROJ),
         ([1], 200, O_PROJ),
     ],
-    ids=["distinct", "rank 1", "identical", "pairs", "rank 40", "skewed", "rank 64", "rank 200"],
+    ids=["distinct", "rank 1", "identical", "pairs", "rank 20", "skewed", "rank 64", "rank 200"],
 )
 def test_popularity_and_rank(counts: list[int], rank: int, site: int) -> None:
     check(make_world([dict.fromkeys(ALL, rank)] * len(counts)), rows_of(counts), site)
