@@ -102,7 +102,6 @@ def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up. gate_up [rows, 2 * inner], gate first -> [rows, inner]"""
     num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, inner)
-    # Of many rows a thread takes two loads of each half; few would not fill the device with them.
     block = min(1024, triton.next_power_of_2(inner))
     _activate_mul[(num_rows, triton.cdiv(inner, block))](
         gate_up,

@@ -198,7 +198,7 @@ def expand_kernel(  # noqa: PLR0913
     width2,
     MAX_SPLITS: tl.constexpr,
     ROW_SPLITS: tl.constexpr,
-    RUN_SPLITS: tl.constexpr,
+    TILE_SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE_M: tl.constexpr,
     ROW_N: tl.constexpr,
@@ -212,7 +212,7 @@ def expand_kernel(  # noqa: PLR0913
     is_used = is_site_used(work, record_start, num_slices)
     row_heads = load_word(work) * is_used
     row_units = load_word(work + 1)
-    run_heads = load_word(work + 2) * is_used
+    tile_heads = load_word(work + 2) * is_used
     records += record_start
     num_tiles = row_heads * _num_chunks(width0, width1, width2, ROW_N)
     programs = tl.num_programs(0)
@@ -227,9 +227,9 @@ def expand_kernel(  # noqa: PLR0913
             loaded, pool, records, partials, y, y_stride, ROW_N, ROWS, MAX_SPLITS, ROW_SPLITS
         )
     # From the other end: the last programs have had the fewest tiles of few rows.
-    num_tiles = run_heads * _num_chunks(width0, width1, width2, TILE_N)
+    num_tiles = tile_heads * _num_chunks(width0, width1, width2, TILE_N)
     for tile in tl.range(programs - 1 - tl.program_id(0), num_tiles, programs, num_stages=1):
         _expand_tile(
             tile, pool, records, records + row_units * 64, partials, y, y_stride,
-            width0, width1, width2, TILE_N, TILE_M, MAX_SPLITS, RUN_SPLITS,
+            width0, width1, width2, TILE_N, TILE_M, MAX_SPLITS, TILE_SPLITS,
         )  # fmt: skip

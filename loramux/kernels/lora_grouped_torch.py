@@ -59,7 +59,7 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
             rows = x[record[ROW_START] : record[ROW_START] + num_rows].float()
             target = tables.partials[record[H_START] : record[H_START] + num_rows, part]
             target.zero_()
-            size = cut.row_k if num_rows <= tables.limits.alone_rows else cut.run_k
+            size = cut.row_k if num_rows <= tables.limits.alone_rows else cut.tile_k
             for split, start in enumerate(range(0, cut.shape.in_features, size)):
                 columns = slice(start, start + size)
                 target[:, split, :ranks] = rows[:, columns] @ a[:, columns].t()

@@ -100,11 +100,11 @@ def _sum_few(  # noqa: PLR0913
 
 @triton.jit
 def _sum_tile(  # noqa: PLR0913
-    tile, pool, records, num_units, x, x_stride, partials, IN: tl.constexpr, RUN_K: tl.constexpr,
+    tile, pool, records, num_units, x, x_stride, partials, IN: tl.constexpr, TILE_K: tl.constexpr,
     STEP_K: tl.constexpr, TILE_M: tl.constexpr, MAX_SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One group of ranks for a tile of rows; the slices come one by one."""
-    SPLITS: tl.constexpr = (IN + RUN_K - 1) // RUN_K
+    SPLITS: tl.constexpr = (IN + TILE_K - 1) // TILE_K
     H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
     index = tile // SPLITS
     split = tile - index * SPLITS
@@ -117,8 +117,8 @@ def _sum_tile(  # noqa: PLR0913
     row = tl.arange(0, TILE_M)[:, None]
     rank = tl.arange(0, 16)[:, None]
     sums = tl.zeros((TILE_M, 16), tl.float32)
-    first = split * RUN_K
-    for start in tl.range(first, tl.minimum(first + RUN_K, IN), STEP_K, num_stages=STAGES):
+    first = split * TILE_K
+    for start in tl.range(first, tl.minimum(first + TILE_K, IN), STEP_K, num_stages=STAGES):
         column = start + tl.arange(0, STEP_K)[None, :]
         values = tl.load(
             rows + row * x_stride + column, mask=(row < num_rows) & (column < IN), other=0.0
@@ -145,7 +145,7 @@ def shrink_kernel(  # noqa: PLR0913
     IN: tl.constexpr,
     ROW_K: tl.constexpr,
     ROW_RANKS: tl.constexpr,
-    RUN_K: tl.constexpr,
+    TILE_K: tl.constexpr,
     STEP_K: tl.constexpr,
     STAGES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -155,12 +155,12 @@ def shrink_kernel(  # noqa: PLR0913
 ):
     """Units of few rows, then tiles. What hides the time of a load is the other programs."""
     ROW_SPLITS: tl.constexpr = (IN + ROW_K - 1) // ROW_K
-    RUN_SPLITS: tl.constexpr = (IN + RUN_K - 1) // RUN_K
+    TILE_SPLITS: tl.constexpr = (IN + TILE_K - 1) // TILE_K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     is_used = is_site_used(work, record_start, num_slices)
     row_units = load_word(work + 1) * is_used
-    run_units = load_word(work + 3) * is_used
+    tile_units = load_word(work + 3) * is_used
     records += record_start
     num_tiles = row_units * num_slices * (ROW_SPLITS * (16 // ROW_RANKS))
     program = tl.program_id(0)
@@ -176,11 +176,11 @@ def shrink_kernel(  # noqa: PLR0913
                 tl.extra.cuda.gdc_wait()
         _sum_few(loaded, x, x_stride, partials, IN, ROW_K, ROWS, ROW_RANKS, MAX_SPLITS)
     # From the other end: the last programs have had the fewest tiles of few rows.
-    num_tiles = run_units * num_slices * RUN_SPLITS
+    num_tiles = tile_units * num_slices * TILE_SPLITS
     for tile in tl.range(programs - 1 - program, num_tiles, programs, num_stages=1):
         _sum_tile(
-            tile, pool, records + row_units * 64, run_units, x, x_stride, partials,
-            IN, RUN_K, STEP_K, TILE_M, MAX_SPLITS, STAGES,
+            tile, pool, records + row_units * 64, tile_units, x, x_stride, partials,
+            IN, TILE_K, STEP_K, TILE_M, MAX_SPLITS, STAGES,
         )  # fmt: skip
 
 
@@ -203,14 +203,14 @@ def shrink_wide_kernel(  # noqa: PLR0913
     num_slices,
     x_stride,
     IN: tl.constexpr,
-    RUN_K: tl.constexpr,
+    TILE_K: tl.constexpr,
     STEP_K: tl.constexpr,
     TILE_M: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
     """All slices of a unit together, so that x is read once; for prompts."""
-    SPLITS: tl.constexpr = (IN + RUN_K - 1) // RUN_K
+    SPLITS: tl.constexpr = (IN + TILE_K - 1) // TILE_K
     begin, end = _share(tl.load(work + 3) * is_site_used(work, record_start, num_slices) * SPLITS)
     rank = tl.arange(0, RANKS)
     row = tl.arange(0, TILE_M)[:, None]
@@ -223,9 +223,9 @@ def shrink_wide_kernel(  # noqa: PLR0913
         num_rows = tl.load(record + 2) >> 16
         rows = x + tl.load(record + 3).to(tl.int64) * x_stride
         a = pool + address * 64 + (rank % 16) * IN
-        first = split * RUN_K
+        first = split * TILE_K
         sums = tl.zeros((TILE_M, RANKS), tl.float32)
-        for start in range(first, tl.minimum(first + RUN_K, IN), STEP_K):
+        for start in range(first, tl.minimum(first + TILE_K, IN), STEP_K):
             column = start + tl.arange(0, STEP_K)
             values = tl.load(
                 rows + row * x_stride + column[None, :],

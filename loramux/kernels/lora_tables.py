@@ -27,7 +27,7 @@ class LaunchShape:
     """The most inputs that one shrink of few rows sums; an expand adds the sums of a row."""
     row_values: int = 16384
     """Weights, of two bytes each, that it reads at once: of so many ranks as that makes."""
-    run_k: int = 1024
+    tile_k: int = 1024
     """Inputs that one shrink of a tile of rows sums."""
     step_k: int = 64
     """Of them, those that are read at once."""
@@ -58,7 +58,7 @@ class SiteCut:
     first_projection: int
     row_k: int
     """Of units of few rows."""
-    run_k: int
+    tile_k: int
     """Of tiles of rows."""
 
     @property
@@ -66,8 +66,8 @@ class SiteCut:
         return -(-self.shape.in_features // self.row_k)
 
     @property
-    def run_splits(self) -> int:
-        return -(-self.shape.in_features // self.run_k)
+    def tile_splits(self) -> int:
+        return -(-self.shape.in_features // self.tile_k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,9 @@ class LoraTables:
     def with_launch(self, launch: LaunchShape) -> LoraTables:
         """The same tensors; the launch may cut inputs into as many parts as there is room for."""
         cuts = _cuts((cut.shape for cut in self.sites), launch)
-        most = max(max(cut.row_splits, cut.run_splits) for cut in cuts)
-        assert most <= self.max_splits, "the launch makes more parts than the tables hold"
+        assert _most_splits(cuts) <= self.max_splits, (
+            "the launch makes more parts than the tables hold"
+        )
         return replace(self, sites=cuts, launch=launch)
 
     def used_words(self, site: int) -> range:
@@ -112,7 +113,7 @@ def make_tables(
     num_sms: int = 1,
 ) -> LoraTables:
     cuts = _cuts(sites, launch)
-    max_splits = max(max(cut.row_splits, cut.run_splits) for cut in cuts)
+    max_splits = _most_splits(cuts)
     records = (num_layers, limits.max_units, MAX_PROJECTIONS, UNIT_WORDS)
     partials = (limits.max_h_rows, MAX_SLICES, max_splits, GROUP_RANKS)
     return LoraTables(
@@ -132,9 +133,13 @@ def _cuts(sites: Iterable[SiteShape], launch: LaunchShape) -> tuple[SiteCut, ...
     first = 0
     for site in sites:
         row_k = _row_inputs(site.in_features, launch.row_k)
-        cuts.append(SiteCut(site, first, row_k, launch.run_k))
+        cuts.append(SiteCut(site, first, row_k, launch.tile_k))
         first += len(site.out_features)
     return tuple(cuts)
+
+
+def _most_splits(cuts: Iterable[SiteCut]) -> int:
+    return max(max(cut.row_splits, cut.tile_splits) for cut in cuts)
 
 
 def _row_inputs(num_inputs: int, most: int) -> int:
@@ -142,9 +147,8 @@ def _row_inputs(num_inputs: int, most: int) -> int:
     whole = 1 << (num_inputs - 1).bit_length()
     if whole <= most:
         return whole
-    halves = (most, most // 2, most // 4)
-    fitting = (k for k in halves if -num_inputs % k * 8 <= num_inputs)
-    return next(fitting, max(1, halves[-1]))
+    sizes = (most, most // 2, most // 4)
+    return next((k for k in sizes if -num_inputs % k * 8 <= num_inputs), sizes[-1])
 
 
 # On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_lora_kernels.py.

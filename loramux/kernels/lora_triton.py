@@ -55,7 +55,7 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
     place = (tables.record_start(layer, site), num_slices, x.stride(0))
     shape = {
         "IN": cut.shape.in_features,
-        "RUN_K": cut.run_k,
+        "TILE_K": cut.tile_k,
         "STEP_K": launch.step_k,
         "TILE_M": limits.tile_rows,
         "MAX_SPLITS": tables.max_splits,
@@ -69,10 +69,11 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
         return
     ranks = launch.row_ranks(cut.row_k, x.itemsize)
     # Enough programs for one group of ranks per row; more work is looped over.
-    parts = max(cut.row_splits * GROUP_RANKS // ranks, cut.run_splits // (limits.alone_rows + 1))
+    parts = max(cut.row_splits * GROUP_RANKS // ranks, cut.tile_splits // (limits.alone_rows + 1))
     tiles = x.shape[0] * num_slices * parts
     shrink_kernel[(min(most, max(tiles, tables.num_sms)),)](
-        *(*buffers, *place),
+        *buffers,
+        *place,
         **shape,
         ROW_K=cut.row_k,
         ROW_RANKS=ranks,
@@ -107,7 +108,7 @@ def expand(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -
         *widths,
         MAX_SPLITS=tables.max_splits,
         ROW_SPLITS=cut.row_splits,
-        RUN_SPLITS=cut.run_splits,
+        TILE_SPLITS=cut.tile_splits,
         ROWS=max(1, limits.alone_rows),
         TILE_M=limits.tile_rows,
         ROW_N=launch.row_n,

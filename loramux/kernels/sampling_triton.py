@@ -69,8 +69,8 @@ def _load_part(logits_ptr, start, vocab, PART: tl.constexpr):
 
 
 @triton.jit
-def _not_below(logits):
-    """Not a number counts as the highest."""
+def _nan_as_highest(logits):
+    """What is not a number is the best, so that a row with one gets an answer."""
     return tl.where(logits != logits, float("inf"), logits)
 
 
@@ -113,7 +113,7 @@ def _sum_parts(  # noqa: PLR0913
     begin_after_previous(OVERLAP)
     _, logits = _load_part(logits_ptr + row * stride, part * PART, vocab, PART)
     temperature = tl.load(temperatures_ptr + row)
-    bests = _not_below(_best_of_groups(logits, PART))
+    bests = _nan_as_highest(_best_of_groups(logits, PART))
     best = tl.max(bests, 0)
     group = tl.arange(0, PART // GROUP)
     place = part * PART + tl.min(tl.where(bests == best, group, PART), 0) * GROUP
@@ -161,7 +161,7 @@ def _choose(  # noqa: PLR0913
         places = tl.load(place_ptr + at, mask=is_part, other=vocab)
         start = tl.min(tl.where((bests == best) & is_part, places, vocab - 1), 0)
         column, logits = _load_part(row_ptr, start, vocab, GROUP)
-        token = tl.min(tl.where(_not_below(logits) == best, column, vocab - 1), 0)
+        token = tl.min(tl.where(_nan_as_highest(logits) == best, column, vocab - 1), 0)
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
 

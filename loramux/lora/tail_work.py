@@ -112,7 +112,7 @@ class TailWork:
             launch = replace(launch, max_blocks=launch.narrow_blocks)
         own = self._tables(launch)
         work = self._work.for_decodes(num_rows)
-        return TailStep(work, replace(own, launch=work.tables.launch), launch)
+        return TailStep(work, own.with_launch(work.tables.launch), launch)
 
     def _launch(self, num_rows: int) -> TailLaunch:
         """With no more blocks than there are."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,8 @@ _WORKSPACE_BYTES = 32 * 2**20
 
 # Float32 is for reference, by torch, unless a check adds it.
 FEW_ROWS_DTYPES = {torch.float16, torch.bfloat16}
+
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,25 +142,32 @@ class Products:
         split = None
         is_few = self._few is not None and self._few.fits(x, weight)
         if self._library is not None and not is_few and bias is None and x.dtype != torch.float32:
-            split = self._split(self._library, x, weight)
+            split = self._kept(self._splits, x, weight, partial(self._choose_split, self._library))
         if split is None:
             return self.linear(x, weight, bias)
         y = x.new_empty(split.num_parts, len(x), len(weight), dtype=torch.float32)
         split.product(x, weight, y)
         return y
 
-    def _split(self, library: CublasLt, x: Tensor, weight: Tensor) -> _Split | None:
-        """None: it stays whole."""
-        whole = ProductShape(len(x), len(weight), x.shape[1], x.dtype)
-        if not whole.fits(x, weight):
+    def _kept(
+        self,
+        chosen: dict[ProductShape, Choice | None],
+        x: Tensor,
+        weight: Tensor,
+        choose: Callable[[ProductShape, Tensor, Tensor], Choice | None],
+    ) -> Choice | None:
+        """What was chosen for the shape; a new one is chosen in a search alone."""
+        shape = ProductShape(len(x), len(weight), x.shape[1], x.dtype)
+        if not shape.fits(x, weight):
             return None
-        if whole not in self._splits and self._is_searching and not is_capturing():
-            self._splits[whole] = self._choose_split(library, whole, x, weight)
-        return self._splits.get(whole)
+        if shape not in chosen and self._is_searching and not is_capturing():
+            chosen[shape] = choose(shape, x, weight)
+        return chosen.get(shape)
 
     def _choose_split(
         self, library: CublasLt, whole: ProductShape, x: Tensor, weight: Tensor
     ) -> _Split | None:
+        """None: it stays whole."""
         family = self._families.get(weight.data_ptr())
         if self._follower is None or family is None or whole.num_rows not in _ROWS_IN_PARTS:
             return None
@@ -197,12 +207,7 @@ class Products:
         return runs
 
     def _product(self, library: CublasLt, x: Tensor, weight: Tensor) -> Product | None:
-        shape = ProductShape(len(x), len(weight), x.shape[1], x.dtype)
-        if not shape.fits(x, weight):
-            return None
-        if shape not in self._chosen and self._is_searching and not is_capturing():
-            self._chosen[shape] = self._choose(library, shape, x, weight)
-        return self._chosen.get(shape)
+        return self._kept(self._chosen, x, weight, partial(self._choose, library))
 
     def _choose(
         self, library: CublasLt, shape: ProductShape, x: Tensor, weight: Tensor

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
-from loramux.kernels.lora_tables import PROMPT, decode_launch, make_tables
+from loramux.kernels.lora_tables import (
+    PROMPT,
+    LaunchShape,
+    LoraTables,
+    decode_launch,
+    make_tables,
+)
 from loramux.kernels.lora_work import FIRST_USED, SiteShape, WorkLimits
 
 SITES = (
@@ -16,14 +23,16 @@ SITES = (
 LIMITS = WorkLimits(max_units=4, max_h_rows=8)
 
 
-def test_a_site_begins_where_the_projections_of_the_others_end() -> None:
-    tables = make_tables(
-        SITES,
-        num_layers=2,
-        limits=LIMITS,
-        launch=decode_launch(1, use_pdl=False),
-        device=torch.device("cpu"),
+def tables_of(
+    launch: LaunchShape, sites: Sequence[SiteShape] = SITES, *, num_layers: int = 1
+) -> LoraTables:
+    return make_tables(
+        sites, num_layers=num_layers, limits=LIMITS, launch=launch, device=torch.device("cpu")
     )
+
+
+def test_a_site_begins_where_the_projections_of_the_others_end() -> None:
+    tables = tables_of(decode_launch(1, use_pdl=False), num_layers=2)
     assert [cut.first_projection for cut in tables.sites] == [0, 3, 4]
     words = [[word - FIRST_USED for word in tables.used_words(site)] for site in range(3)]
     assert words == [[0, 1, 2], [3], [4]]
@@ -34,13 +43,11 @@ def test_a_site_begins_where_the_projections_of_the_others_end() -> None:
 def test_the_parts_of_every_input_have_room_in_the_partial_sums() -> None:
     """Catches sums of one row that would be written over those of the next."""
     for launch in (decode_launch(1, use_pdl=True), decode_launch(256, use_pdl=True), PROMPT):
-        tables = make_tables(
-            SITES, num_layers=1, limits=LIMITS, launch=launch, device=torch.device("cpu")
-        )
+        tables = tables_of(launch)
         for cut in tables.sites:
             assert cut.row_splits * cut.row_k >= cut.shape.in_features
-            assert cut.run_splits * cut.run_k >= cut.shape.in_features
-            assert max(cut.row_splits, cut.run_splits) <= tables.max_splits
+            assert cut.tile_splits * cut.tile_k >= cut.shape.in_features
+            assert max(cut.row_splits, cut.tile_splits) <= tables.max_splits
         assert tables.partials.shape == (8, 3, tables.max_splits, 16)
 
 
@@ -52,14 +59,7 @@ def test_parts_of_few_rows_leave_little_of_the_last_one_empty(
     num_inputs: int, expected: int
 ) -> None:
     launch = replace(decode_launch(1, use_pdl=False), row_k=4096)
-    tables = make_tables(
-        [SiteShape("o", num_inputs, (64,))],
-        num_layers=1,
-        limits=LIMITS,
-        launch=launch,
-        device=torch.device("cpu"),
-    )
-    cut = tables.sites[0]
+    cut = tables_of(launch, [SiteShape("o", num_inputs, (64,))]).sites[0]
     assert cut.row_k == expected
     # What several parts cover in vain is little, but for the smallest parts.
     vain = cut.row_splits * cut.row_k - num_inputs
@@ -67,18 +67,12 @@ def test_parts_of_few_rows_leave_little_of_the_last_one_empty(
 
 
 def test_another_launch_reads_the_same_tensors_if_its_parts_have_room() -> None:
-    tables = make_tables(
-        SITES,
-        num_layers=1,
-        limits=LIMITS,
-        launch=decode_launch(256, use_pdl=False),
-        device=torch.device("cpu"),
-    )
+    tables = tables_of(decode_launch(256, use_pdl=False))
     few = tables.with_launch(decode_launch(1, use_pdl=False))
     assert few.partials is tables.partials
     assert [cut.row_splits for cut in few.sites] == [1, 1, 7]
     with pytest.raises(AssertionError, match="more parts"):
-        tables.with_launch(replace(tables.launch, run_k=64))
+        tables.with_launch(replace(tables.launch, tile_k=64))
 
 
 def test_a_shrink_of_few_rows_reads_the_same_bytes_of_every_dtype() -> None:
