@@ -69,4 +69,5 @@ def is_abandoned(folder: Path) -> bool:
         return False
     finally:
         os.close(descriptor)
-    return True
+    # Its owner may have removed it since it was opened, and ended.
+    return folder.exists()

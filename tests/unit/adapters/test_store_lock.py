@@ -93,3 +93,13 @@ def test_what_only_looks_like_a_folder_is_not_followed(tmp_path: Path) -> None:
     assert make_area(tmp_path).sweep() == 0
     assert (tmp_path / "precious").is_dir()
     assert not is_abandoned(tmp_path / "work-none")
+
+
+def test_a_folder_whose_owner_ends_while_it_is_looked_at_was_not_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a sweep that fails because there is nothing left to remove."""
+    folder = tmp_path / "work-1"
+    folder.mkdir()
+    monkeypatch.setattr("loramux.adapters.store_lock.fcntl.flock", lambda *_: folder.rmdir())
+    assert not is_abandoned(folder)
