@@ -1,4 +1,8 @@
-"""Fast on a CPU: all adapters of a stack in batched products, at true ranks, no weight copied."""
+"""Fast on a CPU: all adapters of a stack in batched products, at true ranks, no weight copied.
+
+Every way rounds at the same places (x @ a, its weight, the product with b, the sum), so that in
+bfloat16 and float16 a row does not depend on the mix that chose the way.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +56,11 @@ def _add_stacked(y: Tensor, x: Tensor, weights: LoraWeights, rows: StackedRows) 
         rank, out_features = piece.b.shape[1:]
         out_stop = piece.out_start + out_features
         h_slice = h[:, :, piece.rank_start : piece.rank_start + rank]
-        b = piece.b[:num_slots]
+        delta = torch.bmm(h_slice, piece.b[:num_slots]).view(num_slots * num_rows, out_features)
+        target = y[:, piece.out_start : out_stop]
         if start is not None:
-            target = y[start:stop].view(num_slots, num_rows, -1)
-            target[:, :, piece.out_start : out_stop].baddbmm_(h_slice, b)
+            target[start:stop].add_(delta)
         else:
-            delta = torch.bmm(h_slice, b).view(num_slots * num_rows, out_features)
-            target = y[:, piece.out_start : out_stop]
             target.index_add_(0, rows.rows, delta.index_select(0, rows.positions))
 
 
@@ -105,11 +107,13 @@ def _weighted_sums(
 
 def _add_single(y: Tensor, x: Tensor, weights: LoraWeights, segment: Segment) -> None:
     h = torch.mm(x[segment.start : segment.stop], weights.a[segment.slot])
+    if segment.weight != 1:
+        h.mul_(segment.weight)
     for piece in weights.slices:
         rank, out_features = piece.b.shape[1:]
         h_slice = h[:, piece.rank_start : piece.rank_start + rank]
         target = y[segment.start : segment.stop, piece.out_start : piece.out_start + out_features]
-        target.addmm_(h_slice, piece.b[segment.slot], alpha=segment.weight)
+        target.add_(torch.mm(h_slice, piece.b[segment.slot]))
 
 
 def _is_one_run(segments: Sequence[Segment], num_slots: int) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from loramux.kernels import lora_cpu, lora_torch
 from loramux.kernels.interface import LoraSlice, LoraWeights, Segment
@@ -132,3 +133,33 @@ def test_any_mix_equals_the_reference(counts: list[int], ranks: list[int], gap: 
     weights = make_weights(len(counts), ranks, outs)
     expected, actual = run_both(counts, make_segments(counts, gap=gap), weights, outs)
     torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("counts", POPULARITIES.values(), ids=POPULARITIES)
+@pytest.mark.parametrize("gap", [0, 2])
+@pytest.mark.parametrize("weight", [1.0, 0.75])
+def test_a_row_has_the_same_bits_in_any_mix(
+    dtype: torch.dtype, counts: list[int], gap: int, weight: float
+) -> None:
+    """Whole numbers: sums are the same in any order, so only what is rounded, and when, differs."""
+    generator = torch.Generator().manual_seed(3)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+
+    slots = len(counts)
+    pieces = (LoraSlice(whole(slots, 5, 16), 0, 0), LoraSlice(whole(slots, 5, 16), 5, 16))
+    weights = LoraWeights(a=whole(slots, IN_FEATURES, 10), slices=pieces)
+    segments = make_segments(counts, gap=gap, weight=weight)
+    x = whole(segments[-1].stop + gap, IN_FEATURES)
+    base = torch.randn(x.shape[0], 32, generator=generator).to(dtype)
+
+    together, alone = base.clone(), base.clone()
+    lora_cpu.add_lora(together, x, weights, lora_cpu.cut_rows(segments, slots))
+    for segment in segments:
+        for row in range(segment.start, segment.stop):
+            lone = [Segment(segment.slot, row, row + 1, weight)]
+            lora_cpu.add_lora(alone, x, weights, lora_cpu.cut_rows(lone, slots))
+    assert not torch.equal(together, base)
+    assert torch.equal(together, alone)
