@@ -34,13 +34,12 @@ from benchmarks.decode_timing import StepTime, spread, time_decode
 from benchmarks.lora_cases import CASES, RANK, Case
 from benchmarks.machine import describe_machine
 from benchmarks.random_adapters import RandomAdapters
-from benchmarks.random_model import add_engine_options, is_gpu, make_engine, shape_of
+from benchmarks.random_model import add_engine_options, dtype_of, is_gpu, make_engine, shape_of
 from benchmarks.report import Table
 from benchmarks.roofline import H200_BYTES_PER_S, H200_FLOPS, Roofline, measure_cpu, roofline_of
 from benchmarks.traffic import milliseconds
 from benchmarks.transformers_peer import GenerateWork, time_engine, time_transformers
 from loramux.engine.engine import Engine
-from loramux.models.dtypes import resolve_dtype
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -271,7 +270,7 @@ def main() -> None:
     )
     theirs = 0.0
     if arguments.transformers:
-        dtype = resolve_dtype(arguments.dtype, arguments.device)
+        dtype = dtype_of(arguments)
         theirs = time_transformers(shape_of(arguments), work, device=arguments.device, dtype=dtype)
     bench = StepBench(arguments, out)
     if arguments.transformers:

@@ -132,6 +132,7 @@ def agreement(rows: list[Row]) -> dict[int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=None)
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--input", type=int, default=64)
     parser.add_argument("--output", type=int, default=64)
@@ -142,7 +143,13 @@ def main() -> None:
     args = parser.parse_args()
 
     # No prompt's prefix may be found that a row before has computed: the peers keep none either.
-    llm = LLM(args.model, max_batch_tokens=256, device_memory_bytes=2 * 2**30, prefix_cache=False)
+    llm = LLM(
+        args.model,
+        dtype=args.dtype,
+        max_batch_tokens=256,
+        device_memory_bytes=2 * 2**30,
+        prefix_cache=False,
+    )
     work = make_work(args.requests, args.input, args.output, llm.engine.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
         base = llm.engine.catalog.base

@@ -19,6 +19,7 @@ from loramux.models.dtypes import resolve_dtype
 from loramux.models.layers import HeadNorm, RMSNorm
 from loramux.models.loader import LoadedModel
 from loramux.models.packed_linear import pack_linears
+from loramux.models.shapes import base_shapes
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {
@@ -115,10 +116,15 @@ def shape_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return shape if arguments.layers is None else {**shape, "num_hidden_layers": arguments.layers}
 
 
+def dtype_of(arguments: argparse.Namespace) -> torch.dtype:
+    shapes = base_shapes(parse_config(llama_settings(shape_of(arguments))))
+    return resolve_dtype(arguments.dtype, arguments.device, num_parameters=shapes.num_parameters)
+
+
 def make_engine(arguments: argparse.Namespace) -> tuple[LoadedModel, Engine]:
     """The engine that the options describe, on random weights."""
     began = time.perf_counter()
-    dtype = resolve_dtype(arguments.dtype, arguments.device)
+    dtype = dtype_of(arguments)
     model = random_model(shape_of(arguments), dtype, std=0.02, device=arguments.device)
     config = engine_config(arguments)
     if not config.is_gpu and not config.wants_device_kernels:

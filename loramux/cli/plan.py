@@ -152,8 +152,11 @@ def planned_base(asked: Asked) -> PlannedBase:
     from loramux.models.shapes import describe_model
 
     model = describe_model(asked.model or default_model_path())
-    dtype = str(resolve_dtype("auto")) if asked.dtype == "auto" else asked.dtype
-    dtype = parse_dtype(dtype.removeprefix("torch."))
+    dtype = asked.dtype
+    if dtype == "auto":
+        count = model.shapes.num_parameters
+        dtype = str(resolve_dtype("auto", num_parameters=count)).removeprefix("torch.")
+    dtype = parse_dtype(dtype)
     return PlannedBase(name=model.name, shapes=model.shapes, dtype=dtype)
 
 

@@ -23,11 +23,12 @@ from loramux.lora.merge_controller import MergeController
 from loramux.memory.device import default_pool_bytes, host_buffer, total_memory_bytes
 from loramux.memory.host_buffers import HostBuffers
 from loramux.memory.pool import KVGeometry, PagePool
-from loramux.models.architectures import base_info
+from loramux.models.architectures import DecoderConfig, base_info
 from loramux.models.dtypes import resolve_dtype
 from loramux.models.layers import Linear
 from loramux.models.loader import LoadedModel, load_model
 from loramux.models.packed_linear import PackedLinear, pack_linears
+from loramux.models.shapes import base_shapes
 from loramux.runner.runner import Runner
 from loramux.scheduler.scheduler import Scheduler
 
@@ -41,7 +42,10 @@ _SPARE_PARTS = 16
 def load_base(
     path: Path, config: EngineConfig, *, progress: Callable[[str, float], None] | None = None
 ) -> LoadedModel:
-    dtype = resolve_dtype(config.dtype, config.device)
+    def dtype(sizes: DecoderConfig) -> torch.dtype:
+        count = base_shapes(sizes).num_parameters
+        return resolve_dtype(config.dtype, config.device, num_parameters=count)
+
     model = load_model(path, dtype=dtype, device=config.device, progress=progress)
     packs = config.pack_weights and not config.is_gpu and not config.wants_device_kernels
     if packs and not config.wants_reference_kernels:

@@ -23,11 +23,20 @@ FAST_BFLOAT16_FEATURES = (
 )
 
 
-def resolve_dtype(name: str, device: torch.device | str = "cpu") -> torch.dtype:
-    """`auto`: bfloat16 where it is fast, else float32."""
+# Up to here the products of a model are so small that float32 serves adapters on a CPU faster than
+# bfloat16: 1.3 times at 360 million with AMX, 8 adapters on 8 or 32 rows; at a billion 0.6 and 0.9.
+SMALL_MODEL = 500_000_000
+
+
+def resolve_dtype(
+    name: str, device: torch.device | str = "cpu", *, num_parameters: int
+) -> torch.dtype:
+    """`auto`: on a CPU bfloat16 where it is fast and the model not small, else float32."""
     if name == "auto":
-        on_cpu = torch.device(device).type == "cpu"
-        return torch.float32 if on_cpu and not cpu_has_fast_bfloat16() else torch.bfloat16
+        if torch.device(device).type != "cpu":
+            return torch.bfloat16
+        is_small = num_parameters <= SMALL_MODEL
+        return torch.float32 if is_small or not cpu_has_fast_bfloat16() else torch.bfloat16
     if name not in DTYPES:
         raise UnsupportedModel(
             f"dtype {name!r} is not supported; choose one of auto, {', '.join(DTYPES)}."

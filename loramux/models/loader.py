@@ -42,16 +42,20 @@ class LoadedModel:
 def load_model(
     path: Path,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | Callable[[DecoderConfig], torch.dtype],
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """`path`: a Hugging Face folder with safetensors, or a GGUF file, which is converted once."""
+    """`path`: a Hugging Face folder with safetensors, or a GGUF file, which is converted once.
+
+    dtype: or what chooses it for a model of this config
+    """
     folder = converted_folder(path, progress=progress) if path.suffix == ".gguf" else path
     hf_config = read_config(folder)
     config = parse_config(hf_config)
     files = weight_files(folder)
-    decoder = Decoder(config, dtype=dtype, device=device)
+    chosen = dtype if isinstance(dtype, torch.dtype) else dtype(config)
+    decoder = Decoder(config, dtype=chosen, device=device)
     fill(decoder, files, progress=progress)
     return LoadedModel(
         decoder=decoder.eval(),

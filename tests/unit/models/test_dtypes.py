@@ -5,7 +5,7 @@ import torch
 
 from loramux.errors import UnsupportedModel
 from loramux.models import dtypes
-from loramux.models.dtypes import features_in, resolve_dtype
+from loramux.models.dtypes import SMALL_MODEL, features_in, resolve_dtype
 
 
 @pytest.mark.parametrize(
@@ -13,12 +13,13 @@ from loramux.models.dtypes import features_in, resolve_dtype
     [("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16)],
 )
 def test_named_dtypes_are_taken_as_they_are(name: str, dtype: torch.dtype) -> None:
-    assert resolve_dtype(name, "cpu") == dtype
+    for num_parameters in (10**6, 10**10):
+        assert resolve_dtype(name, "cpu", num_parameters=num_parameters) == dtype
 
 
 def test_unknown_dtype_names_the_choices() -> None:
     with pytest.raises(UnsupportedModel, match="'int8'.*auto, bfloat16"):
-        resolve_dtype("int8")
+        resolve_dtype("int8", num_parameters=1)
 
 
 @pytest.mark.parametrize(
@@ -38,12 +39,15 @@ def test_auto_on_cpu_follows_the_processor(
     monkeypatch: pytest.MonkeyPatch, features: set[str], expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(dtypes, "cpu_features", lambda: frozenset(features))
-    assert resolve_dtype("auto", "cpu") == expected
-    assert resolve_dtype("auto", "cuda") == torch.bfloat16
+    assert resolve_dtype("auto", "cpu", num_parameters=10**9) == expected
+    assert resolve_dtype("auto", "cpu", num_parameters=SMALL_MODEL) == torch.float32
+    for num_parameters in (1, 10**9):
+        assert resolve_dtype("auto", "cuda", num_parameters=num_parameters) == torch.bfloat16
 
 
 def test_this_processor_can_be_asked() -> None:
-    assert resolve_dtype("auto", "cpu") in (torch.float32, torch.bfloat16)
+    found = resolve_dtype("auto", "cpu", num_parameters=10**9)
+    assert found in (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,22 @@ def test_a_compiled_product_is_for_more_rows_than_a_vector(
     assert packed.matrix_for(2) is packed.matrix and (packed.matrix is not None) == is_compiled
 
 
+@pytest.mark.skipif(
+    not can_pack(torch.bfloat16, torch.device("cpu")), reason="oneDNN has no bfloat16 here"
+)
+def test_in_bfloat16_a_single_row_is_computed_as_one_of_several() -> None:
+    """Whole numbers whose sums bfloat16 holds: the plain weight would give the same."""
+    generator = torch.Generator().manual_seed(0)
+    linear = Linear(64, 80, bias=False, dtype=torch.bfloat16)
+    linear.weight.copy_(torch.randint(-1, 2, linear.weight.shape, generator=generator))
+    x = torch.randint(-1, 2, (32, 64), generator=generator).bfloat16()
+    packed = PackedLinear(linear)
+    expected = F.linear(x, linear.weight)
+    linear.weight.zero_()
+    for num_rows in (1, 2, 32):
+        assert torch.equal(packed(x[:num_rows]), expected[:num_rows])
+
+
 def test_rows_with_gaps_between_them_are_read_right() -> None:
     linear = Linear(8, 8, dtype=torch.float32)
     linear.weight.copy_(torch.eye(8))
