@@ -38,9 +38,17 @@ check: $(STAMP) ## Formatting, lint, types and the import contract
 	@echo "==> mypy" && $(BIN)/mypy
 	@echo "==> import contract" && $(BIN)/lint-imports --no-logo
 
-test: $(STAMP) ## All tests
+# Of tests/unit: these only compute, so several run at once. What starts servers has the machine alone.
+COMPUTING := adapters kernels lora memory models runner scheduler
+
+test: $(STAMP) ## All tests; with ARGS="-k name" or a path only those
+ifneq ($(ARGS),)
 	@$(BIN)/pytest --timeout=300 $(ARGS)
-	@$(if $(ARGS),,$(MAKE) --no-print-directory test-plain)
+else
+	@$(BIN)/pytest --timeout=300 $(COMPUTING:%=--ignore=tests/unit/%)
+	@$(BIN)/pytest --timeout=300 -n logical --maxprocesses=4 --dist=loadfile $(COMPUTING:%=tests/unit/%)
+	@$(MAKE) --no-print-directory test-plain
+endif
 
 # On what a CPU without numba runs; without the 200 adapters, which test the memory and take long.
 test-plain: $(STAMP) ## The engine's tests on the kernels of a CPU without numba (part of test)

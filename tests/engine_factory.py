@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,17 @@ Answers = dict[str, list[int]]
 
 
 def make_engine(
-    model: Any, folder: Path, *, loads: Executor | None = None, **settings: Any
+    model: Any,
+    folder: Path,
+    *,
+    loads: Executor | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **settings: Any,
 ) -> Engine:
     if not (folder / "config.json").exists():
         save_hf_folder(model, folder)
     config = EngineConfig(**{"dtype": "float32", "device_memory_bytes": 8 * 2**20, **settings})
-    return build_engine(load_base(folder, config), config, loads=loads)
+    return build_engine(load_base(folder, config), config, loads=loads, clock=clock)
 
 
 def save_model_with_tokenizer(folder: Path, **overrides: Any) -> Any:

@@ -33,7 +33,7 @@ def test_unknown_dtype_names_the_choices() -> None:
         ({"neon", "dot"}, torch.float32),
         ({"bf16"}, torch.float32),
     ],
-    ids=str,
+    ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_auto_on_cpu_follows_the_processor(
     monkeypatch: pytest.MonkeyPatch, features: set[str], expected: torch.dtype
