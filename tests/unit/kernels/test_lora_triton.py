@@ -108,6 +108,15 @@ def test_prompts() -> None:
     check(world, rows_of([1, 2]), O_PROJ)
 
 
+def test_longer_tiles() -> None:
+    """Of up to 32 rows, and what is left of a run: 8 rows, or one."""
+    world = make_world(
+        [dict.fromkeys(ALL, 4), {"v_proj": 18}], limits=replace(LIMITS, tile_rows=32)
+    )
+    check(world, rows_of([40, 19]), QKV)
+    check(world, rows_of([1, 33]), O_PROJ)
+
+
 def test_a_step_without_adapters_changes_nothing() -> None:
     world = make_world([dict.fromkeys(ALL, 4)])
     world.plan([(), ()])
