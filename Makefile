@@ -45,8 +45,8 @@ test: $(STAMP) ## All tests; with ARGS="-k name" or a path only those
 ifneq ($(ARGS),)
 	@$(BIN)/pytest --timeout=300 $(ARGS)
 else
-	@$(BIN)/pytest --timeout=300 $(COMPUTING:%=--ignore=tests/unit/%)
 	@$(BIN)/pytest --timeout=300 -n logical --maxprocesses=4 --dist=loadfile $(COMPUTING:%=tests/unit/%)
+	@$(BIN)/pytest --timeout=300 $(COMPUTING:%=--ignore=tests/unit/%)
 	@$(MAKE) --no-print-directory test-plain
 endif
 

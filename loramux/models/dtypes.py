@@ -24,7 +24,8 @@ FAST_BFLOAT16_FEATURES = (
 
 
 # Up to here the products of a model are so small that float32 serves adapters on a CPU faster than
-# bfloat16: 1.3 times at 360 million with AMX, 8 adapters on 8 or 32 rows; at a billion 0.6 and 0.9.
+# bfloat16, even with AMX (8 adapters on 8 and on 32 rows): 1.3 times at 360 million parameters, but
+# with the larger layers of a model of a billion 0.6 and 0.9 times.
 SMALL_MODEL = 500_000_000
 
 
