@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from loramux.runner.products import Products
 from loramux.types import Chunk, SampleRow, SamplingParams, Selection
 from tests.adapter_factory import ATTENTION, make_peft_adapter
 from tests.engine_factory import make_engine
-from tests.memory_factory import InlineExecutor
+from tests.memory_factory import Clock, InlineExecutor
 
 ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
@@ -44,19 +43,14 @@ def device_engine(
 ) -> tuple[Engine, DeviceRunner]:
     with patch.context() as scoped:
         scoped.setenv("LORAMUX_KERNELS", "triton")
-        engine = make_engine(model, folder, loads=InlineExecutor(), clock=ticks(), **settings)
+        engine = make_engine(model, folder, loads=InlineExecutor(), clock=Clock(), **settings)
     assert isinstance(engine.runner, DeviceRunner)
     return engine, engine.runner
 
 
 def reference_engine(model: Any, folder: Path, **settings: Any) -> Engine:
     settings = {"reference_kernels": True, **settings}
-    return make_engine(model, folder, loads=InlineExecutor(), clock=ticks(), **settings)
-
-
-def ticks() -> Callable[[], float]:
-    """A millisecond more at each look: what is evicted is the same on any machine."""
-    return count(0.0, 0.001).__next__
+    return make_engine(model, folder, loads=InlineExecutor(), clock=Clock(), **settings)
 
 
 def two_adapters(model: Any, folder: Path, *, places: Sequence[str] = ALL_LINEAR) -> list[Path]:

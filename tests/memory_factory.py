@@ -104,6 +104,8 @@ class InlineExecutor(Executor):
 
 
 class Clock:
+    """One more at each look: what is evicted is the same on any machine."""
+
     def __init__(self) -> None:
         self.now = 0.0
 

@@ -91,7 +91,7 @@ def build_engine(
             scheduler=scheduler, runner=device_runner, memory=memory, vocab_size=vocab_size
         )
     if progress is not None and not config.is_gpu:
-        # With numba, 15 s on a small CPU at the first start, less than one later.
+        # With numba, 15 to 26 s on two cores at the first start, less than one later.
         progress("Preparing CPU kernels", 0.0)
     runner = Runner(
         decoder=model.decoder,
