@@ -116,7 +116,8 @@ def check_decode_graph(dtype: torch.dtype, shape: tuple[int, int, int]) -> Error
     page = layout.num_layers * 2 * layout.block_tokens * kv_heads * dim
     storage = torch.randn(batch * width, page, dtype=dtype, device=DEVICE)
     qkv = torch.randn(batch, (num_rotated + kv_heads) * dim, dtype=dtype, device=DEVICE)
-    cos, sin = torch.randn(2, batch, dim, device=DEVICE)
+    cos, sin = torch.randn(2, batch, dim // 2, device=DEVICE)
+    cos, sin = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
     norm = Norm(torch.randn(num_rotated, dim, dtype=dtype, device=DEVICE), 1e-6)
     rotation = Rotation(cos, sin, norm if shape in SHAPES[1:3] else None)
     args = AttendArgs(layer=1, scale=0.09, sliding_window=300 if shape == SHAPES[1] else None)

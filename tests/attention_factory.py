@@ -59,3 +59,9 @@ def check_against_reference(kernels: Any, mix: list[tuple[int, int]], args: Atte
     actual, actual_storage = run(kernels, mix, args)
     assert torch.equal(actual_storage, expected_storage)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+
+
+def random_angles(num_rows: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin as rotations have them, but of no angle: [num_rows, head_dim] each"""
+    cos, sin = torch.randn(2, num_rows, head_dim // 2)
+    return torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)

@@ -27,7 +27,7 @@ class Rotation:
 
     cos: Tensor
     sin: Tensor
-    """[rows, head_dim] each; sin is negated in its first half."""
+    """[rows, head_dim] each: two halves alike, but that sin is negated in its first one."""
     head_norm: Norm | None = None
     """weight [heads + kv_heads, head_dim]: they are normed before they are rotated."""
 

@@ -250,12 +250,10 @@ def _rotate_write(  # noqa: PLR0913
 
 @triton.jit
 def load_angles(cos_ptr, sin_ptr, at, inside, MIDDLE: tl.constexpr):
-    """cos and sin of heads' first halves, then of their second ones."""
-    low_cos = tl.load(cos_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    low_sin = tl.load(sin_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    high_cos = tl.load(cos_ptr + at + MIDDLE, mask=inside, other=0.0).to(tl.float32)
-    high_sin = tl.load(sin_ptr + at + MIDDLE, mask=inside, other=0.0).to(tl.float32)
-    return low_cos, low_sin, high_cos, high_sin
+    """cos and sin of heads' second halves; the first have the same, sin with the other sign."""
+    cos = tl.load(cos_ptr + at + MIDDLE, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + at + MIDDLE, mask=inside, other=0.0).to(tl.float32)
+    return cos, sin
 
 
 @triton.jit
@@ -272,8 +270,8 @@ def rotate_halves(  # noqa: PLR0913
         at = norm_ptr + head * HEAD_DIM + tl.arange(0, HALF)[None, :]
         low *= inverse * tl.load(at, mask=inside, other=0.0).to(tl.float32)
         high *= inverse * tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0).to(tl.float32)
-    low_cos, low_sin, high_cos, high_sin = angles
-    return low * low_cos + high * low_sin, high * high_cos + low * high_sin
+    cos, sin = angles
+    return low * cos - high * sin, high * cos + low * sin
 
 
 @triton.jit

@@ -83,9 +83,12 @@ class TailSite:
 
     def max_tiles(self, num_rows: int) -> int:
         """Programs for the tiles of a step; one with more is looped over."""
-        if self.launch.tile_rows == 1:
-            return num_rows
-        return min(num_rows, num_rows // self.launch.tile_rows + _USUAL_RUNS)
+        tiles = num_rows
+        if self.launch.tile_rows > 1:
+            tiles = min(num_rows, num_rows // self.launch.tile_rows + _USUAL_RUNS)
+        # A program reads the record of one tile more than it has.
+        assert 2 * tiles <= self.tables.limits.max_units, "the tables are too small for the step"
+        return tiles
 
 
 # Selections in one step.

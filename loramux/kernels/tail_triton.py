@@ -12,6 +12,7 @@ from torch import Tensor
 
 from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
 from loramux.kernels.launch_triton import overlap_options
+from loramux.kernels.product_triton import MOST_ROWS
 from loramux.kernels.tail_jit_triton import (
     activate_mul_kernel,
     add_norm_kernel,
@@ -87,7 +88,7 @@ def expand(y: Tensor, lora: TailSite) -> Tensor:
     launch, tables = lora.launch, lora.tables
     out = y[:, :size] if y.ndim == 2 else lora.pool.new_empty(num_rows, size)
     block = max(_MIN_DOT, min(launch.expand_n, triton.next_power_of_2(size)))
-    expand_kernel[(lora.max_tiles(num_rows), triton.cdiv(size, block))](
+    expand_kernel[(triton.cdiv(size, block), lora.max_tiles(num_rows))](
         y,
         out,
         lora.pool,
@@ -100,6 +101,7 @@ def expand(y: Tensor, lora: TailSite) -> Tensor:
         SIZE=size,
         BLOCK=block,
         ROWS=launch.tile_rows,
+        EARLY_B=_reads_b_early(num_rows),
         PARTS=1 if y.ndim == 2 else len(y),
         num_warps=launch.expand_warps,
         **overlap_options(y.device.type),
@@ -113,7 +115,7 @@ def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: TailSite
     num_heads = lora.num_outputs // layout.head_dim
     num_queries = num_heads - 2 * layout.num_kv_heads
     norm, tables = rotation.head_norm, lora.tables
-    rotate_write_kernel[(lora.max_tiles(num_rows), num_heads)](
+    rotate_write_kernel[(num_heads, lora.max_tiles(num_rows))](
         y,
         rotation.cos,
         rotation.sin,
@@ -134,6 +136,7 @@ def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: TailSite
         BLOCK_TOKENS=layout.block_tokens,
         HALF=max(_MIN_DOT, triton.next_power_of_2(layout.head_dim // 2)),
         ROWS=lora.launch.tile_rows,
+        EARLY_B=_reads_b_early(num_rows),
         num_warps=lora.launch.rotate_warps,
         **overlap_options(y.device.type),
     )
@@ -146,7 +149,7 @@ def activate_mul(y: Tensor, activation: str, lora: TailSite) -> Tensor:
     out = y.new_empty(num_rows, inner)
     tables = lora.tables
     block = max(_MIN_DOT, min(lora.launch.activate_n, triton.next_power_of_2(inner)))
-    activate_mul_kernel[(lora.max_tiles(num_rows), triton.cdiv(inner, block))](
+    activate_mul_kernel[(triton.cdiv(inner, block), lora.max_tiles(num_rows))](
         y,
         out,
         lora.pool,
@@ -158,10 +161,20 @@ def activate_mul(y: Tensor, activation: str, lora: TailSite) -> Tensor:
         ACTIVATION=activation,
         BLOCK=block,
         ROWS=lora.launch.tile_rows,
+        EARLY_B=_reads_b_early(num_rows),
         num_warps=lora.launch.activate_warps,
         **overlap_options(y.device.type),
     )
     return out
+
+
+def _reads_b_early(num_rows: int) -> bool:
+    """Whether the product ahead lets a kernel start that reads B while it still runs.
+
+    Behind other products B is asked for together with y: what matrix units multiply is waited for
+    before anything that is asked for later.
+    """
+    return num_rows <= MOST_ROWS
 
 
 # A kernel is compiled once, not for every slot that is a multiple of 16.

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 from loramux.kernels import fused_torch, fused_triton  # noqa: E402
 from loramux.kernels.fused_torch import KVTarget, Norm, Rotation  # noqa: E402
 from loramux.kernels.interface import PagedLayout  # noqa: E402
+from tests.attention_factory import random_angles  # noqa: E402
 
 LIMITS = {
     torch.float32: {"atol": 1e-5, "rtol": 1e-4},
@@ -120,7 +121,7 @@ def test_rotate_write_equals_its_twin(has_norm: bool, head_dim: int, dtype: torc
     """The second row has no slot: padding must not be stored."""
     layout = PagedLayout(num_layers=2, num_kv_heads=2, head_dim=head_dim, block_tokens=4)
     norm = Norm(torch.randn(5, head_dim), 1e-6) if has_norm else None
-    cos, sin = torch.randn(2, 3, head_dim)
+    cos, sin = random_angles(3, head_dim)
     slots = torch.tensor([7, -1, 13], dtype=torch.int32)
     qkv = torch.randn(3, 7 * head_dim).to(dtype)
     storage = torch.randn(4, 2 * 2 * 4 * 2 * head_dim).to(dtype)

@@ -17,6 +17,7 @@ from loramux.kernels import fused_torch, tail_torch, tail_triton  # noqa: E402
 from loramux.kernels.fused_torch import KVTarget, Norm, Rotation  # noqa: E402
 from loramux.kernels.interface import PagedLayout  # noqa: E402
 from loramux.kernels.tail_tables import TailLaunch  # noqa: E402
+from tests.attention_factory import random_angles  # noqa: E402
 from tests.lora_factory import NUM_LAYERS, SITES, Selection, random_rows  # noqa: E402
 from tests.tail_factory import ROW, TILE, TailWorld, make_tail_world  # noqa: E402
 
@@ -186,7 +187,7 @@ def rotated(
     dtype, num_rows = world.lora.pool.dtype, len(rows)
     head_dim, kv_heads = 16, 1
     layout = PagedLayout(NUM_LAYERS, kv_heads, head_dim, block_tokens=4)
-    cos, sin = torch.randn(2, num_rows, head_dim)
+    cos, sin = random_angles(num_rows, head_dim)
     # Padding is not stored.
     slots = torch.arange(num_rows, dtype=torch.int32) * 3 + 1
     slots[0] = -1

@@ -25,8 +25,16 @@ def test_only_tiles_have_a_launch_of_their_own_before_a_norm() -> None:
 def test_programs_are_as_many_as_rows_or_as_tiles_usually_are() -> None:
     world = make_world([{"q_proj": 1}])
     row, tile = (TailSite(world.tables, world.pool, launch, 0, 0) for launch in (ROW, TILE))
-    assert [row.max_tiles(count) for count in (1, 7, 256)] == [1, 7, 256]
+    assert [row.max_tiles(count) for count in (1, 7, 64)] == [1, 7, 64]
     assert tile.max_tiles(3) == 3 and 16 < tile.max_tiles(256) < 64
+
+
+def test_tables_have_a_record_more_than_a_program_has_tiles() -> None:
+    """Catches a read past the last layer's records: the next tile's is asked for in any case."""
+    world = make_world([{"q_proj": 1}])
+    row = TailSite(world.tables, world.pool, ROW, 0, 0)
+    with pytest.raises(AssertionError, match="too small"):
+        row.max_tiles(world.tables.limits.max_units // 2 + 1)
 
 
 def test_a_store_knows_where_its_tails_are() -> None:
