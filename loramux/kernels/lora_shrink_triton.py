@@ -33,14 +33,14 @@ def load_group(pool, address, ranks, first, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_few(  # noqa: PLR0913
-    tile, num_tiles, pool, records, num_units, num_slices,
-    IN: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
+    tile, num_tiles, pool, records, num_units,
+    IN: tl.constexpr, SLICES: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """A [RANKS, K] of a tile of few rows, its record, slice, first rank and split.
 
     Neighbours are units, so that those with fewer ranks than others are dealt to all programs.
     """
-    per_part = tl.maximum(num_units * num_slices, 1)
+    per_part = tl.maximum(num_units * SLICES, 1)
     part = tile // per_part
     index = tile - part * per_part
     slice_index = index // tl.maximum(num_units, 1)
@@ -100,36 +100,38 @@ def _sum_few(  # noqa: PLR0913
 
 @triton.jit
 def _sum_tile(  # noqa: PLR0913
-    tile, pool, records, num_units, x, x_stride, partials, IN: tl.constexpr, TILE_K: tl.constexpr,
-    STEP_K: tl.constexpr, TILE_M: tl.constexpr, MAX_SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    tile, pool, records, x, x_stride, partials, IN: tl.constexpr, SLICES: tl.constexpr,
+    TILE_K: tl.constexpr, STEP_K: tl.constexpr, TILE_M: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One group of ranks for a tile of rows; the slices come one by one."""
+    """One group of ranks of every slice for a tile of rows, so that x is read once."""
     SPLITS: tl.constexpr = (IN + TILE_K - 1) // TILE_K
     H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
-    index = tile // SPLITS
-    split = tile - index * SPLITS
-    slice_index = index // num_units
-    record = records + ((index - slice_index * num_units) * 8 + slice_index) * 8
-    a = pool + load_word(record).to(tl.int64) * 64
-    shape = load_word(record + 2)
-    num_rows = shape >> 16
+    unit = tile // SPLITS
+    split = tile - unit * SPLITS
+    record = records + unit * 64
+    # The ranks of all slices, in one line.
+    line = tl.arange(0, 16 * triton.next_power_of_2(SLICES))
+    of_slice = record + line // 16 * 8
+    is_slice = line // 16 < SLICES
+    address = load_word(of_slice, is_slice).to(tl.int64)
+    is_rank = line % 16 < (load_word(of_slice + 2, is_slice) & 255)
+    a = pool + address * 64 + line % 16 * IN
+    num_rows = load_word(record + 2) >> 16
     rows = x + load_word(record + 3).to(tl.int64) * x_stride
     row = tl.arange(0, TILE_M)[:, None]
-    rank = tl.arange(0, 16)[:, None]
-    sums = tl.zeros((TILE_M, 16), tl.float32)
+    sums = tl.zeros((TILE_M, 16 * triton.next_power_of_2(SLICES)), tl.float32)
     first = split * TILE_K
     for start in tl.range(first, tl.minimum(first + TILE_K, IN), STEP_K, num_stages=STAGES):
         column = start + tl.arange(0, STEP_K)[None, :]
         values = tl.load(
             rows + row * x_stride + column, mask=(row < num_rows) & (column < IN), other=0.0
         )
-        weights = tl.load(
-            a + rank * IN + column, mask=(rank < (shape & 255)) & (column < IN), other=0.0
-        )
+        weights = tl.load(a[:, None] + column, mask=is_rank[:, None] & (column < IN), other=0.0)
         sums = tl.dot(values, tl.trans(weights), sums, input_precision="ieee")
-    out = partials + load_word(record + 4).to(tl.int64) * H_STRIDE
-    out += (slice_index * MAX_SPLITS + split) * 16
-    tl.store(out + row * H_STRIDE + tl.arange(0, 16)[None, :], sums, mask=row < num_rows)
+    out = partials + load_word(record + 4).to(tl.int64) * H_STRIDE + split * 16
+    out += row * H_STRIDE + (line // 16 * (MAX_SPLITS * 16) + line % 16)[None, :]
+    tl.store(out, sums, mask=(row < num_rows) & is_slice[None, :])
 
 
 @triton.jit
@@ -140,9 +142,9 @@ def shrink_kernel(  # noqa: PLR0913
     x,
     partials,
     record_start,
-    num_slices,
     x_stride,
     IN: tl.constexpr,
+    SLICES: tl.constexpr,
     ROW_K: tl.constexpr,
     ROW_RANKS: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -158,29 +160,27 @@ def shrink_kernel(  # noqa: PLR0913
     TILE_SPLITS: tl.constexpr = (IN + TILE_K - 1) // TILE_K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    is_used = is_site_used(work, record_start, num_slices)
+    is_used = is_site_used(work, record_start, SLICES)
     row_units = load_word(work + 1) * is_used
     tile_units = load_word(work + 3) * is_used
     records += record_start
-    num_tiles = row_units * num_slices * (ROW_SPLITS * (16 // ROW_RANKS))
+    num_tiles = row_units * (SLICES * ROW_SPLITS * (16 // ROW_RANKS))
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     # At least one turn, for whoever has nothing to do must wait as well.
     for turn in tl.range(tl.maximum(tl.cdiv(num_tiles, programs), 1), num_stages=1):
         tile = turn * programs + program
-        loaded = _load_few(
-            tile, num_tiles, pool, records, row_units, num_slices, IN, ROW_K, ROW_RANKS
-        )
+        loaded = _load_few(tile, num_tiles, pool, records, row_units, IN, SLICES, ROW_K, ROW_RANKS)
         if PDL:  # noqa: SIM102 - known when compiling
             if turn == 0:
                 tl.extra.cuda.gdc_wait()
         _sum_few(loaded, x, x_stride, partials, IN, ROW_K, ROWS, ROW_RANKS, MAX_SPLITS)
     # From the other end: the last programs have had the fewest tiles of few rows.
-    num_tiles = tile_units * num_slices * TILE_SPLITS
+    num_tiles = tile_units * TILE_SPLITS
     for tile in tl.range(programs - 1 - program, num_tiles, programs, num_stages=1):
         _sum_tile(
-            tile, pool, records + row_units * 64, tile_units, x, x_stride, partials,
-            IN, TILE_K, STEP_K, TILE_M, MAX_SPLITS, STAGES,
+            tile, pool, records + row_units * 64, x, x_stride, partials,
+            IN, SLICES, TILE_K, STEP_K, TILE_M, MAX_SPLITS, STAGES,
         )  # fmt: skip
 
 
@@ -193,52 +193,27 @@ def _share(num_tiles):
 
 
 @triton.jit
-def shrink_wide_kernel(  # noqa: PLR0913
+def shrink_tiles_kernel(  # noqa: PLR0913
     pool,
     records,
     work,
     x,
     partials,
     record_start,
-    num_slices,
     x_stride,
     IN: tl.constexpr,
+    SLICES: tl.constexpr,
     TILE_K: tl.constexpr,
     STEP_K: tl.constexpr,
+    STAGES: tl.constexpr,
     TILE_M: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    RANKS: tl.constexpr,
 ):
-    """All slices of a unit together, so that x is read once; for prompts."""
+    """Tiles alone, for prompts."""
     SPLITS: tl.constexpr = (IN + TILE_K - 1) // TILE_K
-    begin, end = _share(tl.load(work + 3) * is_site_used(work, record_start, num_slices) * SPLITS)
-    rank = tl.arange(0, RANKS)
-    row = tl.arange(0, TILE_M)[:, None]
-    for tile in range(begin, end):
-        split = tile % SPLITS
-        record = records + record_start + (tile // SPLITS) * 64
-        live = rank // 16 < num_slices
-        address = tl.load(record + (rank // 16) * 8, mask=live, other=0).to(tl.int64)
-        ranks = tl.load(record + (rank // 16) * 8 + 2, mask=live, other=0) & 255
-        num_rows = tl.load(record + 2) >> 16
-        rows = x + tl.load(record + 3).to(tl.int64) * x_stride
-        a = pool + address * 64 + (rank % 16) * IN
-        first = split * TILE_K
-        sums = tl.zeros((TILE_M, RANKS), tl.float32)
-        for start in range(first, tl.minimum(first + TILE_K, IN), STEP_K):
-            column = start + tl.arange(0, STEP_K)
-            values = tl.load(
-                rows + row * x_stride + column[None, :],
-                mask=(row < num_rows) & (column < IN)[None, :],
-                other=0.0,
-            )
-            weights = tl.load(
-                a[None, :] + column[:, None],
-                mask=(rank % 16 < ranks)[None, :] & (column < IN)[:, None],
-                other=0.0,
-            )
-            sums = tl.dot(values, weights, sums, input_precision="ieee")
-        at = tl.load(record + 4).to(tl.int64) + row
-        out = partials + at * (3 * MAX_SPLITS * 16) + split * 16
-        out += (rank // 16 * (MAX_SPLITS * 16) + rank % 16)[None, :]
-        tl.store(out, sums, mask=(row < num_rows) & live[None, :])
+    begin, end = _share(tl.load(work + 3) * is_site_used(work, record_start, SLICES) * SPLITS)
+    for tile in tl.range(begin, end, num_stages=1):
+        _sum_tile(
+            tile, pool, records + record_start, x, x_stride, partials,
+            IN, SLICES, TILE_K, STEP_K, TILE_M, MAX_SPLITS, STAGES,
+        )  # fmt: skip

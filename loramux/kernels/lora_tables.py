@@ -27,8 +27,8 @@ class LaunchShape:
     """The most inputs that one shrink of few rows sums; an expand adds the sums of a row."""
     row_values: int = 16384
     """Weights, of two bytes each, that it reads at once: of so many ranks as that makes."""
-    tile_k: int = 1024
-    """Inputs that one shrink of a tile of rows sums."""
+    tile_k: int = 512
+    """Inputs that one shrink of a tile of rows sums; more where there are many."""
     step_k: int = 64
     """Of them, those that are read at once."""
     shrink_warps: int
@@ -133,7 +133,8 @@ def _cuts(sites: Iterable[SiteShape], launch: LaunchShape) -> tuple[SiteCut, ...
     first = 0
     for site in sites:
         row_k = _row_inputs(site.in_features, launch.row_k)
-        cuts.append(SiteCut(site, first, row_k, launch.tile_k))
+        tile_k = _tile_inputs(site.in_features, launch.tile_k)
+        cuts.append(SiteCut(site, first, row_k, tile_k))
         first += len(site.out_features)
     return tuple(cuts)
 
@@ -150,6 +151,13 @@ def _row_inputs(num_inputs: int, most: int) -> int:
     sizes = (most, most // 2, most // 4)
     return next((k for k in sizes if -num_inputs % k * 8 <= num_inputs), sizes[-1])
 
+
+def _tile_inputs(num_inputs: int, least: int) -> int:
+    """As few as make no more parts than an expand should add."""
+    return least if num_inputs <= _MOST_TILE_PARTS * least else _tile_inputs(num_inputs, 2 * least)
+
+
+_MOST_TILE_PARTS = 16
 
 # On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_lora_kernels.py.
 _FEW_ROWS = LaunchShape(

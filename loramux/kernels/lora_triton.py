@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loramux.kernels.lora_expand_triton import expand_kernel
-from loramux.kernels.lora_shrink_triton import shrink_kernel, shrink_wide_kernel
+from loramux.kernels.lora_shrink_triton import shrink_kernel, shrink_tiles_kernel
 from loramux.kernels.lora_tables import LoraTables
 from loramux.kernels.lora_work import GROUP_RANKS, MAX_SLICES
 
@@ -52,11 +52,13 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
     cut, launch, limits = tables.sites[site], tables.launch, tables.limits
     num_slices = len(cut.shape.out_features)
     buffers = (pool, tables.records, tables.work, x, tables.partials)
-    place = (tables.record_start(layer, site), num_slices, x.stride(0))
+    place = (tables.record_start(layer, site), x.stride(0))
     shape = {
         "IN": cut.shape.in_features,
+        "SLICES": num_slices,
         "TILE_K": cut.tile_k,
         "STEP_K": launch.step_k,
+        "STAGES": _SHRINK_STAGES,
         "TILE_M": limits.tile_rows,
         "MAX_SPLITS": tables.max_splits,
         "num_warps": launch.shrink_warps,
@@ -64,8 +66,7 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
     }
     most = tables.num_sms * launch.shrinks_per_sm
     if limits.alone_rows == 0:
-        ranks = GROUP_RANKS if num_slices == 1 else 4 * GROUP_RANKS
-        shrink_wide_kernel[(most,)](*buffers, *place, **shape, RANKS=ranks)
+        shrink_tiles_kernel[(most,)](*buffers, *place, **shape)
         return
     ranks = launch.row_ranks(cut.row_k, x.itemsize)
     # Enough programs for one group of ranks per row; more work is looped over.
@@ -77,7 +78,6 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
         **shape,
         ROW_K=cut.row_k,
         ROW_RANKS=ranks,
-        STAGES=_SHRINK_STAGES,
         ROWS=limits.alone_rows,
         PDL=launch.use_pdl,
         **_pdl(launch.use_pdl),
