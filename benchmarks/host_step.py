@@ -45,7 +45,7 @@ from loramux.types import Request, SamplingParams, StepPlan, StepResult
 # An 8B model in 16 bits on an H200: a page of 16 tokens, and q,k,v,o of a rank in all layers.
 PAGE_ELEMENTS = 32 * 2 * 8 * 128 * 16
 RANK_ELEMENTS = 32 * (4 * 4096 + 2 * 4096 + 2 * 1024)
-PROMPT_CUT = Cut(rows=32, tile_tokens=64, num_shares=16)
+PROMPT_CUT = Cut(rows=32, tile_tokens=64, num_shares=16, least_tokens=512)
 DECODE_CUT = Cut(rows=4, tile_tokens=64, num_shares=99)
 BYTES_PER_S = 2e10
 VOCABULARY = 128_256

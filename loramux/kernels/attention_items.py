@@ -32,6 +32,8 @@ class Cut:
     num_shares: int
     """A span is cut where it is longer than this part of all spans together."""
     window: int | None = None
+    least_tokens: int = 1
+    """And where it is longer than this: to add up what several items found costs time as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ def _cut_spans(blocks: tuple[Ints, Ints, Ints], position: Ints, end: Ints, cut: 
         begin = np.minimum(np.maximum(position + 1 - cut.window, 0), end)
         begin = begin // cut.tile_tokens * cut.tile_tokens
     spans, tile = end - begin, cut.tile_tokens
-    share = -(-max(1, -(-int(spans.sum()) // cut.num_shares)) // tile) * tile
+    share = max(cut.least_tokens, -(-int(spans.sum()) // cut.num_shares))
+    share = -(-share // tile) * tile
     size = -(-spans // np.maximum(-(-spans // share), 1))
     size = -(-np.maximum(size, 1) // tile) * tile
     count = -(-spans // size)
@@ -147,7 +150,8 @@ def cut_blocks(blocks: Tensor, cut: Cut) -> Tensor:
 def _item_tokens(spans: Tensor, cut: Cut) -> Tensor:
     """Each span is cut evenly, into as few items as the share allows."""
     tile = cut.tile_tokens
-    share = _round_up(_divide_up(spans.sum(), cut.num_shares).clamp(min=1), tile)
+    share = _divide_up(spans.sum(), cut.num_shares).clamp(min=cut.least_tokens)
+    share = _round_up(share, tile)
     count = _divide_up(spans, share).clamp(min=1)
     return _round_up(_divide_up(spans, count).clamp(min=1), tile).int()
 

@@ -27,6 +27,7 @@ def cut_decodes(num_tokens: Tensor, cut: Cut, out: Tensor | None = None) -> Tens
         cut.num_shares,
         WINDOW=cut.window or 0,
         TILE=cut.tile_tokens,
+        LEAST=cut.least_tokens,
         SEQUENCES=triton.next_power_of_2(num_sequences),
         ITEMS=_ITEMS_PER_PROGRAM,
         **overlap_options(num_tokens.device.type),
@@ -84,6 +85,7 @@ def _cut_decodes(  # noqa: PLR0913
     num_shares,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
+    LEAST: tl.constexpr,
     SEQUENCES: tl.constexpr,
     ITEMS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -94,7 +96,7 @@ def _cut_decodes(  # noqa: PLR0913
     span = end
     if WINDOW > 0:
         span = end - tl.maximum(end - WINDOW, 0) // TILE * TILE
-    share = tl.cdiv(tl.maximum(tl.cdiv(tl.sum(span), num_shares), 1), TILE) * TILE
+    share = tl.cdiv(tl.maximum(tl.cdiv(tl.sum(span), num_shares), LEAST), TILE) * TILE
     size = tl.maximum(tl.cdiv(span, tl.maximum(tl.cdiv(span, share), 1)), 1)
     size = tl.cdiv(size, TILE) * TILE
     count = tl.cdiv(span, size)

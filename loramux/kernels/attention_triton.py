@@ -40,6 +40,8 @@ class Tiles:
     """Tokens that all rows see are folded in without masks, before the others."""
     merged_per_warp: int = 1024
     """Elements that are held at once when partial results are added up."""
+    least_tokens: int = 1
+    """Shorter spans are not cut: for many rows it takes longer to add partial results up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +260,7 @@ def prompt_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
         # Without matrix units; larger tiles take the compiler a minute.
         return Tiles(max(16, rows), 16, 64, 4, 2, 2, merged_per_warp=512)
     stages = 3 if head_dim > 128 else 5
-    return Tiles(max(128, rows), 64, 64, 8, stages, 1, two_phases=True)
+    return Tiles(max(128, rows), 64, 64, 8, stages, 1, two_phases=True, least_tokens=512)
 
 
 def step_tiles(group: int, layout: PagedLayout, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
@@ -287,6 +289,7 @@ def _cut(
         tile_tokens=tiles.item_tokens,
         num_shares=_num_shares(tiles, layout, device),
         window=window,
+        least_tokens=tiles.least_tokens,
     )
 
 

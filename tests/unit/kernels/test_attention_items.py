@@ -47,16 +47,22 @@ def cut_one_by_one(sequences: list[SequenceRows], members: list[bool], cut: Cut)
     tile=st.sampled_from([4, 64]),
     shares=st.integers(1, 120),
     window=st.one_of(st.none(), st.integers(1, 400)),
+    least=st.sampled_from([1, 100, 512]),
 )
-def test_items_are_those_of_cutting_block_by_block(
-    mix: list[tuple[int, int, bool]], rows: int, tile: int, shares: int, window: int | None
+def test_items_are_those_of_cutting_block_by_block(  # noqa: PLR0913
+    mix: list[tuple[int, int, bool]],
+    rows: int,
+    tile: int,
+    shares: int,
+    window: int | None,
+    least: int,
 ) -> None:
     sequences, row = [], 0
     for start, count, _ in mix:
         sequences.append(SequenceRows(row, count, start, []))
         row += count
     members = [is_member for _, _, is_member in mix]
-    cut = Cut(rows, tile, shares, window)
+    cut = Cut(rows, tile, shares, window, least)
     items = cut_all(sequences, members, cut)
     assert items.dtype == torch.int32
     assert torch.equal(items, cut_one_by_one(sequences, members, cut))
@@ -101,6 +107,13 @@ def test_items_of_the_same_rows_stand_together_and_know_each_other() -> None:
     assert items[4:].count_nonzero() == 0
 
 
+def test_short_spans_are_not_cut() -> None:
+    """To add the results of several items up takes longer than what they save."""
+    sequences = [SequenceRows(0, 8, 92, []), SequenceRows(8, 8, 293, [])]
+    items = cut_all(sequences, [True, True], Cut(16, 16, 50, least_tokens=150))
+    assert items[:, [0, 4, 5, 6]].tolist() == [[1, 0, 160, 2], [1, 160, 301, 2], [0, 0, 100, 1]]
+
+
 def test_only_members_are_cut() -> None:
     sequences = [SequenceRows(0, 1, 5, []), SequenceRows(1, 9, 0, [])]
     items = cut_all(sequences, [False, True], Cut(16, 16, 8))
@@ -115,13 +128,13 @@ def test_padding_has_no_slot() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("shares", [1, 3, 50])
-def test_the_device_cuts_as_the_host_does(window: int | None, shares: int) -> None:
+@pytest.mark.parametrize(("shares", "least"), [(1, 1), (3, 1), (50, 1), (50, 100)])
+def test_the_device_cuts_as_the_host_does(window: int | None, shares: int, least: int) -> None:
     pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
     from loramux.kernels import attention_items_triton
 
     num_tokens = torch.tensor([0, 1, 64, 65, 300, 0], dtype=torch.int32)
-    cut = Cut(1, 16, shares, window)
+    cut = Cut(1, 16, shares, window, least_tokens=least)
     actual = attention_items_triton.cut_decodes(num_tokens, cut)
     assert torch.equal(actual, attention_items.cut_decodes(num_tokens, cut))
 
