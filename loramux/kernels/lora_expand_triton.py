@@ -164,20 +164,17 @@ def _expand_tile(  # noqa: PLR0913
     N: tl.constexpr, TILE_M: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Rows by matrix units. of_heads: records of the first tile"""
-    head, slice_index, first, out_start, width = _locate(tile, width0, width1, width2, N)
-    record = of_heads + (head * 8 + slice_index) * 8
-    address, ranks, at, weight = _load_unit(record)
-    num_rows = load_word(record + 2) >> 16
-    row_start = load_word(record + 3)
+    b, unit, record, num_rows, row_start, slice_index, first, out_start, width = _load_head(
+        tile, tile + 1, pool, of_heads, width0, width1, width2, N
+    )
     more = load_word(record + 6)
     num_more = load_word(record + 7)
+    _, ranks, at, weight = unit
     row = tl.arange(0, TILE_M)[:, None]
     column = first + tl.arange(0, N)[None, :]
     target = y + row_start.to(tl.int64) * y_stride + out_start + row * y_stride + column
     mask = (row < num_rows) & (column < tl.where(ranks + num_more > 0, width, 0))
-    # y before B: what the matrix units multiply is waited for before anything that comes later.
     values = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    b = load_group(pool, address, ranks, first, width, N)
     of_slice = partials + slice_index * (MAX_SPLITS * 16)
     h = _h_of_tile(of_slice, at, ranks, num_rows, TILE_M, MAX_SPLITS, SPLITS) * weight
     values = tl.dot(h.to(b.dtype), b, values, input_precision="ieee")
