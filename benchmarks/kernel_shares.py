@@ -61,7 +61,7 @@ def step_shares(events: Iterable[Event]) -> list[StepShares]:
     shares = []
     for step in steps[1:]:
         shares.append(_share(step, last))
-        last = _end(step)
+        last = max(last, _end(step))
     return shares
 
 
