@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +22,32 @@ from benchmarks.kernel_shares import StepShares, by_rows, step_shares
 from benchmarks.machine import describe_machine
 from benchmarks.random_adapters import RandomAdapters
 from benchmarks.random_model import is_gpu, make_engine
-from benchmarks.trace_scenarios import RANK, TraceBench
-from benchmarks.workloads import SLORA_RANKS, rank_of
+from benchmarks.report import Table
+from benchmarks.trace_scenarios import FEW, TraceBench, slora_adapters
+from benchmarks.traffic import Clock, Watch
 from loramux.engine.engine import Engine
 
 
-class ProfiledSteps:
-    """Steps of an engine, of which some are profiled."""
+class ProfilingWatch(Watch):
+    """Profiles some of the steps that it sees."""
 
-    def __init__(self, engine: Engine, first: int, count: int) -> None:
-        self._step: Callable[[], Any] = engine.step
-        self._first = first
-        self._last = first + count
+    def __init__(self, first: int, count: int) -> None:
+        super().__init__()
+        self._profiled = range(first, first + count)
         self._number = 0
-        self._profile: Any = None
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        self._profile = torch.profiler.profile(activities=activities)
         self.shares: list[StepShares] = []
 
-    def __call__(self) -> Any:
+    def step(self, engine: Engine, clock: Clock) -> None:
         self._number += 1
-        if self._number == self._first:
-            activities = [torch.profiler.ProfilerActivity.CUDA]
-            self._profile = torch.profiler.profile(activities=activities)
+        if self._number == self._profiled[0]:
             self._profile.start()
-        events = self._step()
-        if self._number == self._last and self._profile is not None:
+        super().step(engine, clock)
+        if self._number == self._profiled[-1]:
             torch.cuda.synchronize()
             self._profile.stop()
             self.shares = step_shares(_events(self._profile))
-        return events
 
 
 def _events(profile: Any) -> list[dict[str, Any]]:
@@ -60,25 +58,18 @@ def _events(profile: Any) -> list[dict[str, Any]]:
     return events
 
 
-def profiled(
-    bench: TraceBench, name: str, ranks: list[int], sites: str, num_layers: int
-) -> Section:
-    """A base run and a run on adapters of these ranks."""
-    options, engine = bench.options, bench.engine
-    cids = bench.adapters.add(ranks, sites)
+def profiled(bench: TraceBench, name: str, cids: Sequence[str], num_layers: int) -> Section:
+    """A base run, and a run on these adapters."""
+    options = bench.options
     bench.warm(cids)
-    arrivals = bench.slora_lengths(len(ranks), options.alpha)
-    rows: list[dict[str, object]] = []
-    for run, of_run in (("base", []), ("LoRA", cids)):
-        steps = ProfiledSteps(engine, options.first, options.steps)
-        engine.step = steps  # type: ignore[method-assign]
-        try:
-            bench.saturated(arrivals, of_run)
-        finally:
-            del engine.step
-        lines = by_rows(steps.shares, num_layers)
-        rows += [{"run": run, **line} for line in lines]
-    bench.adapters.forget(cids)
+    arrivals = bench.slora_lengths(len(cids), options.alpha)
+    rows: Table = []
+    for run, of_run in (("base", ()), ("LoRA", cids)):
+        watch = ProfilingWatch(options.first, options.steps)
+        bench.saturated(arrivals, of_run, watch)
+        if not watch.shares:
+            raise SystemExit(f"The {run} run has too few steps: more --requests, or less --first.")
+        rows += [{"run": run, **line} for line in by_rows(watch.shares, num_layers)]
     note = "By kernel: microseconds a layer, from where all ahead of it have ended to its own end."
     return Section(title=f"Steps of the trace {name}", rows=rows, notes=(note,))
 
@@ -86,21 +77,23 @@ def profiled(
 def main() -> None:
     parser = make_parser()
     parser.prog, parser.description = "trace_profile", __doc__
-    parser.add_argument("--first", type=int, default=300, help="step that is profiled")
+    parser.add_argument("--first", type=int, default=300, help="the first step that is profiled")
     parser.add_argument("--steps", type=int, default=60, help="that are profiled")
     parser.set_defaults(scenarios=["many", "few"])
     arguments = parser.parse_args()
     fill_defaults(arguments)
     if not is_gpu(arguments):
         parser.error("there are no kernels to profile on a CPU: --device cuda")
+    traces = {"many": slora_adapters(arguments.many), "few": FEW}
+    if unknown := set(arguments.scenarios) - set(traces):
+        parser.error(f"only {' and '.join(traces)} are profiled, not {', '.join(sorted(unknown))}")
     out = start_report("profile", arguments, describe_machine(arguments.dtype, arguments.device))
     model, engine = make_engine(arguments)
     bench = TraceBench(engine, RandomAdapters(engine, num_images=arguments.images), arguments)
-    many = [rank_of(number, SLORA_RANKS) for number in range(arguments.many)]
-    traces = {"many": (many, "qkvo"), "few": ([RANK] * 8, "all")}
     for name in arguments.scenarios:
-        if name in traces:
-            out.add(profiled(bench, name, *traces[name], model.config.num_layers))
+        cids = bench.adapters.add(*traces[name])
+        out.add(profiled(bench, name, cids, model.config.num_layers))
+        bench.adapters.forget(cids)
     engine.close()
     out.finish()
 

@@ -12,6 +12,7 @@ from benchmarks.random_adapters import RandomAdapters
 from benchmarks.report import Table
 from benchmarks.traffic import (
     Run,
+    Watch,
     make_requests,
     milliseconds,
     percentile,
@@ -36,6 +37,8 @@ from loramux.types import Request
 POPULARITIES: tuple[Popularity, ...] = ("identical", "uniform", "skewed", "distinct")
 SLO_S = 6.0
 RANK = 16
+FEW = ([RANK] * 8, "all")
+"""Ranks and sites of the adapters of `few`."""
 
 
 @dataclass(slots=True)
@@ -46,9 +49,11 @@ class TraceBench:
     seeds: count[int] = field(default_factory=count)
     """Every run has prompts of its own: no run finds another's in the prefix cache."""
 
-    def saturated(self, arrivals: Sequence[Arrival], cids: Sequence[str]) -> Run:
+    def saturated(
+        self, arrivals: Sequence[Arrival], cids: Sequence[str], watch: Watch | None = None
+    ) -> Run:
         requests = self._requests(arrivals, cids)
-        return saturate(self.engine, requests, backlog=self.options.backlog)
+        return saturate(self.engine, requests, backlog=self.options.backlog, watch=watch)
 
     def real_time(self, arrivals: Sequence[Arrival], cids: Sequence[str]) -> Run:
         return replay(self.engine, arrivals, self._requests(arrivals, cids))
@@ -119,7 +124,7 @@ def row_of(name: str, run: Run, *, is_real_time: bool = False) -> dict[str, obje
 def few(bench: TraceBench) -> Section:
     """Eight adapters on every linear layer."""
     arrivals = bench.slora_lengths(8)
-    cids = bench.adapters.add([RANK] * 8, "all")
+    cids = bench.adapters.add(*FEW)
     return compare(bench, "8 adapters, all linear layers, rank 16", arrivals, cids)
 
 
@@ -127,10 +132,14 @@ def many(bench: TraceBench) -> Section:
     """S-LoRA's trace, uniform, ranks of 8 to 64."""
     num_adapters = bench.options.many
     arrivals = bench.slora_lengths(num_adapters, bench.options.alpha)
-    ranks = [rank_of(number, SLORA_RANKS) for number in range(num_adapters)]
-    cids = bench.adapters.add(ranks, "qkvo")
+    cids = bench.adapters.add(*slora_adapters(num_adapters))
     title = f"S-LoRA trace: {num_adapters} adapters, q,k,v,o, ranks 8 to 64"
     return compare(bench, title, arrivals, cids)
+
+
+def slora_adapters(count: int) -> tuple[list[int], str]:
+    """Ranks and sites."""
+    return [rank_of(number, SLORA_RANKS) for number in range(count)], "qkvo"
 
 
 def compare(
@@ -207,8 +216,7 @@ def slora_trace(bench: TraceBench) -> Section:
         tokens=tuple(options.tokens),
     )
     arrivals = until(trace, options.seconds)
-    ranks = [rank_of(number, SLORA_RANKS) for number in range(num_adapters)]
-    cids = bench.adapters.add(ranks, "qkvo")
+    cids = bench.adapters.add(*slora_adapters(num_adapters))
     base = bench.real_time(arrivals, [])
     run, facts = bench.lora(arrivals, cids, is_real_time=True)
     note = bench.adapters.note(cids)

@@ -124,13 +124,14 @@ def saturate(
     *,
     backlog: int,
     clock: Clock = time.perf_counter,
+    watch: Watch | None = None,
 ) -> Run:
     """As fast as it goes: the batch is full, and `backlog` requests always wait.
 
     The window opens when as many requests came as run and wait at once, and ends when the last one
     comes; too few for that: it is the whole run.
     """
-    watch = Watch()
+    watch = watch or Watch()
     ramp = engine.scheduler.config.max_sequences + backlog
     began = clock()
     is_steady = False

@@ -77,7 +77,7 @@ def _h_of_tile(  # noqa: PLR0913
     h = partials + at.to(tl.int64) * H_STRIDE + row * H_STRIDE + rank
     # A mask that is one for all ranks of a row: several are read at once. What no shrink has
     # written may be no number.
-    mask = (row < tl.where(ranks > 0, num_rows, 0)) & (rank < 16)
+    mask = row < tl.where(ranks > 0, num_rows, 0)
     sums = tl.load(h, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
         sums += tl.load(h + split * 16, mask=mask, other=0.0)

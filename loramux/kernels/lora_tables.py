@@ -153,8 +153,8 @@ def _row_inputs(num_inputs: int, most: int) -> int:
 
 
 def _tile_inputs(num_inputs: int, least: int) -> int:
-    """As few as make no more parts than an expand should add."""
-    return least if num_inputs <= _MOST_TILE_PARTS * least else _tile_inputs(num_inputs, 2 * least)
+    """A power of two that makes no more parts than an expand should add."""
+    return max(least, 1 << (-(-num_inputs // _MOST_TILE_PARTS) - 1).bit_length())
 
 
 _MOST_TILE_PARTS = 16

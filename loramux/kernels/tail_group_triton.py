@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loramux.kernels.fused_triton import load_sum
 from loramux.kernels.lora_shrink_triton import load_word
 
 
@@ -71,14 +72,12 @@ def load_h(  # noqa: PLR0913
     # A row without an adapter has no block: whatever there is may be no number.
     num_rows = tl.where(group[1] > 0, num_rows, 0)
     if ROWS == 1:
-        inside = (rank < num_rows * 16)[None, :]
-        h = load_parts((at + rank)[None, :], inside, part_step, dtype, PARTS)
-        h = tl.reshape(h.to(tl.float32) * group[3], (16,))
+        h = load_sum(at + rank, rank < num_rows * 16, part_step, dtype, PARTS)
+        h = h.to(tl.float32) * group[3]
     else:
         row = tl.arange(0, ROWS)[:, None]
         at += row * tail_stride + rank[None, :]
-        inside = (row < num_rows) & (rank < 16)[None, :]
-        h = load_parts(at, inside, part_step, dtype, PARTS)
+        h = load_parts(at, row < num_rows, part_step, dtype, PARTS)
         h = (h.to(tl.float32) * group[3]).to(dtype)
     return h
 

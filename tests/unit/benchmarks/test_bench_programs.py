@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import bench_kernels, bench_step, bench_trace
+from benchmarks import bench_kernels, bench_step, bench_trace, trace_profile
 from benchmarks.lora_cases import Case
 
 # The last has more rows than the engine of the test runs at once.
@@ -127,3 +128,47 @@ def test_a_file_from_elsewhere_is_drawn_without_running_anything(
         monkeypatch.setattr(sys, "argv", ["bench", "--plot-from", str(file)])
         program.main()
         file.with_suffix(".png").unlink()
+
+
+@pytest.fixture
+def profiler_of_three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the GPU's: there are no kernels to profile on a CPU."""
+    place = {"stream": 7, "grid": [3, 1, 1]}
+    kernel = {"ph": "X", "cat": "kernel", "name": "_choose", "dur": 5.0, "args": place}
+    events = [{**kernel, "ts": 10.0 * number} for number in range(3)]
+    monkeypatch.setattr(trace_profile, "is_gpu", lambda _: True)
+    monkeypatch.setattr(trace_profile, "_events", lambda _: events)
+    stopwatch = SimpleNamespace(start=lambda: None, stop=lambda: None)
+    monkeypatch.setattr("torch.profiler.profile", lambda **_: stopwatch)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+
+
+TINY_TRACE = [*TINY, "--requests", "12", "--many", "3", "--max-sequences", "2", "--tokens", "3,6"]
+
+
+@pytest.mark.usefixtures("profiler_of_three_steps")
+def test_a_profile_has_base_and_lora_of_each_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*TINY_TRACE, "--first", "3", "--steps", "2"]
+    many, few = run(trace_profile, arguments, tmp_path, monkeypatch)
+    for section in (many, few):
+        assert [row["run"] for row in section["rows"]] == ["base", "LoRA"]
+        assert all(row["steps"] == 2 and row["sampling"] == 5.0 for row in section["rows"])
+
+
+@pytest.mark.usefixtures("profiler_of_three_steps")
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [(["--scenarios", "base"], "only many and few"), (["--first", "9999"], "too few steps")],
+)
+def test_a_profile_says_why_there_is_none(
+    arguments: list[str],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(trace_profile, [*TINY_TRACE, *arguments], tmp_path, monkeypatch)
+    assert reason in str(stopped.value) + capsys.readouterr().err
