@@ -49,7 +49,7 @@ def gpu_lora(arguments: argparse.Namespace) -> Section:
     from benchmarks import gpu_lora_kernels as kernels
 
     if arguments.checks:
-        checks = kernels.check([kernels.launch_of(1), kernels.launch_of(256)])
+        checks = kernels.check(kernels.checked_launches())
         worst = max(float(row["error"]) for row in checks)
         print(f"{len(checks)} checks passed; largest relative error {worst:.1e}", flush=True)
     peers = kernels.import_peers(arguments.peers) if arguments.peers else None

@@ -22,7 +22,7 @@ from benchmarks.gpu_lora_kernels import (
     Layer,
     World,
     add_lora,
-    launch_of,
+    device_launch,
     print_table,
     time_base,
     time_graph,
@@ -57,7 +57,7 @@ def time_uniform(ranks: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
     slots = [((slot, 1.0),) for slot in range(len(ranks))]
     tables = world.tables(
         gather_tiles(slots, counts, limits.tile_rows),
-        launch_of(num_rows),
+        device_launch(),
         limits,
     )
     attention = [(at, site) for at in range(num_layers) for site in SITE_INDICES["qkvo"]]

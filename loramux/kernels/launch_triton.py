@@ -55,3 +55,16 @@ def begin_after_previous(OVERLAP: tl.constexpr):
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def opaque(x, IS_COMPILED: tl.constexpr):
+    """x; for all the compiler knows another one each time it is asked for.
+
+    In a loop, what is made of x is made again then, and not kept in more registers than x has.
+    """
+    if IS_COMPILED and x.dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+        )
+    return x

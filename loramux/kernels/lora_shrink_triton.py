@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loramux.kernels.launch_triton import opaque
+
 
 @triton.jit
 def load_word(record, live=True):
@@ -65,37 +67,24 @@ def _load_few(  # noqa: PLR0913
 
 
 @triton.jit
-def _sum_rows(  # noqa: PLR0913
-    a, num_rows, rows, x_stride, column, out, IN: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, H_STRIDE: tl.constexpr,
-):  # fmt: skip
-    """Up to ROWS rows, all with the same weights."""
-    for row in tl.static_range(ROWS):
-        left = tl.where(row < num_rows, IN, 0)
-        if IN % K == 0 and ROWS == 1:
-            values = tl.load(rows + column)
-        else:
-            values = tl.load(rows + row * x_stride + column, mask=column < left, other=0.0)
-        sums = tl.sum(a.to(tl.float32) * values.to(tl.float32)[None, :], axis=1)
-        rank = tl.arange(0, RANKS)
-        tl.store(out + row * H_STRIDE + rank, sums, mask=rank < left)
-
-
-@triton.jit
 def _sum_few(  # noqa: PLR0913
-    loaded, x, x_stride, partials, IN: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    RANKS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    loaded, x, x_stride, partials, IN: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, OPAQUE: tl.constexpr,
 ):  # fmt: skip
+    """Few rows, all with the same weights, one after another."""
     a, num_rows, row_start, h_start, slice_index, first_rank, split = loaded
     H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
     column = split * K + tl.arange(0, K)
-    rows = x + row_start.to(tl.int64) * x_stride
+    at = x + row_start.to(tl.int64) * x_stride + column
     out = partials + h_start.to(tl.int64) * H_STRIDE
-    out += (slice_index * MAX_SPLITS + split) * 16 + first_rank
-    if num_rows == 1:
-        _sum_rows(a, 1, rows, x_stride, column, out, IN, K, 1, RANKS, H_STRIDE)
-    elif num_rows > 1:
-        _sum_rows(a, num_rows, rows, x_stride, column, out, IN, K, ROWS, RANKS, H_STRIDE)
+    out += (slice_index * MAX_SPLITS + split) * 16 + first_rank + tl.arange(0, RANKS)
+    for row in tl.range(num_rows, num_stages=1):
+        row_at = at + row * x_stride
+        values = tl.load(row_at) if IN % K == 0 else tl.load(row_at, mask=column < IN, other=0.0)
+        # Without it all of a would be kept in float32, too: twice the registers of what was read.
+        weights = opaque(a, OPAQUE).to(tl.float32)
+        sums = tl.sum(weights * values.to(tl.float32)[None, :], axis=1)
+        tl.store(out + row * H_STRIDE, sums)
 
 
 @triton.jit
@@ -150,9 +139,9 @@ def shrink_kernel(  # noqa: PLR0913
     TILE_K: tl.constexpr,
     STEP_K: tl.constexpr,
     STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
     TILE_M: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    OPAQUE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Units of few rows, then tiles. What hides the time of a load is the other programs."""
@@ -174,7 +163,7 @@ def shrink_kernel(  # noqa: PLR0913
         if PDL:  # noqa: SIM102 - known when compiling
             if turn == 0:
                 tl.extra.cuda.gdc_wait()
-        _sum_few(loaded, x, x_stride, partials, IN, ROW_K, ROWS, ROW_RANKS, MAX_SPLITS)
+        _sum_few(loaded, x, x_stride, partials, IN, ROW_K, ROW_RANKS, MAX_SPLITS, OPAQUE)
     # From the other end: the last programs have had the fewest tiles of few rows.
     num_tiles = tile_units * TILE_SPLITS
     for tile in tl.range(programs - 1 - program, num_tiles, programs, num_stages=1):

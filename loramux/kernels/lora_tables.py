@@ -88,14 +88,6 @@ class LoraTables:
         """Of a layer's first unit at a site's first projection, in words."""
         return layer * self.records.stride(0) + self.sites[site].first_projection * UNIT_WORDS
 
-    def with_launch(self, launch: LaunchShape) -> LoraTables:
-        """The same tensors; the launch may cut inputs into as many parts as there is room for."""
-        cuts = _cuts((cut.shape for cut in self.sites), launch)
-        assert _most_splits(cuts) <= self.max_splits, (
-            "the launch makes more parts than the tables hold"
-        )
-        return replace(self, sites=cuts, launch=launch)
-
     def used_words(self, site: int) -> range:
         """Where a list says which of a site's projections its adapters change."""
         cut = self.sites[site]
@@ -160,18 +152,16 @@ def _tile_inputs(num_inputs: int, least: int) -> int:
 _MOST_TILE_PARTS = 16
 
 # On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_lora_kernels.py.
-_FEW_ROWS = LaunchShape(
+_DECODE = LaunchShape(
     step_k=128,
     shrink_warps=4,
-    shrinks_per_sm=3,
+    shrinks_per_sm=4,
     row_n=1024,
     tile_n=256,
     expand_warps=4,
     expands_per_sm=3,
-    shrink_registers=168,
     expand_registers=168,
 )
-_MANY_ROWS = replace(_FEW_ROWS, row_k=2048)
 PROMPT = LaunchShape(
     shrink_warps=4,
     shrinks_per_sm=4,
@@ -184,6 +174,6 @@ PROMPT = LaunchShape(
 )
 
 
-def decode_launch(num_rows: int, *, use_pdl: bool) -> LaunchShape:
-    """For steps of up to num_rows rows. PDL needs compute capability 9."""
-    return replace(_FEW_ROWS if num_rows <= 64 else _MANY_ROWS, use_pdl=use_pdl)
+def decode_launch(*, use_pdl: bool) -> LaunchShape:
+    """For steps of few rows of each adapter. PDL needs compute capability 9."""
+    return replace(_DECODE, use_pdl=use_pdl)

@@ -78,7 +78,7 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
         **shape,
         ROW_K=cut.row_k,
         ROW_RANKS=ranks,
-        ROWS=limits.alone_rows,
+        OPAQUE=x.is_cuda,
         PDL=launch.use_pdl,
         **_pdl(launch.use_pdl),
     )

@@ -168,9 +168,9 @@ class LoraWork:
         self.tables = replace(self.tables, work=words)
 
     def for_decodes(self, num_rows: int) -> LoraWork:
-        """The same tables, with launches that suit steps of so many rows."""
-        launch = decode_launch(num_rows, use_pdl=self.tables.launch.use_pdl)
-        return LoraWork(self._device, self.tables.with_launch(launch), self._sites)
+        """As a tail's; one way to launch suits steps of any number of rows."""
+        del num_rows
+        return self
 
     def at_sites(self, sites: Collection[int]) -> LoraWork:
         """The same tables, for steps whose adapters change nothing elsewhere."""
@@ -215,13 +215,13 @@ class LoraWork:
 
 def decode_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork:
     limits = _graph_limits(_DECODE_UNITS, max_rows)
-    return LoraWork(device, device.tables(limits, decode_launch(max_rows, use_pdl=use_pdl)))
+    return LoraWork(device, device.tables(limits, decode_launch(use_pdl=use_pdl)))
 
 
 def row_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork:
     """For graphs of steps with prompts: kernels that take single rows and runs of rows alike."""
     limits = _graph_limits(_PROMPT_UNITS, max_rows)
-    return LoraWork(device, device.tables(limits, decode_launch(max_rows, use_pdl=use_pdl)))
+    return LoraWork(device, device.tables(limits, decode_launch(use_pdl=use_pdl)))
 
 
 def prompt_work(device: LoraDevice, max_rows: int) -> LoraWork:

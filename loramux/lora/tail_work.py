@@ -110,9 +110,7 @@ class TailWork:
         launch = self._launch(num_rows)
         if self._width is TailWidth.NARROW and launch.narrow_blocks is not None:
             launch = replace(launch, max_blocks=launch.narrow_blocks)
-        own = self._tables(launch)
-        work = self._work.for_decodes(num_rows)
-        return TailStep(work, own.with_launch(work.tables.launch), launch)
+        return TailStep(self._work, self._tables(launch), launch)
 
     def _launch(self, num_rows: int) -> TailLaunch:
         """With no more blocks than there are."""

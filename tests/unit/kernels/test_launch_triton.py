@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 from loramux.kernels import launch_triton  # noqa: E402
+from loramux.kernels.launch_triton import opaque  # noqa: E402
 
 
 def test_kernels_wait_for_each_other_without_a_gpu() -> None:
@@ -16,3 +21,18 @@ def test_kernels_wait_for_each_other_without_a_gpu() -> None:
 def test_the_interpreter_counts_as_several_multiprocessors() -> None:
     assert launch_triton.num_multiprocessors("cpu") > 1
     assert launch_triton.shared_bytes("cpu") == 0, "no kernel that needs much of it"
+
+
+@triton.jit
+def _copy(x_ptr, out_ptr, SIZE: tl.constexpr, IS_COMPILED: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    tl.store(out_ptr + index, opaque(tl.load(x_ptr + index), IS_COMPILED))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_the_compiler_cannot_see_through_is_the_same_value(dtype: torch.dtype) -> None:
+    """Catches halves of a register that change places; on a GPU, where they are packed."""
+    x = torch.randn(256).to(dtype)
+    out = torch.zeros_like(x)
+    _copy[(1,)](x, out, SIZE=256, IS_COMPILED=x.is_cuda)
+    assert torch.equal(out, x)

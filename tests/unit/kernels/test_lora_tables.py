@@ -32,7 +32,7 @@ def tables_of(
 
 
 def test_a_site_begins_where_the_projections_of_the_others_end() -> None:
-    tables = tables_of(decode_launch(1, use_pdl=False), num_layers=2)
+    tables = tables_of(decode_launch(use_pdl=False), num_layers=2)
     assert [cut.first_projection for cut in tables.sites] == [0, 3, 4]
     words = [[word - FIRST_USED for word in tables.used_words(site)] for site in range(3)]
     assert words == [[0, 1, 2], [3], [4]]
@@ -42,7 +42,7 @@ def test_a_site_begins_where_the_projections_of_the_others_end() -> None:
 
 def test_the_parts_of_every_input_have_room_in_the_partial_sums() -> None:
     """Catches sums of one row that would be written over those of the next."""
-    for launch in (decode_launch(1, use_pdl=True), decode_launch(256, use_pdl=True), PROMPT):
+    for launch in (decode_launch(use_pdl=True), PROMPT):
         tables = tables_of(launch)
         for cut in tables.sites:
             assert cut.row_splits * cut.row_k >= cut.shape.in_features
@@ -58,7 +58,7 @@ def test_the_parts_of_every_input_have_room_in_the_partial_sums() -> None:
 def test_parts_of_few_rows_leave_little_of_the_last_one_empty(
     num_inputs: int, expected: int
 ) -> None:
-    launch = replace(decode_launch(1, use_pdl=False), row_k=4096)
+    launch = replace(decode_launch(use_pdl=False), row_k=4096)
     cut = tables_of(launch, [SiteShape("o", num_inputs, (64,))]).sites[0]
     assert cut.row_k == expected
     # What several parts cover in vain is little, but for the smallest parts.
@@ -66,17 +66,8 @@ def test_parts_of_few_rows_leave_little_of_the_last_one_empty(
     assert cut.row_splits == 1 or vain * 8 <= num_inputs or cut.row_k == 1024
 
 
-def test_another_launch_reads_the_same_tensors_if_its_parts_have_room() -> None:
-    tables = tables_of(decode_launch(256, use_pdl=False))
-    few = tables.with_launch(decode_launch(1, use_pdl=False))
-    assert few.partials is tables.partials
-    assert [cut.row_splits for cut in few.sites] == [1, 1, 7]
-    with pytest.raises(AssertionError, match="more parts"):
-        tables.with_launch(replace(tables.launch, tile_k=64))
-
-
 def test_a_shrink_of_few_rows_reads_the_same_bytes_of_every_dtype() -> None:
-    launch = replace(decode_launch(1, use_pdl=False), row_values=16384)
+    launch = replace(decode_launch(use_pdl=False), row_values=16384)
     assert launch.row_ranks(4096, 2) == 4
     assert launch.row_ranks(4096, 4) == 2
     assert launch.row_ranks(64, 2) == 16
@@ -84,5 +75,5 @@ def test_a_shrink_of_few_rows_reads_the_same_bytes_of_every_dtype() -> None:
 
 
 def test_overlapping_launches_are_a_choice_of_the_caller() -> None:
-    assert decode_launch(256, use_pdl=True).use_pdl
-    assert not decode_launch(256, use_pdl=False).use_pdl
+    assert decode_launch(use_pdl=True).use_pdl
+    assert not decode_launch(use_pdl=False).use_pdl
