@@ -147,18 +147,24 @@ def compare(
 ) -> Section:
     """Base-only and LoRA in turn, the batch full all the time."""
     rows: Table = []
-    ratios = []
     note = bench.adapters.note(cids)
     num_warm = bench.warm(cids)
     for number in range(bench.options.repeats):
         base = bench.saturated(arrivals, [])
         run, facts = bench.lora(arrivals, cids)
-        ratios.append(run.output_per_s / base.output_per_s)
-        rows.append({**row_of(f"base {number + 1}", base), "/ base-only": 1.0})
-        rows.append({**row_of(f"LoRA {number + 1}", run), **facts, "/ base-only": ratios[-1]})
+        rows.append({**row_of(f"base {number + 1}", base), **ratios(base, base)})
+        rows.append({**row_of(f"LoRA {number + 1}", run), **facts, **ratios(run, base)})
     bench.adapters.forget(cids)
     warm = f"{num_warm} of them were on the device when the run began."
     return section(title, rows, (f"{note} {warm}",))
+
+
+def ratios(run: Run, base: Run) -> dict[str, object]:
+    """By output tokens and by requests: apart where windows hold other shares of prompts."""
+    return {
+        "/ base-only": run.output_per_s / base.output_per_s,
+        "requests / base-only": run.requests_per_s / base.requests_per_s,
+    }
 
 
 def registered(bench: TraceBench) -> Section:

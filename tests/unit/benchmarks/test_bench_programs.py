@@ -84,8 +84,9 @@ def test_trace_runs_every_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     few, many, registered, cold, base, slora, punica = [section["rows"] for section in found]
     for rows in (few, many):
         assert [row["run"] for row in rows] == ["base 1", "LoRA 1"]
-        speeds = [row["output tok/s"] for row in rows]
-        assert rows[1]["/ base-only"] == pytest.approx(speeds[1] / speeds[0])
+        for speed, name in (("output tok/s", ""), ("requests/s", "requests ")):
+            alone, shared = (row[speed] for row in rows)
+            assert rows[1][f"{name}/ base-only"] == pytest.approx(shared / alone)
         assert rows[0]["distinct adapters"] == 0 < rows[1]["distinct adapters"] <= 4
     assert [row["run"] for row in registered] == ["2 adapters", "4 adapters", "2 adapters, again"]
     assert [row["loads"] > 0 for row in cold] == [True, False, True] * 2
