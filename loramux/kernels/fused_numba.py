@@ -13,7 +13,7 @@ from torch import Tensor
 from loramux.kernels import fused_torch
 from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
 from loramux.kernels.interface import PagedLayout
-from loramux.kernels.math_numba import OPTIONS, exp, floats_at
+from loramux.kernels.math_numba import EXACT, OPTIONS, exp, floats_at
 from loramux.kernels.tile_numba import FLOAT_BYTES
 
 rotation = fused_torch.rotation
@@ -161,6 +161,12 @@ def _norm(x, weight, eps, out):
             out_row[j] = x_row[j] * factor * weight[j]
 
 
+@njit("void(float32[::1], float32, float32[::1], float32[::1])", **EXACT)
+def _scale_row(x, factor, weight, out):
+    for j in range(out.size):
+        out[j] = x[j] * factor * weight[j]
+
+
 @njit("void(float32[::1], float32[::1], float32[::1], float32, float32[::1])", **OPTIONS)
 def _add_norm_row(x, residual, weight, eps, out):
     total = float32(0.0)
@@ -168,9 +174,7 @@ def _add_norm_row(x, residual, weight, eps, out):
         value = residual[j] + x[j]
         residual[j] = value
         total += value * value
-    factor = _factor(total, out.size, eps)
-    for j in range(out.size):
-        out[j] = residual[j] * factor * weight[j]
+    _scale_row(residual, _factor(total, out.size, eps), weight, out)
 
 
 _ADD_NORM = "void(float32[:, ::1], float32[:, ::1], float32[::1], float32, float32[:, ::1])"
@@ -229,7 +233,7 @@ def _rotate_write(qkv, cos, sin, slots, shape, storage):
         page[v : v + width] = row[start + width : start + 2 * width]
 
 
-@njit("void(float32[::1], float32[::1], float32[::1])", **OPTIONS)
+@njit("void(float32[::1], float32[::1], float32[::1])", **EXACT)
 def _silu_mul_row(gate, up, out):
     for j in range(out.size):
         out[j] = gate[j] * up[j] / (float32(1.0) + exp(-gate[j]))

@@ -28,6 +28,11 @@ OPTIONS: dict[str, Any] = {
     "cache": _can_cache(),
 }
 
+# For what has one value an element: in the order that is written. Numba puts a copy of a function
+# into those that call it and optimizes it once more; which one runs may depend on what a cache
+# holds, so that sums in any order would not always be the same to the bit.
+EXACT: dict[str, Any] = {**OPTIONS, "fastmath": {"contract", "nsz"}}
+
 LONG_BYTES = 8
 
 # Some microseconds: then somebody else has the other thread's core.

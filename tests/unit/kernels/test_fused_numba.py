@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -90,3 +95,33 @@ def test_a_row_does_not_depend_on_how_many_there_are() -> None:
     x, residual = gate_up[:, :HIDDEN].contiguous(), gate_up[:, HIDDEN:].contiguous()
     alone = fused_numba.add_norm(x[:1].clone(), residual[:1].clone(), norm)
     assert torch.equal(fused_numba.add_norm(x, residual, norm)[:1], alone)
+
+
+_NORMS_OF_ONE_ROW = """
+import numpy as np
+from loramux.kernels import fused_numba
+
+source = np.random.default_rng(0)
+for size in (33, 40, 100, 200):
+    x, residual, weight = source.standard_normal((3, size), np.float32)
+    found = np.empty((3, 1, size), np.float32)
+    eps = np.float32(1e-5)
+    fused_numba._add_norm_row(x, residual.copy(), weight, eps, found[0, 0])
+    fused_numba._add_norm(x[None], residual[None].copy(), weight, eps, found[1])
+    behind = residual.copy()
+    places = [array.ctypes.data for array in (x, behind, found[2], weight)]
+    fused_numba.work_on_rows(1, tuple(places), (size, size), (0, 1), eps)
+    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2]), size
+"""
+
+
+def test_the_bits_do_not_depend_on_which_process_filled_the_cache(tmp_path: Path) -> None:
+    """Two that start at once leave functions of both there; each has a copy of what it calls."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", _NORMS_OF_ONE_ROW]
+    subprocess.run(command, env=environment, check=True)
+    kept = list(tmp_path.rglob("fused_numba._add_norm_row*"))
+    assert kept, "numba keeps what it compiled elsewhere"
+    for path in kept:
+        path.unlink()
+    subprocess.run(command, env=environment, check=True)
