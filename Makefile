@@ -45,7 +45,7 @@ test: $(STAMP) ## All tests; with ARGS="-k name" or a path only those
 ifneq ($(ARGS),)
 	@$(BIN)/pytest --timeout=300 $(ARGS)
 else
-	@$(BIN)/python scripts/compile_kernels.py
+	@echo "==> compiling the kernels of a CPU (once)" && $(BIN)/python scripts/compile_kernels.py
 	@$(BIN)/pytest --timeout=300 -n logical --maxprocesses=4 --dist=loadfile $(COMPUTING:%=tests/unit/%)
 	@$(BIN)/pytest --timeout=300 $(COMPUTING:%=--ignore=tests/unit/%)
 	@$(MAKE) --no-print-directory test-plain

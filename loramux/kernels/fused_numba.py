@@ -149,6 +149,12 @@ def _factor(total, size, eps):
     return float32(1.0) / np.sqrt(total / float32(size) + eps)
 
 
+@njit("void(float32[::1], float32, float32[::1], float32[::1])", **EXACT)
+def _scale_row(x, factor, weight, out):
+    for j in range(out.size):
+        out[j] = x[j] * factor * weight[j]
+
+
 @njit("void(float32[:, ::1], float32[::1], float32, float32[:, ::1])", **OPTIONS)
 def _norm(x, weight, eps, out):
     for i in range(x.shape[0]):
@@ -156,15 +162,7 @@ def _norm(x, weight, eps, out):
         total = float32(0.0)
         for j in range(x_row.size):
             total += x_row[j] * x_row[j]
-        factor = _factor(total, x_row.size, eps)
-        for j in range(x_row.size):
-            out_row[j] = x_row[j] * factor * weight[j]
-
-
-@njit("void(float32[::1], float32, float32[::1], float32[::1])", **EXACT)
-def _scale_row(x, factor, weight, out):
-    for j in range(out.size):
-        out[j] = x[j] * factor * weight[j]
+        _scale_row(x_row, _factor(total, x_row.size, eps), weight, out_row)
 
 
 @njit("void(float32[::1], float32[::1], float32[::1], float32, float32[::1])", **OPTIONS)

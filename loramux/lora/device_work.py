@@ -167,11 +167,6 @@ class LoraWork:
         """Takes a part of a larger buffer as the place of the work list."""
         self.tables = replace(self.tables, work=words)
 
-    def for_decodes(self, num_rows: int) -> LoraWork:
-        """As a tail's; one way to launch suits steps of any number of rows."""
-        del num_rows
-        return self
-
     def at_sites(self, sites: Collection[int]) -> LoraWork:
         """The same tables, for steps whose adapters change nothing elsewhere."""
         return LoraWork(self._device, self.tables, sites)

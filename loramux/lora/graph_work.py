@@ -87,7 +87,7 @@ class GraphLora:
         work = ways.get(kind)
         if work is None:
             return None
-        step = work.for_decodes(num_rows)
+        step = work.for_decodes(num_rows) if isinstance(work, TailWork) else work
         step.resolve()
         return step
 
