@@ -13,6 +13,7 @@ from benchmarks.report import Table
 from benchmarks.traffic import (
     Run,
     Watch,
+    make_request,
     make_requests,
     milliseconds,
     percentile,
@@ -63,13 +64,19 @@ class TraceBench:
         return make_requests(arrivals, cids, vocab_size=vocab_size, seed=next(self.seeds))
 
     def warm(self, cids: Sequence[str]) -> int:
-        """Brings adapters to the device until it has them all or one had to go; how many it has."""
+        """Brings adapters to the device until it has them all or one had to go; how many it has.
+
+        Each answers with a token: to the caches it is one that is used, not one fetched ahead.
+        """
         residency, counters = self.engine.residency, self.counters
         evicted = counters.evictions
-        for cid in cids:
+        for number, cid in enumerate(cids):
             if counters.evictions > evicted or not residency.load_now([cid]):
                 break
             residency.release([cid])
+            self.engine.add(make_request(f"warm-{number}", (1,), ((cid, 1.0),), 1))
+        while self.engine.has_work:
+            self.engine.step()
         return len(residency)
 
     @property

@@ -30,7 +30,7 @@ class _Outcome(Enum):
 
 @dataclass(slots=True)
 class _Preference:
-    """Of one pass, for sequences that bring no adapter along."""
+    """Of one pass, for sequences that bring no adapter along, or one for several."""
 
     is_on: bool
     lanes: RunningLanes | None = None
@@ -168,7 +168,7 @@ class Admission:
         while self._batch.has_place and (best := candidates.pop()) is not None:
             sequence, outcome = best.head, self._examine(best, now)
             if outcome is None:
-                preferred = self._start_running(best.head, preference, now)
+                preferred = self._start_preferred(best, preference, now)
                 if preferred is not None:
                     candidates.push(best)
                     yield preferred
@@ -203,27 +203,36 @@ class Admission:
         must_wait = not self._is_fair or sequence.sequence_id in self._unserved
         return _Outcome.BLOCKED if must_wait else _Outcome.PASSED
 
-    def _start_running(
-        self, best: Sequence, preference: _Preference, now: float
-    ) -> Sequence | None:
-        """Starts one that may go before the best because it brings no adapter along."""
-        if not preference.is_on or len(self._batch) == 0 or self._batch.uses(best.cids):
+    def _start_preferred(self, best: Lane, preference: _Preference, now: float) -> Sequence | None:
+        """Starts one that may go before the best to keep the number of adapters down."""
+        first = best.head
+        if not preference.is_on or len(self._batch) == 0 or self._batch.uses(first.cids):
             return None
-        if best.passed_over_s is not None and now - best.passed_over_s >= self._max_wait_s:
+        if first.passed_over_s is not None and now - first.passed_over_s >= self._max_wait_s:
             return None
         if preference.lanes is None:
             preference.lanes = RunningLanes(self.waiting.lanes(), self._batch)
-        lane = preference.lanes.pop(best.standing)
+        lanes = preference.lanes
+        lane = lanes.pop(best.standing) or self._pop_fuller(best, lanes)
         if lane is None:
             return None
         sequence = lane.head
-        if not self._would_take_back(best, sequence, now):
-            preference.is_on = self._start_sparing(best, sequence, now)
-        preference.lanes.add(lane)
+        if not self._would_take_back(first, sequence, now):
+            preference.is_on = self._start_sparing(first, sequence, now)
+        lanes.add(lane)
         if sequence not in self._batch:
             return None
-        best.passed_over_s = now if best.passed_over_s is None else best.passed_over_s
+        lanes.enter(sequence.cids)
+        first.passed_over_s = now if first.passed_over_s is None else first.passed_over_s
         return sequence
+
+    def _pop_fuller(self, best: Lane, lanes: RunningLanes) -> Lane | None:
+        """Its head may start, if there are pages."""
+        while (lane := lanes.pop_fuller(best)) is not None:
+            cids = lane.head.cids
+            if self._is_ready(lane.head) and self._batch.has_place_for_adapters(cids):
+                return lane
+        return None
 
     def _would_take_back(self, best: Sequence, other: Sequence, now: float) -> bool:
         """Whether the other would owe the best its place as soon as it had it."""

@@ -1,4 +1,4 @@
-"""Waiting lanes that would bring no further adapter into the batch."""
+"""Waiting lanes that bring no further adapter into the batch, or one for several requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from loramux.scheduler.queue import Candidates, Lane, fair_rank
 
 
 class RunningLanes:
-    """One pass over the lanes whose adapters run. While it lasts, counters may only grow."""
+    """One pass over the lanes whose adapters run, and over the full ones of the others.
+
+    While it lasts, counters may only grow and lanes only shrink.
+    """
 
     def __init__(self, lanes: Iterable[Lane], batch: Batch) -> None:
         self._batch = batch
@@ -24,6 +27,8 @@ class RunningLanes:
         self._least: dict[Account, float] = {}
         # Those that lack an adapter, by the first that they lack.
         self._lacking: dict[str, list[Lane]] = {}
+        # Of those, where more than one waits: (-how many, something unique, lane).
+        self._full: dict[Account, list[tuple[int, int, Lane]]] = {}
         for lane in lanes:
             standing = lane.standing
             tenant, counter = standing.tenant, standing.adapter.counter
@@ -38,6 +43,7 @@ class RunningLanes:
         missing = self._batch.lacking(lane.head.cids)
         if missing is not None:
             self._lacking.setdefault(missing, []).append(lane)
+            self._add_full(lane)
             return
         tenant = lane.standing.tenant
         if tenant not in self._by_tenant:
@@ -57,6 +63,29 @@ class RunningLanes:
         """The first that may go before the best: of its tenant, else of one who had as little."""
         own = self._pop_of(best.tenant, best.adapter.counter + MAX_ADAPTER_LEAD)
         return self._pop_of_others(best.tenant) if own is None else own
+
+    def pop_fuller(self, best: Lane) -> Lane | None:
+        """The fullest of its tenant, if more wait there, so that one adapter serves them all.
+
+        Those too far ahead of the best are left out for the rest of the pass.
+        """
+        full = self._full.get(best.standing.tenant, [])
+        while full and -full[0][0] > len(best):
+            num_waiting, _, lane = heapq.heappop(full)
+            missing = self._batch.lacking(lane.head.cids) if lane else None
+            if missing is None:
+                continue
+            if len(lane) < -num_waiting:
+                self._add_full(lane)
+            elif lane.standing.adapter.counter < best.standing.adapter.counter + MAX_ADAPTER_LEAD:
+                self._lacking[missing].remove(lane)
+                return lane
+        return None
+
+    def _add_full(self, lane: Lane) -> None:
+        if len(lane) > 1:
+            full = self._full.setdefault(lane.standing.tenant, [])
+            heapq.heappush(full, (-len(lane), lane.head.sequence_id, lane))
 
     def _pop_of(self, tenant: Account, limit: float) -> Lane | None:
         lanes = self._by_tenant.get(tenant)
