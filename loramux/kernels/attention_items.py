@@ -109,7 +109,8 @@ def cut_decodes(num_tokens: Tensor, cut: Cut) -> Tensor:
     num_tokens [sequences] int32, 0 for a row that is padding
     -> [sequences + num_shares, ITEM_FIELDS] int32, with padding items at the end
     """
-    place = torch.arange(num_tokens.shape[0], dtype=torch.int32, device=num_tokens.device)
+    num_tokens, order = num_tokens.sort(descending=True, stable=True)
+    place = order.int()
     blocks = torch.stack((place, place, (num_tokens > 0).int(), num_tokens - 1), dim=1)
     items = cut_blocks(blocks, cut)
     padded = items.new_zeros(num_tokens.shape[0] + cut.num_shares, ITEM_FIELDS)

@@ -91,8 +91,12 @@ def _cut_decodes(  # noqa: PLR0913
     OVERLAP: tl.constexpr,
 ):
     begin_after_previous(OVERLAP)
-    place = tl.arange(0, SEQUENCES)
-    end = tl.load(num_tokens_ptr + place, mask=place < num_sequences, other=0)
+    index = tl.arange(0, SEQUENCES)
+    end = tl.load(num_tokens_ptr + index, mask=index < num_sequences, other=0)
+    # The longest first; of equals the first. Padding comes last.
+    key = tl.sort(end.to(tl.int64) * SEQUENCES + (SEQUENCES - 1 - index), descending=True)
+    end = (key // SEQUENCES).to(tl.int32)
+    place = (SEQUENCES - 1 - key % SEQUENCES).to(tl.int32)
     span = end
     if WINDOW > 0:
         span = end - tl.maximum(end - WINDOW, 0) // TILE * TILE
@@ -104,9 +108,10 @@ def _cut_decodes(  # noqa: PLR0913
 
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     # The sequences that end before an item are those whose items all stand before it.
-    sequence = tl.sum((last[None, :] <= item[:, None]).to(tl.int32), axis=1)
+    nth = tl.sum((last[None, :] <= item[:, None]).to(tl.int32), axis=1)
     is_item = item < tl.sum(count)
-    own = place[None, :] == sequence[:, None]
+    own = index[None, :] == nth[:, None]
+    sequence = tl.sum(tl.where(own, place[None, :], 0), axis=1)
     item_end = tl.sum(tl.where(own, end[None, :], 0), axis=1)
     item_span = tl.sum(tl.where(own, span[None, :], 0), axis=1)
     item_size = tl.sum(tl.where(own, size[None, :], 0), axis=1)

@@ -107,6 +107,20 @@ def test_items_of_the_same_rows_stand_together_and_know_each_other() -> None:
     assert items[4:].count_nonzero() == 0
 
 
+def test_decodes_come_the_longest_first_whatever_their_places() -> None:
+    """Rows stand in the order of their adapters, and a long item that starts last runs alone."""
+    num_tokens = torch.tensor([30, 0, 100, 7, 30], dtype=torch.int32)
+    items = attention_items.cut_decodes(num_tokens, Cut(1, 16, 4))
+    found = items[:, [0, 1, 2, 3, 6]].tolist()
+    assert found[:6] == [
+        *[[2, 2, 1, 99, 3]] * 3,
+        [0, 0, 1, 29, 1],
+        [4, 4, 1, 29, 1],
+        [3, 3, 1, 6, 1],
+    ]
+    assert items[6:].count_nonzero() == 0
+
+
 def test_short_spans_are_not_cut() -> None:
     """To add the results of several items up takes longer than what they save."""
     sequences = [SequenceRows(0, 8, 92, []), SequenceRows(8, 8, 293, [])]
@@ -135,6 +149,19 @@ def test_the_device_cuts_as_the_host_does(window: int | None, shares: int, least
 
     num_tokens = torch.tensor([0, 1, 64, 65, 300, 0], dtype=torch.int32)
     cut = Cut(1, 16, shares, window, least_tokens=least)
+    actual = attention_items_triton.cut_decodes(num_tokens, cut)
+    assert torch.equal(actual, attention_items.cut_decodes(num_tokens, cut))
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 3, 33, 64])
+def test_the_device_has_the_order_of_the_host(num_sequences: int) -> None:
+    pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
+    from loramux.kernels import attention_items_triton
+
+    generator = torch.Generator().manual_seed(num_sequences)
+    # Many are equal, and some are padding.
+    num_tokens = torch.randint(0, 20, (num_sequences,), generator=generator).int() * 9
+    cut = Cut(1, 16, 8)
     actual = attention_items_triton.cut_decodes(num_tokens, cut)
     assert torch.equal(actual, attention_items.cut_decodes(num_tokens, cut))
 
