@@ -14,8 +14,8 @@ PROMPT_TOKEN_COST = 1.0
 # A token of output occupies a place in the batch for a whole step.
 OUTPUT_TOKEN_COST = 2.0
 # How far ahead somebody may be and still go first where that keeps the number of adapters in a
-# batch down. Adapters of one tenant: some whole requests. Tenants: a short prompt with its answer.
-MAX_ADAPTER_LEAD = 4096.0
+# batch down. Adapters of one tenant: some ten requests. Tenants: a short prompt with its answer.
+MAX_ADAPTER_LEAD = 8192.0
 MAX_TENANT_LEAD = 128.0
 MAX_REMEMBERED = 1024
 
