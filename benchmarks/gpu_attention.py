@@ -2,16 +2,12 @@
 
 Shapes of Llama-3.1-8B, bfloat16. Needs an NVIDIA GPU.
 
-    python -m benchmarks.gpu_attention [--padding 0] [--pool 1] [--repeats 1]
-
---padding and --pool say where a decode's pages lie: KiB between one page and the next (pages of
-2 MiB have a layer's keys at the same place of each), and in a pool how many times as large.
+    python -m benchmarks.gpu_attention [--repeats 1]
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,30 +26,23 @@ DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 
 PROMPTS = [(1, 8192), (4, 2048), (16, 512)]
 """sequences, tokens of each"""
-DECODES = [(1, 512), (1, 16384), (8, 4096), (32, 512), (128, 512), (256, 512), (64, None)]
-"""sequences, tokens of each; None: from 16 to 2048"""
+DECODES = [
+    (1, (512, 512)),
+    (1, (16384, 16384)),
+    (8, (4096, 4096)),
+    (32, (512, 512)),
+    (128, (512, 512)),
+    (256, (512, 512)),
+    (64, (16, 2048)),
+    (256, (16, 864)),
+]
+"""sequences, tokens of each: from and to, at random and in no order"""
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where pages lie."""
-
-    padding: int = 0
-    """Bytes between one page and the next."""
-    pool: float = 1.0
-    """Pages are drawn from a pool so many times as large."""
-
-
-DENSE = Placement()
-
-
-def make_storage(
-    num_pages: int, num_layers: int, padding: int = 0
-) -> tuple[torch.Tensor, PagedLayout]:
+def make_storage(num_pages: int, num_layers: int) -> tuple[torch.Tensor, PagedLayout]:
     layout = PagedLayout(num_layers, KV_HEADS, HEAD_DIM, BLOCK)
     page = num_layers * 2 * BLOCK * KV_HEADS * HEAD_DIM
-    stride = page + padding // DTYPE.itemsize
-    return torch.empty(num_pages, stride, dtype=DTYPE, device=DEVICE).normal_()[:, :page], layout
+    return torch.empty(num_pages, page, dtype=DTYPE, device=DEVICE).normal_(), layout
 
 
 def time_prompt(num_sequences: int, num_tokens: int) -> float:
@@ -78,13 +67,12 @@ def time_sdpa(num_sequences: int, num_tokens: int, backend: SDPBackend) -> float
     return replay_times(work, num_replays=6)[1]
 
 
-def time_decode(lengths: torch.Tensor, placement: Placement) -> float:
+def time_decode(lengths: torch.Tensor) -> float:
     """Of one layer; a graph runs all of them, so that the cache holds nothing of use."""
     num_sequences, width = lengths.shape[0], int(lengths.max()) // BLOCK + 1
     num_layers, num_pages = 32, num_sequences * width
-    pool = max(num_pages, int(num_pages * placement.pool))
-    storage, layout = make_storage(pool, num_layers, placement.padding)
-    pages = torch.randperm(pool, device=DEVICE)[:num_pages].int().view(num_sequences, width)
+    storage, layout = make_storage(num_pages, num_layers)
+    pages = torch.randperm(num_pages, device=DEVICE).int().view(num_sequences, width)
     heads = HEADS + 2 * KV_HEADS
     qkv = torch.randn(num_sequences, heads, HEAD_DIM, dtype=DTYPE, device=DEVICE)
     q = qkv[:, :HEADS]
@@ -111,17 +99,15 @@ def prompt_rows() -> Table:
     return rows
 
 
-def decode_rows(placement: Placement = DENSE, repeats: int = 1) -> Table:
+def decode_rows(repeats: int = 1) -> Table:
     rows: Table = []
-    for count, tokens in DECODES * repeats:
-        lengths = torch.full((count,), tokens or 0, dtype=torch.int32, device=DEVICE)
-        if tokens is None:
-            lengths = torch.randint(16, 2048, (count,), device=DEVICE).int()
-        seconds = time_decode(lengths, placement)
+    for count, (low, high) in DECODES * repeats:
+        lengths = torch.randint(low, high + 1, (count,), device=DEVICE).int()
+        seconds = time_decode(lengths)
         speed = int(lengths.sum()) * 2 * KV_HEADS * HEAD_DIM * 2 / seconds
         rows.append(
             {
-                "decode": f"{count} x {tokens or '16..2048'}",
+                "decode": f"{count} x {low}" + f"..{high}" * (high > low),
                 "us a layer": seconds * 1e6,
                 "TB/s": speed / 1e12,
                 f"of {READ_BYTES_PER_S / 1e12} TB/s": speed / READ_BYTES_PER_S,
@@ -132,12 +118,9 @@ def decode_rows(placement: Placement = DENSE, repeats: int = 1) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--padding", type=int, default=0, metavar="KiB")
-    parser.add_argument("--pool", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=1)
     arguments = parser.parse_args()
-    placement = Placement(arguments.padding * 1024, arguments.pool)
-    for rows in (prompt_rows(), decode_rows(placement, arguments.repeats)):
+    for rows in (prompt_rows(), decode_rows(arguments.repeats)):
         print("\n".join(markdown([{name: cell(v) for name, v in row.items()} for row in rows])))
 
 
