@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -14,6 +15,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # imported, and torch may import it long before a kernel's test does.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell ignores ctrl-c for what it starts in the background, and programs inherit that: tests that
+# press it would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The engine's own tests also run where hypothesis is not installed.
 if importlib.util.find_spec("hypothesis") is not None:
