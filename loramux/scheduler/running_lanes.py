@@ -27,6 +27,8 @@ class RunningLanes:
         self._least: dict[Account, float] = {}
         # Those that lack an adapter, by the first that they lack.
         self._lacking: dict[str, list[Lane]] = {}
+        # Under which: somebody may leave the batch meanwhile, and then they lack another first.
+        self._lacks: dict[Lane, str] = {}
         # Of those, where more than one waits: (-how many, something unique, lane).
         self._full: dict[Account, list[tuple[int, int, Lane]]] = {}
         for lane in lanes:
@@ -41,8 +43,10 @@ class RunningLanes:
         if not lane:
             return
         missing = self._batch.lacking(lane.head.cids)
+        self._lacks.pop(lane, None)
         if missing is not None:
             self._lacking.setdefault(missing, []).append(lane)
+            self._lacks[lane] = missing
             self._add_full(lane)
             return
         tenant = lane.standing.tenant
@@ -72,13 +76,12 @@ class RunningLanes:
         full = self._full.get(best.standing.tenant, [])
         while full and -full[0][0] > len(best):
             num_waiting, _, lane = heapq.heappop(full)
-            missing = self._batch.lacking(lane.head.cids) if lane else None
-            if missing is None:
+            if not lane or lane not in self._lacks:
                 continue
             if len(lane) < -num_waiting:
                 self._add_full(lane)
             elif lane.standing.adapter.counter < best.standing.adapter.counter + MAX_ADAPTER_LEAD:
-                self._lacking[missing].remove(lane)
+                self._lacking[self._lacks.pop(lane)].remove(lane)
                 return lane
         return None
 

@@ -336,6 +336,36 @@ def test_lanes_of_a_pass_that_shrank_are_as_full_as_they_are() -> None:
     assert running.pop_fuller(lanes["y"]) is None
 
 
+def test_a_full_lane_is_found_when_what_it_lacks_has_changed() -> None:
+    """It lacks z; then x leaves the batch as well, and x is the first that it lacks."""
+    world = occupied(max_sequences=3)
+    world.add("y0", 3, cid="y")
+    world.add("z0", 3, selection=(("x", 1.0), ("z", 1.0)), n=2)
+    batch, waiting = world.scheduler._batch, world.scheduler._waiting
+    lanes = {lane.head.cids: lane for lane in waiting.lanes()}
+    running = RunningLanes(waiting.lanes(), batch)
+    batch.remove(sequence_of(world, "x1"))
+    assert running.pop_fuller(lanes["y",]) is lanes["x", "z"]
+    running.add(lanes["x", "z"])
+    assert batch.admit(sequence_of(world, "x1"), num_held=0)
+    running.enter(["x"])
+    assert running.pop_fuller(lanes["y",]) is lanes["x", "z"]
+
+
+def test_a_lane_that_runs_is_no_full_one_even_if_its_adapter_leaves() -> None:
+    world = fuller(1, 3)
+    batch, waiting = world.scheduler._batch, world.scheduler._waiting
+    lanes = {lane.head.cids: lane for lane in waiting.lanes()}
+    running = RunningLanes(waiting.lanes(), batch)
+    first = lanes["z",].head
+    assert batch.admit(first, num_held=0)
+    running.enter(["z"])
+    batch.remove(first)
+    assert running.pop_fuller(lanes["y",]) is None
+    assert running.pop(lanes["y",].standing) is None
+    assert running.pop_fuller(lanes["y",]) is lanes["z",]
+
+
 def distinct_adapters(num_waiting: int = 24, num_places: int = 24) -> float:
     """Mean number of them in a full batch, if each is as popular as the others."""
     source = random.Random(1)
