@@ -13,6 +13,7 @@ from loramux.memory.policies import LruPolicy
 from loramux.memory.prefix import PrefixCache
 from loramux.memory.reclaim import Reclaimer
 from loramux.scheduler.scheduler import Scheduler
+from loramux.scheduler.sequence import Sequence
 from loramux.types import Chunk, Request, SamplingParams, StepPlan, StepResult, TokenEvent
 
 ADAPTER_PAGES = 2
@@ -358,3 +359,23 @@ class FakeKV:
                 assert self._slots.get(slot) == state, "attention would read somebody else's keys"
             else:
                 self._slots[slot] = state
+
+
+def wide(max_sequences: int = 2, **settings: object) -> World:
+    """Everything fits, and only the preference decides."""
+    settings = {"num_pages": 5000, "max_wait_s": 1e9, "max_model_len": 20_000, **settings}
+    settings |= {"max_batch_tokens": 2 * max_sequences + 6, "check_every": 50}
+    return World(max_sequences=max_sequences, has_prefixes=False, **settings)  # type: ignore[arg-type]
+
+
+def occupied(**settings: object) -> World:
+    """x runs for long, and the other place comes free at the next step."""
+    world = wide(**settings)
+    world.add("x1", 3, cid="x", max_tokens=10_000)
+    world.add("base", 3, max_tokens=2)
+    world.step()
+    return world
+
+
+def sequence_of(world: World, name: str) -> Sequence:
+    return next(s for s in world.scheduler._sequences.values() if s.request.request_id == name)
