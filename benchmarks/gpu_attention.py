@@ -107,7 +107,7 @@ def decode_rows(repeats: int = 1) -> Table:
         speed = int(lengths.sum()) * 2 * KV_HEADS * HEAD_DIM * 2 / seconds
         rows.append(
             {
-                "decode": f"{count} x {low}" + f"..{high}" * (high > low),
+                "decode": f"{count} x {low if low == high else f'{low}..{high}'}",
                 "us a layer": seconds * 1e6,
                 "TB/s": speed / 1e12,
                 f"of {READ_BYTES_PER_S / 1e12} TB/s": speed / READ_BYTES_PER_S,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -69,14 +70,16 @@ class TraceBench:
         Each answers with a token: to the caches it is one that is used, not one fetched ahead.
         """
         residency, counters = self.engine.residency, self.counters
-        evicted = counters.evictions
+        evicted, watch = counters.evictions, Watch()
         for number, cid in enumerate(cids):
             if counters.evictions > evicted or not residency.load_now([cid]):
                 break
             residency.release([cid])
-            self.engine.add(make_request(f"warm-{number}", (1,), ((cid, 1.0),), 1))
+            request = make_request(f"warm-{number}", (1,), ((cid, 1.0),), 1)
+            self.engine.add(request)
+            watch.add(request, time.perf_counter())
         while self.engine.has_work:
-            self.engine.step()
+            watch.step(self.engine, time.perf_counter)
         return len(residency)
 
     @property

@@ -14,7 +14,7 @@ from loramux.scheduler.queue import Candidates, Lane, fair_rank
 class RunningLanes:
     """One pass over the lanes whose adapters run, and over the full ones of the others.
 
-    While it lasts, counters may only grow and lanes only shrink.
+    While it lasts, counters may only grow.
     """
 
     def __init__(self, lanes: Iterable[Lane], batch: Batch) -> None:
@@ -27,7 +27,7 @@ class RunningLanes:
         self._least: dict[Account, float] = {}
         # Those that lack an adapter, by the first that they lack.
         self._lacking: dict[str, list[Lane]] = {}
-        # Under which: somebody may leave the batch meanwhile, and then they lack another first.
+        # Under which each is listed: by now it may lack another one first.
         self._lacks: dict[Lane, str] = {}
         # Of those, where more than one waits: (-how many, something unique, lane).
         self._full: dict[Account, list[tuple[int, int, Lane]]] = {}

@@ -55,10 +55,10 @@ class Scheduler:
     the oldest; `fcfs`: simply to the oldest that is ready. Counters grow by one for each prompt
     token that is really computed and by two for each token of output, divided by the weight; who
     had nothing waiting is lifted to the least of the others. A request whose adapters run already
-    goes before the first in this order; without one, the request of that tenant for whose adapters
-    most others wait, too, if they are more. So it is for max_wait_s at most, while the adapter is
-    less than MAX_ADAPTER_LEAD ahead of the first one's (another tenant: MAX_TENANT_LEAD), and never
-    before one that is owed a place.
+    goes before the first in this order; if there is none, one of the first one's tenant for whose
+    adapters more requests wait. It does so for max_wait_s at most, while its adapter is less than
+    MAX_ADAPTER_LEAD ahead of the first one's (another tenant: MAX_TENANT_LEAD), and never before
+    one that is owed a place.
 
     The bound (fair): a request starts no later than
 
