@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loramux.kernels.lora_shrink_triton import is_site_used, load_group, load_word
+from loramux.kernels.lora_records_triton import is_site_used, load_group, load_word
 
 
 @triton.jit

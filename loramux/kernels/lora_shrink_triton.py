@@ -6,31 +6,7 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.launch_triton import opaque
-
-
-@triton.jit
-def load_word(record, live=True):
-    """Of the tables, which should outlive the weights in the cache."""
-    return tl.load(record, mask=live, other=0, eviction_policy="evict_last")
-
-
-@triton.jit
-def is_site_used(work, record_start, num_slices):
-    """1 if any adapter of the step changes the site whose records begin there, else 0."""
-    slice_index = tl.arange(0, 4)
-    first = work + 4 + record_start % 64 // 8
-    used = tl.load(first + slice_index, mask=slice_index < num_slices, other=0)
-    return tl.max(used, 0)
-
-
-@triton.jit
-def load_group(pool, address, ranks, first, width, BLOCK: tl.constexpr):
-    """Columns first.. of a group [ranks, width], as [16, BLOCK]; in the cache behind all else."""
-    rank = tl.arange(0, 16)[:, None]
-    column = first + tl.arange(0, BLOCK)[None, :]
-    mask = (rank < ranks) & (column < width)
-    source = pool + address.to(tl.int64) * 64 + rank * width + column
-    return tl.load(source, mask=mask, other=0.0, eviction_policy="evict_first")
+from loramux.kernels.lora_records_triton import is_site_used, load_word
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.fused_triton import load_sum
-from loramux.kernels.lora_shrink_triton import load_word
+from loramux.kernels.lora_records_triton import load_word
 
 
 @triton.jit

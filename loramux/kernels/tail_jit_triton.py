@@ -11,7 +11,7 @@ import triton.language as tl
 
 from loramux.kernels.fused_triton import activate, load_angles, load_sum, rotate_halves, scaled
 from loramux.kernels.launch_triton import begin_after_previous
-from loramux.kernels.lora_shrink_triton import load_word
+from loramux.kernels.lora_records_triton import load_word
 from loramux.kernels.tail_group_triton import (
     add_followers,
     add_product,
