@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks.gpu_timing import capture
 from benchmarks.lora_cases import CASES, RANK, Case
 from loramux.adapters.grouped_layout import plan_groups, tabulate
+from loramux.adapters.short_floats import shortens
 from loramux.kernels import lora_grouped_torch, lora_triton
 from loramux.kernels.launch_triton import overlaps_launches
 from loramux.kernels.lora_tables import (
@@ -89,11 +90,13 @@ class World:
         num_layers: int,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        self.is_short = shortens([site.in_features for site in SITES], dtype, PAGE_ELEMENTS)
         layouts = {
             rank: plan_groups(
                 SITES,  # type: ignore[arg-type]
                 {(layer, name): rank for layer in range(num_layers) for name in projections},
                 PAGE_ELEMENTS,
+                is_short=self.is_short,
             )
             for rank in set(ranks)
         }
@@ -128,6 +131,7 @@ class World:
             launch=launch,
             device=DEVICE,
             num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
+            is_short=self.is_short,
         )
         host = np.zeros(limits.num_words, dtype=np.int32)
         used = build_work(tiles, self.index, limits, host)

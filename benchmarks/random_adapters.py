@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from loramux.adapters.catalog import KnownAdapter
-from loramux.adapters.grouped_layout import GroupedLayout, plan_groups
+from loramux.adapters.grouped_layout import GroupedLayout
 from loramux.adapters.image import AdapterImage
 from loramux.adapters.layout import AdapterLayout, plan_layout
 from loramux.adapters.packing import GroupedPacking
+from loramux.adapters.short_floats import OCTET, num_elements, shorten
 from loramux.engine.engine import Engine
 from loramux.memory.device import host_buffer
 
@@ -91,7 +92,7 @@ class RandomAdapters:
             packing, num_layers = catalog.rules.packing, catalog.base.num_layers
             ranks = {(layer, p): rank for layer in range(num_layers) for p in PROJECTIONS[sites]}
             if isinstance(packing, GroupedPacking):
-                self._layouts[kind] = plan_groups(packing.sites, ranks, packing.page_elements)
+                self._layouts[kind] = packing.plan(ranks)
             else:
                 self._layouts[kind] = plan_layout(packing.sites, ranks)
         return self._layouts[kind]
@@ -101,5 +102,25 @@ class RandomAdapters:
         if len(buffers) <= number:
             device, size = self._engine.memory.pool.device, self._layout(kind).num_elements
             noise = torch.randn(size, dtype=self._dtype, device=device)
-            buffers.append(host_buffer(device)(size, self._dtype).copy_(noise.mul_(_STD)))
+            buffer = host_buffer(device)(size, self._dtype).copy_(noise.mul_(_STD))
+            self._shorten(kind, buffer)
+            buffers.append(buffer)
         return buffers[number]
+
+    def _shorten(self, kind: Kind, buffer: torch.Tensor) -> None:
+        """A in twelve bits where kernels want it so; ranks share a few octets of rows."""
+        layout = self._layout(kind)
+        if not isinstance(layout, GroupedLayout) or not layout.is_short:
+            return
+        sites = self._engine.catalog.rules.packing.sites
+        widths = {name: site.in_features for site in sites for name in site.projections}
+        octets = {width: self._octet(width) for width in set(widths.values())}
+        for (_, name), groups in layout.groups.items():
+            octet = octets[widths[name]]
+            for group in groups:
+                size = num_elements(group.num_ranks, widths[name])
+                buffer[group.a_offset : group.a_offset + size].view(-1, octet.numel()).copy_(octet)
+
+    def _octet(self, width: int) -> torch.Tensor:
+        rows = torch.randn(OCTET, width) * _STD
+        return shorten(rows.to(self._dtype)).view(self._dtype).flatten()

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loramux.adapters.grouped_layout import Group, GroupedLayout, plan_groups, tabulate
+from loramux.adapters.grouped_layout import GroupedLayout, plan_groups, tabulate
 from loramux.adapters.layout import Site
+from loramux.adapters.short_floats import shorten
 from loramux.kernels import lora_grouped_torch
 from loramux.kernels.lora_tables import LaunchShape, LoraTables, make_tables
 from loramux.kernels.lora_work import (
@@ -20,6 +21,7 @@ from loramux.kernels.lora_work import (
     build_work,
     gather_tiles,
 )
+from loramux.kernels.short_floats_torch import lengthen
 
 Selection = Sequence[tuple[int, float]]
 
@@ -30,7 +32,13 @@ SITES = (
     Site("o", 80, ("o_proj",), (48,)),
     Site("gate_up", 48, ("gate_proj", "up_proj"), (72, 72)),
 )
-SHAPES = tuple(SiteShape(site.name, site.in_features, site.out_features) for site in SITES)
+# As adapters with A in twelve bits want them: columns in blocks of 128, and pages for 16 ranks.
+SHORT_SITES = (
+    Site("qkv", 640, ("q_proj", "k_proj", "v_proj"), (80, 16, 16)),
+    Site("o", 128, ("o_proj",), (48,)),
+    Site("gate_up", 1152, ("gate_proj", "up_proj"), (72, 72)),
+)
+SHORT_PAGE_ELEMENTS = 1 << 14
 PROJECTIONS = tuple(name for site in SITES for name in site.projections)
 LAUNCH = LaunchShape(
     row_k=64,
@@ -55,6 +63,7 @@ class LoraWorld:
     directory: Tensor
     index: GroupDirectory
     tables: LoraTables
+    sites: tuple[Site, ...]
     weights: list[dict[tuple[int, str], tuple[Tensor, Tensor]]]
 
     def plan(self, rows: Sequence[Selection]) -> None:
@@ -81,7 +90,7 @@ class LoraWorld:
         return total
 
     def _change(self, x: Tensor, slot: int, layer: int, site: int) -> Tensor:
-        shape = SITES[site]
+        shape = self.sites[site]
         parts = []
         for name, out_features in zip(shape.projections, shape.out_features, strict=True):
             a, b = self.weights[slot].get((layer, name), (None, None))
@@ -93,11 +102,15 @@ class LoraWorld:
 
 
 def random_rows(
-    num_rows: int, site: int, *, dtype: torch.dtype = torch.float32
+    num_rows: int,
+    site: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    sites: Sequence[Site] = SITES,
 ) -> tuple[Tensor, Tensor]:
     """x [rows, in] and y [rows, out]"""
     generator = torch.Generator().manual_seed(num_rows)
-    shape = SITES[site]
+    shape = sites[site]
     x = torch.randn(num_rows, shape.in_features, generator=generator)
     y = torch.randn(num_rows, sum(shape.out_features), generator=generator)
     return x.to(dtype), y.to(dtype)
@@ -110,25 +123,33 @@ def make_world(
     limits: WorkLimits = LIMITS,
     launch: LaunchShape = LAUNCH,
     skip: Sequence[tuple[int, int]] = (),
+    is_short: bool = False,
 ) -> LoraWorld:
-    """ranks[slot]: projection -> rank, in every layer but those (slot, layer) in skip."""
+    """ranks[slot]: projection -> rank, in every layer but those (slot, layer) in skip.
+
+    is_short: with A in twelve bits, and so in bfloat16
+    """
     generator = torch.Generator().manual_seed(3)
+    sites, page_elements = (SITES, PAGE_ELEMENTS)
+    if is_short:
+        sites, page_elements, dtype = SHORT_SITES, SHORT_PAGE_ELEMENTS, torch.bfloat16
     layouts = [
         plan_groups(
-            SITES,
+            sites,
             {
                 (layer, name): rank
                 for layer in range(NUM_LAYERS)
                 for name, rank in of_slot.items()
                 if (slot, layer) not in skip
             },
-            PAGE_ELEMENTS,
+            page_elements,
+            is_short=is_short,
         )
         for slot, of_slot in enumerate(ranks)
     ]
     num_pages = sum(layout.num_pages for layout in layouts)
     # What lies between the groups must never reach a result.
-    pool = torch.full((num_pages + 2, PAGE_ELEMENTS), float("nan"), dtype=dtype)
+    pool = torch.full((num_pages + 2, page_elements), float("nan"), dtype=dtype)
     pages = torch.randperm(num_pages + 2, generator=generator).tolist()
     tables = [tabulate(one, projections=PROJECTIONS, num_layers=NUM_LAYERS) for one in layouts]
     max_groups = sum(int(table.groups_per_projection.sum()) for table in tables) + 3
@@ -140,45 +161,52 @@ def make_world(
         _, start = index.add(table.groups_per_projection)
         entries = torch.from_numpy(table.addresses(page_ids))
         directory[:, start : start + entries.shape[1]] = entries
-        weights.append(_fill(pool, layout, page_ids, generator))
+        weights.append(_fill(pool, layout, page_ids, sites, generator))
     return LoraWorld(
         pool=pool,
         directory=directory,
         index=index,
         tables=make_tables(
-            SHAPES, num_layers=NUM_LAYERS, limits=limits, launch=launch, device=pool.device
+            [SiteShape(site.name, site.in_features, site.out_features) for site in sites],
+            num_layers=NUM_LAYERS,
+            limits=limits,
+            launch=launch,
+            device=pool.device,
+            is_short=is_short,
         ),
+        sites=sites,
         weights=weights,
     )
 
 
 def _fill(
-    pool: Tensor, layout: GroupedLayout, page_ids: Sequence[int], generator: torch.Generator
+    pool: Tensor,
+    layout: GroupedLayout,
+    page_ids: Sequence[int],
+    sites: Sequence[Site],
+    generator: torch.Generator,
 ) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
     """Random A [rank, in] and B [rank, out] in their places."""
     shapes = {
         name: (site.in_features, out)
-        for site in SITES
+        for site in sites
         for name, out in zip(site.projections, site.out_features, strict=True)
     }
     weights: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
     for (layer, name), groups in layout.groups.items():
         sides: list[Tensor] = []
         for side, width in enumerate(shapes[name]):
-            blocks = [_block(pool, layout, page_ids, (group, side, width)) for group in groups]
-            for block in blocks:
-                block.copy_(torch.randn(block.shape, generator=generator) / 4)
+            blocks = []
+            for group in groups:
+                block = torch.randn(group.num_ranks, width, generator=generator) / 4
+                form = block = block.clamp(-1.9, 1.9).to(pool.dtype)
+                if layout.is_short and side == 0:
+                    words = shorten(block)
+                    form = words.view(pool.dtype)
+                    block = lengthen(words)[: group.num_ranks].to(pool.dtype)
+                page, start = divmod((group.a_offset, group.b_offset)[side], layout.page_elements)
+                pool[page_ids[page], start : start + form.numel()] = form.reshape(-1)
+                blocks.append(block)
             sides.append(torch.cat(blocks))
         weights[layer, name] = (sides[0], sides[1])
     return weights
-
-
-def _block(
-    pool: Tensor,
-    layout: GroupedLayout,
-    page_ids: Sequence[int],
-    which: tuple[Group, int, int],
-) -> Tensor:
-    group, side, width = which
-    page, start = divmod((group.a_offset, group.b_offset)[side], layout.page_elements)
-    return pool[page_ids[page], start : start + group.num_ranks * width].view(-1, width)

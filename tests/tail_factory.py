@@ -67,15 +67,17 @@ def make_tail_world(
     *,
     dtype: torch.dtype = torch.float32,
     skip: Sequence[tuple[int, int]] = (),
+    is_short: bool = False,
 ) -> TailWorld:
     """Every adapter in the tail, the last block first; blocks that nobody has are not numbers."""
-    lora = make_world(ranks, dtype=dtype, skip=skip)
+    lora = make_world(ranks, dtype=dtype, skip=skip, is_short=is_short)
+    dtype = lora.pool.dtype
     num_chained = lora.index.num_chained
     num_blocks = int(num_chained.sum()) + 2
     generator = torch.Generator().manual_seed(5)
     bases, tails = [], []
     for _ in range(NUM_LAYERS):
-        shapes = [(sum(site.out_features), site.in_features) for site in SITES]
+        shapes = [(sum(site.out_features), site.in_features) for site in lora.sites]
         bases.append([(torch.randn(s, generator=generator) / 8).to(dtype) for s in shapes])
         tails.append(
             [
@@ -84,10 +86,10 @@ def make_tail_world(
                     float("nan"),
                     dtype=dtype,
                 )
-                for site in SITES
+                for site in lora.sites
             ]
         )
-    store = make_store(tails, lora.pool)
+    store = make_store(tails, lora.pool, is_short=is_short)
     blocks = np.zeros((len(ranks), num_blocks), dtype=np.int32)
     block = num_blocks - 2
     for slot in range(len(ranks)):

@@ -2,17 +2,20 @@
 
 A group is up to GROUP_RANKS ranks of one projection: A as [ranks, in] and B as [ranks, out], each
 one contiguous block inside a page. Pages are filled from their start; only their ends stay empty.
+A may be shortened to twelve bits a weight (short_floats): the scale of its rows is then in B.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from loramux.adapters import short_floats
 from loramux.errors import AdapterRefused, DoesNotFit
 
 if TYPE_CHECKING:
@@ -46,6 +49,8 @@ class GroupedLayout:
     num_pages: int
     num_weights: int
     """Elements that hold weights; the rest of num_elements is padding."""
+    is_short: bool
+    """Is A shortened?"""
     key: tuple[tuple[int, str, int], ...]
     """(layer, projection, rank): adapters of one key have one layout."""
 
@@ -107,7 +112,7 @@ class _Pages:
 
 
 def plan_groups(
-    sites: Sequence[Site], ranks: Mapping[Place, int], page_elements: int
+    sites: Sequence[Site], ranks: Mapping[Place, int], page_elements: int, *, is_short: bool = False
 ) -> GroupedLayout:
     """`ranks`: what the adapter changes. Layers come in order, so that a copy can follow them."""
     if page_elements % ALIGN_ELEMENTS:
@@ -118,14 +123,16 @@ def plan_groups(
     num_weights = 0
     for layer in sorted({layer for layer, _ in ranks}):
         wanted = {name: ranks[layer, name] for name in shapes if ranks.get((layer, name), 0)}
-        placed = _place_layer(wanted, shapes, pages)
+        blocks = _blocks(wanted, shapes, page_elements, is_short=is_short)
+        placed = _place_layer(blocks, pages)
         groups.update({(layer, name): found for name, found in placed.items()})
-        num_weights += sum(rank * sum(shapes[name]) for name, rank in wanted.items())
+        num_weights += sum(a_size + b_size for _, _, a_size, b_size in chain(*blocks.values()))
     return GroupedLayout(
         groups=groups,
         page_elements=page_elements,
         num_pages=pages.num_pages,
         num_weights=num_weights,
+        is_short=is_short,
         key=tuple((layer, name, ranks[layer, name]) for layer, name in groups),
     )
 
@@ -154,43 +161,95 @@ def tabulate(layout: GroupedLayout, *, projections: Sequence[str], num_layers: i
 def pack_groups(adapter: CheckedAdapter, layout: GroupedLayout, out: torch.Tensor) -> None:
     """out [num_elements], pinned or not: the adapter's pages, the scale folded into B."""
     out.zero_()
+    is_finite = True
     for module in adapter.modules:
-        for group in layout.groups[module.target.layer, module.target.projection]:
-            _pack_group(module, group, out)
-    # Checked once, in the dtype that is served: a value that was finite may overflow in float16.
-    if not torch.isfinite(out.sum()) and not torch.isfinite(out).all():
+        groups = layout.groups[module.target.layer, module.target.projection]
+        a, b = _matrices(module, out.dtype, is_short=layout.is_short)
+        is_finite = is_finite and all(map(_is_finite, (a, b)))
+        for group in groups:
+            _pack_group(a, b, group, out, is_short=layout.is_short)
+    # In the dtype that is served: a value that was finite may overflow in float16.
+    if not is_finite:
         raise AdapterRefused(
             "overflow",
             f"Its weights, times their scale, are too large for {out.dtype}.",
-            fix="Serve with dtype bfloat16 or float32.",
+            fix=f"Serve with dtype {'' if layout.is_short else 'bfloat16 or '}float32.",
         )
 
 
-def _pack_group(module: LoraModule, group: Group, out: torch.Tensor) -> None:
+def _matrices(
+    module: LoraModule, dtype: torch.dtype, *, is_short: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [rank, in] and B [rank, out], as they are served."""
+    a, b = module.a, module.b.t().float() * module.scale
+    if is_short:
+        exponents = short_floats.row_exponents(a)
+        a, b = torch.ldexp(a.float(), -exponents), torch.ldexp(b, exponents)
+        if a.abs().max() >= short_floats.LIMIT:
+            a = a.fill_(torch.inf)
+    return a.to(dtype), b.to(dtype)
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
+def _pack_group(
+    a: torch.Tensor, b: torch.Tensor, group: Group, out: torch.Tensor, *, is_short: bool
+) -> None:
     ranks = slice(group.rank_start, group.rank_start + group.num_ranks)
-    a = module.a[ranks]
-    b = module.b[:, ranks].t().float() * module.scale
-    for offset, matrix in ((group.a_offset, a), (group.b_offset, b)):
-        out[offset : offset + matrix.numel()].view(matrix.shape).copy_(matrix)
+    a_block = short_floats.shorten(a[ranks]).view(out.dtype) if is_short else a[ranks]
+    for offset, block in ((group.a_offset, a_block), (group.b_offset, b[ranks])):
+        out[offset : offset + block.numel()].view(block.shape).copy_(block)
+
+
+Piece = tuple[int, int, int, int]
+"""First rank, number of ranks, elements of A and of B."""
+
+
+def _blocks(
+    ranks: Mapping[str, int],
+    shapes: Mapping[str, tuple[int, int]],
+    page_elements: int,
+    *,
+    is_short: bool,
+) -> dict[str, list[Piece]]:
+    """The groups of a layer, and how large they are."""
+    blocks: dict[str, list[Piece]] = {}
+    for name, rank in ranks.items():
+        width_in, width_out = shapes[name]
+        blocks[name] = [
+            (
+                start,
+                num_ranks,
+                short_floats.num_elements(num_ranks, width_in)
+                if is_short
+                else num_ranks * width_in,
+                num_ranks * width_out,
+            )
+            for start, num_ranks in _cut(rank, shapes[name], page_elements)
+        ]
+    return blocks
 
 
 def _place_layer(
-    ranks: Mapping[str, int], shapes: Mapping[str, tuple[int, int]], pages: _Pages
+    pieces: Mapping[str, Sequence[Piece]], pages: _Pages
 ) -> dict[str, tuple[Group, ...]]:
     """The largest blocks first, so that the small ones fill the ends of pages."""
-    blocks: list[tuple[int, str, int, int]] = []
-    cuts = {name: _cut(ranks[name], shapes[name], pages.page_elements) for name in ranks}
-    for name, pieces in cuts.items():
-        for index, (_, num_ranks) in enumerate(pieces):
-            blocks += [(num_ranks * shapes[name][side], name, index, side) for side in (0, 1)]
+    blocks = [
+        (piece[2 + side], name, index, side)
+        for name, of_name in pieces.items()
+        for index, piece in enumerate(of_name)
+        for side in (0, 1)
+    ]
     blocks.sort(key=lambda block: -block[0])
     offsets = {block[1:]: pages.place(block[0]) for block in blocks}
     return {
         name: tuple(
             Group(start, num_ranks, offsets[name, index, 0], offsets[name, index, 1])
-            for index, (start, num_ranks) in enumerate(pieces)
+            for index, (start, num_ranks, _, _) in enumerate(of_name)
         )
-        for name, pieces in cuts.items()
+        for name, of_name in pieces.items()
     }
 
 

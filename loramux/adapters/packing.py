@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from loramux.adapters.grouped_layout import GroupedLayout, pack_groups, plan_groups
+from loramux.adapters.grouped_layout import GroupedLayout, Place, pack_groups, plan_groups
 from loramux.adapters.image import AdapterImage, Allocate, mapped_buffer, pack_adapter
 from loramux.adapters.layout import AdapterLayout, Site, plan_layout
+from loramux.adapters.short_floats import shortens
 
 if TYPE_CHECKING:
     from loramux.adapters.reader import CheckedAdapter
@@ -78,19 +79,28 @@ class GroupedPacking:
     """Pinned, where buffers are copied to a GPU."""
 
     @property
+    def is_short(self) -> bool:
+        widths = (site.in_features for site in self.sites)
+        return shortens(widths, self.dtype, self.page_elements)
+
+    @property
     def fingerprint(self) -> str:
-        return _digest("grouped", self.sites, self.dtype, self.page_elements)
+        form = "grouped, A in 12 bits" if self.is_short else "grouped"
+        return _digest(form, self.sites, self.dtype, self.page_elements)
+
+    def plan(self, ranks: Mapping[Place, int]) -> GroupedLayout:
+        return plan_groups(self.sites, ranks, self.page_elements, is_short=self.is_short)
 
     def pack(self, adapter: CheckedAdapter) -> AdapterImage:
         ranks = {(m.target.layer, m.target.projection): m.rank for m in adapter.modules}
-        layout = plan_groups(self.sites, ranks, self.page_elements)
+        layout = self.plan(ranks)
         buffer = self.allocate(layout.num_elements, self.dtype)
         pack_groups(adapter, layout, buffer)
         return AdapterImage(cid=adapter.cid, layout=layout, buffer=buffer)
 
     def layout_of(self, key: Sequence[Any]) -> GroupedLayout:
         ranks = {(layer, projection): rank for layer, projection, rank in key}
-        return plan_groups(self.sites, ranks, self.page_elements)
+        return self.plan(ranks)
 
 
 def _digest(*parts: object) -> str:

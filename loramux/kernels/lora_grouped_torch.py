@@ -24,6 +24,7 @@ from loramux.kernels.lora_work import (
     UNIT_WORDS,
     WEIGHT,
 )
+from loramux.kernels.short_floats_torch import read_short
 
 
 def resolve(tables: LoraTables, directory: Tensor, slots: Tensor) -> None:
@@ -55,7 +56,8 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
         for part in range(len(cut.shape.out_features)):
             record = unit[cut.first_projection + part]
             ranks, num_rows = _unpack(record[NUM_ROWS])
-            a = _block(pool, record[A_ADDRESS], ranks, cut.shape.in_features)
+            read_a = _short_block if tables.is_short else _block
+            a = read_a(pool, record[A_ADDRESS], ranks, cut.shape.in_features)
             rows = x[record[ROW_START] : record[ROW_START] + num_rows].float()
             target = tables.partials[record[H_START] : record[H_START] + num_rows, part]
             target.zero_()
@@ -136,3 +138,7 @@ def _unpack(shape: int) -> tuple[int, int]:
 def _block(pool: Tensor, address: int, ranks: int, width: int) -> Tensor:
     start = address * ALIGN_ELEMENTS
     return pool.view(-1)[start : start + ranks * width].view(ranks, width).float()
+
+
+def _short_block(pool: Tensor, address: int, ranks: int, width: int) -> Tensor:
+    return read_short(pool, address * ALIGN_ELEMENTS, ranks, width)

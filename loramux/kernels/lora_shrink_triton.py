@@ -7,6 +7,7 @@ import triton.language as tl
 
 from loramux.kernels.launch_triton import opaque
 from loramux.kernels.lora_records_triton import is_site_used, load_word
+from loramux.kernels.lora_short_triton import load_few_short, sum_few_short, sum_tile_short
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def _load_few(  # noqa: PLR0913
 @triton.jit
 def _sum_few(  # noqa: PLR0913
     loaded, x, x_stride, partials, IN: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, OPAQUE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Few rows, all with the same weights, one after another."""
     a, num_rows, row_start, h_start, slice_index, first_rank, split = loaded
@@ -58,7 +59,7 @@ def _sum_few(  # noqa: PLR0913
         row_at = at + row * x_stride
         values = tl.load(row_at) if IN % K == 0 else tl.load(row_at, mask=column < IN, other=0.0)
         # Without it all of a would be kept in float32, too: twice the registers of what was read.
-        weights = opaque(a, OPAQUE).to(tl.float32)
+        weights = opaque(a, COMPILED).to(tl.float32)
         sums = tl.sum(weights * values.to(tl.float32)[None, :], axis=1)
         tl.store(out + row * H_STRIDE, sums)
 
@@ -100,6 +101,24 @@ def _sum_tile(  # noqa: PLR0913
 
 
 @triton.jit
+def _sum_any_tile(  # noqa: PLR0913
+    tile, pool, records, x, x_stride, partials, IN: tl.constexpr, SLICES: tl.constexpr,
+    SHORT: tl.constexpr, TILE_K: tl.constexpr, STEP_K: tl.constexpr, TILE_M: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, STAGES: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    if SHORT:
+        sum_tile_short(
+            tile, pool, records, x, x_stride, partials,
+            IN, SLICES, TILE_K, TILE_M, MAX_SPLITS, STAGES, COMPILED,
+        )  # fmt: skip
+    else:
+        _sum_tile(
+            tile, pool, records, x, x_stride, partials,
+            IN, SLICES, TILE_K, STEP_K, TILE_M, MAX_SPLITS, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
 def shrink_kernel(  # noqa: PLR0913
     pool,
     records,
@@ -110,6 +129,8 @@ def shrink_kernel(  # noqa: PLR0913
     x_stride,
     IN: tl.constexpr,
     SLICES: tl.constexpr,
+    SHORT: tl.constexpr,
+    ROWS: tl.constexpr,
     ROW_K: tl.constexpr,
     ROW_RANKS: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -117,7 +138,7 @@ def shrink_kernel(  # noqa: PLR0913
     STAGES: tl.constexpr,
     TILE_M: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    OPAQUE: tl.constexpr,
+    COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Units of few rows, then tiles. What hides the time of a load is the other programs."""
@@ -135,17 +156,25 @@ def shrink_kernel(  # noqa: PLR0913
     # At least one turn, for whoever has nothing to do must wait as well.
     for turn in tl.range(tl.maximum(tl.cdiv(num_tiles, programs), 1), num_stages=1):
         tile = turn * programs + program
-        loaded = _load_few(tile, num_tiles, pool, records, row_units, IN, SLICES, ROW_K, ROW_RANKS)
+        if SHORT:
+            loaded = load_few_short(tile, num_tiles, pool, records, row_units, IN, SLICES, ROW_K)
+        else:
+            loaded = _load_few(
+                tile, num_tiles, pool, records, row_units, IN, SLICES, ROW_K, ROW_RANKS
+            )
         if PDL:  # noqa: SIM102 - known when compiling
             if turn == 0:
                 tl.extra.cuda.gdc_wait()
-        _sum_few(loaded, x, x_stride, partials, IN, ROW_K, ROW_RANKS, MAX_SPLITS, OPAQUE)
+        if SHORT:
+            sum_few_short(loaded, x, x_stride, partials, IN, ROW_K, ROWS, MAX_SPLITS, COMPILED)
+        else:
+            _sum_few(loaded, x, x_stride, partials, IN, ROW_K, ROW_RANKS, MAX_SPLITS, COMPILED)
     # From the other end: the last programs have had the fewest tiles of few rows.
     num_tiles = tile_units * TILE_SPLITS
     for tile in tl.range(programs - 1 - program, num_tiles, programs, num_stages=1):
-        _sum_tile(
+        _sum_any_tile(
             tile, pool, records + row_units * 64, x, x_stride, partials,
-            IN, SLICES, TILE_K, STEP_K, TILE_M, MAX_SPLITS, STAGES,
+            IN, SLICES, SHORT, TILE_K, STEP_K, TILE_M, MAX_SPLITS, STAGES, COMPILED,
         )  # fmt: skip
 
 
@@ -168,17 +197,19 @@ def shrink_tiles_kernel(  # noqa: PLR0913
     x_stride,
     IN: tl.constexpr,
     SLICES: tl.constexpr,
+    SHORT: tl.constexpr,
     TILE_K: tl.constexpr,
     STEP_K: tl.constexpr,
     STAGES: tl.constexpr,
     TILE_M: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
     """Tiles alone, for prompts."""
     SPLITS: tl.constexpr = (IN + TILE_K - 1) // TILE_K
     begin, end = _share(tl.load(work + 3) * is_site_used(work, record_start, SLICES) * SPLITS)
     for tile in tl.range(begin, end, num_stages=1):
-        _sum_tile(
+        _sum_any_tile(
             tile, pool, records + record_start, x, x_stride, partials,
-            IN, SLICES, TILE_K, STEP_K, TILE_M, MAX_SPLITS, STAGES,
+            IN, SLICES, SHORT, TILE_K, STEP_K, TILE_M, MAX_SPLITS, STAGES, COMPILED,
         )  # fmt: skip

@@ -29,6 +29,8 @@ class LaunchShape:
     """Weights, of two bytes each, that it reads at once: of so many ranks as that makes."""
     tile_k: int = 512
     """Inputs that one shrink of a tile of rows sums; more where there are many."""
+    short_row_k: int = 1024
+    """As row_k, where A is in twelve bits: by matrix units, for all ranks of a group at once."""
     step_k: int = 64
     """Of them, those that are read at once."""
     shrink_warps: int
@@ -81,6 +83,8 @@ class LoraTables:
     """int32 [limits.num_words]: the step's list, as build_work wrote it."""
     records: Tensor
     """int32 [layers, max units, 8 projections, 8]: the units with their addresses, by resolve."""
+    is_short: bool
+    """Is A in twelve bits?"""
     partials: Tensor
     """float32 [max h rows, slices, max splits, 16]: sums over a part of the inputs."""
 
@@ -103,8 +107,10 @@ def make_tables(
     launch: LaunchShape,
     device: torch.device,
     num_sms: int = 1,
+    is_short: bool = False,
 ) -> LoraTables:
-    cuts = _cuts(sites, launch)
+    """is_short: adapters have their A in twelve bits"""
+    cuts = _cuts(sites, launch, is_short=is_short)
     max_splits = _most_splits(cuts)
     records = (num_layers, limits.max_units, MAX_PROJECTIONS, UNIT_WORDS)
     partials = (limits.max_h_rows, MAX_SLICES, max_splits, GROUP_RANKS)
@@ -114,18 +120,23 @@ def make_tables(
         launch=launch,
         num_sms=num_sms,
         max_splits=max_splits,
+        is_short=is_short,
         work=torch.zeros(limits.num_words, dtype=torch.int32, device=device),
         records=torch.zeros(records, dtype=torch.int32, device=device),
         partials=torch.zeros(partials, dtype=torch.float32, device=device),
     )
 
 
-def _cuts(sites: Iterable[SiteShape], launch: LaunchShape) -> tuple[SiteCut, ...]:
+def _cuts(
+    sites: Iterable[SiteShape], launch: LaunchShape, *, is_short: bool
+) -> tuple[SiteCut, ...]:
     cuts: list[SiteCut] = []
     first = 0
     for site in sites:
-        row_k = _row_inputs(site.in_features, launch.row_k)
+        row_k = _row_inputs(site.in_features, launch.short_row_k if is_short else launch.row_k)
         tile_k = _tile_inputs(site.in_features, launch.tile_k)
+        if is_short:
+            row_k, tile_k = (max(size, _LEAST_SHORT_INPUTS) for size in (row_k, tile_k))
         cuts.append(SiteCut(site, first, row_k, tile_k))
         first += len(site.out_features)
     return tuple(cuts)
@@ -150,6 +161,8 @@ def _tile_inputs(num_inputs: int, least: int) -> int:
 
 
 _MOST_TILE_PARTS = 16
+# A block of 128 for each of four warps.
+_LEAST_SHORT_INPUTS = 512
 
 # On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_lora_kernels.py.
 _DECODE = LaunchShape(

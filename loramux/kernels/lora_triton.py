@@ -56,11 +56,13 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
     shape = {
         "IN": cut.shape.in_features,
         "SLICES": num_slices,
+        "SHORT": tables.is_short,
         "TILE_K": cut.tile_k,
         "STEP_K": launch.step_k,
         "STAGES": _SHRINK_STAGES,
         "TILE_M": limits.tile_rows,
         "MAX_SPLITS": tables.max_splits,
+        "COMPILED": x.is_cuda,
         "num_warps": launch.shrink_warps,
         "maxnreg": launch.shrink_registers,
     }
@@ -68,7 +70,7 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
     if limits.alone_rows == 0:
         shrink_tiles_kernel[(most,)](*buffers, *place, **shape)
         return
-    ranks = launch.row_ranks(cut.row_k, x.itemsize)
+    ranks = GROUP_RANKS if tables.is_short else launch.row_ranks(cut.row_k, x.itemsize)
     # Enough programs for one group of ranks per row; more work is looped over.
     parts = max(cut.row_splits * GROUP_RANKS // ranks, cut.tile_splits // (limits.alone_rows + 1))
     tiles = x.shape[0] * num_slices * parts
@@ -76,9 +78,9 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
         *buffers,
         *place,
         **shape,
+        ROWS=triton.next_power_of_2(limits.alone_rows),
         ROW_K=cut.row_k,
         ROW_RANKS=ranks,
-        OPAQUE=x.is_cuda,
         PDL=launch.use_pdl,
         **_pdl(launch.use_pdl),
     )

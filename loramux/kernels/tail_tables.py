@@ -109,13 +109,17 @@ class TailStore:
     """int32 [projections, 2]: inputs, and slices of the site."""
     alignment: int
     """Divides all inputs and places: as many elements may be read at once."""
+    is_short: bool
+    """Is A in twelve bits where it is copied from?"""
 
     @property
     def num_blocks(self) -> int:
         return self.weights[0][0].shape[0]
 
 
-def make_store(weights: Sequence[Sequence[Tensor]], pool: Tensor) -> TailStore:
+def make_store(
+    weights: Sequence[Sequence[Tensor]], pool: Tensor, *, is_short: bool = False
+) -> TailStore:
     places, shapes = [], []
     for of_layer in weights:
         places.append([_elements_from(pool, w[0, i]) for w in of_layer for i in range(w.shape[1])])
@@ -128,6 +132,7 @@ def make_store(weights: Sequence[Sequence[Tensor]], pool: Tensor) -> TailStore:
         places=torch.tensor(places, dtype=torch.int64).to(pool.device),
         shapes=torch.tensor(shapes, dtype=torch.int32).to(pool.device),
         alignment=math.gcd(_MOST_AT_ONCE, *numbers),
+        is_short=is_short,
     )
 
 

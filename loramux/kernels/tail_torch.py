@@ -7,6 +7,7 @@ from torch import Tensor
 from loramux.kernels import fused_torch, lora_grouped_torch
 from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
 from loramux.kernels.lora_work import ALIGN_ELEMENTS
+from loramux.kernels.short_floats_torch import read_short
 from loramux.kernels.tail_tables import TailSite, TailStore
 
 
@@ -36,9 +37,12 @@ def copy_block(  # noqa: PLR0913
                 projection += 1
                 if chain < count:
                     address, _, ranks, _ = directory[layer, first + chain].tolist()
-                    start = address * ALIGN_ELEMENTS
-                    rows = flat[start : start + ranks * target.shape[1]]
-                    target[:ranks] = rows.view(ranks, target.shape[1])
+                    start, width = address * ALIGN_ELEMENTS, target.shape[1]
+                    if store.is_short:
+                        target[:ranks] = read_short(pool, start, ranks, width)
+                    else:
+                        rows = flat[start : start + ranks * width]
+                        target[:ranks] = rows.view(ranks, width)
 
 
 def add_norm(y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: TailSite) -> Tensor:

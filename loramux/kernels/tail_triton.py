@@ -13,6 +13,7 @@ from torch import Tensor
 from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
 from loramux.kernels.launch_triton import overlap_options
 from loramux.kernels.product_triton import MOST_ROWS
+from loramux.kernels.short_floats_triton import SHORT_SCALE, lengthen, load_planes
 from loramux.kernels.tail_jit_triton import (
     activate_mul_kernel,
     add_norm_kernel,
@@ -41,18 +42,13 @@ def copy_block(  # noqa: PLR0913
     """
     num_layers, num_projections = store.places.shape
     slot, chain = group
-    _copy_block[(16, num_projections, num_layers)](
-        pool,
-        directory,
-        slots,
-        store.places,
-        store.shapes,
-        directory.stride(0),
-        slot,
-        chain,
-        block,
+    copy, rows = (_copy_short_block, 8) if store.is_short else (_copy_block, 1)
+    copy[(16 // rows, num_projections, num_layers)](
+        *(pool, directory, slots, store.places, store.shapes, directory.stride(0)),
+        *(slot, chain, block),
         BLOCK=_COPY_BLOCK,
         ALIGN=store.alignment,
+        COMPILED=pool.is_cuda,
         num_warps=4,
     )
 
@@ -178,13 +174,9 @@ def _reads_b_early(num_rows: int) -> bool:
 
 
 # A kernel is compiled once, not for every slot that is a multiple of 16.
-@triton.jit(do_not_specialize=["slot", "chain", "block"])
-def _copy_block(  # noqa: PLR0913
-    pool, directory, slots, places, shapes, directory_stride, slot, chain, block,
-    BLOCK: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """One program copies a row of one projection of one layer, or clears it."""
-    rank = tl.program_id(0)
+@triton.jit
+def _find_copy(directory, slots, places, shapes, directory_stride, slot, chain, ALIGN: tl.constexpr):
+    """Of a program's projection and layer: A's address, its ranks, inputs and slices, the target."""
     projection = tl.program_id(1)
     layer = tl.program_id(2)
     found = slots + slot * 16 + projection * 2
@@ -196,6 +188,19 @@ def _copy_block(  # noqa: PLR0913
     num_inputs = tl.multiple_of(tl.load(shapes + projection * 2), ALIGN)
     num_slices = tl.load(shapes + projection * 2 + 1)
     place = tl.multiple_of(tl.load(places + layer * tl.num_programs(1) + projection), ALIGN)
+    return address, ranks, num_inputs, num_slices, place
+
+
+@triton.jit(do_not_specialize=["slot", "chain", "block"])
+def _copy_block(  # noqa: PLR0913
+    pool, directory, slots, places, shapes, directory_stride, slot, chain, block,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """One program copies a row of one projection of one layer, or clears it."""
+    rank = tl.program_id(0)
+    address, ranks, num_inputs, num_slices, place = _find_copy(
+        directory, slots, places, shapes, directory_stride, slot, chain, ALIGN
+    )
     num_copied = tl.where(rank < ranks, num_inputs, 0)
     row = (block * num_slices * 16 + rank).to(tl.int64)
     source = pool + address * 64 + rank * num_inputs
@@ -204,3 +209,30 @@ def _copy_block(  # noqa: PLR0913
         column = first + tl.arange(0, BLOCK)
         values = tl.load(source + column, mask=column < num_copied, other=0.0)
         tl.store(target + column, values, mask=column < num_inputs)
+
+
+@triton.jit(do_not_specialize=["slot", "chain", "block"])
+def _copy_short_block(  # noqa: PLR0913
+    pool, directory, slots, places, shapes, directory_stride, slot, chain, block,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """One program lengthens eight rows of one projection of one layer, or clears them."""
+    octet = tl.program_id(0)
+    address, ranks, num_inputs, num_slices, place = _find_copy(
+        directory, slots, places, shapes, directory_stride, slot, chain, ALIGN
+    )
+    num_copied = tl.where(octet * 8 < ranks, num_inputs, 0)
+    row = block * num_slices * 16 + octet * 8 + tl.arange(0, 8)[:, None]
+    words = pool.to(tl.pointer_type(tl.int32), bitcast=True) + address * 32
+    words += octet * (3 * num_inputs)
+    target = pool + place + row.to(tl.int64) * num_inputs
+    WARPS: tl.constexpr = 4
+    warp = tl.arange(0, WARPS)[:, None, None, None]
+    part = tl.arange(0, BLOCK // (128 * WARPS))[None, None, :, None]
+    for first in range(0, num_inputs, BLOCK):
+        word = first + warp * (BLOCK // WARPS) + part * 128 + tl.arange(0, 128)[None, None, None, :]
+        planes = load_planes(words + word, num_inputs, word < num_copied, "")
+        rows = lengthen(planes, WARPS, 1, BLOCK // (128 * WARPS), COMPILED)
+        rows = tl.reshape(tl.permute(rows, (1, 0, 2)), (8, BLOCK)).to(tl.float32) * SHORT_SCALE
+        column = first + tl.arange(0, BLOCK)[None, :]
+        tl.store(target + column, rows.to(pool.dtype.element_ty), mask=column < num_inputs)

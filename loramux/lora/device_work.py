@@ -13,6 +13,7 @@ from torch import Tensor
 
 from loramux.adapters.grouped_layout import GroupedLayout, GroupTable, tabulate
 from loramux.adapters.layout import Site
+from loramux.adapters.short_floats import shortens
 from loramux.errors import DoesNotFit
 from loramux.kernels.lora_tables import (
     PROMPT,
@@ -126,6 +127,12 @@ class LoraDevice:
     pool: Tensor
     num_multiprocessors: int
 
+    @property
+    def is_short(self) -> bool:
+        """Do adapters have their A in twelve bits here?"""
+        widths = (site.in_features for site in self.directory.sites)
+        return shortens(widths, self.pool.dtype, self.pool.shape[1])
+
     def tables(self, limits: WorkLimits, launch: LaunchShape) -> LoraTables:
         shapes = [
             SiteShape(site.name, site.in_features, site.out_features)
@@ -138,6 +145,7 @@ class LoraDevice:
             launch=launch,
             device=self.pool.device,
             num_sms=self.num_multiprocessors,
+            is_short=self.is_short,
         )
 
 

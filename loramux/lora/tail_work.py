@@ -132,7 +132,7 @@ def tail_work(
     """tails [layers][sites] of [blocks, slices, 16, in]; None: the weights have none."""
     if tails is None:
         return None
-    store = make_store(tails, work.pool)
+    store = make_store(tails, work.pool, is_short=work.tables.is_short)
     return TailWork(work, AdapterTail(kernels, store, work.directory, work.pool))
 
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from loramux.adapters.grouped_layout import (
 from loramux.adapters.layout import fused_sites, sites_of
 from loramux.adapters.reader import CheckedAdapter, read_adapter
 from loramux.errors import AdapterRefused, DoesNotFit
+from loramux.kernels.short_floats_torch import read_short
 from tests.adapter_factory import make_peft_adapter, tiny_base_info, tiny_llama_config
 
 BASE = tiny_base_info(tiny_llama_config())
@@ -143,3 +147,61 @@ def test_weights_that_overflow_the_served_dtype_are_refused(tmp_path: Path) -> N
     layout = plan_groups(SITES, ranks, PAGE_ELEMENTS)
     with pytest.raises(AdapterRefused, match="float16"):
         pack_groups(adapter, layout, torch.empty(layout.num_elements, dtype=torch.float16))
+
+
+def random_adapter(scale: float = 0.5, size: float = 0.02) -> Any:
+    """Of rank 19 at one projection; rows of A of very different sizes, one of zeros."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(19, 256, generator=generator) * size
+    a *= torch.logspace(-4, 1, 19)[:, None]
+    a[5] = 0
+    b = torch.randn(64, 19, generator=generator)
+    target = SimpleNamespace(layer=0, projection="o_proj")
+    module = SimpleNamespace(target=target, a=a, b=b, rank=19, scale=scale)
+    return SimpleNamespace(modules=[module])
+
+
+WIDE_SITES = fused_sites({"o_proj": (256, 64)})
+
+
+def test_short_weights_change_what_the_adapter_does_by_less_than_bfloat16_does() -> None:
+    """The scale of A's rows is in B; both are read back."""
+    adapter = random_adapter()
+    layout = plan_groups(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_short=True)
+    buffer = torch.empty(layout.num_elements, dtype=torch.bfloat16)
+    pack_groups(adapter, layout, buffer)
+    change = torch.zeros(64, 256)
+    for group in layout.groups[0, "o_proj"]:
+        a = read_short(buffer, group.a_offset, group.num_ranks, 256)
+        size = group.num_ranks * 64
+        b = buffer[group.b_offset : group.b_offset + size].view(group.num_ranks, 64).float()
+        change += b.t() @ a
+    module = adapter.modules[0]
+    served = (module.b * module.scale).bfloat16().float() @ module.a.bfloat16().float()
+    assert (change - served).norm() < 1e-6 * served.norm()
+
+
+def test_short_weights_take_three_quarters_and_whole_octets() -> None:
+    places = {(0, "o_proj"): 19}
+    long = plan_groups(WIDE_SITES, places, 8192)
+    short = plan_groups(WIDE_SITES, places, 8192, is_short=True)
+    assert long.num_weights == 19 * (256 + 64)
+    assert short.num_weights == 24 * 256 * 3 // 4 + 19 * 64
+    for group, next_group in pairwise(short.groups[0, "o_proj"]):
+        assert next_group.a_offset != group.a_offset
+
+
+@pytest.mark.parametrize("size", [1e20, 1e30])
+def test_rows_that_no_scale_shortens_are_refused(size: float) -> None:
+    adapter = random_adapter(size=size)
+    layout = plan_groups(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_short=True)
+    with pytest.raises(AdapterRefused, match="too large"):
+        pack_groups(adapter, layout, torch.empty(layout.num_elements, dtype=torch.bfloat16))
+
+
+def test_rows_that_matter_to_nobody_become_zeros() -> None:
+    adapter = random_adapter(size=1e-36)
+    layout = plan_groups(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_short=True)
+    buffer = torch.empty(layout.num_elements, dtype=torch.bfloat16)
+    pack_groups(adapter, layout, buffer)
+    assert not read_short(buffer, layout.groups[0, "o_proj"][0].a_offset, 16, 256).any()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loramux.adapters.image import mapped_buffer
-from loramux.adapters.layout import sites_of
+from loramux.adapters.layout import fused_sites, sites_of
 from loramux.adapters.packing import GroupedPacking, Packing, StackedPacking
 from loramux.adapters.reader import read_adapter
 from tests.adapter_factory import (
@@ -43,3 +43,15 @@ def test_what_makes_other_buffers_has_another_fingerprint() -> None:
     ]
     assert len({packing.fingerprint for packing in others}) == len(others)
     assert StackedPacking(SITES, torch.float32).fingerprint == STACKED.fingerprint
+
+
+def test_adapters_of_a_wide_base_in_bfloat16_have_a_short_a() -> None:
+    sites = fused_sites({"o_proj": (256, 64)})
+    packings = [
+        GroupedPacking(sites, dtype, 4096, mapped_buffer)
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    assert [packing.is_short for packing in packings] == [True, False]
+    assert [p.plan({(0, "o_proj"): 8}).is_short for p in packings] == [True, False]
+    assert packings[0].layout_of([(0, "o_proj", 8)]).is_short
+    assert packings[0].fingerprint != packings[1].fingerprint

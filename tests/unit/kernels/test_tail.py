@@ -62,9 +62,13 @@ def world_of(
 
 
 @each_kernel
-def test_a_block_is_an_adapters_group_and_zero_where_it_has_none(kernels: ModuleType) -> None:
+@pytest.mark.parametrize("is_short", [False, True], ids=["as it is", "twelve bits"])
+def test_a_block_is_an_adapters_group_and_zero_where_it_has_none(
+    kernels: ModuleType, is_short: bool
+) -> None:
     """Catches what the last owner of a block left there, and rows beyond a rank."""
-    world = make_tail_world([{"q_proj": 3, "v_proj": 20}], kernels, skip=[(0, 1)])
+    ranks = [{"q_proj": 3, "v_proj": 20}]
+    world = make_tail_world(ranks, kernels, skip=[(0, 1)], is_short=is_short)
     assert world.blocks[0, :2].tolist() == [2, 1]
     a = world.lora.weights[0][0, "v_proj"][0]
     tail = world.store.weights[0][QKV]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from loramux.adapters.grouped_layout import pack_groups, plan_groups
+from loramux.adapters.layout import Site
 from loramux.errors import DoesNotFit
 from loramux.kernels import lora_grouped_torch
 from loramux.lora.device_work import (
@@ -20,7 +21,13 @@ from loramux.lora.device_work import (
 )
 from loramux.memory.records import ResidentAdapter
 from loramux.types import Selection
-from tests.lora_factory import NUM_LAYERS, PAGE_ELEMENTS, SITES
+from tests.lora_factory import (
+    NUM_LAYERS,
+    PAGE_ELEMENTS,
+    SHORT_PAGE_ELEMENTS,
+    SHORT_SITES,
+    SITES,
+)
 
 CPU = torch.device("cpu")
 SHAPES = {"q_proj": (48, 80), "v_proj": (48, 16), "o_proj": (80, 48)}
@@ -167,3 +174,28 @@ def test_rows_of_one_selection_stand_together_and_base_rows_come_last() -> None:
     assert ordered[-2:] == [(), ()]
     runs = [s for i, s in enumerate(ordered) if i == 0 or s != ordered[i - 1]]
     assert len(runs) == len(set(runs)) == 4
+
+
+@pytest.mark.parametrize(
+    ("sites", "dtype", "expected"),
+    [
+        (SHORT_SITES, torch.bfloat16, True),
+        (SHORT_SITES, torch.float32, False),
+        (SITES, torch.bfloat16, False),
+    ],
+    ids=["short", "float32", "no blocks"],
+)
+def test_tables_know_in_which_form_adapters_are(
+    sites: tuple[Site, ...], dtype: torch.dtype, expected: bool
+) -> None:
+    directory = DeviceDirectory(
+        sites, num_layers=NUM_LAYERS, max_adapters=4, max_groups=32, device=CPU
+    )
+    device = LoraDevice(
+        kernels=lora_grouped_torch,
+        directory=directory,
+        num_layers=NUM_LAYERS,
+        pool=torch.zeros(4, SHORT_PAGE_ELEMENTS, dtype=dtype),
+        num_multiprocessors=1,
+    )
+    assert decode_work(device, 8, use_pdl=False).tables.is_short is expected

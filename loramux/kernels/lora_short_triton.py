@@ -1,0 +1,143 @@
+"""x @ A of a unit whose A is in twelve bits, by matrix units: for single rows, too.
+
+Its four warps take a quarter of the columns each, or a slice of the site each.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from loramux.kernels.lora_records_triton import load_word
+from loramux.kernels.short_floats_triton import SHORT_SCALE, lengthen, load_planes
+
+SHORT_WARPS = 4
+_WARPS: tl.constexpr = tl.constexpr(SHORT_WARPS)
+SHORT_PART = 128 * SHORT_WARPS
+"""Columns that a warp's block of each makes."""
+# Columns of a matrix product: copies of few rows fill them up.
+_LEAST_ROWS: tl.constexpr = tl.constexpr(8)
+
+
+@triton.jit
+def _words(pool, address):
+    """An address in the pool as one of words."""
+    return pool.to(tl.pointer_type(tl.int32), bitcast=True) + address.to(tl.int64) * 32
+
+
+@triton.jit
+def load_few_short(  # noqa: PLR0913
+    tile, num_tiles, pool, records, num_units,
+    IN: tl.constexpr, SLICES: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """A's words [warps, 2 octets, blocks, 128] of a tile of few rows, its record, slice and split.
+
+    Neighbours are units, so that those with fewer ranks than others are dealt to all programs.
+    """
+    per_part = tl.maximum(num_units * SLICES, 1)
+    split = tile // per_part
+    index = tile - split * per_part
+    slice_index = index // tl.maximum(num_units, 1)
+    record = records + ((index - slice_index * num_units) * 8 + slice_index) * 8
+    live = tile < num_tiles
+    address = load_word(record, live)
+    shape = load_word(record + 2, live)
+    row_start = load_word(record + 3, live)
+    h_start = load_word(record + 4, live)
+    ranks = shape & 255
+    warp = tl.arange(0, _WARPS)[:, None, None, None]
+    octet = tl.arange(0, 2)[None, :, None, None]
+    block = tl.arange(0, K // (128 * _WARPS))[None, None, :, None]
+    column = split * K + warp * (K // _WARPS) + block * 128 + tl.arange(0, 128)[None, None, None, :]
+    mask = octet * 8 < ranks
+    if IN % K != 0:
+        mask = mask & (column < IN)
+    planes = load_planes(
+        _words(pool, address) + octet * (3 * IN) + column, IN, mask, "evict_first"
+    )
+    # Nothing to do where the adapter leaves this layer alone.
+    num_rows = tl.where(ranks > 0, shape >> 16, 0)
+    return planes, num_rows, row_start, h_start, slice_index, split
+
+
+@triton.jit
+def sum_few_short(  # noqa: PLR0913
+    loaded, x, x_stride, partials, IN: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Up to ROWS rows, a power of two; where there are fewer, the last one again."""
+    planes, num_rows, row_start, h_start, slice_index, split = loaded
+    H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
+    COLUMNS: tl.constexpr = K // _WARPS
+    if num_rows > 0:
+        row = tl.minimum(tl.arange(0, ROWS), num_rows - 1)[:, None]
+        column = split * K + tl.arange(0, K)[None, :]
+        at = x + row_start.to(tl.int64) * x_stride + row * x_stride + column
+        values = tl.load(at) if IN % K == 0 else tl.load(at, mask=column < IN, other=0.0)
+        if not COMPILED:
+            values = values.to(tl.float32)
+        values = tl.permute(tl.reshape(values, (ROWS, _WARPS, COLUMNS)), (1, 2, 0))
+        values = tl.reshape(values, (_WARPS, COLUMNS, 1, ROWS))
+        values = tl.broadcast_to(values, (_WARPS, COLUMNS, _LEAST_ROWS // ROWS, ROWS))
+        values = tl.reshape(values, (_WARPS, COLUMNS, _LEAST_ROWS))
+        weights = lengthen(planes, _WARPS, 2, COLUMNS // 128, COMPILED)
+        sums = tl.sum(tl.dot(weights, values, input_precision="ieee"), 0) * SHORT_SCALE
+        row = tl.arange(0, _LEAST_ROWS)[None, :]
+        out = partials + h_start.to(tl.int64) * H_STRIDE
+        out += (slice_index * MAX_SPLITS + split) * 16 + tl.arange(0, 16)[:, None]
+        tl.store(out + row * H_STRIDE, sums, mask=row < num_rows)
+
+
+@triton.jit
+def sum_tile_short(  # noqa: PLR0913
+    tile, pool, records, x, x_stride, partials, IN: tl.constexpr, SLICES: tl.constexpr,
+    TILE_K: tl.constexpr, TILE_M: tl.constexpr, MAX_SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    """One group of ranks of every slice for a tile of rows, so that x is read once."""
+    SPLITS: tl.constexpr = (IN + TILE_K - 1) // TILE_K
+    H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
+    # A warp has a slice; where there are too few of them, all have all slices, and columns differ.
+    BY_SLICE: tl.constexpr = SLICES > 2
+    LINES: tl.constexpr = triton.next_power_of_2(SLICES)
+    OCTETS: tl.constexpr = 2 if BY_SLICE else 2 * LINES
+    STEP: tl.constexpr = 128 if BY_SLICE else 128 * _WARPS
+    unit = tile // SPLITS
+    split = tile - unit * SPLITS
+    record = records + unit * 64
+    warp = tl.arange(0, _WARPS)[:, None, None, None]
+    octet = tl.arange(0, OCTETS)[None, :, None, None]
+    slice_index = warp + octet // 2 if BY_SLICE else warp * 0 + octet // 2
+    part = warp * 0 if BY_SLICE else warp
+    is_slice = slice_index < SLICES
+    address = load_word(record + slice_index * 8, is_slice)
+    ranks = load_word(record + slice_index * 8 + 2, is_slice) & 255
+    words = _words(pool, address) + octet % 2 * (3 * IN)
+    num_rows = load_word(record + 2) >> 16
+    rows = x + load_word(record + 3).to(tl.int64) * x_stride
+    row = tl.arange(0, TILE_M)[:, None]
+    sums = tl.zeros((_WARPS, OCTETS * 8, TILE_M), tl.float32)
+    first = split * TILE_K
+    # Where a step has all of the columns there is nothing to read ahead.
+    DEPTH: tl.constexpr = STAGES if BY_SLICE else 1
+    for start in tl.range(first, tl.minimum(first + TILE_K, IN), STEP, num_stages=DEPTH):
+        column = start + tl.arange(0, STEP)[None, :]
+        values = tl.load(
+            rows + row * x_stride + column, mask=(row < num_rows) & (column < IN), other=0.0
+        )
+        if not COMPILED:
+            values = values.to(tl.float32)
+        word = start + part * 128 + tl.arange(0, 128)[None, None, None, :]
+        mask = (octet % 2 * 8 < ranks) & (word < IN)
+        weights = lengthen(load_planes(words + word, IN, mask, ""), _WARPS, OCTETS, 1, COMPILED)
+        if BY_SLICE:
+            values = tl.broadcast_to(tl.trans(values)[None, :, :], (_WARPS, 128, TILE_M))
+        else:
+            values = tl.permute(tl.reshape(values, (TILE_M, _WARPS, 128)), (1, 2, 0))
+        sums = tl.dot(weights, values, sums, input_precision="ieee")
+    total = tl.reshape(sums, (_WARPS * 16, TILE_M)) if BY_SLICE else tl.sum(sums, 0)
+    line = tl.arange(0, 16 * LINES)[:, None]
+    row = tl.arange(0, TILE_M)[None, :]
+    out = partials + load_word(record + 4).to(tl.int64) * H_STRIDE + split * 16
+    out += row * H_STRIDE + line // 16 * (MAX_SPLITS * 16) + line % 16
+    tl.store(out, total * SHORT_SCALE, mask=(row < num_rows) & (line // 16 < SLICES))

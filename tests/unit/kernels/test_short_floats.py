@@ -1,0 +1,56 @@
+"""Both twins: one makes numbers of words, the other operands of a matrix product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loramux.adapters.short_floats import shorten
+from loramux.kernels.short_floats_torch import lengthen, read_short
+
+triton = pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
+
+import triton.language as tl  # noqa: E402
+
+from loramux.kernels import short_floats_triton as fast  # noqa: E402
+
+
+def random_words(num_rows: int, width: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(width)
+    rows = torch.randn(num_rows, width, generator=generator) / 4
+    rows[rows.abs() < 0.05] /= 2**14
+    return shorten(rows.clamp(-1.9, 1.9).to(torch.bfloat16))
+
+
+@triton.jit
+def _lengthen(words, out, IN: tl.constexpr, BLOCKS: tl.constexpr):
+    warp = tl.arange(0, 4)[:, None, None, None]
+    octet = tl.arange(0, 2)[None, :, None, None]
+    block = tl.arange(0, BLOCKS)[None, None, :, None]
+    column = warp * (BLOCKS * 128) + block * 128 + tl.arange(0, 128)[None, None, None, :]
+    at = words + octet * (3 * IN) + column
+    planes = fast.load_planes(at, IN, column < IN, "")
+    weights = fast.lengthen(planes, 4, 2, BLOCKS, False)
+    row = tl.arange(0, 16)[None, :, None]
+    width: tl.constexpr = BLOCKS * 128
+    column = tl.arange(0, 4)[:, None, None] * width + tl.arange(0, width)[None, None, :]
+    tl.store(out + row * IN + column, weights * fast.SHORT_SCALE, mask=column < IN)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("missing", [0, 128])
+def test_the_operand_has_the_numbers_of_the_words(blocks: int, missing: int) -> None:
+    width = 512 * blocks - missing
+    words = random_words(16, width)
+    out = torch.full((16, width), float("nan"))
+    _lengthen[(1,)](words, out, width, blocks)
+    assert torch.equal(out, lengthen(words))
+    assert out.abs().max() > 0.5
+
+
+def test_rows_are_read_from_their_place_in_a_pool() -> None:
+    words = random_words(11, 256)
+    pool = torch.full((3, 4096 + 64), float("nan"), dtype=torch.bfloat16)
+    form = words.view(torch.bfloat16).flatten()
+    pool.view(-1)[192 : 192 + form.numel()] = form
+    assert torch.equal(read_short(pool, 192, 11, 256), lengthen(words)[:11])
