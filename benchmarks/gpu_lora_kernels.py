@@ -128,10 +128,9 @@ class World:
             [site.shape for site in SITES],
             num_layers=self.num_layers,
             limits=limits,
-            launch=launch,
+            launch=replace(launch, is_short=self.is_short),
             device=DEVICE,
             num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
-            is_short=self.is_short,
         )
         host = np.zeros(limits.num_words, dtype=np.int32)
         used = build_work(tiles, self.index, limits, host)

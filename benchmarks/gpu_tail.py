@@ -26,8 +26,8 @@ from benchmarks.gpu_engine_check import NAMES
 from benchmarks.gpu_timing import print_table, time_by_kernel
 from benchmarks.random_model import SHAPES, random_model
 from loramux.adapters.grouped_layout import plan_groups
-from loramux.adapters.short_floats import shortens
 from loramux.adapters.layout import sites_of
+from loramux.adapters.short_floats import shortens
 from loramux.engine.build_device import DevicePlan
 from loramux.kernels.tail_tables import TailLaunch, tail_launch
 from loramux.lora.graph_work import LoraKind
@@ -81,7 +81,9 @@ class World:
                 plan.sites,
                 {(layer, p): RANK for layer in range(self.num_layers) for p in projections},
                 page_elements,
-                is_short=shortens((s.in_features for s in plan.sites), torch.bfloat16, page_elements),
+                is_short=shortens(
+                    (s.in_features for s in plan.sites), torch.bfloat16, page_elements
+                ),
             )
             for name, projections in PROJECTIONS.items()
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -130,27 +130,18 @@ def make_world(
     is_short: with A in twelve bits, and so in bfloat16
     """
     generator = torch.Generator().manual_seed(3)
-    sites, page_elements = (SITES, PAGE_ELEMENTS)
-    if is_short:
-        sites, page_elements, dtype = SHORT_SITES, SHORT_PAGE_ELEMENTS, torch.bfloat16
+    sites, page_elements = (
+        (SHORT_SITES, SHORT_PAGE_ELEMENTS) if is_short else (SITES, PAGE_ELEMENTS)
+    )
+    dtype = torch.bfloat16 if is_short else dtype
     layouts = [
-        plan_groups(
-            sites,
-            {
-                (layer, name): rank
-                for layer in range(NUM_LAYERS)
-                for name, rank in of_slot.items()
-                if (slot, layer) not in skip
-            },
-            page_elements,
-            is_short=is_short,
-        )
-        for slot, of_slot in enumerate(ranks)
+        plan_groups(sites, places, page_elements, is_short=is_short)
+        for places in _places(ranks, skip)
     ]
-    num_pages = sum(layout.num_pages for layout in layouts)
+    num_pages = sum(layout.num_pages for layout in layouts) + 2
     # What lies between the groups must never reach a result.
-    pool = torch.full((num_pages + 2, page_elements), float("nan"), dtype=dtype)
-    pages = torch.randperm(num_pages + 2, generator=generator).tolist()
+    pool = torch.full((num_pages, page_elements), float("nan"), dtype=dtype)
+    pages = torch.randperm(num_pages, generator=generator).tolist()
     tables = [tabulate(one, projections=PROJECTIONS, num_layers=NUM_LAYERS) for one in layouts]
     max_groups = sum(int(table.groups_per_projection.sum()) for table in tables) + 3
     index = GroupDirectory(max_slots=len(ranks), max_groups=max_groups)
@@ -170,13 +161,26 @@ def make_world(
             [SiteShape(site.name, site.in_features, site.out_features) for site in sites],
             num_layers=NUM_LAYERS,
             limits=limits,
-            launch=launch,
+            launch=replace(launch, is_short=is_short),
             device=pool.device,
-            is_short=is_short,
         ),
         sites=sites,
         weights=weights,
     )
+
+
+def _places(
+    ranks: Sequence[Mapping[str, int]], skip: Sequence[tuple[int, int]]
+) -> list[dict[tuple[int, str], int]]:
+    return [
+        {
+            (layer, name): rank
+            for layer in range(NUM_LAYERS)
+            for name, rank in of_slot.items()
+            if (slot, layer) not in skip
+        }
+        for slot, of_slot in enumerate(ranks)
+    ]
 
 
 def _fill(

@@ -13,7 +13,7 @@ from torch import Tensor
 from loramux.kernels import lora_grouped_torch
 from loramux.kernels.lora_work import build_work, gather_tiles, map_rows
 from loramux.kernels.tail_tables import TailLaunch, TailSite, TailStore, make_store
-from tests.lora_factory import LIMITS, NUM_LAYERS, SITES, LoraWorld, Selection, make_world
+from tests.lora_factory import LIMITS, NUM_LAYERS, LoraWorld, Selection, make_world
 
 ROW = TailLaunch(tile_rows=1, activate_n=32, activate_warps=1, norm_warps=1)
 TILE = replace(ROW, tile_rows=16)

@@ -52,9 +52,7 @@ def load_few_short(  # noqa: PLR0913
     mask = octet * 8 < ranks
     if IN % K != 0:
         mask = mask & (column < IN)
-    planes = load_planes(
-        _words(pool, address) + octet * (3 * IN) + column, IN, mask, "evict_first"
-    )
+    planes = load_planes(_words(pool, address) + octet * (3 * IN) + column, IN, mask, "evict_first")
     # Nothing to do where the adapter leaves this layer alone.
     num_rows = tl.where(ranks > 0, shape >> 16, 0)
     return planes, num_rows, row_start, h_start, slice_index, split

@@ -44,6 +44,8 @@ class LaunchShape:
     shrink_registers: int = 128
     """Of a thread; the compiler takes up to 255 where it may, and fewer programs fit."""
     expand_registers: int = 128
+    is_short: bool = False
+    """Is A in twelve bits?"""
     use_pdl: bool = False
     """Kernels start while the one before ends, and wait for it after reading their weights."""
 
@@ -83,10 +85,13 @@ class LoraTables:
     """int32 [limits.num_words]: the step's list, as build_work wrote it."""
     records: Tensor
     """int32 [layers, max units, 8 projections, 8]: the units with their addresses, by resolve."""
-    is_short: bool
-    """Is A in twelve bits?"""
     partials: Tensor
     """float32 [max h rows, slices, max splits, 16]: sums over a part of the inputs."""
+
+    @property
+    def is_short(self) -> bool:
+        """Do adapters have their A in twelve bits?"""
+        return self.launch.is_short
 
     def record_start(self, layer: int, site: int) -> int:
         """Of a layer's first unit at a site's first projection, in words."""
@@ -107,10 +112,8 @@ def make_tables(
     launch: LaunchShape,
     device: torch.device,
     num_sms: int = 1,
-    is_short: bool = False,
 ) -> LoraTables:
-    """is_short: adapters have their A in twelve bits"""
-    cuts = _cuts(sites, launch, is_short=is_short)
+    cuts = _cuts(sites, launch)
     max_splits = _most_splits(cuts)
     records = (num_layers, limits.max_units, MAX_PROJECTIONS, UNIT_WORDS)
     partials = (limits.max_h_rows, MAX_SLICES, max_splits, GROUP_RANKS)
@@ -120,22 +123,21 @@ def make_tables(
         launch=launch,
         num_sms=num_sms,
         max_splits=max_splits,
-        is_short=is_short,
         work=torch.zeros(limits.num_words, dtype=torch.int32, device=device),
         records=torch.zeros(records, dtype=torch.int32, device=device),
         partials=torch.zeros(partials, dtype=torch.float32, device=device),
     )
 
 
-def _cuts(
-    sites: Iterable[SiteShape], launch: LaunchShape, *, is_short: bool
-) -> tuple[SiteCut, ...]:
+def _cuts(sites: Iterable[SiteShape], launch: LaunchShape) -> tuple[SiteCut, ...]:
     cuts: list[SiteCut] = []
     first = 0
     for site in sites:
-        row_k = _row_inputs(site.in_features, launch.short_row_k if is_short else launch.row_k)
+        row_k = _row_inputs(
+            site.in_features, launch.short_row_k if launch.is_short else launch.row_k
+        )
         tile_k = _tile_inputs(site.in_features, launch.tile_k)
-        if is_short:
+        if launch.is_short:
             row_k, tile_k = (max(size, _LEAST_SHORT_INPUTS) for size in (row_k, tile_k))
         cuts.append(SiteCut(site, first, row_k, tile_k))
         first += len(site.out_features)

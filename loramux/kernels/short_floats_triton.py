@@ -58,8 +58,14 @@ def lengthen(
             "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r",
             [planes[0], planes[1], planes[2]],
             dtype=(
-                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
             ),  # fmt: skip
             is_pure=True,
             pack=2,

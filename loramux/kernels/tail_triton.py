@@ -175,8 +175,10 @@ def _reads_b_early(num_rows: int) -> bool:
 
 # A kernel is compiled once, not for every slot that is a multiple of 16.
 @triton.jit
-def _find_copy(directory, slots, places, shapes, directory_stride, slot, chain, ALIGN: tl.constexpr):
-    """Of a program's projection and layer: A's address, its ranks, inputs and slices, the target."""
+def _find_copy(
+    directory, slots, places, shapes, directory_stride, slot, chain, ALIGN: tl.constexpr
+):
+    """A's address, ranks, inputs and slices at a program's projection and layer, and the target."""
     projection = tl.program_id(1)
     layer = tl.program_id(2)
     found = slots + slot * 16 + projection * 2

@@ -142,10 +142,9 @@ class LoraDevice:
             shapes,
             num_layers=self.num_layers,
             limits=limits,
-            launch=launch,
+            launch=replace(launch, is_short=self.is_short),
             device=self.pool.device,
             num_sms=self.num_multiprocessors,
-            is_short=self.is_short,
         )
 
 
