@@ -14,7 +14,7 @@ from loramux.adapters.grouped_layout import GroupedLayout
 from loramux.adapters.image import AdapterImage
 from loramux.adapters.layout import AdapterLayout, plan_layout
 from loramux.adapters.packing import GroupedPacking
-from loramux.adapters.short_floats import OCTET, num_elements, shorten
+from loramux.adapters.short_floats import OCTET, short_elements, shorten
 from loramux.engine.engine import Engine
 from loramux.memory.device import host_buffer
 
@@ -118,7 +118,7 @@ class RandomAdapters:
         for (_, name), groups in layout.groups.items():
             octet = octets[widths[name]]
             for group in groups:
-                size = num_elements(group.num_ranks, widths[name])
+                size = short_elements(group.num_ranks, widths[name])
                 buffer[group.a_offset : group.a_offset + size].view(-1, octet.numel()).copy_(octet)
 
     def _octet(self, width: int) -> torch.Tensor:

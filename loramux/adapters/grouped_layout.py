@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from loramux.adapters import short_floats
+from loramux.adapters.short_floats import can_shorten, row_exponents, short_elements, shorten
 from loramux.errors import AdapterRefused, DoesNotFit
 
 if TYPE_CHECKING:
@@ -161,33 +161,29 @@ def tabulate(layout: GroupedLayout, *, projections: Sequence[str], num_layers: i
 def pack_groups(adapter: CheckedAdapter, layout: GroupedLayout, out: torch.Tensor) -> None:
     """out [num_elements], pinned or not: the adapter's pages, the scale folded into B."""
     out.zero_()
-    is_finite = True
     for module in adapter.modules:
-        groups = layout.groups[module.target.layer, module.target.projection]
         a, b = _matrices(module, out.dtype, is_short=layout.is_short)
-        is_finite = is_finite and all(map(_is_finite, (a, b)))
-        for group in groups:
+        # In the dtype that is served: a value that was finite may overflow in float16.
+        if not _is_finite(b) or not _is_finite(a) or (layout.is_short and not can_shorten(a)):
+            raise AdapterRefused(
+                "overflow",
+                f"Its weights, times their scale, are too large for {out.dtype}.",
+                fix=f"Serve with dtype {'' if layout.is_short else 'bfloat16 or '}float32.",
+            )
+        for group in layout.groups[module.target.layer, module.target.projection]:
             _pack_group(a, b, group, out, is_short=layout.is_short)
-    # In the dtype that is served: a value that was finite may overflow in float16.
-    if not is_finite:
-        raise AdapterRefused(
-            "overflow",
-            f"Its weights, times their scale, are too large for {out.dtype}.",
-            fix=f"Serve with dtype {'' if layout.is_short else 'bfloat16 or '}float32.",
-        )
 
 
 def _matrices(
     module: LoraModule, dtype: torch.dtype, *, is_short: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [rank, in] and B [rank, out], as they are served."""
-    a, b = module.a, module.b.t().float() * module.scale
+    """A [rank, in] and B [rank, out], as they are served; in a short A rows begin at 1 or above."""
+    a, b = module.a.to(dtype), module.b.t().float() * module.scale
     if is_short:
-        exponents = short_floats.row_exponents(a)
-        a, b = torch.ldexp(a.float(), -exponents), torch.ldexp(b, exponents)
-        if a.abs().max() >= short_floats.LIMIT:
-            a = a.fill_(torch.inf)
-    return a.to(dtype), b.to(dtype)
+        # Of what is rounded already: it may have become the next power of two.
+        exponents = row_exponents(a)
+        a, b = torch.ldexp(a.float(), -exponents).to(dtype), torch.ldexp(b, exponents)
+    return a, b.to(dtype)
 
 
 def _is_finite(values: torch.Tensor) -> bool:
@@ -198,7 +194,7 @@ def _pack_group(
     a: torch.Tensor, b: torch.Tensor, group: Group, out: torch.Tensor, *, is_short: bool
 ) -> None:
     ranks = slice(group.rank_start, group.rank_start + group.num_ranks)
-    a_block = short_floats.shorten(a[ranks]).view(out.dtype) if is_short else a[ranks]
+    a_block = shorten(a[ranks]).view(out.dtype) if is_short else a[ranks]
     for offset, block in ((group.a_offset, a_block), (group.b_offset, b[ranks])):
         out[offset : offset + block.numel()].view(block.shape).copy_(block)
 
@@ -222,9 +218,7 @@ def _blocks(
             (
                 start,
                 num_ranks,
-                short_floats.num_elements(num_ranks, width_in)
-                if is_short
-                else num_ranks * width_in,
+                short_elements(num_ranks, width_in) if is_short else num_ranks * width_in,
                 num_ranks * width_out,
             )
             for start, num_ranks in _cut(rank, shapes[name], page_elements)

@@ -25,8 +25,6 @@ WORDS_PER_COLUMN = 3
 """Of an octet; a word is two elements of bfloat16."""
 LARGEST_EXPONENT = 60
 """Of a row's scale: beyond, what makes up for it might not be a bfloat16."""
-LIMIT = 2.0
-"""What is shortened is below it."""
 
 _GROUP_RANKS = 16
 # Exponents 0 .. 15 stand for 112 .. 127 of bfloat16; 0 for numbers below the smallest normal one.
@@ -34,6 +32,8 @@ _LOWEST = 112
 _MANTISSA_BITS = 7
 _STEPS_PER_ONE = 2.0**21
 _EACH_HIGH = 0x0FFFFFFF
+# The bits of 2 in bfloat16.
+_TOO_LARGE = 0x4000
 
 
 def shortens(in_features: Iterable[int], dtype: torch.dtype, page_elements: int) -> bool:
@@ -42,11 +42,11 @@ def shortens(in_features: Iterable[int], dtype: torch.dtype, page_elements: int)
     return (
         dtype == torch.bfloat16
         and all(width % BLOCK_COLUMNS == 0 for width in widths)
-        and num_elements(_GROUP_RANKS, max(widths, default=0)) <= page_elements
+        and short_elements(_GROUP_RANKS, max(widths, default=0)) <= page_elements
     )
 
 
-def num_elements(num_rows: int, width: int) -> int:
+def short_elements(num_rows: int, width: int) -> int:
     """Of bfloat16, that rows take; octets are whole."""
     return -(-num_rows // OCTET) * WORDS_PER_COLUMN * 2 * width
 
@@ -57,6 +57,11 @@ def row_exponents(rows: Tensor) -> Tensor:
     _, exponents = torch.frexp(largest)
     exponents = torch.where(largest > 0, exponents - 1, 0)
     return exponents.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+
+
+def can_shorten(rows: Tensor) -> bool:
+    """Are all of them below 2, as what is shortened must be?"""
+    return bool((rows.to(torch.bfloat16).view(torch.int16) & 0x7FFF).max() < _TOO_LARGE)
 
 
 def shorten(rows: Tensor) -> Tensor:

@@ -11,12 +11,10 @@ import triton.language as tl
 from loramux.kernels.lora_records_triton import load_word
 from loramux.kernels.short_floats_triton import SHORT_SCALE, lengthen, load_planes
 
-SHORT_WARPS = 4
-_WARPS: tl.constexpr = tl.constexpr(SHORT_WARPS)
-SHORT_PART = 128 * SHORT_WARPS
-"""Columns that a warp's block of each makes."""
-# Columns of a matrix product: copies of few rows fill them up.
-_LEAST_ROWS: tl.constexpr = tl.constexpr(8)
+MOST_FEW_ROWS = 8
+"""Of a unit of few rows: as many as the smallest matrix product has; copies of fewer fill it up."""
+_MOST_ROWS: tl.constexpr = tl.constexpr(MOST_FEW_ROWS)
+_WARPS: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
@@ -76,11 +74,11 @@ def sum_few_short(  # noqa: PLR0913
             values = values.to(tl.float32)
         values = tl.permute(tl.reshape(values, (ROWS, _WARPS, COLUMNS)), (1, 2, 0))
         values = tl.reshape(values, (_WARPS, COLUMNS, 1, ROWS))
-        values = tl.broadcast_to(values, (_WARPS, COLUMNS, _LEAST_ROWS // ROWS, ROWS))
-        values = tl.reshape(values, (_WARPS, COLUMNS, _LEAST_ROWS))
+        values = tl.broadcast_to(values, (_WARPS, COLUMNS, _MOST_ROWS // ROWS, ROWS))
+        values = tl.reshape(values, (_WARPS, COLUMNS, _MOST_ROWS))
         weights = lengthen(planes, _WARPS, 2, COLUMNS // 128, COMPILED)
         sums = tl.sum(tl.dot(weights, values, input_precision="ieee"), 0) * SHORT_SCALE
-        row = tl.arange(0, _LEAST_ROWS)[None, :]
+        row = tl.arange(0, _MOST_ROWS)[None, :]
         out = partials + h_start.to(tl.int64) * H_STRIDE
         out += (slice_index * MAX_SPLITS + split) * 16 + tl.arange(0, 16)[:, None]
         tl.store(out + row * H_STRIDE, sums, mask=row < num_rows)

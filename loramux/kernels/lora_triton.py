@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loramux.kernels.lora_expand_triton import expand_kernel
+from loramux.kernels.lora_short_triton import MOST_FEW_ROWS
 from loramux.kernels.lora_shrink_triton import shrink_kernel, shrink_tiles_kernel
 from loramux.kernels.lora_tables import LoraTables
 from loramux.kernels.lora_work import GROUP_RANKS, MAX_SLICES
@@ -70,6 +71,7 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
     if limits.alone_rows == 0:
         shrink_tiles_kernel[(most,)](*buffers, *place, **shape)
         return
+    assert limits.alone_rows <= MOST_FEW_ROWS, "too many rows for one after another"
     ranks = GROUP_RANKS if tables.is_short else launch.row_ranks(cut.row_k, x.itemsize)
     # Enough programs for one group of ranks per row; more work is looped over.
     parts = max(cut.row_splits * GROUP_RANKS // ranks, cut.tile_splits // (limits.alone_rows + 1))

@@ -181,6 +181,16 @@ def test_short_weights_change_what_the_adapter_does_by_less_than_bfloat16_does()
     assert (change - served).norm() < 1e-6 * served.norm()
 
 
+def test_a_row_whose_largest_weight_is_rounded_up_keeps_it() -> None:
+    """Just below a power of two in float32, and that power in bfloat16."""
+    adapter = random_adapter()
+    adapter.modules[0].a[0, 7] = 7.9999
+    layout = plan_groups(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_short=True)
+    buffer = torch.empty(layout.num_elements, dtype=torch.bfloat16)
+    pack_groups(adapter, layout, buffer)
+    assert read_short(buffer, layout.groups[0, "o_proj"][0].a_offset, 16, 256)[0, 7] == 1.0
+
+
 def test_short_weights_take_three_quarters_and_whole_octets() -> None:
     places = {(0, "o_proj"): 19}
     long = plan_groups(WIDE_SITES, places, 8192)

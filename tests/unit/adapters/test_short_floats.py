@@ -6,7 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.adapters import short_floats
-from loramux.adapters.short_floats import num_elements, row_exponents, shorten, shortens
+from loramux.adapters.short_floats import (
+    can_shorten,
+    row_exponents,
+    short_elements,
+    shorten,
+    shortens,
+)
 from loramux.kernels.short_floats_torch import lengthen
 
 
@@ -23,7 +29,7 @@ def test_what_is_shortened_comes_back(num_rows: int, blocks: int, seed: int) -> 
     rows = random_rows(num_rows, blocks * 128, seed)
     words = shorten(rows)
     assert words.dtype == torch.int32
-    assert words.numel() * 2 == num_elements(num_rows, blocks * 128)
+    assert words.numel() * 2 == short_elements(num_rows, blocks * 128)
     found = lengthen(words)
     error = (found[:num_rows] - rows.float()).abs()
     assert error[rows.abs() >= 2.0**-14].sum() == 0
@@ -82,3 +88,15 @@ def test_which_bases_have_short_adapters(
     widths: tuple[int, ...], dtype: torch.dtype, page: int, expected: bool
 ) -> None:
     assert shortens(widths, dtype, page) is expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1.9921875, True), (-1.9921875, True), (1.999, False), (-2.0, False), (float("nan"), False)],
+)
+def test_what_can_be_shortened_is_below_two_when_it_is_rounded(
+    value: float, expected: bool
+) -> None:
+    rows = torch.zeros(2, 128)
+    rows[1, 3] = value
+    assert can_shorten(rows) is expected

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from loramux.adapters.short_floats import shorten
 from tests.lora_factory import LIMITS, SHORT_SITES, LoraWorld, Selection, make_world, random_rows
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
@@ -74,3 +75,22 @@ def test_rows_get_what_their_adapters_add() -> None:
     lora_triton.shrink(world.tables, world.pool, x, 1, QKV)
     lora_triton.expand(world.tables, world.pool, y, 1, QKV)
     torch.testing.assert_close(y.double(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 19], ids=["row", "tiles"])
+def test_small_weights_count(num_rows: int) -> None:
+    """Below the smallest normal number, where a matrix unit might see zeros."""
+    world = make_world([{"o_proj": 8}], is_short=True)
+    rows = torch.randint(-127, 128, (8, 128)) * 2.0**-21
+    group = world.directory[0, 0]
+    words = shorten(rows.to(torch.bfloat16)).view(torch.bfloat16).flatten()
+    start = int(group[0]) * 64
+    world.pool.view(-1)[start : start + words.numel()] = words
+    world.plan([((0, 1.0),)] * num_rows)
+    world.tables.partials.fill_(float("nan"))
+    x = torch.randn(num_rows, 128).to(torch.bfloat16)
+    lora_triton.shrink(world.tables, world.pool, x, 0, O_PROJ)
+    expected = x.float() @ rows.t()
+    found = world.tables.partials[:num_rows, 0, 0, :8]
+    torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-4)
+    assert expected.abs().max() > 1e-5
