@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.adapters.grouped_layout import pack_groups, plan_groups
+from loramux.adapters.grouped_layout import pack_groups
+from loramux.adapters.image import mapped_buffer
 from loramux.adapters.layout import Site
+from loramux.adapters.packing import GroupedPacking
 from loramux.errors import DoesNotFit
 from loramux.kernels import lora_grouped_torch
 from loramux.lora.device_work import (
@@ -30,11 +32,16 @@ from tests.lora_factory import (
 )
 
 CPU = torch.device("cpu")
-SHAPES = {"q_proj": (48, 80), "v_proj": (48, 16), "o_proj": (80, 48)}
+NAMES = ("q_proj", "v_proj", "o_proj")
 
 
-def random_adapter(rank: int, generator: torch.Generator) -> Any:
+def random_adapter(rank: int, sites: Sequence[Site], generator: torch.Generator) -> Any:
     """As a reader of PEFT folders makes it."""
+    shapes = {
+        name: (site.in_features, out)
+        for site in sites
+        for name, out in zip(site.projections, site.out_features, strict=True)
+    }
     return SimpleNamespace(
         modules=[
             SimpleNamespace(
@@ -44,7 +51,8 @@ def random_adapter(rank: int, generator: torch.Generator) -> Any:
                 scale=2.0,
             )
             for layer in range(NUM_LAYERS)
-            for name, (size_in, size_out) in SHAPES.items()
+            for name in NAMES
+            for size_in, size_out in [shapes[name]]
         ]
     )
 
@@ -52,10 +60,16 @@ def random_adapter(rank: int, generator: torch.Generator) -> Any:
 class World:
     """Adapters a, b, c of ranks 3, 20 and 16 in pages of a pool."""
 
-    def __init__(self, *, max_adapters: int = 4, max_groups: int = 32) -> None:
-        self.pool = torch.full((64, PAGE_ELEMENTS), float("nan"))
+    def __init__(
+        self, *, max_adapters: int = 4, max_groups: int = 32, is_short: bool = False
+    ) -> None:
+        self.sites, page_elements, dtype = SITES, PAGE_ELEMENTS, torch.float32
+        if is_short:
+            self.sites, page_elements, dtype = SHORT_SITES, SHORT_PAGE_ELEMENTS, torch.bfloat16
+        packing = GroupedPacking(self.sites, dtype, page_elements, mapped_buffer)
+        self.pool = torch.full((64, page_elements), float("nan"), dtype=dtype)
         self.directory = DeviceDirectory(
-            SITES,
+            self.sites,
             num_layers=NUM_LAYERS,
             max_adapters=max_adapters,
             max_groups=max_groups,
@@ -67,16 +81,17 @@ class World:
         generator = torch.Generator().manual_seed(0)
         first = 3
         for cid, rank in (("a", 3), ("b", 20), ("c", 16)):
-            adapter = random_adapter(rank, generator)
-            ranks = {(layer, name): rank for layer in range(NUM_LAYERS) for name in SHAPES}
-            layout = plan_groups(SITES, ranks, PAGE_ELEMENTS)
+            adapter = random_adapter(rank, self.sites, generator)
+            layout = packing.plan({(i, name): rank for i in range(NUM_LAYERS) for name in NAMES})
+            assert layout.is_short == is_short
             page_ids = list(range(first, first + layout.num_pages))
             first += layout.num_pages
             pages = self.pool[page_ids[0] : first]
             pack_groups(adapter, layout, pages.view(-1))
             last = adapter.modules[-1]
             self._a[cid] = last.a
-            self.weights[cid] = last.scale * last.a.t() @ last.b.t()
+            a, b = (part.to(dtype).float() for part in (last.a, last.scale * last.b))
+            self.weights[cid] = a.t() @ b.t()
             self.residents[cid] = ResidentAdapter(cid, layout, page_ids)
 
     def first_of(self, cid: str) -> torch.Tensor:
@@ -94,7 +109,7 @@ class World:
 
     def expected(self, x: torch.Tensor, rows: Sequence[Selection]) -> torch.Tensor:
         """What site o of the last layer adds."""
-        total = torch.zeros(len(rows), SITES[1].out_features[0])
+        total = torch.zeros(len(rows), self.sites[1].out_features[0])
         for i, selection in enumerate(rows):
             for cid, weight in selection:
                 total[i] += weight * x[i] @ self.weights[cid]
@@ -106,7 +121,7 @@ BOTH: Selection = (("a", 0.5), ("b", -2.0))
 
 
 def added(world: World, work: LoraWork, x: torch.Tensor) -> torch.Tensor:
-    y = torch.zeros(x.shape[0], SITES[1].out_features[0])
+    y = torch.zeros(x.shape[0], world.sites[1].out_features[0])
     work.shrink(x, NUM_LAYERS - 1, 1)
     work.expand(y, NUM_LAYERS - 1, 1)
     return y
@@ -114,10 +129,11 @@ def added(world: World, work: LoraWork, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["decode", "rows", "prompt"])
 @pytest.mark.parametrize("selections", [[A, A, ()], [A, (), BOTH]], ids=["plain", "weighted"])
+@pytest.mark.parametrize("is_short", [False, True], ids=["float32", "twelve bits"])
 def test_rows_get_their_own_adapters_and_base_rows_none(
-    kind: str, selections: list[Selection]
+    kind: str, selections: list[Selection], is_short: bool
 ) -> None:
-    world = World()
+    world = World(is_short=is_short)
     for cid in ("b", "a"):
         world.directory.add(world.residents[cid])
     device = world.device()
@@ -130,7 +146,7 @@ def test_rows_get_their_own_adapters_and_base_rows_none(
     num_rows = [1, 1, 1] if kind == "decode" else [1, 4, 2]
     work.fill_now(selections, num_rows)
     rows = [s for s, count in zip(selections, num_rows, strict=True) for _ in range(count)]
-    x = torch.randn(len(rows), SITES[1].in_features)
+    x = torch.randn(len(rows), world.sites[1].in_features)
     expected = world.expected(x, rows)
     torch.testing.assert_close(added(world, work, x), expected, atol=1e-4, rtol=1e-4)
 
