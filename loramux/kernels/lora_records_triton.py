@@ -22,6 +22,25 @@ def is_site_used(work, record_start, num_slices):
 
 
 @triton.jit
+def find_few(tile, num_tiles, records, num_units, SLICES: tl.constexpr):
+    """Of a tile of few rows: its part and slice; A's address, ranks + rows * 2^16, its first row
+    and the first of its h.
+
+    Neighbours are units, so that those with fewer ranks than others are dealt to all programs.
+    """
+    per_part = tl.maximum(num_units * SLICES, 1)
+    part = tile // per_part
+    index = tile - part * per_part
+    slice_index = index // tl.maximum(num_units, 1)
+    record = records + ((index - slice_index * num_units) * 8 + slice_index) * 8
+    live = tile < num_tiles
+    address = load_word(record, live)
+    shape = load_word(record + 2, live)
+    row_start = load_word(record + 3, live)
+    return part, slice_index, address, shape, row_start, load_word(record + 4, live)
+
+
+@triton.jit
 def load_group(pool, address, ranks, first, width, BLOCK: tl.constexpr):
     """Columns first.. of a group [ranks, width], as [16, BLOCK]; in the cache behind all else."""
     rank = tl.arange(0, 16)[:, None]

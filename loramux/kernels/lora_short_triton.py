@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loramux.kernels.lora_records_triton import load_word
+from loramux.kernels.lora_records_triton import find_few, load_word
 from loramux.kernels.short_floats_triton import SHORT_SCALE, lengthen, load_planes
 
 MOST_FEW_ROWS = 8
@@ -28,20 +28,10 @@ def load_few_short(  # noqa: PLR0913
     tile, num_tiles, pool, records, num_units,
     IN: tl.constexpr, SLICES: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A's words [warps, 2 octets, blocks, 128] of a tile of few rows, its record, slice and split.
-
-    Neighbours are units, so that those with fewer ranks than others are dealt to all programs.
-    """
-    per_part = tl.maximum(num_units * SLICES, 1)
-    split = tile // per_part
-    index = tile - split * per_part
-    slice_index = index // tl.maximum(num_units, 1)
-    record = records + ((index - slice_index * num_units) * 8 + slice_index) * 8
-    live = tile < num_tiles
-    address = load_word(record, live)
-    shape = load_word(record + 2, live)
-    row_start = load_word(record + 3, live)
-    h_start = load_word(record + 4, live)
+    """A's words [warps, 2 octets, blocks, 128] of a tile of few rows, its record, slice, split."""
+    split, slice_index, address, shape, row_start, h_start = find_few(
+        tile, num_tiles, records, num_units, SLICES
+    )
     ranks = shape & 255
     warp = tl.arange(0, _WARPS)[:, None, None, None]
     octet = tl.arange(0, 2)[None, :, None, None]

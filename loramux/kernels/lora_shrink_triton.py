@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.launch_triton import opaque
-from loramux.kernels.lora_records_triton import is_site_used, load_word
+from loramux.kernels.lora_records_triton import find_few, is_site_used, load_word
 from loramux.kernels.lora_short_triton import load_few_short, sum_few_short, sum_tile_short
 
 
@@ -15,20 +15,10 @@ def _load_few(  # noqa: PLR0913
     tile, num_tiles, pool, records, num_units,
     IN: tl.constexpr, SLICES: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """A [RANKS, K] of a tile of few rows, its record, slice, first rank and split.
-
-    Neighbours are units, so that those with fewer ranks than others are dealt to all programs.
-    """
-    per_part = tl.maximum(num_units * SLICES, 1)
-    part = tile // per_part
-    index = tile - part * per_part
-    slice_index = index // tl.maximum(num_units, 1)
-    record = records + ((index - slice_index * num_units) * 8 + slice_index) * 8
-    live = tile < num_tiles
-    address = load_word(record, live)
-    shape = load_word(record + 2, live)
-    row_start = load_word(record + 3, live)
-    h_start = load_word(record + 4, live)
+    """A [RANKS, K] of a tile of few rows, its record, slice, first rank and split."""
+    part, slice_index, address, shape, row_start, h_start = find_few(
+        tile, num_tiles, records, num_units, SLICES
+    )
     split = part // (16 // RANKS)
     first_rank = (part - split * (16 // RANKS)) * RANKS
     rank = first_rank + tl.arange(0, RANKS)[:, None]
