@@ -44,7 +44,7 @@ PROJECTIONS = {"all": NAMES, "qkvo": NAMES[:4]}
 DEVICE = torch.device("cuda")
 
 ROWS = TailLaunch(tile_rows=1)
-TILES = TailLaunch(tile_rows=16, folds_norm=False, rotate_warps=4, activate_n=128, activate_warps=4)
+TILES = TailLaunch(tile_rows=16, folds_norm=False)
 VARIANTS: dict[str, TailLaunch] = {
     "rows": ROWS,
     "tiles": TILES,
@@ -53,11 +53,8 @@ VARIANTS: dict[str, TailLaunch] = {
     "rows256": replace(ROWS, activate_n=256, activate_warps=1),
     "rows1024": replace(ROWS, activate_n=1024, activate_warps=4),
     "rows8": replace(ROWS, norm_warps=8),
-    "tiles256": replace(TILES, activate_n=256, activate_warps=4),
-    "tiles64": replace(TILES, activate_n=64, activate_warps=2),
-    "tiles2": replace(TILES, rotate_warps=2, activate_warps=2),
-    "tiles of 32": replace(TILES, tile_rows=32, activate_n=64),
-    "expand128": replace(TILES, expand_n=128, expand_warps=4),
+    "tiles of 32": replace(TILES, tile_rows=32),
+    "tiles of 64": replace(TILES, tile_rows=64),
 }
 USUAL = ("rows", "tiles", "tiles, norms too")
 # Beyond, every row would read its adapter's B for itself.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from tests.lora_factory import LIMITS, NUM_LAYERS, LoraWorld, Selection, make_wo
 
 ROW = TailLaunch(tile_rows=1, activate_n=32, activate_warps=1, norm_warps=1)
 TILE = replace(ROW, tile_rows=16)
+LONG_TILE = replace(ROW, tile_rows=64)
 
 
 @dataclass
@@ -100,3 +102,11 @@ def make_tail_world(
             )
             block -= 1
     return TailWorld(lora, bases, store, blocks)
+
+
+def two_programs(monkeypatch: pytest.MonkeyPatch, *, is_early: bool) -> None:
+    """For the tiles of a step; as behind a product of few rows, or of many."""
+    from loramux.kernels import tail_triton
+
+    monkeypatch.setattr(TailSite, "max_tiles", lambda *_: 2)
+    monkeypatch.setattr(tail_triton, "_reads_b_early", lambda _: is_early)

@@ -1,4 +1,7 @@
-"""One group of an adapter's ranks, as the kernels of the tail see it: its record, its B, its h."""
+"""One group of an adapter's ranks, as the kernels of the tail see it: its record, its B, its h.
+
+And where a head is, for those that rotate.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,6 @@ import triton.language as tl
 
 from loramux.kernels.fused_triton import load_sum
 from loramux.kernels.lora_records_triton import load_word
-
-
-@triton.jit
-def load_parts(at, inside, part_step, dtype, PARTS: tl.constexpr):
-    """As fused_triton's load_sum, for tiles: a sum that is not taken apart again.
-
-    Else every part is moved to where the matrix units want it, and not their sum.
-    """
-    total = tl.load(at, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        more = tl.load(at + part * part_step, mask=inside, other=0.0)
-        total = tl.sum(tl.join(total, more), 2)
-    return total.to(dtype)
 
 
 @triton.jit
@@ -58,52 +48,72 @@ def load_b(pool, group, first, count, width, N: tl.constexpr):
 
 
 @triton.jit
-def load_h(  # noqa: PLR0913
-    tail, h_step, tail_stride, group, num_rows, dtype, ROWS: tl.constexpr,
-    part_step=0, PARTS: tl.constexpr = 1,
-):  # fmt: skip
-    """weight * h of a group: [ROWS, 16], rounded as it is multiplied; for one row [16] float32.
+def load_h(tail, group, num_rows, dtype, part_step=0, PARTS: tl.constexpr = 1):
+    """weight * h of a group and a row: [16] float32. num_rows: 1, or 0 for a row of nobody
 
-    tail: of a tile's first row, at the slice   h_step: from a block of the tail to the next
-    part_step: from a part of the product to the next
+    tail: of the row, at the slice of the group's block   part_step: from a part of the product to
+    the next
     """
-    at = tail + group[2] * h_step
     rank = tl.arange(0, 16)
     # A row without an adapter has no block: whatever there is may be no number.
-    num_rows = tl.where(group[1] > 0, num_rows, 0)
-    if ROWS == 1:
-        h = load_sum(at + rank, rank < num_rows * 16, part_step, dtype, PARTS)
-        h = h.to(tl.float32) * group[3]
-    else:
-        row = tl.arange(0, ROWS)[:, None]
-        at += row * tail_stride + rank[None, :]
-        h = load_parts(at, row < num_rows, part_step, dtype, PARTS)
-        h = (h.to(tl.float32) * group[3]).to(dtype)
-    return h
+    num_ranks = tl.where(group[1] > 0, num_rows * 16, 0)
+    h = load_sum(tail + rank, rank < num_ranks, part_step, dtype, PARTS)
+    return h.to(tl.float32) * group[3]
 
 
 @triton.jit
-def add_product(total, h, b, ROWS: tl.constexpr):
-    """total + h @ b: [ROWS, N] float32"""
-    if ROWS == 1:
-        total += tl.sum(b.to(tl.float32) * h[:, None], axis=0)[None, :]
-    else:
-        total = tl.dot(h, b, total, input_precision="ieee")
-    return total
+def add_product(total, h, b):
+    """total + h @ b of a row: [1, N] float32"""
+    return total + tl.sum(b.to(tl.float32) * h[:, None], axis=0)[None, :]
 
 
 @triton.jit
 def add_followers(  # noqa: PLR0913
-    total, units, pool, records, tail, tail_stride, h_step, num_rows, first, count, width,
-    ROWS: tl.constexpr, N: tl.constexpr, part_step=0, PARTS: tl.constexpr = 1,
+    total, units, pool, records, tail, h_step, num_rows, first, count, width,
+    N: tl.constexpr, part_step=0, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
-    """total [ROWS, N] float32 with all that the followers of a head add.
+    """total [1, N] float32 with all that the followers of a head add to a row.
 
-    records, tail: at the slice   units: of load_followers
+    records, tail: at the slice   units: of load_followers   h_step: from a block of the tail to
+    the next
     """
     for unit in tl.range(units[0], units[1], num_stages=1):
         group = load_group(records + unit * 64)
         b = load_b(pool, group, first, count, width, N)
-        h = load_h(tail, h_step, tail_stride, group, num_rows, b.dtype, ROWS, part_step, PARTS)
-        total = add_product(total, h, b, ROWS)
+        h = load_h(tail + group[2] * h_step, group, num_rows, b.dtype, part_step, PARTS)
+        total = add_product(total, h, b)
     return total
+
+
+@triton.jit
+def find_head(head, NUM_QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """A head's slice, its first output there, and the outputs of the slice."""
+    is_query = head < NUM_QUERIES
+    is_value = head >= NUM_QUERIES + KV_HEADS
+    # Of the slice, in heads.
+    start = tl.where(is_query, 0, tl.where(is_value, NUM_QUERIES + KV_HEADS, NUM_QUERIES))
+    width = tl.where(is_query, NUM_QUERIES, KV_HEADS) * HEAD_DIM
+    slice_index = tl.where(is_query, 0, tl.where(is_value, 2, 1))
+    return slice_index, (head - start) * HEAD_DIM, width
+
+
+@triton.jit
+def store_halves(  # noqa: PLR0913
+    low, high, at, inside, slice_index, storage_ptr, slot, page_stride, layer_start, column,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Halves of a head to their place: queries to `at`, keys and values to pages.
+
+    column: of the first half, in the slice
+    """
+    MIDDLE: tl.constexpr = HEAD_DIM // 2
+    if slice_index == 0:
+        tl.store(at, low, mask=inside)
+        tl.store(at + MIDDLE, high, mask=inside)
+    else:
+        block = (slot // BLOCK_TOKENS).to(tl.int64) * page_stride + layer_start
+        # Values follow the keys of the whole block.
+        token = slot % BLOCK_TOKENS + tl.where(slice_index == 2, BLOCK_TOKENS, 0)
+        where = storage_ptr + block + token * (KV_HEADS * HEAD_DIM) + column
+        tl.store(where, low, mask=inside & (slot >= 0))
+        tl.store(where + MIDDLE, high, mask=inside & (slot >= 0))

@@ -22,7 +22,8 @@ class TailLaunch:
     """How kernels that run anyway add h @ B to what they read of y."""
 
     tile_rows: int
-    """Rows of one adapter that are computed together: 1, or as many as a tile has."""
+    """Rows of one adapter that are computed together: 1, or as many as a tile has, at most: 16 that
+    share what is read of B, or a multiple of 16 that do so one after the other."""
     max_blocks: int = 1 << 16
     """Blocks that the product computes, from the first on: few where bytes or sums are dear."""
     narrow_blocks: int | None = None
@@ -30,32 +31,30 @@ class TailLaunch:
     folds_norm: bool = True
     """Without it o and down have a launch of their own, for tiles alone."""
     rotate_warps: int = 1
+    """For a row, as all that follows."""
     activate_n: int = 512
     """Outputs of a program."""
     activate_warps: int = 2
     norm_warps: int = 16
-    expand_n: int = 64
-    """Outputs of a program."""
-    expand_warps: int = 2
 
     def __post_init__(self) -> None:
+        assert self.tile_rows == 1 or self.tile_rows % 16 == 0, "matrix units have 16 rows"
         assert self.folds_norm or self.tile_rows > 1, "a row alone is added where it is normed"
 
 
 # On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_tail.py.
 _LEAST_ROWS = TailLaunch(tile_rows=1, max_blocks=4)
 _FEW_ROWS = TailLaunch(tile_rows=1, narrow_blocks=8)
-_SOME_ROWS = TailLaunch(
-    tile_rows=16, narrow_blocks=8, rotate_warps=4, activate_n=128, activate_warps=4
-)
-_MANY_ROWS = replace(_SOME_ROWS, max_blocks=8, narrow_blocks=None, folds_norm=False)
+_SOME_ROWS = TailLaunch(tile_rows=16, narrow_blocks=8)
+_MORE_ROWS = replace(_SOME_ROWS, max_blocks=8, narrow_blocks=None, folds_norm=False)
+_MOST_ROWS = replace(_MORE_ROWS, tile_rows=64)
 # The most rows of each.
-_LAUNCHES = ((4, _LEAST_ROWS), (16, _FEW_ROWS), (192, _SOME_ROWS))
+_LAUNCHES = ((4, _LEAST_ROWS), (16, _FEW_ROWS), (192, _SOME_ROWS), (384, _MORE_ROWS))
 
 
 def tail_launch(num_rows: int) -> TailLaunch:
     """For steps of up to num_rows rows."""
-    return next((launch for most, launch in _LAUNCHES if num_rows <= most), _MANY_ROWS)
+    return next((launch for most, launch in _LAUNCHES if num_rows <= most), _MOST_ROWS)
 
 
 @dataclass(frozen=True, slots=True)

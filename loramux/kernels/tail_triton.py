@@ -17,13 +17,18 @@ from loramux.kernels.short_floats_triton import SHORT_SCALE, lengthen, load_plan
 from loramux.kernels.tail_jit_triton import (
     activate_mul_kernel,
     add_norm_kernel,
-    expand_kernel,
     rotate_write_kernel,
 )
+from loramux.kernels.tail_rotate_triton import rotate_tiles_kernel
 from loramux.kernels.tail_tables import TailSite, TailStore
+from loramux.kernels.tail_tile_triton import activate_tiles_kernel, expand_kernel
 
 _COPY_BLOCK = 1024
 _MIN_DOT = 16
+# Outputs of a program that has a tile.
+_TILE_COLUMNS = 128
+# Of a thread that activates a tile: with more, fewer programs run at once.
+_ACTIVATE_REGISTERS = 128
 
 
 def copy_block(  # noqa: PLR0913
@@ -81,25 +86,16 @@ def expand(y: Tensor, lora: TailSite) -> Tensor:
     which stay
     """
     num_rows, size = y.shape[-2], lora.num_outputs
-    launch, tables = lora.launch, lora.tables
+    tables = lora.tables
     out = y[:, :size] if y.ndim == 2 else lora.pool.new_empty(num_rows, size)
-    block = max(_MIN_DOT, min(launch.expand_n, triton.next_power_of_2(size)))
-    expand_kernel[(triton.cdiv(size, block), lora.max_tiles(num_rows))](
-        y,
-        out,
-        lora.pool,
-        tables.records,
-        tables.work,
-        lora.record_start,
-        num_rows,
-        y.stride(-2),
-        out.stride(0),
+    options = _tile_options(lora, y, min(_TILE_COLUMNS, triton.next_power_of_2(size)))
+    num_columns = 8 * options["WARPS"] * options["J"]
+    expand_kernel[(triton.cdiv(size, num_columns), lora.max_tiles(num_rows))](
+        *(y, out, lora.pool, tables.records, tables.work, lora.record_start, num_rows),
+        *(y.stride(-2), out.stride(0)),
         SIZE=size,
-        BLOCK=block,
-        ROWS=launch.tile_rows,
-        EARLY_B=_reads_b_early(num_rows),
         PARTS=1 if y.ndim == 2 else len(y),
-        num_warps=launch.expand_warps,
+        **options,
         **overlap_options(y.device.type),
     )
     return out
@@ -111,29 +107,21 @@ def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: TailSite
     num_heads = lora.num_outputs // layout.head_dim
     num_queries = num_heads - 2 * layout.num_kv_heads
     norm, tables = rotation.head_norm, lora.tables
-    rotate_write_kernel[(num_heads, lora.max_tiles(num_rows))](
-        y,
-        rotation.cos,
-        rotation.sin,
-        target.storage,
-        target.slots,
-        None if norm is None else norm.weight,
-        lora.pool,
-        tables.records,
-        tables.work,
-        lora.record_start,
-        y.stride(0),
-        target.storage.stride(0),
+    half = max(_MIN_DOT, triton.next_power_of_2(layout.head_dim // 2))
+    kernel, options = rotate_write_kernel, {"HALF": half, "num_warps": lora.launch.rotate_warps}
+    if lora.launch.tile_rows > 1:
+        kernel, options = rotate_tiles_kernel, _tile_options(lora, y, half)
+    kernel[(num_heads, lora.max_tiles(num_rows))](
+        *(y, rotation.cos, rotation.sin, target.storage, target.slots),
+        *(None if norm is None else norm.weight, lora.pool, tables.records, tables.work),
+        *(lora.record_start, y.stride(0), target.storage.stride(0)),
         target.layer * 2 * layout.block_tokens * layout.num_kv_heads * layout.head_dim,
         0.0 if norm is None else norm.eps,
         NUM_QUERIES=num_queries,
         KV_HEADS=layout.num_kv_heads,
         HEAD_DIM=layout.head_dim,
         BLOCK_TOKENS=layout.block_tokens,
-        HALF=max(_MIN_DOT, triton.next_power_of_2(layout.head_dim // 2)),
-        ROWS=lora.launch.tile_rows,
-        EARLY_B=_reads_b_early(num_rows),
-        num_warps=lora.launch.rotate_warps,
+        **options,
         **overlap_options(y.device.type),
     )
     return y[:, : num_queries * layout.head_dim].view(num_rows, num_queries, layout.head_dim)
@@ -144,24 +132,35 @@ def activate_mul(y: Tensor, activation: str, lora: TailSite) -> Tensor:
     num_rows, inner = y.shape[0], lora.num_outputs // 2
     out = y.new_empty(num_rows, inner)
     tables = lora.tables
-    block = max(_MIN_DOT, min(lora.launch.activate_n, triton.next_power_of_2(inner)))
-    activate_mul_kernel[(triton.cdiv(inner, block), lora.max_tiles(num_rows))](
-        y,
-        out,
-        lora.pool,
-        tables.records,
-        tables.work,
-        lora.record_start,
-        y.stride(0),
+    block = min(lora.launch.activate_n, triton.next_power_of_2(inner))
+    kernel, options = activate_mul_kernel, {"BLOCK": block, "num_warps": lora.launch.activate_warps}
+    if lora.launch.tile_rows > 1:
+        options = _tile_options(lora, y, min(_TILE_COLUMNS, triton.next_power_of_2(inner)))
+        kernel, block = activate_tiles_kernel, 8 * options["WARPS"] * options["J"]
+        options["maxnreg"] = _ACTIVATE_REGISTERS
+    kernel[(triton.cdiv(inner, block), lora.max_tiles(num_rows))](
+        *(y, out, lora.pool, tables.records, tables.work, lora.record_start, y.stride(0)),
         INNER=inner,
         ACTIVATION=activation,
-        BLOCK=block,
-        ROWS=lora.launch.tile_rows,
-        EARLY_B=_reads_b_early(num_rows),
-        num_warps=lora.launch.activate_warps,
+        **options,
         **overlap_options(y.device.type),
     )
     return out
+
+
+def _tile_options(lora: TailSite, y: Tensor, num_columns: int) -> dict[str, int]:
+    """Of a launch whose programs have a tile and num_columns, a power of two, or more."""
+    num_columns = max(_MIN_DOT, num_columns)
+    # Of a lane: as many as it reads at once.
+    per_lane = min(num_columns // 8, 16 // y.itemsize)
+    num_warps = num_columns // (8 * per_lane)
+    return {
+        "WARPS": num_warps,
+        "J": per_lane,
+        "LOOPS": lora.launch.tile_rows > 16,
+        "EARLY_B": _reads_b_early(y.shape[-2]),
+        "num_warps": num_warps,
+    }
 
 
 def _reads_b_early(num_rows: int) -> bool:

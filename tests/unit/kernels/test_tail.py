@@ -19,11 +19,11 @@ from loramux.kernels.interface import PagedLayout  # noqa: E402
 from loramux.kernels.tail_tables import TailLaunch  # noqa: E402
 from tests.attention_factory import random_angles  # noqa: E402
 from tests.lora_factory import NUM_LAYERS, SITES, Selection, random_rows  # noqa: E402
-from tests.tail_factory import ROW, TILE, TailWorld, make_tail_world  # noqa: E402
+from tests.tail_factory import LONG_TILE, ROW, TILE, TailWorld, make_tail_world  # noqa: E402
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 QKV, O_PROJ, GATE_UP = range(3)
-LAUNCHES = {"rows": ROW, "tiles": TILE}
+LAUNCHES = {"rows": ROW, "tiles": TILE, "long tiles": LONG_TILE}
 LIMITS = {
     torch.float32: {"atol": 1e-4, "rtol": 1e-4},
     torch.float16: {"atol": 2e-2, "rtol": 2e-2},
@@ -49,6 +49,7 @@ MIXES: dict[str, tuple[list[dict[str, int]], list[Selection]]] = {
 }
 each_kernel = pytest.mark.parametrize("kernels", [tail_torch, tail_triton], ids=["torch", "triton"])
 each_launch = pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+each_tile = pytest.mark.parametrize("launch", [TILE, LONG_TILE], ids=["tiles", "long tiles"])
 each_mix = pytest.mark.parametrize("mix", MIXES)
 
 
@@ -120,14 +121,15 @@ def test_add_norm_of_parts(mix: str, launch: TailLaunch, kernels: ModuleType) ->
 
 
 @each_kernel
+@each_tile
 @each_mix
-def test_expand_of_parts(mix: str, kernels: ModuleType) -> None:
+def test_expand_of_parts(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
     """Every row is written, with an adapter or without, and none of the parts."""
-    world, rows = world_of(mix, TILE)
+    world, rows = world_of(mix, launch)
     x, _ = random_rows(len(rows), O_PROJ)
     y = world.parts(x, 0, O_PROJ, 2)
     before = y.clone()
-    actual = kernels.expand(y, world.at(0, O_PROJ, TILE))
+    actual = kernels.expand(y, world.at(0, O_PROJ, launch))
     expected = world.expected(x, rows, 0, O_PROJ)
     torch.testing.assert_close(actual, expected, **LIMITS[torch.float32])
     torch.testing.assert_close(y, before, rtol=0, atol=0, equal_nan=True)
@@ -146,7 +148,7 @@ def test_parts_in_float16_are_rounded_as_a_whole_product_is(launch: TailLaunch) 
     tail_triton.add_norm(parts.sum(0).half(), sums[1], norm, None, site)
     torch.testing.assert_close(sums[0], sums[1], **LIMITS[torch.float16])
     assert rows[-1] == () and torch.equal(sums[0, -1], sums[1, -1])
-    if launch is TILE:
+    if launch.tile_rows > 1:
         for kernels in (tail_triton, tail_torch):
             y = kernels.expand(parts, site)
             torch.testing.assert_close(y, sums[1], **LIMITS[torch.float16])
@@ -154,16 +156,17 @@ def test_parts_in_float16_are_rounded_as_a_whole_product_is(launch: TailLaunch) 
 
 
 @each_kernel
+@each_tile
 @each_mix
-def test_expand(mix: str, kernels: ModuleType) -> None:
+def test_expand(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
     """Catches programs of a tile's last rows that go on into the next tile, or beyond the step."""
-    world, rows = world_of(mix, TILE)
+    world, rows = world_of(mix, launch)
     x, _ = random_rows(len(rows), O_PROJ)
     size = sum(SITES[O_PROJ].out_features)
     y = world.product(x, 0, O_PROJ)
     room = torch.full((len(rows) + 16, y.shape[1]), 7.0)
     room[: len(rows)] = y
-    actual = kernels.expand(room[: len(rows)], world.at(0, O_PROJ, TILE))
+    actual = kernels.expand(room[: len(rows)], world.at(0, O_PROJ, launch))
     expected = world.expected(x, rows, 0, O_PROJ)
     torch.testing.assert_close(actual, expected, **LIMITS[torch.float32])
     assert actual.data_ptr() == room.data_ptr(), "in place"
