@@ -30,7 +30,7 @@ from benchmarks.bench_report import (
     numbers,
     start_report,
 )
-from benchmarks.decode_timing import StepTime, spread, time_decode
+from benchmarks.decode_timing import StepTime, between, spread, time_decode
 from benchmarks.lora_cases import CASES, RANK, Case
 from benchmarks.machine import describe_machine
 from benchmarks.random_adapters import RandomAdapters
@@ -129,7 +129,7 @@ class StepBench:
         self._out.add(grid_section(rows, self._limit))
 
     def run_cases(self) -> Table:
-        """The base is timed once for each number of rows."""
+        """The base is timed before and behind every case."""
         rows: Table = []
         bases: dict[int, StepTime] = {}
         for case in fitting(CASES, self.engine.scheduler.config.max_sequences):
@@ -139,9 +139,10 @@ class StepBench:
             order = [cids[number] for number in case.adapters().tolist()]
             lora = self._time(order, case.num_rows)
             self._adapters.forget(cids)
-            rows.append(
-                case_row(case, row_of(bases[case.num_rows], lora, self._limit, self._num_layers))
-            )
+            behind = self._time([], case.num_rows)
+            base = between(bases[case.num_rows], behind)
+            bases[case.num_rows] = behind
+            rows.append(case_row(case, row_of(base, lora, self._limit, self._num_layers)))
             print_line(rows[-1])
         return rows
 
@@ -211,7 +212,10 @@ def cases_section(rows: Table, peers: Table) -> Section:
         x=x,
         series={name: column(joined, name) for name in shown},
     )
-    note = "Engine: (step with LoRA - base step) / layers, in us. Peers: their kernels in a graph."
+    note = (
+        "Engine: (step with LoRA - base step) / layers, in us; the base before and behind each. "
+        "Peers: their kernels in a graph."
+    )
     return Section(
         title="LoRA in nine batches, rank 16", rows=joined, notes=(note,), panels=(panel,)
     )

@@ -6,7 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,16 @@ class StepTime:
     @property
     def tokens_per_s(self) -> float:
         return self.batch / self.step_s
+
+
+def between(one: StepTime, other: StepTime) -> StepTime:
+    """The mean of the same steps, timed twice: a card is slower when it is hot."""
+    graphs = [step.graph_s for step in (one, other) if step.graph_s is not None]
+    return replace(
+        one,
+        step_s=(one.step_s + other.step_s) / 2,
+        graph_s=sum(graphs) / len(graphs) if graphs else None,
+    )
 
 
 def time_decode(

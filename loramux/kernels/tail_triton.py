@@ -29,6 +29,8 @@ _MIN_DOT = 16
 _TILE_COLUMNS = 128
 # Of a thread that activates a tile: with more, fewer programs run at once.
 _ACTIVATE_REGISTERS = 128
+# Of a number that matrix units multiply; others are multiplied one by one, in more registers.
+_SHORT_BYTES = 2
 
 
 def copy_block(  # noqa: PLR0913
@@ -137,7 +139,8 @@ def activate_mul(y: Tensor, activation: str, lora: TailSite) -> Tensor:
     if lora.launch.tile_rows > 1:
         options = _tile_options(lora, y, min(_TILE_COLUMNS, triton.next_power_of_2(inner)))
         kernel, block = activate_tiles_kernel, 8 * options["WARPS"] * options["J"]
-        options["maxnreg"] = _ACTIVATE_REGISTERS
+        if y.itemsize == _SHORT_BYTES:
+            options["maxnreg"] = _ACTIVATE_REGISTERS
     kernel[(triton.cdiv(inner, block), lora.max_tiles(num_rows))](
         *(y, out, lora.pool, tables.records, tables.work, lora.record_start, y.stride(0)),
         INNER=inner,

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.decode_timing import StepTime, between
+
+COLD = StepTime(batch=4, step_s=1.0, graph_s=0.8, context=64.0, prompt_tokens_per_s=9.0)
+
+
+def test_between_two_times_lies_their_mean() -> None:
+    found = between(COLD, replace(COLD, step_s=2.0, graph_s=1.2))
+    assert found.step_s == 1.5 and found.tokens_per_s == pytest.approx(4 / 1.5)
+    assert found.graph_s == pytest.approx(1.0) and found.batch == 4
+
+
+def test_without_graphs_there_is_none_between() -> None:
+    alone = replace(COLD, graph_s=None)
+    assert between(alone, alone).graph_s is None
