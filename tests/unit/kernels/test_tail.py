@@ -49,6 +49,8 @@ MIXES: dict[str, tuple[list[dict[str, int]], list[Selection]]] = {
 }
 each_kernel = pytest.mark.parametrize("kernels", [tail_torch, tail_triton], ids=["torch", "triton"])
 each_launch = pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+# A norm takes a row at a time, however long tiles are.
+each_norm = pytest.mark.parametrize("launch", [ROW, TILE], ids=["rows", "tiles"])
 each_tile = pytest.mark.parametrize("launch", [TILE, LONG_TILE], ids=["tiles", "long tiles"])
 each_mix = pytest.mark.parametrize("mix", MIXES)
 
@@ -84,7 +86,7 @@ def test_a_block_is_an_adapters_group_and_zero_where_it_has_none(
 
 
 @each_kernel
-@each_launch
+@each_norm
 @each_mix
 def test_add_norm(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
     world, rows = world_of(mix, launch)
@@ -104,7 +106,7 @@ def test_add_norm(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
 
 
 @each_kernel
-@each_launch
+@each_norm
 @each_mix
 def test_add_norm_of_parts(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
     world, rows = world_of(mix, launch)
