@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable
@@ -18,6 +20,7 @@ OUTPUT_TOKEN_COST = 2.0
 MAX_ADAPTER_LEAD = 8192.0
 MAX_TENANT_LEAD = 128.0
 MAX_REMEMBERED = 1024
+_FEW = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +33,8 @@ class Account:
     num_running: int = 0
     num_kept: int = 0
     """Places of it that nobody takes."""
+    is_open: bool = True
+    """Something of it waits or runs."""
 
     @property
     def has_to_give(self) -> bool:
@@ -47,12 +52,47 @@ class Account:
         return self.num_running == 0 or 2 * mine <= (other.num_running - 1) / other.weight
 
 
+class _Lowest:
+    """Which of many accounts has had least. Counters only grow, so an old one is a lower bound."""
+
+    def __init__(self) -> None:
+        # Each account once, with a counter that it had.
+        self._heap: list[tuple[float, int, Account]] = []
+        self._number = itertools.count()
+
+    def add(self, account: Account, num_open: int) -> None:
+        # The closed are left where they are, until they are as many as the others.
+        if len(self._heap) > 2 * num_open + _FEW:
+            self._heap = [entry for entry in self._heap if entry[2].is_open]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (account.counter, next(self._number), account))
+
+    def counter(self, other_than: Account) -> float | None:
+        """The lowest counter of an open account; None: there is no other."""
+        own = None
+        found = None
+        while self._heap and found is None:
+            counter, number, account = self._heap[0]
+            if not account.is_open:
+                heapq.heappop(self._heap)
+            elif account is other_than:
+                own = heapq.heappop(self._heap)
+            elif counter < account.counter:
+                heapq.heapreplace(self._heap, (account.counter, number, account))
+            else:
+                found = counter
+        if own is not None:
+            heapq.heappush(self._heap, own)
+        return found
+
+
 class Ledger:
     """The accounts of one level. Those of whom nothing waits or runs are kept in small number."""
 
     def __init__(self, num_kept: int = 0) -> None:
         self._num_kept = num_kept
         self._open: dict[Hashable, Account] = {}
+        self._lowest = _Lowest()
         # Counters of the absent who had more than others, the longest absent first.
         self._remembered: OrderedDict[Hashable, float] = OrderedDict()
         self._last_counter = 0.0
@@ -64,9 +104,10 @@ class Ledger:
             account = self._open[key] = Account(
                 self._remembered.pop(key, 0.0), num_kept=self._num_kept
             )
+            self._lowest.add(account, len(self._open))
         if account.num_waiting == 0:
-            others = [other.counter for other in self._open.values() if other is not account]
-            account.counter = max(account.counter, min(others, default=self._last_counter))
+            least = self._lowest.counter(account)
+            account.counter = max(account.counter, self._last_counter if least is None else least)
         account.weight = weight
         account.num_waiting += 1
         return account
@@ -77,9 +118,10 @@ class Ledger:
         if account.num_waiting or account.num_running:
             return False
         del self._open[key]
+        account.is_open = False
         self._last_counter = account.counter
-        least = min([other.counter for other in self._open.values()], default=account.counter)
-        if account.counter > least:
+        least = self._lowest.counter(account)
+        if least is not None and account.counter > least:
             self._remembered[key] = account.counter
             if len(self._remembered) > MAX_REMEMBERED:
                 self._remembered.popitem(last=False)
@@ -91,6 +133,7 @@ class Ledger:
             counts = (account.num_waiting, account.num_running)
             assert counts == (waiting[key], running[key]), f"{key} has {counts}"
         assert len(self._remembered) <= MAX_REMEMBERED
+        assert all(account.is_open for account in self._open.values()), "closed, and yet there"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

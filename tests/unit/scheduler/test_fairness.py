@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loramux.scheduler.fairness import (
     MAX_REMEMBERED,
@@ -65,6 +67,51 @@ def test_in_an_empty_system_the_last_who_left_sets_the_level() -> None:
     account.counter, account.num_waiting = 900.0, 0
     ledger.settle("a")
     assert ledger.arrive("b", 1.0).counter == 900.0
+
+
+actions = st.lists(
+    st.tuples(st.sampled_from(["arrive", "charge", "leave"]), st.integers(0, 7), st.floats(0, 9)),
+    max_size=200,
+)
+
+
+@given(actions)
+def test_whoever_arrives_finds_the_least_of_all_others(
+    taken: list[tuple[str, int, float]],
+) -> None:
+    """Beside a ledger that looks at all of them."""
+    ledger = Ledger()
+    there: dict[int, Account] = {}
+    last, debts = 0.0, {}
+    for action, key, cost in taken:
+        account = there.get(key)
+        others = [other.counter for name, other in there.items() if name != key]
+        if action == "arrive":
+            counter = account.counter if account else debts.pop(key, 0.0)
+            if account is None or account.num_waiting == 0:
+                counter = max(counter, min(others, default=last))
+            there[key] = ledger.arrive(key, 1.0)
+            assert there[key].counter == counter
+        elif account is not None and action == "charge":
+            account.counter += cost
+        elif account is not None:
+            account.num_waiting -= 1
+            if ledger.settle(key):
+                last = account.counter
+                if last > min(others, default=last):
+                    debts[key] = last
+                del there[key]
+
+
+def test_the_closed_do_not_pile_up() -> None:
+    """Behind one who has had least, and stays."""
+    ledger = Ledger()
+    ledger.arrive("stays", 1.0)
+    for number in range(1000):
+        account = ledger.arrive(number, 1.0)
+        account.counter, account.num_waiting = 5.0, 0
+        ledger.settle(number)
+    assert len(ledger._lowest._heap) < 100
 
 
 def test_the_absent_are_remembered_in_bounded_number() -> None:
