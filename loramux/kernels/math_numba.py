@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,22 +11,14 @@ from numba import config, float32, njit, set_num_threads, types
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
-
-def _can_cache() -> bool:
-    """Is there a folder to keep compiled code in, beside the sources or in the user's home?"""
-    try:
-        njit(cache=True)(lambda: None)
-    except RuntimeError:
-        return False
-    return True
-
+from loramux.kernels.cache_numba import can_cache
 
 OPTIONS: dict[str, Any] = {
     # So that loops become vector code: sums in any order, and no check of divisors. NaN is kept.
     "fastmath": {"reassoc", "contract", "nsz", "arcp"},
     "error_model": "numpy",
     "nogil": True,
-    "cache": _can_cache(),
+    "cache": can_cache(Path(__file__).parent),
 }
 
 # For what has one value an element: in the order that is written. Numba puts a copy of a function
