@@ -102,13 +102,10 @@ def cell(value: object) -> str:
         return str(value)
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    return (
-        f"{value:.1f}"
-        if abs(value) >= 100
-        else f"{value:.2f}"
-        if abs(value) >= 10
-        else f"{value:.3f}"
-    )
+    if 0 < abs(value) < 0.001:
+        return f"{value:.1e}"
+    num_digits = 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3
+    return f"{value:.{num_digits}f}"
 
 
 def draw(record_file: Path) -> Path | None:

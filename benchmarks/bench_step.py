@@ -30,7 +30,7 @@ from benchmarks.bench_report import (
     numbers,
     start_report,
 )
-from benchmarks.decode_timing import StepTime, between, spread, time_decode
+from benchmarks.decode_timing import WARM_STEPS, StepTime, between, spread, time_decode
 from benchmarks.lora_cases import CASES, RANK, Case
 from benchmarks.machine import describe_machine
 from benchmarks.random_adapters import RandomAdapters
@@ -52,6 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--sites", type=names(("qkvo", "all")), default=["all"])
     parser.add_argument("--context", type=int, help="tokens of each sequence")
     parser.add_argument("--steps", type=int, help="that are timed")
+    parser.add_argument("--warm", type=int, default=WARM_STEPS, help="steps before those")
     parser.add_argument("--cases", action="store_true", help="nine batches instead of the above")
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help="with --cases, on a GPU")
     parser.add_argument("--transformers", action="store_true", help="time `generate` as well")
@@ -95,6 +96,7 @@ def row_of(base: StepTime, lora: StepTime, limit: Roofline, num_layers: int) -> 
         "base / roofline": base.tokens_per_s / roofline,
         "LoRA us a layer": 1e6 * (lora.step_s - base.step_s) / num_layers,
         "in the graph": None if added_s is None else 1e6 * added_s / num_layers,
+        "base last / first": base.drift,
     }
 
 
@@ -156,6 +158,7 @@ class StepBench:
             spread(cids, batch),
             context=arguments.context,
             num_steps=arguments.steps,
+            num_warm=arguments.warm,
         )
 
 

@@ -18,7 +18,7 @@ from loramux.lora.graph_work import LoraKind
 from loramux.types import Selection
 
 # Steps between the last prompt and the clock: graphs and caches are warm then.
-_WARM_STEPS = 4
+WARM_STEPS = 4
 _NUM_REPLAYS = 10
 
 
@@ -32,6 +32,8 @@ class StepTime:
     context: float
     """Mean tokens of a sequence in the steps that were timed."""
     prompt_tokens_per_s: float
+    drift: float = 1.0
+    """Steps of the last quarter by those of the first: below 1 where prompts left the card hot."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -49,26 +51,33 @@ def between(one: StepTime, other: StepTime) -> StepTime:
 
 
 def time_decode(
-    engine: Engine, selections: Sequence[Selection], *, context: int, num_steps: int
+    engine: Engine,
+    selections: Sequence[Selection],
+    *,
+    context: int,
+    num_steps: int,
+    num_warm: int = WARM_STEPS,
 ) -> StepTime:
     """One sequence for each selection, `context` tokens long in the middle of what is timed."""
     batch = len(selections)
-    num_prompt = _prompt_length(engine, batch, context, num_steps)
+    num_prompt = _prompt_length(engine, batch, context, num_warm + num_steps // 2)
     began = time.perf_counter()
     _add(engine, selections, num_prompt, _room(engine, num_prompt))
     tokens: Counter[str] = Counter()
     while len(tokens) < batch:
         _step(engine, tokens)
     prompt_s = time.perf_counter() - began
-    for _ in range(_WARM_STEPS):
+    for _ in range(num_warm):
         _step(engine, tokens)
     # No waiting for the device at either end: what is still under way at one is so at the other.
     before = tokens.total()
+    times = [0.0] * (num_steps + 1)
     with FullCollections():  # As a server does.
-        began = time.perf_counter()
-        for _ in range(num_steps):
+        times[0] = time.perf_counter()
+        for number in range(num_steps):
             _step(engine, tokens)
-        seconds = time.perf_counter() - began
+            times[number + 1] = time.perf_counter()
+    seconds = times[-1] - times[0]
     num_tokens = tokens.total() - before
     graph_s = graph_seconds(engine, batch, has_lora=any(selections))
     for number in range(batch):
@@ -81,7 +90,14 @@ def time_decode(
         graph_s=graph_s,
         context=num_prompt + (before + num_tokens / 2) / batch,
         prompt_tokens_per_s=batch * num_prompt / prompt_s,
+        drift=drift_of(times),
     )
+
+
+def drift_of(times: Sequence[float]) -> float:
+    """By when each step ended, the first number being when they began."""
+    quarter = max(1, (len(times) - 1) // 4)
+    return (times[-1] - times[-1 - quarter]) / (times[quarter] - times[0])
 
 
 def graph_seconds(engine: Engine, batch: int, *, has_lora: bool) -> float | None:
@@ -112,7 +128,7 @@ def spread(cids: Sequence[str], batch: int) -> list[Selection]:
 def _prompt_length(engine: Engine, batch: int, context: int, num_steps: int) -> int:
     """Those whose prompt comes first have made some tokens when the last one's is computed."""
     num_prompt_steps = batch * context // engine.scheduler.config.max_batch_tokens
-    return max(1, context - _WARM_STEPS - num_steps // 2 - num_prompt_steps // 2)
+    return max(1, context - num_steps - num_prompt_steps // 2)
 
 
 def _room(engine: Engine, num_prompt: int) -> int:

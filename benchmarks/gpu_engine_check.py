@@ -1,14 +1,14 @@
-"""The whole engine on one GPU: its tokens and logits against the reference's.
+"""The whole engine on one device: its tokens and logits against the reference's.
 
-    python3 -m benchmarks.gpu_engine_check [--parts tokens,logits,large] [--model PATH]
+    python -m benchmarks.gpu_engine_check [--parts tokens,logits,large] [--model PATH]
 
 tokens   greedy answers in float32, a small model
 logits   of the small model, in float32 and bfloat16
 large    the same on the shapes of Llama-3.1-8B
 --model  the same on trained weights: SmolLM2-135M-Instruct, with the adapters of examples/
 
-Else random weights, made on the device, and adapters as PEFT folders. Needs an NVIDIA GPU. How fast
-it is: benchmarks/bench_step.py.
+Else random weights, made on the device, and adapters as PEFT folders. Meant for an NVIDIA GPU; on a
+CPU it checks the kernels of a CPU. How fast it is: benchmarks/bench_step.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.bench_report import Section, add_output_options, draw, names, start_report
+from benchmarks.machine import describe_machine
 from benchmarks.random_model import SHAPES, random_model
+from benchmarks.report import Table
 from loramux.config import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.engine import Engine
@@ -44,6 +47,10 @@ TEXT = (
     "France is Paris; that of Italy is Rome. A step of the engine computes the next token of every "
     "running request, whatever adapter it names, and the answer does not depend on the others."
 )
+# Columns of the tables.
+DIFFER = "requests that differ"
+RELATIVE = "relative error"
+TRAINED = "trained weights of SmolLM2-135M"
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -53,20 +60,25 @@ class Scale:
     weight_std: float
     adapter_std: float
     pool_bytes: int
+    device: str = "cuda"
+
+    def model(self, dtype: torch.dtype) -> LoadedModel:
+        return random_model(self.shape, dtype, std=self.weight_std, device=self.device)
 
 
 SMALL = Scale(SHAPES["small"], 0.08, 0.05, 96 * 2**20)
 LARGE = Scale(SHAPES["llama-3.1-8b"], 0.02, 0.01, 8 * 2**30)
 
 
-def write_adapter(folder: Path, model: LoadedModel, rank: int, *, seed: int, std: float) -> Path:
-    generator = torch.Generator("cuda").manual_seed(seed)
+def write_adapter(folder: Path, model: LoadedModel, rank: int, scale: Scale) -> Path:
+    generator = torch.Generator(scale.device).manual_seed(rank)
     tensors = {}
     for target in base_info(model.config, model.name).targets:
         shapes = {"A": (rank, target.in_features), "B": (target.out_features, rank)}
         for side, shape in shapes.items():
-            noise = torch.randn(shape, device="cuda", generator=generator) * std
-            tensors[f"base_model.model.{target.path}.lora_{side}.weight"] = noise.bfloat16().cpu()
+            noise = torch.randn(shape, device=scale.device, generator=generator)
+            weight = (noise * scale.adapter_std).bfloat16().cpu()
+            tensors[f"base_model.model.{target.path}.lora_{side}.weight"] = weight
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = {
@@ -119,29 +131,25 @@ def run_all(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]
 
 
 def random_engine(
-    folders: Sequence[Path], dtype: str, *, reference: bool, scale: Scale = SMALL, **settings: Any
+    folders: Sequence[Path], dtype: str, *, reference: bool, scale: Scale, **settings: Any
 ) -> Engine:
     config = EngineConfig(
-        device="cuda",
+        device=scale.device,
         dtype=dtype,
         device_memory_bytes=scale.pool_bytes,
         reference_kernels=reference,
         max_sequences=32,
         **settings,
     )
-    model = random_model(scale.shape, getattr(torch, dtype), std=scale.weight_std)
-    engine = build_engine(model, config)
+    engine = build_engine(scale.model(getattr(torch, dtype)), config)
     for folder in folders:
         engine.register_adapter(folder)
     return engine
 
 
 def write_adapters(folder: Path, scale: Scale) -> list[Path]:
-    model = random_model(scale.shape, torch.bfloat16, std=scale.weight_std)
-    return [
-        write_adapter(folder / f"r{rank}", model, rank, seed=rank, std=scale.adapter_std)
-        for rank in RANKS
-    ]
+    model = scale.model(torch.bfloat16)
+    return [write_adapter(folder / f"r{rank}", model, rank, scale) for rank in RANKS]
 
 
 def answer_all(engine: Engine, count: int, name: str) -> dict[str, list[int]]:
@@ -157,30 +165,38 @@ def answer_all(engine: Engine, count: int, name: str) -> dict[str, list[int]]:
     return answers
 
 
-def compare(expected: dict[str, list[int]], found: dict[str, list[int]], name: str) -> None:
+def compare(
+    expected: dict[str, list[int]], found: dict[str, list[int]], name: str
+) -> dict[str, object]:
     wrong = [one for one in expected if expected[one] != found[one]]
     num_tokens = sum(len(tokens) for tokens in expected.values())
-    print(f"tokens, {name}: {len(wrong)} of {len(expected)} requests differ ({num_tokens} tokens)")
     for one in wrong[:5]:
         pairs = zip(expected[one], found[one], strict=False)
         first = next(i for i, (a, b) in enumerate(pairs) if a != b)
-        print(f"  {one}: token {first} of {len(expected[one])}", flush=True)
+        print(f"  {name}, {one}: token {first} of {len(expected[one])} differs", flush=True)
+    return {"engine": name, "requests": len(expected), "tokens": num_tokens, DIFFER: len(wrong)}
 
 
-def check_tokens(folders: Sequence[Path], count: int = 200) -> None:
+def check_tokens(folders: Sequence[Path], scale: Scale, count: int) -> Section:
     # Products of few rows too, which float32 leaves to torch else.
     products.FEW_ROWS_DTYPES.add(torch.float32)
-    reference = random_engine(folders, "float32", reference=True)
+    reference = random_engine(folders, "float32", reference=True, scale=scale)
     expected = answer_all(reference, count, "reference")
     # Nothing is cached, so that the second time computes as much as the first.
-    engine = random_engine(folders, "float32", reference=False, prefix_cache=False)
-    compare(expected, answer_all(engine, count, "engine"), "all adapters on the device")
-    with little_memory():
-        found = answer_all(engine, count, "little memory")
-    runner: Any = engine.runner
-    compare(expected, found, f"little memory, steps of up to {runner._max_rows} rows")
-    churn = random_engine(folders, "float32", reference=False, max_active_adapters=2)
-    compare(expected, answer_all(churn, count, "two places"), "two adapters on the device")
+    engine = random_engine(folders, "float32", reference=False, scale=scale, prefix_cache=False)
+    found = answer_all(engine, count, "engine")
+    rows = [compare(expected, found, "all adapters on the device")]
+    if scale.device == "cuda":
+        with little_memory():
+            found = answer_all(engine, count, "little memory")
+        runner: Any = engine.runner
+        name = f"little memory, steps of up to {runner._max_rows} rows"
+        rows.append(compare(expected, found, name))
+    churn = random_engine(folders, "float32", reference=False, scale=scale, max_active_adapters=2)
+    found = answer_all(churn, count, "two places")
+    rows.append(compare(expected, found, "two adapters on the device"))
+    note = "Greedy answers in float32, against the torch reference on the same device."
+    return Section(title="Tokens", rows=rows, notes=(note,))
 
 
 @contextmanager
@@ -208,8 +224,8 @@ Prompts = list[tuple[list[int], Selection]]
 
 
 def compare_logits(
-    engines: Callable[[str, bool], Engine], prompts: Callable[[Engine], Prompts]
-) -> None:
+    name: str, engines: Callable[[str, bool], Engine], prompts: Callable[[Engine], Prompts]
+) -> Section:
     """engines(dtype, reference) one after the other; the first is what the others should be."""
     logits = []
     for dtype, reference in KINDS:
@@ -218,14 +234,18 @@ def compare_logits(
         engine.close()
         del engine
         gc.collect()
-        torch.cuda.empty_cache()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    rows: Table = []
     for (dtype, reference), other in zip(KINDS[1:], logits[1:], strict=True):
-        error = (other - logits[0]).norm() / logits[0].norm()
-        name = f"{'reference' if reference else 'engine'} in {dtype}"
-        print(f"logits: {name} against the reference in float32: {error:.2e}", flush=True)
+        error = float((other - logits[0]).norm() / logits[0].norm())
+        kind = f"{'reference' if reference else 'engine'} in {dtype}"
+        rows.append({"logits": kind, RELATIVE: error})
+    note = "Relative: norm of the difference to the torch reference in float32, through its norm."
+    return Section(title=f"Logits, {name}", rows=rows, notes=(note,))
 
 
-def check_logits(folders: Sequence[Path], scale: Scale = SMALL) -> None:
+def check_logits(name: str, folders: Sequence[Path], scale: Scale) -> Section:
     chance = random.Random(1)
     lists = [[chance.randrange(1024) for _ in range(length)] for length in (1, 17, 64, 150, 200)]
 
@@ -233,18 +253,18 @@ def check_logits(folders: Sequence[Path], scale: Scale = SMALL) -> None:
         cids = [known.cid for known in engine.catalog.known()]
         return list(zip(lists, [(), *(((cid, 1.0),) for cid in cids[1:])], strict=True))
 
-    compare_logits(
-        lambda dtype, reference: random_engine(folders, dtype, reference=reference, scale=scale),
-        prompts,
-    )
+    def engines(dtype: str, reference: bool) -> Engine:
+        return random_engine(folders, dtype, reference=reference, scale=scale)
+
+    return compare_logits(name, engines, prompts)
 
 
-def check_trained(path: Path, folders: Sequence[Path]) -> None:
+def check_trained(path: Path, folders: Sequence[Path], device: str) -> Section:
     tokens: list[int] = []
 
     def engines(dtype: str, reference: bool) -> Engine:
         config = EngineConfig(
-            device="cuda", dtype=dtype, device_memory_bytes=2**30, reference_kernels=reference
+            device=device, dtype=dtype, device_memory_bytes=2**30, reference_kernels=reference
         )
         model = load_base(path, config)
         tokens[:] = Tokenizer(model.tokenizer_folder).encode(TEXT)
@@ -258,26 +278,42 @@ def check_trained(path: Path, folders: Sequence[Path]) -> None:
         selections: list[Selection] = [(), *(((cid, 1.0),) for cid in cids)]
         return [(tokens, selection) for selection in selections]
 
-    compare_logits(engines, prompts)
+    return compare_logits(TRAINED, engines, prompts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default="tokens,logits")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parts = ("tokens", "logits", "large", "none")
+    parser.add_argument("--parts", type=names(parts), default=["tokens", "logits"])
     parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct, GGUF or folder")
+    parser.add_argument("--requests", type=int, default=200, help="of tokens")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
+    add_output_options(parser)
     arguments = parser.parse_args()
+    if arguments.plot_from is not None:
+        draw(arguments.plot_from)
+        return
+    device = arguments.device
+    out = start_report("check", arguments, describe_machine("float32, bfloat16", device))
     if arguments.model is not None:
-        check_trained(arguments.model, sorted(Path("examples/adapters").glob("*/")))
-    parts = arguments.parts.split(",")
+        examples = sorted(Path("examples/adapters").glob("*/"))
+        out.add(check_trained(arguments.model, examples, device))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        small = write_adapters(folder / "small", SMALL)
-        if "logits" in parts:
-            check_logits(small)
-        if "large" in parts:
-            check_logits(write_adapters(folder / "large", LARGE), LARGE)
-        if "tokens" in parts:
-            check_tokens(small)
+        scale = replace(SMALL, device=device)
+        small = write_adapters(folder / "small", scale)
+        if "logits" in arguments.parts:
+            out.add(check_logits("small random model", small, scale))
+        if "large" in arguments.parts:
+            scale = replace(LARGE, device=device)
+            large = write_adapters(folder / "large", scale)
+            out.add(check_logits("random weights of Llama-3.1-8B's shapes", large, scale))
+        if "tokens" in arguments.parts:
+            out.add(check_tokens(small, replace(SMALL, device=device), arguments.requests))
+    out.finish()
 
 
 if __name__ == "__main__":

@@ -52,6 +52,12 @@ def trace(context: typer.Context) -> None:
 
 
 @app.command(context_settings=PASS_THROUGH)
+def goals(context: typer.Context) -> None:
+    """All that the GPU engine is meant to reach: what was measured, the goal, does it hold."""
+    raise typer.Exit(run_benchmark(BENCHMARKS / "bench_goals.py", context.args))
+
+
+@app.command(context_settings=PASS_THROUGH)
 def plot(context: typer.Context) -> None:
     """Draw the JSON file of a benchmark that ran elsewhere."""
     raise typer.Exit(run_benchmark(BENCHMARKS / "plots.py", context.args))

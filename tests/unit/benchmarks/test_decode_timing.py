@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.decode_timing import StepTime, between
+from benchmarks.decode_timing import StepTime, between, drift_of
 
 COLD = StepTime(batch=4, step_s=1.0, graph_s=0.8, context=64.0, prompt_tokens_per_s=9.0)
 
@@ -18,3 +18,8 @@ def test_between_two_times_lies_their_mean() -> None:
 def test_without_graphs_there_is_none_between() -> None:
     alone = replace(COLD, graph_s=None)
     assert between(alone, alone).graph_s is None
+
+
+def test_drift_compares_the_last_quarter_with_the_first() -> None:
+    assert drift_of([0.0, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0]) == 0.5
+    assert drift_of([5.0, 6.0]) == 1.0

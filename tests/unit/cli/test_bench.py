@@ -38,6 +38,7 @@ def test_a_benchmark_finds_the_others_as_a_package(tmp_path: Path) -> None:
         ("kernels", "bench_kernels.py"),
         ("step", "bench_step.py"),
         ("trace", "bench_trace.py"),
+        ("goals", "bench_goals.py"),
         ("plot", "plots.py"),
     ],
 )

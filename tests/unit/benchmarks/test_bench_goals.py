@@ -1,0 +1,139 @@
+"""`loramux bench goals`: the real programs on a tiny engine, and what becomes of their figures."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import bench_goals, bench_step
+from benchmarks.bench_goals import PARTS, Figure, case_figures, load_figures, trace_figures
+from benchmarks.lora_cases import Case
+
+CPU = "--device cpu"
+TINY = f"{CPU} --model small --layers 1 --device-memory 64"
+TRACE = f"{TINY} --requests 6 --tokens 2,4 --max-sequences 4"
+SMALLER = {
+    "check": f"{CPU} --requests 3",
+    "step": f"{TINY} --batches 1,2 --context 12 --steps 2 --ranks 2 --generate 2,5,3",
+    "cases": f"{TINY} --max-sequences 4 --context 4 --steps 1",
+    "trace": f"{TRACE} --many 3",
+    "registered": f"{TRACE} --registered 2,4,6",
+    "loads": f"{TINY} --loads 2 --load-rates 1 --round-s 0.1 --streams 2 --stream-prompt 3",
+    "base": f"{TRACE} --many 2",
+}
+
+
+def run_goals(arguments: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
+    words = ["bench_goals", *arguments, "--out", str(folder), "--name", "found"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as stopped:
+        bench_goals.main()
+    return int(stopped.value.code or 0)
+
+
+def sections_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    record = json.loads((folder / "found.json").read_text())
+    return {section["title"]: section["rows"] for section in record["sections"]}
+
+
+def run_here(name: str, words: list[str], *, out: Path, file_name: str, limit_s: float) -> str:
+    """In this process: seven others would import torch seven times."""
+    program = importlib.import_module(f"benchmarks.{PARTS[name].program}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *words, "--out", str(out), "--name", file_name])
+        program.main()
+    return ""
+
+
+def test_every_part_has_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_goals, "run_part", run_here)
+    cases = [Case(1, "qkvo", "identical", 6), Case(4, "all", "distinct", 1e9)]
+    monkeypatch.setattr(bench_step, "CASES", cases)
+    extra = [f"--with={name}={words}" for name, words in SMALLER.items()]
+    assert run_goals(extra, monkeypatch, tmp_path) == 0
+    found = sections_of(tmp_path)
+    assert {name: len(rows) for name, rows in found.items()} == {
+        # Tokens two ways, logits in two dtypes; two batches, transformers; by tokens and requests.
+        **{"check": 4, "step": 3, "cases": 2, "trace": 4, "registered": 2, "loads": 6, "base": 1}
+    }
+    assert all(row["measured"] is not None for rows in found.values() for row in rows)
+    answers = [row for row in found["check"] if "differ" in row["figure"]]
+    assert [row["holds"] for row in answers] == ["yes", "yes"]
+    assert found["cases"][1]["holds"] == "yes"
+    for name in SMALLER:
+        assert (tmp_path / f"found-{name}.md").is_file()
+
+
+def test_a_part_that_fails_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["--parts", "cases", "--with", "cases=--nonsense"]
+    assert run_goals(wrong, monkeypatch, tmp_path) == 1
+    (row,) = sections_of(tmp_path)["cases"]
+    assert "status 2" in row["figure"] and row["holds"] == "no"
+    assert "0 of 1 hold" in capsys.readouterr().out
+
+
+def test_a_part_has_so_much_time_and_then_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--parts", "step,trace", "--limit", "0.01"]
+    assert run_goals(arguments, monkeypatch, tmp_path) == 1
+    found = sections_of(tmp_path)
+    assert list(found) == ["step", "trace"]
+    assert all("within 0.01 s" in rows[0]["figure"] for rows in found.values())
+
+
+def test_arguments_for_a_part_that_does_not_exist_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_goals", "--with", "steps=--steps 9"])
+    with pytest.raises(SystemExit, match="steps: no such part; there are check, step"):
+        bench_goals.main()
+
+
+def test_a_goal_is_the_least_or_the_most() -> None:
+    assert Figure("speed", 0.95, 0.95).holds and not Figure("speed", 0.949, 0.95).holds
+    assert Figure("time", 6, 6, is_most=True).holds and not Figure("time", 6.1, 6, True).holds
+    assert Figure("time", 6.1, 6, True).row() == {
+        **{"figure": "time", "measured": 6.1, "goal": "<= 6", "holds": "no"}
+    }
+
+
+def test_a_case_is_compared_with_the_best_peer() -> None:
+    row = {"rows": 1, "sites": "all", "adapters": 1, "LoRA us a layer": 5.0, "goal us": 12}
+    peers = {
+        "ours, kernels added": 1.0,
+        "vllm added": 20.0,
+        "sglang added": 10.0,
+        "old added": None,
+    }
+    own, best = case_figures([{"rows": [{**row, **peers}]}])
+    assert own.value == 5.0 and own.is_most and best.value == 0.5
+    assert len(case_figures([{"rows": [row]}])) == 1
+
+
+def test_the_trace_of_many_has_a_goal_of_its_own() -> None:
+    rows = [
+        {"run": "base 1", "/ base-only": 1.0, "requests / base-only": 1.0},
+        {"run": "LoRA 1", "/ base-only": 0.9, "requests / base-only": 0.96},
+    ]
+    sections = [{"title": title, "rows": rows} for title in ("S-LoRA trace: 9", "8 adapters")]
+    assert [figure.holds for figure in trace_figures(sections)] == [True, True, False, True]
+
+
+def test_loads_count_while_idle_and_streams_at_one_a_second() -> None:
+    times = {"schedulable P50 ms": 1.0, "schedulable P99 ms": 4.0, "P99 / without loads": 1.2}
+    engines = ("idle", "32 streams, 0 loads/s", "32 streams, 1 loads/s", "32 streams, 20 loads/s")
+    rows = [{"MB": 27.3, "engine": engine, **times} for engine in engines]
+    found = load_figures([{"rows": rows}])
+    assert [figure.name for figure in found] == [
+        *("27 MB, idle, P50 ms", "27 MB, idle, P99 ms"),
+        "27 MB, 32 streams, 1 loads/s, inter-token P99 / without loads",
+    ]
+    assert [figure.holds for figure in found] == [True, False, False]
