@@ -76,6 +76,14 @@ def test_without_numbas_locators_nothing_is_kept(
     assert not can_cache(tmp_path)
 
 
+def test_kernels_are_compiled_each_time_where_nothing_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container whose file system is read-only must still start."""
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    assert not can_cache(tmp_path)
+
+
 def test_names_and_contents_count(tmp_path: Path) -> None:
     found = {stamp_of(tmp_path)}
     for name, text in [("a_numba.py", "x"), ("a_numba.py", "y"), ("b_numba.py", ""), ("c.py", "")]:

@@ -39,14 +39,6 @@ def test_kernels_use_as_many_threads_as_torch() -> None:
     math_numba.use_threads(torch.get_num_threads())
 
 
-def test_kernels_are_compiled_each_time_where_nothing_can_be_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A container whose file system is read-only must still start."""
-    monkeypatch.setattr(numba.core.caching.CacheImpl, "_locator_classes", [])
-    assert not math_numba._can_cache()
-
-
 @numba.njit(parallel=True)
 def _take_all(counter: np.ndarray, owners: np.ndarray) -> None:
     address = counter.ctypes.data
