@@ -163,6 +163,15 @@ PARTS = {
 }
 
 
+def part_words(text: str) -> tuple[str, list[str]]:
+    """An argument such as 'step=--steps 128'."""
+    name, sign, words = text.partition("=")
+    if not sign or name not in PARTS:
+        parts = ", ".join(PARTS)
+        raise argparse.ArgumentTypeError(f"{text!r} is not PART=ARGUMENTS; parts are {parts}")
+    return name, shlex.split(words)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bench goals", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -174,6 +183,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--with",
         dest="extra",
+        type=part_words,
         action="append",
         default=[],
         metavar="PART=ARGUMENTS",
@@ -186,17 +196,14 @@ def make_parser() -> argparse.ArgumentParser:
 def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
     """Of each part that is wanted, without what Python needs to run it."""
     found = {}
-    extra = dict(one.split("=", 1) for one in arguments.extra)
-    unknown = sorted(set(extra) - set(PARTS))
-    if unknown:
-        raise SystemExit(f"--with {unknown[0]}: no such part; there are {', '.join(PARTS)}")
+    extra = dict(arguments.extra)
     given = {"cases": ("--peers", arguments.peers), "check": ("--model", arguments.trained)}
     for name in arguments.parts:
         words = list(PARTS[name].arguments)
         option, path = given.get(name, ("", None))
         if path is not None:
             words += [option, str(path.resolve())]
-        found[name] = [*words, *shlex.split(extra.get(name, ""))]
+        found[name] = [*words, *extra.get(name, [])]
     return found
 
 

@@ -50,7 +50,6 @@ TEXT = (
 # Columns of the tables.
 DIFFER = "requests that differ"
 RELATIVE = "relative error"
-TRAINED = "trained weights of SmolLM2-135M"
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -278,7 +277,7 @@ def check_trained(path: Path, folders: Sequence[Path], device: str) -> Section:
         selections: list[Selection] = [(), *(((cid, 1.0),) for cid in cids)]
         return [(tokens, selection) for selection in selections]
 
-    return compare_logits(TRAINED, engines, prompts)
+    return compare_logits("trained weights of SmolLM2-135M", engines, prompts)
 
 
 def main() -> None:
