@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loramux.kernels.attention_fold_triton import fold, fold_seen, load_ordered_q
 from loramux.kernels.launch_triton import begin_after_previous
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -69,28 +68,42 @@ def attend_items(  # noqa: PLR0913
     inside = (row // GROUP < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
     head = kv_head * GROUP + row % GROUP
     positions = position + row // GROUP
-    q_at = (first_row + row // GROUP).to(tl.int64) * q_stride + head * HEAD_DIM
-    q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=inside, other=0.0)
+    if ROWS == 16 and HEAD_DIM == DIM:
+        first_q = q_ptr + first_row.to(tl.int64) * q_stride + kv_head * (GROUP * HEAD_DIM)
+        q = load_ordered_q(first_q, num_rows * GROUP, q_stride, GROUP, HEAD_DIM)
+    else:
+        q_at = (first_row + row // GROUP).to(tl.int64) * q_stride + head * HEAD_DIM
+        q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=inside, other=0.0)
     best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
-    masked_from = begin
-    if TWO_PHASES:
-        # Tokens that every row sees need no mask.
-        seen_by_all = tl.maximum(tl.minimum(position + 1, end) - begin, 0)
-        masked_from = begin + seen_by_all // (TILES * TOKENS) * (TILES * TOKENS)
-        for start in range(begin, masked_from, TILES * TOKENS):
-            acc, best, total = _fold(
-                q, acc, best, total, keys_ptr, pages_ptr, page_stride, start, end, positions,
-                scale, softcap, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_TOKENS, 0, HAS_SOFTCAP,
-                CAUSAL, False, TILES, TOKENS, DIM, PRECISION,
+    if not CAUSAL and WINDOW == 0:
+        sums = tl.zeros([ROWS, TOKENS], tl.float32)
+        for start in range(begin, end, TILES * TOKENS):
+            acc, best, sums = fold_seen(
+                q, acc, best, sums, keys_ptr, pages_ptr, page_stride, start, end, scale, softcap,
+                KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_TOKENS, HAS_SOFTCAP, TILES, TOKENS, DIM,
+                PRECISION,
             )  # fmt: skip
-    for start in range(masked_from, end, TILES * TOKENS):
-        acc, best, total = _fold(
-            q, acc, best, total, keys_ptr, pages_ptr, page_stride, start, end, positions,
-            scale, softcap, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_TOKENS, WINDOW, HAS_SOFTCAP,
-            CAUSAL, True, TILES, TOKENS, DIM, PRECISION,
-        )  # fmt: skip
+        total = tl.sum(sums, 1)
+    else:
+        total = tl.zeros([ROWS], tl.float32)
+        masked_from = begin
+        if TWO_PHASES:
+            # Tokens that every row sees need no mask.
+            seen_by_all = tl.maximum(tl.minimum(position + 1, end) - begin, 0)
+            masked_from = begin + seen_by_all // (TILES * TOKENS) * (TILES * TOKENS)
+            for start in range(begin, masked_from, TILES * TOKENS):
+                acc, best, total = fold(
+                    q, acc, best, total, keys_ptr, pages_ptr, page_stride, start, end, positions,
+                    scale, softcap, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_TOKENS, 0, HAS_SOFTCAP,
+                    CAUSAL, False, TILES, TOKENS, DIM, PRECISION,
+                )  # fmt: skip
+        for start in range(masked_from, end, TILES * TOKENS):
+            acc, best, total = fold(
+                q, acc, best, total, keys_ptr, pages_ptr, page_stride, start, end, positions,
+                scale, softcap, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_TOKENS, WINDOW, HAS_SOFTCAP,
+                CAUSAL, True, TILES, TOKENS, DIM, PRECISION,
+            )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
 
     out_stride: tl.constexpr = KV_HEADS * GROUP * HEAD_DIM
@@ -113,145 +126,6 @@ def attend_items(  # noqa: PLR0913
                 out_ptr, partial_ptr + first_slot * HEAD_DIM, log_sum_ptr + first_slot,
                 num_items, num_rows * GROUP, KV_HEADS, GROUP, HEAD_DIM, ROWS, DIM, MERGED,
             )  # fmt: skip
-
-
-@triton.jit
-def _fold(  # noqa: PLR0913
-    q,
-    acc,
-    best,
-    total,
-    keys_ptr,
-    pages_ptr,
-    page_stride,
-    start,
-    end,
-    positions,
-    scale,
-    softcap,
-    token_stride,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    TILES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One step of the running softmax, over one or two tiles of tokens from `start` on."""
-    k, v = _load_tile(
-        keys_ptr, pages_ptr, page_stride, start, end, token_stride, HEAD_DIM, BLOCK_TOKENS,
-        MASKED, TOKENS, DIM,
-    )  # fmt: skip
-    scores, factor = _scores(
-        q, k, start, end, positions, scale, softcap, WINDOW, HAS_SOFTCAP, CAUSAL, MASKED,
-        TOKENS, PRECISION,
-    )  # fmt: skip
-    highest = tl.max(scores, 1)
-    if TILES == 2:
-        next_k, next_v = _load_tile(
-            keys_ptr, pages_ptr, page_stride, start + TOKENS, end, token_stride, HEAD_DIM,
-            BLOCK_TOKENS, MASKED, TOKENS, DIM,
-        )  # fmt: skip
-        next_scores, factor = _scores(
-            q, next_k, start + TOKENS, end, positions, scale, softcap, WINDOW, HAS_SOFTCAP,
-            CAUSAL, MASKED, TOKENS, PRECISION,
-        )  # fmt: skip
-        highest = tl.maximum(highest, tl.max(next_scores, 1))
-    new_best = tl.maximum(best, highest * factor)
-    shift = new_best
-    if MASKED and (CAUSAL or WINDOW > 0):
-        # A row may have seen nothing yet.
-        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
-    weights = tl.exp2(scores * factor - shift[:, None])
-    fade = tl.exp2(best - shift)
-    total = total * fade + tl.sum(weights, 1)
-    acc = acc * fade[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-    if TILES == 2:
-        weights = tl.exp2(next_scores * factor - shift[:, None])
-        total += tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), next_v, acc, input_precision=PRECISION)
-    return acc, new_best, total
-
-
-@triton.jit
-def _load_tile(  # noqa: PLR0913
-    keys_ptr,
-    pages_ptr,
-    page_stride,
-    start,
-    end,
-    token_stride,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    MASKED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """Keys and values [TOKENS, DIM]; keys past the end are any finite or other numbers."""
-    offset = tl.arange(0, TOKENS)
-    dim = tl.arange(0, DIM)
-    if BLOCK_TOKENS % TOKENS == 0:
-        # A tile within one page: its address is one number.
-        page = tl.load(pages_ptr + tl.minimum(start, end - 1) // BLOCK_TOKENS)
-        keys_ptr += page.to(tl.int64) * page_stride + start % BLOCK_TOKENS * token_stride
-        at = offset * token_stride
-    else:
-        pages = tl.load(pages_ptr + tl.minimum(start + offset, end - 1) // BLOCK_TOKENS)
-        at = pages.to(tl.int64) * page_stride
-        at += (start + offset) % BLOCK_TOKENS * token_stride
-    at = at[:, None] + dim[None, :]
-    values_ptr = keys_ptr + BLOCK_TOKENS * token_stride
-    inside = (start + offset < end)[:, None]
-    if HEAD_DIM != DIM:
-        in_head = (dim < HEAD_DIM)[None, :]
-        k = tl.load(keys_ptr + at, mask=in_head, other=0.0)
-        v = tl.load(values_ptr + at, mask=in_head & inside, other=0.0)
-    elif MASKED:
-        k = tl.load(keys_ptr + at)
-        # What lies past the end may be no number, and 0 times that is none either.
-        v = tl.load(values_ptr + at, mask=inside, other=0.0)
-    else:
-        k = tl.load(keys_ptr + at)
-        v = tl.load(values_ptr + at)
-    return k, v
-
-
-@triton.jit
-def _scores(  # noqa: PLR0913
-    q,
-    k,
-    start,
-    end,
-    positions,
-    scale,
-    softcap,
-    WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """q k^T, and the factor that makes it exponents of 2."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    factor = scale * LOG2_E
-    if HAS_SOFTCAP:
-        scores = (2.0 * tl.sigmoid(scores * (2.0 * scale / softcap)) - 1.0) * softcap
-        factor = LOG2_E
-    if MASKED:
-        token = start + tl.arange(0, TOKENS)
-        seen = (token < end)[None, :]
-        if CAUSAL:
-            seen = seen & (token[None, :] <= positions[:, None])
-        if WINDOW > 0:
-            seen = seen & (token[None, :] > positions[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-    return scores, factor
 
 
 @triton.jit

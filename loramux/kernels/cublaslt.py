@@ -26,6 +26,10 @@ _REDUCTIONS = 1 | 2
 _MOST_PROPOSALS = 8
 # The library's own assumption about every address.
 _ALIGNMENT = 256
+_CONFIG_SWIZZLE = 4
+_CONFIG_CLUSTER = 8
+# How many programs share what they read, by rows and columns: 1x1, 2x1, 4x1, 1x2, 2x2, 4x2, 1x4.
+_CLUSTERS = (2, 3, 4, 5, 6, 7, 8)
 
 Product = Callable[[Tensor, Tensor, Tensor], None]
 """(x, weight, y): y = x @ weight.T, or its parts"""
@@ -100,6 +104,23 @@ class CublasLt:
             self._forget(larger)
         self._forget(problem)
         return list(found)
+
+    def variations(self, shape: ProductShape, algorithm: bytes) -> list[bytes]:
+        """The same tiles, shared by other numbers of programs, or in another order.
+
+        The library proposes one of them for a tile; on a card that is hot another may be faster.
+        """
+        problem = self._problem(shape)
+        found = []
+        for cluster in _CLUSTERS:
+            for swizzle in (0, 1):
+                blob = (ctypes.c_uint64 * 8).from_buffer_copy(algorithm)
+                self._configure(blob, _CONFIG_CLUSTER, ctypes.c_uint16(cluster))
+                self._configure(blob, _CONFIG_SWIZZLE, ctypes.c_uint32(swizzle))
+                if self._can_run(problem, bytes(blob)):
+                    found.append(bytes(blob))
+        self._forget(problem)
+        return found
 
     @property
     def version(self) -> int:
@@ -201,6 +222,15 @@ class CublasLt:
             *(self._handle, description, a, b, c, c, ctypes.byref(blob), ctypes.byref(result)),
         )
         return bool(status == 0 and result.workspace_bytes <= self._workspace.nbytes)
+
+    def _configure(self, blob: Any, attribute: int, value: Any) -> None:
+        """What cannot be set stays; whether the algorithm can run then is asked anyway."""
+        self._library.cublasLtMatmulAlgoConfigSetAttribute(
+            ctypes.byref(blob),
+            ctypes.c_int(attribute),
+            ctypes.byref(value),
+            ctypes.c_size_t(ctypes.sizeof(value)),
+        )
 
     def _make(self, name: str, *arguments: Any) -> ctypes.c_void_p:
         made = ctypes.c_void_p()

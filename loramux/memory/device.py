@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import statistics
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +19,9 @@ from loramux.adapters.image import mapped_buffer, mapped_memory
 _DEFAULT_POOL_LIMIT = 4 * 2**30
 # Of a GPU: some 300 us.
 _LAUNCH_CYCLES = 600_000
+# A card that draws more power than it may slows down, but not within the first 100 ms.
+_HOT_S = 0.3
+_HOT_REPEATS = 4
 
 
 def total_memory_bytes() -> int:
@@ -103,6 +109,31 @@ def run_seconds(run: Callable[[], None]) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
+
+
+def hot_seconds(device: torch.device, runs: Sequence[Callable[[], None]]) -> list[float]:
+    """How long each takes on a card that has been busy for a while, as it is when it serves."""
+    maker = GraphMaker(device)
+    replays = [maker.make(partial(_repeat, run)) for run in runs]
+    rounds: list[list[float]] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < _HOT_S or len(rounds) < 2:
+        events = []
+        for replay in replays:
+            pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            pair[0].record()
+            replay()
+            pair[1].record()
+            events.append(pair)
+        torch.cuda.synchronize(device)
+        rounds.append([begin.elapsed_time(end) / 1e3 / _HOT_REPEATS for begin, end in events])
+    late = rounds[len(rounds) // 2 :]
+    return [statistics.median(times) for times in zip(*late, strict=True)]
+
+
+def _repeat(run: Callable[[], None]) -> None:
+    for _ in range(_HOT_REPEATS):
+        run()
 
 
 class Fence:

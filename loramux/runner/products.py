@@ -16,6 +16,7 @@ from torch import Tensor
 from loramux.kernels.cublaslt import CublasLt, Product, ProductShape
 from loramux.memory.device import (
     device_name,
+    hot_seconds,
     is_capturing,
     load_library,
     run_seconds,
@@ -24,10 +25,12 @@ from loramux.memory.device import (
 from loramux.models.default_model import cache_folder
 from loramux.models.digests import read_sidecar, write_sidecar
 from loramux.runner.product_search import (
+    WHOLE_BY_ANOTHER,
+    Clock,
     Follower,
-    Measure,
+    Trial,
+    Way,
     fastest,
-    run_of,
     some_of,
     with_torch,
 )
@@ -37,7 +40,9 @@ from loramux.runner.product_search import (
 _SEARCHED_ROWS = range(16, 1025)
 # With more rows a whole product has tiles enough for all multiprocessors; with fewer, parts are no
 # faster than a product of small tiles.
-_ROWS_IN_PARTS = range(129, 321)
+_ROWS_IN_PARTS = range(97, 321)
+# Steps of so many rows draw as much power as the card may, so it is never as fast as for a moment.
+_HOT_ROWS = range(97, 321)
 _NUMBERS_OF_PARTS = (2,)
 # The inputs of a part are a multiple of it.
 _PART_INPUTS = 64
@@ -82,13 +87,14 @@ class Products:
         families: Sequence[Sequence[Tensor]],
         *,
         choices_file: Path | None = None,
-        measure: Measure = run_seconds,
+        clock: Clock = Clock(run_seconds),  # noqa: B008
         few: FewRows | None = None,
         follower: Follower | None = None,
     ) -> None:
         """families: weights that are used in turn, each with all rows that may be computed.
 
         choices_file: what earlier searches on such a device found
+        clock: its `settle` decides where a card is hot
         follower: what stands behind `parts`; None: those are whole
         """
         self._few = few
@@ -96,7 +102,7 @@ class Products:
         self._families = {weight.data_ptr(): family for family in families for weight in family}
         self._choices_file = choices_file
         self._remembered = {} if choices_file is None else read_sidecar(choices_file)
-        self._measure = measure
+        self._clock = clock
         self._follower = follower
         self._chosen: dict[ProductShape, Product | None] = {}
         self._splits: dict[ProductShape, _Split | None] = {}
@@ -174,8 +180,8 @@ class Products:
         name = f"{_name_of(whole)} in parts"
         kept = _split_of(self._remembered.get(name))
         if kept is None or not _can_split(library, whole, *kept):
-            runs = self._runs(library, whole, x, some_of(family, len(weight)), self._follower)
-            kept = fastest(runs, self._measure)
+            trial = Trial(library, whole, x, some_of(family, len(weight)), self._follower)
+            kept = self._search_parts(trial, self._product(library, x, weight) or with_torch)
             self._remembered[name] = f"{kept[0]} {kept[1].hex()}"
         num_parts, algorithm = kept
         if num_parts == 1:
@@ -183,28 +189,16 @@ class Products:
         shape = replace(whole, num_parts=num_parts)
         return _Split(num_parts, library.product(shape, algorithm))
 
-    def _runs(
-        self,
-        library: CublasLt,
-        whole: ProductShape,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        follower: Follower,
-    ) -> dict[tuple[int, bytes], Callable[[], None]]:
-        """By parts and algorithm, each with what reads them; first, whole as `linear` has it."""
-        y = x.new_empty(whole.num_rows, whole.num_outputs)
-        product = self._product(library, x, weights[0]) or with_torch
-        runs = {(1, b""): run_of(product, x, weights, y, follower(y))}
-        room = x.new_empty(max(_NUMBERS_OF_PARTS), *y.shape, dtype=torch.float32)
+    def _search_parts(self, trial: Trial, product: Product) -> Way:
+        """Each way with what reads it; whole, it is as in `linear`."""
+        runs = {WHOLE_BY_ANOTHER: trial.run(product)}
         for num_parts in _NUMBERS_OF_PARTS:
-            if not _can_be_cut(whole, num_parts):
-                continue
-            shape, y = replace(whole, num_parts=num_parts), room[:num_parts]
-            follow = follower(y)
-            for algorithm in library.proposals(shape):
-                product = library.product(shape, algorithm)
-                runs[num_parts, algorithm] = run_of(product, x, weights, y, follow)
-        return runs
+            if _can_be_cut(trial.whole, num_parts):
+                runs |= trial.proposals(num_parts)
+        return fastest(runs, self._clock_for(trial.whole), trial.vary)
+
+    def _clock_for(self, shape: ProductShape) -> Clock:
+        return self._clock if shape.num_rows in _HOT_ROWS else replace(self._clock, settle=None)
 
     def _product(self, library: CublasLt, x: Tensor, weight: Tensor) -> Product | None:
         return self._kept(self._chosen, x, weight, partial(self._choose, library))
@@ -218,20 +212,14 @@ class Products:
         name = _name_of(shape)
         algorithm = _algorithm_of(self._remembered.get(name))
         if algorithm is None or (algorithm and not library.can_run(shape, algorithm)):
-            algorithm = self._search(library, shape, x, some_of(family, len(weight)))
+            algorithm = self._search(Trial(library, shape, x, some_of(family, len(weight))))
             self._remembered[name] = algorithm.hex()
         return library.product(shape, algorithm) if algorithm else None
 
-    def _search(
-        self, library: CublasLt, shape: ProductShape, x: Tensor, weights: Sequence[Tensor]
-    ) -> bytes:
+    def _search(self, trial: Trial) -> bytes:
         """Empty: torch's own choice."""
-        y = x.new_empty(shape.num_rows, shape.num_outputs)
-        products: dict[bytes, Product] = {b"": with_torch}
-        for algorithm in library.proposals(shape):
-            products[algorithm] = library.product(shape, algorithm)
-        runs = {name: run_of(product, x, weights, y) for name, product in products.items()}
-        return fastest(runs, self._measure)
+        runs = {WHOLE_BY_ANOTHER: trial.run(with_torch), **trial.proposals()}
+        return fastest(runs, self._clock_for(trial.whole), trial.vary)[1]
 
 
 def open_products(
@@ -240,9 +228,15 @@ def open_products(
     library, few = open_cublaslt(device), open_few_rows(device)
     if library is None:
         return Products(None, families, few=few)
-    name = f"{device_name(device)}-cublaslt-{library.version}.json".replace(" ", "-").lower()
-    choices_file = cache_folder() / "products" / name
-    return Products(library, families, choices_file=choices_file, few=few, follower=follower)
+    name = f"{device_name(device)}-cublaslt-{library.version}-hot.json".replace(" ", "-").lower()
+    return Products(
+        library,
+        families,
+        choices_file=cache_folder() / "products" / name,
+        clock=Clock(run_seconds, partial(hot_seconds, device)),
+        few=few,
+        follower=follower,
+    )
 
 
 def open_few_rows(device: torch.device) -> FewRows | None:
@@ -271,7 +265,7 @@ def _name_of(shape: ProductShape) -> str:
     return f"{shape.num_rows}x{shape.num_outputs}x{shape.num_inputs} {shape.dtype}"
 
 
-def _split_of(remembered: object) -> tuple[int, bytes] | None:
+def _split_of(remembered: object) -> Way | None:
     """Number of parts, and their algorithm. None: nothing that can be used."""
     count, _, rest = remembered.partition(" ") if isinstance(remembered, str) else ("", "", "")
     num_parts = {str(number): number for number in (1, *_NUMBERS_OF_PARTS)}.get(count)

@@ -48,6 +48,16 @@ def test_nothing_that_a_search_makes_is_left_behind() -> None:
         assert made > 0 and made == library.calls[f"cublasLt{kind}Destroy"]
 
 
+def test_variations_have_other_clusters_and_orders() -> None:
+    library = Library()
+    lt = make(library)
+    assert lt.variations(SHAPE, bytes(64)) == [bytes(64)] * 14, "a library that changes nothing"
+    assert library.calls["cublasLtMatmulAlgoConfigSetAttribute"] == 28
+    for kind in ("MatmulDesc", "MatrixLayout"):
+        assert library.calls[f"cublasLt{kind}Create"] == library.calls[f"cublasLt{kind}Destroy"]
+    assert make(Library("cublasLtMatmulAlgoCheck")).variations(SHAPE, bytes(64)) == []
+
+
 def test_a_shape_without_proposals_is_no_error() -> None:
     assert make(Library("cublasLtMatmulAlgoGetHeuristic")).proposals(SHAPE) == []
 
@@ -96,7 +106,8 @@ def test_every_proposal_computes_the_product(
     wanted = F.linear(x.float(), weight.float())
     proposals = library.proposals(shape)
     assert len(proposals) > 1
-    for algorithm in proposals:
+    varied = {other for some in proposals[:3] for other in library.variations(shape, some)}
+    for algorithm in {*proposals, *varied}:
         assert library.can_run(shape, algorithm)
         y = torch.full((num_parts, num_rows, num_outputs), torch.nan, dtype=shape.y_dtype)
         library.product(shape, algorithm)(x, weight, y)

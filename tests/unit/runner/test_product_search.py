@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from loramux.runner.product_search import fastest, run_of, some_of, with_torch
+from loramux.runner.product_search import Clock, fastest, run_of, some_of, with_torch
 
 
 def test_a_lucky_first_measurement_does_not_decide() -> None:
@@ -21,7 +21,7 @@ def test_a_lucky_first_measurement_does_not_decide() -> None:
         run()
         return next(turn[current[0]])
 
-    assert fastest({number: run_number(number) for number in times}, measure) == 2
+    assert fastest({number: run_number(number) for number in times}, Clock(measure)) == 2
 
 
 def test_what_reads_a_product_runs_behind_each_and_x_stays() -> None:
@@ -37,3 +37,33 @@ def test_few_large_weights_fill_a_cache_as_well() -> None:
     family = [torch.empty(1, dtype=torch.uint8).expand(3, 100 * 2**20) for _ in range(4)]
     assert [len(weight) for weight in some_of(family, 1)] == [1, 1]
     assert len(some_of([torch.empty(4, 8)] * 3, 2)) == 3
+
+
+def test_variations_of_the_leaders_are_tried_and_the_last_word_is_of_a_hot_card() -> None:
+    """Catches a choice by looks alone: what is fastest for a moment may be slow when it is hot."""
+    cool = {"torch": 1.0, "slow": 3.0, "fast": 0.5, "fast, other": 0.4, "slow, other": 0.1}
+    hot = {"torch": 1.0, "fast": 0.6, "fast, other": 0.9, "slow": 2.0}
+    ran, settled, asked = list[str](), list[str](), list[str]()
+
+    def run_named(name: str) -> Callable[[], None]:
+        return lambda: ran.append(name)
+
+    def look(run: Callable[[], None]) -> float:
+        run()
+        return cool[ran[-1]]
+
+    def settle(runs: Sequence[Callable[[], None]]) -> list[float]:
+        for run in runs:
+            run()
+        settled.extend(ran[-len(runs) :])
+        return [hot[name] for name in settled]
+
+    def vary(leaders: Sequence[str]) -> dict[str, Callable[[], None]]:
+        asked.extend(leaders)
+        return {name: run_named(name) for name in ("fast", "fast, other")}
+
+    runs = {name: run_named(name) for name in ("torch", "slow", "fast")}
+    assert fastest(runs, Clock(look), vary) == "fast, other"
+    assert fastest(runs, Clock(look, settle), vary) == "fast"
+    assert asked == ["fast", "torch", "slow"] * 2
+    assert settled == ["torch", "fast, other", "fast", "slow"]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from loramux.kernels.cublaslt import CublasLtError, ProductShape
 from loramux.runner import products
+from loramux.runner.product_search import Clock
 from loramux.runner.products import (
     FewRows,
     Products,
@@ -31,10 +32,15 @@ class Library:
         self.names = names
         self.asked: list[ProductShape] = []
         self.ran: list[bytes] = []
+        self.others: dict[bytes, tuple[bytes, ...]] = {}
 
     def proposals(self, shape: ProductShape) -> list[bytes]:
         self.asked.append(shape)
         return list(self.names)
+
+    def variations(self, shape: ProductShape, algorithm: bytes) -> list[bytes]:
+        del shape
+        return [algorithm, *self.others.get(algorithm, ())]
 
     def can_run(self, shape: ProductShape, algorithm: bytes) -> bool:
         del shape
@@ -58,7 +64,7 @@ def make(library: Library, choices_file: Path | None = None) -> tuple[Products, 
         run()
         return float(library.ran[0]) if library.ran else 1.0
 
-    return Products(library, [weights], choices_file=choices_file, measure=measure), weights  # type: ignore[arg-type]
+    return Products(library, [weights], choices_file=choices_file, clock=Clock(measure)), weights  # type: ignore[arg-type]
 
 
 def aligned(num_rows: int, size: int) -> Tensor:
@@ -266,7 +272,7 @@ class PartsWorld:
             self.library,  # type: ignore[arg-type]
             [self.weights],
             choices_file=choices_file,
-            measure=lambda run: self._measure(run, part_seconds),
+            clock=Clock(lambda run: self._measure(run, part_seconds)),
             few=few,
             follower=lambda y: lambda: self.read.append(1 if y.ndim == 2 else len(y)),
         )
