@@ -28,8 +28,9 @@ _MOST_PROPOSALS = 8
 _ALIGNMENT = 256
 _CONFIG_SWIZZLE = 4
 _CONFIG_CLUSTER = 8
-# How many programs share what they read, by rows and columns: 1x1, 2x1, 4x1, 1x2, 2x2, 4x2, 1x4.
-_CLUSTERS = (2, 3, 4, 5, 6, 7, 8)
+# Clusters by the library's numbers, and how many programs share what they read: 1x1, 2x1, 4x1,
+# 1x2, 2x2, 4x2, 1x4.
+_CLUSTERS = {2: 1, 3: 2, 4: 4, 5: 2, 6: 4, 7: 8, 8: 4}
 
 Product = Callable[[Tensor, Tensor, Tensor], None]
 """(x, weight, y): y = x @ weight.T, or its parts"""
@@ -121,6 +122,16 @@ class CublasLt:
                     found.append(bytes(blob))
         self._forget(problem)
         return found
+
+    def num_sharing(self, algorithm: bytes) -> int:
+        """How many programs share what they read; 1 where that is not known."""
+        blob = (ctypes.c_uint64 * 8).from_buffer_copy(algorithm)
+        cluster, written = ctypes.c_uint16(), ctypes.c_size_t()
+        status = self._library.cublasLtMatmulAlgoConfigGetAttribute(
+            *(ctypes.byref(blob), ctypes.c_int(_CONFIG_CLUSTER), ctypes.byref(cluster)),
+            *(ctypes.c_size_t(ctypes.sizeof(cluster)), ctypes.byref(written)),
+        )
+        return 1 if status else _CLUSTERS.get(cluster.value, 1)
 
     @property
     def version(self) -> int:

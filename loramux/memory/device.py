@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 import statistics
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from loramux.adapters.image import mapped_buffer, mapped_memory
+from loramux.memory.graph_edges import DriverError, GraphEdges
 
+_log = logging.getLogger(__name__)
 _DEFAULT_POOL_LIMIT = 4 * 2**30
 # Of a GPU: some 300 us.
 _LAUNCH_CYCLES = 600_000
@@ -186,7 +189,8 @@ class GraphMaker:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
 
-    def make(self, work: Callable[[], None]) -> Callable[[], None]:
+    def make(self, work: Callable[[], None], *, launches_early: bool = False) -> Callable[[], None]:
+        """launches_early: what stands behind a library's products is launched with them"""
         if not self._is_real:
             return work
         current = torch.cuda.current_stream(self._device)
@@ -196,9 +200,23 @@ class GraphMaker:
             work()
         current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
+        if launches_early:
+            graph = self._capture(work, keep_graph=True)
+            try:
+                driver = ctypes.CDLL("libcuda.so.1")
+                GraphEdges(driver, graph.raw_cuda_graph()).begin_with_products()
+            except (DriverError, OSError, AttributeError) as error:
+                # An older driver: the graph may be half changed.
+                _log.info("kernels of a graph are not launched early (%s)", error)
+            else:
+                graph.instantiate()
+                return graph.replay
+        return self._capture(work).replay
+
+    def _capture(self, work: Callable[[], None], keep_graph: bool = False) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
             work()
-        return graph.replay
+        return graph

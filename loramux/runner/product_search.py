@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ _NUM_FINALISTS = 5
 _NUM_ROUNDS = 4
 # Whatever is closer to torch's own choice than this may be noise.
 _MIN_GAIN = 0.01
+# Of finalists that are as close as this on a hot card, the most frugal is the fastest in a step.
+_MIN_HOT_GAIN = 0.015
 
 Name = TypeVar("Name")
 Run = Callable[[], None]
@@ -26,8 +29,16 @@ Measure = Callable[[Run], float]
 """Runs it once; seconds, or whatever can be compared."""
 Settle = Callable[[Sequence[Run]], list[float]]
 """Runs all in turns for long; the same for each."""
-Vary = Callable[[Sequence[Name]], dict[Name, Run]]
-"""More runs, like those with these names."""
+
+
+class Candidates(Protocol[Name]):
+    def vary(self, leaders: Sequence[Name]) -> dict[Name, Run]:
+        """More runs, like those with these names."""
+
+    def frugality(self, name: Name) -> float:
+        """The more of it, the less power is drawn."""
+
+
 Follower = Callable[[Tensor], Run]
 """For y, a product or its parts: what launches the kernel that reads it, to be measured."""
 
@@ -74,6 +85,15 @@ class Trial:
                 found |= self._runs(num_parts, others)
         return found
 
+    def frugality(self, way: Way) -> float:
+        """What is read once for several programs is not read by each of them.
+
+        Nothing is as frugal as a product that is not written in parts, and read again.
+        """
+        if not way[1]:
+            return 0.0 if self.follower is None else math.inf
+        return self.library.num_sharing(way[1])
+
     def _output(self, num_parts: int) -> tuple[Tensor, Run | None]:
         shape = self._shape(num_parts)
         size = (num_parts, shape.num_rows, shape.num_outputs)
@@ -92,12 +112,14 @@ class Trial:
         }
 
 
-def fastest(runs: dict[Name, Run], clock: Clock, vary: Vary[Name] | None = None) -> Name:
+def fastest(
+    runs: dict[Name, Run], clock: Clock, candidates: Candidates[Name] | None = None
+) -> Name:
     """The name of the fastest run; that of the first, if no other is clearly faster."""
     first = next(iter(runs))
     times = _looked_at(runs, clock.look)
-    if vary is not None:
-        more = vary(sorted(times, key=times.__getitem__)[:_NUM_LEADERS])
+    if candidates is not None:
+        more = candidates.vary(sorted(times, key=times.__getitem__)[:_NUM_LEADERS])
         more = {name: run for name, run in more.items() if name not in runs}
         runs = {**runs, **more}
         times |= _looked_at(more, clock.look)
@@ -111,6 +133,9 @@ def fastest(runs: dict[Name, Run], clock: Clock, vary: Vary[Name] | None = None)
             for name in finalists:
                 times[name] = min(times[name], clock.look(runs[name]))
     best = min(finalists, key=times.__getitem__)
+    if clock.settle is not None and candidates is not None:
+        close = [n for n in finalists if times[n] <= (1 + _MIN_HOT_GAIN) * times[best]]
+        best = max(close, key=lambda name: (candidates.frugality(name), -times[name]))
     return best if times[best] < (1 - _MIN_GAIN) * times[first] else first
 
 

@@ -195,7 +195,7 @@ class Products:
         for num_parts in _NUMBERS_OF_PARTS:
             if _can_be_cut(trial.whole, num_parts):
                 runs |= trial.proposals(num_parts)
-        return fastest(runs, self._clock_for(trial.whole), trial.vary)
+        return fastest(runs, self._clock_for(trial.whole), trial)
 
     def _clock_for(self, shape: ProductShape) -> Clock:
         return self._clock if shape.num_rows in _HOT_ROWS else replace(self._clock, settle=None)
@@ -219,7 +219,7 @@ class Products:
     def _search(self, trial: Trial) -> bytes:
         """Empty: torch's own choice."""
         runs = {WHOLE_BY_ANOTHER: trial.run(with_torch), **trial.proposals()}
-        return fastest(runs, self._clock_for(trial.whole), trial.vary)[1]
+        return fastest(runs, self._clock_for(trial.whole), trial)[1]
 
 
 def open_products(

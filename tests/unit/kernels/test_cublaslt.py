@@ -56,6 +56,8 @@ def test_variations_have_other_clusters_and_orders() -> None:
     for kind in ("MatmulDesc", "MatrixLayout"):
         assert library.calls[f"cublasLt{kind}Create"] == library.calls[f"cublasLt{kind}Destroy"]
     assert make(Library("cublasLtMatmulAlgoCheck")).variations(SHAPE, bytes(64)) == []
+    assert lt.num_sharing(bytes(64)) == 1, "no cluster that is known"
+    assert make(Library("cublasLtMatmulAlgoConfigGetAttribute")).num_sharing(bytes(64)) == 1
 
 
 def test_a_shape_without_proposals_is_no_error() -> None:
@@ -107,6 +109,7 @@ def test_every_proposal_computes_the_product(
     proposals = library.proposals(shape)
     assert len(proposals) > 1
     varied = {other for some in proposals[:3] for other in library.variations(shape, some)}
+    assert len({library.num_sharing(other) for other in varied}) > 1
     for algorithm in {*proposals, *varied}:
         assert library.can_run(shape, algorithm)
         y = torch.full((num_parts, num_rows, num_outputs), torch.nan, dtype=shape.y_dtype)

@@ -58,12 +58,19 @@ def test_variations_of_the_leaders_are_tried_and_the_last_word_is_of_a_hot_card(
         settled.extend(ran[-len(runs) :])
         return [hot[name] for name in settled]
 
-    def vary(leaders: Sequence[str]) -> dict[str, Callable[[], None]]:
-        asked.extend(leaders)
-        return {name: run_named(name) for name in ("fast", "fast, other")}
+    class Others:
+        def vary(self, leaders: Sequence[str]) -> dict[str, Callable[[], None]]:
+            asked.extend(leaders)
+            return {name: run_named(name) for name in ("fast", "fast, other")}
+
+        def frugality(self, name: str) -> float:
+            return float(name == "fast, other")
 
     runs = {name: run_named(name) for name in ("torch", "slow", "fast")}
-    assert fastest(runs, Clock(look), vary) == "fast, other"
-    assert fastest(runs, Clock(look, settle), vary) == "fast"
+    assert fastest(runs, Clock(look), Others()) == "fast, other"
+    assert fastest(runs, Clock(look, settle), Others()) == "fast"
     assert asked == ["fast", "torch", "slow"] * 2
     assert settled == ["torch", "fast, other", "fast", "slow"]
+    hot["fast, other"] = 0.605
+    settled.clear()
+    assert fastest(runs, Clock(look, settle), Others()) == "fast, other", "as fast, and frugal"

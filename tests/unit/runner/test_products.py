@@ -42,6 +42,9 @@ class Library:
         del shape
         return [algorithm, *self.others.get(algorithm, ())]
 
+    def num_sharing(self, algorithm: bytes) -> int:
+        return len(algorithm)
+
     def can_run(self, shape: ProductShape, algorithm: bytes) -> bool:
         del shape
         return algorithm in self.names
