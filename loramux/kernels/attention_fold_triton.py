@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loramux.kernels.launch_triton import LANES_FIRST, axis
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Weights may grow to 2 to this before sums are scaled anew: float16 has room for it.
 _ROOM = tl.constexpr(8.0)
@@ -17,15 +19,13 @@ def load_ordered_q(q_ptr, count, q_stride, GROUP: tl.constexpr, HEAD_DIM: tl.con
     As lanes hand it to a matrix unit (two numbers of a row each), so that it stays with them. The
     axes: lanes (4), lanes (8), halves of the rows, groups of 16 numbers, their halves, two numbers.
     """
-    lane = tl.arange(0, 4)[:, None, None, None, None, None]
-    line = tl.arange(0, 8)[None, :, None, None, None, None]
-    row = line + 8 * tl.arange(0, 2)[None, None, :, None, None, None]
-    step = tl.arange(0, HEAD_DIM // 16)[None, None, None, :, None, None]
-    half = tl.arange(0, 2)[None, None, None, None, :, None]
-    dim = step * 16 + half * 8 + lane * 2 + tl.arange(0, 2)[None, None, None, None, None, :]
+    row = axis(8, 1, 6, LANES_FIRST) + 8 * axis(2, 2, 6, LANES_FIRST)
+    dim = axis(HEAD_DIM // 16, 3, 6, LANES_FIRST) * 16 + axis(2, 4, 6, LANES_FIRST) * 8
+    dim += axis(4, 0, 6, LANES_FIRST) * 2 + axis(2, 5, 6, LANES_FIRST)
     at = row // GROUP * q_stride + row % GROUP * HEAD_DIM + dim
     q = tl.load(q_ptr + at, mask=row < count, other=0.0)
-    return tl.reshape(tl.permute(q, (2, 1, 3, 4, 0, 5)), (16, HEAD_DIM))
+    q = tl.permute(q, (2, 1, 3, 4, 0, 5)) if LANES_FIRST else tl.permute(q, (2, 3, 1, 0, 4, 5))
+    return tl.reshape(q, (16, HEAD_DIM))
 
 
 @triton.jit

@@ -10,6 +10,13 @@ from triton.language.extra import cuda
 from triton.runtime import driver
 
 HOPPER = 90
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+# The axis of numbers side by side is dealt out to lanes first; then older compilers go from the
+# first axis on, newer ones back from the last.
+LANES_FIRST: tl.constexpr = tl.constexpr(_VERSION < (3, 7))
+# Of what tl.join made, lanes hand four numbers side by side to a matrix unit; with newer compilers
+# two and two.
+JOINED_IN_FOURS: tl.constexpr = tl.constexpr(_VERSION < (3, 8))
 
 
 @functools.cache
@@ -68,3 +75,19 @@ def opaque(x, IS_COMPILED: tl.constexpr):
             "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
         )
     return x
+
+
+@triton.jit
+def axis(size: tl.constexpr, place: tl.constexpr, AXES: tl.constexpr, LANES_FIRST: tl.constexpr):
+    """0 .. size along one of AXES axes, counted in the order of lanes, warps and all else.
+
+    place: in that order; the last axis is what a lane has side by side, always the last
+    """
+    LAST: tl.constexpr = AXES - 1
+    AT: tl.constexpr = place if LANES_FIRST or place == LAST else LAST - 1 - place
+    numbers = tl.arange(0, size)
+    for _ in tl.static_range(AT):
+        numbers = tl.expand_dims(numbers, 0)
+    for _ in tl.static_range(LAST - AT):
+        numbers = tl.expand_dims(numbers, -1)
+    return numbers

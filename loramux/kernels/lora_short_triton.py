@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loramux.kernels.launch_triton import JOINED_IN_FOURS, LANES_FIRST, axis
 from loramux.kernels.lora_records_triton import find_few, load_word
 from loramux.kernels.short_floats_triton import SHORT_SCALE, lengthen, load_planes
 
@@ -24,19 +25,36 @@ def _words(pool, address):
 
 
 @triton.jit
+def _named(x, LINES: tl.constexpr, K: tl.constexpr):
+    """[LINES, K], the columns named as lanes have them: four side by side, or two and two."""
+    if not JOINED_IN_FOURS:
+        x = tl.permute(tl.reshape(x, (LINES, K // 16, 4, 2, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(x, (LINES, K))
+
+
+@triton.jit
+def _lengthened(planes, OCTETS: tl.constexpr, BLOCKS: tl.constexpr, COMPILED: tl.constexpr):
+    """[_WARPS, OCTETS * 8, BLOCKS * 128], columns by their names"""
+    weights = lengthen(planes, _WARPS, OCTETS, BLOCKS, COMPILED)
+    weights = tl.reshape(weights, (_WARPS * OCTETS * 8, BLOCKS * 128))
+    weights = _named(weights, _WARPS * OCTETS * 8, BLOCKS * 128)
+    return tl.reshape(weights, (_WARPS, OCTETS * 8, BLOCKS * 128))
+
+
+@triton.jit
 def load_few_short(  # noqa: PLR0913
     tile, num_tiles, pool, records, num_units,
     IN: tl.constexpr, SLICES: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A's words [warps, 2 octets, blocks, 128] of a tile of few rows, its record, slice, split."""
+    """A's words (warps, 2 octets, blocks, 128) of a tile of few rows, its record, slice, split."""
     split, slice_index, address, shape, row_start, h_start = find_few(
         tile, num_tiles, records, num_units, SLICES
     )
     ranks = shape & 255
-    warp = tl.arange(0, _WARPS)[:, None, None, None]
-    octet = tl.arange(0, 2)[None, :, None, None]
-    block = tl.arange(0, K // (128 * _WARPS))[None, None, :, None]
-    column = split * K + warp * (K // _WARPS) + block * 128 + tl.arange(0, 128)[None, None, None, :]
+    warp = axis(_WARPS, 0, 4, LANES_FIRST)
+    octet = axis(2, 1, 4, LANES_FIRST)
+    column = split * K + warp * (K // _WARPS) + axis(128, 3, 4, LANES_FIRST)
+    column += axis(K // (128 * _WARPS), 2, 4, LANES_FIRST) * 128
     mask = octet * 8 < ranks
     if IN % K != 0:
         mask = mask & (column < IN)
@@ -62,11 +80,12 @@ def sum_few_short(  # noqa: PLR0913
         values = tl.load(at) if IN % K == 0 else tl.load(at, mask=column < IN, other=0.0)
         if not COMPILED:
             values = values.to(tl.float32)
+        values = _named(values, ROWS, K)
         values = tl.permute(tl.reshape(values, (ROWS, _WARPS, COLUMNS)), (1, 2, 0))
         values = tl.reshape(values, (_WARPS, COLUMNS, 1, ROWS))
         values = tl.broadcast_to(values, (_WARPS, COLUMNS, _MOST_ROWS // ROWS, ROWS))
         values = tl.reshape(values, (_WARPS, COLUMNS, _MOST_ROWS))
-        weights = lengthen(planes, _WARPS, 2, COLUMNS // 128, COMPILED)
+        weights = _lengthened(planes, 2, COLUMNS // 128, COMPILED)
         sums = tl.sum(tl.dot(weights, values, input_precision="ieee"), 0) * SHORT_SCALE
         row = tl.arange(0, _MOST_ROWS)[None, :]
         out = partials + h_start.to(tl.int64) * H_STRIDE
@@ -91,8 +110,8 @@ def sum_tile_short(  # noqa: PLR0913
     unit = tile // SPLITS
     split = tile - unit * SPLITS
     record = records + unit * 64
-    warp = tl.arange(0, _WARPS)[:, None, None, None]
-    octet = tl.arange(0, OCTETS)[None, :, None, None]
+    warp = axis(_WARPS, 0, 4, LANES_FIRST)
+    octet = axis(OCTETS, 1, 4, LANES_FIRST)
     slice_index = warp + octet // 2 if BY_SLICE else warp * 0 + octet // 2
     part = warp * 0 if BY_SLICE else warp
     is_slice = slice_index < SLICES
@@ -113,9 +132,10 @@ def sum_tile_short(  # noqa: PLR0913
         )
         if not COMPILED:
             values = values.to(tl.float32)
-        word = start + part * 128 + tl.arange(0, 128)[None, None, None, :]
+        word = start + part * 128 + axis(128, 3, 4, LANES_FIRST)
         mask = (octet % 2 * 8 < ranks) & (word < IN)
-        weights = lengthen(load_planes(words + word, IN, mask, ""), _WARPS, OCTETS, 1, COMPILED)
+        weights = _lengthened(load_planes(words + word, IN, mask, ""), OCTETS, 1, COMPILED)
+        values = _named(values, TILE_M, STEP)
         if BY_SLICE:
             values = tl.broadcast_to(tl.trans(values)[None, :, :], (_WARPS, 128, TILE_M))
         else:

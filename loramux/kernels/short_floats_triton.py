@@ -2,13 +2,17 @@
 
 Their words lie so that each lane of a warp has, after two operations for two weights, what it hands
 to the matrix unit: nothing goes through shared memory. That holds where a warp reads whole rows of
-128 words, so the words of a warp are a tensor's last axis, and its first one has a row for each.
+128 words, so the words of a warp are a tensor's last axis. The others: warps, octets of ranks,
+blocks of words; or, where the compiler deals them out from the other end, in reverse: see
+launch_triton.axis.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from loramux.kernels.launch_triton import LANES_FIRST
 
 # Four bits of an exponent make numbers of 2^-126 to 2^-111 where 2^-14 to 2^1 are meant.
 SHORT_SCALE: tl.constexpr = tl.constexpr(2.0**112)
@@ -48,7 +52,7 @@ def load_planes(at, num_columns, mask, EVICTION: tl.constexpr):
 def lengthen(
     planes, WARPS: tl.constexpr, OCTETS: tl.constexpr, BLOCKS: tl.constexpr, COMPILED: tl.constexpr
 ):
-    """[WARPS, OCTETS * 8, BLOCKS * 128] / SHORT_SCALE of words [WARPS, OCTETS, BLOCKS, 128].
+    """[WARPS, OCTETS * 8, BLOCKS * 128] / SHORT_SCALE of words as above.
 
     In bfloat16; in float32 where nothing is compiled, whose matrix product is right there.
     """
@@ -71,20 +75,26 @@ def lengthen(
             pack=2,
         )
     else:
-        pairs = _pairs(planes, WARPS, OCTETS, BLOCKS)
+        pairs = _pairs(planes)
     even = tl.join(tl.join(pairs[0], pairs[4]), tl.join(pairs[2], pairs[6]))
     odd = tl.join(tl.join(pairs[1], pairs[5]), tl.join(pairs[3], pairs[7]))
+    weights = tl.join(even, odd)
     # warp, octet, block, row, lane, word pair, word of two, three bits of a pair's number
-    weights = tl.reshape(tl.join(even, odd), (WARPS, OCTETS, BLOCKS, 8, 4, 2, 2, 2, 2, 2))
-    weights = tl.permute(weights, (0, 1, 3, 2, 5, 7, 8, 4, 9, 6))
+    if LANES_FIRST:
+        weights = tl.reshape(weights, (WARPS, OCTETS, BLOCKS, 8, 4, 2, 2, 2, 2, 2))
+        weights = tl.permute(weights, (0, 1, 3, 2, 5, 7, 8, 4, 9, 6))
+    else:
+        weights = tl.reshape(weights, (BLOCKS, OCTETS, WARPS, 8, 4, 2, 2, 2, 2, 2))
+        weights = tl.permute(weights, (2, 1, 3, 0, 5, 7, 8, 4, 9, 6))
     return tl.reshape(weights, (WARPS, OCTETS * 8, BLOCKS * 128))
 
 
 @triton.jit
-def _pairs(planes, WARPS: tl.constexpr, OCTETS: tl.constexpr, BLOCKS: tl.constexpr):
+def _pairs(planes):
     """What the instructions above make, one number at a time."""
     mask: tl.constexpr = 0x87878787 - (1 << 32)
-    shape: tl.constexpr = (WARPS, OCTETS, BLOCKS, 64, 2)
+    axes = planes[0].shape
+    shape: tl.constexpr = (axes[0], axes[1], axes[2], 64, 2)
     low0, low1 = tl.split(tl.reshape(planes[0], shape))
     low2, low3 = tl.split(tl.reshape(planes[1], shape))
     first, second = tl.split(tl.reshape(planes[2], shape))

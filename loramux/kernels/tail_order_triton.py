@@ -6,8 +6,8 @@ memory, and no warp waits for another. Which of its outputs is which of a matrix
 matter of names: B's are named as y's are. The same holds for ranks, B's and h's.
 
 The axes of y: lanes (4), lanes (8), warps, two pieces of outputs, two of rows, outputs side by
-side. The compiler deals out the last axis, then the others from the first on: where J outputs are
-the 16 bytes that a lane reads at once, lanes and warps get what they multiply.
+side; or, where the compiler deals them out from the other end, all but the last in reverse. Where J
+outputs are the 16 bytes that a lane reads at once, lanes and warps get what they multiply.
 """
 
 from __future__ import annotations
@@ -16,40 +16,38 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.fused_triton import load_sum
+from loramux.kernels.launch_triton import LANES_FIRST, axis
 from loramux.kernels.tail_group_triton import load_group
 
 
 @triton.jit
 def order_rows():
-    """Where y has them: [1, 8, 1, 1, 2, 1]"""
-    lane = tl.arange(0, 8)[None, :, None, None, None, None]
-    return lane + 8 * tl.arange(0, 2)[None, None, None, None, :, None]
+    """Where y has them: one number for each of two kinds of axes"""
+    return axis(8, 1, 6, LANES_FIRST) + 8 * axis(2, 4, 6, LANES_FIRST)
 
 
 @triton.jit
 def order_columns(WARPS: tl.constexpr, J: tl.constexpr):
-    """Where y has them: [4, 1, WARPS, 2, 1, J]"""
-    lane = tl.arange(0, 4)[:, None, None, None, None, None]
-    warp = tl.arange(0, WARPS)[None, None, :, None, None, None]
-    piece = tl.arange(0, 2)[None, None, None, :, None, None]
-    inner = tl.arange(0, J)[None, None, None, None, None, :]
-    return warp * (8 * J) + piece * (4 * J) + lane * J + inner
+    """Where y has them: along the other four"""
+    piece = axis(2, 3, 6, LANES_FIRST) * (4 * J) + axis(4, 0, 6, LANES_FIRST) * J
+    return axis(WARPS, 2, 6, LANES_FIRST) * (8 * J) + piece + axis(J, 5, 6, LANES_FIRST)
 
 
 @triton.jit
 def load_ordered_b(pool, group, first, count, width, WARPS: tl.constexpr, J: tl.constexpr):
-    """As tail_group's load_b, as the second operand of each warp: [WARPS, 16, 8 * J]"""
-    lane = tl.arange(0, 4)[:, None, None, None, None, None]
-    line = tl.arange(0, 8)[None, :, None, None, None, None]
-    warp = tl.arange(0, WARPS)[None, None, :, None, None, None]
-    low = tl.arange(0, 2)[None, None, None, :, None, None]
-    high = tl.arange(0, 2)[None, None, None, None, :, None]
-    inner = tl.arange(0, J)[None, None, None, None, None, :]
-    rank = lane * 4 + high * 2 + low
-    column = warp * (8 * J) + line % 2 * (4 * J) + line // 2 * J + inner
+    """As tail_group's load_b, as the second operand of each warp: [WARPS, 16, 8 * J]
+
+    The axes: lanes (4), lanes (8), warps, two of two ranks, two pairs of ranks, outputs
+    """
+    line = axis(8, 1, 6, LANES_FIRST)
+    rank = axis(4, 0, 6, LANES_FIRST) * 4 + axis(2, 4, 6, LANES_FIRST) * 2
+    rank += axis(2, 3, 6, LANES_FIRST)
+    column = line % 2 * (4 * J) + line // 2 * J + axis(J, 5, 6, LANES_FIRST)
+    column += axis(WARPS, 2, 6, LANES_FIRST) * (8 * J)
     mask = (rank < group[1]) & (column < count)
     b = tl.load(pool + group[0] + rank * width + first + column, mask=mask, other=0.0)
-    return tl.reshape(tl.permute(b, (2, 4, 0, 3, 5, 1)), (WARPS, 16, 8 * J))
+    b = tl.permute(b, (2, 4, 0, 3, 5, 1)) if LANES_FIRST else tl.permute(b, (2, 0, 4, 1, 5, 3))
+    return tl.reshape(b, (WARPS, 16, 8 * J))
 
 
 @triton.jit
@@ -59,29 +57,49 @@ def load_ordered_h(  # noqa: PLR0913
 ):  # fmt: skip
     """As tail_group's load_h of a row, for all rows, as each warp's first operand: [WARPS, 16, 16]
 
-    Rounded as it is multiplied.
+    Rounded as it is multiplied. The axes: lanes (4), lanes (8), warps, two of rows, four ranks
     """
-    lane = tl.arange(0, 4)[:, None, None, None, None]
-    line = tl.arange(0, 8)[None, :, None, None, None]
     # All warps read the same.
-    warp = tl.arange(0, WARPS)[None, None, :, None, None]
-    row = line + 8 * tl.arange(0, 2)[None, None, None, :, None] + 0 * warp
-    rank = lane * 4 + tl.arange(0, 4)[None, None, None, None, :]
+    row = axis(8, 1, 5, LANES_FIRST) + 8 * axis(2, 3, 5, LANES_FIRST)
+    row += 0 * axis(WARPS, 2, 5, LANES_FIRST)
+    rank = axis(4, 0, 5, LANES_FIRST) * 4 + axis(4, 4, 5, LANES_FIRST)
     # A row without an adapter has no block: whatever there is may be no number.
     num_rows = tl.where(group[1] > 0, num_rows, 0)
     at = tail + group[2] * h_step + row * tail_stride + rank
     h = load_sum(at, row < num_rows, part_step, dtype, PARTS)
     h = (h.to(tl.float32) * group[3]).to(dtype)
-    h = tl.permute(tl.reshape(h, (4, 8, WARPS, 2, 2, 2)), (2, 3, 1, 4, 0, 5))
+    if LANES_FIRST:
+        h = tl.permute(tl.reshape(h, (4, 8, WARPS, 2, 2, 2)), (2, 3, 1, 4, 0, 5))
+    else:
+        h = tl.permute(tl.reshape(h, (2, WARPS, 8, 4, 2, 2)), (1, 0, 2, 4, 3, 5))
     return tl.reshape(h, (WARPS, 16, 16))
 
 
 @triton.jit
 def add_ordered(total, h, b, WARPS: tl.constexpr, J: tl.constexpr):
-    """total + h @ b, as y is: [4, 8, WARPS, 2, 2, J] float32"""
-    sums = tl.reshape(tl.permute(total, (2, 4, 1, 5, 0, 3)), (WARPS, 16, 8 * J))
-    sums = tl.dot(h, b, sums, input_precision="ieee")
-    return tl.permute(tl.reshape(sums, (WARPS, 2, 8, J, 4, 2)), (4, 2, 0, 5, 1, 3))
+    """total + h @ b, as y is, float32"""
+    if LANES_FIRST:
+        total = tl.permute(total, (2, 4, 1, 5, 0, 3))
+    else:
+        total = tl.permute(total, (2, 0, 3, 5, 4, 1))
+    sums = tl.dot(h, b, tl.reshape(total, (WARPS, 16, 8 * J)), input_precision="ieee")
+    sums = tl.reshape(sums, (WARPS, 2, 8, J, 4, 2))
+    if LANES_FIRST:
+        sums = tl.permute(sums, (4, 2, 0, 5, 1, 3))
+    else:
+        sums = tl.permute(sums, (1, 5, 0, 2, 4, 3))
+    return sums
+
+
+@triton.jit
+def sum_columns(x):
+    """The sum of every row of what is as y is, one number for all of its columns."""
+    x = tl.sum(tl.sum(x, 5, keep_dims=True), 2, keep_dims=True)
+    if LANES_FIRST:
+        x = tl.sum(tl.sum(x, 3, keep_dims=True), 0, keep_dims=True)
+    else:
+        x = tl.sum(tl.sum(x, 1, keep_dims=True), 4, keep_dims=True)
+    return x
 
 
 @triton.jit

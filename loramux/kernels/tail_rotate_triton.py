@@ -16,16 +16,14 @@ from loramux.kernels.tail_order_triton import (
     load_ordered_h,
     order_columns,
     order_rows,
+    sum_columns,
 )
 
 
 @triton.jit
 def norm_halves(low, high, at, eps, inside, HEAD_DIM: tl.constexpr):
     """Heads' halves, normed. at: of the weight, where the first half has its columns"""
-    squares = low * low + high * high
-    squares = tl.sum(tl.sum(squares, 5, keep_dims=True), 3, keep_dims=True)
-    squares = tl.sum(tl.sum(squares, 2, keep_dims=True), 0, keep_dims=True)
-    inverse = tl.rsqrt(squares / HEAD_DIM + eps)
+    inverse = tl.rsqrt(sum_columns(low * low + high * high) / HEAD_DIM + eps)
     low *= inverse * tl.load(at, mask=inside, other=0.0).to(tl.float32)
     high *= inverse * tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0).to(tl.float32)
     return low, high

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
-from loramux.kernels.launch_triton import overlap_options
+from loramux.kernels.launch_triton import LANES_FIRST, axis, overlap_options
 from loramux.kernels.product_triton import MOST_ROWS
 from loramux.kernels.short_floats_triton import SHORT_SCALE, lengthen, load_planes
 from loramux.kernels.tail_jit_triton import (
@@ -231,11 +231,10 @@ def _copy_short_block(  # noqa: PLR0913
     words += octet * (3 * num_inputs)
     target = pool + place + row.to(tl.int64) * num_inputs
     WARPS: tl.constexpr = 4
-    warp = tl.arange(0, WARPS)[:, None, None, None]
-    part = tl.arange(0, BLOCK // (128 * WARPS))[None, None, :, None]
+    word = axis(WARPS, 0, 4, LANES_FIRST) * (BLOCK // WARPS) + axis(128, 3, 4, LANES_FIRST)
+    word += axis(BLOCK // (128 * WARPS), 2, 4, LANES_FIRST) * 128
     for first in range(0, num_inputs, BLOCK):
-        word = first + warp * (BLOCK // WARPS) + part * 128 + tl.arange(0, 128)[None, None, None, :]
-        planes = load_planes(words + word, num_inputs, word < num_copied, "")
+        planes = load_planes(words + first + word, num_inputs, first + word < num_copied, "")
         rows = lengthen(planes, WARPS, 1, BLOCK // (128 * WARPS), COMPILED)
         rows = tl.reshape(tl.permute(rows, (1, 0, 2)), (8, BLOCK)).to(tl.float32) * SHORT_SCALE
         column = first + tl.arange(0, BLOCK)[None, :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 
@@ -25,3 +26,21 @@ def on_test_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "Generator", DeviceGenerator)
     with torch.device(DEVICE):
         yield
+
+
+ORDERED = ("attention_fold", "lora_short", "short_floats", "tail_order", "tail")
+"""Kernels whose tensors have their axes in the order in which a compiler deals them out."""
+
+
+@pytest.fixture(params=[True, False], ids=["lanes first", "lanes last"])
+def both_orders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compilers before Triton 3.7 want axes, and as those since 3.8 do."""
+    import triton.language as tl
+
+    for name in ORDERED:
+        module = importlib.import_module(f"loramux.kernels.{name}_triton")
+        if DEVICE is not None and module.LANES_FIRST.value is not request.param:
+            pytest.skip("a GPU's compiler has one order")
+        monkeypatch.setattr(module, "LANES_FIRST", tl.constexpr(request.param))
+        if hasattr(module, "JOINED_IN_FOURS"):
+            monkeypatch.setattr(module, "JOINED_IN_FOURS", tl.constexpr(request.param))

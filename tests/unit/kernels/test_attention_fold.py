@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
+triton = pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
+
+import triton.language as tl  # noqa: E402
 
 from loramux.kernels import attention_torch, attention_triton  # noqa: E402
+from loramux.kernels.attention_fold_triton import load_ordered_q  # noqa: E402
 from loramux.kernels.attention_triton import Tiles  # noqa: E402
 from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
 
@@ -47,6 +50,25 @@ def decode(
     wanted = attention_torch.attend(storage.nan_to_num(0.0), reference, q, args)
     torch.testing.assert_close(found, wanted, atol=atol, rtol=1e-4)
     return found
+
+
+@triton.jit
+def _read_q(q, out, count, stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    at = tl.arange(0, 16)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(out + at, load_ordered_q(q, count, stride, GROUP, HEAD_DIM))
+
+
+@pytest.mark.usefixtures("both_orders")
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize(("group", "num_tokens"), [(4, 1), (4, 4), (1, 5), (3, 5), (8, 2), (16, 1)])
+def test_q_has_its_rows_and_zeros(group: int, num_tokens: int, head_dim: int) -> None:
+    """GROUP heads of each token, which have others beside them."""
+    q = torch.randn(num_tokens, 3 * group * head_dim)
+    out = torch.full((16, head_dim), torch.nan)
+    _read_q[(1,)](q, out, num_tokens * group, q.stride(0), group, head_dim)
+    wanted = q[:, : group * head_dim].reshape(-1, head_dim)
+    assert torch.equal(out[: len(wanted)], wanted)
+    assert not out[len(wanted) :].any()
 
 
 @pytest.mark.parametrize("num_tiles", [1, 2])

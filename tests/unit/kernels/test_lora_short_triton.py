@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 
 from loramux.kernels import lora_grouped_torch, lora_triton  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("both_orders")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 QKV, O_PROJ, GATE_UP = range(3)
 SITES = pytest.mark.parametrize("site", [QKV, O_PROJ, GATE_UP], ids=["qkv", "o", "gate_up"])

@@ -13,6 +13,9 @@ triton = pytest.importorskip("triton", reason="triton is installed with torch fo
 import triton.language as tl  # noqa: E402
 
 from loramux.kernels import short_floats_triton as fast  # noqa: E402
+from loramux.kernels.launch_triton import axis  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("both_orders")
 
 
 def random_words(num_rows: int, width: int) -> torch.Tensor:
@@ -23,12 +26,10 @@ def random_words(num_rows: int, width: int) -> torch.Tensor:
 
 
 @triton.jit
-def _lengthen(words, out, IN: tl.constexpr, BLOCKS: tl.constexpr):
-    warp = tl.arange(0, 4)[:, None, None, None]
-    octet = tl.arange(0, 2)[None, :, None, None]
-    block = tl.arange(0, BLOCKS)[None, None, :, None]
-    column = warp * (BLOCKS * 128) + block * 128 + tl.arange(0, 128)[None, None, None, :]
-    at = words + octet * (3 * IN) + column
+def _lengthen(words, out, IN: tl.constexpr, BLOCKS: tl.constexpr, LANES_FIRST: tl.constexpr):
+    column = axis(4, 0, 4, LANES_FIRST) * (BLOCKS * 128) + axis(128, 3, 4, LANES_FIRST)
+    column += axis(BLOCKS, 2, 4, LANES_FIRST) * 128
+    at = words + axis(2, 1, 4, LANES_FIRST) * (3 * IN) + column
     planes = fast.load_planes(at, IN, column < IN, "")
     weights = fast.lengthen(planes, 4, 2, BLOCKS, False)
     row = tl.arange(0, 16)[None, :, None]
@@ -43,7 +44,7 @@ def test_the_operand_has_the_numbers_of_the_words(blocks: int, missing: int) -> 
     width = 512 * blocks - missing
     words = random_words(16, width)
     out = torch.full((16, width), float("nan"))
-    _lengthen[(1,)](words, out, width, blocks)
+    _lengthen[(1,)](words, out, width, blocks, fast.LANES_FIRST.value)
     assert torch.equal(out, lengthen(words))
     assert out.abs().max() > 0.5
 

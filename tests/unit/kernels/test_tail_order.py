@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,6 +19,7 @@ from loramux.kernels.tail_order_triton import (  # noqa: E402
     order_columns,
     order_rows,
 )
+from tests.unit.kernels.conftest import DEVICE  # noqa: E402
 
 
 @triton.jit
@@ -31,6 +37,7 @@ def _add(  # noqa: PLR0913
     tl.store(out + row * WIDTH + column, add_ordered(values, h, b, WARPS, J), mask=inside)
 
 
+@pytest.mark.usefixtures("both_orders")
 @pytest.mark.parametrize("per_lane", [2, 4, 8])
 @pytest.mark.parametrize("num_warps", [1, 2, 4])
 @pytest.mark.parametrize(("num_rows", "ranks"), [(16, 16), (5, 3), (16, 1), (1, 16)])
@@ -47,3 +54,34 @@ def test_every_row_gets_its_ranks_and_columns(
     expected = torch.full_like(y, 7.0)
     expected[:num_rows, :count] = (y + 0.5 * h[:, :ranks] @ b)[:num_rows, :count]
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from loramux.kernels.tail_tile_triton import expand_kernel
+
+types = {"y_ptr": "*bf16", "out_ptr": "*bf16", "pool": "*bf16", "records": "*i32", "work": "*i32"}
+constants = {"SIZE": 4096, "WARPS": 2, "J": 8, "PARTS": 1, "EARLY_B": False, "OVERLAP": True}
+for loops in (False, True):
+    known = {**constants, "LOOPS": loops}
+    names = expand_kernel.arg_names
+    signature = {n: "constexpr" if n in known else types.get(n, "i32") for n in names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in known}
+    source = ASTSource(expand_kernel, signature, known, attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2})
+    print(made.metadata.shared, "bar.sync" in made.asm["ptx"], "mma.sync" in made.asm["ptx"])
+"""
+
+
+@pytest.mark.skipif(DEVICE is not None, reason="compiles for a Hopper, whatever there is")
+def test_compiled_for_a_gpu_nothing_goes_through_shared_memory(tmp_path: Path) -> None:
+    """Catches a compiler that deals axes out in another order: right, and slow."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.splitlines() == ["0 False True"] * 2

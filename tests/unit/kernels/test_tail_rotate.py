@@ -55,6 +55,7 @@ def _norm(y, weight, out, HEAD_DIM: tl.constexpr, WARPS: tl.constexpr, J: tl.con
     tl.store(out + at + HEAD_DIM // 2, halves[1])
 
 
+@pytest.mark.usefixtures("both_orders")
 @pytest.mark.parametrize("num_warps", [1, 2])
 def test_a_head_is_normed_whole_if_warps_share_it(num_warps: int) -> None:
     per_lane = 4
