@@ -89,6 +89,8 @@ class CublasLt:
         self._workspace = workspace
         self._stream = stream
         self._handle = self._make("cublasLtCreate")
+        self._lasting: dict[ProductShape, _Problem] = {}
+        """Of what may run at any time."""
 
     def proposals(self, shape: ProductShape) -> list[bytes]:
         """Algorithms for the shape: those for it, and those for somewhat larger ones.
@@ -147,7 +149,9 @@ class CublasLt:
         return can_run
 
     def product(self, shape: ProductShape, algorithm: bytes) -> Product:
-        problem = self._problem(shape)
+        problem = self._lasting.get(shape)
+        if problem is None:
+            problem = self._lasting[shape] = self._problem(shape)
         blob = (ctypes.c_uint64 * 8).from_buffer_copy(algorithm)
         one, zero = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
         workspace = ctypes.c_void_p(self._workspace.data_ptr())

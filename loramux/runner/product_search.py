@@ -132,11 +132,14 @@ def fastest(
         for _ in range(_NUM_ROUNDS):
             for name in finalists:
                 times[name] = min(times[name], clock.look(runs[name]))
-    best = min(finalists, key=times.__getitem__)
-    if clock.settle is not None and candidates is not None:
-        close = [n for n in finalists if times[n] <= (1 + _MIN_HOT_GAIN) * times[best]]
-        best = max(close, key=lambda name: (candidates.frugality(name), -times[name]))
-    return best if times[best] < (1 - _MIN_GAIN) * times[first] else first
+    best, enough = min(finalists, key=times.__getitem__), (1 - _MIN_GAIN) * times[first]
+    if times[best] >= enough:
+        return first
+    if clock.settle is None or candidates is None:
+        return best
+    limit = (1 + _MIN_HOT_GAIN) * times[best]
+    close = [n for n in finalists if times[n] <= limit and (n == first or times[n] < enough)]
+    return max(close, key=lambda name: (candidates.frugality(name), -times[name]))
 
 
 def _looked_at(runs: dict[Name, Run], measure: Measure) -> dict[Name, float]:

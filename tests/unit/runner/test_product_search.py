@@ -74,3 +74,6 @@ def test_variations_of_the_leaders_are_tried_and_the_last_word_is_of_a_hot_card(
     hot["fast, other"] = 0.605
     settled.clear()
     assert fastest(runs, Clock(look, settle), Others()) == "fast, other", "as fast, and frugal"
+    hot.update({"torch": 0.61, "fast, other": 0.608})
+    settled.clear()
+    assert fastest(runs, Clock(look, settle), Others()) == "fast", "the frugal one is no gain"
