@@ -5,8 +5,9 @@
     python -m benchmarks.bench_step --transformers
 
 "step" is the time from one step to the next by the host's clock, "graph" that of the CUDA graph
-alone. --cases: what LoRA adds to a layer in nine batches, beside other servers' kernels if a folder
-with them is given (see benchmarks/gpu_lora_kernels.py). --transformers: also times `generate`.
+alone. "base W" and "base MHz": the card's while the base was timed, by nvidia-smi. --cases: what
+LoRA adds to a layer in nine batches, beside other servers' kernels if a folder with them is given
+(see benchmarks/gpu_lora_kernels.py). --transformers: also times `generate`.
 On a CPU, shapes of SmolLM2; on a GPU, of Llama-3.1-8B. All weights are random.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from benchmarks.bench_report import (
     numbers,
     start_report,
 )
+from benchmarks.card_power import PowerMeter, visible_device
 from benchmarks.decode_timing import WARM_STEPS, StepTime, between, spread, time_decode
 from benchmarks.lora_cases import CASES, RANK, Case
 from benchmarks.machine import describe_machine
@@ -97,6 +100,8 @@ def row_of(base: StepTime, lora: StepTime, limit: Roofline, num_layers: int) -> 
         "LoRA us a layer": 1e6 * (lora.step_s - base.step_s) / num_layers,
         "in the graph": None if added_s is None else 1e6 * added_s / num_layers,
         "base last / first": base.drift,
+        "base W": None if base.power is None else base.power.watts,
+        "base MHz": None if base.power is None else base.power.mhz,
     }
 
 
@@ -106,6 +111,7 @@ class StepBench:
         self._out = out
         model, self.engine = make_engine(arguments)
         self._adapters = RandomAdapters(self.engine)
+        self._meter = PowerMeter(visible_device()) if is_gpu(arguments) else None
         self._num_layers = model.config.num_layers
         rates = (H200_BYTES_PER_S, H200_FLOPS)
         if not is_gpu(arguments):
@@ -153,13 +159,15 @@ class StepBench:
             assert self.engine.residency.load_now(cids), "the pool is too small for the adapters"
             self.engine.residency.release(cids)
         arguments = self._arguments
-        return time_decode(
-            self.engine,
-            spread(cids, batch),
-            context=arguments.context,
-            num_steps=arguments.steps,
-            num_warm=arguments.warm,
-        )
+        with self._meter or nullcontext() as meter:
+            return time_decode(
+                self.engine,
+                spread(cids, batch),
+                context=arguments.context,
+                num_steps=arguments.steps,
+                num_warm=arguments.warm,
+                meter=meter,
+            )
 
 
 def fitting(cases: Iterable[Case], max_sequences: int) -> list[Case]:

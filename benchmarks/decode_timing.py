@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.card_power import Power, PowerMeter
 from benchmarks.traffic import make_request
 from loramux.engine.engine import Engine
 from loramux.engine.garbage import FullCollections
@@ -34,6 +35,8 @@ class StepTime:
     prompt_tokens_per_s: float
     drift: float = 1.0
     """Steps of the last quarter by those of the first: below 1 where prompts left the card hot."""
+    power: Power | None = None
+    """Of the card in the steps that were timed; None: it has not told."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -57,8 +60,12 @@ def time_decode(
     context: int,
     num_steps: int,
     num_warm: int = WARM_STEPS,
+    meter: PowerMeter | None = None,
 ) -> StepTime:
-    """One sequence for each selection, `context` tokens long in the middle of what is timed."""
+    """One sequence for each selection, `context` tokens long in the middle of what is timed.
+
+    meter: one that runs, of the engine's card
+    """
     batch = len(selections)
     num_prompt = _prompt_length(engine, batch, context, num_warm + num_steps // 2)
     began = time.perf_counter()
@@ -71,12 +78,7 @@ def time_decode(
         _step(engine, tokens)
     # No waiting for the device at either end: what is still under way at one is so at the other.
     before = tokens.total()
-    times = [0.0] * (num_steps + 1)
-    with FullCollections():  # As a server does.
-        times[0] = time.perf_counter()
-        for number in range(num_steps):
-            _step(engine, tokens)
-            times[number + 1] = time.perf_counter()
+    times, power = _timed_steps(engine, tokens, num_steps, meter)
     seconds = times[-1] - times[0]
     num_tokens = tokens.total() - before
     graph_s = graph_seconds(engine, batch, has_lora=any(selections))
@@ -91,7 +93,22 @@ def time_decode(
         context=num_prompt + (before + num_tokens / 2) / batch,
         prompt_tokens_per_s=batch * num_prompt / prompt_s,
         drift=drift_of(times),
+        power=power,
     )
+
+
+def _timed_steps(
+    engine: Engine, tokens: Counter[str], num_steps: int, meter: PowerMeter | None
+) -> tuple[list[float], Power | None]:
+    """When the first one began and each ended, and what the card drew meanwhile."""
+    times = [0.0] * (num_steps + 1)
+    first = 0 if meter is None else meter.num_samples
+    with FullCollections():  # As a server does.
+        times[0] = time.perf_counter()
+        for number in range(num_steps):
+            _step(engine, tokens)
+            times[number + 1] = time.perf_counter()
+    return times, None if meter is None else meter.mean(first)
 
 
 def drift_of(times: Sequence[float]) -> float:
