@@ -25,17 +25,21 @@ def load_group(record):
 
 @triton.jit
 def load_followers(record):
-    """The units that follow a head, first and end."""
+    """The units that follow a head, first and end.
+
+    Not of the next turn of a loop: Triton 3.6 drops what a loop carries if nothing but the bounds
+    of a loop inside needs it, and goes on with what the first turn had.
+    """
     first = load_word(record + 6)
     return first, first + load_word(record + 7)
 
 
 @triton.jit
 def load_head(record):
-    """A head's group, its followers, how many rows it has, and the first of them."""
+    """A head's group, how many rows it has, and the first of them."""
     group = load_group(record)
     num_rows = load_word(record + 2) >> 16
-    return group, load_followers(record), num_rows, load_word(record + 3).to(tl.int64)
+    return group, num_rows, load_word(record + 3).to(tl.int64)
 
 
 @triton.jit

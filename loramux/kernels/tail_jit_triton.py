@@ -108,8 +108,10 @@ def activate_mul_kernel(  # noqa: PLR0913
     column = tl.arange(0, BLOCK)[None, :]
     records += record_start
     record = records + tl.program_id(1) * 64
-    of_gate, gate_followers, num_rows, row = load_head(record)
-    of_up, up_followers, _, _ = load_head(record + 8)
+    of_gate, num_rows, row = load_head(record)
+    of_up = load_group(record + 8)
+    gate_followers = load_followers(record)
+    up_followers = load_followers(record + 8)
     inside = column < tl.where(num_rows > 0, count, 0)
     b_gate = load_b(pool, of_gate, first, count, INNER, BLOCK)
     b_up = load_b(pool, of_up, first, count, INNER, BLOCK)
@@ -162,7 +164,9 @@ def rotate_write_kernel(  # noqa: PLR0913
     head = tl.program_id(0)
     slice_index, first, width = find_head(head, NUM_QUERIES, KV_HEADS, HEAD_DIM)
     records += record_start + slice_index * 8
-    group, followers, num_rows, row_start = load_head(records + tl.program_id(1) * 64)
+    record = records + tl.program_id(1) * 64
+    group, num_rows, row_start = load_head(record)
+    followers = load_followers(record)
     row = row_start + tl.arange(0, 1)[:, None]
     dim = tl.arange(0, HALF)[None, :]
     inside = dim < tl.where(num_rows > 0, MIDDLE, 0)

@@ -8,7 +8,12 @@ import triton.language as tl
 from loramux.kernels.fused_triton import load_angles
 from loramux.kernels.launch_triton import begin_after_previous
 from loramux.kernels.lora_records_triton import load_word
-from loramux.kernels.tail_group_triton import find_head, load_head, store_halves
+from loramux.kernels.tail_group_triton import (
+    find_head,
+    load_followers,
+    load_head,
+    store_halves,
+)
 from loramux.kernels.tail_order_triton import (
     add_ordered,
     add_ordered_followers,
@@ -31,15 +36,15 @@ def norm_halves(low, high, at, eps, inside, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _rotate_rows(  # noqa: PLR0913
-    b_low, b_high, of_b, start, y_ptr, cos_ptr, sin_ptr, storage_ptr, slots_ptr, norm_ptr, pool,
-    records, y_stride, page_stride, layer_start, eps, head, slice_index, first, width,
-    NUM_QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    b_low, b_high, of_b, followers, start, y_ptr, cos_ptr, sin_ptr, storage_ptr, slots_ptr,
+    norm_ptr, pool, records, y_stride, page_stride, layer_start, eps, head, slice_index, first,
+    width, NUM_QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, WARPS: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     """16 rows of a tile, from `start` on."""
     MIDDLE: tl.constexpr = HEAD_DIM // 2
     OUTPUTS: tl.constexpr = (NUM_QUERIES + 2 * KV_HEADS) * HEAD_DIM
-    group, followers, num_rows, row_start = of_b
+    group, num_rows, row_start = of_b
     num_rows -= start
     row_start += start
     row = order_rows()
@@ -115,6 +120,7 @@ def rotate_tiles_kernel(  # noqa: PLR0913
     num_tiles = load_word(work + 2)
     of_b = load_head(records + begin * 64)
     for tile in tl.range(begin, num_tiles, step, num_stages=1):
+        followers = load_followers(records + tile * 64)
         if EARLY_B:
             b_low = load_ordered_b(pool, of_b[0], first, MIDDLE, width, WARPS, J)
             b_high = load_ordered_b(pool, of_b[0], first + MIDDLE, MIDDLE, width, WARPS, J)
@@ -123,11 +129,11 @@ def rotate_tiles_kernel(  # noqa: PLR0913
         if not EARLY_B:
             b_low = load_ordered_b(pool, of_b[0], first, MIDDLE, width, WARPS, J)
             b_high = load_ordered_b(pool, of_b[0], first + MIDDLE, MIDDLE, width, WARPS, J)
-        num_turns = tl.cdiv(of_b[2], 16) if LOOPS else 1
+        num_turns = tl.cdiv(of_b[1], 16) if LOOPS else 1
         for turn in tl.range(0, num_turns, num_stages=1):
             _rotate_rows(
-                b_low, b_high, of_b, turn * 16, y_ptr, cos_ptr, sin_ptr, storage_ptr, slots_ptr,
-                norm_ptr, pool, records, y_stride, page_stride, layer_start, eps, head,
+                b_low, b_high, of_b, followers, turn * 16, y_ptr, cos_ptr, sin_ptr, storage_ptr,
+                slots_ptr, norm_ptr, pool, records, y_stride, page_stride, layer_start, eps, head,
                 slice_index, first, width, NUM_QUERIES, KV_HEADS, HEAD_DIM, BLOCK_TOKENS, WARPS,
                 J,
             )  # fmt: skip

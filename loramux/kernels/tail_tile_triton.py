@@ -13,7 +13,7 @@ import triton.language as tl
 from loramux.kernels.fused_triton import activate, load_sum
 from loramux.kernels.launch_triton import begin_after_previous
 from loramux.kernels.lora_records_triton import load_word
-from loramux.kernels.tail_group_triton import load_head
+from loramux.kernels.tail_group_triton import load_followers, load_head
 from loramux.kernels.tail_order_triton import (
     add_ordered,
     add_ordered_followers,
@@ -25,18 +25,18 @@ from loramux.kernels.tail_order_triton import (
 
 
 @triton.jit
-def has_followers(head):
-    return head[1][0] < head[1][1]
+def _are_any(followers):
+    return followers[0] < followers[1]
 
 
 @triton.jit
 def _expand_rows(  # noqa: PLR0913
-    b, head, start, y_ptr, out_ptr, pool, records, part_step, y_stride, out_stride, first,
-    SIZE: tl.constexpr, WARPS: tl.constexpr, J: tl.constexpr, PARTS: tl.constexpr,
+    b, head, followers, start, y_ptr, out_ptr, pool, records, part_step, y_stride, out_stride,
+    first, SIZE: tl.constexpr, WARPS: tl.constexpr, J: tl.constexpr, PARTS: tl.constexpr,
     FOLLOWED: tl.constexpr,
 ):  # fmt: skip
     """16 rows of a tile, from `start` on."""
-    group, followers, num_rows, row_start = head
+    group, num_rows, row_start = head
     num_rows -= start
     row_start += start
     row = order_rows()
@@ -60,14 +60,14 @@ def _expand_rows(  # noqa: PLR0913
 
 @triton.jit
 def _expand_tile(  # noqa: PLR0913
-    head, is_first, y_ptr, out_ptr, pool, records, part_step, y_stride, out_stride, first,
-    SIZE: tl.constexpr, WARPS: tl.constexpr, J: tl.constexpr, PARTS: tl.constexpr,
+    head, followers, is_first, y_ptr, out_ptr, pool, records, part_step, y_stride, out_stride,
+    first, SIZE: tl.constexpr, WARPS: tl.constexpr, J: tl.constexpr, PARTS: tl.constexpr,
     LOOPS: tl.constexpr, EARLY_B: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    group, followers, num_rows, row_start = head
+    group, num_rows, row_start = head
     if PARTS == 1:
-        is_changed = (group[1] > 0) | has_followers(head)
-        head = group, followers, tl.where(is_changed, num_rows, 0), row_start
+        is_changed = (group[1] > 0) | _are_any(followers)
+        head = group, tl.where(is_changed, num_rows, 0), row_start
     if EARLY_B:
         b = load_ordered_b(pool, group, first, SIZE - first, SIZE, WARPS, J)
     if is_first:
@@ -75,15 +75,15 @@ def _expand_tile(  # noqa: PLR0913
     if not EARLY_B:
         b = load_ordered_b(pool, group, first, SIZE - first, SIZE, WARPS, J)
     if LOOPS:
-        for start in tl.range(0, head[2], 16, num_stages=1):
+        for start in tl.range(0, head[1], 16, num_stages=1):
             _expand_rows(
-                b, head, start, y_ptr, out_ptr, pool, records, part_step, y_stride, out_stride,
-                first, SIZE, WARPS, J, PARTS, True,
+                b, head, followers, start, y_ptr, out_ptr, pool, records, part_step, y_stride,
+                out_stride, first, SIZE, WARPS, J, PARTS, True,
             )  # fmt: skip
     else:
         _expand_rows(
-            b, head, 0, y_ptr, out_ptr, pool, records, part_step, y_stride, out_stride, first,
-            SIZE, WARPS, J, PARTS, True,
+            b, head, followers, 0, y_ptr, out_ptr, pool, records, part_step, y_stride, out_stride,
+            first, SIZE, WARPS, J, PARTS, True,
         )  # fmt: skip
 
 
@@ -115,22 +115,23 @@ def expand_kernel(  # noqa: PLR0913
     num_tiles = load_word(work + 2)
     head = load_head(records + begin * 64)
     for tile in tl.range(begin, num_tiles, step, num_stages=1):
+        followers = load_followers(records + tile * 64)
         _expand_tile(
-            head, tile == begin, y_ptr, out_ptr, pool, records, part_step, y_stride, out_stride,
-            first, SIZE, WARPS, J, PARTS, LOOPS, EARLY_B, OVERLAP,
+            head, followers, tile == begin, y_ptr, out_ptr, pool, records, part_step, y_stride,
+            out_stride, first, SIZE, WARPS, J, PARTS, LOOPS, EARLY_B, OVERLAP,
         )  # fmt: skip
         head = load_head(records + (tile + step) * 64)
 
 
 @triton.jit
 def _activate_rows(  # noqa: PLR0913
-    b_gate, b_up, of_gate, of_up, start, y_ptr, out_ptr, pool, records, y_stride, first,
-    INNER: tl.constexpr, ACTIVATION: tl.constexpr, WARPS: tl.constexpr, J: tl.constexpr,
+    b_gate, b_up, of_gate, of_up, followers, start, y_ptr, out_ptr, pool, records, y_stride,
+    first, INNER: tl.constexpr, ACTIVATION: tl.constexpr, WARPS: tl.constexpr, J: tl.constexpr,
     FOLLOWED: tl.constexpr,
 ):  # fmt: skip
     """16 rows of a tile, from `start` on."""
-    num_rows = of_gate[2] - start
-    row_start = of_gate[3] + start
+    num_rows = of_gate[1] - start
+    row_start = of_gate[2] + start
     row = order_rows()
     column = order_columns(WARPS, J)
     count = INNER - first
@@ -145,11 +146,11 @@ def _activate_rows(  # noqa: PLR0913
     up = add_ordered(up.to(tl.float32), h_up, b_up, WARPS, J)
     if FOLLOWED:
         gate = add_ordered_followers(
-            gate, of_gate[1], pool, records, tail, y_stride, 32, num_rows, first, count, INNER,
+            gate, followers[0], pool, records, tail, y_stride, 32, num_rows, first, count, INNER,
             WARPS, J,
         )  # fmt: skip
         up = add_ordered_followers(
-            up, of_up[1], pool, records + 8, tail + 16, y_stride, 32, num_rows, first, count,
+            up, followers[1], pool, records + 8, tail + 16, y_stride, 32, num_rows, first, count,
             INNER, WARPS, J,
         )  # fmt: skip
     mixed = activate(gate, ACTIVATION) * up
@@ -159,7 +160,7 @@ def _activate_rows(  # noqa: PLR0913
 
 @triton.jit
 def _activate_tile(  # noqa: PLR0913
-    of_gate, of_up, is_first, y_ptr, out_ptr, pool, records, y_stride, first,
+    of_gate, of_up, followers, is_first, y_ptr, out_ptr, pool, records, y_stride, first,
     INNER: tl.constexpr, ACTIVATION: tl.constexpr, WARPS: tl.constexpr, J: tl.constexpr,
     LOOPS: tl.constexpr, EARLY_B: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -174,25 +175,25 @@ def _activate_tile(  # noqa: PLR0913
         b_up = load_ordered_b(pool, of_up[0], first, count, INNER, WARPS, J)
     if not LOOPS:
         _activate_rows(
-            b_gate, b_up, of_gate, of_up, 0, y_ptr, out_ptr, pool, records, y_stride, first,
-            INNER, ACTIVATION, WARPS, J, True,
+            b_gate, b_up, of_gate, of_up, followers, 0, y_ptr, out_ptr, pool, records, y_stride,
+            first, INNER, ACTIVATION, WARPS, J, True,
         )  # fmt: skip
-    elif has_followers(of_gate) | has_followers(of_up):
+    elif _are_any(followers[0]) | _are_any(followers[1]):
         # There is no room for two groups' B: it is read again for every 16 rows.
-        for start in tl.range(0, of_gate[2], 16, num_stages=1):
+        for start in tl.range(0, of_gate[1], 16, num_stages=1):
             b_gate = load_ordered_b(pool, of_gate[0], first, count, INNER, WARPS, J)
             b_up = load_ordered_b(pool, of_up[0], first, count, INNER, WARPS, J)
             _activate_rows(
-                b_gate, b_up, of_gate, of_up, start, y_ptr, out_ptr, pool, records, y_stride,
-                first, INNER, ACTIVATION, WARPS, J, True,
+                b_gate, b_up, of_gate, of_up, followers, start, y_ptr, out_ptr, pool, records,
+                y_stride, first, INNER, ACTIVATION, WARPS, J, True,
             )  # fmt: skip
     else:
         b_gate = load_ordered_b(pool, of_gate[0], first, count, INNER, WARPS, J)
         b_up = load_ordered_b(pool, of_up[0], first, count, INNER, WARPS, J)
-        for start in tl.range(0, of_gate[2], 16, num_stages=1):
+        for start in tl.range(0, of_gate[1], 16, num_stages=1):
             _activate_rows(
-                b_gate, b_up, of_gate, of_up, start, y_ptr, out_ptr, pool, records, y_stride,
-                first, INNER, ACTIVATION, WARPS, J, False,
+                b_gate, b_up, of_gate, of_up, followers, start, y_ptr, out_ptr, pool, records,
+                y_stride, first, INNER, ACTIVATION, WARPS, J, False,
             )  # fmt: skip
 
 
@@ -222,9 +223,11 @@ def activate_tiles_kernel(  # noqa: PLR0913
     of_gate = load_head(record)
     of_up = load_head(record + 8)
     for tile in tl.range(begin, num_tiles, step, num_stages=1):
+        record = records + tile * 64
+        followers = load_followers(record), load_followers(record + 8)
         _activate_tile(
-            of_gate, of_up, tile == begin, y_ptr, out_ptr, pool, records, y_stride, first,
-            INNER, ACTIVATION, WARPS, J, LOOPS, EARLY_B, OVERLAP,
+            of_gate, of_up, followers, tile == begin, y_ptr, out_ptr, pool, records, y_stride,
+            first, INNER, ACTIVATION, WARPS, J, LOOPS, EARLY_B, OVERLAP,
         )  # fmt: skip
         record = records + (tile + step) * 64
         of_gate = load_head(record)

@@ -24,10 +24,13 @@ each_order = pytest.mark.parametrize("is_early", [True, False], ids=["B first", 
 def test_more_tiles_than_programs_that_rotate(
     is_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries are rotated in place, keys and values go to their pages."""
+    """Queries are rotated in place, keys and values go to their pages.
+
+    Adapter 1 has two groups of ranks, which only a program's second tile has.
+    """
     names = ("q_proj", "k_proj", "v_proj")
-    world = make_tail_world([dict.fromkeys(names, 2)] * 2, tail_torch)
-    rows: list[Selection] = [((0, 1.0),), ((1, 1.0),), (), ((1, 1.0),), ((0, 1.0),)]
+    world = make_tail_world([dict.fromkeys(names, 2), dict.fromkeys(names, 20)], tail_torch)
+    rows: list[Selection] = [((0, 1.0),), (), ((1, 1.0),), ((0, 1.0),), ((1, 1.0),)]
     world.step(rows, TILE)
     two_programs(monkeypatch, is_early=is_early)
     layout = PagedLayout(NUM_LAYERS, num_kv_heads=1, head_dim=16, block_tokens=4)

@@ -15,9 +15,13 @@ each_order = pytest.mark.parametrize("is_early", [True, False], ids=["B first", 
 
 @each_order
 def test_more_tiles_than_programs(is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a loop that stops early: two programs, and a tile for every row."""
+    """Catches a loop that stops early: two programs, and a tile for every row.
+
+    Adapter 2 has two groups of ranks, which only a program's second tile has.
+    """
     names = ("gate_proj", "up_proj")
-    world = make_tail_world([dict.fromkeys(names, 2)] * 3, tail_torch)
+    ranks = (2, 2, 20)
+    world = make_tail_world([dict.fromkeys(names, rank) for rank in ranks], tail_torch)
     rows: list[Selection] = [((slot, 1.0),) for slot in (0, 1, 2, 0, 2)]
     world.step(rows, TILE)
     two_programs(monkeypatch, is_early=is_early)
@@ -34,8 +38,8 @@ def test_more_tiles_than_programs_that_expand(
     num_parts: int, is_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, with a base row between them."""
-    world = make_tail_world([{"o_proj": 2}] * 2, tail_torch)
-    rows: list[Selection] = [((0, 1.0),), ((1, 1.0),), (), ((1, 1.0),), ((0, 1.0),)]
+    world = make_tail_world([{"o_proj": 2}, {"o_proj": 20}], tail_torch)
+    rows: list[Selection] = [((0, 1.0),), (), ((1, 1.0),), ((0, 1.0),), ((1, 1.0),)]
     world.step(rows, TILE)
     two_programs(monkeypatch, is_early=is_early)
     x, _ = random_rows(len(rows), O_PROJ)
