@@ -189,6 +189,11 @@ class GraphMaker:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
 
+    @property
+    def has_run(self) -> bool:
+        """Whether what was made has run once by then: its kernels are compiled by running them."""
+        return self._is_real
+
     def make(self, work: Callable[[], None], *, launches_early: bool = False) -> Callable[[], None]:
         """launches_early: what stands behind a library's products is launched with them"""
         if not self._is_real:

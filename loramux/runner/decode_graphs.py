@@ -19,9 +19,11 @@ from loramux.runner.token_feed import TokenFeed
 from loramux.types import Chunk
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-# With more of them a card is as fast as its power allows, whenever a kernel is launched. Without
-# LoRA: with it, answers have not been compared on a card yet.
+# With more of them a card is as fast as its power allows, whenever a kernel is launched.
 _MOST_EARLY_ROWS = 128
+# Of lists, which read more.
+_MOST_EARLY_LISTED_ROWS = 64
+_LISTED = (LoraKind.LISTS, LoraKind.ATTENTION)
 Progress = Callable[[str, float], None]
 
 
@@ -121,15 +123,23 @@ class DecodeGraphs:
             return None
         self._inputs.fill(chunks, draws.temperatures, draws.noise)
         self._inputs.send()
-        self._step(size, kind)()
+        self._run(size, kind)
         self.last_kind = kind
         return self._logits[: len(chunks)]
+
+    def _run(self, size: int, kind: LoraKind) -> None:
+        is_new = (size, kind) not in self._steps
+        step = self._step(size, kind)
+        # Not twice: the second time it would read the tokens that it has just made.
+        if not (is_new and self._maker.has_run):
+            step()
 
     def _step(self, size: int, kind: LoraKind) -> Callable[[], None]:
         step = self._steps.get((size, kind))
         if step is None:
             with self._decoder.products.searching():
-                is_early = kind is LoraKind.NONE and size <= _MOST_EARLY_ROWS
+                most = _MOST_EARLY_LISTED_ROWS if kind in _LISTED else _MOST_EARLY_ROWS
+                is_early = size <= most
                 work = partial(self._compute, size, kind)
                 step = self._maker.make(work, launches_early=is_early)
             self._steps[size, kind] = step

@@ -117,8 +117,15 @@ class RowGraphs:
             return None
         self._inputs.fill(chunks, draws, items)
         self._inputs.send()
-        self.make(count, kind)()
+        self._run(count, kind)
         return self._logits[: len(draws.noise)]
+
+    def _run(self, num_rows: int, kind: LoraKind) -> None:
+        """As DecodeGraphs._run."""
+        is_new = (num_rows, kind) not in self._steps
+        step = self.make(num_rows, kind)
+        if not (is_new and self._maker.has_run):
+            step()
 
     def _most_items(self, num_rows: int) -> list[int]:
         found: list[int] = self._kernels.attention.most_items(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from loramux.lora.graph_work import LoraKind
+from loramux.memory.device import GraphMaker
 from loramux.runner.decode_graphs import BATCH_SIZES, DecodeLimits, is_decode
 from loramux.runner.device_runner import DeviceRunner
 from loramux.types import Chunk, Selection, StepPlan
@@ -198,3 +199,30 @@ def test_the_memory_of_graphs_is_measured_with_the_largest_of_every_kind(
     runner.capture_largest()
     assert list(runner._rows._steps) == [(40, kind) for kind in LoraKind]
     assert list(runner._graphs._steps) == [(3, kind) for kind in OF_FEW_ROWS]
+
+
+def test_a_graph_that_is_made_in_a_step_runs_once_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's has run when it is made. Again, it would take its own tokens for the last step's."""
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2, max_batch_tokens=40)[1]
+    runs: list[str] = []
+
+    class RunsWhenMade(GraphMaker):
+        has_run = True  # type: ignore[assignment]
+
+        def make(self, work: Any, *, launches_early: bool = False) -> Any:
+            del launches_early
+            runs.append("made")
+            work()
+            return lambda: (runs.append("replayed"), work())
+
+    for graphs in (runner._graphs, runner._rows):
+        graphs._steps.clear()
+        graphs._maker = RunsWhenMade(torch.device("cpu"))
+    first = Chunk(0, (8, 9), 0, [0], (), sample=row())
+    for _ in range(2):
+        runner.run(StepPlan((first,)))
+        runner.run(StepPlan((decode(0, 3, 2, [0], ()),)))
+    assert runs == ["made", "made", "replayed", "replayed"]
