@@ -1,8 +1,9 @@
 """Every goal of the GPU engine in one run: what was measured, the goal, and whether it holds.
 
-    python -m benchmarks.bench_goals [--parts check,step,cases,trace,registered,loads,base]
+    python -m benchmarks.bench_goals [--parts check,twins,step,cases,trace,registered,loads,base]
 
 check       answers and logits against the torch reference (gpu_engine_check)
+twins       every kernel of mixed traffic beside its torch twin (gpu_twin_check)
 step        decode steps against the roofline, answers against transformers' (bench_step)
 cases       what LoRA adds to a layer in nine batches, beside peers with --peers (bench_step)
 trace       8 and 1,000 adapters against the base (bench_trace), as are the next three
@@ -32,6 +33,7 @@ import torch
 
 from benchmarks.bench_report import Section, add_output_options, draw, names, start_report
 from benchmarks.gpu_engine_check import DIFFER, RELATIVE
+from benchmarks.gpu_twin_check import ERROR
 from benchmarks.machine import describe_machine
 from benchmarks.report import Table
 
@@ -138,6 +140,14 @@ def check_figures(sections: Sections) -> list[Figure]:
     return found
 
 
+def twin_figures(sections: Sections) -> list[Figure]:
+    return [
+        Figure(f"{section['title']}: {row['kernel']}", row[ERROR], row["limit"], True)
+        for section in sections
+        for row in rows_with([section], ERROR)
+    ]
+
+
 def rows_with(sections: Sections, column: str) -> list[dict[str, Any]]:
     rows = (row for section in sections for row in section["rows"])
     return [row for row in rows if row.get(column) is not None]
@@ -152,6 +162,7 @@ class Part:
 
 PARTS = {
     "check": Part("gpu_engine_check", ["--parts", "logits,tokens"], check_figures),
+    "twins": Part("gpu_twin_check", [], twin_figures),
     "step": Part("bench_step", ["--transformers"], step_figures),
     "cases": Part("bench_step", ["--cases", "--context", "128"], case_figures),
     "trace": Part("bench_trace", ["--scenarios", "many,few", "--requests", "2048"], trace_figures),

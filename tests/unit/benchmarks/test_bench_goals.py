@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from benchmarks import bench_goals, bench_step
-from benchmarks.bench_goals import PARTS, Figure, case_figures, load_figures, trace_figures
+from benchmarks.bench_goals import (
+    PARTS,
+    Figure,
+    case_figures,
+    load_figures,
+    trace_figures,
+    twin_figures,
+)
+from benchmarks.gpu_twin_check import ERROR
 from benchmarks.lora_cases import Case
 
 CPU = "--device cpu"
@@ -55,6 +63,8 @@ def test_every_part_has_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     cases = [Case(1, "qkvo", "identical", 6), Case(4, "all", "distinct", 1e9)]
     monkeypatch.setattr(bench_step, "CASES", cases)
     extra = [f"--with={name}={words}" for name, words in SMALLER.items()]
+    # Twins need a GPU: test_gpu_twin_check.
+    extra += ["--parts", ",".join(SMALLER)]
     assert run_goals(extra, monkeypatch, tmp_path) == 0
     found = sections_of(tmp_path)
     assert {name: len(rows) for name, rows in found.items()} == {
@@ -96,7 +106,7 @@ def test_what_is_no_argument_of_a_part_is_refused(
     monkeypatch.setattr(sys, "argv", ["bench_goals", "--with", wrong])
     with pytest.raises(SystemExit):
         bench_goals.main()
-    assert "is not PART=ARGUMENTS; parts are check, step" in capsys.readouterr().err
+    assert "is not PART=ARGUMENTS; parts are check, twins, step" in capsys.readouterr().err
 
 
 def test_a_goal_is_the_least_or_the_most() -> None:
@@ -139,3 +149,14 @@ def test_loads_count_while_idle_and_streams_at_one_a_second() -> None:
         "27 MB, 32 streams, 1 loads/s, inter-token P99 / without loads",
     ]
     assert [figure.holds for figure in found] == [True, False, False]
+
+
+def test_a_kernel_holds_up_to_its_limit() -> None:
+    rows = [
+        {"kernel": name, ERROR: error, "limit": 1e-4} for name, error in (("a", 1e-4), ("b", 0.5))
+    ]
+    figures = twin_figures([{"title": "Kernels", "rows": rows}])
+    assert [(figure.name, figure.holds) for figure in figures] == [
+        ("Kernels: a", True),
+        ("Kernels: b", False),
+    ]

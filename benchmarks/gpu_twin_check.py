@@ -1,0 +1,274 @@
+"""Every kernel of every step beside its torch twin, in mixed traffic.
+
+    python -m benchmarks.gpu_twin_check [--dtypes float32,bfloat16] [--requests 100]
+
+Answers in bfloat16 cannot be compared with a reference's, and a compiler may do what an interpreter
+does not. Here each step is computed twice: by its graph, and kernel by kernel, where each is given
+what its twin is given, and must leave behind what that leaves. Attention is not among them
+(gpu_engine_check and the kernels' tests have it). A small model, random weights, adapters of ranks
+1 to 64, alone and in weighted sets. Needs an NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.bench_report import Section, add_output_options, draw, names, start_report
+from benchmarks.gpu_engine_check import (
+    SMALL,
+    mixed_requests,
+    random_engine,
+    run_all,
+    write_adapters,
+)
+from benchmarks.machine import describe_machine
+from benchmarks.report import Table
+from loramux.engine import build_device
+from loramux.engine.engine import Engine
+from loramux.kernels import fused_torch, lora_grouped_torch, sampling_torch, tail_torch
+from loramux.runner.fused_decoder import DeviceKernels, device_kernels
+from loramux.types import Request
+
+TWINS: dict[str, ModuleType] = {
+    "fused": fused_torch,
+    "tail": tail_torch,
+    "sampling": sampling_torch,
+}
+# What a function leaves behind in its arguments; others may be used up.
+KEPT: dict[str, Callable[[Sequence[Any]], Tensor]] = {
+    "add_norm": lambda args: args[1],
+    "rotate_write": lambda args: args[2].storage,
+}
+# A column of the tables.
+ERROR = "worst error of a row"
+# Of the norm of a row.
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+class TwinCheck:
+    """Kernels that compare themselves with their twins while it is `on`."""
+
+    def __init__(self) -> None:
+        self.worst: dict[str, float] = {}
+        self.wrong: list[str] = []
+        self.num_calls = 0
+        self._is_on = False
+        self._step = ""
+        self._x: Tensor | None = None
+
+    @contextmanager
+    def on(self, step: str) -> Iterator[None]:
+        self._is_on, self._step = True, step
+        try:
+            yield
+        finally:
+            self._is_on = False
+
+    def watch(self, kernels: DeviceKernels) -> DeviceKernels:
+        found: dict[str, Any] = {
+            name: self._watched(name, getattr(kernels, name), twin) for name, twin in TWINS.items()
+        }
+        lora = kernels.lora
+        found["lora"] = SimpleNamespace(
+            **{name: value for name, value in vars(lora).items() if not name.startswith("_")}
+        )
+        found["lora"].shrink = self._shrink_of(lora)
+        found["lora"].expand = self._expand_of(lora)
+        return dataclasses.replace(kernels, **found)
+
+    def compare(self, name: str, found: Tensor, expected: Tensor) -> None:
+        if not found.is_floating_point():
+            error = float((found != expected).any())
+        else:
+            limit = torch.finfo(torch.float32).tiny
+            ours, theirs = (x.reshape(x.shape[0], -1).double() for x in (found, expected))
+            norms = theirs.norm(dim=1)
+            errors = (ours - theirs).norm(dim=1) / norms.clamp(min=limit)
+            # A row that is next to nothing beside the others may be anything as small.
+            errors = errors[norms > 1e-3 * norms.max()]
+            error = float(errors.nan_to_num(nan=float("inf")).max()) if len(errors) else 0.0
+        self.num_calls += 1
+        self.worst[name] = max(self.worst.get(name, 0.0), error)
+        if error > LIMITS.get(found.dtype, 0.0):
+            self.wrong.append(f"{self._step}: {name} is {error:.1e} from its twin")
+
+    def _watched(self, name: str, module: Any, twin: ModuleType) -> SimpleNamespace:
+        functions = {n: f for n, f in vars(module).items() if not n.startswith("_")}
+        for own in [n for n in functions if _is_public(twin, n)]:
+            functions[own] = self._beside(f"{name}.{own}", functions[own], getattr(twin, own))
+        return SimpleNamespace(**functions)
+
+    def _beside(
+        self, name: str, kernel: Callable[..., Any], twin: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        kept = KEPT.get(name.partition(".")[2])
+
+        def run(*args: Any, **named: Any) -> Any:
+            if not self._is_on:
+                return kernel(*args, **named)
+            before = copy.deepcopy((args, named))
+            known = copy.deepcopy((args, named))
+            expected = twin(*known[0], **known[1])
+            found = kernel(*args, **named)
+            for ours, theirs in zip(_tensors(found), _tensors(expected), strict=True):
+                self.compare(name, ours, theirs)
+            if kept is not None:
+                self._compare_changes(name, *(kept(of) for of in (args, known[0], before[0])))
+            return found
+
+        return run
+
+    def _compare_changes(self, name: str, found: Tensor, expected: Tensor, before: Tensor) -> None:
+        """Whatever either of them has changed."""
+        is_same = _is_equal(found, before) & _is_equal(expected, before)
+        rows = (~is_same).any(1)
+        if rows.any():
+            kept = [x[rows].masked_fill(is_same[rows], 0.0) for x in (found, expected)]
+            self.compare(f"{name}, in place", *kept)
+
+    def _shrink_of(self, lora: Any) -> Callable[..., None]:
+        """Twins leave h in another form: both halves are compared behind the second."""
+
+        def shrink(tables: Any, pool: Tensor, x: Tensor, layer: int, site: int) -> None:
+            self._x = x.clone() if self._is_on else None
+            lora.shrink(tables, pool, x, layer, site)
+
+        return shrink
+
+    def _expand_of(self, lora: Any) -> Callable[..., None]:
+        def expand(tables: Any, pool: Tensor, y: Tensor, layer: int, site: int) -> None:
+            expected: Tensor | None = None
+            if self._is_on and self._x is not None:
+                known, expected = copy.deepcopy(tables), y.clone()
+                lora_grouped_torch.shrink(known, pool, self._x, layer, site)
+                lora_grouped_torch.expand(known, pool, expected, layer, site)
+            lora.expand(tables, pool, y, layer, site)
+            if expected is not None:
+                self.compare("lora.shrink and expand", y, expected)
+
+        return expand
+
+
+def _is_public(twin: ModuleType, name: str) -> bool:
+    function = getattr(twin, name, None)
+    return callable(function) and getattr(function, "__module__", "") == twin.__name__
+
+
+def _is_equal(one: Tensor, other: Tensor) -> Tensor:
+    return (one == other) | (one.isnan() & other.isnan())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+    elif dataclasses.is_dataclass(value):
+        yield from _tensors([getattr(value, f.name) for f in dataclasses.fields(value)])
+
+
+def watch_graphs(graphs: Any, feed: Any, check: TwinCheck, name: str) -> None:
+    """Each step is computed once more, kernel by kernel, from the tokens that its graph had."""
+    launch, fill = graphs.launch, graphs.lora.fill
+    last: list[Any] = []
+
+    def remembered(selections: Any, lengths: Any, num_rows: int, out: Any) -> Any:
+        kind = fill(selections, lengths, num_rows, out)
+        last[:] = [num_rows, kind]
+        return kind
+
+    @torch.inference_mode()
+    def watched(chunks: Sequence[Any], draws: Any) -> Tensor | None:
+        before = feed._tokens.clone()
+        graphs.lora.fill = remembered
+        logits: Tensor | None = launch(chunks, draws)
+        graphs.lora.fill = fill
+        if logits is None:
+            return None
+        num_rows, kind = last
+        by_graph, after = logits.clone(), feed._tokens.clone()
+        feed._tokens.copy_(before)
+        with check.on(f"{name} of {num_rows} rows, {kind.name}"):
+            graphs._compute(num_rows, kind)
+            check.compare("graph", by_graph, logits)
+        feed._tokens.copy_(after)
+        return logits
+
+    graphs.launch = watched
+
+
+def check_traffic(
+    make: Callable[[], Engine],
+    requests: Callable[[Sequence[str]], Sequence[Request]],
+    kernels: Callable[[torch.device], DeviceKernels] = device_kernels,
+) -> TwinCheck:
+    """make: an engine on a device's kernels, with adapters   requests: of their ids"""
+    check = TwinCheck()
+    module: Any = build_device
+    own = module.device_kernels
+    module.device_kernels = lambda device: check.watch(kernels(device))
+    try:
+        engine = make()
+    finally:
+        module.device_kernels = own
+    runner: Any = engine.runner
+    watch_graphs(runner._graphs, runner._feed, check, "decode")
+    watch_graphs(runner._rows, runner._feed, check, "step")
+    run_all(engine, requests([known.cid for known in engine.catalog.known()]))
+    engine.close()
+    return check
+
+
+def section_of(check: TwinCheck, dtype: str) -> Section:
+    limit = LIMITS[getattr(torch, dtype)]
+    rows: Table = [{"kernel": n, ERROR: e, "limit": limit} for n, e in sorted(check.worst.items())]
+    wrong = sorted(set(check.wrong))
+    notes = [f"{check.num_calls} comparisons, {len(check.wrong)} wrong.", *wrong[:20]]
+    return Section(title=f"Kernels beside their twins, {dtype}", rows=rows, notes=tuple(notes))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--dtypes", type=names(("float32", "bfloat16", "float16")))
+    parser.add_argument("--requests", type=int, default=100)
+    add_output_options(parser)
+    arguments = parser.parse_args()
+    if arguments.plot_from is not None:
+        draw(arguments.plot_from)
+        return
+    dtypes = arguments.dtypes or ["float32", "bfloat16"]
+    out = start_report("twins", arguments, describe_machine(", ".join(dtypes), "cuda"))
+    num_wrong = 0
+    with tempfile.TemporaryDirectory() as name:
+        folders = write_adapters(Path(name), SMALL)
+        for dtype in dtypes:
+            check = check_traffic(
+                partial(random_engine, folders, dtype, reference=False, scale=SMALL),
+                partial(mixed_requests, count=arguments.requests),
+            )
+            out.add(section_of(check, dtype))
+            num_wrong += len(check.wrong)
+    out.finish()
+    if num_wrong:
+        raise SystemExit(f"{num_wrong} comparisons are beyond their limit.")
+
+
+if __name__ == "__main__":
+    main()

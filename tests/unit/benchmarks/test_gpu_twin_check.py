@@ -1,0 +1,103 @@
+"""The check itself, over a GPU's kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="no Triton on this machine")
+
+from benchmarks.gpu_engine_check import request  # noqa: E402
+from benchmarks.gpu_twin_check import TwinCheck, check_traffic, section_of  # noqa: E402
+from loramux.engine.engine import Engine  # noqa: E402
+from loramux.kernels import (  # noqa: E402
+    attention_triton,
+    fused_triton,
+    lora_triton,
+    sampling_triton,
+    tail_triton,
+)
+from loramux.runner.fused_decoder import DeviceKernels  # noqa: E402
+from loramux.types import Request  # noqa: E402
+from tests.device_factory import device_engine, two_adapters  # noqa: E402
+from tests.model_factory import tiny_transformers_model  # noqa: E402
+
+COMPILED = {"fused.add_norm", "fused.rotate_write", "fused.activate_mul", "sampling.choose_tokens"}
+
+
+def interpreted(device: torch.device) -> DeviceKernels:
+    assert device.type == "cpu"
+    return DeviceKernels(
+        attention=attention_triton,
+        fused=fused_triton,
+        lora=lora_triton,
+        tail=tail_triton,
+        sampling=sampling_triton,
+        num_multiprocessors=2,
+        overlaps_launches=False,
+    )
+
+
+def requests(cids: Sequence[str]) -> list[Request]:
+    first, second = ((cid, 1.0) for cid in cids)
+    selections: tuple[Any, ...] = ((), (first,), (second,), (first, second))
+    return [
+        request(f"r{number}", range(3, 5 + number), selection, 3)
+        for number, selection in enumerate(selections)
+    ]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    folders = two_adapters(model, tmp_path)
+
+    def engine(tail_ranks: int) -> Engine:
+        settings = {"max_sequences": 4, "max_batch_tokens": 32, "lora_tail_ranks": tail_ranks}
+        made = device_engine(monkeypatch, model, tmp_path / "model", **settings)[0]
+        for folder in folders:
+            made.register_adapter(folder)
+        return made
+
+    return engine
+
+
+def test_every_kernel_is_compared_and_none_is_wrong(make: Any) -> None:
+    check = check_traffic(lambda: make(0), requests, interpreted)
+    assert check.wrong == []
+    assert {"graph", "lora.shrink and expand", "fused.add_norm, in place"} <= set(check.worst)
+    assert set(check.worst) >= COMPILED
+    assert "0 wrong" in section_of(check, "float32").notes[0]
+
+
+def test_the_kernel_whose_last_row_is_wrong_is_named(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activate = tail_triton.activate_mul
+
+    def wrong_last_row(*args: Any) -> torch.Tensor:
+        mixed = activate(*args)
+        mixed[-1] *= 1.01
+        return mixed
+
+    monkeypatch.setattr(tail_triton, "activate_mul", wrong_last_row)
+    check = check_traffic(lambda: make(128), requests, interpreted)
+    assert check.wrong and all("tail.activate_mul is 1.0e-02" in line for line in check.wrong)
+    assert "TAIL" in check.wrong[0]
+    assert {"tail.add_norm", "tail.rotate_write"} <= set(check.worst)
+
+
+def test_what_one_of_them_changed_is_compared() -> None:
+    """Also where the kernel has left what its graph had left before: wrong twice is wrong."""
+    check = TwinCheck()
+    before = torch.tensor([[1.0, float("nan")], [2.0, 3.0], [4.0, 5.0]])
+    check._compare_changes("kernel", before.clone(), before.clone(), before)
+    assert check.worst == {}
+    expected = before.clone()
+    expected[1, 0] = 2.5
+    check._compare_changes("kernel", before.clone(), expected, before)
+    assert check.worst == {"kernel, in place": pytest.approx(0.2)} and len(check.wrong) == 1
