@@ -49,7 +49,10 @@ def test_add_norm_adds_parts_up(kind: str, num_parts: int, dtype: torch.dtype) -
     expected = fused_torch.add_norm(parts, twin_residual, norm, after)
     assert torch.equal(expected, whole) and torch.equal(twin_residual, whole_residual)
     actual = fused_triton.add_norm(parts, residual, norm, after)
-    torch.testing.assert_close(residual, twin_residual, **LIMITS[dtype])
+    # Rounded twice, the parts' sum and the residual's: added in another order, either may go the
+    # other way.
+    limits = {**LIMITS[dtype], "rtol": max(LIMITS[dtype]["rtol"], 2.01 * torch.finfo(dtype).eps)}
+    torch.testing.assert_close(residual, twin_residual, **limits)
     assert_normed(actual, residual, norm)
 
 
