@@ -6,8 +6,9 @@
 
 "step" is the time from one step to the next by the host's clock, "graph" that of the CUDA graph
 alone. "base W" and "base MHz": the card's while the base was timed, by nvidia-smi. --cases: what
-LoRA adds to a layer in nine batches, beside other servers' kernels if a folder with them is given
-(see benchmarks/gpu_lora_kernels.py). --transformers: also times `generate`.
+LoRA adds to a layer in nine batches, each in turns with the base, beside other servers' kernels if
+a folder with them is given (see benchmarks/gpu_lora_kernels.py). --transformers: also times
+`generate`.
 On a CPU, shapes of SmolLM2; on a GPU, of Llama-3.1-8B. All weights are random.
 """
 
@@ -33,7 +34,7 @@ from benchmarks.bench_report import (
     start_report,
 )
 from benchmarks.card_power import PowerMeter, visible_device
-from benchmarks.decode_timing import WARM_STEPS, StepTime, between, spread, time_decode
+from benchmarks.decode_timing import WARM_STEPS, StepTime, mean_of, spread, time_decode
 from benchmarks.lora_cases import CASES, RANK, Case
 from benchmarks.machine import describe_machine
 from benchmarks.random_adapters import RandomAdapters
@@ -57,6 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="that are timed")
     parser.add_argument("--warm", type=int, default=WARM_STEPS, help="steps before those")
     parser.add_argument("--cases", action="store_true", help="nine batches instead of the above")
+    parser.add_argument("--rounds", type=int, help="of each case, the base before and behind")
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help="with --cases, on a GPU")
     parser.add_argument("--transformers", action="store_true", help="time `generate` as well")
     parser.add_argument("--generate", type=numbers, metavar="BATCH,IN,OUT", help="its work")
@@ -75,6 +77,7 @@ def fill_defaults(arguments: argparse.Namespace) -> None:
         "batches": [1, 32, 128, 256] if on_gpu else [1, 8],
         "context": 512 if on_gpu else 64,
         "steps": 48 if on_gpu else 8,
+        "rounds": 3 if on_gpu else 1,
         "generate": [32, 128, 128] if on_gpu else [8, 16, 8],
     }
     for name, value in defaults.items():
@@ -137,20 +140,21 @@ class StepBench:
         self._out.add(grid_section(rows, self._limit))
 
     def run_cases(self) -> Table:
-        """The base is timed before and behind every case."""
+        """The base is timed before and behind every case, in turns: hot cards are slower."""
         rows: Table = []
         bases: dict[int, StepTime] = {}
         for case in fitting(CASES, self.engine.scheduler.config.max_sequences):
-            if case.num_rows not in bases:
-                bases[case.num_rows] = self._time([], case.num_rows)
             cids = self._adapters.add([RANK] * case.num_adapters, case.sites)
             order = [cids[number] for number in case.adapters().tolist()]
-            lora = self._time(order, case.num_rows)
+            base = [bases.get(case.num_rows) or self._time([], case.num_rows)]
+            lora = []
+            for _ in range(self._arguments.rounds):
+                lora.append(self._time(order, case.num_rows))
+                base.append(self._time([], case.num_rows))
             self._adapters.forget(cids)
-            behind = self._time([], case.num_rows)
-            base = between(bases[case.num_rows], behind)
-            bases[case.num_rows] = behind
-            rows.append(case_row(case, row_of(base, lora, self._limit, self._num_layers)))
+            bases[case.num_rows] = base[-1]
+            times = (mean_of(base), mean_of(lora))
+            rows.append(case_row(case, row_of(*times, self._limit, self._num_layers)))
             print_line(rows[-1])
         return rows
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -43,13 +44,13 @@ class StepTime:
         return self.batch / self.step_s
 
 
-def between(one: StepTime, other: StepTime) -> StepTime:
-    """The mean of the same steps, timed twice: a card is slower when it is hot."""
-    graphs = [step.graph_s for step in (one, other) if step.graph_s is not None]
+def mean_of(times: Sequence[StepTime]) -> StepTime:
+    """Of the same steps, timed several times: a card is slower when it is hot."""
+    graphs = [one.graph_s for one in times if one.graph_s is not None]
     return replace(
-        one,
-        step_s=(one.step_s + other.step_s) / 2,
-        graph_s=sum(graphs) / len(graphs) if graphs else None,
+        times[0],
+        step_s=fmean(one.step_s for one in times),
+        graph_s=fmean(graphs) if graphs else None,
     )
 
 
