@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ from benchmarks.gpu_engine_check import request  # noqa: E402
 from benchmarks.gpu_twin_check import TwinCheck, check_traffic, section_of  # noqa: E402
 from loramux.engine.engine import Engine  # noqa: E402
 from loramux.kernels import (  # noqa: E402
-    attention_triton,
     fused_triton,
     lora_triton,
     sampling_triton,
     tail_triton,
 )
-from loramux.runner.fused_decoder import DeviceKernels  # noqa: E402
+from loramux.runner.fused_decoder import DeviceKernels, device_kernels  # noqa: E402
 from loramux.types import Request  # noqa: E402
 from tests.device_factory import device_engine, two_adapters  # noqa: E402
 from tests.model_factory import tiny_transformers_model  # noqa: E402
@@ -30,15 +30,13 @@ COMPILED = {"fused.add_norm", "fused.rotate_write", "fused.activate_mul", "sampl
 
 
 def interpreted(device: torch.device) -> DeviceKernels:
-    assert device.type == "cpu"
-    return DeviceKernels(
-        attention=attention_triton,
+    """All of a GPU's, where a CPU has twins."""
+    return replace(
+        device_kernels(device),
         fused=fused_triton,
         lora=lora_triton,
         tail=tail_triton,
         sampling=sampling_triton,
-        num_multiprocessors=2,
-        overlaps_launches=False,
     )
 
 
@@ -101,3 +99,14 @@ def test_what_one_of_them_changed_is_compared() -> None:
     expected[1, 0] = 2.5
     check._compare_changes("kernel", before.clone(), expected, before)
     assert check.worst == {"kernel, in place": pytest.approx(0.2)} and len(check.wrong) == 1
+
+
+@pytest.mark.parametrize("found", [1.0, float("nan")])
+def test_a_row_of_zeros_that_is_none_is_wrong(found: float) -> None:
+    """Also if all of them are: what is relative to nothing is not left out."""
+    for others in (0.0, 100.0):
+        check = TwinCheck()
+        expected = torch.tensor([[0.0, 0.0], [others, others]])
+        check.compare("same", expected.clone(), expected)
+        check.compare("kernel", torch.tensor([[found, 0.0], [others, others]]), expected)
+        assert check.worst["same"] == 0 and len(check.wrong) == 1

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +29,16 @@ def on_test_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "Generator", DeviceGenerator)
     with torch.device(DEVICE):
         yield
+
+
+def output_of_compiler(program: str, cache: Path) -> str:
+    """What a Python program prints that compiles kernels, which an interpreter's process cannot."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
 
 
 ORDERED = ("attention_fold", "lora_short", "short_floats", "tail_order", "tail")

@@ -8,13 +8,12 @@ interpreter, so the kernels are looked at instead: none may carry such a number.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.unit.kernels.conftest import output_of_compiler
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
@@ -141,12 +140,7 @@ def test_what_is_looked_for_is_found() -> None:
 
 
 def test_no_kernel_carries_bounds(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True
-    )
-    programs = json.loads(result.stdout)
+    programs = json.loads(output_of_compiler(COMPILE, tmp_path))
     assert len(programs) == 11 and all("scf.for" in ir for ir in programs.values())
     found = {name: carried_for_bounds_alone(ir) for name, ir in programs.items()}
     assert found == dict.fromkeys(programs, [])

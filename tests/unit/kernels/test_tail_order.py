@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ from loramux.kernels.tail_order_triton import (  # noqa: E402
     order_columns,
     order_rows,
 )
-from tests.unit.kernels.conftest import DEVICE  # noqa: E402
+from tests.unit.kernels.conftest import DEVICE, output_of_compiler  # noqa: E402
 
 
 @triton.jit
@@ -79,9 +76,4 @@ for loops in (False, True):
 @pytest.mark.skipif(DEVICE is not None, reason="compiles for a Hopper, whatever there is")
 def test_compiled_for_a_gpu_nothing_goes_through_shared_memory(tmp_path: Path) -> None:
     """Catches a compiler that deals axes out in another order: right, and slow."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True
-    )
-    assert result.stdout.splitlines() == ["0 False True"] * 2
+    assert output_of_compiler(COMPILE, tmp_path).splitlines() == ["0 False True"] * 2
