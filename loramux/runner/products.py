@@ -228,7 +228,7 @@ def open_products(
     library, few = open_cublaslt(device), open_few_rows(device)
     if library is None:
         return Products(None, families, few=few)
-    name = f"{device_name(device)}-cublaslt-{library.version}-hot.json".replace(" ", "-").lower()
+    name = f"{device_name(device)}-cublaslt-{library.version}-hot-2.json".replace(" ", "-").lower()
     return Products(
         library,
         families,
