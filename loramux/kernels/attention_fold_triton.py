@@ -9,7 +9,7 @@ from loramux.kernels.launch_triton import LANES_FIRST, axis
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Weights may grow to 2 to this before sums are scaled anew: float16 has room for it.
-_ROOM = tl.constexpr(8.0)
+ROOM = tl.constexpr(8.0)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def fold_seen(  # noqa: PLR0913
 
     A decode step reads as fast as the card allows, and draws as much power as it may: what is not
     computed here makes the products faster. So nothing is scaled anew until a score is 2 to the
-    _ROOM above the best: mostly that is the first one.
+    ROOM above the best: mostly that is the first one.
     """
     k, v = load_tile(
         keys_ptr, pages_ptr, page_stride, start, end, token_stride, HEAD_DIM, BLOCK_TOKENS,
@@ -75,7 +75,7 @@ def fold_seen(  # noqa: PLR0913
         )  # fmt: skip
         highest = tl.maximum(scores, next_scores)
     highest = tl.max(highest, 1) * factor
-    if tl.max((highest > best + _ROOM).to(tl.int32), 0) > 0:
+    if tl.max((highest > best + ROOM).to(tl.int32), 0) > 0:
         new_best = tl.maximum(best, highest)
         fade = tl.exp2(best - new_best)
         sums *= fade[:, None]
@@ -222,7 +222,7 @@ def _scores(  # noqa: PLR0913
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     factor = scale * LOG2_E
     if HAS_SOFTCAP:
-        scores = (2.0 * tl.sigmoid(scores * (2.0 * scale / softcap)) - 1.0) * softcap
+        scores = capped(scores, scale, softcap)
         factor = LOG2_E
     if MASKED:
         token = start + tl.arange(0, TOKENS)
@@ -233,3 +233,9 @@ def _scores(  # noqa: PLR0913
             seen = seen & (token[None, :] > positions[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
     return scores, factor
+
+
+@triton.jit
+def capped(scores, scale, softcap):
+    """softcap * tanh(scores * scale / softcap)"""
+    return (2.0 * tl.sigmoid(scores * (2.0 * scale / softcap)) - 1.0) * softcap

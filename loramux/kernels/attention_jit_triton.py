@@ -107,11 +107,47 @@ def attend_items(  # noqa: PLR0913
                 scale, softcap, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_TOKENS, WINDOW, HAS_SOFTCAP,
                 CAUSAL, True, TILES, TOKENS, DIM, PRECISION,
             )  # fmt: skip
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    leave_item(
+        acc, best, total, item, kv_head, first_row, num_rows, num_items, first_item, out_ptr,
+        partial_ptr, log_sum_ptr, arrivals_ptr, KV_HEADS, GROUP, HEAD_DIM, ROWS, DIM, MERGED, 4,
+    )  # fmt: skip
 
+
+@triton.jit
+def leave_item(  # noqa: PLR0913
+    acc,
+    best,
+    total,
+    item,
+    kv_head,
+    first_row,
+    num_rows,
+    num_items,
+    first_item,
+    out_ptr,
+    partial_ptr,
+    log_sum_ptr,
+    arrivals_ptr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    MERGED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Stores an item's rows, or its part of them; who is the last of several adds them up.
+
+    acc [rows, DIM]: at most ROWS rows, not yet divided by their total
+    """
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    row = tl.arange(0, acc.shape[0])
+    dim = tl.arange(0, DIM)
+    inside = (row // GROUP < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
     out_stride: tl.constexpr = KV_HEADS * GROUP * HEAD_DIM
     if num_items <= 1:
-        out_at = (first_row + row // GROUP).to(tl.int64) * out_stride + head * HEAD_DIM
+        out_at = (first_row + row // GROUP).to(tl.int64) * out_stride
+        out_at += (kv_head * GROUP + row % GROUP) * HEAD_DIM
         out_at = out_at[:, None] + dim[None, :]
         tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
     else:
@@ -127,7 +163,7 @@ def attend_items(  # noqa: PLR0913
             out_ptr += first_row.to(tl.int64) * out_stride + kv_head * GROUP * HEAD_DIM
             _merge_items(
                 out_ptr, partial_ptr + first_slot * HEAD_DIM, log_sum_ptr + first_slot,
-                num_items, num_rows * GROUP, KV_HEADS, GROUP, HEAD_DIM, ROWS, DIM, MERGED,
+                num_items, num_rows * GROUP, KV_HEADS, GROUP, HEAD_DIM, ROWS, DIM, MERGED, STAGES,
             )  # fmt: skip
 
 
@@ -144,6 +180,7 @@ def _merge_items(  # noqa: PLR0913
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     MERGED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """The items' results, weighted by their sums of exponentials; a few rows at a time."""
     # Past the multiprocessor's own cache (.cg): other programs wrote these just now.
@@ -155,7 +192,7 @@ def _merge_items(  # noqa: PLR0913
         best = tl.full([STEP_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([STEP_ROWS], tl.float32)
         acc = tl.zeros([STEP_ROWS, DIM], tl.float32)
-        for item_start in tl.range(0, num_items, STEP_ITEMS, num_stages=4):
+        for item_start in tl.range(0, num_items, STEP_ITEMS, num_stages=STAGES):
             item = item_start + tl.arange(0, STEP_ITEMS)
             slot = item[:, None] * (KV_HEADS * ROWS) + row[None, :]
             known = (item < num_items)[:, None] & (row < num_rows)[None, :]

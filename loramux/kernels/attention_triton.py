@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from loramux.kernels import attention_items_triton
+from loramux.kernels import attention_decode_triton, attention_items_triton
 from loramux.kernels.attention_items import Cut, StepRows, cut_sequences
 from loramux.kernels.attention_jit_triton import attend_items, write_rows
 from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows, kv_slots
-from loramux.kernels.launch_triton import num_multiprocessors, overlap_options
+from loramux.kernels.launch_triton import copies_tiles, num_multiprocessors, overlap_options
 from loramux.kernels.transfer import send
 
 # Prompts in one step before it has more items than a graph was made for.
@@ -198,7 +199,8 @@ def attend(storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> Tensor:
         plan.work[args.sliding_window] = _make_work(plan, q, args.sliding_window)
     out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
     for work in plan.work[args.sliding_window]:
-        _launch(storage, plan, work, q, args, out)
+        launch = _launch_decodes if _copies_tiles(plan, work, q) else _launch
+        launch(storage, plan, work, q, args, out)
     return out
 
 
@@ -237,6 +239,53 @@ def _launch(  # noqa: PLR0913
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **overlap_options(q.device.type),
+    )
+
+
+def _copies_tiles(plan: Plan, work: Work, q: Tensor) -> bool:
+    """Many decodes: with few of them, a program's own two tiles in flight are faster."""
+    layout = plan.layout
+    return (
+        not (plan.is_causal or work.window)
+        and work.tiles.num_tiles == 1
+        and q.dtype != torch.float32
+        and q.shape[1] <= attention_decode_triton.MOST_ROWS.value * layout.num_kv_heads
+        and layout.head_dim in (64, 128)
+        and layout.block_tokens == attention_decode_triton.TOKENS.value
+        and copies_tiles(q.device.type)
+    )
+
+
+def _launch_decodes(  # noqa: PLR0913
+    storage: Tensor, plan: Plan, work: Work, q: Tensor, args: AttendArgs, out: Tensor
+) -> None:
+    layout, tiles = plan.layout, work.tiles
+    copied = storage.view(-1, layout.block_tokens, layout.num_kv_heads * layout.head_dim)
+    attention_decode_triton.attend_decodes[(work.items.shape[0] * layout.num_kv_heads,)](
+        q,
+        TensorDescriptor.from_tensor(copied, [1, layout.block_tokens, layout.head_dim]),
+        out,
+        work.items,
+        plan.page_table,
+        work.partial,
+        work.log_sums,
+        work.arrivals,
+        q.stride(0),
+        2 * layout.num_layers,
+        plan.page_table.stride(0),
+        2 * args.layer,
+        args.scale,
+        args.softcap if args.softcap is not None else 1.0,
+        KV_HEADS=layout.num_kv_heads,
+        GROUP=q.shape[1] // layout.num_kv_heads,
+        HEAD_DIM=layout.head_dim,
+        HAS_SOFTCAP=args.softcap is not None,
+        ROWS=tiles.rows,
+        MERGED=tiles.num_warps * tiles.merged_per_warp,
+        num_warps=tiles.num_warps,
+        # A page ahead of its tile; programs are so many that no tile is copied ahead.
+        num_stages=3,
         **overlap_options(q.device.type),
     )
 

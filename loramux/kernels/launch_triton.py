@@ -36,6 +36,12 @@ def overlap_options(device_type: str) -> dict[str, bool]:
 
 
 @functools.cache
+def copies_tiles(device_type: str) -> bool:
+    """Are there units that copy a tile by its descriptor? The interpreter does as they do."""
+    return device_type != "cuda" or overlaps_launches(device_type)
+
+
+@functools.cache
 def num_multiprocessors(device_type: str) -> int:
     """Of the device; a few for the interpreter, so that long spans are cut there as well."""
     return 8 if device_type != "cuda" else _property("multiprocessor_count")

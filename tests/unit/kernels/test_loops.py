@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from loramux.kernels import lora_expand_triton, lora_shrink_triton, tail_tile_triton
+from loramux.kernels.attention_decode_triton import attend_decodes
 from loramux.kernels.attention_jit_triton import attend_items
 from loramux.kernels.tail_rotate_triton import rotate_tiles_kernel
 
@@ -32,6 +33,7 @@ KINDS = (
     "*fp32 cos_ptr sin_ptr partials partial_ptr log_sum_ptr",
     "*bf16 y_ptr out_ptr pool storage_ptr x y q_ptr",
     "fp32 eps scale softcap",
+    "tensordesc<bf16[1,16,64]> tiles",
 )
 TYPES = {name: kind for kind, *names in map(str.split, KINDS) for name in names}
 TAIL = {
@@ -58,6 +60,7 @@ JOBS = [
         lora_expand_triton.expand_kernel,
     )),
     *((attend_items, {**ATTENTION, "CAUSAL": is_causal}) for is_causal in (False, True)),
+    (attend_decodes, ATTENTION),
 ]
 found = {}
 for number, (kernel, shapes) in enumerate(JOBS):
@@ -141,6 +144,6 @@ def test_what_is_looked_for_is_found() -> None:
 
 def test_no_kernel_carries_bounds(tmp_path: Path) -> None:
     programs = json.loads(output_of_compiler(COMPILE, tmp_path))
-    assert len(programs) == 11 and all("scf.for" in ir for ir in programs.values())
+    assert len(programs) == 12 and all("scf.for" in ir for ir in programs.values())
     found = {name: carried_for_bounds_alone(ir) for name, ir in programs.items()}
     assert found == dict.fromkeys(programs, [])
