@@ -43,7 +43,6 @@ from benchmarks.report import Table
 from benchmarks.roofline import H200_BYTES_PER_S, H200_FLOPS, Roofline, measure_cpu, roofline_of
 from benchmarks.traffic import milliseconds
 from benchmarks.transformers_peer import GenerateWork, time_engine, time_transformers
-from loramux.engine.engine import Engine
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -270,8 +269,8 @@ def time_peers(folder: Path | None) -> Table:
     return gpu_lora_kernels.run_cases(peers)
 
 
-def close(engine: Engine) -> None:
-    engine.close()
+def free_memory() -> None:
+    """Of what nothing refers to any more, in circles perhaps."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -299,10 +298,9 @@ def main() -> None:
         rows = bench.run_cases()
     else:
         bench.run_grid()
-    engine = bench.engine
+    bench.engine.close()
     del bench
-    close(engine)
-    del engine
+    free_memory()
     if arguments.cases:
         out.add(cases_section(rows, time_peers(arguments.peers) if arguments.peers else []))
     out.finish()
