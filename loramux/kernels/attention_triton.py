@@ -21,6 +21,9 @@ from loramux.kernels.transfer import send
 _MAX_PROMPTS = 64
 _MANY_PROGRAMS = 400
 """Three on each multiprocessor of an H200; measured there, as are all tiles below."""
+# Sixteen programs whose tiles are copied fit a multiprocessor. With fewer than this on each, those
+# that begin beside the kernel ahead gather where that does not run.
+_COPIED_PER_MULTIPROCESSOR = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,16 +247,17 @@ def _launch(  # noqa: PLR0913
 
 
 def _copies_tiles(plan: Plan, work: Work, q: Tensor) -> bool:
-    """Many decodes: with few of them, a program's own two tiles in flight are faster."""
-    layout = plan.layout
+    """Decodes that fill the device."""
+    layout, device_type = plan.layout, q.device.type
+    least = _COPIED_PER_MULTIPROCESSOR * num_multiprocessors(device_type)
     return (
         not (plan.is_causal or work.window)
-        and work.tiles.num_tiles == 1
+        and len(plan.page_table) * layout.num_kv_heads > least
         and q.dtype != torch.float32
         and q.shape[1] <= attention_decode_triton.MOST_ROWS.value * layout.num_kv_heads
         and layout.head_dim in (64, 128)
         and layout.block_tokens == attention_decode_triton.TOKENS.value
-        and copies_tiles(q.device.type)
+        and copies_tiles(device_type)
     )
 
 

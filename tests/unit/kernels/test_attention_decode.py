@@ -65,7 +65,7 @@ def decode(
 
 @pytest.fixture(autouse=True)
 def are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_triton, "_MANY_PROGRAMS", 0)
+    monkeypatch.setattr(attention_triton, "_COPIED_PER_MULTIPROCESSOR", 0)
 
 
 @triton.jit
@@ -131,9 +131,10 @@ def test_other_steps_keep_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not copies(make_layout(head_dim=96))
     assert not copies(PagedLayout(2, 2, 64, 32))
     assert not copies(make_layout(), window=20)
-    monkeypatch.setattr(attention_triton, "_MANY_PROGRAMS", 1000)
+    monkeypatch.setattr(attention_triton, "_COPIED_PER_MULTIPROCESSOR", 1)
     assert not copies(make_layout())
-    monkeypatch.setattr(attention_triton, "_MANY_PROGRAMS", 0)
+    monkeypatch.setattr(attention_triton, "num_multiprocessors", lambda _: 7)
+    assert copies(make_layout())
     monkeypatch.setattr(attention_triton, "copies_tiles", lambda _: False)
     assert not copies(make_layout())
 
