@@ -4,9 +4,9 @@
 
 Answers in bfloat16 cannot be compared with a reference's, and a compiler may do what an interpreter
 does not. Here each step is computed twice: by its graph, and kernel by kernel, where each is given
-what its twin is given, and must leave behind what that leaves. Attention is not among them
-(gpu_engine_check and the kernels' tests have it). A small model, random weights, adapters of ranks
-1 to 64, alone and in weighted sets. Needs an NVIDIA GPU.
+what its twin is given, and must leave behind what that leaves. In 16 bits attention is the kernel
+of large steps. A small model, random weights, adapters of ranks 1 to 64, alone and in weighted
+sets. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import copy
 import dataclasses
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,7 +38,14 @@ from benchmarks.machine import describe_machine
 from benchmarks.report import Table
 from loramux.engine import build_device
 from loramux.engine.engine import Engine
-from loramux.kernels import fused_torch, lora_grouped_torch, sampling_torch, tail_torch
+from loramux.kernels import (
+    attention_torch,
+    fused_torch,
+    lora_grouped_torch,
+    sampling_torch,
+    tail_torch,
+)
+from loramux.kernels.interface import AttendArgs, SequenceRows
 from loramux.runner.fused_decoder import DeviceKernels, device_kernels
 from loramux.types import Request
 
@@ -51,6 +59,8 @@ KEPT: dict[str, Callable[[Sequence[Any]], Tensor]] = {
     "add_norm": lambda args: args[1],
     "rotate_write": lambda args: args[2].storage,
 }
+# Its heads are as long as those whose keys and values may be copied as tiles.
+SCALE = dataclasses.replace(SMALL, shape={**SMALL.shape, "head_dim": 64})
 # A column of the tables.
 ERROR = "worst error of a row"
 # Of the norm of a row.
@@ -83,12 +93,11 @@ class TwinCheck:
         found: dict[str, Any] = {
             name: self._watched(name, getattr(kernels, name), twin) for name, twin in TWINS.items()
         }
-        lora = kernels.lora
-        found["lora"] = SimpleNamespace(
-            **{name: value for name, value in vars(lora).items() if not name.startswith("_")}
-        )
-        found["lora"].shrink = self._shrink_of(lora)
-        found["lora"].expand = self._expand_of(lora)
+        for name in ("attention", "lora"):
+            found[name] = SimpleNamespace(**_public(getattr(kernels, name)))
+        found["attention"].attend = self._attend_of(kernels.attention)
+        found["lora"].shrink = self._shrink_of(kernels.lora)
+        found["lora"].expand = self._expand_of(kernels.lora)
         return dataclasses.replace(kernels, **found)
 
     def compare(self, name: str, found: Tensor, expected: Tensor) -> None:
@@ -111,7 +120,7 @@ class TwinCheck:
         return x[: self._num_live] if len(x) == self._num_rows else x
 
     def _watched(self, name: str, module: Any, twin: ModuleType) -> SimpleNamespace:
-        functions = {n: f for n, f in vars(module).items() if not n.startswith("_")}
+        functions = _public(module)
         for own in [n for n in functions if _is_public(twin, n)]:
             functions[own] = self._beside(f"{name}.{own}", functions[own], getattr(twin, own))
         return SimpleNamespace(**functions)
@@ -145,6 +154,18 @@ class TwinCheck:
             kept = [x[rows].masked_fill(is_same[rows], 0.0) for x in (found, expected)]
             self.compare(f"{name}, in place", *kept)
 
+    def _attend_of(self, attention: Any) -> Callable[..., Tensor]:
+        def attend(storage: Tensor, plan: Any, q: Tensor, args: AttendArgs) -> Tensor:
+            found: Tensor = attention.attend(storage, plan, q, args)
+            if self._is_on:
+                sequences = sequences_of(plan, args.sliding_window)
+                known = attention_torch.plan(sequences, plan.layout, q.device)
+                expected = attention_torch.attend(storage.float(), known, q.float(), args)
+                self.compare("attention.attend", found, expected.to(found.dtype))
+            return found
+
+        return attend
+
     def _shrink_of(self, lora: Any) -> Callable[..., None]:
         """Twins leave h in another form: both halves are compared behind the second."""
 
@@ -166,6 +187,27 @@ class TwinCheck:
                 self.compare("lora.shrink and expand", y, expected)
 
         return expand
+
+
+def sequences_of(plan: Any, window: int | None) -> list[SequenceRows]:
+    """What a plan of attention was made of, from its items."""
+    rows: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for work in plan.work[window]:
+        for sequence, first, count, position, *_ in work.items.tolist():
+            if count:
+                rows[sequence].append((first, first + count, position))
+    found = []
+    for sequence, parts in rows.items():
+        first, _, position = min(parts)
+        num_rows = max(end for _, end, _ in parts) - first
+        num_pages = -(-(position + num_rows) // plan.layout.block_tokens)
+        pages = plan.page_table[sequence, :num_pages].tolist()
+        found.append(SequenceRows(first, num_rows, position, pages))
+    return found
+
+
+def _public(module: ModuleType) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
 
 
 def _is_public(twin: ModuleType, name: str) -> bool:
@@ -221,6 +263,19 @@ def watch_graphs(graphs: Any, feed: Any, check: TwinCheck, name: str) -> None:
     graphs.launch = watched
 
 
+@contextmanager
+def kernels_of_large_steps() -> Iterator[None]:
+    """Small steps have them as well."""
+    from loramux.kernels import attention_triton
+
+    own = attention_triton._COPIED_PER_MULTIPROCESSOR
+    attention_triton._COPIED_PER_MULTIPROCESSOR = 0
+    try:
+        yield
+    finally:
+        attention_triton._COPIED_PER_MULTIPROCESSOR = own
+
+
 def check_traffic(
     make: Callable[[], Engine],
     requests: Callable[[Sequence[str]], Sequence[Request]],
@@ -230,15 +285,16 @@ def check_traffic(
     check = TwinCheck()
     module: Any = build_device
     own = module.device_kernels
-    module.device_kernels = lambda device: check.watch(kernels(device))
-    try:
-        engine = make()
-    finally:
-        module.device_kernels = own
-    runner: Any = engine.runner
-    watch_graphs(runner._graphs, runner._feed, check, "decode")
-    watch_graphs(runner._rows, runner._feed, check, "step")
-    run_all(engine, requests([known.cid for known in engine.catalog.known()]))
+    with kernels_of_large_steps():
+        module.device_kernels = lambda device: check.watch(kernels(device))
+        try:
+            engine = make()
+        finally:
+            module.device_kernels = own
+        runner: Any = engine.runner
+        watch_graphs(runner._graphs, runner._feed, check, "decode")
+        watch_graphs(runner._rows, runner._feed, check, "step")
+        run_all(engine, requests([known.cid for known in engine.catalog.known()]))
     engine.close()
     return check
 
@@ -268,10 +324,10 @@ def main() -> None:
     out = start_report("twins", arguments, describe_machine(", ".join(dtypes), "cuda"))
     num_wrong = 0
     with tempfile.TemporaryDirectory() as name:
-        folders = write_adapters(Path(name), SMALL)
+        folders = write_adapters(Path(name), SCALE)
         for dtype in dtypes:
             check = check_traffic(
-                partial(random_engine, folders, dtype, reference=False, scale=SMALL),
+                partial(random_engine, folders, dtype, reference=False, scale=SCALE),
                 partial(mixed_requests, count=arguments.requests),
             )
             out.add(section_of(check, dtype))

@@ -16,6 +16,7 @@ from benchmarks.gpu_engine_check import request  # noqa: E402
 from benchmarks.gpu_twin_check import TwinCheck, check_traffic, section_of  # noqa: E402
 from loramux.engine.engine import Engine  # noqa: E402
 from loramux.kernels import (  # noqa: E402
+    attention_triton,
     fused_triton,
     lora_triton,
     sampling_triton,
@@ -26,7 +27,13 @@ from loramux.types import Request  # noqa: E402
 from tests.device_factory import device_engine, two_adapters  # noqa: E402
 from tests.model_factory import tiny_transformers_model  # noqa: E402
 
-COMPILED = {"fused.add_norm", "fused.rotate_write", "fused.activate_mul", "sampling.choose_tokens"}
+COMPILED = {
+    "attention.attend",
+    "fused.add_norm",
+    "fused.rotate_write",
+    "fused.activate_mul",
+    "sampling.choose_tokens",
+}
 
 
 def interpreted(device: torch.device) -> DeviceKernels:
@@ -51,11 +58,12 @@ def requests(cids: Sequence[str]) -> list[Request]:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    model = tiny_transformers_model("llama", num_hidden_layers=1, head_dim=64)
     folders = two_adapters(model, tmp_path)
 
-    def engine(tail_ranks: int) -> Engine:
-        settings = {"max_sequences": 4, "max_batch_tokens": 32, "lora_tail_ranks": tail_ranks}
+    def engine(tail_ranks: int, dtype: str = "float32") -> Engine:
+        settings: dict[str, Any] = {"max_sequences": 4, "max_batch_tokens": 32, "dtype": dtype}
+        settings["lora_tail_ranks"] = tail_ranks
         made = device_engine(monkeypatch, model, tmp_path / "model", **settings)[0]
         for folder in folders:
             made.register_adapter(folder)
@@ -70,6 +78,50 @@ def test_every_kernel_is_compared_and_none_is_wrong(make: Any) -> None:
     assert {"graph", "lora.shrink and expand", "fused.add_norm, in place"} <= set(check.worst)
     assert set(check.worst) >= COMPILED
     assert "0 wrong" in section_of(check, "float32").notes[0]
+
+
+def test_sixteen_bits_have_the_attention_of_large_steps(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = []
+    launch = attention_triton._launch_decodes
+
+    def counted(*args: Any) -> None:
+        launched.append(args)
+        launch(*args)
+
+    monkeypatch.setattr(attention_triton, "_launch_decodes", counted)
+    check = check_traffic(lambda: make(0, "float16"), requests, interpreted)
+    assert check.wrong == [] and 0 < check.worst["attention.attend"] < 1e-3
+    assert launched
+
+
+def test_attention_that_is_wrong_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = attention_triton.attend
+
+    def wrong_first_row(*args: Any) -> torch.Tensor:
+        found = attend(*args)
+        found[0] *= 1.01
+        return found
+
+    monkeypatch.setattr(attention_triton, "attend", wrong_first_row)
+    check = check_traffic(lambda: make(0), requests, interpreted)
+    assert check.wrong and all("attention.attend is 1.0e-02" in line for line in check.wrong)
+    assert {line.split()[0] for line in check.wrong} == {"decode", "step"}
+
+
+def test_rows_that_are_none_do_not_count() -> None:
+    check = TwinCheck()
+    expected = torch.ones(4, 2)
+    found = expected.clone()
+    found[2:] = float("nan")
+    with check.on("step", num_rows=4, num_live=2):
+        check.compare("kernel", found, expected)
+        check._compare_changes("kernel", found, expected, torch.zeros(4, 2))
+    assert check.wrong == [] and check.num_calls == 2
+    with check.on("step", num_rows=4, num_live=3):
+        check.compare("kernel", found, expected)
+    assert len(check.wrong) == 1
 
 
 def test_the_kernel_whose_last_row_is_wrong_is_named(
