@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.attention_fold_triton import LOG2_E, ROOM, capped
-from loramux.kernels.attention_jit_triton import leave_item
+from loramux.kernels.attention_jit_triton import leave_item, load_item
 from loramux.kernels.launch_triton import LANES_FIRST, axis, begin_after_previous
 
 TOKENS: tl.constexpr = tl.constexpr(16)
@@ -51,14 +51,7 @@ def attend_decodes(  # noqa: PLR0913
     """
     item = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
-    field = items_ptr + item * 8
-    sequence = tl.load(field)
-    first_row = tl.load(field + 1)
-    num_rows = tl.load(field + 2)
-    begin = tl.load(field + 4)
-    end = tl.load(field + 5)
-    num_items = tl.load(field + 6)
-    first_item = tl.load(field + 7)
+    sequence, first_row, num_rows, _, begin, end, num_items, first_item = load_item(items_ptr, item)
     pages_ptr = page_table_ptr + sequence.to(tl.int64) * page_table_stride + begin // TOKENS
     begin_after_previous(OVERLAP)
     if num_rows == 0:

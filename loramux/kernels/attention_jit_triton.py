@@ -48,15 +48,9 @@ def attend_items(  # noqa: PLR0913
     """out = softmax(q K^T * scale) V for the item's rows, over the item's tokens."""
     item = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
-    field = items_ptr + item * 8
-    sequence = tl.load(field)
-    first_row = tl.load(field + 1)
-    num_rows = tl.load(field + 2)
-    position = tl.load(field + 3)
-    begin = tl.load(field + 4)
-    end = tl.load(field + 5)
-    num_items = tl.load(field + 6)
-    first_item = tl.load(field + 7)
+    sequence, first_row, num_rows, position, begin, end, num_items, first_item = load_item(
+        items_ptr, item
+    )
     keys_ptr = storage_ptr + layer_start + kv_head * HEAD_DIM
     pages_ptr = page_table_ptr + sequence.to(tl.int64) * page_table_stride
     begin_after_previous(OVERLAP)
@@ -111,6 +105,21 @@ def attend_items(  # noqa: PLR0913
         acc, best, total, item, kv_head, first_row, num_rows, num_items, first_item, out_ptr,
         partial_ptr, log_sum_ptr, arrivals_ptr, KV_HEADS, GROUP, HEAD_DIM, ROWS, DIM, MERGED, 4,
     )  # fmt: skip
+
+
+@triton.jit
+def load_item(items_ptr, item):
+    """The fields of an item: see attention_items.ITEM_FIELDS."""
+    at = items_ptr + item * 8
+    sequence = tl.load(at)
+    first_row = tl.load(at + 1)
+    num_rows = tl.load(at + 2)
+    position = tl.load(at + 3)
+    begin = tl.load(at + 4)
+    end = tl.load(at + 5)
+    num_items = tl.load(at + 6)
+    first_item = tl.load(at + 7)
+    return sequence, first_row, num_rows, position, begin, end, num_items, first_item
 
 
 @triton.jit
