@@ -129,7 +129,7 @@ def run_kind(world: World, step: StepPlan, kind: LoraKind) -> tuple[Tensor, Tens
     graphs, batch = world.graphs, len(step.chunks)
     size = next(size for size in graphs._sizes if size >= batch)
     tail = graphs.lora.tail
-    graphs._steps.pop((size, kind), None)
+    graphs._steps.made.pop((size, kind), None)
     graphs.lora.tail = tail if kind in TAIL_KINDS else None
     try:
         # Twice: an adapter is brought to the tail when it is asked for again.
@@ -137,7 +137,7 @@ def run_kind(world: World, step: StepPlan, kind: LoraKind) -> tuple[Tensor, Tens
             result = world.runner.run(step)
     finally:
         graphs.lora.tail = tail
-    assert (size, kind) in graphs._steps, "another kind of graph has run"
+    assert (size, kind) in graphs._steps.made, "another kind of graph has run"
     tokens = torch.tensor([result.token_ids[i] for i in range(batch)])
     # Rows stand in the order of the adapters' slots, in every kind the same.
     return graphs._logits[:batch].float(), tokens, replay_s(graphs._step(size, kind))

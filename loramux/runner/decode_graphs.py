@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from loramux.lora.graph_work import GraphLora, LoraKind
-from loramux.memory.device import GraphMaker
 from loramux.runner.decode_inputs import DecodeInputs
 from loramux.runner.device_sampler import Draws
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
+from loramux.runner.step_graphs import StepGraphs
 from loramux.runner.token_feed import TokenFeed
 from loramux.types import Chunk
 
@@ -71,8 +71,7 @@ class DecodeGraphs:
         self._page_table = torch.zeros(most, limits.max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(most)
         self._plans = {size: self._plan(size) for size in self._sizes}
-        self._maker = GraphMaker(device)
-        self._steps: dict[tuple[int, LoraKind], Callable[[], None]] = {}
+        self._steps = StepGraphs(decoder.products, device)
         self.last_kind = LoraKind.NONE
         """Of the last step."""
 
@@ -123,27 +122,14 @@ class DecodeGraphs:
             return None
         self._inputs.fill(chunks, draws.temperatures, draws.noise)
         self._inputs.send()
-        self._run(size, kind)
+        work = partial(self._compute, size, kind)
+        self._steps.run((size, kind), work, launches_early=_is_early(size, kind))
         self.last_kind = kind
         return self._logits[: len(chunks)]
 
-    def _run(self, size: int, kind: LoraKind) -> None:
-        is_new = (size, kind) not in self._steps
-        step = self._step(size, kind)
-        # Not twice: the second time it would read the tokens that it has just made.
-        if not (is_new and self._maker.has_run):
-            step()
-
     def _step(self, size: int, kind: LoraKind) -> Callable[[], None]:
-        step = self._steps.get((size, kind))
-        if step is None:
-            with self._decoder.products.searching():
-                most = _MOST_EARLY_LISTED_ROWS if kind in _LISTED else _MOST_EARLY_ROWS
-                is_early = size <= most
-                work = partial(self._compute, size, kind)
-                step = self._maker.make(work, launches_early=is_early)
-            self._steps[size, kind] = step
-        return step
+        work = partial(self._compute, size, kind)
+        return self._steps.get((size, kind), work, launches_early=_is_early(size, kind))
 
     def _plan(self, size: int) -> Any:
         """The attention's; its shape depends on the number of rows alone."""
@@ -170,3 +156,7 @@ class DecodeGraphs:
                 logits, inputs.temperatures[:size], inputs.noise[:size]
             )
         )
+
+
+def _is_early(size: int, kind: LoraKind) -> bool:
+    return size <= (_MOST_EARLY_LISTED_ROWS if kind in _LISTED else _MOST_EARLY_ROWS)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from loramux.kernels.attention_items import StepRows
 from loramux.lora.graph_work import GraphLora, LoraKind
-from loramux.memory.device import GraphMaker
 from loramux.runner.device_sampler import Draws
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
 from loramux.runner.row_inputs import RowInputs, RowLimits
+from loramux.runner.step_graphs import StepGraphs
 from loramux.runner.token_feed import TokenFeed
 from loramux.types import Chunk
 
@@ -72,8 +72,7 @@ class RowGraphs:
         self._page_table = torch.zeros(max_sequences, max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(min(most, max_sequences))
         self._plan = self._largest_plan()
-        self._maker = GraphMaker(device)
-        self._steps: dict[tuple[int, LoraKind], Callable[[], None]] = {}
+        self._steps = StepGraphs(decoder.products, device)
 
     @property
     def sizes(self) -> list[tuple[int, LoraKind]]:
@@ -88,12 +87,7 @@ class RowGraphs:
 
     @torch.inference_mode()
     def make(self, num_rows: int, kind: LoraKind) -> Callable[[], None]:
-        step = self._steps.get((num_rows, kind))
-        if step is None:
-            with self._decoder.products.searching():
-                step = self._maker.make(partial(self._compute, num_rows, kind))
-            self._steps[num_rows, kind] = step
-        return step
+        return self._steps.get((num_rows, kind), partial(self._compute, num_rows, kind))
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk], draws: Draws) -> Tensor | None:
@@ -117,15 +111,8 @@ class RowGraphs:
             return None
         self._inputs.fill(chunks, draws, items)
         self._inputs.send()
-        self._run(count, kind)
+        self._steps.run((count, kind), partial(self._compute, count, kind))
         return self._logits[: len(draws.noise)]
-
-    def _run(self, num_rows: int, kind: LoraKind) -> None:
-        """As DecodeGraphs._run."""
-        is_new = (num_rows, kind) not in self._steps
-        step = self.make(num_rows, kind)
-        if not (is_new and self._maker.has_run):
-            step()
 
     def _most_items(self, num_rows: int) -> list[int]:
         found: list[int] = self._kernels.attention.most_items(

@@ -185,8 +185,10 @@ def test_capture_makes_every_size_and_says_how_far_it_is(
     told: list[float] = []
     runner.capture(lambda _, share: told.append(share))
     assert told == pytest.approx([number / 27 for number in range(1, 28)])
-    assert list(runner._rows._steps) == [(n, kind) for n in (40, 32) for kind in LoraKind]
-    assert list(runner._graphs._steps) == [(n, kind) for n in (3, 2, 1) for kind in OF_FEW_ROWS]
+    assert list(runner._rows._steps.made) == [(n, kind) for n in (40, 32) for kind in LoraKind]
+    assert list(runner._graphs._steps.made) == [
+        (n, kind) for n in (3, 2, 1) for kind in OF_FEW_ROWS
+    ]
 
 
 def test_the_memory_of_graphs_is_measured_with_the_largest_of_every_kind(
@@ -194,11 +196,11 @@ def test_the_memory_of_graphs_is_measured_with_the_largest_of_every_kind(
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=3, max_batch_tokens=40)[1]
-    runner._rows._steps.clear()
-    runner._graphs._steps.clear()
+    runner._rows._steps.made.clear()
+    runner._graphs._steps.made.clear()
     runner.capture_largest()
-    assert list(runner._rows._steps) == [(40, kind) for kind in LoraKind]
-    assert list(runner._graphs._steps) == [(3, kind) for kind in OF_FEW_ROWS]
+    assert list(runner._rows._steps.made) == [(40, kind) for kind in LoraKind]
+    assert list(runner._graphs._steps.made) == [(3, kind) for kind in OF_FEW_ROWS]
 
 
 def test_a_graph_that_is_made_in_a_step_runs_once_for_it(
@@ -221,8 +223,8 @@ def test_a_graph_that_is_made_in_a_step_runs_once_for_it(
             return lambda: (runs.append("replayed"), work())
 
     for graphs in (runner._graphs, runner._rows):
-        graphs._steps.clear()
-        graphs._maker = RunsWhenMade(torch.device("cpu"))
+        graphs._steps.made.clear()
+        graphs._steps.maker = RunsWhenMade(torch.device("cpu"))
     first = Chunk(0, (8, 9), 0, [0], (), sample=row())
     for _ in range(2):
         runner.run(StepPlan((first,)))

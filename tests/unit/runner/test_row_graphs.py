@@ -66,9 +66,9 @@ def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
     if kind in TAIL_RANKS:
         # An adapter is brought to the tail when it is asked for again.
         runner.run(StepPlan(tuple(chunks)))
-    runner._rows._steps.clear()
+    runner._rows._steps.made.clear()
     result = runner.run(StepPlan(tuple(chunks)))
-    assert set(runner._rows._steps) == {(32, kind)}
+    assert set(runner._rows._steps.made) == {(32, kind)}
     order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
     sampled = [chunk for chunk in order if chunk.sample is not None]
     graph_logits = runner._rows._logits[: len(sampled)].clone()
@@ -89,6 +89,6 @@ def test_a_step_that_no_graph_was_made_for_is_left_to_others(
     expected = runner.run(plan)
     for count in runner._rows._counts:
         runner._rows._num_items[count] = [0, 0]
-    runner._rows._steps.clear()
+    runner._rows._steps.made.clear()
     assert runner.run(plan).token_ids == expected.token_ids
-    assert not runner._rows._steps
+    assert not runner._rows._steps.made

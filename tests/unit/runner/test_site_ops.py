@@ -17,6 +17,7 @@ from loramux.models.layers import Linear
 from loramux.runner.device_runner import DeviceLimits, DeviceRunner
 from loramux.runner.products import Products
 from loramux.runner.site_ops import DOWN, GATE_UP, OUT, QKV, PlainOps, add_norm_behind
+from loramux.runner.step_graphs import Key, Work
 from loramux.types import Chunk, Selection, StepPlan
 from tests.adapter_factory import make_peft_adapter
 from tests.device_factory import (
@@ -48,13 +49,13 @@ def use(runner: DeviceRunner, launch: TailLaunch) -> None:
 def kinds_of(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> list[LoraKind]:
     """The kinds of all graphs that run from now on."""
     found: list[LoraKind] = []
-    step = runner._graphs._step
+    run = runner._graphs._steps.run
 
-    def watch(size: int, kind: LoraKind) -> Any:
-        found.append(kind)
-        return step(size, kind)
+    def watch(key: Key, work: Work, *, launches_early: bool = False) -> None:
+        found.append(key[1])
+        run(key, work, launches_early=launches_early)
 
-    monkeypatch.setattr(runner._graphs, "_step", watch)
+    monkeypatch.setattr(runner._graphs._steps, "run", watch)
     return found
 
 
@@ -209,7 +210,7 @@ def test_without_room_behind_the_weights_there_are_no_graphs_for_it(
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=1, lora_tail_ranks=0)[1]
     runner.capture()
     kinds = (LoraKind.LISTS, LoraKind.ATTENTION, LoraKind.NONE)
-    assert list(runner._graphs._steps) == [(1, kind) for kind in kinds]
+    assert list(runner._graphs._steps.made) == [(1, kind) for kind in kinds]
 
 
 def test_nothing_is_launched_at_sites_that_a_step_does_not_cover() -> None:
