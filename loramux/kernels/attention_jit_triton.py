@@ -103,7 +103,8 @@ def attend_items(  # noqa: PLR0913
             )  # fmt: skip
     leave_item(
         acc, best, total, item, kv_head, first_row, num_rows, num_items, first_item, out_ptr,
-        partial_ptr, log_sum_ptr, arrivals_ptr, KV_HEADS, GROUP, HEAD_DIM, ROWS, DIM, MERGED, 4,
+        partial_ptr, log_sum_ptr, arrivals_ptr, KV_HEADS, GROUP, HEAD_DIM, ROWS, DIM, MERGED,
+        STAGES=4,
     )  # fmt: skip
 
 
@@ -148,6 +149,7 @@ def leave_item(  # noqa: PLR0913
     """Stores an item's rows, or its part of them; who is the last of several adds them up.
 
     acc [rows, DIM]: at most ROWS rows, not yet divided by their total
+    STAGES: of the loop that adds up, all but one of which have MERGED numbers in shared memory
     """
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     row = tl.arange(0, acc.shape[0])

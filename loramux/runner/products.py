@@ -43,6 +43,8 @@ _SEARCHED_ROWS = range(16, 1025)
 _ROWS_IN_PARTS = range(97, 321)
 # Steps of so many rows draw as much power as the card may, so it is never as fast as for a moment.
 _HOT_ROWS = range(97, 321)
+# Another name where another search would find other products: what an earlier one kept is not read.
+_SEARCH = "hot-2"
 _NUMBERS_OF_PARTS = (2,)
 # The inputs of a part are a multiple of it.
 _PART_INPUTS = 64
@@ -228,11 +230,11 @@ def open_products(
     library, few = open_cublaslt(device), open_few_rows(device)
     if library is None:
         return Products(None, families, few=few)
-    name = f"{device_name(device)}-cublaslt-{library.version}-hot-2.json".replace(" ", "-").lower()
+    kind = f"{device_name(device)}-cublaslt-{library.version}".replace(" ", "-").lower()
     return Products(
         library,
         families,
-        choices_file=cache_folder() / "products" / name,
+        choices_file=cache_folder() / "products" / f"{kind}-{_SEARCH}.json",
         clock=Clock(run_seconds, partial(hot_seconds, device)),
         few=few,
         follower=follower,

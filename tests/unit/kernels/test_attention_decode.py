@@ -117,13 +117,15 @@ def test_other_steps_keep_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = torch.zeros(4, WIDTH, dtype=torch.int32)
 
     def copies(
-        layout: PagedLayout, num_heads: int = 8, dtype: torch.dtype = torch.float16, **plan: object
+        layout: PagedLayout,
+        num_heads: int = 8,
+        dtype: torch.dtype = torch.float16,
+        window: int | None = None,
     ) -> bool:
         q = torch.zeros(4, num_heads, layout.head_dim, dtype=dtype)
-        windows = (plan.get("window"),)
-        made = attention_triton.plan_decodes(pages, layout, q, windows)  # type: ignore[arg-type]
-        (work,) = made.work[windows[0]]  # type: ignore[index]
-        return attention_triton._copies_tiles(made, work, q)
+        plan = attention_triton.plan_decodes(pages, layout, q, (window,))
+        (work,) = plan.work[window]
+        return attention_triton._copies_tiles(plan, work, q)
 
     assert copies(make_layout())
     assert not copies(make_layout(), dtype=torch.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -57,19 +59,18 @@ def test_each_size_and_kind_has_its_own() -> None:
     assert runs == ["made early", "made", "made early"]
 
 
-def test_products_are_searched_while_a_graph_is_made() -> None:
+def test_products_are_searched_while_a_graph_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     products = Products(None, [])
-    seen: list[bool] = []
+    seen: list[str] = []
     graphs = StepGraphs(products, CPU)
 
-    class Searching:
-        def __enter__(self) -> None:
-            seen.append(True)
+    @contextmanager
+    def searching() -> Iterator[None]:
+        seen.append("begun")
+        yield
+        seen.append("ended")
 
-        def __exit__(self, *_: object) -> None:
-            seen.append(False)
-
-    products.searching = Searching  # type: ignore[method-assign,assignment]
-    graphs.run((1, LoraKind.NONE), lambda: None)
-    graphs.run((1, LoraKind.NONE), lambda: None)
-    assert seen == [True, False]
+    monkeypatch.setattr(products, "searching", searching)
+    for _ in range(2):
+        graphs.run((1, LoraKind.NONE), lambda: seen.append("run"))
+    assert seen == ["begun", "ended", "run", "run"]
