@@ -18,6 +18,8 @@ from loramux.kernels import (
     attention_triton,
     fused_torch,
     fused_triton,
+    gate_up_torch,
+    gate_up_triton,
     product_triton,
     sampling_torch,
     sampling_triton,
@@ -198,6 +200,13 @@ def check_products(dtype: torch.dtype) -> Errors:
             y = x.new_empty(rows, outputs)
             product_triton.product(x, weight, y)
             add(errors, "product of few rows", y, x.double() @ weight.double().t())
+        for rows in (33, 64, 65, 128):
+            x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
+            if gate_up_triton.fits(x, weight):
+                for activation in fused_torch.ACTIVATIONS:
+                    expected = gate_up_torch.gate_up(x, weight, activation)
+                    found = gate_up_triton.gate_up(x, weight, activation)
+                    add(errors, f"gate and up, {activation}", found, expected)
     return errors
 
 

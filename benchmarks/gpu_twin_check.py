@@ -5,8 +5,8 @@
 Answers in bfloat16 cannot be compared with a reference's, and a compiler may do what an interpreter
 does not. Here each step is computed twice: by its graph, and kernel by kernel, where each is given
 what its twin is given, and must leave behind what that leaves. In 16 bits attention is the kernel
-of large steps. A small model, random weights, adapters of ranks 1 to 64, alone and in weighted
-sets. Needs an NVIDIA GPU.
+of large steps, and gate and up come at once. A small model, random weights, adapters of ranks 1 to
+64, alone and in weighted sets. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -41,16 +42,19 @@ from loramux.engine.engine import Engine
 from loramux.kernels import (
     attention_torch,
     fused_torch,
+    gate_up_torch,
     lora_grouped_torch,
     sampling_torch,
     tail_torch,
 )
 from loramux.kernels.interface import AttendArgs, SequenceRows
 from loramux.runner.fused_decoder import DeviceKernels, device_kernels
+from loramux.runner.products import Products
 from loramux.types import Request
 
 TWINS: dict[str, ModuleType] = {
     "fused": fused_torch,
+    "gate_up": gate_up_torch,
     "tail": tail_torch,
     "sampling": sampling_torch,
 }
@@ -265,15 +269,24 @@ def watch_graphs(graphs: Any, feed: Any, check: TwinCheck, name: str) -> None:
 
 @contextmanager
 def kernels_of_large_steps() -> Iterator[None]:
-    """Small steps have them as well."""
-    from loramux.kernels import attention_triton
+    """Small steps have them as well, and gate and up at once wherever they fit."""
+    from loramux.kernels import attention_triton, gate_up_triton
 
-    own = attention_triton._COPIED_PER_MULTIPROCESSOR
-    attention_triton._COPIED_PER_MULTIPROCESSOR = 0
-    try:
+    with (
+        mock.patch.object(attention_triton, "_COPIED_PER_MULTIPROCESSOR", 0),
+        mock.patch.object(gate_up_triton, "FEWER_ROWS", 0),
+        mock.patch.object(Products, "gated", _at_once),
+    ):
         yield
-    finally:
-        attention_triton._COPIED_PER_MULTIPROCESSOR = own
+
+
+def _at_once(
+    self: Products, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> Tensor | None:
+    gated = self._gated
+    if gated is None or bias is not None or not gated.fits(x, weight):
+        return None
+    return gated.at_once(x, weight, activation)
 
 
 def check_traffic(

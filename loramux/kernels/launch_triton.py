@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 import triton
 import triton.language as tl
@@ -49,8 +50,8 @@ def num_multiprocessors(device_type: str) -> int:
 
 @functools.cache
 def shared_bytes(device_type: str) -> int:
-    """Of a multiprocessor's memory, the most that one program may have."""
-    return 0 if device_type != "cuda" else _property("max_shared_mem")
+    """Of a multiprocessor's memory, the most that one program may have; the interpreter has all."""
+    return sys.maxsize if device_type != "cuda" else _property("max_shared_mem")
 
 
 def _property(name: str) -> int:

@@ -101,7 +101,7 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def run_seconds(run: Callable[[], None]) -> float:
+def run_seconds(run: Callable[[], object]) -> float:
     """How long the current device takes for what `run` launches, within some 100 us."""
     begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -114,7 +114,7 @@ def run_seconds(run: Callable[[], None]) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def hot_seconds(device: torch.device, runs: Sequence[Callable[[], None]]) -> list[float]:
+def hot_seconds(device: torch.device, runs: Sequence[Callable[[], object]]) -> list[float]:
     """How long each takes on a card that has been busy for a while, as it is when it serves."""
     maker = GraphMaker(device)
     replays = [maker.make(partial(_repeat, run)) for run in runs]
@@ -136,7 +136,7 @@ def hot_seconds(device: torch.device, runs: Sequence[Callable[[], None]]) -> lis
     return [statistics.median(times) for times in zip(*late, strict=True)]
 
 
-def _repeat(run: Callable[[], None]) -> None:
+def _repeat(run: Callable[[], object]) -> None:
     for _ in range(_HOT_REPEATS):
         run()
 

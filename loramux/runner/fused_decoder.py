@@ -16,7 +16,7 @@ from loramux.lora.tail_work import TailStep
 from loramux.models.decoder import Decoder, DecoderLayer
 from loramux.models.layers import Linear, RMSNorm, Rotary
 from loramux.models.tail_linear import TailLinear, tails_of
-from loramux.runner.products import open_products
+from loramux.runner.products import Gated, open_products
 from loramux.runner.site_ops import (
     DOWN,
     GATE_UP,
@@ -36,6 +36,7 @@ class DeviceKernels:
 
     attention: Any
     fused: Any
+    gate_up: Any
     lora: Any
     tail: Any
     sampling: Any
@@ -53,6 +54,7 @@ def device_kernels(device: torch.device) -> DeviceKernels:
         from loramux.kernels import (
             attention_triton,
             fused_triton,
+            gate_up_triton,
             launch_triton,
             lora_triton,
             sampling_triton,
@@ -64,11 +66,18 @@ def device_kernels(device: torch.device) -> DeviceKernels:
             "Install a torch build for this GPU, or serve with --device cpu."
         ) from error
     if device.type == "cpu":
-        from loramux.kernels import fused_torch, lora_grouped_torch, sampling_torch, tail_torch
+        from loramux.kernels import (
+            fused_torch,
+            gate_up_torch,
+            lora_grouped_torch,
+            sampling_torch,
+            tail_torch,
+        )
 
         return DeviceKernels(
             attention=attention_triton,
             fused=fused_torch,
+            gate_up=gate_up_torch,
             lora=lora_grouped_torch,
             tail=tail_torch,
             sampling=sampling_torch,
@@ -78,6 +87,7 @@ def device_kernels(device: torch.device) -> DeviceKernels:
     return DeviceKernels(
         attention=attention_triton,
         fused=fused_triton,
+        gate_up=gate_up_triton,
         lora=lora_triton,
         tail=tail_triton,
         sampling=sampling_triton,
@@ -120,6 +130,7 @@ class FusedDecoder:
             storage.device,
             _families(decoder, self._layers),
             add_norm_behind(kernels.fused, self._final_norm, storage.dtype),
+            Gated(kernels.gate_up.fits, kernels.gate_up.gate_up, kernels.fused.activate_mul),
         )
 
     @property
@@ -162,9 +173,7 @@ class FusedDecoder:
             place = (index, OUT)
             x = ops.linear(layer.o, attended, place)
             normed = ops.add_norm(x, hidden, layer.mlp_norm, layer.after_attention, place)
-            place = (index, GATE_UP)
-            x = ops.linear(layer.gate_up, normed, place)
-            mixed = ops.activate_mul(x, self._activation, place)
+            mixed = ops.gated(layer.gate_up, normed, self._activation, (index, GATE_UP))
             place = (index, DOWN)
             x = ops.linear(layer.down, mixed, place)
             normed = ops.add_norm(x, hidden, norms[index], layer.after_mlp, place)

@@ -24,7 +24,7 @@ _MIN_GAIN = 0.01
 _MIN_HOT_GAIN = 0.015
 
 Name = TypeVar("Name")
-Run = Callable[[], None]
+Run = Callable[[], object]
 Measure = Callable[[Run], float]
 """Runs it once; seconds, or whatever can be compared."""
 Settle = Callable[[Sequence[Run]], list[float]]

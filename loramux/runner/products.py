@@ -31,6 +31,7 @@ from loramux.runner.product_search import (
     Trial,
     Way,
     fastest,
+    run_of,
     some_of,
     with_torch,
 )
@@ -53,6 +54,8 @@ _WORKSPACE_BYTES = 32 * 2**20
 # Float32 is for reference, by torch, unless a check adds it.
 FEW_ROWS_DTYPES = {torch.float16, torch.bfloat16}
 
+_AT_ONCE, _APART = "at once", "apart"
+
 Choice = TypeVar("Choice")
 
 
@@ -73,6 +76,18 @@ class FewRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Gated:
+    """gate and up with their activation, by one kernel or by a product and one behind it."""
+
+    fits: Callable[[Tensor, Tensor], bool]
+    """May x and weight be given to `at_once`?"""
+    at_once: Callable[[Tensor, Tensor, str], Tensor]
+    """Of x, weight and the activation's name."""
+    activate: Callable[[Tensor, str], Tensor]
+    """Of what a product gives."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Split:
     """A product in parts, each from its share of the inputs."""
 
@@ -83,7 +98,7 @@ class _Split:
 class Products:
     """`linear` is torch's; in a search each new shape gets what is faster, and keeps it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         library: CublasLt | None,
         families: Sequence[Sequence[Tensor]],
@@ -92,12 +107,14 @@ class Products:
         clock: Clock = Clock(run_seconds),  # noqa: B008
         few: FewRows | None = None,
         follower: Follower | None = None,
+        gated: Gated | None = None,
     ) -> None:
         """families: weights that are used in turn, each with all rows that may be computed.
 
         choices_file: what earlier searches on such a device found
         clock: its `settle` decides where a card is hot
         follower: what stands behind `parts`; None: those are whole
+        gated: None: never at once
         """
         self._few = few
         self._library = library
@@ -106,8 +123,10 @@ class Products:
         self._remembered = {} if choices_file is None else read_sidecar(choices_file)
         self._clock = clock
         self._follower = follower
+        self._gated = gated
         self._chosen: dict[ProductShape, Product | None] = {}
         self._splits: dict[ProductShape, _Split | None] = {}
+        self._at_once: dict[ProductShape, bool | None] = {}
         self._is_searching = False
 
     @contextmanager
@@ -156,6 +175,50 @@ class Products:
         y = x.new_empty(split.num_parts, len(x), len(weight), dtype=torch.float32)
         split.product(x, weight, y)
         return y
+
+    def gated(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+    ) -> Tensor | None:
+        """gate and up with their activation, by one kernel where that is faster; None elsewhere.
+
+        weight: gate's outputs, then up's
+        """
+        gated, library = self._gated, self._library
+        if gated is None or library is None or bias is not None or not gated.fits(x, weight):
+            return None
+        choose = partial(self._choose_gated, library, gated, activation)
+        if not self._kept(self._at_once, x, weight, choose):
+            return None
+        return gated.at_once(x, weight, activation)
+
+    def _choose_gated(  # noqa: PLR0913
+        self,
+        library: CublasLt,
+        gated: Gated,
+        activation: str,
+        shape: ProductShape,
+        x: Tensor,
+        weight: Tensor,
+    ) -> bool:
+        family = self._families.get(weight.data_ptr())
+        if family is None:
+            return False
+        name = f"{_name_of(shape)} {activation}"
+        kept = self._remembered.get(name)
+        if kept not in (_AT_ONCE, _APART):
+            weights, y = some_of(family, len(weight)), x.new_empty(len(x), len(weight))
+            product = self._product(library, x, weight) or with_torch
+
+            def at_once(x: Tensor, weight: Tensor, y: Tensor) -> None:
+                del y
+                gated.at_once(x, weight, activation)
+
+            runs = {
+                _APART: run_of(product, x, weights, y, partial(gated.activate, y, activation)),
+                _AT_ONCE: run_of(at_once, x, weights, y),
+            }
+            kept = self._remembered[name] = fastest(runs, self._clock_for(shape))
+        return kept == _AT_ONCE
 
     def _kept(
         self,
@@ -225,11 +288,14 @@ class Products:
 
 
 def open_products(
-    device: torch.device, families: Sequence[Sequence[Tensor]], follower: Follower | None = None
+    device: torch.device,
+    families: Sequence[Sequence[Tensor]],
+    follower: Follower | None = None,
+    gated: Gated | None = None,
 ) -> Products:
     library, few = open_cublaslt(device), open_few_rows(device)
     if library is None:
-        return Products(None, families, few=few)
+        return Products(None, families, few=few, gated=gated)
     kind = f"{device_name(device)}-cublaslt-{library.version}".replace(" ", "-").lower()
     return Products(
         library,
@@ -238,6 +304,7 @@ def open_products(
         clock=Clock(run_seconds, partial(hot_seconds, device)),
         few=few,
         follower=follower,
+        gated=gated,
     )
 
 

@@ -47,7 +47,8 @@ class SiteOps(Protocol):
         self, y: Tensor, rotation: Rotation, target: KVTarget, place: Place
     ) -> Tensor: ...
 
-    def activate_mul(self, y: Tensor, activation: str, place: Place) -> Tensor: ...
+    def gated(self, linear: Linear, x: Tensor, activation: str, place: Place) -> Tensor:
+        """gate and up, with the activation behind them."""
 
     def add_norm(
         self, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, place: Place
@@ -74,9 +75,12 @@ class PlainOps:
         q: Tensor = self.fused.rotate_write(y, rotation, target)
         return q
 
-    def activate_mul(self, y: Tensor, activation: str, place: Place) -> Tensor:
-        del place
-        mixed: Tensor = self.fused.activate_mul(y, activation)
+    def gated(self, linear: Linear, x: Tensor, activation: str, place: Place) -> Tensor:
+        mixed: Tensor | None = None
+        if self.lora is None or not self.lora.covers(place[1]):
+            mixed = self.products.gated(x, linear.weight, linear.bias, activation)
+        if mixed is None:
+            mixed = self.fused.activate_mul(self.linear(linear, x, place), activation)
         return mixed
 
     def add_norm(
@@ -116,12 +120,15 @@ class TailOps:
             q = self.fused.rotate_write(y, rotation, target)
         return q
 
-    def activate_mul(self, y: Tensor, activation: str, place: Place) -> Tensor:
-        mixed: Tensor
+    def gated(self, linear: Linear, x: Tensor, activation: str, place: Place) -> Tensor:
+        mixed: Tensor | None
         if self._is_added_later(place[1]):
+            y = self.linear(linear, x, place)
             mixed = self.tail.activate_mul(y, activation, self.lora.at(*place))
         else:
-            mixed = self.fused.activate_mul(y, activation)
+            mixed = self.products.gated(x, linear.weight, linear.bias, activation)
+        if mixed is None:
+            mixed = self.fused.activate_mul(self.linear(linear, x, place), activation)
         return mixed
 
     def add_norm(

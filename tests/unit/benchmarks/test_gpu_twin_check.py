@@ -18,6 +18,7 @@ from loramux.engine.engine import Engine  # noqa: E402
 from loramux.kernels import (  # noqa: E402
     attention_triton,
     fused_triton,
+    gate_up_triton,
     lora_triton,
     sampling_triton,
     tail_triton,
@@ -41,6 +42,7 @@ def interpreted(device: torch.device) -> DeviceKernels:
     return replace(
         device_kernels(device),
         fused=fused_triton,
+        gate_up=gate_up_triton,
         lora=lora_triton,
         tail=tail_triton,
         sampling=sampling_triton,
@@ -80,7 +82,7 @@ def test_every_kernel_is_compared_and_none_is_wrong(make: Any) -> None:
     assert "0 wrong" in section_of(check, "float32").notes[0]
 
 
-def test_sixteen_bits_have_the_attention_of_large_steps(
+def test_sixteen_bits_have_the_kernels_of_large_steps(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = []
@@ -93,6 +95,7 @@ def test_sixteen_bits_have_the_attention_of_large_steps(
     monkeypatch.setattr(attention_triton, "_launch_decodes", counted)
     check = check_traffic(lambda: make(0, "float16"), requests, interpreted)
     assert check.wrong == [] and 0 < check.worst["attention.attend"] < 1e-3
+    assert check.worst["gate_up.gate_up"] < 1e-3
     assert launched
 
 

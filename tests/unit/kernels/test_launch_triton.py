@@ -20,7 +20,7 @@ def test_kernels_wait_for_each_other_without_a_gpu() -> None:
 
 def test_the_interpreter_counts_as_several_multiprocessors() -> None:
     assert launch_triton.num_multiprocessors("cpu") > 1
-    assert launch_triton.shared_bytes("cpu") == 0, "no kernel that needs much of it"
+    assert launch_triton.shared_bytes("cpu") > 2**20, "as much as any kernel needs"
 
 
 @triton.jit

@@ -270,3 +270,30 @@ def test_what_is_measured_behind_a_product_is_add_norm_of_its_outputs() -> None:
     for shape in ((3, 4), (3, 6), (2, 3, 6)):
         follow(torch.randn(shape))()
     assert seen == [(3, 4, 3, 4), (3, 4, 3, 4), (2, 3, 4, 3, 4)]
+
+
+@pytest.mark.parametrize("covered", [(), (QKV,), (GATE_UP,)])
+def test_gate_and_up_are_at_once_unless_adapters_are_added_to_them(
+    covered: tuple[int, ...],
+) -> None:
+    class Step:
+        def covers(self, site: int) -> bool:
+            return site in covered
+
+        def shrink(self, x: torch.Tensor, layer: int, site: int) -> None: ...
+
+        def expand(self, y: torch.Tensor, layer: int, site: int) -> None:
+            y += 1
+
+    class AtOnce(Products):
+        def gated(self, *args: object) -> torch.Tensor:
+            return asked.pop()
+
+    linear, x, asked = Linear(4, 6, dtype=torch.float32), torch.randn(2, 4), [torch.zeros(2, 3)]
+    torch.nn.init.normal_(linear.weight)
+    found = PlainOps(fused_torch, Step(), AtOnce(None, [])).gated(linear, x, "silu", (0, GATE_UP))
+    if GATE_UP in covered:
+        torch.testing.assert_close(found, fused_torch.activate_mul(linear(x) + 1, "silu"))
+    assert (found == 0).all() != (GATE_UP in covered)
+    apart = PlainOps(fused_torch, None, Products(None, [])).gated(linear, x, "silu", (0, GATE_UP))
+    torch.testing.assert_close(apart, fused_torch.activate_mul(linear(x), "silu"))

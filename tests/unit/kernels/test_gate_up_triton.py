@@ -1,0 +1,89 @@
+"""gate and up at once, in Triton's interpreter or on a GPU, against the twin."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
+
+from loramux.kernels import gate_up_torch, gate_up_triton, product_triton  # noqa: E402
+from loramux.kernels.fused_torch import ACTIVATIONS  # noqa: E402
+from loramux.kernels.gate_up_triton import LAUNCHES, GateUpLaunch  # noqa: E402
+
+# The interpreter's products of bfloat16 are wrong.
+DTYPES = [torch.float16, torch.bfloat16] if "LORAMUX_TEST_DEVICE" in os.environ else [torch.float16]
+LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+FEWEST, MOST = product_triton.MOST_ROWS + 1, LAUNCHES[-1].most_rows
+# (inner, inputs): whole tiles, and neither a multiple of any; gate's last tile has weights of up.
+SHAPES = [(128, 64), (100, 200), (24, 8), (200, 456)]
+
+
+def check(inner: int, x: torch.Tensor, activation: str = "silu") -> None:
+    weight = (torch.randn(2 * inner, x.shape[1]) / x.shape[1] ** 0.5).to(x.dtype)
+    assert gate_up_triton.fits(x, weight)
+    found = gate_up_triton.gate_up(x, weight, activation)
+    expected = gate_up_torch.gate_up(x, weight, activation)
+    limit = LIMITS[x.dtype]
+    torch.testing.assert_close(found, expected, atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [FEWEST, 64, 65, MOST])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gate_and_up_at_once_equal_the_twin(
+    shape: tuple[int, int], num_rows: int, dtype: torch.dtype
+) -> None:
+    inner, num_inputs = shape
+    check(inner, torch.randn(num_rows, num_inputs).to(dtype))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_equals_the_twin(activation: str) -> None:
+    check(40, torch.randn(40, 72).half(), activation)
+
+
+def test_what_lies_behind_the_rows_does_not_matter() -> None:
+    room = torch.full((48, 64), torch.nan, dtype=torch.float16)
+    room[:40] = torch.randn(40, 64)
+    check(64, room[:40])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "dtype"),
+    [
+        (FEWEST - 1, 64, torch.float16),
+        (MOST + 1, 64, torch.float16),
+        (64, 60, torch.float16),
+        (64, 64, torch.float32),
+    ],
+    ids=str,
+)
+def test_what_it_is_not_made_for(num_rows: int, num_inputs: int, dtype: torch.dtype) -> None:
+    weight = torch.ones(8, num_inputs, dtype=dtype)
+    assert not gate_up_triton.fits(torch.ones(num_rows, num_inputs, dtype=dtype), weight)
+
+
+def test_rows_and_weights_with_gaps_do_not_fit() -> None:
+    x, weight = torch.ones(64, 64).half(), torch.ones(8, 64).half()
+    assert gate_up_triton.fits(x, weight)
+    assert not gate_up_triton.fits(torch.ones(64, 128).half()[:, :64], weight)
+    assert not gate_up_triton.fits(x, torch.ones(16, 64).half()[::2])
+
+
+def test_a_device_with_too_little_memory_has_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.ones(64, 64).half(), torch.ones(8, 64).half()
+    monkeypatch.setattr(gate_up_triton, "shared_bytes", lambda _: 64 * 1024)
+    assert not gate_up_triton.fits(x, weight)
+
+
+def test_launches_are_in_the_order_of_their_rows() -> None:
+    most = [launch.most_rows for launch in LAUNCHES]
+    assert most == sorted(most)
+
+
+def test_a_launch_counts_its_stages() -> None:
+    launch = GateUpLaunch(most_rows=64, num_outputs=32, num_stages=3, num_warps=4)
+    assert launch.shared_bytes == 1024 + 3 * (64 + 2 * 32) * 128
