@@ -123,6 +123,16 @@ def scaled(x, weight, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
+def load_residual(at, inside):
+    """Float32. Where a product is added to it, the kernel ahead has made that: it is older.
+
+    So it may be read before the wait, past a multiprocessor's own cache: that may hold what stood
+    there before.
+    """
+    return tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+
+
+@triton.jit
 def load_sum(at, inside, part_step, dtype, PARTS: tl.constexpr):
     """The sum of what stands there in each part, rounded once, as a whole product is."""
     total = tl.load(at, mask=inside, other=0.0)
@@ -150,9 +160,13 @@ def _add_norm(  # noqa: PLR0913
     inside = column < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + column
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-    begin_after_previous(OVERLAP)
-    total = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if x_ptr is not None:
+    if x_ptr is None:
+        # The kernel ahead may have written it.
+        begin_after_previous(OVERLAP)
+        total = load_residual(residual_ptr + at, inside)
+    else:
+        total = load_residual(residual_ptr + at, inside)
+        begin_after_previous(OVERLAP)
         x_row = x_ptr + tl.program_id(0).to(tl.int64) * x_stride
         part_step = tl.num_programs(0).to(tl.int64) * x_stride
         x = load_sum(x_row + column, inside, part_step, residual_ptr.dtype.element_ty, PARTS)

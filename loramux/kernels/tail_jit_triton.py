@@ -9,7 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loramux.kernels.fused_triton import activate, load_angles, load_sum, rotate_halves, scaled
+from loramux.kernels.fused_triton import (
+    activate,
+    load_angles,
+    load_residual,
+    load_sum,
+    rotate_halves,
+    scaled,
+)
 from loramux.kernels.launch_triton import begin_after_previous
 from loramux.kernels.lora_records_triton import load_word
 from loramux.kernels.tail_group_triton import (
@@ -71,11 +78,11 @@ def add_norm_kernel(  # noqa: PLR0913
     followers = load_followers(record)
     b = load_b(pool, group, 0, SIZE, SIZE, BLOCK)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    at = row * SIZE + column
+    total = load_residual(residual_ptr + at, inside)
     begin_after_previous(OVERLAP)
     y = y_ptr + row * y_stride
     part_step = tl.num_programs(0).to(tl.int64) * y_stride
-    at = row * SIZE + column
-    total = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     x = load_sum(y + column, inside, part_step, residual_ptr.dtype.element_ty, PARTS)[None, :]
     h = load_h(y + SIZE + group[2] * 16, group, 1, b.dtype, part_step, PARTS)
     x = add_product(x.to(tl.float32), h, b)
