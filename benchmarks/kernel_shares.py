@@ -22,6 +22,7 @@ KINDS = {
     "gemm": "product",
     "splitK": "product",
     "product": "product",
+    "gate_up": "product",
     "shrink": "shrink",
     "expand": "expand",
     "attend": "attention",

@@ -23,7 +23,7 @@ _MANY_PROGRAMS = 400
 """Three on each multiprocessor of an H200; measured there, as are all tiles below."""
 # Sixteen programs whose tiles are copied fit a multiprocessor. With fewer than this on each, those
 # that begin beside the kernel ahead gather where that does not run.
-_COPIED_PER_MULTIPROCESSOR = 12
+_COPIED_PER_MULTIPROCESSOR = 11
 
 
 @dataclass(frozen=True, slots=True)
