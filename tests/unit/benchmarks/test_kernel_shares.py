@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.kernel_shares import by_rows, step_shares
+from benchmarks.kernel_shares import by_rows, kind_of, step_shares
 
 STEP_END = "_choose"
 
@@ -15,6 +15,10 @@ def event(name: str, start: float, end: float, rows: int = 1, stream: int = 7) -
     args = {"stream": stream, "grid": [rows, 1, 1]}
     facts = {"ph": "X", "cat": "kernel", "name": name, "args": args}
     return {**facts, "ts": start, "dur": end - start}
+
+
+def test_gate_and_up_with_their_activation_are_a_product() -> None:
+    assert kind_of(event("gate_up_kernel", 0, 1)) == "product"
 
 
 def test_a_kernel_counts_from_where_those_ahead_have_ended() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,34 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 from loramux.kernels import gate_up_torch, gate_up_triton, product_triton  # noqa: E402
 from loramux.kernels.fused_torch import ACTIVATIONS  # noqa: E402
 from loramux.kernels.gate_up_triton import LAUNCHES, GateUpLaunch  # noqa: E402
+from tests.unit.kernels.conftest import output_of_compiler  # noqa: E402
+
+COMPILE = """
+import json
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from loramux.kernels.gate_up_triton import LAUNCHES, gate_up_kernel
+
+found = []
+for launch in LAUNCHES:
+    rows, outputs = launch.most_rows, launch.num_outputs
+    known = {
+        "INNER": 14336, "INPUTS": 4096, "ACTIVATION": "silu", "ROWS": rows, "N": outputs, "K": 64,
+        "STAGES": launch.num_stages, "OVERLAP": True,
+    }
+    kinds = {
+        "x_tiles": f"tensordesc<bf16[{rows},64]>", "out_ptr": "*bf16", "num_rows": "i32",
+        "weight_tiles": f"tensordesc<bf16[{outputs},64]>",
+    }
+    signature = kinds | dict.fromkeys(known, "constexpr")
+    source = ASTSource(gate_up_kernel, {n: signature[n] for n in gate_up_kernel.arg_names}, known)
+    options = {"num_warps": launch.num_warps}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    found.append([made.metadata.shared, "wgmma" in made.asm["ptx"]])
+print(json.dumps(found))
+"""
 
 # The interpreter's products of bfloat16 are wrong.
 DTYPES = [torch.float16, torch.bfloat16] if "LORAMUX_TEST_DEVICE" in os.environ else [torch.float16]
@@ -87,3 +117,14 @@ def test_launches_are_in_the_order_of_their_rows() -> None:
 def test_a_launch_counts_its_stages() -> None:
     launch = GateUpLaunch(most_rows=64, num_outputs=32, num_stages=3, num_warps=4)
     assert launch.shared_bytes == 1024 + 3 * (64 + 2 * 32) * 128
+
+
+@pytest.mark.skipif(
+    "LORAMUX_TEST_DEVICE" in os.environ, reason="compiles for a Hopper, which a GPU's tests run on"
+)
+def test_a_compiled_launch_needs_no_more_memory_than_it_says(tmp_path: Path) -> None:
+    """Else a device on which it does not fit would be found out by a failing launch."""
+    found = json.loads(output_of_compiler(COMPILE, tmp_path))
+    for launch, (num_bytes, is_by_matrix_units) in zip(LAUNCHES, found, strict=True):
+        assert launch.shared_bytes - 1024 <= num_bytes <= launch.shared_bytes
+        assert is_by_matrix_units
