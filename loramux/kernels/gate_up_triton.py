@@ -22,7 +22,7 @@ from loramux.kernels.launch_triton import (
     overlap_options,
     shared_bytes,
 )
-from loramux.kernels.product_triton import MOST_ROWS as FEWER_ROWS
+from loramux.kernels.product_triton import MOST_ROWS as FEWER_ROWS  # Which are left to that.
 
 _INPUTS = 64
 """Of a tile: a line of memory in 16 bits."""

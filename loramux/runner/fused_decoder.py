@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ class FusedDecoder:
             storage.device,
             _families(decoder, self._layers),
             add_norm_behind(kernels.fused, self._final_norm, storage.dtype),
-            Gated(kernels.gate_up.fits, kernels.gate_up.gate_up, kernels.fused.activate_mul),
+            _gated(kernels, config.activation),
         )
 
     @property
@@ -237,6 +238,14 @@ class FusedDecoder:
         if isinstance(lora, TailStep):
             return TailOps(kernels.fused, kernels.tail, lora, self.products)
         return PlainOps(kernels.fused, lora, self.products)
+
+
+def _gated(kernels: DeviceKernels, activation: str) -> Gated:
+    return Gated(
+        fits=kernels.gate_up.fits,
+        at_once=partial(kernels.gate_up.gate_up, activation=activation),
+        activate=partial(kernels.fused.activate_mul, activation=activation),
+    )
 
 
 def _layer(layer: DecoderLayer) -> _Layer:

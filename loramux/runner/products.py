@@ -81,9 +81,9 @@ class Gated:
 
     fits: Callable[[Tensor, Tensor], bool]
     """May x and weight be given to `at_once`?"""
-    at_once: Callable[[Tensor, Tensor, str], Tensor]
-    """Of x, weight and the activation's name."""
-    activate: Callable[[Tensor, str], Tensor]
+    at_once: Callable[[Tensor, Tensor], Tensor]
+    """Of x and weight."""
+    activate: Callable[[Tensor], Tensor]
     """Of what a product gives."""
 
 
@@ -176,34 +176,31 @@ class Products:
         split.product(x, weight, y)
         return y
 
-    def gated(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
-    ) -> Tensor | None:
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """gate and up with their activation, by one kernel where that is faster; None elsewhere.
 
         weight: gate's outputs, then up's
         """
-        gated, library = self._gated, self._library
-        if gated is None or library is None or bias is not None or not gated.fits(x, weight):
+        gated = self._gated
+        if gated is None or bias is not None or not gated.fits(x, weight):
             return None
-        choose = partial(self._choose_gated, library, gated, activation)
-        if not self._kept(self._at_once, x, weight, choose):
-            return None
-        return gated.at_once(x, weight, activation)
+        return gated.at_once(x, weight) if self._is_faster(gated, x, weight) else None
 
-    def _choose_gated(  # noqa: PLR0913
-        self,
-        library: CublasLt,
-        gated: Gated,
-        activation: str,
-        shape: ProductShape,
-        x: Tensor,
-        weight: Tensor,
+    def _is_faster(self, gated: Gated, x: Tensor, weight: Tensor) -> bool:
+        if self._library is None:
+            return False
+        choose = partial(self._choose_gated, self._library, gated)
+        found = self._kept(self._at_once, x, weight, choose)
+        return bool(found)
+
+    def _choose_gated(
+        self, library: CublasLt, gated: Gated, shape: ProductShape, x: Tensor, weight: Tensor
     ) -> bool:
+        """True: at once."""
         family = self._families.get(weight.data_ptr())
         if family is None:
             return False
-        name = f"{_name_of(shape)} {activation}"
+        name = f"{_name_of(shape)} gated"
         kept = self._remembered.get(name)
         if kept not in (_AT_ONCE, _APART):
             weights, y = some_of(family, len(weight)), x.new_empty(len(x), len(weight))
@@ -211,10 +208,10 @@ class Products:
 
             def at_once(x: Tensor, weight: Tensor, y: Tensor) -> None:
                 del y
-                gated.at_once(x, weight, activation)
+                gated.at_once(x, weight)
 
             runs = {
-                _APART: run_of(product, x, weights, y, partial(gated.activate, y, activation)),
+                _APART: run_of(product, x, weights, y, partial(gated.activate, y)),
                 _AT_ONCE: run_of(at_once, x, weights, y),
             }
             kept = self._remembered[name] = fastest(runs, self._clock_for(shape))

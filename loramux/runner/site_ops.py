@@ -78,7 +78,7 @@ class PlainOps:
     def gated(self, linear: Linear, x: Tensor, activation: str, place: Place) -> Tensor:
         mixed: Tensor | None = None
         if self.lora is None or not self.lora.covers(place[1]):
-            mixed = self.products.gated(x, linear.weight, linear.bias, activation)
+            mixed = self.products.gated(x, linear.weight, linear.bias)
         if mixed is None:
             mixed = self.fused.activate_mul(self.linear(linear, x, place), activation)
         return mixed
@@ -126,7 +126,7 @@ class TailOps:
             y = self.linear(linear, x, place)
             mixed = self.tail.activate_mul(y, activation, self.lora.at(*place))
         else:
-            mixed = self.products.gated(x, linear.weight, linear.bias, activation)
+            mixed = self.products.gated(x, linear.weight, linear.bias)
         if mixed is None:
             mixed = self.fused.activate_mul(self.linear(linear, x, place), activation)
         return mixed
