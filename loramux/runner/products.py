@@ -55,6 +55,8 @@ _WORKSPACE_BYTES = 32 * 2**20
 FEW_ROWS_DTYPES = {torch.float16, torch.bfloat16}
 
 _AT_ONCE, _APART = "at once", "apart"
+# As _SEARCH, of the kernel that does it at once.
+_GATED = "gated-2"
 
 Choice = TypeVar("Choice")
 
@@ -200,7 +202,7 @@ class Products:
         family = self._families.get(weight.data_ptr())
         if family is None:
             return False
-        name = f"{_name_of(shape)} gated"
+        name = f"{_name_of(shape)} {_GATED}"
         kept = self._remembered.get(name)
         if kept not in (_AT_ONCE, _APART):
             weights, y = some_of(family, len(weight)), x.new_empty(len(x), len(weight))

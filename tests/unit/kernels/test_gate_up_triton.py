@@ -33,7 +33,7 @@ for launch in LAUNCHES:
     }
     kinds = {
         "x_tiles": f"tensordesc<bf16[{rows},64]>", "out_ptr": "*bf16", "num_rows": "i32",
-        "weight_tiles": f"tensordesc<bf16[{outputs},64]>",
+        "weight_tiles": f"tensordesc<bf16[2,{outputs},64]>",
     }
     signature = kinds | dict.fromkeys(known, "constexpr")
     source = ASTSource(gate_up_kernel, {n: signature[n] for n in gate_up_kernel.arg_names}, known)
@@ -47,7 +47,7 @@ print(json.dumps(found))
 DTYPES = [torch.float16, torch.bfloat16] if "LORAMUX_TEST_DEVICE" in os.environ else [torch.float16]
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 FEWEST, MOST = product_triton.MOST_ROWS + 1, LAUNCHES[-1].most_rows
-# (inner, inputs): whole tiles, and neither a multiple of any; gate's last tile has weights of up.
+# (inner, inputs): whole tiles, and neither a multiple of any.
 SHAPES = [(128, 64), (100, 200), (24, 8), (200, 456)]
 
 

@@ -86,9 +86,9 @@ def test_gate_and_up_that_do_not_fit_are_not_at_once() -> None:
 
 def test_what_was_kept_of_gate_and_up_and_makes_no_sense_is_found_anew(tmp_path: Path) -> None:
     choices_file = tmp_path / "gpu.json"
-    choices_file.write_text(json.dumps({"16x12x16 torch.bfloat16 gated": "half"}))
+    choices_file.write_text(json.dumps({"16x12x16 torch.bfloat16 gated-2": "half"}))
     made, weights, _ = gated_products(0.1, choices_file)
     with made.searching():
         assert made.gated(aligned(ROWS, 16), weights[0], None) is not None
     kept = json.loads(choices_file.read_text())
-    assert kept["16x12x16 torch.bfloat16 gated"] == "at once"
+    assert kept["16x12x16 torch.bfloat16 gated-2"] == "at once"
