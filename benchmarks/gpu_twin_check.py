@@ -102,6 +102,7 @@ class TwinCheck:
         found["attention"].attend = self._attend_of(kernels.attention)
         found["lora"].shrink = self._shrink_of(kernels.lora)
         found["lora"].expand = self._expand_of(kernels.lora)
+        found["lora"].expand_activate = self._expand_activate_of(kernels.lora)
         return dataclasses.replace(kernels, **found)
 
     def compare(self, name: str, found: Tensor, expected: Tensor) -> None:
@@ -181,16 +182,38 @@ class TwinCheck:
 
     def _expand_of(self, lora: Any) -> Callable[..., None]:
         def expand(tables: Any, pool: Tensor, y: Tensor, layer: int, site: int) -> None:
-            expected: Tensor | None = None
-            if self._is_on and self._x is not None:
-                known, expected = copy.deepcopy(tables), y.clone()
-                lora_grouped_torch.shrink(known, pool, self._x, layer, site)
-                lora_grouped_torch.expand(known, pool, expected, layer, site)
+            known = self._shrunk(tables, pool, layer, site)
+            expected = y.clone()
             lora.expand(tables, pool, y, layer, site)
-            if expected is not None:
+            if known is not None:
+                lora_grouped_torch.expand(known, pool, expected, layer, site)
                 self.compare("lora.shrink and expand", y, expected)
 
         return expand
+
+    def _expand_activate_of(self, lora: Any) -> Callable[..., Tensor]:
+        def expand_activate(  # noqa: PLR0913
+            tables: Any, pool: Tensor, y: Tensor, activation: str, layer: int, site: int
+        ) -> Tensor:
+            known = self._shrunk(tables, pool, layer, site)
+            before = y.clone()
+            found: Tensor = lora.expand_activate(tables, pool, y, activation, layer, site)
+            if known is not None:
+                expected = lora_grouped_torch.expand_activate(
+                    known, pool, before, activation, layer, site
+                )
+                self.compare("lora.shrink and expand_activate", found, expected)
+            return found
+
+        return expand_activate
+
+    def _shrunk(self, tables: Any, pool: Tensor, layer: int, site: int) -> Any:
+        """Tables with the twin's h of what was shrunk last; None: nothing is to be compared."""
+        if not self._is_on or self._x is None:
+            return None
+        known = copy.deepcopy(tables)
+        lora_grouped_torch.shrink(known, pool, self._x, layer, site)
+        return known
 
 
 def sequences_of(plan: Any, window: int | None) -> list[SequenceRows]:

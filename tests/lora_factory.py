@@ -46,8 +46,6 @@ LAUNCH = LaunchShape(
     tile_k=32,
     step_k=16,
     shrink_warps=1,
-    row_n=64,
-    tile_n=32,
     expand_warps=1,
     shrinks_per_sm=3,
     expands_per_sm=3,
@@ -70,7 +68,7 @@ class LoraWorld:
         """The step's work, in the tables; rows[i] is what row i selects."""
         limits = self.tables.limits
         host = np.zeros(limits.num_words, dtype=np.int32)
-        tiles = gather_tiles(rows, [1] * len(rows), limits.tile_rows)
+        tiles = gather_tiles(rows, [1] * len(rows), limits.tile_rows, keeps_base=True)
         used = build_work(tiles, self.index, limits, host)
         self.tables.work[:used].copy_(torch.from_numpy(host[:used]))
         lora_grouped_torch.resolve(self.tables, self.directory, self.slots)

@@ -114,8 +114,8 @@ def gate_up_kernel(  # noqa: PLR0913
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """x_tiles, weight_tiles: descriptors that copy [ROWS, K] and [2, N, K], gate's outputs and up's,
-    with zeros past the end
+    """x_tiles, weight_tiles: descriptors that copy [ROWS, K], and [2, N, K] of gate and up, with
+    zeros past the end
 
     Both are one product: half of the matrix instructions, each with twice the outputs.
     """

@@ -72,6 +72,16 @@ def begin_after_previous(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Waits for the kernel ahead; where it is waited for again, there is nothing to wait for.
+
+    All programs must, or the next kernel might not have it behind it.
+    """
+    if PDL:
+        cuda.gdc_wait()
+
+
+@triton.jit
 def opaque(x, IS_COMPILED: tl.constexpr):
     """x; for all the compiler knows another one each time it is asked for.
 

@@ -1,15 +1,23 @@
-"""y += h @ B of every head of a step's work list."""
+"""y += h @ B of every head of a step's work list.
+
+B of a program's first tile is asked for before it waits for the kernel ahead.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from loramux.kernels.lora_records_triton import is_site_used, load_group, load_word
+from loramux.kernels.launch_triton import wait_for_previous
+from loramux.kernels.lora_few_triton import load_few_b, store_few, sum_few
+from loramux.kernels.lora_records_triton import is_site_used, load_word
+from loramux.kernels.lora_tile_triton import sum_tile, tile_places
+from loramux.kernels.tail_group_triton import load_followers, load_head
+from loramux.kernels.tail_order_triton import load_ordered_b
 
 
 @triton.jit
-def _tile_of_turn(turn):
+def tile_of_turn(turn):
     """This program's tile in a turn. The long ones come first in the list and programs change
     ends from turn to turn, so that each gets about the same in all."""
     programs = tl.num_programs(0)
@@ -41,119 +49,48 @@ def _locate(tile, width0, width1, width2, N: tl.constexpr):
 
 
 @triton.jit
-def _load_unit(record, live=True):
-    """B's address, ranks, h and weight of a unit."""
-    ranks = load_word(record + 2, live) & 255
-    weight = load_word(record + 5, live).to(tl.float32, bitcast=True)
-    return load_word(record + 1, live), ranks, load_word(record + 4, live), weight
-
-
-@triton.jit
-def _h_of_row(  # noqa: PLR0913
-    partials, at, weight, ranks, dtype, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
-    """weight * h [16] of one row, rounded as the matrix units do it: a row alone and a row in a
-    tile get the same."""
-    rank = tl.arange(0, 16)
-    h = partials + at.to(tl.int64) * (3 * MAX_SPLITS * 16)
-    if SPLITS == 1:
-        sums = tl.load(h + rank, mask=rank < ranks, other=0.0)
-    else:
-        split = tl.arange(0, triton.next_power_of_2(SPLITS))[:, None]
-        mask = (split < SPLITS) & (rank < ranks)[None, :]
-        sums = tl.sum(tl.load(h + split * 16 + rank[None, :], mask=mask, other=0.0), 0)
-    return (sums * weight).to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _h_of_tile(  # noqa: PLR0913
-    partials, at, ranks, num_rows, TILE_M: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):  # fmt: skip
-    """h [TILE_M, 16] of a tile of rows."""
-    H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
-    row = tl.arange(0, TILE_M)[:, None]
-    rank = tl.arange(0, 16)[None, :]
-    h = partials + at.to(tl.int64) * H_STRIDE + row * H_STRIDE + rank
-    # A mask that is one for all ranks of a row: several are read at once. What no shrink has
-    # written may be no number.
-    mask = row < tl.where(ranks > 0, num_rows, 0)
-    sums = tl.load(h, mask=mask, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        sums += tl.load(h + split * 16, mask=mask, other=0.0)
-    return tl.where(rank < ranks, sums, 0.0)
+def _changed_rows(group, followers, num_rows):
+    """None, where the adapters leave this layer alone."""
+    return tl.where((group[1] > 0) | (followers[0] < followers[1]), num_rows, 0)
 
 
 @triton.jit
 def _add_few(  # noqa: PLR0913
-    b, unit, record, records, pool, partials, y, y_stride, num_rows, first, width,
+    b, group, followers, pool, records, partials, y, y_stride, num_rows, first, width,
     N: tl.constexpr, ROWS: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Up to ROWS rows of one head: y += h @ b, and what follows the head.
-
-    records, partials, y: at the slice; y at the head's first row   b, unit: of the head
-    """
-    column = first + tl.arange(0, N)
-    _, ranks, at, weight = unit
-    more = load_word(record + 6)
-    num_more = load_word(record + 7)
-    # Nothing, where the adapter leaves this layer alone.
-    written = tl.where(ranks + num_more > 0, width, 0)
-    values = ()
-    for row in tl.static_range(ROWS):
-        inside = column < tl.where(row < num_rows, written, 0)
-        value = tl.load(y + row * y_stride + column, mask=inside, other=0.0).to(tl.float32)
-        live_ranks = tl.where(row < num_rows, ranks, 0)
-        h = _h_of_row(partials, at + row, weight, live_ranks, b.dtype, MAX_SPLITS, SPLITS)
-        value += tl.sum(b.to(tl.float32) * h[:, None], axis=0)
-        values = values + (value,)  # type: ignore[assignment]
-    for index in tl.range(num_more, num_stages=1):
-        address, ranks, at, weight = _load_unit(records + (more + index) * 64)
-        more_b = load_group(pool, address, ranks, first, width, N)
-        added = ()
-        for row in tl.static_range(ROWS):
-            live_ranks = tl.where(row < num_rows, ranks, 0)
-            h = _h_of_row(partials, at + row, weight, live_ranks, b.dtype, MAX_SPLITS, SPLITS)
-            more_sum = tl.sum(more_b.to(tl.float32) * h[:, None], axis=0)
-            added = added + (values[row] + more_sum,)  # type: ignore[assignment]
-        values = added
-    for row in tl.static_range(ROWS):
-        inside = column < tl.where(row < num_rows, written, 0)
-        tl.store(y + row * y_stride + column, values[row].to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _load_head(  # noqa: PLR0913
-    tile, num_tiles, pool, records, width0, width1, width2, N: tl.constexpr
-):  # fmt: skip
-    """B [16, N] of a tile, its unit, its record, rows, and where it is."""
-    head, slice_index, first, out_start, width = _locate(tile, width0, width1, width2, N)
-    record = records + (head * 8 + slice_index) * 8
-    live = tile < num_tiles
-    unit = _load_unit(record, live)
-    num_rows = load_word(record + 2, live) >> 16
-    row_start = load_word(record + 3, live)
-    b = load_group(pool, unit[0], unit[1], first, width, N)
-    return b, unit, record, num_rows, row_start, slice_index, first, out_start, width
+    values = sum_few(
+        b, group, followers, pool, records, partials, y, y_stride, num_rows, first, width,
+        N, ROWS, MAX_SPLITS, SPLITS,
+    )  # fmt: skip
+    store_few(values, y, y_stride, num_rows, first, width, N, ROWS)
 
 
 @triton.jit
 def _expand_few(  # noqa: PLR0913
-    loaded, pool, records, partials, y, y_stride,
+    tile, num_heads, pool, records, partials, y, y_stride, width0, width1, width2,
     N: tl.constexpr, ROWS: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    b, unit, record, num_rows, row_start, slice_index, first, out_start, width = loaded
-    of_slice = records + slice_index * 8
-    h = partials + slice_index * (MAX_SPLITS * 16)
-    rows = y + row_start.to(tl.int64) * y_stride + out_start
+    head, slice_index, first, out_start, width = _locate(tile, width0, width1, width2, N)
+    records += slice_index * 8
+    # Who has none in the last turn reads the last one's, for nothing.
+    record = records + tl.minimum(head, num_heads - 1) * 64
+    group, num_rows, row_start = load_head(record)
+    followers = load_followers(record)
+    b = load_few_b(pool, group, first, width, N)
+    wait_for_previous(PDL)
+    num_rows = _changed_rows(group, followers, tl.where(head < num_heads, num_rows, 0))
+    partials += slice_index * (MAX_SPLITS * 16)
+    y += row_start * y_stride + out_start
     if num_rows == 1:
         _add_few(
-            b, unit, record, of_slice, pool, h, rows, y_stride, 1, first, width,
+            b, group, followers, pool, records, partials, y, y_stride, 1, first, width,
             N, 1, MAX_SPLITS, SPLITS,
         )  # fmt: skip
     elif num_rows > 1:
         _add_few(
-            b, unit, record, of_slice, pool, h, rows, y_stride, num_rows, first, width,
+            b, group, followers, pool, records, partials, y, y_stride, num_rows, first, width,
             N, ROWS, MAX_SPLITS, SPLITS,
         )  # fmt: skip
 
@@ -161,29 +98,28 @@ def _expand_few(  # noqa: PLR0913
 @triton.jit
 def _expand_tile(  # noqa: PLR0913
     tile, pool, records, of_heads, partials, y, y_stride, width0, width1, width2,
-    N: tl.constexpr, TILE_M: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
+    WARPS: tl.constexpr, J: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS: tl.constexpr,
+    SMALL_SPLITS: tl.constexpr, SMALL_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows by matrix units. of_heads: records of the first tile"""
-    b, unit, record, num_rows, row_start, slice_index, first, out_start, width = _load_head(
-        tile, tile + 1, pool, of_heads, width0, width1, width2, N
+    """of_heads: records of the first tile"""
+    head, slice_index, first, out_start, width = _locate(
+        tile, width0, width1, width2, WARPS * 8 * J
     )
-    more = load_word(record + 6)
-    num_more = load_word(record + 7)
-    _, ranks, at, weight = unit
-    row = tl.arange(0, TILE_M)[:, None]
-    column = first + tl.arange(0, N)[None, :]
-    target = y + row_start.to(tl.int64) * y_stride + out_start + row * y_stride + column
-    mask = (row < num_rows) & (column < tl.where(ranks + num_more > 0, width, 0))
-    values = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    of_slice = partials + slice_index * (MAX_SPLITS * 16)
-    h = _h_of_tile(of_slice, at, ranks, num_rows, TILE_M, MAX_SPLITS, SPLITS) * weight
-    values = tl.dot(h.to(b.dtype), b, values, input_precision="ieee")
-    for index in tl.range(num_more, num_stages=1):
-        address, ranks, at, weight = _load_unit(records + (more + index) * 64 + slice_index * 8)
-        more_b = load_group(pool, address, ranks, first, width, N)
-        h = _h_of_tile(of_slice, at, ranks, num_rows, TILE_M, MAX_SPLITS, SPLITS) * weight
-        values = tl.dot(h.to(b.dtype), more_b, values, input_precision="ieee")
-    tl.store(target, values.to(y.dtype.element_ty), mask=mask)
+    record = of_heads + head * 64 + slice_index * 8
+    group, num_rows, row_start = load_head(record)
+    followers = load_followers(record)
+    b = load_ordered_b(pool, group, first, width - first, width, WARPS, J)
+    wait_for_previous(PDL)
+    changed = _changed_rows(group, followers, num_rows)
+    row, column, inside = tile_places(changed, first, width, WARPS, J)
+    at = y + (row_start + row) * y_stride + out_start + column
+    values = tl.load(at, mask=inside, other=0.0)
+    total = sum_tile(
+        values, b, group, followers, pool, records + slice_index * 8,
+        partials + slice_index * (MAX_SPLITS * 16), num_rows, first, width,
+        WARPS, J, MAX_SPLITS, SPLITS, SMALL_SPLITS, SMALL_ROWS,
+    )  # fmt: skip
+    tl.store(at, total.to(values.dtype), mask=inside)
 
 
 @triton.jit
@@ -202,9 +138,10 @@ def expand_kernel(  # noqa: PLR0913
     ROW_SPLITS: tl.constexpr,
     TILE_SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
-    TILE_M: tl.constexpr,
+    SMALL_ROWS: tl.constexpr,
     ROW_N: tl.constexpr,
-    TILE_N: tl.constexpr,
+    WARPS: tl.constexpr,
+    J: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Heads of few rows, then tiles. What hides the time of a load is the other programs."""
@@ -216,22 +153,18 @@ def expand_kernel(  # noqa: PLR0913
     row_units = load_word(work + 1)
     tile_heads = load_word(work + 2) * is_used
     records += record_start
-    num_tiles = row_heads * _num_chunks(width0, width1, width2, ROW_N)
     programs = tl.num_programs(0)
-    # At least one turn, for whoever has nothing to do must wait as well.
-    for turn in tl.range(tl.maximum(tl.cdiv(num_tiles, programs), 1), num_stages=1):
-        tile = _tile_of_turn(turn)
-        loaded = _load_head(tile, num_tiles, pool, records, width0, width1, width2, ROW_N)
-        if PDL:  # noqa: SIM102 - known when compiling
-            if turn == 0:
-                tl.extra.cuda.gdc_wait()
+    num_tiles = row_heads * _num_chunks(width0, width1, width2, ROW_N)
+    for turn in tl.range(tl.cdiv(num_tiles, programs), num_stages=1):
         _expand_few(
-            loaded, pool, records, partials, y, y_stride, ROW_N, ROWS, MAX_SPLITS, ROW_SPLITS
-        )
+            tile_of_turn(turn), row_heads, pool, records, partials, y, y_stride,
+            width0, width1, width2, ROW_N, ROWS, MAX_SPLITS, ROW_SPLITS, PDL,
+        )  # fmt: skip
     # From the other end: the last programs have had the fewest tiles of few rows.
-    num_tiles = tile_heads * _num_chunks(width0, width1, width2, TILE_N)
+    num_tiles = tile_heads * _num_chunks(width0, width1, width2, WARPS * 8 * J)
     for tile in tl.range(programs - 1 - tl.program_id(0), num_tiles, programs, num_stages=1):
         _expand_tile(
             tile, pool, records, records + row_units * 64, partials, y, y_stride,
-            width0, width1, width2, TILE_N, TILE_M, MAX_SPLITS, TILE_SPLITS,
+            width0, width1, width2, WARPS, J, MAX_SPLITS, TILE_SPLITS, ROW_SPLITS, SMALL_ROWS, PDL,
         )  # fmt: skip
+    wait_for_previous(PDL)

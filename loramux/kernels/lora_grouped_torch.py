@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from loramux.kernels.fused_torch import activate_mul
 from loramux.kernels.lora_tables import LoraTables
 from loramux.kernels.lora_work import (
     A_ADDRESS,
@@ -61,7 +62,8 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
             rows = x[record[ROW_START] : record[ROW_START] + num_rows].float()
             target = tables.partials[record[H_START] : record[H_START] + num_rows, part]
             target.zero_()
-            size = cut.row_k if num_rows <= tables.limits.alone_rows else cut.tile_k
+            few = max(tables.limits.alone_rows, tables.limits.small_rows)
+            size = cut.row_k if num_rows <= few else cut.tile_k
             for split, start in enumerate(range(0, cut.shape.in_features, size)):
                 columns = slice(start, start + size)
                 target[:, split, :ranks] = rows[:, columns] @ a[:, columns].t()
@@ -73,11 +75,18 @@ def expand(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -
     pool [pages, elements]   y [rows, out]
     """
 
-    def read(record: list[int], num_rows: int, part: int) -> Tensor:
-        start = record[H_START]
-        return tables.partials[start : start + num_rows, part].sum(dim=1)
+    y.copy_(_sum(tables, pool, y, (layer, site), _read_partials(tables)))
 
-    _expand(tables, pool, y, (layer, site), read)
+
+def expand_activate(  # noqa: PLR0913
+    tables: LoraTables, pool: Tensor, y: Tensor, activation: str, layer: int, site: int
+) -> Tensor:
+    """activation(gate) * up of y as `expand` would leave it, rounded once: [rows, inner]
+
+    pool [pages, elements]   y [rows, gate and up side by side]
+    """
+    total = _sum(tables, pool, y, (layer, site), _read_partials(tables))
+    return activate_mul(total, activation).to(y.dtype)
 
 
 def expand_tail(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -> None:
@@ -92,20 +101,29 @@ def expand_tail(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: i
         rows = slice(record[ROW_START], record[ROW_START] + num_rows)
         return y[rows, start : start + GROUP_RANKS].float()
 
-    _expand(tables, pool, y, (layer, site), read)
+    y.copy_(_sum(tables, pool, y, (layer, site), read))
 
 
-def _expand(
+def _read_partials(tables: LoraTables) -> Callable[[list[int], int, int], Tensor]:
+    def read(record: list[int], num_rows: int, part: int) -> Tensor:
+        start = record[H_START]
+        return tables.partials[start : start + num_rows, part].sum(dim=1)
+
+    return read
+
+
+def _sum(
     tables: LoraTables,
     pool: Tensor,
     y: Tensor,
     place: tuple[int, int],
     read: Callable[[list[int], int, int], Tensor],
-) -> None:
+) -> Tensor:
+    """y with all that is added to it, float32"""
     layer, site = place
     cut = tables.sites[site]
     # Sums in float32, rounded once, as the fast twin does.
-    total = y.float()
+    total = y.to(torch.float32, copy=True)
     for unit in _units(tables, layer):
         start = 0
         for part, width in enumerate(cut.shape.out_features):
@@ -117,7 +135,7 @@ def _expand(
             rows = slice(record[ROW_START], record[ROW_START] + num_rows)
             total[rows, start : start + width] += h @ b
             start += width
-    y.copy_(total)
+    return total
 
 
 def _num_units(tables: LoraTables) -> int:

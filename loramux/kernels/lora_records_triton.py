@@ -1,4 +1,4 @@
-"""What kernels read of a step's records, and of the weights that a record points to."""
+"""What kernels read of a step's records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ def is_site_used(work, record_start, num_slices):
 
 
 @triton.jit
-def find_few(tile, num_tiles, records, num_units, SLICES: tl.constexpr):
+def skip(index, gap):
+    """The index-th of units that are neighbours but for a gap: where it begins, and its length."""
+    return index + tl.where(index >= gap[0], gap[1], 0)
+
+
+@triton.jit
+def find_few(tile, num_tiles, records, num_units, gap, SLICES: tl.constexpr):
     """Of a tile of few rows: its part and slice; A's address, ranks + rows * 2^16, its first row
     and the first of its h.
 
@@ -32,19 +38,9 @@ def find_few(tile, num_tiles, records, num_units, SLICES: tl.constexpr):
     part = tile // per_part
     index = tile - part * per_part
     slice_index = index // tl.maximum(num_units, 1)
-    record = records + ((index - slice_index * num_units) * 8 + slice_index) * 8
+    record = records + (skip(index - slice_index * num_units, gap) * 8 + slice_index) * 8
     live = tile < num_tiles
     address = load_word(record, live)
     shape = load_word(record + 2, live)
     row_start = load_word(record + 3, live)
     return part, slice_index, address, shape, row_start, load_word(record + 4, live)
-
-
-@triton.jit
-def load_group(pool, address, ranks, first, width, BLOCK: tl.constexpr):
-    """Columns first.. of a group [ranks, width], as [16, BLOCK]; in the cache behind all else."""
-    rank = tl.arange(0, 16)[:, None]
-    column = first + tl.arange(0, BLOCK)[None, :]
-    mask = (rank < ranks) & (column < width)
-    source = pool + address.to(tl.int64) * 64 + rank * width + column
-    return tl.load(source, mask=mask, other=0.0, eviction_policy="evict_first")

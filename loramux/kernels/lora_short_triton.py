@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.launch_triton import JOINED_IN_FOURS, LANES_FIRST, axis
-from loramux.kernels.lora_records_triton import find_few, load_word
+from loramux.kernels.lora_records_triton import find_few, load_word, skip
 from loramux.kernels.short_floats_triton import SHORT_SCALE, lengthen, load_planes
 
 MOST_FEW_ROWS = 8
@@ -43,12 +43,12 @@ def _lengthened(planes, OCTETS: tl.constexpr, BLOCKS: tl.constexpr, COMPILED: tl
 
 @triton.jit
 def load_few_short(  # noqa: PLR0913
-    tile, num_tiles, pool, records, num_units,
+    tile, num_tiles, pool, records, num_units, gap,
     IN: tl.constexpr, SLICES: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """A's words (warps, 2 octets, blocks, 128) of a tile of few rows, its record, slice, split."""
     split, slice_index, address, shape, row_start, h_start = find_few(
-        tile, num_tiles, records, num_units, SLICES
+        tile, num_tiles, records, num_units, gap, SLICES
     )
     ranks = shape & 255
     warp = axis(_WARPS, 0, 4, LANES_FIRST)
@@ -95,7 +95,7 @@ def sum_few_short(  # noqa: PLR0913
 
 @triton.jit
 def sum_tile_short(  # noqa: PLR0913
-    tile, pool, records, x, x_stride, partials, IN: tl.constexpr, SLICES: tl.constexpr,
+    tile, pool, records, gap, x, x_stride, partials, IN: tl.constexpr, SLICES: tl.constexpr,
     TILE_K: tl.constexpr, TILE_M: tl.constexpr, MAX_SPLITS: tl.constexpr, STAGES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,7 @@ def sum_tile_short(  # noqa: PLR0913
     STEP: tl.constexpr = 128 if BY_SLICE else 128 * _WARPS
     unit = tile // SPLITS
     split = tile - unit * SPLITS
-    record = records + unit * 64
+    record = records + skip(unit, gap) * 64
     warp = axis(_WARPS, 0, 4, LANES_FIRST)
     octet = axis(OCTETS, 1, 4, LANES_FIRST)
     slice_index = warp + octet // 2 if BY_SLICE else warp * 0 + octet // 2

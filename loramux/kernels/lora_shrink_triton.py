@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loramux.kernels.launch_triton import opaque
-from loramux.kernels.lora_records_triton import find_few, is_site_used, load_word
+from loramux.kernels.launch_triton import opaque, wait_for_previous
+from loramux.kernels.lora_records_triton import find_few, is_site_used, load_word, skip
 from loramux.kernels.lora_short_triton import load_few_short, sum_few_short, sum_tile_short
 
 
@@ -17,7 +17,7 @@ def _load_few(  # noqa: PLR0913
 ):  # fmt: skip
     """A [RANKS, K] of a tile of few rows, its record, slice, first rank and split."""
     part, slice_index, address, shape, row_start, h_start = find_few(
-        tile, num_tiles, records, num_units, SLICES
+        tile, num_tiles, records, num_units, (0, 0), SLICES
     )
     split = part // (16 // RANKS)
     first_rank = (part - split * (16 // RANKS)) * RANKS
@@ -56,7 +56,7 @@ def _sum_few(  # noqa: PLR0913
 
 @triton.jit
 def _sum_tile(  # noqa: PLR0913
-    tile, pool, records, x, x_stride, partials, IN: tl.constexpr, SLICES: tl.constexpr,
+    tile, pool, records, gap, x, x_stride, partials, IN: tl.constexpr, SLICES: tl.constexpr,
     TILE_K: tl.constexpr, STEP_K: tl.constexpr, TILE_M: tl.constexpr, MAX_SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +65,7 @@ def _sum_tile(  # noqa: PLR0913
     H_STRIDE: tl.constexpr = 3 * MAX_SPLITS * 16
     unit = tile // SPLITS
     split = tile - unit * SPLITS
-    record = records + unit * 64
+    record = records + skip(unit, gap) * 64
     # The ranks of all slices, in one line.
     line = tl.arange(0, 16 * triton.next_power_of_2(SLICES))
     of_slice = record + line // 16 * 8
@@ -92,18 +92,18 @@ def _sum_tile(  # noqa: PLR0913
 
 @triton.jit
 def _sum_any_tile(  # noqa: PLR0913
-    tile, pool, records, x, x_stride, partials, IN: tl.constexpr, SLICES: tl.constexpr,
+    tile, pool, records, gap, x, x_stride, partials, IN: tl.constexpr, SLICES: tl.constexpr,
     SHORT: tl.constexpr, TILE_K: tl.constexpr, STEP_K: tl.constexpr, TILE_M: tl.constexpr,
     MAX_SPLITS: tl.constexpr, STAGES: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     if SHORT:
         sum_tile_short(
-            tile, pool, records, x, x_stride, partials,
+            tile, pool, records, gap, x, x_stride, partials,
             IN, SLICES, TILE_K, TILE_M, MAX_SPLITS, STAGES, COMPILED,
         )  # fmt: skip
     else:
         _sum_tile(
-            tile, pool, records, x, x_stride, partials,
+            tile, pool, records, gap, x, x_stride, partials,
             IN, SLICES, TILE_K, STEP_K, TILE_M, MAX_SPLITS, STAGES,
         )  # fmt: skip
 
@@ -121,6 +121,7 @@ def shrink_kernel(  # noqa: PLR0913
     SLICES: tl.constexpr,
     SHORT: tl.constexpr,
     ROWS: tl.constexpr,
+    SMALL: tl.constexpr,
     ROW_K: tl.constexpr,
     ROW_RANKS: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -131,39 +132,55 @@ def shrink_kernel(  # noqa: PLR0913
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Units of few rows, then tiles. What hides the time of a load is the other programs."""
+    """Units of few rows, small tiles, then others. What hides a load is the other programs."""
     ROW_SPLITS: tl.constexpr = (IN + ROW_K - 1) // ROW_K
     TILE_SPLITS: tl.constexpr = (IN + TILE_K - 1) // TILE_K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     is_used = is_site_used(work, record_start, SLICES)
-    row_units = load_word(work + 1) * is_used
-    tile_units = load_word(work + 3) * is_used
+    row_units = load_word(work + 1)
+    tile_heads = load_word(work + 2)
+    tile_units = load_word(work + 3)
+    small_heads = load_word(work + 12)
+    small_units = load_word(work + 13)
     records += record_start
-    num_tiles = row_units * (SLICES * ROW_SPLITS * (16 // ROW_RANKS))
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    # At least one turn, for whoever has nothing to do must wait as well.
-    for turn in tl.range(tl.maximum(tl.cdiv(num_tiles, programs), 1), num_stages=1):
-        tile = turn * programs + program
+    per_unit: tl.constexpr = SLICES * ROW_SPLITS * (16 // ROW_RANKS)
+    num_units = row_units * is_used
+    num_tiles = num_units * per_unit
+    for tile in tl.range(program, num_tiles, programs, num_stages=1):
         if SHORT:
-            loaded = load_few_short(tile, num_tiles, pool, records, row_units, IN, SLICES, ROW_K)
-        else:
-            loaded = _load_few(
-                tile, num_tiles, pool, records, row_units, IN, SLICES, ROW_K, ROW_RANKS
+            loaded = load_few_short(
+                tile, num_tiles, pool, records, num_units, (0, 0), IN, SLICES, ROW_K
             )
-        if PDL:  # noqa: SIM102 - known when compiling
-            if turn == 0:
-                tl.extra.cuda.gdc_wait()
-        if SHORT:
+            wait_for_previous(PDL)
             sum_few_short(loaded, x, x_stride, partials, IN, ROW_K, ROWS, MAX_SPLITS, COMPILED)
         else:
+            loaded = _load_few(
+                tile, num_tiles, pool, records, num_units, IN, SLICES, ROW_K, ROW_RANKS
+            )
+            wait_for_previous(PDL)
             _sum_few(loaded, x, x_stride, partials, IN, ROW_K, ROW_RANKS, MAX_SPLITS, COMPILED)
     # From the other end: the last programs have had the fewest tiles of few rows.
-    num_tiles = tile_units * TILE_SPLITS
-    for tile in tl.range(programs - 1 - program, num_tiles, programs, num_stages=1):
+    last = programs - 1 - program
+    large_heads = tile_heads - small_heads
+    if SMALL > 0:
+        num_units = small_units * is_used
+        num_tiles = num_units * per_unit
+        tiles = records + row_units * 64
+        gap = small_heads, large_heads
+        for tile in tl.range(last, num_tiles, programs, num_stages=1):
+            loaded = load_few_short(tile, num_tiles, pool, tiles, num_units, gap, IN, SLICES, ROW_K)
+            wait_for_previous(PDL)
+            sum_few_short(loaded, x, x_stride, partials, IN, ROW_K, SMALL, MAX_SPLITS, COMPILED)
+    wait_for_previous(PDL)
+    num_tiles = (tile_units - small_units) * is_used * TILE_SPLITS
+    tiles = records + (row_units + small_heads) * 64
+    gap = large_heads, small_units - small_heads
+    for tile in tl.range(last, num_tiles, programs, num_stages=1):
         _sum_any_tile(
-            tile, pool, records + row_units * 64, x, x_stride, partials,
+            tile, pool, tiles, gap, x, x_stride, partials,
             IN, SLICES, SHORT, TILE_K, STEP_K, TILE_M, MAX_SPLITS, STAGES, COMPILED,
         )  # fmt: skip
 
@@ -200,6 +217,6 @@ def shrink_tiles_kernel(  # noqa: PLR0913
     begin, end = _share(tl.load(work + 3) * is_site_used(work, record_start, SLICES) * SPLITS)
     for tile in tl.range(begin, end, num_stages=1):
         _sum_any_tile(
-            tile, pool, records + record_start, x, x_stride, partials,
+            tile, pool, records + record_start, (0, 0), x, x_stride, partials,
             IN, SLICES, SHORT, TILE_K, STEP_K, TILE_M, MAX_SPLITS, STAGES, COMPILED,
         )  # fmt: skip

@@ -35,10 +35,6 @@ class LaunchShape:
     """Of them, those that are read at once."""
     shrink_warps: int
     shrinks_per_sm: int
-    row_n: int
-    """Outputs that an expand of few rows writes."""
-    tile_n: int
-    """The same for a tile of rows."""
     expand_warps: int
     expands_per_sm: int
     shrink_registers: int = 128
@@ -48,6 +44,15 @@ class LaunchShape:
     """Is A in twelve bits?"""
     use_pdl: bool = False
     """Kernels start while the one before ends, and wait for it after reading their weights."""
+
+    @property
+    def row_outputs(self) -> int:
+        """That an expand of few rows writes."""
+        return self.expand_warps * 32 * _OUTPUTS_OF_A_LANE
+
+    def tile_outputs(self, num_bytes: int) -> int:
+        """The same for a tile of rows; num_bytes: of an output, a lane reads 16 at once."""
+        return self.expand_warps * 8 * (16 // num_bytes)
 
     def row_ranks(self, row_k: int, num_bytes: int) -> int:
         """Ranks that a shrink of few rows takes at once; num_bytes: of a weight."""
@@ -163,6 +168,8 @@ def _tile_inputs(num_inputs: int, least: int) -> int:
 
 
 _MOST_TILE_PARTS = 16
+# As in lora_few_triton.
+_OUTPUTS_OF_A_LANE = 4
 # A block of 128 for each of four warps.
 _LEAST_SHORT_INPUTS = 512
 
@@ -171,21 +178,15 @@ _DECODE = LaunchShape(
     step_k=128,
     shrink_warps=4,
     shrinks_per_sm=4,
-    row_n=1024,
-    tile_n=256,
-    expand_warps=4,
-    expands_per_sm=3,
-    expand_registers=168,
+    expand_warps=2,
+    expands_per_sm=8,
 )
 PROMPT = LaunchShape(
     shrink_warps=4,
     shrinks_per_sm=4,
-    row_n=1024,
-    tile_n=256,
-    expand_warps=4,
-    expands_per_sm=4,
+    expand_warps=2,
+    expands_per_sm=8,
     shrink_registers=255,
-    expand_registers=255,
 )
 
 

@@ -10,14 +10,19 @@ behind an `expand` may read it, and no more, before its own wait.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from loramux.kernels.lora_expand_triton import expand_kernel
+from loramux.kernels.lora_gate_triton import expand_activate_kernel
 from loramux.kernels.lora_short_triton import MOST_FEW_ROWS
 from loramux.kernels.lora_shrink_triton import shrink_kernel, shrink_tiles_kernel
 from loramux.kernels.lora_tables import LoraTables
+from loramux.kernels.lora_tile_triton import TILE_ROWS
 from loramux.kernels.lora_work import GROUP_RANKS, MAX_SLICES
 
 _RESOLVE_UNITS = 16
@@ -71,7 +76,9 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
     if limits.alone_rows == 0:
         shrink_tiles_kernel[(most,)](*buffers, *place, **shape)
         return
-    assert limits.alone_rows <= MOST_FEW_ROWS, "too many rows for one after another"
+    few_rows = max(limits.alone_rows, limits.small_rows)
+    assert few_rows <= MOST_FEW_ROWS, "more rows than a product has"
+    assert tables.is_short or few_rows == limits.alone_rows, "small tiles are for matrix units"
     ranks = GROUP_RANKS if tables.is_short else launch.row_ranks(cut.row_k, x.itemsize)
     # Enough programs for one group of ranks per row; more work is looped over.
     parts = max(cut.row_splits * GROUP_RANKS // ranks, cut.tile_splits // (limits.alone_rows + 1))
@@ -81,6 +88,7 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
         *place,
         **shape,
         ROWS=triton.next_power_of_2(limits.alone_rows),
+        SMALL=0 if limits.small_rows == 0 else triton.next_power_of_2(limits.small_rows),
         ROW_K=cut.row_k,
         ROW_RANKS=ranks,
         PDL=launch.use_pdl,
@@ -93,15 +101,8 @@ def expand(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -
 
     pool [pages, elements]   y [rows, out]
     """
-    cut, launch, limits = tables.sites[site], tables.launch, tables.limits
-    widths = (*cut.shape.out_features, 0, 0)[:MAX_SLICES]
-    row_tiles, tiles = (
-        sum(triton.cdiv(width, block) for width in widths)
-        for block in (launch.row_n, launch.tile_n)
-    )
-    # The most work that these rows can be: each alone with its adapter, or all in small tiles.
-    tiles = y.shape[0] * max(row_tiles, -(-tiles // (limits.alone_rows + 1)))
-    expand_kernel[(min(tiles, tables.num_sms * launch.expands_per_sm),)](
+    widths = (*tables.sites[site].shape.out_features, 0, 0)[:MAX_SLICES]
+    expand_kernel[_expand_grid(tables, y, widths)](
         pool,
         tables.records,
         tables.work,
@@ -110,18 +111,65 @@ def expand(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -
         tables.record_start(layer, site),
         y.stride(0),
         *widths,
-        MAX_SPLITS=tables.max_splits,
-        ROW_SPLITS=cut.row_splits,
-        TILE_SPLITS=cut.tile_splits,
-        ROWS=max(1, limits.alone_rows),
-        TILE_M=limits.tile_rows,
-        ROW_N=launch.row_n,
-        TILE_N=launch.tile_n,
-        PDL=launch.use_pdl,
-        num_warps=launch.expand_warps,
-        maxnreg=launch.expand_registers,
-        **_pdl(launch.use_pdl),
+        **_expand_options(tables, y, site),
     )
+
+
+def expand_activate(  # noqa: PLR0913
+    tables: LoraTables, pool: Tensor, y: Tensor, activation: str, layer: int, site: int
+) -> Tensor:
+    """activation(gate) * up of y as `expand` would leave it: [rows, inner]; y is used up.
+
+    Of rows that the list names: its adapters', and the base's if it has them.
+    pool [pages, elements]   y [rows, gate and up side by side]
+    """
+    inner = tables.sites[site].shape.out_features[0]
+    out = y.new_empty(len(y), inner)
+    expand_activate_kernel[_expand_grid(tables, y, (inner,))](
+        pool,
+        tables.records,
+        tables.work,
+        tables.partials,
+        y,
+        out,
+        tables.record_start(layer, site),
+        y.stride(0),
+        INNER=inner,
+        ACTIVATION=activation,
+        **_expand_options(tables, y, site),
+    )
+    return out
+
+
+def _expand_grid(tables: LoraTables, y: Tensor, widths: Sequence[int]) -> tuple[int]:
+    """The most work that these rows can be, each alone with its adapter or all in small tiles; or
+    as many programs as run at once."""
+    launch = tables.launch
+    row_tiles, tiles = (
+        sum(triton.cdiv(width, columns) for width in widths)
+        for columns in (launch.row_outputs, launch.tile_outputs(y.itemsize))
+    )
+    tiles = len(y) * max(row_tiles, -(-tiles // (tables.limits.alone_rows + 1)))
+    return (min(tiles, tables.num_sms * launch.expands_per_sm),)
+
+
+def _expand_options(tables: LoraTables, y: Tensor, site: int) -> dict[str, Any]:
+    cut, launch, limits = tables.sites[site], tables.launch, tables.limits
+    assert limits.tile_rows == TILE_ROWS, "a tile is what matrix units take at once"
+    return {
+        "MAX_SPLITS": tables.max_splits,
+        "ROW_SPLITS": cut.row_splits,
+        "TILE_SPLITS": cut.tile_splits,
+        "ROWS": max(1, limits.alone_rows),
+        "SMALL_ROWS": limits.small_rows,
+        "ROW_N": launch.row_outputs,
+        "WARPS": launch.expand_warps,
+        "J": launch.tile_outputs(y.itemsize) // (8 * launch.expand_warps),
+        "PDL": launch.use_pdl,
+        "num_warps": launch.expand_warps,
+        "maxnreg": launch.expand_registers,
+        **_pdl(launch.use_pdl),
+    }
 
 
 def _pdl(use_pdl: bool) -> dict[str, bool]:

@@ -21,9 +21,12 @@ MAX_SLICES = 3
 MAX_PROJECTIONS = 8
 
 # The list begins with how many units are heads of few rows, of few rows, heads of tiles, of tiles,
-# and with 1 for each projection that any of them changes; the units follow in this order.
+# and with 1 for each projection that any of them changes; the units follow in this order. Then how
+# many of the tiles are small, heads and all: they come first, among heads and among what follows.
+# Last the number of base tiles: rows without an adapter, behind all units.
 HEADER_WORDS = 16
 ROW_HEADS, ROW_UNITS, TILE_HEADS, TILE_UNITS, FIRST_USED = range(5)
+SMALL_HEADS, SMALL_UNITS, BASE_TILES = 12, 13, 14
 UNIT_WORDS = 8
 SLOT, CHAIN, NUM_ROWS, ROW_START, H_START, WEIGHT, MORE_START, NUM_MORE = range(UNIT_WORDS)
 # A record is a unit at one projection of one layer: where its weights are, and in NUM_ROWS the
@@ -60,6 +63,8 @@ class WorkLimits:
     alone_rows: int = 2
     """Units of up to so many rows are rows one by one, on vector units: the faster ones for them.
     0: a single row is a tile too, as in prompts."""
+    small_rows: int = 0
+    """Tiles of up to so many rows are small: a shrink sums them as it does rows alone."""
     max_rows: int = 0
     """Of a list that says, behind its units, which of them is the head of each row."""
 
@@ -216,14 +221,19 @@ def build_work(
 ) -> int:
     """Fills out, which has limits.num_words; returns how many words are used.
 
+    Rows that no adapter changes, of slot BASE or of adapters without any group, are base tiles.
     tail_blocks[slot, i]: for kernels that read h from the base product, where the slot's i-th
     group of ranks is in every tail. Such a list has a unit for each entry of `tiles`.
     """
+    chained = directory.num_chained.take(tiles.slot)
+    base = None
+    if tail_blocks is not None:
+        chained = np.where(tiles.slot == BASE, 1, np.maximum(chained, 1))
+    elif (chained == 0).any() or (tiles.slot == BASE).any():
+        chained = np.where(tiles.slot == BASE, 0, chained)
+        base = _base_tiles(tiles, chained)
     start, num_rows, slot = tiles.start, tiles.num_rows, tiles.slot
     weight = ONE if tiles.weight is None else tiles.weight.view(np.int32)
-    chained = directory.num_chained.take(slot)
-    if tail_blocks is not None:
-        chained = np.where(slot == BASE, 1, np.maximum(chained, 1))
     chain: Ints | None = None
     # An adapter that changes nothing has no unit.
     if tiles.weight is not None or len(slot) != np.count_nonzero(chained == 1):
@@ -233,7 +243,8 @@ def build_work(
         start, num_rows, slot = start[entry], num_rows[entry], slot[entry]
         weight = weight if tiles.weight is None else weight[entry]
     h_rows = 0 if tail_blocks is not None else int(np.add.reduce(num_rows))
-    _check(len(slot), h_rows, limits)
+    num_base = 0 if base is None else len(base)
+    _check(len(slot) + num_base, h_rows, limits)
     units = np.zeros((len(slot), UNIT_WORDS), dtype=np.int32)
     units[:, SLOT] = slot
     units[:, NUM_ROWS] = num_rows
@@ -251,9 +262,22 @@ def build_work(
     if tail_blocks is None:
         num_rows = units[:, NUM_ROWS]
         units[:, H_START] = np.cumsum(num_rows) - num_rows
+    if base is not None:
+        units = np.concatenate((units, base))
+        out[BASE_TILES] = num_base
     end = HEADER_WORDS + units.size
     out[HEADER_WORDS:end] = units.reshape(-1)
     return end
+
+
+def _base_tiles(tiles: RowTiles, chained: Ints) -> Ints:
+    """Units of rows that nothing is added to: how many, and the first of them, no more."""
+    is_base = chained == 0
+    is_base &= ~np.isin(tiles.start, tiles.start[~is_base])
+    units = np.zeros((int(np.count_nonzero(is_base)), UNIT_WORDS), dtype=np.int32)
+    units[:, NUM_ROWS] = tiles.num_rows[is_base]
+    units[:, ROW_START] = tiles.start[is_base]
+    return units
 
 
 def map_rows(limits: WorkLimits, out: Ints) -> None:
@@ -277,19 +301,29 @@ def _sort(
 ) -> Ints:
     """The units in the order of the list, each head linked to what follows it."""
     num_units = len(units)
-    is_tile = units[:, NUM_ROWS] > limits.alone_rows
-    num_tiles = int(np.count_nonzero(is_tile))
+    # 0: few rows, 1: a small tile, 2: a tile
+    kind = (units[:, NUM_ROWS] > limits.alone_rows).astype(np.int32)
+    if longest_first and limits.small_rows > limits.alone_rows:
+        kind += units[:, NUM_ROWS] > limits.small_rows
+    else:
+        kind *= 2
+    num_few, num_small = (int(np.count_nonzero(kind == k)) for k in (0, 1))
+    num_tiles = num_units - num_few
     header[:] = 0
-    header[:4] = num_units - num_tiles, num_units - num_tiles, num_tiles, num_tiles
+    header[:4] = num_few, num_few, num_tiles, num_tiles
+    header[SMALL_HEADS] = header[SMALL_UNITS] = num_small
     if not is_chained:
-        return units if num_tiles in (0, num_units) else units[np.argsort(is_tile, kind="stable")]
+        is_sorted = max(num_few, num_small, num_tiles - num_small) == num_units
+        return units if is_sorted else units[np.argsort(kind, kind="stable")]
     is_head = np.diff(units[:, ROW_START], prepend=-1) != 0
-    header[TILE_HEADS] = np.count_nonzero(is_tile & is_head)
-    header[ROW_HEADS] = np.count_nonzero(is_head) - header[TILE_HEADS]
     heads = np.flatnonzero(is_head)
+    header[ROW_HEADS], header[SMALL_HEADS] = (np.count_nonzero(kind[heads] == k) for k in (0, 1))
+    header[TILE_HEADS] = len(heads) - header[ROW_HEADS]
     num_more = np.diff(heads, append=num_units) - 1
     units[heads, NUM_MORE] = num_more
-    key = (is_tile * 2 + ~is_head) * num_units
+    # Heads of few rows, what follows them, heads of small tiles, of others, what follows either.
+    place_of = np.array([[0, 2, 3], [1, 4, 5]])[(~is_head).astype(np.int32), kind]
+    key = place_of * num_units
     order = np.argsort(key - units[:, NUM_MORE] if longest_first else key, kind="stable")
     place = np.empty(num_units + 1, dtype=np.int32)
     place[order] = np.arange(num_units, dtype=np.int32)

@@ -44,6 +44,8 @@ _PROMPT_UNITS = 2048
 # A row's groups of ranks, on average, before tables grow.
 _GROUPS_PER_ROW = 8
 _MAX_FOUND = 4096
+# Of an adapter whose A, in twelve bits, goes to matrix units as single rows' does.
+_SMALL_ROWS = 8
 
 
 class DeviceDirectory:
@@ -214,15 +216,21 @@ class LoraWork:
     def expand(self, y: Tensor, layer: int, site: int) -> None:
         self._device.kernels.expand(self.tables, self._device.pool, y, layer, site)
 
+    def expand_activate(self, y: Tensor, activation: str, layer: int, site: int) -> Tensor:
+        mixed: Tensor = self._device.kernels.expand_activate(
+            self.tables, self._device.pool, y, activation, layer, site
+        )
+        return mixed
+
 
 def decode_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork:
-    limits = _graph_limits(_DECODE_UNITS, max_rows)
+    limits = _graph_limits(device, _DECODE_UNITS, max_rows)
     return LoraWork(device, device.tables(limits, decode_launch(use_pdl=use_pdl)))
 
 
 def row_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork:
     """For graphs of steps with prompts: kernels that take single rows and runs of rows alike."""
-    limits = _graph_limits(_PROMPT_UNITS, max_rows)
+    limits = _graph_limits(device, _PROMPT_UNITS, max_rows)
     return LoraWork(device, device.tables(limits, decode_launch(use_pdl=use_pdl)))
 
 
@@ -233,8 +241,13 @@ def prompt_work(device: LoraDevice, max_rows: int) -> LoraWork:
     return LoraWork(device, device.tables(limits, PROMPT))
 
 
-def _graph_limits(max_units: int, max_rows: int) -> WorkLimits:
-    return WorkLimits(max_units=max_units, max_h_rows=_GROUPS_PER_ROW * max_rows, max_rows=max_rows)
+def _graph_limits(device: LoraDevice, max_units: int, max_rows: int) -> WorkLimits:
+    return WorkLimits(
+        max_units=max_units,
+        max_h_rows=_GROUPS_PER_ROW * max_rows,
+        small_rows=_SMALL_ROWS if device.is_short else 0,
+        max_rows=max_rows,
+    )
 
 
 def _wider(limits: WorkLimits) -> WorkLimits:
@@ -248,5 +261,5 @@ def _tiles(
     if is_plain and len(slots) == sum(num_rows):
         single = [s[0][0] if s else -1 for s in slots]
         ids = np.array(single, dtype=np.int32)
-        return plain_tiles(ids, tile_rows)
-    return gather_tiles(slots, num_rows, tile_rows)
+        return plain_tiles(ids, tile_rows, keeps_base=True)
+    return gather_tiles(slots, num_rows, tile_rows, keeps_base=True)

@@ -21,9 +21,6 @@ from loramux.types import Chunk
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 # With more of them a card is as fast as its power allows, whenever a kernel is launched.
 _MOST_EARLY_ROWS = 128
-# Of lists, which read more.
-_MOST_EARLY_LISTED_ROWS = 64
-_LISTED = (LoraKind.LISTS, LoraKind.ATTENTION)
 Progress = Callable[[str, float], None]
 
 
@@ -123,13 +120,13 @@ class DecodeGraphs:
         self._inputs.fill(chunks, draws.temperatures, draws.noise)
         self._inputs.send()
         work = partial(self._compute, size, kind)
-        self._steps.run((size, kind), work, launches_early=_is_early(size, kind))
+        self._steps.run((size, kind), work, launches_early=size <= _MOST_EARLY_ROWS)
         self.last_kind = kind
         return self._logits[: len(chunks)]
 
     def _step(self, size: int, kind: LoraKind) -> Callable[[], None]:
         work = partial(self._compute, size, kind)
-        return self._steps.get((size, kind), work, launches_early=_is_early(size, kind))
+        return self._steps.get((size, kind), work, launches_early=size <= _MOST_EARLY_ROWS)
 
     def _plan(self, size: int) -> Any:
         """The attention's; its shape depends on the number of rows alone."""
@@ -156,7 +153,3 @@ class DecodeGraphs:
                 logits, inputs.temperatures[:size], inputs.noise[:size]
             )
         )
-
-
-def _is_early(size: int, kind: LoraKind) -> bool:
-    return size <= (_MOST_EARLY_LISTED_ROWS if kind in _LISTED else _MOST_EARLY_ROWS)

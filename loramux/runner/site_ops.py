@@ -34,6 +34,9 @@ class LoraStep(Protocol):
 
     def expand(self, y: Tensor, layer: int, site: int) -> None: ...
 
+    def expand_activate(self, y: Tensor, activation: str, layer: int, site: int) -> Tensor:
+        """Of gate and up, with the activation behind them."""
+
 
 class SiteOps(Protocol):
     """What `linear` gives goes to the operation behind that site, and to no other.
@@ -64,10 +67,14 @@ class PlainOps:
     def linear(self, linear: Linear, x: Tensor, place: Place) -> Tensor:
         if self.lora is None or not self.lora.covers(place[1]):
             return _product(self.products, x, place, linear.weight, linear.bias)
-        y = self.products.linear(x, linear.weight, linear.bias)
-        # Behind the product, without which a shrink may start too early: see lora_triton.
-        self.lora.shrink(x, *place)
+        y = self._shrunk(self.lora, linear, x, place)
         self.lora.expand(y, *place)
+        return y
+
+    def _shrunk(self, lora: LoraStep, linear: Linear, x: Tensor, place: Place) -> Tensor:
+        """The product, and a shrink behind it: without one it may start too early."""
+        y = self.products.linear(x, linear.weight, linear.bias)
+        lora.shrink(x, *place)
         return y
 
     def rotate_write(self, y: Tensor, rotation: Rotation, target: KVTarget, place: Place) -> Tensor:
@@ -76,9 +83,10 @@ class PlainOps:
         return q
 
     def gated(self, linear: Linear, x: Tensor, activation: str, place: Place) -> Tensor:
-        mixed: Tensor | None = None
-        if self.lora is None or not self.lora.covers(place[1]):
-            mixed = self.products.gated(x, linear.weight, linear.bias)
+        if self.lora is not None and self.lora.covers(place[1]):
+            y = self._shrunk(self.lora, linear, x, place)
+            return self.lora.expand_activate(y, activation, *place)
+        mixed: Tensor | None = self.products.gated(x, linear.weight, linear.bias)
         if mixed is None:
             mixed = self.fused.activate_mul(self.linear(linear, x, place), activation)
         return mixed

@@ -41,7 +41,15 @@ def output_of_compiler(program: str, cache: Path) -> str:
     ).stdout
 
 
-ORDERED = ("attention_decode", "attention_fold", "lora_short", "short_floats", "tail_order", "tail")
+ORDERED = (
+    "attention_decode",
+    "attention_fold",
+    "lora_few",
+    "lora_short",
+    "short_floats",
+    "tail_order",
+    "tail",
+)
 """Kernels whose tensors have their axes in the order in which a compiler deals them out."""
 
 

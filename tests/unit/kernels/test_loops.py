@@ -23,7 +23,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loramux.kernels import lora_expand_triton, lora_shrink_triton, tail_tile_triton
+from loramux.kernels import (
+    lora_expand_triton, lora_gate_triton, lora_shrink_triton, tail_tile_triton
+)
 from loramux.kernels.attention_decode_triton import attend_decodes
 from loramux.kernels.attention_jit_triton import attend_items
 from loramux.kernels.tail_rotate_triton import rotate_tiles_kernel
@@ -31,7 +33,7 @@ from loramux.kernels.tail_rotate_triton import rotate_tiles_kernel
 KINDS = (
     "*i32 records work slots_ptr items_ptr page_table_ptr arrivals_ptr",
     "*fp32 cos_ptr sin_ptr partials partial_ptr log_sum_ptr",
-    "*bf16 y_ptr out_ptr pool storage_ptr x y q_ptr",
+    "*bf16 y_ptr out_ptr pool storage_ptr x y out q_ptr",
     "fp32 eps scale softcap",
     "tensordesc<bf16[1,16,64]> tiles",
 )
@@ -44,8 +46,10 @@ TAIL = {
 LISTS = {
     "IN": 512, "SLICES": 3, "SHORT": False, "ROWS": 2, "ROW_K": 256, "ROW_RANKS": 4,
     "TILE_K": 256, "STEP_K": 128, "STAGES": 2, "TILE_M": 16, "MAX_SPLITS": 2, "ROW_SPLITS": 2,
-    "TILE_SPLITS": 2, "ROW_N": 128, "TILE_N": 128, "COMPILED": True, "PDL": True,
+    "TILE_SPLITS": 2, "ROW_N": 128, "WARPS": 1, "J": 8, "SMALL_ROWS": 8, "SMALL": 0,
+    "INNER": 512, "ACTIVATION": "silu", "COMPILED": True, "PDL": True,
 }
+SHORT = {"SHORT": True, "SMALL": 8, "ROW_K": 512, "ROW_RANKS": 16, "TILE_K": 512}
 ATTENTION = {
     "KV_HEADS": 2, "GROUP": 4, "HEAD_DIM": 64, "BLOCK_TOKENS": 16, "WINDOW": 0,
     "HAS_SOFTCAP": False, "TWO_PHASES": True, "ROWS": 16, "TILES": 1, "TOKENS": 16, "DIM": 64,
@@ -57,8 +61,9 @@ JOBS = [
     )),
     *((kernel, LISTS) for kernel in (
         lora_shrink_triton.shrink_kernel, lora_shrink_triton.shrink_tiles_kernel,
-        lora_expand_triton.expand_kernel,
+        lora_expand_triton.expand_kernel, lora_gate_triton.expand_activate_kernel,
     )),
+    (lora_shrink_triton.shrink_kernel, {**LISTS, **SHORT}),
     *((attend_items, {**ATTENTION, "CAUSAL": is_causal}) for is_causal in (False, True)),
     (attend_decodes, ATTENTION),
 ]
@@ -144,6 +149,6 @@ def test_what_is_looked_for_is_found() -> None:
 
 def test_no_kernel_carries_bounds(tmp_path: Path) -> None:
     programs = json.loads(output_of_compiler(COMPILE, tmp_path))
-    assert len(programs) == 12 and all("scf.for" in ir for ir in programs.values())
+    assert len(programs) == 14 and all("scf.for" in ir for ir in programs.values())
     found = {name: carried_for_bounds_alone(ir) for name, ir in programs.items()}
     assert found == dict.fromkeys(programs, [])

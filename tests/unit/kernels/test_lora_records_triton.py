@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from loramux.kernels.lora_records_triton import is_site_used, load_group, load_word  # noqa: E402
+from loramux.kernels.lora_records_triton import is_site_used, load_word, skip  # noqa: E402
 
 
 @triton.jit
@@ -23,10 +23,9 @@ def _used(work, out, record_start, num_slices):
 
 
 @triton.jit
-def _group(pool, out, address, ranks, first, width):
-    block = load_group(pool, address + tl.arange(0, 1), ranks, first, width, 16)
-    at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    tl.store(out + at, block)
+def _skipped(out, begin, length):
+    index = tl.arange(0, 8)
+    tl.store(out + index, skip(index, (begin, length)))
 
 
 @pytest.mark.parametrize(("live", "expected"), [(1, 7), (0, 0)])
@@ -50,10 +49,7 @@ def test_a_site_is_used_if_one_of_its_projections_is(
     assert out.item() == expected
 
 
-def test_a_group_has_zeros_for_ranks_and_columns_that_it_does_not_have() -> None:
-    pool = torch.arange(1.0, 257.0)
-    out = torch.full((16, 16), -1.0)
-    _group[(1,)](pool, out, 1, 3, 16, 20)
-    expected = torch.zeros(16, 16)
-    expected[:3, :4] = pool[64 : 64 + 60].view(3, 20)[:, 16:]
-    assert torch.equal(out, expected)
+def test_units_behind_a_gap_come_after_it() -> None:
+    out = torch.full((8,), -1, dtype=torch.int32)
+    _skipped[(1,)](out, 3, 20)
+    assert out.tolist() == [0, 1, 2, 23, 24, 25, 26, 27]

@@ -56,6 +56,7 @@ def test_popularity_and_rank(counts: list[int], rank: int, site: int) -> None:
     check(make_world([dict.fromkeys(ALL, rank)] * len(counts)), rows_of(counts), site)
 
 
+@pytest.mark.usefixtures("both_orders")
 @pytest.mark.parametrize("counts", [[1, 1], [3]], ids=["rows", "tile"])
 def test_float16(counts: list[int]) -> None:
     world = make_world([dict.fromkeys(ALL, 8)] * len(counts), dtype=torch.float16)
@@ -93,7 +94,7 @@ def test_more_tiles_than_programs() -> None:
 
 def test_as_many_programs_as_tiles() -> None:
     """Catches a grid that is too small for a pair beside a single row: its work would be lost."""
-    launch = replace(LAUNCH, tile_n=16, expands_per_sm=64)
+    launch = replace(LAUNCH, expands_per_sm=64)
     world = make_world([dict.fromkeys(ALL, 4)] * 2, launch=launch)
     check(world, rows_of([2, 1]), O_PROJ)
     check(world, rows_of([1, 2]), QKV)
@@ -106,15 +107,6 @@ def test_prompts() -> None:
     )
     check(world, rows_of([5, 1]), QKV)
     check(world, rows_of([1, 2]), O_PROJ)
-
-
-def test_longer_tiles() -> None:
-    """Of up to 32 rows, and what is left of a run: 8 rows, or one."""
-    world = make_world(
-        [dict.fromkeys(ALL, 4), {"v_proj": 18}], limits=replace(LIMITS, tile_rows=32)
-    )
-    check(world, rows_of([40, 19]), QKV)
-    check(world, rows_of([1, 33]), O_PROJ)
 
 
 def test_a_step_without_adapters_changes_nothing() -> None:

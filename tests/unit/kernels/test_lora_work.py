@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loramux.kernels.lora_work import (
+    BASE_TILES,
     CHAIN,
     FIRST_USED,
     H_START,
@@ -20,6 +21,8 @@ from loramux.kernels.lora_work import (
     ROW_START,
     ROW_UNITS,
     SLOT,
+    SMALL_HEADS,
+    SMALL_UNITS,
     TILE_HEADS,
     TILE_UNITS,
     UNIT_WORDS,
@@ -50,7 +53,7 @@ def directory_of(num_groups: list[list[int]]) -> GroupDirectory:
 def build(tiles: RowTiles, directory: GroupDirectory, limits: WorkLimits = LIMITS) -> Ints:
     out = np.full(limits.num_words, 7, dtype=np.int32)
     used = build_work(tiles, directory, limits, out)
-    assert used == HEADER_WORDS + UNIT_WORDS * (out[ROW_UNITS] + out[TILE_UNITS])
+    assert used == HEADER_WORDS + UNIT_WORDS * (out[ROW_UNITS] + out[TILE_UNITS] + out[BASE_TILES])
     return out
 
 
@@ -75,6 +78,28 @@ def added_by(out: Ints) -> dict[int, list[tuple[int, int, float]]]:
     return found
 
 
+def check_classes(out: Ints, alone_rows: int, small_rows: int) -> None:
+    """Few rows, then tiles; of their heads, and of what follows them, the small ones first."""
+    rows = units_of(out)[:, NUM_ROWS]
+    few, heads, units, small_heads, small_units = (
+        int(out[word]) for word in (ROW_UNITS, TILE_HEADS, TILE_UNITS, SMALL_HEADS, SMALL_UNITS)
+    )
+    assert (rows[:few] <= alone_rows).all()
+    is_small = np.zeros(units, dtype=bool)
+    is_small[:small_heads] = True
+    is_small[heads : heads + small_units - small_heads] = True
+    assert (rows[few:] > alone_rows).all()
+    assert np.array_equal(rows[few:] <= small_rows, is_small)
+
+
+def base_rows(out: Ints) -> set[int]:
+    first = HEADER_WORDS + (out[ROW_UNITS] + out[TILE_UNITS]) * UNIT_WORDS
+    tiles = out[first:][: out[BASE_TILES] * UNIT_WORDS].reshape(-1, UNIT_WORDS)
+    return {
+        row for tile in tiles for row in range(tile[ROW_START], sum(tile[[ROW_START, NUM_ROWS]]))
+    }
+
+
 @given(
     runs=st.lists(
         st.tuples(
@@ -86,26 +111,31 @@ def added_by(out: Ints) -> dict[int, list[tuple[int, int, float]]]:
         max_size=6,
     ),
     alone_rows=st.sampled_from([0, 1, 4]),
+    small_rows=st.sampled_from([0, 2, 8]),
+    keeps_base=st.booleans(),
 )
 def test_every_row_gets_each_group_of_its_adapters_once(
-    runs: list[tuple[Pairs, int]], alone_rows: int
+    runs: list[tuple[Pairs, int]], alone_rows: int, small_rows: int, keeps_base: bool
 ) -> None:
     """Catches work that is skipped, done twice, or linked to another head."""
     num_groups = [[1, 1], [3, 1], [0, 2], [0, 0]]
     out = build(
-        gather_tiles([pairs for pairs, _ in runs], [n for _, n in runs], 16),
+        gather_tiles([pairs for pairs, _ in runs], [n for _, n in runs], 16, keeps_base=keeps_base),
         directory_of(num_groups),
-        replace(LIMITS, alone_rows=alone_rows),
+        replace(LIMITS, alone_rows=alone_rows, small_rows=small_rows),
     )
+    check_classes(out, alone_rows, small_rows)
     expected: dict[int, list[tuple[int, int, float]]] = {}
+    nothing: set[int] = set()
     row = 0
     for pairs, count in runs:
         wanted = [(s, c, w) for s, w in pairs for c in range(max(num_groups[s]))]
         expected |= {row + i: wanted for i in range(count) if wanted}
+        if not wanted and (keeps_base or pairs):
+            nothing |= set(range(row, row + count))
         row += count
     assert added_by(out) == expected
-    assert all(units_of(out)[: out[ROW_UNITS], NUM_ROWS] <= alone_rows)
-    assert all(units_of(out)[out[ROW_UNITS] :, NUM_ROWS] > alone_rows)
+    assert base_rows(out) == nothing
 
 
 @given(slots=st.lists(st.integers(-1, 3), max_size=70).map(sorted))

@@ -226,6 +226,11 @@ def test_nothing_is_launched_at_sites_that_a_step_does_not_cover() -> None:
         def expand(self, y: torch.Tensor, layer: int, site: int) -> None:
             launched.append(("expand", layer, site))
 
+        def expand_activate(
+            self, y: torch.Tensor, activation: str, layer: int, site: int
+        ) -> torch.Tensor:
+            raise AssertionError("gate and up are not covered")
+
     linear, x = Linear(4, 6, dtype=torch.float32), torch.randn(2, 4)
     torch.nn.init.normal_(linear.weight)
     for site in (QKV, OUT, GATE_UP, DOWN):
@@ -244,6 +249,11 @@ def test_products_behind_which_parts_are_added_up_may_come_in_parts() -> None:
         def shrink(self, x: torch.Tensor, layer: int, site: int) -> None: ...
 
         def expand(self, y: torch.Tensor, layer: int, site: int) -> None: ...
+
+        def expand_activate(
+            self, y: torch.Tensor, activation: str, layer: int, site: int
+        ) -> torch.Tensor:
+            raise AssertionError("gate and up are not covered")
 
     linear, x = Linear(4, 6, dtype=torch.float32), torch.randn(2, 4)
     torch.nn.init.normal_(linear.weight)
@@ -283,7 +293,12 @@ def test_gate_and_up_are_at_once_unless_adapters_are_added_to_them(
         def shrink(self, x: torch.Tensor, layer: int, site: int) -> None: ...
 
         def expand(self, y: torch.Tensor, layer: int, site: int) -> None:
-            y += 1
+            raise AssertionError("with the activation, not alone")
+
+        def expand_activate(
+            self, y: torch.Tensor, activation: str, layer: int, site: int
+        ) -> torch.Tensor:
+            return fused_torch.activate_mul(y + 1, activation)
 
     class AtOnce(Products):
         def gated(self, *args: object) -> torch.Tensor:
