@@ -31,6 +31,7 @@ from loramux.adapters.short_floats import shortens
 from loramux.kernels import lora_grouped_torch, lora_triton
 from loramux.kernels.launch_triton import overlaps_launches
 from loramux.kernels.lora_tables import (
+    SMALL_ROWS,
     LaunchShape,
     LoraTables,
     decode_launch,
@@ -138,8 +139,13 @@ class World:
         lora_triton.resolve(tables, self.directory, self.slots)
         return tables
 
+    def limits(self, *, max_units: int, max_h_rows: int) -> WorkLimits:
+        """With small tiles, where a server has them."""
+        small_rows = SMALL_ROWS if self.is_short else 0
+        return WorkLimits(max_units=max_units, max_h_rows=max_h_rows, small_rows=small_rows)
+
     def decode_tables(self, ids: Tensor, launch: LaunchShape) -> LoraTables:
-        limits = WorkLimits(max_units=1024, max_h_rows=4096)
+        limits = self.limits(max_units=1024, max_h_rows=4096)
         slots = ids.numpy().astype(np.int32)
         tiles = plain_tiles(slots, limits.tile_rows)
         return self.tables(tiles, launch, limits)
@@ -216,7 +222,7 @@ def check(launches: Sequence[LaunchShape]) -> list[dict[str, Any]]:
             for name, mix in MIXES.items():
                 tiles = gather_tiles([pairs for pairs, _ in mix], [n for _, n in mix], 16)
                 for launch in launches:
-                    limits = WorkLimits(max_units=256, max_h_rows=512)
+                    limits = world.limits(max_units=256, max_h_rows=512)
                     tables = world.tables(tiles, launch, limits)
                     error = relative_error(world, tables, sum(n for _, n in mix), site=0)
                     rows.append({"dtype": str(dtype), "ranks": ranks, "mix": name, "error": error})

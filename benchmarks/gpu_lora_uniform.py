@@ -29,7 +29,7 @@ from benchmarks.gpu_lora_kernels import (
 )
 from benchmarks.workloads import SLORA_RANKS
 from loramux.kernels import lora_triton
-from loramux.kernels.lora_work import WorkLimits, gather_tiles
+from loramux.kernels.lora_work import gather_tiles
 
 # Rows of the prompts that stand behind 256 decoding rows.
 PROMPTS: tuple[tuple[int, ...], ...] = ((), (64,), (170,), (250, 120))
@@ -53,7 +53,7 @@ def time_uniform(ranks: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
     num_rows, num_layers = sum(counts), NUM_LAYERS // 2
     world = World(ranks, PROJECTIONS[:4], num_layers=num_layers)
     layer = Layer(num_rows, num_layers)
-    limits = WorkLimits(max_units=4096, max_h_rows=16384)
+    limits = world.limits(max_units=4096, max_h_rows=16384)
     slots = [((slot, 1.0),) for slot in range(len(ranks))]
     tables = world.tables(
         gather_tiles(slots, counts, limits.tile_rows),

@@ -167,6 +167,9 @@ def _tile_inputs(num_inputs: int, least: int) -> int:
     return max(least, 1 << (-(-num_inputs // _MOST_TILE_PARTS) - 1).bit_length())
 
 
+SMALL_ROWS = 8
+"""Of a small tile: A in twelve bits goes to matrix units as for single rows."""
+
 _MOST_TILE_PARTS = 16
 # As in lora_few_triton.
 _OUTPUTS_OF_A_LANE = 4

@@ -17,6 +17,7 @@ from loramux.adapters.short_floats import shortens
 from loramux.errors import DoesNotFit
 from loramux.kernels.lora_tables import (
     PROMPT,
+    SMALL_ROWS,
     LaunchShape,
     LoraTables,
     decode_launch,
@@ -44,8 +45,6 @@ _PROMPT_UNITS = 2048
 # A row's groups of ranks, on average, before tables grow.
 _GROUPS_PER_ROW = 8
 _MAX_FOUND = 4096
-# Of an adapter whose A, in twelve bits, goes to matrix units as single rows' does.
-_SMALL_ROWS = 8
 
 
 class DeviceDirectory:
@@ -245,7 +244,7 @@ def _graph_limits(device: LoraDevice, max_units: int, max_rows: int) -> WorkLimi
     return WorkLimits(
         max_units=max_units,
         max_h_rows=_GROUPS_PER_ROW * max_rows,
-        small_rows=_SMALL_ROWS if device.is_short else 0,
+        small_rows=SMALL_ROWS if device.is_short else 0,
         max_rows=max_rows,
     )
 
