@@ -40,6 +40,11 @@ NO_GROUP = 0x7FFF
 ONE = np.array(1, dtype=np.float32).view(np.int32)
 
 
+# Of few rows, small tiles and tiles, in the order of the list.
+_HEADS_PLACE = np.array([0, 2, 3])
+_FOLLOWERS_PLACE = np.array([1, 4, 5])
+
+
 class WorkListFull(ValueError):
     """A step has more LoRA work than the device tables were made for."""
 
@@ -232,10 +237,10 @@ def build_work(
     elif (chained == 0).any() or (tiles.slot == BASE).any():
         chained = np.where(tiles.slot == BASE, 0, chained)
         base = _base_tiles(tiles, chained)
+        tiles, chained = _those(tiles, chained > 0), chained[chained > 0]
     start, num_rows, slot = tiles.start, tiles.num_rows, tiles.slot
     weight = ONE if tiles.weight is None else tiles.weight.view(np.int32)
     chain: Ints | None = None
-    # An adapter that changes nothing has no unit.
     if tiles.weight is not None or len(slot) != np.count_nonzero(chained == 1):
         entry = np.repeat(np.arange(len(slot)), chained)
         first = np.cumsum(chained) - chained
@@ -270,13 +275,20 @@ def build_work(
     return end
 
 
+def _those(tiles: RowTiles, wanted: NDArray[np.bool_]) -> RowTiles:
+    weight = None if tiles.weight is None else tiles.weight[wanted]
+    return RowTiles(tiles.start[wanted], tiles.num_rows[wanted], tiles.slot[wanted], weight)
+
+
 def _base_tiles(tiles: RowTiles, chained: Ints) -> Ints:
     """Units of rows that nothing is added to: how many, and the first of them, no more."""
-    is_base = chained == 0
-    is_base &= ~np.isin(tiles.start, tiles.start[~is_base])
-    units = np.zeros((int(np.count_nonzero(is_base)), UNIT_WORDS), dtype=np.int32)
-    units[:, NUM_ROWS] = tiles.num_rows[is_base]
-    units[:, ROW_START] = tiles.start[is_base]
+    found = np.flatnonzero(chained == 0)
+    if tiles.weight is not None:
+        # Other adapters of the same rows may add something.
+        found = found[~np.isin(tiles.start[found], tiles.start[chained > 0])]
+    units = np.zeros((len(found), UNIT_WORDS), dtype=np.int32)
+    units[:, NUM_ROWS] = tiles.num_rows[found]
+    units[:, ROW_START] = tiles.start[found]
     return units
 
 
@@ -302,12 +314,10 @@ def _sort(
     """The units in the order of the list, each head linked to what follows it."""
     num_units = len(units)
     # 0: few rows, 1: a small tile, 2: a tile
-    kind = (units[:, NUM_ROWS] > limits.alone_rows).astype(np.int32)
-    if longest_first and limits.small_rows > limits.alone_rows:
-        kind += units[:, NUM_ROWS] > limits.small_rows
-    else:
-        kind *= 2
-    num_few, num_small = (int(np.count_nonzero(kind == k)) for k in (0, 1))
+    small_rows = max(limits.small_rows if longest_first else 0, limits.alone_rows)
+    num_rows = units[:, NUM_ROWS]
+    kind = (num_rows > limits.alone_rows).astype(np.int8) + (num_rows > small_rows)
+    num_few, num_small, _ = np.bincount(kind, minlength=3).tolist()
     num_tiles = num_units - num_few
     header[:] = 0
     header[:4] = num_few, num_few, num_tiles, num_tiles
@@ -317,13 +327,12 @@ def _sort(
         return units if is_sorted else units[np.argsort(kind, kind="stable")]
     is_head = np.diff(units[:, ROW_START], prepend=-1) != 0
     heads = np.flatnonzero(is_head)
-    header[ROW_HEADS], header[SMALL_HEADS] = (np.count_nonzero(kind[heads] == k) for k in (0, 1))
+    header[ROW_HEADS], header[SMALL_HEADS], _ = np.bincount(kind[heads], minlength=3)
     header[TILE_HEADS] = len(heads) - header[ROW_HEADS]
     num_more = np.diff(heads, append=num_units) - 1
     units[heads, NUM_MORE] = num_more
     # Heads of few rows, what follows them, heads of small tiles, of others, what follows either.
-    place_of = np.array([[0, 2, 3], [1, 4, 5]])[(~is_head).astype(np.int32), kind]
-    key = place_of * num_units
+    key = np.where(is_head, _HEADS_PLACE[kind], _FOLLOWERS_PLACE[kind]) * num_units
     order = np.argsort(key - units[:, NUM_MORE] if longest_first else key, kind="stable")
     place = np.empty(num_units + 1, dtype=np.int32)
     place[order] = np.arange(num_units, dtype=np.int32)

@@ -1,6 +1,6 @@
 """One group of an adapter's ranks, as the kernels of the tail see it: its record, its B, its h.
 
-And where a head is, for those that rotate.
+Lists have the same records, with another h. And where a head is, for those that rotate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from loramux.kernels.lora_records_triton import load_word
 
 @triton.jit
 def load_group(record):
-    """A record's group: where B begins in the pool, its ranks, its block of the tail, its weight.
+    """A record's group: where B begins in the pool, its ranks, its block of the tail (or the
+    first of its h), its weight.
 
     All words of a record are read together, before anything waits for them.
     """
