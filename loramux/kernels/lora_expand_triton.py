@@ -63,7 +63,8 @@ def _add_few(  # noqa: PLR0913
         b, group, followers, pool, records, partials, y, y_stride, num_rows, first, width,
         N, ROWS, MAX_SPLITS, SPLITS,
     )  # fmt: skip
-    store_few(values, y, y_stride, num_rows, first, width, N, ROWS)
+    for row in tl.static_range(ROWS):
+        store_few(values[row], y + row * y_stride, row, num_rows, first, width, N)
 
 
 @triton.jit

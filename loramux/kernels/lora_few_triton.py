@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.launch_triton import LANES_FIRST, axis
+from loramux.kernels.lora_tables import OUTPUTS_OF_A_LANE
 from loramux.kernels.tail_group_triton import load_group
 
-OUTPUTS_OF_A_LANE = 4
 _SIDE: tl.constexpr = tl.constexpr(OUTPUTS_OF_A_LANE)
 
 
@@ -63,28 +63,26 @@ def sum_few(  # noqa: PLR0913
     b, group, followers: of the head   records, partials: at the slice   y: at the head's first row
     """
     column = first + few_columns(N)
-    values = ()
+    values: tl.tuple = ()
     for row in tl.static_range(ROWS):
         inside = column < tl.where(row < num_rows, width, 0)
         value = tl.load(y + row * y_stride + column, mask=inside, other=0.0).to(tl.float32)
         h = _load_row_h(partials, group, row, num_rows, b.dtype, MAX_SPLITS, SPLITS)
-        values = values + (value + _multiply(h, b),)  # type: ignore[assignment]
+        values = values + (value + _multiply(h, b),)
     for unit in tl.range(followers[0], followers[1], num_stages=1):
         more = load_group(records + unit * 64)
         more_b = load_few_b(pool, more, first, width, N)
-        added = ()
+        added: tl.tuple = ()
         for row in tl.static_range(ROWS):
             h = _load_row_h(partials, more, row, num_rows, b.dtype, MAX_SPLITS, SPLITS)
-            added = added + (values[row] + _multiply(h, more_b),)  # type: ignore[assignment]
+            added = added + (values[row] + _multiply(h, more_b),)
         values = added
     return values
 
 
 @triton.jit
-def store_few(values, target, stride, num_rows, first, width, N: tl.constexpr, ROWS: tl.constexpr):
-    """values: of sum_few   target: of the first row"""
+def store_few(value, target, row, num_rows, first, width, N: tl.constexpr):
+    """One of sum_few's, if there is such a row. target: of that row"""
     column = first + few_columns(N)
-    for row in tl.static_range(ROWS):
-        inside = column < tl.where(row < num_rows, width, 0)
-        value = values[row].to(target.dtype.element_ty)
-        tl.store(target + row * stride + column, value, mask=inside)
+    inside = column < tl.where(row < num_rows, width, 0)
+    tl.store(target + column, value.to(target.dtype.element_ty), mask=inside)

@@ -12,7 +12,7 @@ from loramux.kernels.fused_triton import activate
 from loramux.kernels.launch_triton import wait_for_previous
 from loramux.kernels.lora_expand_triton import tile_of_turn
 from loramux.kernels.lora_few_triton import load_few_b, store_few, sum_few
-from loramux.kernels.lora_records_triton import load_word
+from loramux.kernels.lora_records_triton import BASE_TILES, HEADER_WORDS, load_word
 from loramux.kernels.lora_tile_triton import sum_tile, tile_places
 from loramux.kernels.tail_group_triton import load_followers, load_group, load_head
 from loramux.kernels.tail_order_triton import load_ordered_b
@@ -33,10 +33,9 @@ def _activate_few(  # noqa: PLR0913
         b[1], groups[1], followers[1], pool, records + 8, partials + MAX_SPLITS * 16, y + INNER,
         y_stride, num_rows, first, INNER, N, ROWS, MAX_SPLITS, SPLITS,
     )  # fmt: skip
-    mixed = ()
     for row in tl.static_range(ROWS):
-        mixed = mixed + (activate(gates[row], ACTIVATION) * ups[row],)  # type: ignore[assignment]
-    store_few(mixed, out, INNER, num_rows, first, INNER, N, ROWS)
+        mixed = activate(gates[row], ACTIVATION) * ups[row]
+        store_few(mixed, out + row * INNER, row, num_rows, first, INNER, N)
 
 
 @triton.jit
@@ -157,7 +156,7 @@ def expand_activate_kernel(  # noqa: PLR0913
     row_units = load_word(work + 1)
     tile_heads = load_word(work + 2)
     tile_units = load_word(work + 3)
-    num_base = load_word(work + 14)
+    num_base = load_word(work + BASE_TILES)
     records += record_start
     programs = tl.num_programs(0)
     num_tiles = row_heads * ((INNER + ROW_N - 1) // ROW_N)
@@ -174,6 +173,6 @@ def expand_activate_kernel(  # noqa: PLR0913
             INNER, ACTIVATION, WARPS, J, MAX_SPLITS, TILE_SPLITS, ROW_SPLITS, SMALL_ROWS, PDL,
         )  # fmt: skip
     wait_for_previous(PDL)
-    units = work + 16 + (row_units + tile_units) * 8
+    units = work + HEADER_WORDS + (row_units + tile_units) * 8
     for tile in tl.range(tl.program_id(0), num_base * chunks, programs, num_stages=1):
         _activate_base(tile, units, y, out, y_stride, INNER, ACTIVATION, WARPS, J)

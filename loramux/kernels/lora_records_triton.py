@@ -5,6 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loramux.kernels import lora_work
+
+# Of the list's beginning, as kernels want constants.
+HEADER_WORDS: tl.constexpr = tl.constexpr(lora_work.HEADER_WORDS)
+SMALL_HEADS: tl.constexpr = tl.constexpr(lora_work.SMALL_HEADS)
+SMALL_UNITS: tl.constexpr = tl.constexpr(lora_work.SMALL_UNITS)
+BASE_TILES: tl.constexpr = tl.constexpr(lora_work.BASE_TILES)
+
 
 @triton.jit
 def load_word(record, live=True):

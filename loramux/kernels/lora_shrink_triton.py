@@ -6,7 +6,14 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.launch_triton import opaque, wait_for_previous
-from loramux.kernels.lora_records_triton import find_few, is_site_used, load_word, skip
+from loramux.kernels.lora_records_triton import (
+    SMALL_HEADS,
+    SMALL_UNITS,
+    find_few,
+    is_site_used,
+    load_word,
+    skip,
+)
 from loramux.kernels.lora_short_triton import load_few_short, sum_few_short, sum_tile_short
 
 
@@ -141,8 +148,8 @@ def shrink_kernel(  # noqa: PLR0913
     row_units = load_word(work + 1)
     tile_heads = load_word(work + 2)
     tile_units = load_word(work + 3)
-    small_heads = load_word(work + 12)
-    small_units = load_word(work + 13)
+    small_heads = load_word(work + SMALL_HEADS)
+    small_units = load_word(work + SMALL_UNITS)
     records += record_start
     program = tl.program_id(0)
     programs = tl.num_programs(0)

@@ -48,7 +48,7 @@ class LaunchShape:
     @property
     def row_outputs(self) -> int:
         """That an expand of few rows writes."""
-        return self.expand_warps * 32 * _OUTPUTS_OF_A_LANE
+        return self.expand_warps * 32 * OUTPUTS_OF_A_LANE
 
     def tile_outputs(self, num_bytes: int) -> int:
         """The same for a tile of rows; num_bytes: of an output, a lane reads 16 at once."""
@@ -167,12 +167,12 @@ def _tile_inputs(num_inputs: int, least: int) -> int:
     return max(least, 1 << (-(-num_inputs // _MOST_TILE_PARTS) - 1).bit_length())
 
 
+OUTPUTS_OF_A_LANE = 4
+"""Of an expand of few rows."""
 SMALL_ROWS = 8
 """Of a small tile: A in twelve bits goes to matrix units as for single rows."""
 
 _MOST_TILE_PARTS = 16
-# As in lora_few_triton.
-_OUTPUTS_OF_A_LANE = 4
 # A block of 128 for each of four warps.
 _LEAST_SHORT_INPUTS = 512
 

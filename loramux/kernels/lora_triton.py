@@ -119,7 +119,7 @@ def expand(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -
 def expand_activate(  # noqa: PLR0913
     tables: LoraTables, pool: Tensor, y: Tensor, activation: str, layer: int, site: int
 ) -> Tensor:
-    """activation(gate) * up of y as `expand` would leave it: [rows, inner]; y is used up.
+    """activation(gate) * up of y as `expand` would leave it: [rows, inner]
 
     Of rows that the list names: its adapters', and the base's if it has them.
     pool [pages, elements]   y [rows, gate and up side by side]

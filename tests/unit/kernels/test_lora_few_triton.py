@@ -27,7 +27,8 @@ def _b(pool, out, ranks, first, width, LANES_FIRST: tl.constexpr):
 @triton.jit
 def _store(out, stride, num_rows, first, width):
     column = few_columns(16)
-    store_few((column + 1.0, column + 100.0), out, stride, num_rows, first, width, 16, 2)
+    for row in tl.static_range(2):
+        store_few(column + 99.0 * row + 1.0, out + row * stride, row, num_rows, first, width, 16)
 
 
 def test_a_group_has_zeros_for_ranks_and_columns_that_it_does_not_have() -> None:
