@@ -74,7 +74,6 @@ def expand(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -
 
     pool [pages, elements]   y [rows, out]
     """
-
     y.copy_(_sum(tables, pool, y, (layer, site), _read_partials(tables)))
 
 
