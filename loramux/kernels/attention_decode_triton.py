@@ -87,11 +87,10 @@ def attend_decodes(  # noqa: PLR0913
         weights = tl.exp2(scores * factor - best[None, :])
         sums += weights
         acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc)
-    # Two stages: more would need as much memory as keeps half of the programs away.
     leave_item(
         tl.trans(acc), best, tl.sum(sums, 0), item, kv_head, first_row, num_rows, num_items,
         first_item, out_ptr, partial_ptr, log_sum_ptr, arrivals_ptr, KV_HEADS, GROUP, HEAD_DIM,
-        ROWS, HEAD_DIM, MERGED, STAGES=2,
+        ROWS, HEAD_DIM, MERGED,
     )  # fmt: skip
 
 

@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.attention_fold_triton import fold, fold_seen, load_ordered_q
-from loramux.kernels.launch_triton import begin_after_previous
+from loramux.kernels.launch_triton import LANES_FIRST, axis, begin_after_previous
+
+_MERGED_ROWS: tl.constexpr = tl.constexpr(4)
+"""Rows of partial results that are added up at once; four times as many of large tiles."""
 
 
 @triton.jit
@@ -101,11 +104,24 @@ def attend_items(  # noqa: PLR0913
                 scale, softcap, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_TOKENS, WINDOW, HAS_SOFTCAP,
                 CAUSAL, True, TILES, TOKENS, DIM, PRECISION,
             )  # fmt: skip
+    if not CAUSAL and ROWS == 16 and GROUP <= 8:
+        # One token's rows: half of the tile at most.
+        acc, best, total = _first_half(acc), _first_half(best), _first_half(total)
     leave_item(
         acc, best, total, item, kv_head, first_row, num_rows, num_items, first_item, out_ptr,
         partial_ptr, log_sum_ptr, arrivals_ptr, KV_HEADS, GROUP, HEAD_DIM, ROWS, DIM, MERGED,
-        STAGES=4,
     )  # fmt: skip
+
+
+@triton.jit
+def _first_half(x):
+    """Of the rows. Lanes of matrix units have both halves, so that nothing moves."""
+    HALF: tl.constexpr = x.shape[0] // 2
+    if len(x.shape) == 1:
+        first, _ = tl.split(tl.trans(tl.reshape(x, (2, HALF))))
+    else:
+        first, _ = tl.split(tl.permute(tl.reshape(x, (2, HALF, x.shape[1])), (1, 2, 0)))
+    return first
 
 
 @triton.jit
@@ -144,14 +160,12 @@ def leave_item(  # noqa: PLR0913
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     MERGED: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Stores an item's rows, or its part of them; who is the last of several adds them up.
 
     acc [rows, DIM]: at most ROWS rows, not yet divided by their total
-    STAGES: of the loop that adds up, all but one of which have MERGED numbers in shared memory
     """
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    acc = acc * _inverse(total)[:, None]
     row = tl.arange(0, acc.shape[0])
     dim = tl.arange(0, DIM)
     inside = (row // GROUP < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -174,8 +188,13 @@ def leave_item(  # noqa: PLR0913
             out_ptr += first_row.to(tl.int64) * out_stride + kv_head * GROUP * HEAD_DIM
             _merge_items(
                 out_ptr, partial_ptr + first_slot * HEAD_DIM, log_sum_ptr + first_slot,
-                num_items, num_rows * GROUP, KV_HEADS, GROUP, HEAD_DIM, ROWS, DIM, MERGED, STAGES,
+                num_items, num_rows * GROUP, KV_HEADS, GROUP, HEAD_DIM, ROWS, DIM, MERGED,
             )  # fmt: skip
+
+
+@triton.jit
+def _inverse(total):
+    return 1.0 / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit
@@ -191,44 +210,100 @@ def _merge_items(  # noqa: PLR0913
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     MERGED: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """The items' results, weighted by their sums of exponentials; a few rows at a time."""
-    # Past the multiprocessor's own cache (.cg): other programs wrote these just now.
-    STEP_ROWS: tl.constexpr = 4 if ROWS <= 16 else 16
-    STEP_ITEMS: tl.constexpr = MERGED // (STEP_ROWS * DIM) if MERGED >= 2 * STEP_ROWS * DIM else 2
-    dim = tl.arange(0, DIM)
-    for row_start in range(0, num_rows, STEP_ROWS):
-        row = row_start + tl.arange(0, STEP_ROWS)
-        best = tl.full([STEP_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([STEP_ROWS], tl.float32)
-        acc = tl.zeros([STEP_ROWS, DIM], tl.float32)
-        for item_start in tl.range(0, num_items, STEP_ITEMS, num_stages=STAGES):
-            item = item_start + tl.arange(0, STEP_ITEMS)
-            slot = item[:, None] * (KV_HEADS * ROWS) + row[None, :]
-            known = (item < num_items)[:, None] & (row < num_rows)[None, :]
-            log_sum = tl.load(
-                log_sum_ptr + slot, mask=known, other=float("-inf"), cache_modifier=".cg"
-            )
-            part = tl.load(
-                partial_ptr + slot[:, :, None] * HEAD_DIM + dim[None, None, :],
-                mask=known[:, :, None] & (dim < HEAD_DIM)[None, None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            new_best = tl.maximum(best, tl.max(log_sum, 0))
-            shift = tl.where(new_best == float("-inf"), 0.0, new_best)
-            weight = tl.exp2(log_sum - shift[None, :])
-            fade = tl.exp2(best - shift)
-            total = total * fade + tl.sum(weight, 0)
-            acc = acc * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
-            best = new_best
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        inside = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
-        at = (row // GROUP) * (KV_HEADS * GROUP * HEAD_DIM) + (row % GROUP) * HEAD_DIM
-        tl.store(
-            out_ptr + at[:, None] + dim[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside
+    """The items' results, weighted by their sums of exponentials; a few rows at a time.
+
+    All others have ended, and the next kernel waits: so loads of MERGED numbers are under way while
+    as many are added up, and a lane has what it needs of a row's weights itself.
+    """
+    STEP_ROWS: tl.constexpr = _MERGED_ROWS if ROWS <= 16 else 4 * _MERGED_ROWS
+    ITEMS: tl.constexpr = max(1, MERGED // (STEP_ROWS * DIM))
+    row, dim = _merged_rows(STEP_ROWS), _merged_columns(DIM)
+    for row_start in tl.range(0, num_rows, STEP_ROWS, num_stages=1):
+        parts_ptr = partial_ptr + row_start * HEAD_DIM
+        logs_ptr = log_sum_ptr + row_start
+        left = num_rows - row_start
+        first = _load_parts(
+            parts_ptr, logs_ptr, 0, num_items, left, KV_HEADS, HEAD_DIM, ROWS, DIM, ITEMS, STEP_ROWS
         )
+        second = _load_parts(
+            parts_ptr, logs_ptr, ITEMS, num_items, left, KV_HEADS, HEAD_DIM, ROWS, DIM, ITEMS,
+            STEP_ROWS,
+        )  # fmt: skip
+        total = tl.zeros_like(_along_lanes(row, DIM).to(tl.float32))
+        best = total + float("-inf")
+        acc = tl.zeros_like((row + dim).to(tl.float32))
+        for start in tl.range(2 * ITEMS, num_items + 2 * ITEMS, 2 * ITEMS, num_stages=1):
+            acc, best, total = _add_parts(first, acc, best, total)
+            first = _load_parts(
+                parts_ptr, logs_ptr, start, num_items, left, KV_HEADS, HEAD_DIM, ROWS, DIM, ITEMS,
+                STEP_ROWS,
+            )  # fmt: skip
+            acc, best, total = _add_parts(second, acc, best, total)
+            second = _load_parts(
+                parts_ptr, logs_ptr, start + ITEMS, num_items, left, KV_HEADS, HEAD_DIM, ROWS, DIM,
+                ITEMS, STEP_ROWS,
+            )  # fmt: skip
+        acc *= _inverse(total)
+        at = (row_start + row) // GROUP * (KV_HEADS * GROUP * HEAD_DIM)
+        at += (row_start + row) % GROUP * HEAD_DIM + dim
+        inside = (row < left) & (dim < HEAD_DIM)
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+# The axes of what is added up: lanes along a row, rows, more of a row, items, four numbers. So what
+# rows there are at once are lanes of one warp, and items are numbers of one lane.
+
+
+@triton.jit
+def _merged_rows(ROWS: tl.constexpr):
+    return axis(ROWS, 1, 5, LANES_FIRST)
+
+
+@triton.jit
+def _merged_columns(DIM: tl.constexpr):
+    LANES: tl.constexpr = min(8, DIM // 4)
+    dim = axis(LANES, 0, 5, LANES_FIRST) + axis(DIM // (4 * LANES), 2, 5, LANES_FIRST) * LANES
+    return dim * 4 + axis(4, 4, 5, LANES_FIRST)
+
+
+@triton.jit
+def _along_lanes(x, DIM: tl.constexpr):
+    """x for each lane along a row."""
+    return x + 0 * axis(min(8, DIM // 4), 0, 5, LANES_FIRST)
+
+
+@triton.jit
+def _load_parts(  # noqa: PLR0913
+    partial_ptr, log_sum_ptr, start, num_items, num_rows, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, ITEMS: tl.constexpr,
+    STEP_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of items from `start` on, and the logarithms of their weights. Past the last item that one
+    again, which weighs nothing: no mask, and nothing to be set to zero."""
+    item = _along_lanes(start + axis(ITEMS, 3, 5, LANES_FIRST), DIM)
+    row = tl.minimum(_merged_rows(STEP_ROWS), num_rows - 1)
+    slot = tl.minimum(item, num_items - 1) * (KV_HEADS * ROWS) + row
+    dim = _merged_columns(DIM)
+    if DIM != HEAD_DIM:
+        dim = tl.minimum(dim, HEAD_DIM - 1)
+    # Past the multiprocessor's own cache (.cg): other programs wrote these just now.
+    log_sum = tl.load(log_sum_ptr + slot, cache_modifier=".cg")
+    log_sum = tl.where(item < num_items, log_sum, float("-inf"))
+    return tl.load(partial_ptr + slot * HEAD_DIM + dim, cache_modifier=".cg"), log_sum
+
+
+@triton.jit
+def _add_parts(parts, acc, best, total):
+    ITEM_AXIS: tl.constexpr = 3 if LANES_FIRST else 0
+    part, log_sum = parts
+    new_best = tl.maximum(best, tl.max(log_sum, ITEM_AXIS, keep_dims=True))
+    shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+    weight = tl.exp2(log_sum - shift)
+    fade = tl.exp2(best - shift)
+    total = total * fade + tl.sum(weight, ITEM_AXIS, keep_dims=True)
+    acc = acc * fade + tl.sum(part * weight, ITEM_AXIS, keep_dims=True)
+    return acc, new_best, total
 
 
 @triton.jit

@@ -43,7 +43,7 @@ class Tiles:
     two_phases: bool = False
     """Tokens that all rows see are folded in without masks, before the others."""
     merged_per_warp: int = 1024
-    """Elements that are held at once when partial results are added up."""
+    """Numbers of partial results that are added up at once; as many more are under way then."""
     least_tokens: int = 1
     """Shorter spans are not cut: for many rows it takes longer to add partial results up."""
 
@@ -303,8 +303,8 @@ def decode_tiles(
         return Tiles(rows, 16, 64, 4, 5, 2, merged_per_warp=512)
     # One warp hides no latency of its own: with few of them, each has two tiles in flight.
     if num_programs < _MANY_PROGRAMS:
-        return Tiles(rows, 16, 64, 1, 5, 2, num_tiles=2)
-    return Tiles(rows, 16, 64, 1, 5, 6, merged_per_warp=2048)
+        return Tiles(rows, 16, 64, 1, 5, 2, num_tiles=2, merged_per_warp=2048)
+    return Tiles(rows, 16, 64, 1, 5, 6)
 
 
 def prompt_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
