@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,11 +20,18 @@ from loramux.kernels.transfer import send
 
 # Prompts in one step before it has more items than a graph was made for.
 _MAX_PROMPTS = 64
-_MANY_PROGRAMS = 400
-"""Three on each multiprocessor of an H200; measured there, as are all tiles below."""
 # Sixteen programs whose tiles are copied fit a multiprocessor. With fewer than this on each, those
 # that begin beside the kernel ahead gather where that does not run.
 _COPIED_PER_MULTIPROCESSOR = 11
+# Programs of a multiprocessor with no span cut, at most; tiles at once, stages, shares. As many fit
+# as there are and few more, or they gather: eight of one tile, six of two, four with more stages.
+# With few warps, none of which hides its own latency, two tiles at once are faster anyway. Measured
+# on an H200, as are all tiles below.
+_DECODES = (
+    *((3, 2, 5, 2), (4, 2, 7, 3), (6, 2, 5, 4), (8, 1, 5, 6)),
+    (_COPIED_PER_MULTIPROCESSOR, 2, 5, 4),
+)
+_MANY_DECODES = (1, 5, 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +108,8 @@ def plan_decodes(
     """
     num_sequences, device = page_table.shape[0], page_table.device
     group, num_programs = q.shape[1] // layout.num_kv_heads, num_sequences * layout.num_kv_heads
-    tiles = decode_tiles(group, layout, q.dtype, num_programs=num_programs)
+    each = num_programs / num_multiprocessors(device.type)
+    tiles = decode_tiles(group, layout, q.dtype, per_multiprocessor=each)
     num_items = num_sequences + _num_shares(tiles, layout, device)
     items = torch.zeros(num_items, 8, dtype=torch.int32, device=device)
     return Plan(
@@ -295,16 +304,17 @@ def _launch_decodes(  # noqa: PLR0913
 
 
 def decode_tiles(
-    group: int, layout: PagedLayout, dtype: torch.dtype, *, num_programs: int
+    group: int, layout: PagedLayout, dtype: torch.dtype, *, per_multiprocessor: float = math.inf
 ) -> Tiles:
-    """For sequences with few rows. num_programs: as many as there would be with no span cut."""
+    """For sequences with few rows. per_multiprocessor: its programs, if no span were cut."""
     rows = max(16, triton.next_power_of_2(group))
     if layout.head_dim > 128 or dtype == torch.float32 or rows > 16:
         return Tiles(rows, 16, 64, 4, 5, 2, merged_per_warp=512)
-    # One warp hides no latency of its own: with few of them, each has two tiles in flight.
-    if num_programs < _MANY_PROGRAMS:
-        return Tiles(rows, 16, 64, 1, 5, 2, num_tiles=2, merged_per_warp=2048)
-    return Tiles(rows, 16, 64, 1, 5, 6)
+    fitting = (kind for most, *kind in _DECODES if per_multiprocessor <= most)
+    num_tiles, stages, shares = next(fitting, _MANY_DECODES)
+    return Tiles(
+        rows, 16, 64, 1, stages, shares, num_tiles=num_tiles, merged_per_warp=1024 * num_tiles
+    )
 
 
 def prompt_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
@@ -319,7 +329,7 @@ def prompt_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
 def step_tiles(group: int, layout: PagedLayout, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
     """For sequences with many rows, and for those whose rows fit one decode tile."""
     # One shape, whoever is in the step: a shape is a kernel to compile.
-    few = decode_tiles(group, layout, dtype, num_programs=_MANY_PROGRAMS)
+    few = decode_tiles(group, layout, dtype)
     return prompt_tiles(group, layout.head_dim, dtype), few
 
 

@@ -44,6 +44,7 @@ def output_of_compiler(program: str, cache: Path) -> str:
 ORDERED = (
     "attention_decode",
     "attention_fold",
+    "attention_jit",
     "lora_few",
     "lora_short",
     "short_floats",

@@ -14,6 +14,8 @@ from loramux.kernels.attention_triton import Tiles  # noqa: E402
 from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
 
 DEVICE = torch.device(os.environ.get("LORAMUX_TEST_DEVICE", "cpu"))
+# The interpreter multiplies bfloat16 wrongly.
+SIXTEEN_BITS = [torch.float16] if DEVICE.type == "cpu" else [torch.float16, torch.bfloat16]
 LAYOUT = PagedLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=16)
 TILES = {
     "one tile a step": Tiles(16, 16, 16, 1, 5, 2),
@@ -47,6 +49,74 @@ def test_any_shape_of_tiles_equals_the_reference(
         storage, attention_torch.plan(sequences, LAYOUT, DEVICE), q, args
     )
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("both_orders")
+@pytest.mark.parametrize("head_dim", [16, 24, 128])
+@pytest.mark.parametrize(
+    ("group", "merged"), [(1, 64), (3, 1024), (4, 2048), (6, 512), (8, 4096), (16, 64)]
+)
+def test_parts_of_decodes_add_up(
+    group: int, merged: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve of them, one, and those of a sequence without tokens; a few at once, or all."""
+    tiles = Tiles(16, 16, 16, 1, 5, 16, merged_per_warp=merged)
+    monkeypatch.setattr(attention_triton, "decode_tiles", lambda *_, **__: tiles)
+    torch.manual_seed(2)
+    layout = PagedLayout(1, 2, head_dim, 16)
+    lengths = [40, 180, 0, 1]
+    pages = torch.randperm(4 * 12).int().view(4, 12)
+    storage = torch.randn(4 * 12, 2 * 16 * 2 * head_dim)
+    q = torch.randn(4, 2 * group, head_dim)
+    args = AttendArgs(layer=0, scale=0.3)
+    plan = attention_triton.plan_decodes(pages, layout, q)
+    attention_triton.refresh(plan, torch.tensor(lengths, dtype=torch.int32))
+    assert plan.work[None][0].items[:, 6].max() == 12
+    live = [row for row, length in enumerate(lengths) if length]
+    sequences = [
+        SequenceRows(place, 1, lengths[row] - 1, pages[row].tolist())
+        for place, row in enumerate(live)
+    ]
+    reference = attention_torch.plan(sequences, layout, DEVICE)
+    expected = attention_torch.attend(storage, reference, q[live], args)
+    # A second time, as what arrives is counted from zero again.
+    for _ in range(2):
+        actual = attention_triton.attend(storage, plan, q, args)[live]
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_parts_of_sixteen_bits(dtype: torch.dtype) -> None:
+    """By the tiles that a server has, whatever the number of rows."""
+    layout = PagedLayout(1, 2, 128, 16)
+    for num_rows in (1, 13, 18, 28, 36, 50):
+        torch.manual_seed(num_rows)
+        lengths = torch.randint(1, 130, (num_rows,), dtype=torch.int32)
+        pages = torch.randperm(num_rows * 9).int().view(num_rows, 9)
+        storage = torch.randn(num_rows * 9, 2 * 16 * 2 * 128).to(dtype)
+        q = torch.randn(num_rows, 8, 128).to(dtype)
+        args = AttendArgs(layer=0, scale=0.1)
+        plan = attention_triton.plan_decodes(pages, layout, q)
+        attention_triton.refresh(plan, lengths)
+        sequences = [
+            SequenceRows(row, 1, length - 1, pages[row].tolist())
+            for row, length in enumerate(lengths.tolist())
+        ]
+        reference = attention_torch.plan(sequences, layout, DEVICE)
+        actual = attention_triton.attend(storage, plan, q, args).float()
+        expected = attention_torch.attend(storage.float(), reference, q.float(), args)
+        torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_decodes_that_may_be_copied_are_cut_as_before() -> None:
+    """Kernels of copied tiles have no registers for two tiles' parts."""
+    layout = PagedLayout(1, 8, 128, 16)
+    found = [
+        attention_triton.decode_tiles(4, layout, torch.bfloat16, per_multiprocessor=each)
+        for each in (0.1, 3, 3.1, 4.1, 6.1, 8.1, 11, 11.1, 500)
+    ]
+    assert [tiles.num_tiles for tiles in found] == [2, 2, 2, 2, 1, 2, 2, 1, 1]
+    assert found[-1] == attention_triton.decode_tiles(4, layout, torch.bfloat16)
 
 
 def test_rows_without_a_slot_are_not_stored() -> None:
