@@ -177,7 +177,10 @@ def cut_steps(rows: StepRows, window: int | None, q: Tensor, layout: PagedLayout
 
 
 def refresh(plan: Plan, num_tokens: Tensor) -> None:
-    """Cuts a decode plan's work anew. num_tokens [sequences] int32, 0 for padding."""
+    """Cuts a decode plan's work anew. num_tokens [sequences] int32, 0 for padding.
+
+    attend reads it before it waits for the kernel ahead: there must be another one in between.
+    """
     attention_items_triton.last_slots(num_tokens, plan.page_table, plan.layout, plan.slots)
     for window, works in plan.work.items():
         for work in works:

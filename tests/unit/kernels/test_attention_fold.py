@@ -41,6 +41,8 @@ def decode(
             tokens[page, :, :, written:] = torch.nan
     plan = attention_triton.plan_decodes(pages, layout, q, (args.sliding_window,))
     attention_triton.refresh(plan, torch.tensor(LENGTHS, dtype=torch.int32))
+    # Reading it waits, as attend needs another kernel ahead of it.
+    assert all(slot >= 0 for slot in plan.slots.tolist())
     found = attention_triton.attend(storage, plan, q, args)
     sequences = [
         SequenceRows(i, 1, length - 1, own)

@@ -123,6 +123,8 @@ def test_a_decode_plan_follows_the_lengths_on_the_device(window: int | None) -> 
     plan = attention_triton.plan_decodes(pages, layout, q, (window,))
     for lengths in ([90, 0, 16], [1, 70, 0]):
         attention_triton.refresh(plan, torch.tensor(lengths, dtype=torch.int32))
+        # Reading it waits, as attend needs another kernel ahead of it.
+        assert [slot < 0 for slot in plan.slots.tolist()] == [n == 0 for n in lengths]
         actual = attention_triton.attend(storage, plan, q, args)
         rows = [i for i, length in enumerate(lengths) if length]
         sequences = [SequenceRows(i, 1, lengths[i] - 1, pages[i].tolist()) for i in rows]
@@ -130,7 +132,6 @@ def test_a_decode_plan_follows_the_lengths_on_the_device(window: int | None) -> 
             storage, attention_torch.plan(sequences, layout, DEVICE), q, args
         )
         torch.testing.assert_close(actual[rows], expected[rows], atol=2e-5, rtol=1e-4)
-        assert [slot < 0 for slot in plan.slots.tolist()] == [n == 0 for n in lengths]
 
 
 def test_counters_of_cut_spans_are_back_at_zero() -> None:
