@@ -39,7 +39,7 @@ check: $(STAMP) ## Formatting, lint, types and the import contract
 	@echo "==> import contract" && $(BIN)/lint-imports --no-logo
 
 # Of tests/unit: these only compute, so several run at once. What starts servers has the machine alone.
-COMPUTING := adapters kernels lora memory models runner scheduler
+COMPUTING := adapters benchmarks kernels lora memory models runner scheduler
 
 test: $(STAMP) ## All tests; with ARGS="-k name" or a path only those
 ifneq ($(ARGS),)

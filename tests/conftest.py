@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import interpreter
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -44,3 +46,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         sys.modules["numpy"].random.seed(seed)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
+    interpreter.quicken()
