@@ -38,8 +38,10 @@ check: $(STAMP) ## Formatting, lint, types and the import contract
 	@echo "==> mypy" && $(BIN)/mypy
 	@echo "==> import contract" && $(BIN)/lint-imports --no-logo
 
-# Of tests/unit: these only compute, so several run at once. What starts servers has the machine alone.
-COMPUTING := adapters benchmarks kernels lora memory models runner scheduler
+# Of tests/unit: these do not depend on speed, so several run at once. What starts engines and servers
+# has the machine alone.
+COMPUTING := adapters benchmarks client kernels lora memory metrics models registry runner scheduler \
+	server sources
 
 test: $(STAMP) ## All tests; with ARGS="-k name" or a path only those
 ifneq ($(ARGS),)
