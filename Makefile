@@ -40,7 +40,7 @@ check: $(STAMP) ## Formatting, lint, types and the import contract
 
 # Of tests/unit: these do not depend on speed, so several run at once. What starts engines and servers
 # has the machine alone.
-COMPUTING := adapters benchmarks client kernels lora memory metrics models registry runner scheduler \
+TOGETHER := adapters benchmarks client kernels lora memory metrics models registry runner scheduler \
 	server sources
 
 test: $(STAMP) ## All tests; with ARGS="-k name" or a path only those
@@ -48,8 +48,8 @@ ifneq ($(ARGS),)
 	@$(BIN)/pytest --timeout=300 $(ARGS)
 else
 	@echo "==> compiling the kernels of a CPU (once)" && $(BIN)/python scripts/compile_kernels.py
-	@$(BIN)/pytest --timeout=300 -n logical --maxprocesses=4 --dist=loadfile $(COMPUTING:%=tests/unit/%)
-	@$(BIN)/pytest --timeout=300 $(COMPUTING:%=--ignore=tests/unit/%)
+	@$(BIN)/pytest --timeout=300 -n logical --maxprocesses=4 --dist=loadfile $(TOGETHER:%=tests/unit/%)
+	@$(BIN)/pytest --timeout=300 $(TOGETHER:%=--ignore=tests/unit/%)
 	@$(MAKE) --no-print-directory test-plain
 endif
 

@@ -23,12 +23,12 @@ needs_interpreter = pytest.mark.skipif(
 
 
 @triton.jit
-def _doubled(x):  # type: ignore[no-untyped-def]
+def _doubled(x):
     return x + x
 
 
 @triton.jit
-def _sums_of_rows(x_ptr, sum_ptr, best_ptr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sums_of_rows(x_ptr, sum_ptr, best_ptr, WIDTH: tl.constexpr):
     row = tl.program_id(0)
     x = _doubled(tl.load(x_ptr + row * WIDTH + tl.arange(0, WIDTH)))
     tl.store(sum_ptr + row, tl.sum(x, 0))
