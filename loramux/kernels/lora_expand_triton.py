@@ -12,17 +12,9 @@ from loramux.kernels.launch_triton import wait_for_previous
 from loramux.kernels.lora_few_triton import load_few_b, store_few, sum_few
 from loramux.kernels.lora_records_triton import is_site_used, load_word
 from loramux.kernels.lora_tile_triton import sum_tile, tile_places
+from loramux.kernels.lora_turns_triton import place_behind_turns, tile_of_turn
 from loramux.kernels.tail_group_triton import load_followers, load_head
 from loramux.kernels.tail_order_triton import load_ordered_b
-
-
-@triton.jit
-def tile_of_turn(turn):
-    """This program's tile in a turn. The long ones come first in the list and programs change
-    ends from turn to turn, so that each gets about the same in all."""
-    programs = tl.num_programs(0)
-    program = tl.program_id(0)
-    return turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)
 
 
 @triton.jit
@@ -161,9 +153,9 @@ def expand_kernel(  # noqa: PLR0913
             tile_of_turn(turn), row_heads, pool, records, partials, y, y_stride,
             width0, width1, width2, ROW_N, ROWS, MAX_SPLITS, ROW_SPLITS, PDL,
         )  # fmt: skip
-    # From the other end: the last programs have had the fewest tiles of few rows.
+    place = place_behind_turns(num_tiles)
     num_tiles = tile_heads * _num_chunks(width0, width1, width2, WARPS * 8 * J)
-    for tile in tl.range(programs - 1 - tl.program_id(0), num_tiles, programs, num_stages=1):
+    for tile in tl.range(place, num_tiles, programs, num_stages=1):
         _expand_tile(
             tile, pool, records, records + row_units * 64, partials, y, y_stride,
             width0, width1, width2, WARPS, J, MAX_SPLITS, TILE_SPLITS, ROW_SPLITS, SMALL_ROWS, PDL,

@@ -10,10 +10,10 @@ import triton.language as tl
 
 from loramux.kernels.fused_triton import activate
 from loramux.kernels.launch_triton import wait_for_previous
-from loramux.kernels.lora_expand_triton import tile_of_turn
 from loramux.kernels.lora_few_triton import load_few_b, store_few, sum_few
 from loramux.kernels.lora_records_triton import BASE_TILES, HEADER_WORDS, load_word
 from loramux.kernels.lora_tile_triton import sum_tile, tile_places
+from loramux.kernels.lora_turns_triton import place_behind, place_behind_turns, tile_of_turn
 from loramux.kernels.tail_group_triton import load_followers, load_group, load_head
 from loramux.kernels.tail_order_triton import load_ordered_b
 
@@ -165,14 +165,16 @@ def expand_activate_kernel(  # noqa: PLR0913
             tile_of_turn(turn), row_heads, pool, records, partials, y, out, y_stride,
             INNER, ACTIVATION, ROW_N, ROWS, MAX_SPLITS, ROW_SPLITS, PDL,
         )  # fmt: skip
+    place = place_behind_turns(num_tiles)
     chunks = (INNER + WARPS * 8 * J - 1) // (WARPS * 8 * J)
-    first = programs - 1 - tl.program_id(0)
-    for tile in tl.range(first, tile_heads * chunks, programs, num_stages=1):
+    num_tiles = tile_heads * chunks
+    for tile in tl.range(place, num_tiles, programs, num_stages=1):
         _expand_tile(
             tile, pool, records, records + row_units * 64, partials, y, out, y_stride,
             INNER, ACTIVATION, WARPS, J, MAX_SPLITS, TILE_SPLITS, ROW_SPLITS, SMALL_ROWS, PDL,
         )  # fmt: skip
     wait_for_previous(PDL)
     units = work + HEADER_WORDS + (row_units + tile_units) * 8
-    for tile in tl.range(tl.program_id(0), num_base * chunks, programs, num_stages=1):
+    place = place_behind(place, num_tiles)
+    for tile in tl.range(place, num_base * chunks, programs, num_stages=1):
         _activate_base(tile, units, y, out, y_stride, INNER, ACTIVATION, WARPS, J)

@@ -15,6 +15,7 @@ from loramux.kernels.lora_records_triton import (
     skip,
 )
 from loramux.kernels.lora_short_triton import load_few_short, sum_few_short, sum_tile_short
+from loramux.kernels.lora_turns_triton import place_behind
 
 
 @triton.jit
@@ -170,22 +171,24 @@ def shrink_kernel(  # noqa: PLR0913
             wait_for_previous(PDL)
             _sum_few(loaded, x, x_stride, partials, IN, ROW_K, ROW_RANKS, MAX_SPLITS, COMPILED)
     # From the other end: the last programs have had the fewest tiles of few rows.
-    last = programs - 1 - program
+    place = programs - 1 - program
     large_heads = tile_heads - small_heads
+    num_tiles = 0
     if SMALL > 0:
         num_units = small_units * is_used
         num_tiles = num_units * per_unit
         tiles = records + row_units * 64
         gap = small_heads, large_heads
-        for tile in tl.range(last, num_tiles, programs, num_stages=1):
+        for tile in tl.range(place, num_tiles, programs, num_stages=1):
             loaded = load_few_short(tile, num_tiles, pool, tiles, num_units, gap, IN, SLICES, ROW_K)
             wait_for_previous(PDL)
             sum_few_short(loaded, x, x_stride, partials, IN, ROW_K, SMALL, MAX_SPLITS, COMPILED)
     wait_for_previous(PDL)
+    place = place_behind(place, num_tiles)
     num_tiles = (tile_units - small_units) * is_used * TILE_SPLITS
     tiles = records + (row_units + small_heads) * 64
     gap = large_heads, small_units - small_heads
-    for tile in tl.range(last, num_tiles, programs, num_stages=1):
+    for tile in tl.range(place, num_tiles, programs, num_stages=1):
         _sum_any_tile(
             tile, pool, tiles, gap, x, x_stride, partials,
             IN, SLICES, SHORT, TILE_K, STEP_K, TILE_M, MAX_SPLITS, STAGES, COMPILED,
