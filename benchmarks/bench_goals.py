@@ -31,7 +31,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench_report import Section, add_output_options, draw, names, start_report
+from benchmarks.bench_report import (
+    Section,
+    add_output_options,
+    draw,
+    names,
+    peers_folder,
+    start_report,
+)
 from benchmarks.gpu_engine_check import DIFFER, RELATIVE
 from benchmarks.gpu_twin_check import ERROR
 from benchmarks.machine import describe_machine
@@ -189,7 +196,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--parts", type=names(list(PARTS)), default=list(PARTS))
     parser.add_argument("--limit", type=float, default=600, metavar="SECONDS", help="of a part")
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="as for bench step --cases")
+    parser.add_argument(
+        "--peers", type=peers_folder, metavar="FOLDER", help="as for bench step --cases"
+    )
     parser.add_argument("--trained", type=Path, metavar="GGUF", help="logits of SmolLM2, too")
     parser.add_argument(
         "--with",

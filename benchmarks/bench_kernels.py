@@ -11,7 +11,6 @@ CPU, shapes of SmolLM2, beside the plain torch reference.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
@@ -22,6 +21,7 @@ from benchmarks.bench_report import (
     add_output_options,
     draw,
     names,
+    peers_folder,
     start_report,
 )
 from benchmarks.machine import describe_machine
@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
     parser.add_argument("--parts", type=names(("lora", "attention")), default=["lora", "attention"])
-    parser.add_argument("--peers", type=Path, metavar="FOLDER")
+    parser.add_argument("--peers", type=peers_folder, metavar="FOLDER")
     parser.add_argument("--checks", action=argparse.BooleanOptionalAction, default=True)
     add_output_options(parser)
     return parser

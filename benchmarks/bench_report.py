@@ -145,6 +145,15 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
+def peers_folder(text: str) -> Path:
+    """The type of --peers; refuses a folder without them before anything is timed."""
+    if not (folder := Path(text)).joinpath("lora_peers.py").is_file():
+        raise argparse.ArgumentTypeError(
+            f"{folder} has no lora_peers.py: see benchmarks/gpu_lora_kernels.py for what it holds"
+        )
+    return folder
+
+
 def names(known: Sequence[str]) -> Any:
     """The type of an argument such as few,many; refuses what is not known."""
 

@@ -31,6 +31,7 @@ from benchmarks.bench_report import (
     draw,
     names,
     numbers,
+    peers_folder,
     start_report,
 )
 from benchmarks.card_power import PowerMeter, visible_device
@@ -58,7 +59,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--warm", type=int, default=WARM_STEPS, help="steps before those")
     parser.add_argument("--cases", action="store_true", help="nine batches instead of the above")
     parser.add_argument("--rounds", type=int, help="of each case, the base before and behind")
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="with --cases, on a GPU")
+    parser.add_argument(
+        "--peers", type=peers_folder, metavar="FOLDER", help="with --cases, on a GPU"
+    )
     parser.add_argument("--transformers", action="store_true", help="time `generate` as well")
     parser.add_argument("--generate", type=numbers, metavar="BATCH,IN,OUT", help="its work")
     parser.add_argument("--bandwidth", type=float, metavar="TB/S", help="of the roofline")

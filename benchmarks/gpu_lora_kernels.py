@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.bench_report import peers_folder
 from benchmarks.gpu_timing import capture
 from benchmarks.lora_cases import CASES, RANK, Case
 from loramux.adapters.grouped_layout import plan_groups, tabulate
@@ -354,7 +355,7 @@ def import_peers(folder: Path) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--peers", type=peers_folder)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     checks = check(checked_launches())

@@ -64,6 +64,7 @@ def test_step_cases_stand_beside_the_peers_kernels(
     monkeypatch.setattr(bench_step, "time_peers", lambda folder: peers)
     few = [Case(rows, "all", popularity, 6) for rows, popularity in CASES]
     monkeypatch.setattr(bench_step, "CASES", few)
+    tmp_path.joinpath("lora_peers.py").touch()
     arguments = [*TINY, "--cases", "--peers", str(tmp_path), "--max-sequences", "4"]
     arguments += ["--context", "4", "--steps", "1"]
     (section,) = run(bench_step, arguments, tmp_path, monkeypatch)
@@ -72,6 +73,15 @@ def test_step_cases_stand_beside_the_peers_kernels(
     assert set(section["panels"][0]["series"]) == {
         *("LoRA us a layer", "in the graph", "goal us", "vllm added")
     }
+
+
+def test_peers_that_are_not_there_are_said_before_anything_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for program in (bench_step, bench_kernels):
+        with pytest.raises(SystemExit):
+            program.make_parser().parse_args(["--peers", str(tmp_path)])
+        assert f"{tmp_path} has no lora_peers.py" in capsys.readouterr().err
 
 
 def test_trace_runs_every_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
