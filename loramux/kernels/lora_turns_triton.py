@@ -21,8 +21,8 @@ def tile_of_turn(turn):
 
 @triton.jit
 def place_behind_turns(num_tiles):
-    """This program's place in the order in which the next tiles are dealt out, where so many were
-    by tile_of_turn."""
+    """This program's place among those to which the next tiles are dealt out, when num_tiles have
+    been dealt out by tile_of_turn."""
     programs = tl.num_programs(0)
     program = tl.program_id(0)
     return tl.where(tl.cdiv(num_tiles, programs) % 2 == 0, program, programs - 1 - program)
@@ -30,7 +30,7 @@ def place_behind_turns(num_tiles):
 
 @triton.jit
 def place_behind(place, num_tiles):
-    """The same where so many were dealt out in the order of `place`: to this program those numbers
-    from `place` on that are one round of programs apart."""
+    """The same when num_tiles have been dealt out by places: the first to place 0, and round again
+    behind the last place."""
     programs = tl.num_programs(0)
     return (place + programs - num_tiles % programs) % programs

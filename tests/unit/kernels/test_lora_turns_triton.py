@@ -21,23 +21,25 @@ from loramux.kernels.lora_turns_triton import (  # noqa: E402
 
 
 @triton.jit
+def _take(times, owners, tile):
+    tl.atomic_add(times + tile, 1)
+    tl.store(owners + tile, tl.program_id(0))
+
+
+@triton.jit
 def _deal(times, owners, num_first, num_second, num_third):
     """How often each tile is dealt out, and to whom."""
     programs = tl.num_programs(0)
-    program = tl.program_id(0)
     for turn in tl.range(tl.cdiv(num_first, programs)):
         tile = tile_of_turn(turn)
         if tile < num_first:
-            tl.atomic_add(times + tile, 1)
-            tl.store(owners + tile, program)
+            _take(times, owners, tile)
     place = place_behind_turns(num_first)
     for second in tl.range(place, num_second, programs):
-        tl.atomic_add(times + num_first + second, 1)
-        tl.store(owners + num_first + second, program)
+        _take(times, owners, num_first + second)
     place = place_behind(place, num_second)
     for third in tl.range(place, num_third, programs):
-        tl.atomic_add(times + num_first + num_second + third, 1)
-        tl.store(owners + num_first + num_second + third, program)
+        _take(times, owners, num_first + num_second + third)
 
 
 @given(
