@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from loramux.types import BaseModelInfo
+from loramux.types.model import BaseModelInfo
 
 
 def make_adapter(  # noqa: PLR0913

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from benchmarks.lora_cases import RANK, Case
 from benchmarks.report import Table
-from loramux.kernels import lora_cpu, lora_torch
-from loramux.kernels.interface import LoraKernels, LoraSlice, LoraWeights, Segment
+from loramux.kernels.cpu import lora as lora_cpu
+from loramux.kernels.ops import LoraKernels, LoraSlice, LoraWeights, Segment
+from loramux.kernels.reference import lora as lora_torch
 
 HIDDEN, KEYS, INNER = 576, 192, 1536
 # in features, out features of each slice

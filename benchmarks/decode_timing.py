@@ -16,8 +16,8 @@ from benchmarks.card_power import Power, PowerMeter
 from benchmarks.traffic import make_request
 from loramux.engine.engine import Engine
 from loramux.engine.garbage import FullCollections
-from loramux.lora.graph_work import LoraKind
-from loramux.types import Selection
+from loramux.lora.graph_lora import LoraKind
+from loramux.types.request import Selection
 
 # Steps between the last prompt and the clock: graphs and caches are warm then.
 WARM_STEPS = 4

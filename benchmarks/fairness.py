@@ -19,7 +19,7 @@ from benchmarks.adapters import make_adapter
 from benchmarks.machine import describe_machine
 from benchmarks.report import Table, print_table, write_report
 from loramux import LLM, SamplingParams
-from loramux.types import Request
+from loramux.types.request import Request
 
 MIB = 2**20
 

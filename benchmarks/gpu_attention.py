@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.bench_report import cell
 from benchmarks.gpu_timing import replay_times
 from benchmarks.report import Table, markdown
-from loramux.kernels import attention_triton as attention
-from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.gpu.attention import ops as attention
+from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
 READ_BYTES_PER_S = 4.06e12

@@ -11,22 +11,20 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_timing import capture, print_table
-from loramux.kernels import (
-    attention_items,
-    attention_items_triton,
-    attention_torch,
-    attention_triton,
-    fused_torch,
-    fused_triton,
-    gate_up_torch,
-    gate_up_triton,
-    product_triton,
-    sampling_torch,
-    sampling_triton,
-)
-from loramux.kernels.attention_items import Cut
-from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
-from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.gpu import elementwise as fused_triton
+from loramux.kernels.gpu import sampling as sampling_triton
+from loramux.kernels.gpu.attention import ops as attention_triton
+from loramux.kernels.gpu.attention import split_kv as attention_items
+from loramux.kernels.gpu.attention import split_kv_device as attention_items_triton
+from loramux.kernels.gpu.attention.split_kv import Cut
+from loramux.kernels.gpu.gemm import small_m as product_triton
+from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
+from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.reference import attention as attention_torch
+from loramux.kernels.reference import elementwise as fused_torch
+from loramux.kernels.reference import sampling as sampling_torch
+from loramux.kernels.reference import swiglu as gate_up_torch
+from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
 
 DEVICE = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from benchmarks.gpu_decode_checks import check_all
 from benchmarks.gpu_timing import print_table, replay_times, time_by_kernel
-from loramux.kernels import attention_triton as attention
-from loramux.kernels import fused_triton as fused
-from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
-from loramux.kernels.interface import AttendArgs, PagedLayout
-from loramux.kernels.sampling_triton import choose_tokens
+from loramux.kernels.gpu import elementwise as fused
+from loramux.kernels.gpu.attention import ops as attention
+from loramux.kernels.gpu.sampling import choose_tokens
+from loramux.kernels.ops import AttendArgs, PagedLayout
+from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
 
 HIDDEN, INNER, VOCAB = 4096, 14336, 128256
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16

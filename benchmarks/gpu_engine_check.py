@@ -32,14 +32,15 @@ from benchmarks.bench_report import Section, add_output_options, draw, names, st
 from benchmarks.machine import describe_machine
 from benchmarks.random_model import SHAPES, random_model
 from benchmarks.report import Table
-from loramux.config import EngineConfig
+from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.engine import Engine
 from loramux.engine.tokenizer import Tokenizer
 from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
-from loramux.runner import products
-from loramux.types import Request, SamplingParams, Selection
+from loramux.runner.gemm import dispatch as products
+from loramux.types.request import Request, Selection
+from loramux.types.sampling import SamplingParams
 
 RANKS = (1, 3, 8, 16, 64)
 TEXT = (

@@ -27,18 +27,17 @@ from torch import Tensor
 from benchmarks.bench_report import peers_folder
 from benchmarks.gpu_timing import capture
 from benchmarks.lora_cases import CASES, RANK, Case
-from loramux.adapters.grouped_layout import plan_groups, tabulate
-from loramux.adapters.short_floats import shortens
-from loramux.kernels import lora_grouped_torch, lora_triton
-from loramux.kernels.launch_triton import overlaps_launches
-from loramux.kernels.lora_tables import (
+from loramux.adapters.packed.fp12 import shortens
+from loramux.adapters.packed.paged import plan_groups, tabulate
+from loramux.kernels.gpu.lora import segmented as lora_triton
+from loramux.kernels.gpu.lora.tables import (
     SMALL_ROWS,
     LaunchShape,
     LoraTables,
     decode_launch,
     make_tables,
 )
-from loramux.kernels.lora_work import (
+from loramux.kernels.gpu.lora.work_list import (
     GroupDirectory,
     RowTiles,
     SiteShape,
@@ -47,6 +46,8 @@ from loramux.kernels.lora_work import (
     gather_tiles,
     plain_tiles,
 )
+from loramux.kernels.gpu.pdl import overlaps_launches
+from loramux.kernels.reference import lora_segmented as lora_grouped_torch
 
 Selection = tuple[tuple[int, float], ...]
 

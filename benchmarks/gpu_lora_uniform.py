@@ -28,8 +28,8 @@ from benchmarks.gpu_lora_kernels import (
     time_graph,
 )
 from benchmarks.workloads import SLORA_RANKS
-from loramux.kernels import lora_triton
-from loramux.kernels.lora_work import gather_tiles
+from loramux.kernels.gpu.lora import segmented as lora_triton
+from loramux.kernels.gpu.lora.work_list import gather_tiles
 
 # Rows of the prompts that stand behind 256 decoding rows.
 PROMPTS: tuple[tuple[int, ...], ...] = ((), (64,), (170,), (250, 120))

@@ -25,19 +25,21 @@ from torch import Tensor
 from benchmarks.gpu_engine_check import NAMES
 from benchmarks.gpu_timing import print_table, time_by_kernel
 from benchmarks.random_model import SHAPES, random_model
-from loramux.adapters.grouped_layout import plan_groups
-from loramux.adapters.layout import sites_of
-from loramux.adapters.short_floats import shortens
+from loramux.adapters.packed.dense import sites_of
+from loramux.adapters.packed.fp12 import shortens
+from loramux.adapters.packed.paged import plan_groups
 from loramux.engine.build_device import DevicePlan
-from loramux.kernels.tail_tables import TailLaunch, tail_launch
-from loramux.lora.graph_work import LoraKind
+from loramux.kernels.gpu.lora_augmented.tables import TailLaunch, tail_launch
+from loramux.lora.graph_lora import LoraKind
 from loramux.memory.pool import KVGeometry, PagePool
 from loramux.memory.records import ResidentAdapter
 from loramux.models.architectures import base_info
+from loramux.models.augmented_linear import add_tails
 from loramux.models.loader import LoadedModel
-from loramux.models.tail_linear import add_tails
 from loramux.runner.device_runner import DeviceLimits, DeviceRunner
-from loramux.types import Chunk, SampleRow, SamplingParams, Selection, StepPlan
+from loramux.types.request import Selection
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import Chunk, SampleRow, StepPlan
 
 RANK, NUM_ADAPTERS, CONTEXT, BLOCK = 16, 8, 512, 16
 PROJECTIONS = {"all": NAMES, "qkvo": NAMES[:4]}

@@ -39,18 +39,16 @@ from benchmarks.machine import describe_machine
 from benchmarks.report import Table
 from loramux.engine import build_device
 from loramux.engine.engine import Engine
-from loramux.kernels import (
-    attention_torch,
-    fused_torch,
-    gate_up_torch,
-    lora_grouped_torch,
-    sampling_torch,
-    tail_torch,
-)
-from loramux.kernels.interface import AttendArgs, SequenceRows
+from loramux.kernels.ops import AttendArgs, SequenceRows
+from loramux.kernels.reference import attention as attention_torch
+from loramux.kernels.reference import elementwise as fused_torch
+from loramux.kernels.reference import lora_augmented as tail_torch
+from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.kernels.reference import sampling as sampling_torch
+from loramux.kernels.reference import swiglu as gate_up_torch
 from loramux.runner.fused_decoder import DeviceKernels, device_kernels
-from loramux.runner.products import Products
-from loramux.types import Request
+from loramux.runner.gemm.dispatch import Products
+from loramux.types.request import Request
 
 TWINS: dict[str, ModuleType] = {
     "fused": fused_torch,
@@ -294,7 +292,8 @@ def watch_graphs(graphs: Any, feed: Any, check: TwinCheck, name: str) -> None:
 @contextmanager
 def kernels_of_large_steps() -> Iterator[None]:
     """Small steps have them as well, and gate and up at once wherever they fit."""
-    from loramux.kernels import attention_triton, gate_up_triton
+    from loramux.kernels.gpu.attention import ops as attention_triton
+    from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
 
     with (
         mock.patch.object(attention_triton, "_COPIED_PER_MULTIPROCESSOR", 0),

@@ -27,10 +27,10 @@ from benchmarks.bench_report import numbers
 from benchmarks.report import Table, markdown
 from benchmarks.workloads import SLORA_RANKS, first, rank_of, slora
 from loramux.adapters.catalog import KnownAdapter
-from loramux.adapters.image import AdapterImage
-from loramux.adapters.layout import AdapterLayout
-from loramux.config import SchedulerConfig
-from loramux.kernels.attention_items import Cut, StepRows, cut_sequences
+from loramux.adapters.packed.dense import AdapterLayout
+from loramux.adapters.packed.image import AdapterImage
+from loramux.config.engine import SchedulerConfig
+from loramux.kernels.gpu.attention.split_kv import Cut, StepRows, cut_sequences
 from loramux.memory.host_tier import HostTier
 from loramux.memory.loader import AdapterLoader
 from loramux.memory.pages import PageAllocator
@@ -40,7 +40,9 @@ from loramux.memory.reclaim import Reclaimer
 from loramux.memory.records import LowerTiers
 from loramux.memory.residency import AdapterResidency
 from loramux.scheduler.scheduler import Scheduler
-from loramux.types import Request, SamplingParams, StepPlan, StepResult
+from loramux.types.request import Request
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import StepPlan, StepResult
 
 # An 8B model in 16 bits on an H200: a page of 16 tokens, and q,k,v,o of a rank in all layers.
 PAGE_ELEMENTS = 32 * 2 * 8 * 128 * 16

@@ -26,11 +26,11 @@ from benchmarks.adapters import make_adapter
 from benchmarks.machine import describe_machine
 from benchmarks.report import Table, print_table, write_report
 from loramux import LLM, SamplingParams
-from loramux.adapters.image_file import SLICE_BYTES
+from loramux.adapters.packed.file import SLICE_BYTES
 from loramux.engine.engine import Engine
 from loramux.memory.offers import owner_of
 from loramux.memory.pace import REST
-from loramux.types import Request
+from loramux.types.request import Request
 
 MIB = 2**20
 LOADER = (

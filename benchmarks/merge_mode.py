@@ -32,7 +32,8 @@ from loramux.engine.engine import Engine
 from loramux.lora.merge import LinearKinds, MergedWeights, MergeSource, PageDeltas
 from loramux.models.layers import Linear
 from loramux.models.packed_linear import PackedLinear
-from loramux.types import Chunk, SampleRow, Selection, StepPlan
+from loramux.types.request import Selection
+from loramux.types.step import Chunk, SampleRow, StepPlan
 
 VARIANTS = ("unmerged", "merged", "base")
 NUM_BUILDS = 3

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from loramux.adapters.catalog import KnownAdapter
-from loramux.adapters.grouped_layout import GroupedLayout
-from loramux.adapters.image import AdapterImage
-from loramux.adapters.layout import AdapterLayout, plan_layout
-from loramux.adapters.packing import GroupedPacking
-from loramux.adapters.short_floats import OCTET, short_elements, shorten
+from loramux.adapters.packed.dense import AdapterLayout, plan_layout
+from loramux.adapters.packed.fp12 import OCTET, short_elements, shorten
+from loramux.adapters.packed.image import AdapterImage
+from loramux.adapters.packed.packing import GroupedPacking
+from loramux.adapters.packed.paged import GroupedLayout
 from loramux.engine.engine import Engine
 from loramux.memory.device import host_buffer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from loramux.config import EngineConfig
+from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine
 from loramux.engine.engine import Engine
 from loramux.memory.device import total_memory_bytes

@@ -29,9 +29,9 @@ from machine import describe_machine
 from raw_stream import RawStream
 from report import Table, print_table, write_report
 
-from loramux.registry.receipt_rows import MAX_LIMIT
 from loramux.registry.records import ReceiptFilter
 from loramux.registry.registry import Registry
+from loramux.registry.rows.receipts import MAX_LIMIT
 from tests.serve_factory import RunningServer, running_server
 
 FIRST_TOKEN, LAST_TOKEN = 100, 30_000

@@ -26,7 +26,7 @@ from benchmarks.report import Table, print_table, write_report
 from benchmarks.workloads import SLORA_RANKS, Arrival, slora, until
 from loramux import LLM, SamplingParams
 from loramux.engine.report import tier_stats
-from loramux.types import Request
+from loramux.types.request import Request
 
 MIB = 2**20
 # q and v of SmolLM2 in float32: 57,600 numbers for each rank.

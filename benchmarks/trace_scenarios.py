@@ -34,7 +34,7 @@ from benchmarks.workloads import (
 )
 from loramux.engine.engine import Engine
 from loramux.memory.tiers import TierCounters
-from loramux.types import Request
+from loramux.types.request import Request
 
 POPULARITIES: tuple[Popularity, ...] = ("identical", "uniform", "skewed", "distinct")
 SLO_S = 6.0

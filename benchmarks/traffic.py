@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.workloads import Arrival
 from loramux.engine.engine import Engine
-from loramux.types import Request, SamplingParams, Selection, TokenEvent
+from loramux.types.request import Request, Selection, TokenEvent
+from loramux.types.sampling import SamplingParams
 
 Clock = Callable[[], float]
 

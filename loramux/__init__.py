@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from loramux.client.client import Client
     from loramux.engine.adapter_pool import AdapterPool
     from loramux.engine.llm import LLM
-    from loramux.types import LoRARequest, SamplingParams
+    from loramux.types.request import LoRARequest
+    from loramux.types.sampling import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,8 +49,8 @@ _HOMES = {
     "AdapterPool": "loramux.engine.adapter_pool",
     "Client": "loramux.client.client",
     "AsyncClient": "loramux.client.async_client",
-    "LoRARequest": "loramux.types",
-    "SamplingParams": "loramux.types",
+    "LoRARequest": "loramux.types.request",
+    "SamplingParams": "loramux.types.sampling",
 }
 
 # OpenMP reads these once, when torch loads it. Threads that spin while they wait take the cores

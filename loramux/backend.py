@@ -8,7 +8,8 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from loramux.errors import AdapterRefused, DoesNotFit, LoramuxError, RequestTimeout
-from loramux.types import FinishReason, RequestFacts, SamplingParams, TokenLogprob
+from loramux.types.request import FinishReason, RequestFacts, TokenLogprob
+from loramux.types.sampling import SamplingParams
 
 
 class Health(StrEnum):

@@ -18,11 +18,9 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from loramux.adapters.library import AdapterLibrary
-from loramux.adapters.store_intake import StoreLimits
-from loramux.adapters.store_open import open_store
-from loramux.config import EngineConfig
-from loramux.data_folder import (
+from loramux.config.engine import EngineConfig
+from loramux.config.fields import NONE
+from loramux.config.paths import (
     FETCH_FOLDER,
     REGISTRY_FILE,
     REGISTRY_VARIABLE,
@@ -30,24 +28,26 @@ from loramux.data_folder import (
     data_folder,
     find_places,
 )
+from loramux.config.serve import ServeConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.engine.process import OnProgress
 from loramux.errors import InvalidRequest
 from loramux.models.default_model import cache_folder, default_model_path
-from loramux.registry.receipt_writer import ReceiptWriter
+from loramux.receipts.signing import read_private_key
+from loramux.receipts.writer import ReceiptWriter
 from loramux.registry.records import Resolved
 from loramux.registry.registry import Registry
-from loramux.serve_config import ServeConfig
-from loramux.serve_values import NONE
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
 from loramux.server.local_sources import fetched_folder
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.serving import ReceiptDesk
 from loramux.server.warming import find_prewarmed, prewarm
-from loramux.signing import read_private_key
 from loramux.sources.config import SourceConfig
 from loramux.sources.settings import source_config
+from loramux.store.intake import StoreLimits
+from loramux.store.library import AdapterLibrary
+from loramux.store.open import open_store
 
 RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 SECONDS_PER_DAY = 86_400.0

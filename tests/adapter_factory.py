@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loramux.types import BaseModelInfo, TargetModule
+from loramux.types.model import BaseModelInfo, TargetModule
 
 BASE_NAME = "tiny-llama"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -9,10 +9,10 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-from loramux.adapters.library import AdapterLibrary
-from loramux.adapters.store import ContentStore
 from loramux.cli.main import app
 from loramux.registry.registry import Registry
+from loramux.store.library import AdapterLibrary
+from loramux.store.store import ContentStore
 from tests.store_factory import write_tiny
 
 NAME = "alice/flagger"

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from loramux.engine.engine import Engine
 from loramux.runner.device_runner import DeviceRunner
-from loramux.runner.products import Products
-from loramux.types import Chunk, SampleRow, SamplingParams, Selection
+from loramux.runner.gemm.dispatch import Products
+from loramux.types.request import Selection
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import Chunk, SampleRow
 from tests.adapter_factory import ATTENTION, make_peft_adapter
 from tests.engine_factory import make_engine
 from tests.memory_factory import Clock, InlineExecutor

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loramux.config import EngineConfig
+from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.engine import Engine
-from loramux.types import Request, SamplingParams, Selection
+from loramux.types.request import Request, Selection
+from loramux.types.sampling import SamplingParams
 from tests.model_factory import save_hf_folder, tiny_transformers_model
 from tests.tokenizer_factory import save_byte_level
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loramux.adapters.library import AdapterLibrary
-from loramux.adapters.store import ContentStore
 from loramux.errors import LoramuxError
 from loramux.registry.registry import Registry
+from loramux.store.library import AdapterLibrary
+from loramux.store.store import ContentStore
 
 ADAPTER = "alice/sql"
 MAX_VERSIONS = 12

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loramux.adapters.grouped_layout import GroupedLayout, plan_groups, tabulate
-from loramux.adapters.layout import Site
-from loramux.adapters.short_floats import shorten
-from loramux.kernels import lora_grouped_torch
-from loramux.kernels.lora_tables import LaunchShape, LoraTables, make_tables
-from loramux.kernels.lora_work import (
+from loramux.adapters.packed.dense import Site
+from loramux.adapters.packed.fp12 import shorten
+from loramux.adapters.packed.paged import GroupedLayout, plan_groups, tabulate
+from loramux.kernels.gpu.lora.tables import LaunchShape, LoraTables, make_tables
+from loramux.kernels.gpu.lora.work_list import (
     GroupDirectory,
     SiteShape,
     WorkLimits,
     build_work,
     gather_tiles,
 )
-from loramux.kernels.short_floats_torch import lengthen
+from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.kernels.reference.fp12 import lengthen
 
 Selection = Sequence[tuple[int, float]]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from loramux.adapters.catalog import KnownAdapter
-from loramux.adapters.image import AdapterImage
-from loramux.adapters.layout import AdapterLayout, Site, plan_layout
-from loramux.adapters.packing import StackedPacking
+from loramux.adapters.packed.dense import AdapterLayout, Site, plan_layout
+from loramux.adapters.packed.image import AdapterImage
+from loramux.adapters.packed.packing import StackedPacking
 from loramux.errors import AdapterNotFound, AdapterRefused
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.host_tier import HostTier

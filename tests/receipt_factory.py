@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loramux.receipts import Receipt, ServedAdapter
+from loramux.receipts.receipt import Receipt, ServedAdapter
 from tests.registry_factory import make_cid
 
 

@@ -6,7 +6,7 @@ import hashlib
 
 from sqlalchemy import delete, update
 
-from loramux.registry import tables
+from loramux.registry import schema as tables
 from loramux.registry.database import Database
 from loramux.registry.names import CID_PREFIX
 from loramux.registry.records import Content

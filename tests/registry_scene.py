@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 
-from loramux.adapters.store import ContentStore
+from loramux.store.store import ContentStore
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import save_model_with_tokenizer
 from tests.serve_factory import NOTHING, RunningServer, running_server

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from loramux.types import SamplingParams
+from loramux.types.sampling import SamplingParams
 
 
 def random_logits(rows: int, vocab: int, *, seed: int = 0, scale: float = 3) -> Tensor:

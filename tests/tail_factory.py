@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from loramux.kernels import lora_grouped_torch
-from loramux.kernels.lora_work import build_work, gather_tiles, map_rows
-from loramux.kernels.tail_tables import TailLaunch, TailSite, TailStore, make_store
+from loramux.kernels.gpu.lora.work_list import build_work, gather_tiles, map_rows
+from loramux.kernels.gpu.lora_augmented.tables import TailLaunch, TailSite, TailStore, make_store
+from loramux.kernels.reference import lora_segmented as lora_grouped_torch
 from tests.lora_factory import LIMITS, NUM_LAYERS, LoraWorld, Selection, make_world
 
 ROW = TailLaunch(tile_rows=1, activate_n=32, activate_warps=1, norm_warps=1)
@@ -106,7 +106,7 @@ def make_tail_world(
 
 def two_programs(monkeypatch: pytest.MonkeyPatch, *, is_early: bool) -> None:
     """For the tiles of a step; as behind a product of few rows, or of many."""
-    from loramux.kernels import tail_triton
+    from loramux.kernels.gpu.lora_augmented import ops as tail_triton
 
     monkeypatch.setattr(TailSite, "max_tiles", lambda *_: 2)
     monkeypatch.setattr(tail_triton, "_reads_b_early", lambda _: is_early)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from loramux.adapters.image import AdapterImage
-from loramux.adapters.packing import Packing
-from loramux.adapters.reader import CheckedAdapter, read_adapter
+from loramux.adapters.packed.image import AdapterImage
+from loramux.adapters.packed.packing import Packing
+from loramux.adapters.peft.reader import CheckedAdapter, read_adapter
 from loramux.errors import AdapterNotFound, AdapterRefused
-from loramux.types import BaseModelInfo
+from loramux.types.model import BaseModelInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from rich.table import Table
 
 from loramux.cli.doctor_view import say, size_text
 from loramux.cli.registry_options import open_registry, working
-from loramux.data_folder import find_places
+from loramux.config.paths import find_places
 from loramux.errors import InvalidRequest, RegistryConflict
 
 if TYPE_CHECKING:
-    from loramux.adapters.bucket_gc import BucketPlan
     from loramux.registry.registry import Registry
+    from loramux.store.bucket_gc import BucketPlan
 
 DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
 SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -42,11 +42,11 @@ def collect_remote(
     is_empty_right: bool,
 ) -> None:
     with open_registry(registry, data) as opened:
-        from loramux.adapters.bucket_gc import collect_bucket, plan_bucket
-        from loramux.adapters.store_open import refuse_credentials
         from loramux.sources.config import SourceConfig
         from loramux.sources.environment import read_environment
-        from loramux.sources.object_tier import ObjectTier
+        from loramux.store.bucket import ObjectTier
+        from loramux.store.bucket_gc import collect_bucket, plan_bucket
+        from loramux.store.open import refuse_credentials
 
         since = time.time() - parse_duration(older_than)
         url = find_places(registry=registry, data=data, remote_store=remote_store).remote_store

@@ -18,7 +18,7 @@ from loramux.client.errors import (
     Unavailable,
 )
 from loramux.client.replies import ModelCard
-from loramux.serve_values import nearest
+from loramux.config.fields import nearest
 
 BASE = "base"
 COMMANDS = {

@@ -16,8 +16,8 @@ from loramux.cli.doctor_view import show_report
 from loramux.errors import LoramuxError
 
 if TYPE_CHECKING:
-    from loramux.adapters.doctor import Report
-    from loramux.types import BaseModelInfo
+    from loramux.adapters.peft.doctor import Report
+    from loramux.types.model import BaseModelInfo
 
 Progress = Callable[[str, float], None]
 
@@ -79,7 +79,7 @@ def diagnose(
 ) -> Report:
     """What the adapter's files say; needs the base's config but not its weights."""
     # Imported here and below, because torch takes seconds that `--help` should not.
-    from loramux.adapters.doctor import examine
+    from loramux.adapters.peft.doctor import examine
 
     try:
         base = read_base(model, progress)
@@ -118,6 +118,6 @@ def read_base(model: Path | None, progress: Progress | None) -> BaseModelInfo:
 
 
 def refuse(path: Path, base: str, code: str, reason: str) -> Report:
-    from loramux.adapters.doctor import Refusal, Report
+    from loramux.adapters.peft.doctor import Refusal, Report
 
     return Report(folder=str(path), base=base, refusal=Refusal(code, reason, ""))

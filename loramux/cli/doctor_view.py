@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from loramux.adapters.doctor import ModuleReport, Report
+    from loramux.adapters.peft.doctor import ModuleReport, Report
 
 MODULE_PATH = re.compile(r"(?:.*\.)?layers\.(?P<layer>\d+)\.(?P<module>.+)")
 MAX_UNUSED_SHOWN = 8

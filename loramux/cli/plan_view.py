@@ -12,7 +12,7 @@ from rich.text import Text
 from loramux.cli.doctor_view import say, size_text
 
 if TYPE_CHECKING:
-    from loramux.adapters.memory_plan import AdapterSize, MemoryPlan, TierPlan
+    from loramux.capacity.plan import AdapterSize, MemoryPlan, TierPlan
 
 
 def show_plan(plan: MemoryPlan, console: Console) -> None:

@@ -22,8 +22,8 @@ from loramux.cli.registry_options import (
 )
 from loramux.cli.registry_view import reference_text
 from loramux.cli.serve import flag_parameter
-from loramux.serve_config import SETTINGS
-from loramux.serve_file import load_serve_config
+from loramux.config.file import load_serve_config
+from loramux.config.serve import SETTINGS
 from loramux.sources.settings import SOURCE_SETTINGS, source_config
 
 SOURCES_PANEL = "Where it may be fetched from again (lists: one flag for each value)"

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import typer
 
 from loramux.cli.byte_view import ByteView
-from loramux.data_folder import FETCH_FOLDER, find_places
+from loramux.config.paths import FETCH_FOLDER, find_places
 from loramux.sources.config import FetchLimits, HttpConfig, SourceConfig
 
 MaxSizeFlag = Annotated[str, typer.Option(metavar="SIZE", help="Refuse what is larger.")]

@@ -25,9 +25,9 @@ from loramux.cli.registry_options import (
 )
 from loramux.cli.serve_view import show_error
 from loramux.errors import InvalidRequest
+from loramux.receipts.signing import make_key_files, public_key_path
 from loramux.registry.names import CID_PREFIX, DIGEST_DIGITS, CidReference, NameReference
 from loramux.registry.records import ReceiptFilter
-from loramux.signing import make_key_files, public_key_path
 
 if TYPE_CHECKING:
     from loramux.registry.registry import Registry

@@ -21,9 +21,9 @@ from loramux.cli.registry_options import (
     reporting_errors,
 )
 from loramux.errors import InvalidRequest, LoramuxError
-from loramux.receipts import Verdict, check
+from loramux.receipts.receipt import Verdict, check
+from loramux.receipts.signing import read_public_key
 from loramux.registry.records import ReceiptFilter
-from loramux.signing import read_public_key
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

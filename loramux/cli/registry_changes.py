@@ -25,7 +25,7 @@ from loramux.errors import InvalidRequest, RegistryConflict
 from loramux.registry.names import PROD, parse_adapter_name, parse_name_reference
 
 if TYPE_CHECKING:
-    from loramux.adapters.library import AdapterLibrary
+    from loramux.store.library import AdapterLibrary
 
 DEFAULT_GRACE_S = 3600.0
 DEFAULT_REMOTE_GRACE = "24h"

@@ -16,15 +16,15 @@ from rich.progress import Progress as ProgressBar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from loramux.cli.serve_view import show_error
-from loramux.data_folder import FETCH_FOLDER, find_places
+from loramux.config.paths import FETCH_FOLDER, find_places
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.progress import SILENT, ByteSink
 
 if TYPE_CHECKING:
-    from loramux.adapters.library import AdapterLibrary
     from loramux.registry.registry import Registry
     from loramux.sources.config import SourceConfig
     from loramux.sources.download import Progress
+    from loramux.store.library import AdapterLibrary
 
 FAILED, WRONG_USAGE = 1, 2
 # Installed with the extra `registry`, not with the package alone.
@@ -102,11 +102,11 @@ def open_library(
     registry: str | None, data: Path | None, options: StoreOptions = NO_OPTIONS
 ) -> Iterator[AdapterLibrary]:
     with open_registry(registry, data) as opened:
-        from loramux.adapters.library import AdapterLibrary
-        from loramux.adapters.store_intake import StoreLimits
-        from loramux.adapters.store_open import open_store
         from loramux.sources.config import SourceConfig
         from loramux.sources.environment import read_environment
+        from loramux.store.intake import StoreLimits
+        from loramux.store.library import AdapterLibrary
+        from loramux.store.open import open_store
 
         places = find_places(
             registry=registry,

@@ -33,8 +33,8 @@ from loramux.cli.registry_view import (
 from loramux.registry.names import NameReference, check_name
 
 if TYPE_CHECKING:
-    from loramux.adapters.library import AdapterLibrary
-    from loramux.registry.resolution import Choice
+    from loramux.registry.resolve import Choice
+    from loramux.store.library import AdapterLibrary
 
 
 def list_adapters(

@@ -14,10 +14,10 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from loramux.cli.serve_view import ServeView, show_error
+from loramux.config.fields import Kind, flag
+from loramux.config.file import load_serve_config
+from loramux.config.serve import SETTINGS, ServeConfig
 from loramux.errors import InvalidRequest, LoramuxError
-from loramux.serve_config import SETTINGS, ServeConfig
-from loramux.serve_file import load_serve_config
-from loramux.serve_values import Kind, flag
 
 # As a shell reports a process that died of the signal.
 STOPPED_BY_CTRL_C, STOPPED_BY_SIGTERM = 130, 143

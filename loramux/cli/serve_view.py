@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from loramux.cli.doctor_view import printable, say, size_text
-from loramux.serve_config import ServeConfig
+from loramux.config.serve import ServeConfig
 
 MAX_NAMES_SHOWN = 20
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from loramux.backend import AdapterUse
-from loramux.config import EngineConfig, EvictionName
+from loramux.config.engine import EngineConfig, EvictionName
 from loramux.engine.llm import LLM
 from loramux.engine.report import adapter_uses
 from loramux.errors import InvalidRequest
-from loramux.types import RequestOutput, SamplingParams
+from loramux.types.request import RequestOutput
+from loramux.types.sampling import SamplingParams
 
 _PROMPT_KEYS = ("input", "prompt", "prompt_token_ids", "messages")
 

@@ -20,7 +20,7 @@ from loramux.backend import (
     ModelCard,
     failure_of,
 )
-from loramux.config import EngineConfig
+from loramux.config.engine import EngineConfig
 from loramux.engine.calls import PendingCalls
 from loramux.engine.messages import (
     Abort,
@@ -49,7 +49,8 @@ from loramux.engine.process import EngineProcess, OnProgress
 from loramux.engine.streams import JobStream
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import AdapterNotFound, EngineBusy, EngineStopped, LoramuxError
-from loramux.types import FinishReason, Request, SamplingParams
+from loramux.types.request import FinishReason, Request
+from loramux.types.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
 _RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)

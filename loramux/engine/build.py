@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from loramux.adapters.catalog import AdapterRules
-from loramux.adapters.layout import Site, sites_of
-from loramux.adapters.packing import GroupedPacking, Packing, StackedPacking
-from loramux.config import EngineConfig, SchedulerConfig
+from loramux.adapters.packed.dense import Site, sites_of
+from loramux.adapters.packed.packing import GroupedPacking, Packing, StackedPacking
+from loramux.config.engine import EngineConfig, SchedulerConfig
 from loramux.engine.engine import Engine
 from loramux.engine.memory import Clock, build_memory
 from loramux.errors import DoesNotFit
-from loramux.kernels.interface import select_kernels
+from loramux.kernels.ops import select_kernels
 from loramux.lora.merge import LinearKinds, MergeSource, PageDeltas
 from loramux.lora.merge_controller import MergeController
 from loramux.memory.device import default_pool_bytes, host_buffer, total_memory_bytes
@@ -154,7 +154,7 @@ def _geometry(model: LoadedModel, config: EngineConfig) -> KVGeometry:
 
 def _device_plan(model: LoadedModel, config: EngineConfig, sites: tuple[Site, ...]) -> DevicePlan:
     from loramux.engine.build_device import DevicePlan
-    from loramux.models.tail_linear import BLOCK_ROWS, add_tails
+    from loramux.models.augmented_linear import BLOCK_ROWS, add_tails
     from loramux.runner.device_runner import DeviceLimits
 
     if config.lora_tail_ranks:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from loramux.adapters.layout import Site
-from loramux.config import EngineConfig
+from loramux.adapters.packed.dense import Site
+from loramux.config.engine import EngineConfig
 from loramux.engine.memory import EngineMemory
 from loramux.errors import DoesNotFit
-from loramux.lora.device_work import DeviceDirectory
+from loramux.lora.segmented import DeviceDirectory
 from loramux.memory.device import (
     device_memory_bytes,
     is_out_of_memory,
@@ -21,7 +21,8 @@ from loramux.memory.pool import KVGeometry, PagePool
 from loramux.models.loader import LoadedModel
 from loramux.runner.device_runner import DeviceLimits, DeviceRunner
 from loramux.runner.fused_decoder import device_kernels
-from loramux.types import Chunk, SampleRow, SamplingParams, StepPlan
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import Chunk, SampleRow, StepPlan
 
 Progress = Callable[[str, float], None]
 # Adapters on the device at once, and groups of 16 ranks that each has in a layer on average.

@@ -18,11 +18,12 @@ from loramux.errors import DoesNotFit, InvalidRequest, LoramuxError
 from loramux.lora.merge_controller import MergeController
 from loramux.memory.pages import PageAllocator
 from loramux.memory.residency import AdapterResidency
-from loramux.runner.flight import Flight
+from loramux.runner.in_flight import Flight
 from loramux.runner.penalties import check_logit_bias
 from loramux.runner.runner import Runner
 from loramux.scheduler.scheduler import Scheduler
-from loramux.types import Chunk, Request, Selection, StepPlan, TokenEvent
+from loramux.types.request import Request, Selection, TokenEvent
+from loramux.types.step import Chunk, StepPlan
 
 if TYPE_CHECKING:
     from loramux.runner.device_runner import DeviceRunner

@@ -10,7 +10,8 @@ import msgspec
 from loramux.memory.records import LowerTiers
 from loramux.memory.residency import AdapterResidency
 from loramux.memory.tiers import AdapterState
-from loramux.types import Request, RequestFacts, StepPlan, TokenEvent
+from loramux.types.request import Request, RequestFacts, TokenEvent
+from loramux.types.step import StepPlan
 
 _SLOWEST_FIRST = (
     AdapterState.SOURCE,

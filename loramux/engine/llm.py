@@ -11,14 +11,15 @@ from typing import Any, TypeVar, cast
 from tqdm.std import tqdm
 
 from loramux.backend import failure_of
-from loramux.config import EngineConfig
+from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.garbage import FullCollections
 from loramux.engine.outputs import OutputCollector
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import InvalidRequest
 from loramux.models.default_model import default_model_path
-from loramux.types import FinishReason, LoRARequest, Request, RequestOutput, SamplingParams
+from loramux.types.request import FinishReason, LoRARequest, Request, RequestOutput
+from loramux.types.sampling import SamplingParams
 
 # Text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}.
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loramux.adapters.catalog import AdapterCatalog, AdapterRules
-from loramux.adapters.image import AdapterImage
-from loramux.config import EngineConfig
+from loramux.adapters.packed.image import AdapterImage
+from loramux.config.engine import EngineConfig
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.host_tier import HostTier
 from loramux.memory.loader import AdapterLoader

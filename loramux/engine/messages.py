@@ -8,7 +8,7 @@ import msgspec
 
 from loramux import errors
 from loramux.backend import AdapterUse, BaseShapes, TierStats
-from loramux.types import Request, TokenEvent
+from loramux.types.request import Request, TokenEvent
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from loramux.backend import Delta
 from loramux.engine.detokenizer import Detokenizer
 from loramux.engine.tokenizer import Tokenizer
-from loramux.types import (
+from loramux.types.request import (
     CompletionOutput,
     FinishReason,
     Request,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loramux.config import EngineConfig
+from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.engine import Engine
 

@@ -7,7 +7,7 @@ import asyncio
 from loramux.backend import Delta
 from loramux.engine.outputs import OutputCollector
 from loramux.errors import LoramuxError
-from loramux.types import TokenEvent
+from loramux.types.request import TokenEvent
 
 
 class JobStream:

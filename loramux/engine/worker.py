@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from loramux.adapters.catalog import KnownAdapter
-from loramux.config import EngineConfig
+from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.channel import EngineChannel
 from loramux.engine.engine import Engine
@@ -48,7 +48,7 @@ from loramux.errors import LoramuxError
 from loramux.memory.loader import step_back
 from loramux.models.loader import LoadedModel
 from loramux.models.shapes import base_shapes
-from loramux.types import TokenEvent
+from loramux.types.request import TokenEvent
 
 _HEARTBEAT_S = 0.5
 # While nothing happens but loads, the server hears of them this often.

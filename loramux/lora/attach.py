@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from loramux.kernels.interface import LoraKernels, LoraRows, LoraWeights
+from loramux.kernels.ops import LoraKernels, LoraRows, LoraWeights
 from loramux.lora.batch import LoraBatch
 from loramux.lora.stacks import SiteKey
 

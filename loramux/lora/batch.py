@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from loramux.kernels.interface import LoraKernels, LoraRows, LoraWeights, Segment
+from loramux.kernels.ops import LoraKernels, LoraRows, LoraWeights, Segment
 from loramux.lora.stacks import LoraStacks, SiteKey, Stack
 from loramux.memory.records import ResidentAdapter
-from loramux.types import Selection
+from loramux.types.request import Selection
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from loramux.adapters.layout import SitePlace
+from loramux.adapters.packed.dense import SitePlace
 from loramux.lora.stacks import SiteKey
 from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter
-from loramux.types import Selection
+from loramux.types.request import Selection
 
 
 @dataclass(frozen=True, slots=True)

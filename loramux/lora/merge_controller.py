@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from loramux.lora.attach import LoraContext
 from loramux.lora.merge import MergedWeights, MergeSource
 from loramux.lora.merge_policy import MergePolicy, MergeRules, MergeState, StepSample
-from loramux.types import Selection, StepPlan
+from loramux.types.request import Selection
+from loramux.types.step import StepPlan
 
 # While merged weights are made, each step takes longer by this part of itself, or by one site.
 BUILD_SHARE = 0.25

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loramux.errors import InvalidRequest
-from loramux.types import Selection
+from loramux.types.request import Selection
 
 # Steps of about the same cost: powers of two of their rows and of their sequences.
 Shape = tuple[int, int]

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loramux.adapters.layout import AdapterLayout
-from loramux.kernels.interface import LoraSlice, LoraWeights
+from loramux.adapters.packed.dense import AdapterLayout
+from loramux.kernels.ops import LoraSlice, LoraWeights
 from loramux.memory.device import zeros
 from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter

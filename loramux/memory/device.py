@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from loramux.adapters.image import mapped_buffer, mapped_memory
+from loramux.adapters.packed.image import mapped_buffer, mapped_memory
 from loramux.memory.graph_edges import DriverError, GraphEdges
 
 _log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from loramux.adapters.image import AdapterImage, Allocate, mapped_buffer
-from loramux.adapters.image_file import KnownLayouts, OnSlice, read_image, write_image
-from loramux.adapters.packing import Packing
+from loramux.adapters.packed.file import KnownLayouts, OnSlice, read_image, write_image
+from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer
+from loramux.adapters.packed.packing import Packing
 from loramux.errors import AdapterRefused
 from loramux.memory.policies import EvictionPolicy, miss_cost_s
 from loramux.memory.tiers import TierCounters

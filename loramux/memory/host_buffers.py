@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import torch
 
-from loramux.adapters.image import mapped_memory
+from loramux.adapters.packed.image import mapped_memory
 
 
 class HostBuffers:

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
-from loramux.adapters.image import AdapterImage
+from loramux.adapters.packed.image import AdapterImage
 from loramux.errors import DoesNotFit
 from loramux.memory.policies import EvictionPolicy
 from loramux.memory.tiers import TierCounters

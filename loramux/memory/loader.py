@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from loramux.adapters.image import AdapterImage, Allocate, mapped_buffer
+from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer
 from loramux.errors import LoramuxError
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.pace import Pace

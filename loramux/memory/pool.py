@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from loramux.adapters.image_file import SLICE_BYTES
+from loramux.adapters.packed.file import SLICE_BYTES
 from loramux.memory.device import Fence, SideCopier, zeros
 
 

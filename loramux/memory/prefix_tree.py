@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loramux.memory.pages import Owner
-from loramux.types import Selection
+from loramux.types.request import Selection
 
 # (base digest, selection, salt): prefixes of different keys have nothing in common.
 PrefixKey = tuple[str, Selection, str]

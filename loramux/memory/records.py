@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Protocol
 
 from loramux.adapters.catalog import KnownAdapter
-from loramux.adapters.grouped_layout import GroupedLayout
-from loramux.adapters.layout import AdapterLayout
+from loramux.adapters.packed.dense import AdapterLayout
+from loramux.adapters.packed.paged import GroupedLayout
 from loramux.errors import LoramuxError
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.host_tier import HostTier

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from loramux.backend import Backend, Health
 from loramux.metrics.engine import EngineCollector
 from loramux.metrics.traffic import AdapterTraffic, CountedAdapter, Traffic, TrafficCollector
-from loramux.types import FinishReason
+from loramux.types.request import FinishReason
 
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75),

@@ -8,7 +8,7 @@ from typing import Any
 
 from loramux.errors import UnsupportedModel
 from loramux.models.rope import RopeConfig, parse_layer_type_rope, parse_rope
-from loramux.types import BaseModelInfo, TargetModule
+from loramux.types.model import BaseModelInfo, TargetModule
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")

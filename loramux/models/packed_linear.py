@@ -14,7 +14,7 @@ from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
 
 if TYPE_CHECKING:
-    from loramux.kernels.gemm_numba import PackedMatrix
+    from loramux.kernels.cpu_jit.gemm import PackedMatrix
 
 SITES = ("qkv", "o", "gate_up", "down")
 # A single row is a vector product, which the plain weight serves 1.3 to 2.5 times as fast; in
@@ -37,7 +37,7 @@ class PackedLinear(nn.Module):
         self.packed: Tensor | None = None
         self.max_plain_rows = 0 if linear.weight.dtype == torch.bfloat16 else MAX_PLAIN_ROWS
         if has_compiled_product(linear.weight.dtype):
-            from loramux.kernels import gemm_numba
+            from loramux.kernels.cpu_jit import gemm as gemm_numba
 
             self.matrix = gemm_numba.pack(linear.weight.data, linear.bias)
         else:
@@ -48,7 +48,7 @@ class PackedLinear(nn.Module):
         if x.shape[0] <= self.max_plain_rows:
             return F.linear(x, self.weight, self.bias)
         if self.matrix is not None:
-            from loramux.kernels.gemm_numba import multiply
+            from loramux.kernels.cpu_jit.gemm import multiply
 
             return multiply(x, self.matrix)
         return cast(

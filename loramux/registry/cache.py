@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from loramux.registry.names import AdapterName, Reference
 from loramux.registry.records import Resolved
 from loramux.registry.registry import Registry
-from loramux.registry.resolution import Route
+from loramux.registry.resolve import Route
 
 MAX_ROUTES = 100_000
 

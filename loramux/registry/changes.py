@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, text
 
 from loramux.errors import RegistryConflict
-from loramux.registry import adapter_rows, alias_rows
 from loramux.registry.names import AdapterName
 from loramux.registry.records import AliasAction, AliasState, Content, Target, VersionInfo
+from loramux.registry.rows import adapters as adapter_rows
+from loramux.registry.rows import aliases as alias_rows
 
 CHANNEL = "loramux_registry"
 

@@ -14,7 +14,7 @@ from alembic.util import CommandError
 from sqlalchemy import Connection
 
 from loramux.errors import RegistryUnavailable
-from loramux.registry import tables
+from loramux.registry import schema as tables
 
 FOLDER = Path(__file__).parent / "migrations"
 # Not alembic's own default, so that another program's migrations may share the database.

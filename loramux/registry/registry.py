@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from loramux.errors import AdapterNotFound
-from loramux.registry import adapter_rows, alias_rows, receipt_rows, splits, usage_rows
+from loramux.registry import splits
 from loramux.registry.changes import Change
 from loramux.registry.database import Database
-from loramux.registry.faults import find_faults
 from loramux.registry.names import (
     CID_PREFIX,
     DEFAULT_TENANT,
@@ -39,8 +38,13 @@ from loramux.registry.records import (
     Use,
     VersionInfo,
 )
-from loramux.registry.resolution import Route, find_route
+from loramux.registry.resolve import Route, find_route
+from loramux.registry.rows import adapters as adapter_rows
+from loramux.registry.rows import aliases as alias_rows
+from loramux.registry.rows import receipts as receipt_rows
+from loramux.registry.rows import usage as usage_rows
 from loramux.registry.semantic_version import parse_version
+from loramux.registry.verify import find_faults
 from loramux.registry.watch import DEFAULT_POLL_S, Watch
 
 

@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Protocol
 
 from loramux.errors import LoramuxError, RegistryUnavailable
-from loramux.registry import adapter_rows
 from loramux.registry.changes import CHANNEL
 from loramux.registry.database import Database
 from loramux.registry.names import AdapterName
+from loramux.registry.rows import adapters as adapter_rows
 
 DEFAULT_POLL_S = 0.5
 # How often PostgreSQL is asked although nothing was announced: a proxy may drop announcements.

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loramux.kernels.interface import AttendArgs, AttentionKernels, PagedLayout, SequenceRows
-from loramux.kernels.transfer import send
+from loramux.kernels.gpu.transfer import send
+from loramux.kernels.ops import AttendArgs, AttentionKernels, PagedLayout, SequenceRows
 from loramux.memory.pool import PagePool
 from loramux.runner.sampler import prompt_logprobs
-from loramux.types import Chunk, TokenLogprob
+from loramux.types.request import TokenLogprob
+from loramux.types.step import Chunk
 
 # With more rows than this part of all, picking them costs more than it saves.
 _MAX_PICKED_PART = 0.75

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loramux.lora.graph_work import GraphLora, LoraKind
+from loramux.lora.graph_lora import GraphLora, LoraKind
 from loramux.runner.decode_inputs import DecodeInputs
 from loramux.runner.device_sampler import Draws
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
 from loramux.runner.step_graphs import StepGraphs
-from loramux.runner.token_feed import TokenFeed
-from loramux.types import Chunk
+from loramux.runner.token_buffer import TokenFeed
+from loramux.types.step import Chunk
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 # With more of them a card is as fast as its power allows, whenever a kernel is launched.

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loramux.lora.device_work import Ints
-from loramux.runner.packed_words import PackedWords, align
-from loramux.runner.page_lists import PageLists
-from loramux.runner.token_feed import TokenFeed
-from loramux.types import Chunk
+from loramux.lora.segmented import Ints
+from loramux.runner.host_buffer import PackedWords, align
+from loramux.runner.page_tables import PageLists
+from loramux.runner.token_buffer import TokenFeed
+from loramux.types.step import Chunk
 
 
 class DecodeInputs:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from loramux.errors import DoesNotFit
-from loramux.kernels.interface import PagedLayout, SequenceRows
-from loramux.kernels.transfer import send
-from loramux.lora.device_work import DeviceDirectory, LoraDevice, decode_work, prompt_work, row_work
-from loramux.lora.graph_work import GraphLora
-from loramux.lora.tail_work import tail_work
+from loramux.kernels.gpu.transfer import send
+from loramux.kernels.ops import PagedLayout, SequenceRows
+from loramux.lora.augmented_step import tail_work
+from loramux.lora.graph_lora import GraphLora
+from loramux.lora.segmented import DeviceDirectory, LoraDevice, decode_work, prompt_work, row_work
 from loramux.memory.device import (
     device_memory_bytes,
     is_out_of_memory,
@@ -25,12 +25,12 @@ from loramux.models.decoder import Decoder
 from loramux.runner.batch import StepBatch, build_batch, prompt_logprobs_of
 from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits, Progress, is_decode
 from loramux.runner.device_sampler import Draws, choose, draw, finish, is_plain
-from loramux.runner.flight import Flight, Landed, TokensInFlight
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
-from loramux.runner.row_graphs import RowGraphs
+from loramux.runner.in_flight import Flight, Landed, TokensInFlight
+from loramux.runner.prefill_graphs import RowGraphs
 from loramux.runner.sampler import SampleOutput
 from loramux.runner.split_plan import halves, join, with_known
-from loramux.types import SampleRow, StepPlan, StepResult
+from loramux.types.step import SampleRow, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loramux.kernels.transfer import send
+from loramux.kernels.gpu.transfer import send
 from loramux.runner.penalties import changes_logits
 from loramux.runner.sampler import SampleOutput, sample, uniform
-from loramux.types import SampleRow, SamplingParams, TokenLogprob
+from loramux.types.request import TokenLogprob
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import SampleRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from loramux.errors import UnsupportedModel
-from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
-from loramux.kernels.interface import AttendArgs, PagedLayout
-from loramux.lora.tail_work import TailStep
+from loramux.kernels.ops import AttendArgs, PagedLayout
+from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
+from loramux.lora.augmented_step import TailStep
+from loramux.models.augmented_linear import TailLinear, tails_of
 from loramux.models.decoder import Decoder, DecoderLayer
 from loramux.models.layers import Linear, RMSNorm, Rotary
-from loramux.models.tail_linear import TailLinear, tails_of
-from loramux.runner.products import Gated, open_products
-from loramux.runner.site_ops import (
+from loramux.runner.gemm.dispatch import Gated, open_products
+from loramux.runner.linear_ops import (
     DOWN,
     GATE_UP,
     OUT,
@@ -52,28 +52,24 @@ def device_kernels(device: torch.device) -> DeviceKernels:
     That is for tests of what stands above the kernels.
     """
     try:
-        from loramux.kernels import (
-            attention_triton,
-            fused_triton,
-            gate_up_triton,
-            launch_triton,
-            lora_triton,
-            sampling_triton,
-            tail_triton,
-        )
+        from loramux.kernels.gpu import elementwise as fused_triton
+        from loramux.kernels.gpu import pdl as launch_triton
+        from loramux.kernels.gpu import sampling as sampling_triton
+        from loramux.kernels.gpu.attention import ops as attention_triton
+        from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
+        from loramux.kernels.gpu.lora import segmented as lora_triton
+        from loramux.kernels.gpu.lora_augmented import ops as tail_triton
     except ImportError as error:
         raise UnsupportedModel(
             f"Serving on {device} needs Triton, which cannot be imported ({error}). "
             "Install a torch build for this GPU, or serve with --device cpu."
         ) from error
     if device.type == "cpu":
-        from loramux.kernels import (
-            fused_torch,
-            gate_up_torch,
-            lora_grouped_torch,
-            sampling_torch,
-            tail_torch,
-        )
+        from loramux.kernels.reference import elementwise as fused_torch
+        from loramux.kernels.reference import lora_augmented as tail_torch
+        from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+        from loramux.kernels.reference import sampling as sampling_torch
+        from loramux.kernels.reference import swiglu as gate_up_torch
 
         return DeviceKernels(
             attention=attention_triton,

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from loramux.kernels.fused_torch import Norm
-from loramux.kernels.interface import (
+from loramux.kernels.ops import (
     AttendArgs,
     Kernels,
     LoraRows,
@@ -20,6 +19,7 @@ from loramux.kernels.interface import (
     Rows,
     empty_rows,
 )
+from loramux.kernels.reference.elementwise import Norm
 from loramux.lora.attach import LoraLinear
 from loramux.models.decoder import Decoder, DecoderLayer
 from loramux.models.layers import RMSNorm, Rotary
@@ -223,7 +223,7 @@ def _compiled_sites(decoder: Decoder) -> Any:
     """The products that know of adapters; None: others compute them."""
     if not has_compiled_product(decoder.dtype):
         return None
-    from loramux.kernels import site_numba
+    from loramux.kernels.cpu_jit import linear as site_numba
 
     return site_numba
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from loramux.types import TokenLogprob
+from loramux.types.request import TokenLogprob
 
 ROWS_AT_ONCE = 64
 """Bounds the working memory, which is a few times that of the logits it looks at."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from loramux.errors import InvalidRequest
-from loramux.types import SampleRow, SamplingParams
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import SampleRow
 
 
 def changes_logits(params: SamplingParams) -> bool:

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from loramux.kernels.interface import Kernels
+from loramux.kernels.ops import Kernels
 from loramux.lora.attach import LoraContext, attach
 from loramux.lora.batch import LoraBatch, RowRun, gather_batch
 from loramux.lora.stacks import LoraStacks
@@ -24,10 +24,11 @@ from loramux.runner.batch import (
     prompt_logprobs_of,
     rows_read,
 )
-from loramux.runner.flight import Flight, Landed
+from loramux.runner.in_flight import Flight, Landed
 from loramux.runner.jit_decoder import JitDecoder
 from loramux.runner.sampler import sample
-from loramux.types import StepPlan, StepResult, TokenLogprob
+from loramux.types.request import TokenLogprob
+from loramux.types.step import StepPlan, StepResult
 
 
 class Runner:

@@ -16,7 +16,9 @@ from loramux.runner.logprobs import ROWS_AT_ONCE, token_logprobs
 from loramux.runner.penalties import adjust_logits, changes_logits
 from loramux.runner.sampler_candidates import column, draw_among_best, inverse_cdf, temperatures
 from loramux.runner.sampler_filters import drop_filtered
-from loramux.types import SampleRow, SamplingParams, TokenLogprob
+from loramux.types.request import TokenLogprob
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import SampleRow
 
 MASK_64 = (1 << 64) - 1
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from loramux.types import SamplingParams
+from loramux.types.sampling import SamplingParams
 
 
 def draw_among_best(

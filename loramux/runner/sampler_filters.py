@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from loramux.runner.sampler_candidates import column, kept_prefix, lowest_scaled
-from loramux.types import SamplingParams
+from loramux.types.sampling import SamplingParams
 
 NUM_BUCKETS = 2048
 BUCKET_SPAN = 24.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from loramux.types import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
+from loramux.types.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
 
 
 def with_known(plan: StepPlan, token_ids: Mapping[int, int]) -> StepPlan:

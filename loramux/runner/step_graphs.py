@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from loramux.lora.graph_work import LoraKind
+from loramux.lora.graph_lora import LoraKind
 from loramux.memory.device import GraphMaker
-from loramux.runner.products import Products
+from loramux.runner.gemm.dispatch import Products
 
 Work = Callable[[], None]
 Key = tuple[int, LoraKind]

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from loramux.config import SchedulerConfig
+from loramux.config.engine import SchedulerConfig
 from loramux.errors import LoramuxError
 from loramux.scheduler.batch import AdapterGate, Batch, PageRoom
 from loramux.scheduler.fairness import Debtors, Tenure
 from loramux.scheduler.queue import Candidates, Lane, WaitingQueue
-from loramux.scheduler.running_lanes import RunningLanes
+from loramux.scheduler.running_queues import RunningLanes
 from loramux.scheduler.sequence import Sequence
 
 # Lanes that a step looks at for loads that failed.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as TokenIds
 from typing import Protocol
 
-from loramux.config import SchedulerConfig
+from loramux.config.engine import SchedulerConfig
 from loramux.memory.pages import Owner, PageAllocator
 from loramux.memory.prefix import PrefixKey, PrefixLease
 from loramux.scheduler.sequence import Sequence

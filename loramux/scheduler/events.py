@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from loramux.scheduler.sequence import Sequence
-from loramux.types import FinishReason, StepResult, TokenEvent
+from loramux.types.request import FinishReason, TokenEvent
+from loramux.types.step import StepResult
 
 
 def token_event(

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from loramux.errors import InvalidRequest
-from loramux.types import Request
+from loramux.types.request import Request
 
 PROMPT_TOKEN_COST = 1.0
 # A token of output occupies a place in the batch for a whole step.

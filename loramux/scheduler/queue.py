@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from loramux.scheduler.fairness import Standing
 from loramux.scheduler.sequence import Sequence
-from loramux.types import Selection
+from loramux.types.request import Selection
 
 Rank = tuple[float, ...]
 _arrival = attrgetter("sequence_id")

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 
-from loramux.config import SchedulerConfig
+from loramux.config.engine import SchedulerConfig
 from loramux.errors import DoesNotFit, InvalidRequest
 from loramux.memory.pages import Owner, PageAllocator
 from loramux.memory.prefix import PrefixLease
@@ -22,14 +22,8 @@ from loramux.scheduler.events import (
 )
 from loramux.scheduler.fairness import OUTPUT_TOKEN_COST, FairShares, check_shares
 from loramux.scheduler.sequence import Sequence
-from loramux.types import (
-    UNKNOWN_TOKEN,
-    Chunk,
-    Request,
-    StepPlan,
-    StepResult,
-    TokenEvent,
-)
+from loramux.types.request import Request, TokenEvent
+from loramux.types.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
 
 # An adapter keeps this part of all places against others of its tenant: among hundreds of adapters
 # one has two requests in the batch and another none by chance, and to change that over and over

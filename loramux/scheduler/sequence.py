@@ -7,7 +7,8 @@ import math
 from loramux.memory.pages import Owner
 from loramux.memory.prefix import PrefixLease
 from loramux.scheduler.fairness import PROMPT_TOKEN_COST, Standing, Tenure
-from loramux.types import UNKNOWN_TOKEN, Chunk, Request, SampleRow, TokenLogprob
+from loramux.types.request import Request, TokenLogprob
+from loramux.types.step import UNKNOWN_TOKEN, Chunk, SampleRow
 
 _CHOICE_STRIDE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1

@@ -20,7 +20,7 @@ from loramux.server.naming import find_named
 from loramux.server.openapi import answering
 from loramux.server.registry_bodies import RegistryEntry, registry_entry
 from loramux.server.warming import warm_up
-from loramux.wire import AdapterEntry, AdapterList
+from loramux.server.wire import AdapterEntry, AdapterList
 
 ADDED, BUSIEST = "added", "busiest"
 ORDERS = (ADDED, BUSIEST)

@@ -21,7 +21,7 @@ from loramux.server.refusals import noting_refusals
 from loramux.server.serving_bodies import ServedChat, ServedChatChunk
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.server.usage import UsageCount
-from loramux.wire import (
+from loramux.server.wire import (
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,

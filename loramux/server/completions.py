@@ -22,13 +22,13 @@ from loramux.server.refusals import noting_refusals
 from loramux.server.serving_bodies import ServedCompletion
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.server.usage import UsageCount
-from loramux.types import TokenLogprob
-from loramux.wire import (
+from loramux.server.wire import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
     Usage,
 )
+from loramux.types.request import TokenLogprob
 
 COMPLETION = PromptKind(id_prefix="cmpl", param="prompt", default_max_tokens=16)
 

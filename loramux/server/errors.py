@@ -31,7 +31,7 @@ from loramux.errors import (
     StoreDamaged,
     StoreFull,
 )
-from loramux.wire import ErrorBody, ErrorInfo
+from loramux.server.wire import ErrorBody, ErrorInfo
 
 
 class NotServed(LoramuxError):

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from loramux.backend import Backend, Delta, Job, failure_of
 from loramux.errors import AdapterRefused, EngineBusy, EngineStopped, LoramuxError
 from loramux.metrics.server import Metrics
-from loramux.receipts import ServingStatus
+from loramux.receipts.receipt import ServingStatus
 from loramux.server.serving import ServingRecord
 from loramux.server.usage import UsageCount
-from loramux.types import FinishReason, TokenLogprob
-from loramux.wire import Usage
+from loramux.server.wire import Usage
+from loramux.types.request import FinishReason, TokenLogprob
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
 """(which job, delta)"""

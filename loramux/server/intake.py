@@ -29,8 +29,8 @@ from loramux.server.sampling import (
 from loramux.server.selection import Selected, select
 from loramux.server.serving import Arrival, Served, ServingRecord
 from loramux.server.terms import Terms, read_terms
-from loramux.types import SamplingParams
-from loramux.wire import GenerationRequest, StreamOptions
+from loramux.server.wire import GenerationRequest, StreamOptions
+from loramux.types.sampling import SamplingParams
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loramux.backend import TextCodec
-from loramux.types import TokenLogprob
-from loramux.wire import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from loramux.server.wire import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from loramux.types.request import TokenLogprob
 
 # JSON has no -Infinity.
 LOWEST = -9999.0

@@ -15,7 +15,7 @@ from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.naming import given_adapters
 from loramux.server.openapi import answering
-from loramux.wire import ModelEntry, ModelList
+from loramux.server.wire import ModelEntry, ModelList
 
 # Of a registry: a list is for people, and requests may name any of the others too.
 MAX_LISTED = 1000

@@ -9,8 +9,8 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from loramux.adapters.memory_plan import MemoryPlan
-from loramux.receipts import Receipt
+from loramux.capacity.plan import MemoryPlan
+from loramux.receipts.receipt import Receipt
 from loramux.server.registry_bodies import (
     AliasEntry,
     PromoteRequest,
@@ -30,7 +30,7 @@ from loramux.server.serving_bodies import (
     ServedChatChunk,
     ServedCompletion,
 )
-from loramux.wire import (
+from loramux.server.wire import (
     AdapterEntry,
     AdapterList,
     ChatChunk,

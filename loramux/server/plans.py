@@ -10,16 +10,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.adapters.memory_plan import EvictedNow, MemoryPlan
-from loramux.adapters.plan_request import Budgets, Fleet, PlannedBase, parse_targets
-from loramux.adapters.planning import plan_memory
 from loramux.backend import AdapterUse, EngineStats, ModelCard
-from loramux.config import parse_bytes
+from loramux.capacity.plan import EvictedNow, MemoryPlan
+from loramux.capacity.planner import plan_memory
+from loramux.capacity.request import Budgets, Fleet, PlannedBase, parse_targets
+from loramux.config.engine import parse_bytes
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.server.body import json_response, read_json
 from loramux.server.context import Context
 from loramux.server.openapi import taking
-from loramux.wire import PlanRequest
+from loramux.server.wire import PlanRequest
 
 MAX_NAMES = 20
 MAX_RANKS = 1000

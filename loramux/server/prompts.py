@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.sampling import AskedLength
-from loramux.wire import ChatRequest, TokenizeRequest
+from loramux.server.wire import ChatRequest, TokenizeRequest
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
-from loramux.receipts import Receipt
+from loramux.receipts.receipt import Receipt
 from loramux.registry.names import CID_PREFIX
 from loramux.registry.records import ReceiptFilter
 from loramux.server.body import json_response

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from starlette.requests import ClientDisconnect, Request
 
 from loramux.backend import Health
-from loramux.receipts import ServingStatus
+from loramux.receipts.receipt import ServingStatus
 from loramux.server.context import Context
 from loramux.server.selection import Selected
 from loramux.server.serving import Arrival, Served, ServingRecord
 from loramux.server.serving_bodies import RunRequest
 from loramux.server.terms import known_tenant
-from loramux.wire import GenerationRequest
+from loramux.server.wire import GenerationRequest
 
 MAX_ASKED_CHARACTERS = 200
 

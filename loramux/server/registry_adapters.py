@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from loramux.adapters.library import AdapterLibrary
 from loramux.backend import AdapterCard, Backend
 from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged
 from loramux.registry.cache import RouteCache
@@ -18,6 +17,7 @@ from loramux.registry.names import CID_PREFIX, NAME, AdapterName, Reference
 from loramux.registry.records import Resolved
 from loramux.registry.registry import Registry
 from loramux.registry.watch import DEFAULT_POLL_S, Watch
+from loramux.store.library import AdapterLibrary
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.adapters.library import Pushed
-from loramux.data_folder import FETCH_FOLDER
+from loramux.config.paths import FETCH_FOLDER
 from loramux.registry.names import AdapterName, parse_adapter_name, parse_name_reference
 from loramux.registry.records import AliasState
 from loramux.registry.registry import Registry
@@ -32,6 +31,7 @@ from loramux.server.registry_bodies import (
 )
 from loramux.server.warming import warm_up
 from loramux.sources.parse import lasting_name
+from loramux.store.library import Pushed
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from loramux.server.context import Context
 from loramux.server.errors import NotJson
 from loramux.server.local_sources import local_folder
 from loramux.server.naming import is_given
-from loramux.wire import ErrorBody, ErrorInfo
+from loramux.server.wire import ErrorBody, ErrorInfo
 
 INVALID_INPUT = "InvalidUserInput"
 NOT_FOUND_CODES = ("config_missing",)

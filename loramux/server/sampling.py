@@ -9,8 +9,8 @@ import msgspec
 
 from loramux.errors import InvalidRequest
 from loramux.server.body import decode
-from loramux.types import MAX_LOGPROBS, SamplingParams
-from loramux.wire import ChatRequest, CompletionRequest, GenerationRequest
+from loramux.server.wire import ChatRequest, CompletionRequest, GenerationRequest
+from loramux.types.sampling import MAX_LOGPROBS, SamplingParams
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024

@@ -12,7 +12,7 @@ from loramux.server.errors import NotServed
 from loramux.server.naming import NOBODY, Asker, find_named
 from loramux.server.registry_adapters import label_of
 from loramux.server.serving_bodies import RunRequest
-from loramux.wire import GenerationRequest
+from loramux.server.wire import GenerationRequest
 
 MAX_WEIGHT = 100.0
 

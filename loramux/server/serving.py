@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import UNSET
 
-from loramux import receipts
 from loramux.backend import Delta, Job
-from loramux.receipts import Receipt, ServedAdapter, ServingStatus, base_label
+from loramux.receipts import receipt as receipts
+from loramux.receipts.receipt import Receipt, ServedAdapter, ServingStatus, base_label
 from loramux.registry.names import DEFAULT_TENANT
 from loramux.registry.records import Resolved
 from loramux.server.errors import error_info
 from loramux.server.usage import UsageCount
-from loramux.types import RequestFacts
+from loramux.types.request import RequestFacts
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from loramux.receipts import Receipt
-from loramux.wire import ChatChunk, ChatCompletion, Completion, GenerationRequest, Usage
+from loramux.receipts.receipt import Receipt
+from loramux.server.wire import ChatChunk, ChatCompletion, Completion, GenerationRequest, Usage
 
 
 class ServedChat(ChatCompletion, kw_only=True):

@@ -15,7 +15,7 @@ from loramux.backend import Health, TierStats
 from loramux.server.body import json_response
 from loramux.server.context import Context
 from loramux.server.openapi import answering, deep_parameter, health_answers, text_answer
-from loramux.wire import EngineReport, HealthReport, TierEntry, VersionReport
+from loramux.server.wire import EngineReport, HealthReport, TierEntry, VersionReport
 
 _log = logging.getLogger(__name__)
 YES = frozenset({"1", "true", "yes", "on"})

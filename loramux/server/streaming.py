@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from loramux.errors import LoramuxError
 from loramux.server.errors import error_info
-from loramux.wire import ErrorBody
+from loramux.server.wire import ErrorBody
 
 T = TypeVar("T")
 Events = AsyncGenerator[bytes, None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 
 from loramux.errors import InvalidRequest
-from loramux.wire import GenerationRequest
+from loramux.server.wire import GenerationRequest
 
 MAX_TENANT_CHARACTERS = 128
 # Salts are kept as long as the prefixes that they keep apart.

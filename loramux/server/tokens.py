@@ -14,7 +14,7 @@ from loramux.server.context import Context
 from loramux.server.openapi import answering, taking
 from loramux.server.prompts import check_token_ids, encode_messages, encode_prompt, off_loop
 from loramux.server.selection import select_model
-from loramux.wire import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from loramux.server.wire import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loramux.backend import Delta, Job
-from loramux.wire import PromptTokensDetails, Usage
+from loramux.server.wire import PromptTokensDetails, Usage
 
 
 class UsageCount:

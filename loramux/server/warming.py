@@ -13,7 +13,7 @@ from loramux.server.context import Context
 from loramux.server.generation import submit
 from loramux.server.naming import full_name
 from loramux.server.registry_adapters import RegistryAdapters
-from loramux.types import SamplingParams
+from loramux.types.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from loramux.errors import SourceFailed, SourceRefused
-from loramux.sources.origin import Checksum, RemoteFile
+from loramux.sources.origins.base import Checksum, RemoteFile
 from loramux.sources.refusals import SourceCode, archive_refused, pickle_refused, too_large
 from loramux.sources.source_id import CONFIG_NAME
 

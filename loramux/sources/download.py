@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from loramux.errors import SourceFailed
 from loramux.sources.config import FetchLimits
 from loramux.sources.content import HEAD_BYTES, check_start
-from loramux.sources.origin import Origin, RemoteFile, SourceChanged
+from loramux.sources.origins.base import Origin, RemoteFile, SourceChanged
 from loramux.sources.partial import Part, PartialFile
 from loramux.sources.refusals import too_large
 from loramux.sources.retry import Backoff, Deadline

@@ -12,11 +12,11 @@ from loramux.errors import LoramuxError, SourceFailed, SourceNotFound
 from loramux.sources.config import FetchLimits, SourceConfig
 from loramux.sources.content import check_file, check_sizes, max_bytes_of
 from loramux.sources.download import Download, Meter, Progress
-from loramux.sources.http_origin import HttpOrigin
-from loramux.sources.hub_origin import HubOrigin
-from loramux.sources.local_origin import LocalOrigin
-from loramux.sources.object_origin import ObjectOrigin
-from loramux.sources.origin import Origin, RemoteFile, SourceChanged, find_adapter
+from loramux.sources.origins.base import Origin, RemoteFile, SourceChanged, find_adapter
+from loramux.sources.origins.bucket import ObjectOrigin
+from loramux.sources.origins.http import HttpOrigin
+from loramux.sources.origins.hub import HubOrigin
+from loramux.sources.origins.local import LocalOrigin
 from loramux.sources.partial import Staging
 from loramux.sources.retry import SYSTEM_TIMING, Backoff, Deadline, Timing, retrying
 from loramux.sources.secret import scrub_error

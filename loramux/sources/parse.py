@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from loramux.errors import SourceForbidden, SourceNotFound, SourceRefused
 from loramux.sources.config import DEFAULT_PORTS, HttpConfig, SourceConfig
-from loramux.sources.local_paths import find_under_roots
+from loramux.sources.origins.local_paths import find_under_roots
 from loramux.sources.refusals import SourceCode, bad_form
 from loramux.sources.source_id import (
     BUCKET_KINDS,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from loramux.errors import InvalidRequest, SourceFailed, StoreFull
-from loramux.sources.origin import RemoteFile
+from loramux.sources.origins.base import RemoteFile
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LOCK_TRIES = 100

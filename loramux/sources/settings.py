@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from loramux.serve_config import ServeConfig
+from loramux.config.serve import ServeConfig
 from loramux.sources.config import (
     AzureConfig,
     FetchLimits,

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from loramux.adapters.store import ContentStore
+from loramux.store.store import ContentStore
 from tests.registry_scene import Scene, ask, client_of, push
 
 TENANTS = ("alice", "bob")

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from loramux.adapters.library import AdapterLibrary
-from loramux.adapters.store import ContentStore
 from loramux.errors import AdapterNotFound
 from loramux.registry.registry import Registry
+from loramux.store.library import AdapterLibrary
+from loramux.store.store import ContentStore
 from tests.kill_worker import ADAPTER
 from tests.postgres_server import PostgresServer
 from tests.postgres_server import postgres_server as postgres_server

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from loramux.adapters.store import ContentStore
+from loramux.store.store import ContentStore
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import peft_logits, save_model_with_tokenizer
 from tests.serve_factory import RunningServer, running_server

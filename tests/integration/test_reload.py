@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from loramux.backend import Delta, Job
-from loramux.config import EngineConfig
+from loramux.config.engine import EngineConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
-from loramux.types import SamplingParams
+from loramux.types.sampling import SamplingParams
 from tests.adapter_factory import make_peft_adapter
 from tests.engine_factory import make_prompt, peft_logits, save_model_with_tokenizer
 

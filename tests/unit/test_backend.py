@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from loramux.backend import Backend, Delta, failure_of
-from loramux.config import EngineConfig
+from loramux.config.engine import EngineConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.errors import AdapterRefused, DoesNotFit, LoramuxError, RequestTimeout
-from loramux.types import FinishReason
+from loramux.types.request import FinishReason
 
 
 def test_the_engine_offers_all_that_a_server_asks_for() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from loramux.config import EngineConfig, SchedulerConfig, parse_bytes
+from loramux.config.engine import EngineConfig, SchedulerConfig, parse_bytes
 from loramux.errors import InvalidRequest
 
 

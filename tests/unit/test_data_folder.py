@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.data_folder import find_places
+from loramux.config.paths import find_places
 
 
 def test_what_is_given_wins_over_the_environment() -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from loramux.serve_config import SETTINGS
-from loramux.serve_file import load_serve_config
-from loramux.serve_values import Kind, flag
+from loramux.config.fields import Kind, flag
+from loramux.config.file import load_serve_config
+from loramux.config.serve import SETTINGS
 from loramux.server import sampling
 from loramux.server.errors import HTTP_STATUS
 from tests.serve_factory import RunningServer, running_server

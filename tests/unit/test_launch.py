@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from loramux.data_folder import REGISTRY_VARIABLE
+from loramux.config.fields import LoraModule
+from loramux.config.paths import REGISTRY_VARIABLE
+from loramux.config.serve import ServeConfig
 from loramux.errors import AdapterNotFound, InvalidRequest, StoreFull
 from loramux.launch import _listen, opened_registry, serve, server_options
+from loramux.receipts.signing import make_key_files
 from loramux.registry.registry import Registry
-from loramux.serve_config import ServeConfig
-from loramux.serve_values import LoraModule
-from loramux.signing import make_key_files
 from tests.store_factory import write_tiny
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loramux.adapters.store import ContentStore
 from loramux.progress import SILENT
+from loramux.store.store import ContentStore
 from tests.store_factory import FolderTier, write_tiny
 
 

@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux import receipts
-from loramux.receipts import Receipt, Verdict, base_label, check, sign, signed, verify
+from loramux.receipts import receipt as receipts
+from loramux.receipts.receipt import Receipt, Verdict, base_label, check, sign, signed, verify
 from tests.receipt_factory import make_receipt
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))

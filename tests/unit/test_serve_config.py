@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from loramux.config import EngineConfig
-from loramux.serve_config import SETTINGS, ServeConfig
-from loramux.serve_file import load_serve_config
-from loramux.serve_values import CHECKS, flag
+from loramux.config.engine import EngineConfig
+from loramux.config.fields import CHECKS, flag
+from loramux.config.file import load_serve_config
+from loramux.config.serve import SETTINGS, ServeConfig
 
 
 def test_every_setting_has_help_and_a_check() -> None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from loramux.config.fields import LoraModule
+from loramux.config.file import load_serve_config
+from loramux.config.serve import ServeConfig
 from loramux.errors import InvalidRequest
-from loramux.serve_config import ServeConfig
-from loramux.serve_file import load_serve_config
-from loramux.serve_values import LoraModule
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from loramux.config.fields import LoraModule
+from loramux.config.limits import AT_LEAST_ONE, limits_of
+from loramux.config.serve import ServeConfig
 from loramux.errors import InvalidRequest
-from loramux.serve_config import ServeConfig
-from loramux.serve_limits import AT_LEAST_ONE, limits_of
-from loramux.serve_values import LoraModule
 
 
 def test_the_defaults_are_possible() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from loramux.config.fields import CHECKS, Kind, LoraModule, nearest, parse_lora_module
 from loramux.errors import InvalidRequest
-from loramux.serve_values import CHECKS, Kind, LoraModule, nearest, parse_lora_module
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from loramux.errors import InvalidRequest
-from loramux.types import Chunk, LoRARequest, Request, SamplingParams, StepPlan
+from loramux.types.request import LoRARequest, Request
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import Chunk, StepPlan
 
 OUT_OF_RANGE = [
     {"n": 0},

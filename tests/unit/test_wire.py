@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from loramux import wire
+from loramux.server import wire
 
 
 def encoded(value: msgspec.Struct) -> object:

@@ -9,11 +9,11 @@ from uuid import uuid4
 
 import pytest
 
-from loramux.adapters.bucket_gc import BucketPlan, cid_of, collect_bucket, is_blob, plan_bucket
-from loramux.adapters.store import ContentStore
 from loramux.sources.config import S3Config, SourceConfig
-from loramux.sources.object_tier import ObjectTier
 from loramux.sources.secret import Secret
+from loramux.store.bucket import ObjectTier
+from loramux.store.bucket_gc import BucketPlan, cid_of, collect_bucket, is_blob, plan_bucket
+from loramux.store.store import ContentStore
 from tests.s3_server import S3Server
 from tests.s3_server import s3_server as s3_server
 from tests.store_factory import write_tiny

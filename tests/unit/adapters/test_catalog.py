@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from loramux.adapters.catalog import AdapterCatalog, AdapterRules
-from loramux.adapters.image import AdapterImage, pack_adapter
-from loramux.adapters.layout import sites_of
-from loramux.adapters.packing import StackedPacking
-from loramux.adapters.reader import read_adapter
+from loramux.adapters.packed.dense import sites_of
+from loramux.adapters.packed.image import AdapterImage, pack_adapter
+from loramux.adapters.packed.packing import StackedPacking
+from loramux.adapters.peft.reader import read_adapter
 from loramux.errors import AdapterNotFound, AdapterRefused
 from tests.adapter_factory import (
     lora_config_dict,

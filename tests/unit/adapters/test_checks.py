@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loramux.adapters.checks import MatchedTensors, match_tensors
-from loramux.adapters.peft_config import parse_config
-from loramux.adapters.safetensors_header import TensorEntry
-from loramux.adapters.targets import plan_modules
+from loramux.adapters.peft.config import parse_config
+from loramux.adapters.peft.safetensors_header import TensorEntry
+from loramux.adapters.peft.targets import plan_modules
+from loramux.adapters.peft.tensors import MatchedTensors, match_tensors
 from loramux.errors import AdapterRefused
 from tests.adapter_factory import (
     lora_config_dict,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loramux.adapters.doctor import describe, examine
-from loramux.adapters.reader import read_adapter
+from loramux.adapters.peft.doctor import describe, examine
+from loramux.adapters.peft.reader import read_adapter
 from tests.adapter_factory import (
     lora_config_dict,
     lora_tensors,

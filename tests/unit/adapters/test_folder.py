@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.adapters.folder import find_file, open_folder, refusing_os_errors
+from loramux.adapters.peft.folder import find_file, open_folder, refusing_os_errors
 from loramux.errors import AdapterNotFound, AdapterRefused
 
 

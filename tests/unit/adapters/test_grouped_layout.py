@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.grouped_layout import (
+from loramux.adapters.packed.dense import fused_sites, sites_of
+from loramux.adapters.packed.paged import (
     ALIGN_ELEMENTS,
     GROUP_RANKS,
     GroupedLayout,
@@ -19,10 +20,9 @@ from loramux.adapters.grouped_layout import (
     plan_groups,
     tabulate,
 )
-from loramux.adapters.layout import fused_sites, sites_of
-from loramux.adapters.reader import CheckedAdapter, read_adapter
+from loramux.adapters.peft.reader import CheckedAdapter, read_adapter
 from loramux.errors import AdapterRefused, DoesNotFit
-from loramux.kernels.short_floats_torch import read_short
+from loramux.kernels.reference.fp12 import read_short
 from tests.adapter_factory import make_peft_adapter, tiny_base_info, tiny_llama_config
 
 BASE = tiny_base_info(tiny_llama_config())

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.adapters.image import mapped_buffer, pack_adapter
-from loramux.adapters.layout import sites_of
-from loramux.adapters.reader import read_adapter
+from loramux.adapters.packed.dense import sites_of
+from loramux.adapters.packed.image import mapped_buffer, pack_adapter
+from loramux.adapters.peft.reader import read_adapter
 from tests.adapter_factory import make_peft_adapter, tiny_base_info, tiny_llama_config
 
 BASE = tiny_base_info(tiny_llama_config())

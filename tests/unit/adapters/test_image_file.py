@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.adapters import image_file
-from loramux.adapters.image import AdapterImage, mapped_buffer
-from loramux.adapters.image_file import KnownLayouts, read_image, write_image
-from loramux.adapters.layout import Site, plan_layout
-from loramux.adapters.packing import StackedPacking
+from loramux.adapters.packed import file as image_file
+from loramux.adapters.packed.dense import Site, plan_layout
+from loramux.adapters.packed.file import KnownLayouts, read_image, write_image
+from loramux.adapters.packed.image import AdapterImage, mapped_buffer
+from loramux.adapters.packed.packing import StackedPacking
 from loramux.errors import AdapterRefused
 
 SITES = (

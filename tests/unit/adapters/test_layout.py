@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.layout import Site, plan_layout
+from loramux.adapters.packed.dense import Site, plan_layout
 
 SITES = (
     Site(

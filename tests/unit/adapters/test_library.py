@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from loramux.adapters.library import AdapterLibrary
-from loramux.adapters.store import ContentStore
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -20,6 +18,8 @@ from loramux.errors import (
 )
 from loramux.registry.records import Use
 from loramux.registry.registry import Registry
+from loramux.store.library import AdapterLibrary
+from loramux.store.store import ContentStore
 from tests.registry_factory import FakeClock
 from tests.store_factory import FolderTier, all_files, damage, tiny_weights, write_tiny
 
@@ -164,7 +164,7 @@ def test_the_library_comes_without_a_database_driver() -> None:
 import sys
 for name in ("sqlalchemy", "alembic", "psycopg", "redis", "torch"):
     sys.modules[name] = None
-import loramux.adapters.library, loramux.adapters.store_redis
+import loramux.store.library, loramux.store.redis
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.manifest import FileDigest, compute_cid, make_manifest
-from loramux.adapters.peft_config import parse_config
+from loramux.adapters.identity import FileDigest, compute_cid, make_manifest
+from loramux.adapters.peft.config import parse_config
 from tests.adapter_factory import lora_config_dict
 
 WEIGHTS = "adapter_model.safetensors"

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import msgspec
 
-from loramux.adapters.memory_plan import EvictedNow, MemoryPlan
-from loramux.adapters.plan_request import Budgets, Fleet, PlannedBase
-from loramux.adapters.planning import plan_memory
 from loramux.backend import BaseShapes, ProjectionShape
+from loramux.capacity.plan import EvictedNow, MemoryPlan
+from loramux.capacity.planner import plan_memory
+from loramux.capacity.request import Budgets, Fleet, PlannedBase
 
 SHAPES = BaseShapes(
     num_layers=2,

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.adapters.image import mapped_buffer
-from loramux.adapters.layout import fused_sites, sites_of
-from loramux.adapters.packing import GroupedPacking, Packing, StackedPacking
-from loramux.adapters.reader import read_adapter
+from loramux.adapters.packed.dense import fused_sites, sites_of
+from loramux.adapters.packed.image import mapped_buffer
+from loramux.adapters.packed.packing import GroupedPacking, Packing, StackedPacking
+from loramux.adapters.peft.reader import read_adapter
 from tests.adapter_factory import (
     lora_config_dict,
     lora_tensors,

@@ -4,8 +4,8 @@ import json
 import subprocess
 import sys
 
-from loramux.adapters import pattern_scan
-from loramux.adapters.pattern_scan import scan
+from loramux.adapters.peft import pattern_scan
+from loramux.adapters.peft.pattern_scan import scan
 
 KEYS = ["layers.0.q_proj", "layers.12.v_proj", "norm"]
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.adapters import patterns
-from loramux.adapters.patterns import ENDLESS, MAX_STEPS_HERE, first_matches, worst_steps
+from loramux.adapters.peft import patterns
+from loramux.adapters.peft.patterns import ENDLESS, MAX_STEPS_HERE, first_matches, worst_steps
 from loramux.errors import AdapterRefused
 
 KEYS = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(32) for name in "qkvo"]

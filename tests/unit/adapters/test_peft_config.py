@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loramux.adapters.peft_config import decode_json, parse_config, read_config
+from loramux.adapters.peft.config import decode_json, parse_config, read_config
 from loramux.errors import AdapterRefused
 from tests.adapter_factory import lora_config_dict, write_adapter
 

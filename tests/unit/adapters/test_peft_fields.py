@@ -8,8 +8,8 @@ import json
 import peft
 import pytest
 
-from loramux.adapters.peft_config import parse_config
-from loramux.adapters.peft_fields import HARMLESS, HONOURED, REFUSED
+from loramux.adapters.peft.config import parse_config
+from loramux.adapters.peft.fields import HARMLESS, HONOURED, REFUSED
 from loramux.errors import AdapterRefused
 from tests.adapter_factory import lora_config_dict
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.memory_plan import MemoryPlan
-from loramux.adapters.plan_advice import flag_size
-from loramux.adapters.plan_request import Budgets, Fleet, PlannedBase
-from loramux.adapters.planning import plan_memory
 from loramux.backend import BaseShapes, ProjectionShape
-from loramux.config import parse_bytes
+from loramux.capacity.advice import flag_size
+from loramux.capacity.plan import MemoryPlan
+from loramux.capacity.planner import plan_memory
+from loramux.capacity.request import Budgets, Fleet, PlannedBase
+from loramux.config.engine import parse_bytes
 
 SHAPES = BaseShapes(
     num_layers=4,

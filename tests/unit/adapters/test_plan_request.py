@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from loramux.adapters.plan_request import PROJECTIONS, Budgets, Fleet, parse_dtype, parse_targets
+from loramux.capacity.request import PROJECTIONS, Budgets, Fleet, parse_dtype, parse_targets
 from loramux.errors import InvalidRequest
 
 

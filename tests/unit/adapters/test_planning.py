@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.adapters.image import pack_adapter
-from loramux.adapters.image_file import write_image
-from loramux.adapters.layout import IMAGE_HEADER_BYTES, sites_of
-from loramux.adapters.memory_plan import MemoryPlan
-from loramux.adapters.plan_request import Budgets, Fleet, PlannedBase, parse_targets
-from loramux.adapters.planning import plan_memory
-from loramux.adapters.reader import read_adapter
+from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, sites_of
+from loramux.adapters.packed.file import write_image
+from loramux.adapters.packed.image import pack_adapter
+from loramux.adapters.peft.reader import read_adapter
 from loramux.backend import BaseShapes, ProjectionShape
+from loramux.capacity.plan import MemoryPlan
+from loramux.capacity.planner import plan_memory
+from loramux.capacity.request import Budgets, Fleet, PlannedBase, parse_targets
 from loramux.engine.report import tier_stats
 from loramux.errors import InvalidRequest
 from loramux.memory.pool import KVGeometry, PagePool

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.reader import LoraModule, has_effect, read_adapter, short_name
+from loramux.adapters.peft.reader import LoraModule, has_effect, read_adapter, short_name
 from loramux.errors import AdapterNotFound, AdapterRefused
 from tests.adapter_factory import (
     load_with_peft,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loramux.adapters.refusals import RefusalCode, name_some
+from loramux.adapters.peft.refusals import RefusalCode, name_some
 from tests.broken_adapters import BROKEN
 
 

@@ -5,15 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters import short_floats
-from loramux.adapters.short_floats import (
+from loramux.adapters.packed import fp12 as short_floats
+from loramux.adapters.packed.fp12 import (
     can_shorten,
     row_exponents,
     short_elements,
     shorten,
     shortens,
 )
-from loramux.kernels.short_floats_torch import lengthen
+from loramux.kernels.reference.fp12 import lengthen
 
 
 def random_rows(num_rows: int, width: int, seed: int = 0) -> torch.Tensor:

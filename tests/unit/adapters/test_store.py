@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.adapters.reader import read_adapter
-from loramux.adapters.store import ContentStore
-from loramux.adapters.store_intake import StoreLimits
-from loramux.adapters.store_layout import StoreLayout
+from loramux.adapters.peft.reader import read_adapter
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -19,6 +16,9 @@ from loramux.errors import (
     StoreDamaged,
     StoreFull,
 )
+from loramux.store.intake import StoreLimits
+from loramux.store.paths import StoreLayout
+from loramux.store.store import ContentStore
 from tests.adapter_factory import (
     lora_config_dict,
     lora_tensors,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from loramux.adapters import store_check
-from loramux.adapters.store import ContentStore
-from loramux.adapters.store_layout import StoreLayout
+from loramux.store import check as store_check
+from loramux.store.paths import StoreLayout
+from loramux.store.store import ContentStore
 from tests.store_factory import damage, write_tiny
 
 WEIGHTS = "adapter_model.safetensors"

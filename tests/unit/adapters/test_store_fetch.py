@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from loramux.adapters.store import ContentStore
-from loramux.adapters.store_intake import StoreLimits
 from loramux.errors import AdapterNotFound, AdapterRefused, StoreDamaged
+from loramux.store.intake import StoreLimits
+from loramux.store.store import ContentStore
 from tests.store_factory import FolderTier, damage, tiny_weights, write_tiny
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from loramux.adapters import store_files
-from loramux.adapters.manifest import FileDigest
-from loramux.adapters.store_files import (
+from loramux.adapters.identity import FileDigest
+from loramux.errors import AdapterRefused, StoreFull
+from loramux.store import files as store_files
+from loramux.store.files import (
     copy_hashed,
     hash_file,
     link_or_copy,
@@ -19,7 +20,6 @@ from loramux.adapters.store_files import (
     sync_folder,
     write_file,
 )
-from loramux.errors import AdapterRefused, StoreFull
 
 CONTENT = b"some bytes" * 1000
 DIGEST = FileDigest(hashlib.sha256(CONTENT).hexdigest(), len(CONTENT))

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from loramux.adapters.store import ContentStore
-from loramux.adapters.store_gc import Collected
-from loramux.adapters.store_layout import StoreLayout
+from loramux.store.gc import Collected
+from loramux.store.paths import StoreLayout
+from loramux.store.store import ContentStore
 from tests.registry_factory import FakeClock
 from tests.store_factory import all_files, damage, write_tiny
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from loramux.adapters.store_intake import StoreLimits, stage_folder
 from loramux.errors import AdapterNotFound, AdapterRefused
+from loramux.store.intake import StoreLimits, stage_folder
 from tests.store_factory import tiny_weights, write_tiny
 
 LIMITS = StoreLimits(max_file_bytes=2**20, max_adapter_bytes=2**20)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from loramux.adapters.manifest import FileDigest
-from loramux.adapters.store import ContentStore
-from loramux.adapters.store_layout import StoreLayout, size_of
+from loramux.adapters.identity import FileDigest
 from loramux.errors import InvalidRequest, StoreDamaged
+from loramux.store.paths import StoreLayout, size_of
+from loramux.store.store import ContentStore
 from tests.store_factory import write_tiny
 
 ABSENT = "cidv1:sha256:" + "0" * 64

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from loramux.adapters.store import ContentStore
-from loramux.adapters.store_layout import StoreLayout
 from loramux.errors import AdapterNotFound, StoreDamaged
+from loramux.store.paths import StoreLayout
+from loramux.store.store import ContentStore
 from tests.store_factory import all_files, damage, tiny_weights, write_tiny
 
 WEIGHTS = "adapter_model.safetensors"

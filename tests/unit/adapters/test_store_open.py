@@ -8,12 +8,12 @@ from uuid import uuid4
 import pytest
 from redis import Redis
 
-from loramux.adapters.store import ContentStore
-from loramux.adapters.store_open import open_store
-from loramux.data_folder import DataPlaces
+from loramux.config.paths import DataPlaces
 from loramux.errors import InvalidRequest, SourceFailed, SourceRefused
 from loramux.sources.config import FetchLimits, S3Config, SourceConfig
 from loramux.sources.secret import Secret
+from loramux.store.open import open_store
+from loramux.store.store import ContentStore
 from tests.redis_server import redis_url as redis_url
 from tests.s3_server import S3Server
 from tests.s3_server import s3_server as s3_server

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.adapters.manifest import FileDigest, compute_cid, make_manifest
-from loramux.adapters.peft_config import parse_config
-from loramux.adapters.store_record import (
+from loramux.adapters.identity import FileDigest, compute_cid, make_manifest
+from loramux.adapters.peft.config import parse_config
+from loramux.errors import InvalidRequest, StoreDamaged
+from loramux.store.record import (
     Record,
     check_config_file,
     decode_record,
     digest_of,
     make_record,
 )
-from loramux.errors import InvalidRequest, StoreDamaged
 from tests.store_factory import CONFIG
 
 WEIGHTS = FileDigest("a" * 64, 10)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from loramux.adapters import store_redis
-from loramux.adapters.store import ContentStore
-from loramux.adapters.store_redis import RedisLimits, RedisTier
 from loramux.errors import InvalidRequest
+from loramux.store import redis as store_redis
+from loramux.store.redis import RedisLimits, RedisTier
+from loramux.store.store import ContentStore
 from tests.redis_server import redis_url as redis_url
 from tests.registry_factory import FakeClock
 from tests.store_factory import FolderTier, tiny_weights, write_tiny

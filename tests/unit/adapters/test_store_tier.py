@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loramux.adapters.store_redis import RedisTier
-from loramux.adapters.store_tier import RemoteTier, blob_key, record_key
+from loramux.store.redis import RedisTier
+from loramux.store.tiers import RemoteTier, blob_key, record_key
 from tests.store_factory import FolderTier
 
 

@@ -9,8 +9,8 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
-from loramux.adapters.peft_config import parse_config
-from loramux.adapters.targets import plan_modules, targeted_paths
+from loramux.adapters.peft.config import parse_config
+from loramux.adapters.peft.targets import plan_modules, targeted_paths
 from loramux.errors import AdapterRefused
 from tests.adapter_factory import lora_config_dict, tiny_base_info, tiny_llama_config
 

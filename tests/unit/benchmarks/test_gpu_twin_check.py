@@ -15,16 +15,14 @@ pytest.importorskip("triton", reason="no Triton on this machine")
 from benchmarks.gpu_engine_check import request  # noqa: E402
 from benchmarks.gpu_twin_check import TwinCheck, check_traffic, section_of  # noqa: E402
 from loramux.engine.engine import Engine  # noqa: E402
-from loramux.kernels import (  # noqa: E402
-    attention_triton,
-    fused_triton,
-    gate_up_triton,
-    lora_triton,
-    sampling_triton,
-    tail_triton,
-)
+from loramux.kernels.gpu import elementwise as fused_triton
+from loramux.kernels.gpu import sampling as sampling_triton
+from loramux.kernels.gpu.attention import ops as attention_triton
+from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
+from loramux.kernels.gpu.lora import segmented as lora_triton
+from loramux.kernels.gpu.lora_augmented import ops as tail_triton
 from loramux.runner.fused_decoder import DeviceKernels, device_kernels  # noqa: E402
-from loramux.types import Request  # noqa: E402
+from loramux.types.request import Request
 from tests.device_factory import device_engine, two_adapters  # noqa: E402
 from tests.model_factory import tiny_transformers_model  # noqa: E402
 

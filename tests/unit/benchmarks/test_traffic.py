@@ -10,7 +10,7 @@ from benchmarks.random_adapters import RandomAdapters
 from benchmarks.random_model import SHAPES, random_model
 from benchmarks.traffic import make_requests, percentile, replay, saturate
 from benchmarks.workloads import Arrival
-from loramux.config import EngineConfig
+from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine
 from loramux.engine.engine import Engine
 from loramux.errors import AdapterNotFound

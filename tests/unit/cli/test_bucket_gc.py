@@ -4,10 +4,10 @@ from uuid import uuid4
 
 import pytest
 
-from loramux.adapters.library import AdapterLibrary
 from loramux.cli.bucket_gc import parse_duration
 from loramux.errors import InvalidRequest
-from loramux.registry.receipt_writer import to_record
+from loramux.receipts.writer import to_record
+from loramux.store.library import AdapterLibrary
 from tests.cli_factory import NAME, Shell
 from tests.receipt_factory import make_receipt
 from tests.s3_server import S3Server

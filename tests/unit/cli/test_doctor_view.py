@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from loramux.adapters.doctor import ModuleReport, Refusal, Report
+from loramux.adapters.peft.doctor import ModuleReport, Refusal, Report
 from loramux.cli.doctor_view import layer_ranges, show_report, size_text
 
 

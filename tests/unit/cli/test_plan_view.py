@@ -4,9 +4,9 @@ import io
 
 from rich.console import Console
 
-from loramux.adapters.plan_request import Budgets, Fleet, PlannedBase
-from loramux.adapters.planning import plan_memory
 from loramux.backend import BaseShapes, ProjectionShape
+from loramux.capacity.planner import plan_memory
+from loramux.capacity.request import Budgets, Fleet, PlannedBase
 from loramux.cli.plan_view import show_plan
 
 SHAPES = BaseShapes(

@@ -11,8 +11,8 @@ import pytest
 
 from loramux.cli.receipts import parse_duration_s, with_latency
 from loramux.errors import InvalidRequest
-from loramux.receipts import Receipt
-from loramux.registry.receipt_writer import to_record
+from loramux.receipts.receipt import Receipt
+from loramux.receipts.writer import to_record
 from tests.cli_factory import NAME, Shell
 from tests.receipt_factory import make_receipt
 

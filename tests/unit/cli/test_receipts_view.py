@@ -11,7 +11,7 @@ from loramux.cli.receipts_view import (
     receipt_lines,
     receipt_table,
 )
-from loramux.registry.receipt_writer import to_record
+from loramux.receipts.writer import to_record
 from loramux.registry.records import Receipt
 from tests.receipt_factory import make_receipt
 from tests.registry_factory import make_cid

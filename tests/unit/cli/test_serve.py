@@ -19,9 +19,9 @@ from typer.testing import CliRunner, Result
 
 from loramux.cli.main import app
 from loramux.cli.serve import Stopped, one_value_per_flag, run
+from loramux.config.fields import LoraModule, flag
+from loramux.config.serve import SETTINGS, ServeConfig
 from loramux.errors import UnsupportedModel
-from loramux.serve_config import SETTINGS, ServeConfig
-from loramux.serve_values import LoraModule, flag
 
 Launched = list[ServeConfig]
 

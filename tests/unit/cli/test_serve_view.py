@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from loramux.cli.serve_view import ServeView, curl_command, server_url, show_error
-from loramux.serve_config import ServeConfig
-from loramux.serve_values import LoraModule
+from loramux.config.fields import LoraModule
+from loramux.config.serve import ServeConfig
 
 
 def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:

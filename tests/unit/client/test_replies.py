@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import msgspec
 
-from loramux import wire
 from loramux.client.replies import (
     AdapterInfo,
     ChatChunk,
@@ -12,6 +11,7 @@ from loramux.client.replies import (
     TierInfo,
     Usage,
 )
+from loramux.server import wire
 
 
 def test_a_newer_server_with_more_fields_is_still_read() -> None:

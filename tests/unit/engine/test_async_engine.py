@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from loramux.backend import Health, Job
-from loramux.config import EngineConfig
+from loramux.config.engine import EngineConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.errors import (
     AdapterNotFound,
@@ -24,7 +24,7 @@ from loramux.errors import (
     RequestTimeout,
     UnsupportedModel,
 )
-from loramux.types import SamplingParams
+from loramux.types.sampling import SamplingParams
 from tests.adapter_factory import make_peft_adapter, write_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request, run_all
 from tests.engine_factory import save_model_with_tokenizer as save_model

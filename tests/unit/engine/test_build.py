@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.config import EngineConfig
+from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.errors import DoesNotFit, UnsupportedModel
 from loramux.runner.runner import Runner

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.adapters.layout import sites_of
-from loramux.config import EngineConfig
+from loramux.adapters.packed.dense import sites_of
+from loramux.config.engine import EngineConfig
 from loramux.engine.build import load_base
 from loramux.engine.build_device import (
     DevicePlan,

@@ -11,7 +11,7 @@ import torch
 
 from loramux.engine.engine import Engine
 from loramux.errors import AdapterRefused, DoesNotFit
-from loramux.types import Selection
+from loramux.types.request import Selection
 from tests.adapter_factory import (
     lora_config_dict,
     lora_tensors,

@@ -6,7 +6,7 @@ import pytest
 
 from loramux.engine.engine import Engine
 from loramux.errors import LoramuxError
-from loramux.types import Request, RequestFacts
+from loramux.types.request import Request, RequestFacts
 from tests.adapter_factory import make_peft_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request
 from tests.memory_factory import InlineExecutor

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from loramux import LLM, LoRARequest, SamplingParams
-from loramux.config import EngineConfig
+from loramux.config.engine import EngineConfig
 from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest
-from loramux.types import FinishReason
+from loramux.types.request import FinishReason
 from tests.adapter_factory import make_peft_adapter
 from tests.broken_adapters import BROKEN, Broken
 from tests.engine_factory import save_model_with_tokenizer

@@ -19,7 +19,8 @@ from loramux.engine.messages import (
     make_error,
 )
 from loramux.errors import AdapterRefused, DoesNotFit, EngineBusy, InvalidRequest, LoramuxError
-from loramux.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprob
+from loramux.types.request import FinishReason, Request, TokenEvent, TokenLogprob
+from loramux.types.sampling import SamplingParams
 
 SNAPSHOT = Snapshot(
     num_running=1,

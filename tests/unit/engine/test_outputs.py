@@ -7,7 +7,8 @@ import pytest
 from loramux.backend import Delta
 from loramux.engine.outputs import OutputCollector
 from loramux.engine.tokenizer import Tokenizer
-from loramux.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprob
+from loramux.types.request import FinishReason, Request, TokenEvent, TokenLogprob
+from loramux.types.sampling import SamplingParams
 from tests.tokenizer_factory import save_byte_level
 
 EOS = 2

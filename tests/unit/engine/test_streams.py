@@ -8,7 +8,8 @@ from loramux.engine.outputs import OutputCollector
 from loramux.engine.streams import JobStream
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import EngineStopped
-from loramux.types import FinishReason, Request, SamplingParams, TokenEvent
+from loramux.types.request import FinishReason, Request, TokenEvent
+from loramux.types.sampling import SamplingParams
 from tests.tokenizer_factory import save_byte_level
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from demo_tasks.catalog import demo_tasks
 
-from loramux.adapters.doctor import examine
+from loramux.adapters.peft.doctor import examine
 from loramux.models.architectures import base_info, parse_config
 from loramux.models.default_model import (
     DEFAULT_MODEL_NAME,
@@ -17,7 +17,7 @@ from loramux.models.default_model import (
 )
 from loramux.models.gguf_file import converted_folder
 from loramux.models.loader import read_config
-from loramux.types import BaseModelInfo
+from loramux.types.model import BaseModelInfo
 
 ADAPTERS = Path(__file__).resolve().parents[3] / "examples" / "adapters"
 MAX_BYTES = 2_000_000

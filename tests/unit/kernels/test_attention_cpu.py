@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.kernels import attention_cpu
-from loramux.kernels.interface import AttendArgs, SequenceRows
+from loramux.kernels.cpu import attention as attention_cpu
+from loramux.kernels.ops import AttendArgs, SequenceRows
 from tests.attention_factory import (
     ARGS,
     CPU,

@@ -13,9 +13,10 @@ triton = pytest.importorskip("triton", reason="triton is installed with torch fo
 
 import triton.language as tl  # noqa: E402
 
-from loramux.kernels import attention_torch, attention_triton  # noqa: E402
-from loramux.kernels.attention_decode_triton import _load_queries  # noqa: E402
-from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
+from loramux.kernels.gpu.attention import ops as attention_triton
+from loramux.kernels.gpu.attention.decode_tma import _load_queries  # noqa: E402
+from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
+from loramux.kernels.reference import attention as attention_torch
 from tests.unit.kernels.conftest import output_of_compiler  # noqa: E402
 
 DEVICE = torch.device(os.environ.get("LORAMUX_TEST_DEVICE", "cpu"))
@@ -146,7 +147,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loramux.kernels.attention_decode_triton import attend_decodes
+from loramux.kernels.gpu.attention.decode_tma import attend_decodes
 
 known = {
     "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "HAS_SOFTCAP": False, "ROWS": 16, "MERGED": 2048,

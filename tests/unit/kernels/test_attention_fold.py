@@ -12,10 +12,11 @@ triton = pytest.importorskip("triton", reason="triton is installed with torch fo
 
 import triton.language as tl  # noqa: E402
 
-from loramux.kernels import attention_torch, attention_triton  # noqa: E402
-from loramux.kernels.attention_fold_triton import load_ordered_q  # noqa: E402
-from loramux.kernels.attention_triton import Tiles  # noqa: E402
-from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
+from loramux.kernels.gpu.attention import ops as attention_triton
+from loramux.kernels.gpu.attention.online_softmax import load_ordered_q  # noqa: E402
+from loramux.kernels.gpu.attention.ops import Tiles  # noqa: E402
+from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
+from loramux.kernels.reference import attention as attention_torch
 
 DEVICE = torch.device(os.environ.get("LORAMUX_TEST_DEVICE", "cpu"))
 LENGTHS = [1, 16, 17, 47, 64, 90]

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.kernels import attention_items
-from loramux.kernels.attention_items import Cut, StepRows
-from loramux.kernels.interface import PagedLayout, SequenceRows
+from loramux.kernels.gpu.attention import split_kv as attention_items
+from loramux.kernels.gpu.attention.split_kv import Cut, StepRows
+from loramux.kernels.ops import PagedLayout, SequenceRows
 
 LAYOUT = PagedLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_tokens=4)
 
@@ -145,7 +145,7 @@ def test_padding_has_no_slot() -> None:
 @pytest.mark.parametrize(("shares", "least"), [(1, 1), (3, 1), (50, 1), (50, 100)])
 def test_the_device_cuts_as_the_host_does(window: int | None, shares: int, least: int) -> None:
     pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
-    from loramux.kernels import attention_items_triton
+    from loramux.kernels.gpu.attention import split_kv_device as attention_items_triton
 
     num_tokens = torch.tensor([0, 1, 64, 65, 300, 0], dtype=torch.int32)
     cut = Cut(1, 16, shares, window, least_tokens=least)
@@ -156,7 +156,7 @@ def test_the_device_cuts_as_the_host_does(window: int | None, shares: int, least
 @pytest.mark.parametrize("num_sequences", [1, 2, 3, 33, 64])
 def test_the_device_has_the_order_of_the_host(num_sequences: int) -> None:
     pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
-    from loramux.kernels import attention_items_triton
+    from loramux.kernels.gpu.attention import split_kv_device as attention_items_triton
 
     generator = torch.Generator().manual_seed(num_sequences)
     # Many are equal, and some are padding.
@@ -168,7 +168,7 @@ def test_the_device_has_the_order_of_the_host(num_sequences: int) -> None:
 
 def test_the_device_finds_the_slots_that_the_host_finds() -> None:
     pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
-    from loramux.kernels import attention_items_triton
+    from loramux.kernels.gpu.attention import split_kv_device as attention_items_triton
 
     pages = torch.randperm(60).int().view(3, 20)
     num_tokens = torch.tensor([0, 1, 77], dtype=torch.int32)

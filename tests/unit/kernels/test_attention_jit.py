@@ -9,9 +9,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels import attention_torch, attention_triton  # noqa: E402
-from loramux.kernels.attention_triton import Tiles  # noqa: E402
-from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
+from loramux.kernels.gpu.attention import ops as attention_triton
+from loramux.kernels.gpu.attention.ops import Tiles  # noqa: E402
+from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
+from loramux.kernels.reference import attention as attention_torch
 
 DEVICE = torch.device(os.environ.get("LORAMUX_TEST_DEVICE", "cpu"))
 # The interpreter multiplies bfloat16 wrongly.

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba", reason="no numba on this machine")
 
-from loramux.kernels import attention_numba, attention_torch
-from loramux.kernels.attention_tile_numba import MIX_WIDTH
-from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.cpu_jit import attention as attention_numba
+from loramux.kernels.cpu_jit.attention_tiles import MIX_WIDTH
+from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.reference import attention as attention_torch
 from tests.attention_factory import (
     ARGS,
     CPU,

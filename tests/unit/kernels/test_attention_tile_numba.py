@@ -10,8 +10,8 @@ pytest.importorskip("numba", reason="no numba on this machine")
 from numba import njit
 from numpy.typing import NDArray
 
-from loramux.kernels import attention_tile_numba as tiles
-from loramux.kernels.attention_tile_numba import MIX_WIDTH, TOKENS
+from loramux.kernels.cpu_jit import attention_tiles as tiles
+from loramux.kernels.cpu_jit.attention_tiles import MIX_WIDTH, TOKENS
 
 Floats = NDArray[np.float32]
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}

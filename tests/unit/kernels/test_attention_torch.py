@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from loramux.kernels import attention_torch
-from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.reference import attention as attention_torch
 
 
 def test_chunks_over_pages_equal_dense_causal_attention() -> None:

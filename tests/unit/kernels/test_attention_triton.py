@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels import attention_torch, attention_triton  # noqa: E402
-from loramux.kernels.interface import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
+from loramux.kernels.gpu.attention import ops as attention_triton
+from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
+from loramux.kernels.reference import attention as attention_torch
 
 DEVICE = torch.device(os.environ.get("LORAMUX_TEST_DEVICE", "cpu"))
 NUM_HEADS = 6

@@ -15,14 +15,14 @@ from numba.core import caching
 from numba.core.dispatcher import Dispatcher
 
 import loramux.kernels
-from loramux.kernels.cache_numba import PATTERN, can_cache, stamp_of
+from loramux.kernels.cpu_jit.disk_cache import PATTERN, can_cache, stamp_of
 
 FOLDER = Path(loramux.kernels.__path__[0])
 CALLEE = "from numba import njit\n@njit(cache=True)\ndef value():\n    return {}\n"
 CALLER = """
 from pathlib import Path
 from numba import njit
-from loramux.kernels.cache_numba import can_cache
+from loramux.kernels.cpu_jit.disk_cache import can_cache
 assert can_cache(Path(__file__).parent)
 from callee_numba import value
 

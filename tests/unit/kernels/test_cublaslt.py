@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from loramux.kernels.cublaslt import CublasLt, CublasLtError, ProductShape
+from loramux.kernels.gpu.gemm.cublaslt import CublasLt, CublasLtError, ProductShape
 from tests.unit.kernels.conftest import DEVICE
 
 SHAPE = ProductShape(8, 64, 32, torch.bfloat16)
@@ -101,7 +101,7 @@ def test_a_call_that_fails_is_named(name: str) -> None:
 def test_every_proposal_computes_the_product(
     dtype: torch.dtype, num_rows: int, num_outputs: int, num_parts: int
 ) -> None:
-    from loramux.runner.products import open_cublaslt
+    from loramux.runner.gemm.dispatch import open_cublaslt
 
     library = open_cublaslt(torch.device("cuda"))
     assert library is not None

@@ -12,9 +12,10 @@ import torch
 
 pytest.importorskip("numba", reason="no numba on this machine")
 
-from loramux.kernels import fused_numba, fused_torch
-from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
-from loramux.kernels.interface import PagedLayout
+from loramux.kernels.cpu_jit import elementwise as fused_numba
+from loramux.kernels.ops import PagedLayout
+from loramux.kernels.reference import elementwise as fused_torch
+from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
 
 LAYOUT = PagedLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=4)
 HIDDEN = 40

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from loramux.kernels import attention_torch, fused_torch
-from loramux.kernels.fused_torch import KVTarget, Norm, Rotation
-from loramux.kernels.interface import PagedLayout, SequenceRows
+from loramux.kernels.ops import PagedLayout, SequenceRows
+from loramux.kernels.reference import attention as attention_torch
+from loramux.kernels.reference import elementwise as fused_torch
+from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
 from loramux.models.layers import HeadNorm, RMSNorm, Rotary, rotate_
 from loramux.models.rope import RopeConfig
 

@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels import fused_torch, fused_triton  # noqa: E402
-from loramux.kernels.fused_torch import KVTarget, Norm, Rotation  # noqa: E402
-from loramux.kernels.interface import PagedLayout  # noqa: E402
+from loramux.kernels.gpu import elementwise as fused_triton
+from loramux.kernels.ops import PagedLayout  # noqa: E402
+from loramux.kernels.reference import elementwise as fused_torch
+from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation  # noqa: E402
 from tests.attention_factory import random_angles  # noqa: E402
 
 LIMITS = {

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from loramux.kernels import gate_up_torch
+from loramux.kernels.reference import swiglu as gate_up_torch
 
 
 def test_gate_is_first_and_activated() -> None:

@@ -11,9 +11,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels import gate_up_torch, gate_up_triton, product_triton  # noqa: E402
-from loramux.kernels.fused_torch import ACTIVATIONS  # noqa: E402
-from loramux.kernels.gate_up_triton import LAUNCHES, GateUpLaunch  # noqa: E402
+from loramux.kernels.gpu.gemm import small_m as product_triton
+from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
+from loramux.kernels.gpu.gemm.swiglu import LAUNCHES, GateUpLaunch  # noqa: E402
+from loramux.kernels.reference import swiglu as gate_up_torch
+from loramux.kernels.reference.elementwise import ACTIVATIONS  # noqa: E402
 from tests.unit.kernels.conftest import output_of_compiler  # noqa: E402
 
 COMPILE = """
@@ -22,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loramux.kernels.gate_up_triton import LAUNCHES, gate_up_kernel
+from loramux.kernels.gpu.gemm.swiglu import LAUNCHES, gate_up_kernel
 
 found = []
 for launch in LAUNCHES:

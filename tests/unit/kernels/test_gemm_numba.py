@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba", reason="no numba on this machine")
 
-from loramux.kernels import gemm_numba
-from loramux.kernels.tile_numba import SHAPE, WIDTH
+from loramux.kernels.cpu_jit import gemm as gemm_numba
+from loramux.kernels.cpu_jit.tiles import SHAPE, WIDTH
 
 DEPTH = SHAPE.max_depth
 

@@ -5,7 +5,11 @@ import sys
 import pytest
 import torch
 
-from loramux.kernels import attention_cpu, attention_torch, interface, lora_cpu, lora_torch
+from loramux.kernels import ops as interface
+from loramux.kernels.cpu import attention as attention_cpu
+from loramux.kernels.cpu import lora as lora_cpu
+from loramux.kernels.reference import attention as attention_torch
+from loramux.kernels.reference import lora as lora_torch
 
 
 def test_the_reference_can_be_forced() -> None:

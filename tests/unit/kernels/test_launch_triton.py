@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from loramux.kernels import launch_triton  # noqa: E402
-from loramux.kernels.launch_triton import opaque  # noqa: E402
+from loramux.kernels.gpu import pdl as launch_triton
+from loramux.kernels.gpu.pdl import opaque  # noqa: E402
 
 
 def test_kernels_wait_for_each_other_without_a_gpu() -> None:

@@ -26,9 +26,9 @@ from triton.compiler import ASTSource
 from loramux.kernels import (
     lora_expand_triton, lora_gate_triton, lora_shrink_triton, tail_tile_triton
 )
-from loramux.kernels.attention_decode_triton import attend_decodes
-from loramux.kernels.attention_jit_triton import attend_items
-from loramux.kernels.tail_rotate_triton import rotate_tiles_kernel
+from loramux.kernels.gpu.attention.decode_tma import attend_decodes
+from loramux.kernels.gpu.attention.kernel import attend_items
+from loramux.kernels.gpu.lora_augmented.rotary_tiles import rotate_tiles_kernel
 
 KINDS = (
     "*i32 records work slots_ptr items_ptr page_table_ptr arrivals_ptr",

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from loramux.kernels import lora_cpu, lora_torch
-from loramux.kernels.interface import LoraSlice, LoraWeights, Segment
+from loramux.kernels.cpu import lora as lora_cpu
+from loramux.kernels.ops import LoraSlice, LoraWeights, Segment
+from loramux.kernels.reference import lora as lora_torch
 
 IN_FEATURES = 24
 # Float32 sums of at most a few hundred products, in another order.

@@ -8,12 +8,12 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from loramux.kernels.launch_triton import axis  # noqa: E402
-from loramux.kernels.lora_few_triton import (  # noqa: E402
+from loramux.kernels.gpu.lora.expand_rows import (  # noqa: E402
     few_columns,
     load_few_b,
     store_few,
 )
+from loramux.kernels.gpu.pdl import axis  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("both_orders")
 
@@ -32,7 +32,7 @@ def _store(out, stride, num_rows, first, width):
 
 
 def test_a_group_has_zeros_for_ranks_and_columns_that_it_does_not_have() -> None:
-    from loramux.kernels import lora_few_triton
+    from loramux.kernels.gpu.lora import expand_rows as lora_few_triton
 
     pool = torch.arange(1.0, 257.0)
     out = torch.full((16, 16), -1.0)

@@ -11,8 +11,10 @@ from tests.lora_factory import LAUNCH, LIMITS, LoraWorld, Selection, make_world,
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels import fused_torch, lora_grouped_torch, lora_triton  # noqa: E402
-from loramux.kernels.fused_torch import ACTIVATIONS  # noqa: E402
+from loramux.kernels.gpu.lora import segmented as lora_triton
+from loramux.kernels.reference import elementwise as fused_torch
+from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.kernels.reference.elementwise import ACTIVATIONS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("both_orders")
 BOTH = ("gate_proj", "up_proj")

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from loramux.kernels import lora_grouped_torch
+from loramux.kernels.reference import lora_segmented as lora_grouped_torch
 from tests.lora_factory import NUM_LAYERS, SITES, LoraWorld, Selection, make_world, random_rows
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")

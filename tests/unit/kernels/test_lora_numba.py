@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba", reason="no numba on this machine")
 
-from loramux.kernels import lora_numba, lora_torch
-from loramux.kernels.interface import LoraSlice, LoraWeights, Segment
+from loramux.kernels.cpu_jit import lora as lora_numba
+from loramux.kernels.ops import LoraSlice, LoraWeights, Segment
+from loramux.kernels.reference import lora as lora_torch
 
 IN_FEATURES = 24
 # Float32 sums of at most a few hundred products, in another order.

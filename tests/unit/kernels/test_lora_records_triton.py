@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from loramux.kernels.lora_records_triton import is_site_used, load_word, skip  # noqa: E402
+from loramux.kernels.gpu.lora.work_item import is_site_used, load_word, skip  # noqa: E402
 
 
 @triton.jit

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loramux.adapters.short_floats import shorten
+from loramux.adapters.packed.fp12 import shorten
 from tests.lora_factory import LIMITS, SHORT_SITES, LoraWorld, Selection, make_world, random_rows
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels import lora_grouped_torch, lora_triton  # noqa: E402
+from loramux.kernels.gpu.lora import segmented as lora_triton
+from loramux.kernels.reference import lora_segmented as lora_grouped_torch
 
 pytestmark = pytest.mark.usefixtures("both_orders")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")

@@ -9,7 +9,8 @@ from tests.lora_factory import LIMITS, Selection, make_world, random_rows
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels import lora_grouped_torch, lora_triton  # noqa: E402
+from loramux.kernels.gpu.lora import segmented as lora_triton
+from loramux.kernels.reference import lora_segmented as lora_grouped_torch
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 ROWS: list[Selection] = [((0, 1.0),), ((1, 1.0),), ((1, 1.0),), ()]

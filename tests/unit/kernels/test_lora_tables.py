@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loramux.kernels.lora_tables import (
+from loramux.kernels.gpu.lora.tables import (
     PROMPT,
     LaunchShape,
     LoraTables,
     decode_launch,
     make_tables,
 )
-from loramux.kernels.lora_work import FIRST_USED, SiteShape, WorkLimits
+from loramux.kernels.gpu.lora.work_list import FIRST_USED, SiteShape, WorkLimits
 
 SITES = (
     SiteShape("qkv", 4096, (4096, 1024, 1024)),

@@ -8,8 +8,8 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from loramux.kernels.lora_tile_triton import TILE_ROWS, sum_tile, tile_places  # noqa: E402
-from loramux.kernels.tail_order_triton import load_ordered_b  # noqa: E402
+from loramux.kernels.gpu.lora.expand_mma import TILE_ROWS, sum_tile, tile_places  # noqa: E402
+from loramux.kernels.gpu.lora.mma_layout import load_ordered_b  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("both_orders")
 MAX_SPLITS = 4

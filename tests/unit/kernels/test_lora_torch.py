@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from loramux.kernels import lora_torch
-from loramux.kernels.interface import LoraSlice, LoraWeights, Segment
+from loramux.kernels.ops import LoraSlice, LoraWeights, Segment
+from loramux.kernels.reference import lora as lora_torch
 
 
 def test_each_slice_adds_to_its_own_columns_with_its_own_rank() -> None:

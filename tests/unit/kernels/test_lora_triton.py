@@ -15,7 +15,7 @@ from tests.lora_factory import LAUNCH, LIMITS, LoraWorld, Selection, make_world,
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels import lora_triton  # noqa: E402
+from loramux.kernels.gpu.lora import segmented as lora_triton
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 QKV, O_PROJ, GATE_UP = range(3)

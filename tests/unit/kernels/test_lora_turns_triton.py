@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from loramux.kernels.lora_turns_triton import (  # noqa: E402
+from loramux.kernels.gpu.lora.tile_schedule import (  # noqa: E402
     place_behind,
     place_behind_turns,
     tile_of_turn,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.kernels.lora_work import (
+from loramux.kernels.gpu.lora.work_list import (
     BASE_TILES,
     CHAIN,
     FIRST_USED,

@@ -8,7 +8,7 @@ pytest.importorskip("numba", reason="no numba on this machine")
 
 import numba
 
-from loramux.kernels import math_numba
+from loramux.kernels.cpu_jit import runtime as math_numba
 
 
 @numba.njit

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels import product_triton  # noqa: E402
-from loramux.kernels.product_triton import LAUNCHES, MOST_ROWS  # noqa: E402
+from loramux.kernels.gpu.gemm import small_m as product_triton
+from loramux.kernels.gpu.gemm.small_m import LAUNCHES, MOST_ROWS  # noqa: E402
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 VECTOR_ROWS = max(launch.most_rows for launch in LAUNCHES if launch.num_stages is None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from loramux.kernels import sampling_torch
+from loramux.kernels.reference import sampling as sampling_torch
 from loramux.runner.sampler import sample, uniform
-from loramux.types import SampleRow, SamplingParams
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import SampleRow
 
 
 def test_the_same_seed_gives_the_runners_tokens() -> None:

@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels import sampling_torch, sampling_triton  # noqa: E402
+from loramux.kernels.gpu import sampling as sampling_triton
+from loramux.kernels.reference import sampling as sampling_torch
 
 VOCAB = sampling_triton.PART + 700
 """Two parts, the second not full."""

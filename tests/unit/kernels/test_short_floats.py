@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loramux.adapters.short_floats import shorten
-from loramux.kernels.short_floats_torch import lengthen, read_short
+from loramux.adapters.packed.fp12 import shorten
+from loramux.kernels.reference.fp12 import lengthen, read_short
 
 triton = pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
 import triton.language as tl  # noqa: E402
 
-from loramux.kernels import short_floats_triton as fast  # noqa: E402
-from loramux.kernels.launch_triton import axis  # noqa: E402
+from loramux.kernels.gpu.lora import fp12 as fast
+from loramux.kernels.gpu.pdl import axis  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("both_orders")
 

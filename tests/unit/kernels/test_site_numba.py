@@ -8,9 +8,12 @@ import torch
 
 pytest.importorskip("numba", reason="no numba on this machine")
 
-from loramux.kernels import fused_numba, gemm_numba, lora_numba, site_numba
-from loramux.kernels.fused_numba import NormArrays
-from loramux.kernels.interface import LoraRows, LoraWeights, Segment
+from loramux.kernels.cpu_jit import elementwise as fused_numba
+from loramux.kernels.cpu_jit import gemm as gemm_numba
+from loramux.kernels.cpu_jit import linear as site_numba
+from loramux.kernels.cpu_jit import lora as lora_numba
+from loramux.kernels.cpu_jit.elementwise import NormArrays
+from loramux.kernels.ops import LoraRows, LoraWeights, Segment
 from tests.unit.kernels.test_lora_numba import IN_FEATURES, make_weights
 
 Adapters = list[tuple[LoraWeights, LoraRows]]

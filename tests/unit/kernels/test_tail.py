@@ -13,10 +13,12 @@ import torch
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels import fused_torch, tail_torch, tail_triton  # noqa: E402
-from loramux.kernels.fused_torch import KVTarget, Norm, Rotation  # noqa: E402
-from loramux.kernels.interface import PagedLayout  # noqa: E402
-from loramux.kernels.tail_tables import TailLaunch  # noqa: E402
+from loramux.kernels.gpu.lora_augmented import ops as tail_triton
+from loramux.kernels.gpu.lora_augmented.tables import TailLaunch  # noqa: E402
+from loramux.kernels.ops import PagedLayout  # noqa: E402
+from loramux.kernels.reference import elementwise as fused_torch
+from loramux.kernels.reference import lora_augmented as tail_torch
+from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation  # noqa: E402
 from tests.attention_factory import random_angles  # noqa: E402
 from tests.lora_factory import NUM_LAYERS, SITES, Selection, random_rows  # noqa: E402
 from tests.tail_factory import LONG_TILE, ROW, TILE, TailWorld, make_tail_world  # noqa: E402

@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels import tail_torch, tail_triton  # noqa: E402
+from loramux.kernels.gpu.lora_augmented import ops as tail_triton
+from loramux.kernels.reference import lora_augmented as tail_torch
 from tests.lora_factory import Selection, random_rows  # noqa: E402
 from tests.tail_factory import TILE, make_tail_world  # noqa: E402
 

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton", reason="triton is installed with torch fo
 
 import triton.language as tl  # noqa: E402
 
-from loramux.kernels.tail_order_triton import (  # noqa: E402
+from loramux.kernels.gpu.lora.mma_layout import (  # noqa: E402
     add_ordered,
     load_ordered_b,
     load_ordered_h,
@@ -58,7 +58,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loramux.kernels.tail_tile_triton import expand_kernel
+from loramux.kernels.gpu.lora_augmented.tiles import expand_kernel
 
 types = {"y_ptr": "*bf16", "out_ptr": "*bf16", "pool": "*bf16", "records": "*i32", "work": "*i32"}
 constants = {"SIZE": 4096, "WARPS": 2, "J": 8, "PARTS": 1, "EARLY_B": False, "OVERLAP": True}

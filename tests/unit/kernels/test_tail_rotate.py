@@ -7,11 +7,13 @@ triton = pytest.importorskip("triton", reason="triton is installed with torch fo
 
 import triton.language as tl  # noqa: E402
 
-from loramux.kernels import fused_torch, tail_torch, tail_triton  # noqa: E402
-from loramux.kernels.fused_torch import KVTarget, Rotation  # noqa: E402
-from loramux.kernels.interface import PagedLayout  # noqa: E402
-from loramux.kernels.tail_order_triton import order_columns, order_rows  # noqa: E402
-from loramux.kernels.tail_rotate_triton import norm_halves  # noqa: E402
+from loramux.kernels.gpu.lora.mma_layout import order_columns, order_rows  # noqa: E402
+from loramux.kernels.gpu.lora_augmented import ops as tail_triton
+from loramux.kernels.gpu.lora_augmented.rotary_tiles import norm_halves  # noqa: E402
+from loramux.kernels.ops import PagedLayout  # noqa: E402
+from loramux.kernels.reference import elementwise as fused_torch
+from loramux.kernels.reference import lora_augmented as tail_torch
+from loramux.kernels.reference.elementwise import KVTarget, Rotation  # noqa: E402
 from tests.attention_factory import random_angles  # noqa: E402
 from tests.lora_factory import NUM_LAYERS, Selection, random_rows  # noqa: E402
 from tests.tail_factory import TILE, make_tail_world, two_programs  # noqa: E402

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loramux.kernels.tail_tables import TailSite, make_store, tail_launch
+from loramux.kernels.gpu.lora_augmented.tables import TailSite, make_store, tail_launch
 from tests.lora_factory import make_world
 from tests.tail_factory import ROW, TILE
 

@@ -9,8 +9,8 @@ pytest.importorskip("numba", reason="no numba on this machine")
 
 from numba import njit
 
-from loramux.kernels import tile_numba
-from loramux.kernels.tile_numba import (
+from loramux.kernels.cpu_jit import tiles as tile_numba
+from loramux.kernels.cpu_jit.tiles import (
     DIRECT_ROWS,
     DIRECT_WIDTH,
     FLOAT_BYTES,

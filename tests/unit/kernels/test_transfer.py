@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from loramux.kernels.transfer import send
+from loramux.kernels.gpu.transfer import send
 
 
 def test_what_arrives_is_what_was_sent() -> None:

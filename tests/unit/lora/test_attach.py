@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from loramux.kernels import lora_torch
-from loramux.kernels.interface import LoraSlice, LoraWeights, Segment
+from loramux.kernels.ops import LoraSlice, LoraWeights, Segment
+from loramux.kernels.reference import lora as lora_torch
 from loramux.lora.attach import LoraLinear, attach
 from loramux.lora.batch import LoraBatch
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.kernels import lora_torch
-from loramux.kernels.interface import Segment
+from loramux.kernels.ops import Segment
+from loramux.kernels.reference import lora as lora_torch
 from loramux.lora.batch import LoraBatch, RowRun, gather_batch
 from loramux.lora.stacks import LoraStacks, SiteKey, Stack
-from loramux.types import Selection
+from loramux.types.request import Selection
 from tests.unit.lora.test_stacks import Shelf
 
 RANKS = {

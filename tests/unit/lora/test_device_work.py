@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.adapters.grouped_layout import pack_groups
-from loramux.adapters.image import mapped_buffer
-from loramux.adapters.layout import Site
-from loramux.adapters.packing import GroupedPacking
+from loramux.adapters.packed.dense import Site
+from loramux.adapters.packed.image import mapped_buffer
+from loramux.adapters.packed.packing import GroupedPacking
+from loramux.adapters.packed.paged import pack_groups
 from loramux.errors import DoesNotFit
-from loramux.kernels import lora_grouped_torch
-from loramux.lora.device_work import (
+from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.lora.segmented import (
     DeviceDirectory,
     LoraDevice,
     LoraWork,
@@ -22,7 +22,7 @@ from loramux.lora.device_work import (
     row_work,
 )
 from loramux.memory.records import ResidentAdapter
-from loramux.types import Selection
+from loramux.types.request import Selection
 from tests.lora_factory import (
     NUM_LAYERS,
     PAGE_ELEMENTS,

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.adapters.grouped_layout import plan_groups
-from loramux.adapters.layout import ATTENTION_SITES, FUSED_PROJECTIONS, Site
-from loramux.kernels import lora_grouped_torch
-from loramux.kernels.tail_tables import TailLaunch
-from loramux.lora.device_work import DeviceDirectory, LoraDevice, LoraWork, decode_work
-from loramux.lora.graph_work import GraphLora, LoraKind
-from loramux.lora.tail_work import TailStep, TailWork
+from loramux.adapters.packed.dense import ATTENTION_SITES, FUSED_PROJECTIONS, Site
+from loramux.adapters.packed.paged import plan_groups
+from loramux.kernels.gpu.lora_augmented.tables import TailLaunch
+from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.lora.augmented_step import TailStep, TailWork
+from loramux.lora.graph_lora import GraphLora, LoraKind
+from loramux.lora.segmented import DeviceDirectory, LoraDevice, LoraWork, decode_work
 from loramux.memory.records import ResidentAdapter
-from loramux.types import Selection
+from loramux.types.request import Selection
 from tests.lora_factory import NUM_LAYERS, PAGE_ELEMENTS, SITES
 from tests.unit.lora.test_device_work import CPU, World
 from tests.unit.lora.test_tail import make_tail

@@ -14,7 +14,7 @@ from loramux.engine.engine import Engine
 from loramux.lora.merge import LinearKinds, MergedWeights, MergeSource, PageDeltas
 from loramux.models.layers import Linear
 from loramux.models.packed_linear import PackedLinear
-from loramux.types import Selection
+from loramux.types.request import Selection
 from tests.adapter_factory import make_peft_adapter
 from tests.engine_factory import make_engine, make_prompt, peft_logits
 from tests.model_factory import tiny_transformers_model

@@ -12,7 +12,8 @@ import torch
 from loramux.engine.engine import Engine
 from loramux.lora.merge_controller import MergeController, common_selection
 from loramux.lora.merge_policy import MergeRules, MergeState
-from loramux.types import Chunk, Request, Selection, StepPlan, StepResult
+from loramux.types.request import Request, Selection
+from loramux.types.step import Chunk, StepPlan, StepResult
 from tests.adapter_factory import lora_config_dict, lora_tensors, make_peft_adapter, write_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request, run_all
 from tests.model_factory import tiny_transformers_model

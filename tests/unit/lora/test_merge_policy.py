@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from loramux.errors import InvalidRequest
 from loramux.lora.merge_policy import MOVES, MergePolicy, MergeRules, MergeState, StepSample
-from loramux.types import Selection
+from loramux.types.request import Selection
 
 A: Selection = (("a", 1.0),)
 B: Selection = (("b", 1.0),)

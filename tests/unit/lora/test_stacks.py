@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.layout import Site, plan_layout
+from loramux.adapters.packed.dense import Site, plan_layout
 from loramux.lora.stacks import LoraStacks
 from loramux.memory.pool import KVGeometry, PagePool
 from loramux.memory.records import ResidentAdapter

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from loramux.kernels import tail_torch
-from loramux.kernels.tail_tables import make_store
-from loramux.lora.tail import AdapterTail
+from loramux.kernels.gpu.lora_augmented.tables import make_store
+from loramux.kernels.reference import lora_augmented as tail_torch
+from loramux.lora.augmented import AdapterTail
 from tests.lora_factory import NUM_LAYERS, SITES
 from tests.unit.lora.test_device_work import World
 

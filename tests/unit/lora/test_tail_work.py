@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels import tail_torch
-from loramux.kernels.tail_tables import TailLaunch
-from loramux.lora.device_work import decode_work
-from loramux.lora.tail_work import TailWork, tail_work
-from loramux.types import Selection
+from loramux.kernels.gpu.lora_augmented.tables import TailLaunch
+from loramux.kernels.reference import lora_augmented as tail_torch
+from loramux.lora.augmented_step import TailWork, tail_work
+from loramux.lora.segmented import decode_work
+from loramux.types.request import Selection
 from tests.lora_factory import NUM_LAYERS, SITES
 from tests.tail_factory import ROW, TILE
 from tests.unit.lora.test_device_work import BOTH, A, World

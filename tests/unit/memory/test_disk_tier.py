@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.adapters.packing import StackedPacking
+from loramux.adapters.packed.packing import StackedPacking
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.policies import LruPolicy
 from tests.memory_factory import SITES, cid_of, image_of

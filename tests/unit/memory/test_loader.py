@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.adapters.image import AdapterImage
+from loramux.adapters.packed.image import AdapterImage
 from loramux.errors import AdapterRefused
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.loader import AdapterLoader, Arrival

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from loramux.adapters.image import AdapterImage
+from loramux.adapters.packed.image import AdapterImage
 from loramux.errors import DoesNotFit, LoramuxError
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.policies import CostAwarePolicy, LruPolicy

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from loramux.models.architectures import parse_config
+from loramux.models.augmented_linear import SLICES, TailLinear, add_tails, tails_of
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
-from loramux.models.tail_linear import SLICES, TailLinear, add_tails, tails_of
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,10 +7,11 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
 from loramux.errors import RegistryConflict
-from loramux.registry import adapter_rows, alias_rows
 from loramux.registry.database import Database
 from loramux.registry.names import AdapterName
 from loramux.registry.records import AliasAction, AliasState, Target
+from loramux.registry.rows import adapters as adapter_rows
+from loramux.registry.rows import aliases as alias_rows
 
 SQL = AdapterName("alice", "sql")
 OLD, NEW = (Target("1.0.0"),), (Target("1.0.0", 90), Target("2.0.0", 10))

@@ -6,7 +6,7 @@ from loramux.errors import AdapterNotFound
 from loramux.registry.cache import RouteCache
 from loramux.registry.names import AdapterName
 from loramux.registry.registry import Registry
-from loramux.registry.resolution import Route
+from loramux.registry.resolve import Route
 from tests.registry_factory import make_cid, make_content
 
 SQL = AdapterName("a", "sql")

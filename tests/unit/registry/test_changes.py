@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from loramux.errors import AdapterNotFound, RegistryConflict
-from loramux.registry import adapter_rows, alias_rows
 from loramux.registry.changes import Change
 from loramux.registry.database import Database
 from loramux.registry.names import AdapterName
 from loramux.registry.records import AliasAction, AliasState, Target
+from loramux.registry.rows import adapters as adapter_rows
+from loramux.registry.rows import aliases as alias_rows
 from tests.registry_factory import make_cid, make_content
 
 SQL = AdapterName("alice", "sql")

@@ -10,7 +10,7 @@ from sqlalchemy.exc import IntegrityError
 
 from loramux.errors import InvalidRequest, RegistryUnavailable
 from loramux.registry.database import Database, insert_into, parse_url
-from loramux.registry.tables import registry_state, tenants, versions
+from loramux.registry.schema import registry_state, tenants, versions
 
 
 @pytest.mark.parametrize(

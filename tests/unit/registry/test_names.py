@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.adapters import manifest
+from loramux.adapters import identity as manifest
 from loramux.errors import InvalidRequest
 from loramux.registry.names import (
     CID_PREFIX,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from loramux.errors import RegistryUnavailable
-from loramux.registry import receipt_writer
-from loramux.registry.receipt_writer import BATCH_RECEIPTS, ReceiptWriter, to_record
+from loramux.receipts import writer as receipt_writer
+from loramux.receipts.writer import BATCH_RECEIPTS, ReceiptWriter, to_record
 from loramux.registry.records import Receipt, ReceiptFilter
 from loramux.registry.registry import Registry
 from tests.receipt_factory import make_receipt

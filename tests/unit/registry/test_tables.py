@@ -3,7 +3,8 @@ from __future__ import annotations
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
-from loramux.registry import migrate, tables
+from loramux.registry import migrate
+from loramux.registry import schema as tables
 from loramux.registry.database import Database
 
 

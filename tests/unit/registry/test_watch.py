@@ -7,10 +7,11 @@ import pytest
 from sqlalchemy import text
 
 from loramux.errors import RegistryUnavailable
-from loramux.registry import adapter_rows, watch
+from loramux.registry import watch
 from loramux.registry.database import Database
 from loramux.registry.names import AdapterName
 from loramux.registry.registry import Registry
+from loramux.registry.rows import adapters as adapter_rows
 from loramux.registry.watch import Watch
 from tests.postgres_server import PostgresServer
 from tests.registry_factory import make_content

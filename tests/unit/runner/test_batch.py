@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from loramux.runner.batch import build_batch, half_filled_pages, rows_read
-from loramux.types import Chunk
+from loramux.types.step import Chunk
 from tests.device_factory import row
 
 CPU = torch.device("cpu")

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.lora.graph_work import LoraKind
+from loramux.lora.graph_lora import LoraKind
 from loramux.memory.device import GraphMaker
 from loramux.runner.decode_graphs import BATCH_SIZES, DecodeLimits, is_decode
 from loramux.runner.device_runner import DeviceRunner
-from loramux.types import Chunk, Selection, StepPlan
+from loramux.types.request import Selection
+from loramux.types.step import Chunk, StepPlan
 from tests.adapter_factory import ATTENTION, make_peft_adapter
 from tests.device_factory import (
     ALL_LINEAR,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from loramux.runner.decode_inputs import DecodeInputs
-from loramux.types import UNKNOWN_TOKEN, Chunk
+from loramux.types.step import UNKNOWN_TOKEN, Chunk
 
 CPU = torch.device("cpu")
 

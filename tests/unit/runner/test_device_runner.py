@@ -14,7 +14,7 @@ import torch
 
 from loramux.errors import DoesNotFit
 from loramux.runner.device_runner import DeviceLimits, DeviceRunner
-from loramux.types import UNKNOWN_TOKEN, Chunk, StepPlan
+from loramux.types.step import UNKNOWN_TOKEN, Chunk, StepPlan
 from tests.device_factory import (
     decode,
     device_engine,
@@ -243,7 +243,9 @@ def test_a_step_with_more_lora_work_than_a_graph_holds_is_still_right(
 def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from loramux.kernels import fused_triton, lora_triton, sampling_triton
+    from loramux.kernels.gpu import elementwise as fused_triton
+    from loramux.kernels.gpu import sampling as sampling_triton
+    from loramux.kernels.gpu.lora import segmented as lora_triton
 
     model = tiny_transformers_model("llama", num_hidden_layers=1, vocab_size=64)
     folders = two_adapters(model, tmp_path)

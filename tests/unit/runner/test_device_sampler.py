@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.kernels import sampling_torch
+from loramux.kernels.reference import sampling as sampling_torch
 from loramux.runner.device_sampler import choose, draw, finish, is_plain
 from loramux.runner.sampler import sample
-from loramux.types import SampleRow, SamplingParams
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import SampleRow
 
 
 def row(seed: int = 3, **params: Any) -> SampleRow:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from loramux.runner.flight import Landed, TokensInFlight
-from loramux.types import StepResult
+from loramux.runner.in_flight import Landed, TokensInFlight
+from loramux.types.step import StepResult
 
 
 def test_tokens_go_to_their_sequences_in_order_and_stay_when_the_buffer_is_used_again() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loramux.runner.fused_decoder import FusedDecoder, device_kernels
-from loramux.types import Chunk, StepPlan
+from loramux.types.step import Chunk, StepPlan
 from tests.device_factory import ProductsInParts, device_engine, reference_engine
 from tests.engine_factory import make_prompt
 from tests.model_factory import tiny_transformers_model

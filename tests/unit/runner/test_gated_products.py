@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loramux.runner.product_search import Clock
-from loramux.runner.products import Gated, Products
+from loramux.runner.gemm.autotune import Clock
+from loramux.runner.gemm.dispatch import Gated, Products
 from tests.unit.runner.test_products import ROWS, Library, aligned
 
 

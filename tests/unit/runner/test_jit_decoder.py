@@ -12,7 +12,7 @@ from torch import Tensor
 from loramux.runner.batch import PagedAttention, build_batch
 from loramux.runner.jit_decoder import JitDecoder
 from loramux.runner.runner import Runner
-from loramux.types import Chunk, StepPlan
+from loramux.types.step import Chunk, StepPlan
 from tests.device_factory import lease, mixed_selections, reference_engine, row, two_adapters
 from tests.engine_factory import make_engine, make_prompt
 from tests.memory_factory import InlineExecutor

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from loramux.runner.packed_words import PackedWords
+from loramux.runner.host_buffer import PackedWords
 
 CPU = torch.device("cpu")
 

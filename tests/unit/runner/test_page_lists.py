@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from loramux.runner.packed_words import PackedWords
-from loramux.runner.page_lists import PageLists
-from loramux.types import Chunk
+from loramux.runner.host_buffer import PackedWords
+from loramux.runner.page_tables import PageLists
+from loramux.types.step import Chunk
 
 
 def test_lists_of_any_length_become_rows_of_one_table() -> None:

@@ -8,7 +8,8 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from loramux.errors import InvalidRequest
 from loramux.runner.penalties import adjust_logits, check_logit_bias
-from loramux.types import SampleRow, SamplingParams
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import SampleRow
 
 VOCAB = 23
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=12)

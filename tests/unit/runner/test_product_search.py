@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from loramux.runner.product_search import Clock, fastest, run_of, some_of, with_torch
+from loramux.runner.gemm.autotune import Clock, fastest, run_of, some_of, with_torch
 
 
 def test_a_lucky_first_measurement_does_not_decide() -> None:

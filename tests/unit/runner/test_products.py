@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loramux.kernels.cublaslt import CublasLtError, ProductShape
-from loramux.runner import products
-from loramux.runner.product_search import Clock
-from loramux.runner.products import (
+from loramux.kernels.gpu.gemm.cublaslt import CublasLtError, ProductShape
+from loramux.runner.gemm import dispatch as products
+from loramux.runner.gemm.autotune import Clock
+from loramux.runner.gemm.dispatch import (
     FewRows,
     Products,
     open_cublaslt,

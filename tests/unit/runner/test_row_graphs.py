@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.lora.graph_work import LoraKind
-from loramux.runner.row_graphs import ROW_COUNTS, row_counts
-from loramux.types import Chunk, StepPlan
+from loramux.lora.graph_lora import LoraKind
+from loramux.runner.prefill_graphs import ROW_COUNTS, row_counts
+from loramux.types.step import Chunk, StepPlan
 from tests.adapter_factory import ATTENTION
 from tests.device_factory import (
     ALL_LINEAR,

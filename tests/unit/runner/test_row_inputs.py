@@ -3,9 +3,9 @@ from __future__ import annotations
 import torch
 
 from loramux.runner.device_sampler import Draws
-from loramux.runner.row_inputs import RowInputs, RowLimits
-from loramux.runner.token_feed import TokenFeed
-from loramux.types import UNKNOWN_TOKEN, Chunk
+from loramux.runner.prefill_inputs import RowInputs, RowLimits
+from loramux.runner.token_buffer import TokenFeed
+from loramux.types.step import UNKNOWN_TOKEN, Chunk
 from tests.device_factory import row
 
 CPU = torch.device("cpu")

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from loramux.engine.engine import Engine
-from loramux.types import Chunk, SampleRow, SamplingParams, Selection, StepPlan, StepResult
+from loramux.types.request import Selection
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import Chunk, SampleRow, StepPlan, StepResult
 from tests.device_factory import lease, mixed_selections, reference_engine, two_adapters
 from tests.engine_factory import make_engine, make_prompt
 from tests.memory_factory import InlineExecutor

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from loramux.runner import sampler
 from loramux.runner.sampler import prompt_logprobs, sample, uniform
-from loramux.types import SampleRow, SamplingParams
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import SampleRow
 from tests.sampling_oracle import chi_square, kept_by_transformers, random_logits
 
 VOCAB = 37

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from loramux.runner.sampler_candidates import draw_among_best, inverse_cdf, kept_prefix
-from loramux.types import SamplingParams
+from loramux.types.sampling import SamplingParams
 from tests.sampling_oracle import kept_by_transformers, random_logits, scaled_logits
 
 VOCAB = 60

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.kernels import fused_torch
-from loramux.kernels.fused_torch import Norm
-from loramux.kernels.tail_tables import TailLaunch
-from loramux.lora.graph_work import LoraKind
+from loramux.kernels.gpu.lora_augmented.tables import TailLaunch
+from loramux.kernels.reference import elementwise as fused_torch
+from loramux.kernels.reference.elementwise import Norm
+from loramux.lora.graph_lora import LoraKind
 from loramux.models.layers import Linear
 from loramux.runner.device_runner import DeviceLimits, DeviceRunner
-from loramux.runner.products import Products
-from loramux.runner.site_ops import DOWN, GATE_UP, OUT, QKV, PlainOps, add_norm_behind
+from loramux.runner.gemm.dispatch import Products
+from loramux.runner.linear_ops import DOWN, GATE_UP, OUT, QKV, PlainOps, add_norm_behind
 from loramux.runner.step_graphs import Key, Work
-from loramux.types import Chunk, Selection, StepPlan
+from loramux.types.request import Selection
+from loramux.types.step import Chunk, StepPlan
 from tests.adapter_factory import make_peft_adapter
 from tests.device_factory import (
     ALL_LINEAR,
@@ -114,7 +115,10 @@ def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
 def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     launch: TailLaunch, in_parts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from loramux.kernels import fused_triton, lora_triton, sampling_triton, tail_triton
+    from loramux.kernels.gpu import elementwise as fused_triton
+    from loramux.kernels.gpu import sampling as sampling_triton
+    from loramux.kernels.gpu.lora import segmented as lora_triton
+    from loramux.kernels.gpu.lora_augmented import ops as tail_triton
 
     model = tiny_transformers_model("llama", num_hidden_layers=1, vocab_size=64)
     few = make_peft_adapter(tmp_path / "few", model, r=3, seed=1)

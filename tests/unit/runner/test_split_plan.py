@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from loramux.runner.split_plan import halves, join
-from loramux.types import Chunk, StepPlan, StepResult, TokenLogprob
+from loramux.types.request import TokenLogprob
+from loramux.types.step import Chunk, StepPlan, StepResult
 from tests.device_factory import row
 
 

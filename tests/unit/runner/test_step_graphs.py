@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.lora.graph_work import LoraKind
+from loramux.lora.graph_lora import LoraKind
 from loramux.memory.device import GraphMaker
-from loramux.runner.products import Products
+from loramux.runner.gemm.dispatch import Products
 from loramux.runner.step_graphs import StepGraphs
 
 CPU = torch.device("cpu")

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loramux.runner.token_feed import TokenFeed
-from loramux.types import UNKNOWN_TOKEN, Chunk
+from loramux.runner.token_buffer import TokenFeed
+from loramux.types.step import UNKNOWN_TOKEN, Chunk
 
 
 def chunk(sequence_id: int, *token_ids: int) -> Chunk:

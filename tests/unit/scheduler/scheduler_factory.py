@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
-from loramux.config import SchedulerConfig
+from loramux.config.engine import SchedulerConfig
 from loramux.errors import AdapterNotFound, AdapterRefused, LoramuxError
 from loramux.memory.pages import Owner, PageAllocator
 from loramux.memory.policies import LruPolicy
@@ -14,7 +14,9 @@ from loramux.memory.prefix import PrefixCache
 from loramux.memory.reclaim import Reclaimer
 from loramux.scheduler.scheduler import Scheduler
 from loramux.scheduler.sequence import Sequence
-from loramux.types import Chunk, Request, SamplingParams, StepPlan, StepResult, TokenEvent
+from loramux.types.request import Request, TokenEvent
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import Chunk, StepPlan, StepResult
 
 ADAPTER_PAGES = 2
 UNKNOWN = "unknown"

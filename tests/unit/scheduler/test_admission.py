@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from loramux.types import FinishReason, TokenEvent
+from loramux.types.request import FinishReason, TokenEvent
 from tests.unit.scheduler.scheduler_factory import World, make_request
 
 SCHEDULES = ("fair", "fcfs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.types import TokenEvent
+from loramux.types.request import TokenEvent
 from tests.unit.scheduler.scheduler_factory import World
 
 PROMPT = list(range(100, 122))

@@ -3,7 +3,8 @@ from __future__ import annotations
 from loramux.scheduler.events import error_event, length_event, timeout_event, token_event
 from loramux.scheduler.fairness import Account, Standing
 from loramux.scheduler.sequence import Sequence
-from loramux.types import FinishReason, StepResult, TokenLogprob
+from loramux.types.request import FinishReason, TokenLogprob
+from loramux.types.step import StepResult
 from tests.unit.scheduler.scheduler_factory import make_request
 
 

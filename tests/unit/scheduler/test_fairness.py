@@ -13,7 +13,8 @@ from loramux.scheduler.fairness import (
     Standing,
     Tenure,
 )
-from loramux.types import Request, SamplingParams
+from loramux.types.request import Request
+from loramux.types.sampling import SamplingParams
 
 
 def make_request(tenant: str, cid: str = "", **weights: float) -> Request:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loramux.scheduler.fairness import MAX_ADAPTER_LEAD
-from loramux.scheduler.running_lanes import RunningLanes
+from loramux.scheduler.running_queues import RunningLanes
 from tests.unit.scheduler.scheduler_factory import World, occupied, sequence_of
 
 

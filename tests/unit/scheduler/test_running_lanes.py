@@ -10,9 +10,9 @@ import pytest
 from loramux.scheduler.admission import Admission
 from loramux.scheduler.fairness import MAX_ADAPTER_LEAD, MAX_TENANT_LEAD
 from loramux.scheduler.queue import Lane
-from loramux.scheduler.running_lanes import RunningLanes
+from loramux.scheduler.running_queues import RunningLanes
 from loramux.scheduler.sequence import Sequence
-from loramux.types import TokenEvent
+from loramux.types.request import TokenEvent
 from tests.unit.scheduler.scheduler_factory import World, occupied, sequence_of, wide
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from loramux.errors import AdapterNotFound, DoesNotFit, InvalidRequest
-from loramux.types import FinishReason, Request, TokenEvent
+from loramux.types.request import FinishReason, Request, TokenEvent
 from tests.unit.scheduler.scheduler_factory import UNKNOWN, World, make_request
 
 

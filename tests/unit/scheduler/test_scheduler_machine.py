@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from loramux.types import TokenEvent
+from loramux.types.request import TokenEvent
 from tests.unit.scheduler.scheduler_factory import World
 
 selections = st.sampled_from(

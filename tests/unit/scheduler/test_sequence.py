@@ -4,7 +4,9 @@ import pytest
 
 from loramux.scheduler.fairness import Account, Standing
 from loramux.scheduler.sequence import Sequence
-from loramux.types import UNKNOWN_TOKEN, Request, SamplingParams
+from loramux.types.request import Request
+from loramux.types.sampling import SamplingParams
+from loramux.types.step import UNKNOWN_TOKEN
 
 
 def make_sequence(**params: object) -> Sequence:

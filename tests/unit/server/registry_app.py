@@ -9,15 +9,15 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from loramux.adapters.library import AdapterLibrary
-from loramux.adapters.store import ContentStore
-from loramux.receipts import Receipt
-from loramux.registry.receipt_writer import to_record
+from loramux.receipts.receipt import Receipt
+from loramux.receipts.writer import to_record
 from loramux.registry.registry import Registry
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.serving import ReceiptDesk
+from loramux.store.library import AdapterLibrary
+from loramux.store.store import ContentStore
 from tests.store_factory import CONFIG, write_tiny
 from tests.unit.server.scripted_backend import ScriptedBackend
 

@@ -22,7 +22,7 @@ from loramux.backend import (
 )
 from loramux.errors import AdapterNotFound, InvalidRequest
 from loramux.registry.names import CID_PREFIX
-from loramux.types import FinishReason, TokenLogprob
+from loramux.types.request import FinishReason, TokenLogprob
 
 SHAPES = BaseShapes(
     num_layers=2,

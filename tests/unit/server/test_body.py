@@ -8,7 +8,7 @@ import pytest
 
 from loramux.server.body import decode
 from loramux.server.errors import MAX_MESSAGE_CHARACTERS
-from loramux.wire import CompletionRequest
+from loramux.server.wire import CompletionRequest
 from tests.unit.server import asgi_client, bad_bodies
 from tests.unit.server.asgi_client import make_app, post, request
 from tests.unit.server.bad_bodies import NOT_JSON

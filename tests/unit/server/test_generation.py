@@ -21,7 +21,8 @@ from loramux.errors import (
 from loramux.metrics.server import Metrics
 from loramux.server.generation import Answer, collect, run_jobs
 from loramux.server.serving import Arrival, ReceiptDesk, Served, ServingRecord
-from loramux.types import FinishReason, SamplingParams
+from loramux.types.request import FinishReason
+from loramux.types.sampling import SamplingParams
 from tests.unit.server.asgi_client import run
 from tests.unit.server.scripted_backend import CARD, ScriptedBackend, delta
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from loramux.server.logprobs import LOWEST, CompletionLogprobsWriter, chat_logprobs
-from loramux.types import TokenLogprob
+from loramux.types.request import TokenLogprob
 from tests.unit.server.scripted_backend import ByteCodec
 
 IMPOSSIBLE = TokenLogprob(65, -math.inf, 9, ((66, -0.1), (67, -math.inf)))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from loramux.adapters.plan_request import Budgets, Fleet, PlannedBase
-from loramux.adapters.planning import plan_memory
 from loramux.backend import AdapterUse, EngineStats, Health
+from loramux.capacity.planner import plan_memory
+from loramux.capacity.request import Budgets, Fleet, PlannedBase
 from loramux.server.plans import would_evict
 from tests.unit.server.asgi_client import make_app, post
 from tests.unit.server.scripted_backend import CARD, SHAPES, ScriptedBackend

@@ -19,7 +19,7 @@ from loramux.server.prompts import (
     split_prompts,
 )
 from loramux.server.sampling import AskedLength
-from loramux.wire import ChatRequest
+from loramux.server.wire import ChatRequest
 from tests.unit.server.scripted_backend import ByteCodec
 
 

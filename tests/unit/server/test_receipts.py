@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loramux.receipts import Receipt
+from loramux.receipts.receipt import Receipt
 from tests.unit.server.asgi_client import COMPLETIONS, complete, get, make_app, post
 from tests.unit.server.registry_app import Make, RegistryApp
 

@@ -14,8 +14,8 @@ from loramux.server.sampling import (
     asked_length,
     sampling_params,
 )
-from loramux.types import SamplingParams
-from loramux.wire import ChatRequest, CompletionRequest
+from loramux.server.wire import ChatRequest, CompletionRequest
+from loramux.types.sampling import SamplingParams
 from tests.unit.server.asgi_client import chat, complete, make_app
 
 GIVEN: dict[str, Any] = {

@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from loramux.backend import Delta, Job
 from loramux.errors import EngineStopped
-from loramux.receipts import Receipt, Verdict, check
+from loramux.receipts.receipt import Receipt, Verdict, check
 from loramux.server.serving import NO_FACTS, ReceiptDesk, slower
-from loramux.types import RequestFacts
+from loramux.types.request import RequestFacts
 from tests.unit.server.asgi_client import (
     CHAT,
     COMPLETIONS,

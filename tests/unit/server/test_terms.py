@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 
 from loramux.errors import InvalidRequest
 from loramux.server.terms import Terms, read_terms
-from loramux.wire import CompletionRequest
+from loramux.server.wire import CompletionRequest
 from tests.unit.server.asgi_client import COMPLETIONS, make_app, request
 from tests.unit.server.scripted_backend import ScriptedBackend
 

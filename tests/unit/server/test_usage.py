@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from loramux.backend import Job
 from loramux.server.usage import UsageCount
-from loramux.types import SamplingParams
+from loramux.types.sampling import SamplingParams
 from tests.unit.server.scripted_backend import delta
 
 

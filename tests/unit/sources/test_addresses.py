@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from loramux.errors import SourceFailed, SourceForbidden
-from loramux.sources.addresses import checked_addresses, is_public, resolve
+from loramux.sources.origins.addresses import checked_addresses, is_public, resolve
 
 PRIVATE = [
     "127.0.0.1",

@@ -10,7 +10,7 @@ import pytest
 
 from loramux.errors import SourceFailed, SourceRefused
 from loramux.sources.content import HEAD_BYTES, check_file, check_sizes, check_start, max_bytes_of
-from loramux.sources.origin import Checksum, RemoteFile
+from loramux.sources.origins.base import Checksum, RemoteFile
 from tests.hub_server import git_hash
 from tests.unit.sources.source_factory import CONFIG, CONFIG_NAME, WEIGHTS, WEIGHTS_NAME
 

@@ -4,7 +4,8 @@ import httpx2
 import pytest
 
 from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound, SourceRefused
-from loramux.sources.http_bodies import (
+from loramux.sources.origins.base import Checksum, RemoteFile, SourceChanged
+from loramux.sources.origins.http_bodies import (
     check_body,
     hidden_request,
     range_headers,
@@ -14,7 +15,6 @@ from loramux.sources.http_bodies import (
     status_error,
     transport_errors,
 )
-from loramux.sources.origin import Checksum, RemoteFile, SourceChanged
 
 FILE = RemoteFile(path="x", size_bytes=100, validator='"v"')
 ZEROS = "A" * 43 + "="

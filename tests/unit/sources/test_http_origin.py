@@ -7,8 +7,8 @@ import pytest
 
 from loramux.errors import SourceFailed, SourceForbidden
 from loramux.sources.config import FetchLimits, SourceConfig
-from loramux.sources.http_origin import HttpOrigin
-from loramux.sources.origin import SourceChanged
+from loramux.sources.origins.base import SourceChanged
+from loramux.sources.origins.http import HttpOrigin
 from loramux.sources.parse import parse_source
 from tests.fault_server import Answer, Fault, FaultServer
 from tests.unit.sources.source_factory import (

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from loramux.errors import SourceFailed, SourceForbidden
-from loramux.sources.local_origin import LocalOrigin
-from loramux.sources.origin import SourceChanged
+from loramux.sources.origins.base import SourceChanged
+from loramux.sources.origins.local import LocalOrigin
 from loramux.sources.source_id import SourceId, SourceKind
 
 

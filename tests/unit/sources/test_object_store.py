@@ -5,10 +5,10 @@ import importlib.util
 import pytest
 
 from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound, SourceRefused
-from loramux.sources import object_store
 from loramux.sources.config import AzureConfig, FetchLimits, GcsConfig, S3Config, SourceConfig
-from loramux.sources.object_store import generic_error, open_store, store_errors, translated
-from loramux.sources.origin import SourceChanged
+from loramux.sources.origins import object_store
+from loramux.sources.origins.base import SourceChanged
+from loramux.sources.origins.object_store import generic_error, open_store, store_errors, translated
 from loramux.sources.secret import Secret
 from loramux.sources.source_id import SourceKind
 

@@ -8,11 +8,11 @@ from uuid import uuid4
 
 import pytest
 
-from loramux.adapters.store import ContentStore
 from loramux.errors import LoramuxError, SourceFailed, SourceForbidden, SourceRefused
 from loramux.sources.config import SourceConfig
-from loramux.sources.object_tier import ObjectTier
 from loramux.sources.secret import Secret
+from loramux.store.bucket import ObjectTier
+from loramux.store.store import ContentStore
 from tests.fault_server import Answer, Fault, FaultServer
 from tests.store_factory import tiny_weights, write_tiny
 from tests.unit.sources.source_factory import IMPATIENT, FakeTime

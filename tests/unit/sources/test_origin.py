@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from loramux.errors import SourceNotFound, SourceRefused
-from loramux.sources.origin import RemoteFile, changed, find_adapter
+from loramux.sources.origins.base import RemoteFile, changed, find_adapter
 from loramux.sources.source_id import SourceId, SourceKind
 
 FOLDER = SourceId(kind=SourceKind.HUB, place="acme/pirate")

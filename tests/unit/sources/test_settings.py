@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from loramux.serve_config import ServeConfig
+from loramux.config.serve import ServeConfig
 from loramux.sources.config import FetchLimits
 from loramux.sources.settings import SOURCE_SETTINGS, source_config
 

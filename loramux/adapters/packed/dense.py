@@ -1,0 +1,115 @@
+"""Where each matrix of an adapter stands in its one contiguous buffer, at its true ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loramux.types.model import BaseModelInfo
+
+# What a packed adapter's file on disk has before its buffer.
+IMAGE_HEADER_BYTES = 65536
+
+# Projections that read the same input are computed by one matrix product; together they are a site.
+FUSED_PROJECTIONS: dict[str, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+ATTENTION_SITES = ("qkv", "o")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One fused matrix product of a layer. Slice i writes out_features[i] columns of its output."""
+
+    name: str
+    in_features: int
+    projections: tuple[str, ...]
+    out_features: tuple[int, ...]
+
+
+def sites_of(base: BaseModelInfo) -> tuple[Site, ...]:
+    return fused_sites(
+        {t.projection: (t.in_features, t.out_features) for t in base.targets if t.layer == 0}
+    )
+
+
+def fused_sites(shapes: Mapping[str, tuple[int, int]]) -> tuple[Site, ...]:
+    """`shapes`: projection -> (in features, out features)"""
+    return tuple(
+        Site(
+            name=name,
+            in_features=shapes[projections[0]][0],
+            projections=projections,
+            out_features=tuple(shapes[projection][1] for projection in projections),
+        )
+        for name, projections in FUSED_PROJECTIONS.items()
+        if projections[0] in shapes
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePlace:
+    """One projection's B: [rank, out] at `offset`, for columns rank_start.. of x @ A."""
+
+    offset: int
+    rank: int
+    rank_start: int
+    out_start: int
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class SitePlace:
+    """A of all slices side by side, [in, sum of ranks] at a_offset; then each slice's B."""
+
+    a_offset: int
+    in_features: int
+    total_rank: int
+    slices: tuple[SlicePlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayout:
+    """Offsets in elements. Adapters of the same ranks at the same places have the same layout."""
+
+    places: dict[tuple[int, str], SitePlace]
+    num_elements: int
+    key: tuple[tuple[int, str, tuple[int, ...]], ...]
+
+    @property
+    def max_rank(self) -> int:
+        return max(rank for _, _, ranks in self.key for rank in ranks)
+
+
+def plan_layout(sites: tuple[Site, ...], ranks: dict[tuple[int, str], int]) -> AdapterLayout:
+    """`ranks`: (layer, projection) -> rank of what the adapter changes; the rest takes no room."""
+    places: dict[tuple[int, str], SitePlace] = {}
+    key: list[tuple[int, str, tuple[int, ...]]] = []
+    offset = 0
+    for layer in sorted({layer for layer, _ in ranks}):
+        for site in sites:
+            site_ranks = tuple(ranks.get((layer, name), 0) for name in site.projections)
+            if not any(site_ranks):
+                continue
+            place = _place_site(site, site_ranks, offset)
+            places[layer, site.name] = place
+            key.append((layer, site.name, site_ranks))
+            offset += sum(site_ranks) * site.in_features
+            offset += sum(r * out for r, out in zip(site_ranks, site.out_features, strict=True))
+    return AdapterLayout(places=places, num_elements=offset, key=tuple(key))
+
+
+def _place_site(site: Site, ranks: tuple[int, ...], offset: int) -> SitePlace:
+    slices = []
+    b_offset = offset + sum(ranks) * site.in_features
+    rank_start = out_start = 0
+    for rank, out_features in zip(ranks, site.out_features, strict=True):
+        if rank:
+            slices.append(SlicePlace(b_offset, rank, rank_start, out_start, out_features))
+        b_offset += rank * out_features
+        rank_start += rank
+        out_start += out_features
+    return SitePlace(offset, site.in_features, sum(ranks), tuple(slices))

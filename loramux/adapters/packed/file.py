@@ -1,0 +1,147 @@
+"""A packed adapter as one file: a small header, then the buffer as the device reads it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+
+from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, AdapterLayout
+from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer
+from loramux.adapters.packed.packing import Packing
+from loramux.adapters.packed.paged import GroupedLayout
+from loramux.errors import AdapterRefused
+
+_MAGIC = b"loramux image 1\n"
+_MAX_HEADER = 16 * 2**20
+_MAX_LAYOUTS = 256
+
+# What is read at once, and may still be in a cache when it is hashed and passed on. With smaller
+# ones a load asks for the interpreter more often, and steps beside it feel that more than its work.
+SLICE_BYTES = 4 * 2**20
+
+
+class OnSlice(Protocol):
+    def __call__(self, start: int, data: memoryview, *, is_last: bool) -> None:
+        """Bytes of a buffer, from `start` on, are there; they have not been checked yet."""
+
+
+class KnownLayouts:
+    """Most adapters share a few layouts, and to plan one holds up every other thread."""
+
+    def __init__(self, packing: Packing) -> None:
+        self._packing = packing
+        self._layouts: dict[str, AdapterLayout | GroupedLayout] = {}
+
+    def find(self, key: Sequence[Any]) -> AdapterLayout | GroupedLayout:
+        text = json.dumps(key)
+        layout = self._layouts.get(text)
+        if layout is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[text] = self._packing.layout_of(key)
+        return layout
+
+
+def write_image(path: Path, image: AdapterImage) -> None:
+    """All or nothing: a reader sees the whole file or none, whatever happens to this process."""
+    payload = _as_bytes(image.buffer)
+    header = json.dumps(
+        {
+            "cid": image.cid,
+            "dtype": str(image.buffer.dtype),
+            "num_elements": image.buffer.numel(),
+            "layout": image.layout.key,
+            "sha256": hashlib.sha256(payload).hexdigest(),
+        }
+    ).encode()
+    head = _MAGIC + len(header).to_bytes(8, "little") + header
+    # The buffer starts at a whole page, so that it can be read or mapped.
+    size = _padded(len(head))
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.partial")
+    try:
+        with partial.open("wb", buffering=0) as file:
+            _write_all(file.fileno(), memoryview(head.ljust(size, b"\0")))
+            _write_all(file.fileno(), payload)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_image(
+    path: Path,
+    cid: str,
+    layouts: KnownLayouts,
+    allocate: Allocate = mapped_buffer,
+    on_slice: OnSlice | None = None,
+) -> AdapterImage:
+    """Raises FileNotFoundError, or AdapterRefused when the file is not what it should be."""
+    with path.open("rb", buffering=0) as file:
+        found = _read_header(file.fileno(), path)
+        try:
+            layout = layouts.find(cast(Sequence[Any], found["layout"]))
+            dtype = getattr(torch, str(found["dtype"]).removeprefix("torch."))
+            if found["cid"] != cid or found["num_elements"] != layout.num_elements:
+                raise _broken(path, "it holds another adapter")
+            buffer = allocate(layout.num_elements, dtype)
+            if _read_all(file.fileno(), _as_bytes(buffer), path, on_slice) != found["sha256"]:
+                raise _broken(path, "its checksum is wrong")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _broken(path, f"its header is wrong ({error!r})") from error
+    return AdapterImage(cid=cid, layout=layout, buffer=buffer)
+
+
+def _read_header(descriptor: int, path: Path) -> dict[str, object]:
+    prefix = os.read(descriptor, len(_MAGIC) + 8)
+    length = int.from_bytes(prefix[len(_MAGIC) :], "little")
+    if not prefix.startswith(_MAGIC) or not 0 < length < _MAX_HEADER:
+        raise _broken(path, "it is no image file")
+    header = os.read(descriptor, length)
+    os.lseek(descriptor, _padded(len(prefix) + length), os.SEEK_SET)
+    try:
+        found = json.loads(header)
+    except ValueError as error:
+        raise _broken(path, "its header is cut off") from error
+    if not isinstance(found, dict):
+        raise _broken(path, "its header is no object")
+    return found
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // IMAGE_HEADER_BYTES) * IMAGE_HEADER_BYTES
+
+
+def _as_bytes(buffer: torch.Tensor) -> memoryview:
+    """The buffer's own memory, not a copy."""
+    view: memoryview = buffer.view(torch.uint8).numpy().data
+    return view
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data[:SLICE_BYTES]) :]
+
+
+def _read_all(descriptor: int, out: memoryview, path: Path, on_slice: OnSlice | None) -> str:
+    """Fills it, and returns the digest of what it holds now."""
+    digest = hashlib.sha256()
+    start = 0
+    while start < len(out):
+        stop = start + os.readv(descriptor, [out[start : start + SLICE_BYTES]])
+        if stop == start:
+            raise _broken(path, "it is cut off")
+        data = out[start:stop]
+        digest.update(data)
+        if on_slice is not None:
+            on_slice(start, data, is_last=stop == len(out))
+        start = stop
+    return digest.hexdigest()
+
+
+def _broken(path: Path, why: str) -> AdapterRefused:
+    return AdapterRefused("broken_image", f"The cached image {path} cannot be used: {why}.")

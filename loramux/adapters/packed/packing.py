@@ -1,0 +1,107 @@
+"""How an adapter's weights lie in its buffer: one way for each kind of kernel that reads them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from loramux.adapters.packed.dense import AdapterLayout, Site, plan_layout
+from loramux.adapters.packed.fp12 import shortens
+from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer, pack_adapter
+from loramux.adapters.packed.paged import GroupedLayout, Place, pack_groups, plan_groups
+
+if TYPE_CHECKING:
+    from loramux.adapters.peft.reader import CheckedAdapter
+
+
+class Packing(Protocol):
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def sites(self) -> tuple[Site, ...]: ...
+
+    @property
+    def allocate(self) -> Allocate:
+        """Makes the buffers."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two that make the same buffers of the same adapters."""
+        ...
+
+    def pack(self, adapter: CheckedAdapter) -> AdapterImage: ...
+
+    def layout_of(self, key: Sequence[Any]) -> AdapterLayout | GroupedLayout:
+        """The layout again from its key, which may come from a file."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StackedPacking:
+    """For kernels that work on copies: A as [in, ranks], B as [rank, out], without gaps."""
+
+    sites: tuple[Site, ...]
+    dtype: torch.dtype
+    allocate: Allocate = mapped_buffer
+
+    @property
+    def fingerprint(self) -> str:
+        return _digest("stacked", self.sites, self.dtype)
+
+    def pack(self, adapter: CheckedAdapter) -> AdapterImage:
+        return pack_adapter(adapter, self.sites, self.dtype, self.allocate)
+
+    def layout_of(self, key: Sequence[Any]) -> AdapterLayout:
+        projections = {site.name: site.projections for site in self.sites}
+        ranks = {
+            (layer, projection): rank
+            for layer, name, site_ranks in key
+            for projection, rank in zip(projections[name], site_ranks, strict=True)
+            if rank
+        }
+        return plan_layout(self.sites, ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPacking:
+    """For kernels that follow addresses into pages: groups of ranks, none across a page."""
+
+    sites: tuple[Site, ...]
+    dtype: torch.dtype
+    page_elements: int
+    allocate: Allocate
+    """Pinned, where buffers are copied to a GPU."""
+
+    @property
+    def is_short(self) -> bool:
+        widths = (site.in_features for site in self.sites)
+        return shortens(widths, self.dtype, self.page_elements)
+
+    @property
+    def fingerprint(self) -> str:
+        form = "grouped, A in 12 bits" if self.is_short else "grouped"
+        return _digest(form, self.sites, self.dtype, self.page_elements)
+
+    def plan(self, ranks: Mapping[Place, int]) -> GroupedLayout:
+        return plan_groups(self.sites, ranks, self.page_elements, is_short=self.is_short)
+
+    def pack(self, adapter: CheckedAdapter) -> AdapterImage:
+        ranks = {(m.target.layer, m.target.projection): m.rank for m in adapter.modules}
+        layout = self.plan(ranks)
+        buffer = self.allocate(layout.num_elements, self.dtype)
+        pack_groups(adapter, layout, buffer)
+        return AdapterImage(cid=adapter.cid, layout=layout, buffer=buffer)
+
+    def layout_of(self, key: Sequence[Any]) -> GroupedLayout:
+        ranks = {(layer, projection): rank for layer, projection, rank in key}
+        return self.plan(ranks)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

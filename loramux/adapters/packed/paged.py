@@ -1,0 +1,270 @@
+"""An adapter's weights over pages as a GPU reads them: groups of rank rows, none across a page.
+
+A group is up to GROUP_RANKS ranks of one projection: A as [ranks, in] and B as [ranks, out], each
+one contiguous block inside a page. Pages are filled from their start; only their ends stay empty.
+A may be shortened to twelve bits a weight (short_floats): the scale of its rows is then in B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from loramux.adapters.packed.fp12 import can_shorten, row_exponents, short_elements, shorten
+from loramux.errors import AdapterRefused, DoesNotFit
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from loramux.adapters.packed.dense import Site
+    from loramux.adapters.peft.reader import CheckedAdapter, LoraModule
+
+GROUP_RANKS = 16
+# Blocks begin at multiples of this many elements, the unit of the addresses in a group table.
+ALIGN_ELEMENTS = 64
+
+Place = tuple[int, str]
+"""(layer, projection)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks rank_start.. of one projection. Offsets are in elements of the adapter's buffer."""
+
+    rank_start: int
+    num_ranks: int
+    a_offset: int
+    b_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLayout:
+    groups: Mapping[Place, tuple[Group, ...]]
+    page_elements: int
+    num_pages: int
+    num_weights: int
+    """Elements that hold weights; the rest of num_elements is padding."""
+    is_short: bool
+    """Is A shortened?"""
+    key: tuple[tuple[int, str, int], ...]
+    """(layer, projection, rank): adapters of one key have one layout."""
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_pages * self.page_elements
+
+    @property
+    def max_rank(self) -> int:
+        return max(rank for _, _, rank in self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTable:
+    """A layout as arrays, the groups of all projections in a row, the same in every layer."""
+
+    offsets: NDArray[np.int64]
+    """[layers, groups, 2] of A and B in the adapter's buffer."""
+    num_ranks: NDArray[np.int32]
+    """[layers, groups]; 0: the adapter leaves this layer alone there."""
+    groups_per_projection: NDArray[np.int32]
+    """[projections], the most that any layer has."""
+    page_elements: int
+
+    def addresses(self, page_ids: Sequence[int]) -> NDArray[np.int32]:
+        """[layers, groups, 4]: A and B in units of ALIGN_ELEMENTS of the pool, ranks, 0."""
+        pages = np.asarray(page_ids, dtype=np.int64)
+        page, rest = np.divmod(self.offsets, self.page_elements)
+        entries = np.zeros((*self.num_ranks.shape, 4), dtype=np.int32)
+        entries[..., :2] = (pages[page] * self.page_elements + rest) // ALIGN_ELEMENTS
+        entries[..., 2] = self.num_ranks
+        entries[self.num_ranks == 0] = 0
+        return entries
+
+
+class _Pages:
+    """First fit: a block goes into the first page that has room for it."""
+
+    def __init__(self, page_elements: int) -> None:
+        self.page_elements = page_elements
+        self.num_pages = 0
+        # Page number and first free element of pages that may still take a block.
+        self._open: list[list[int]] = []
+
+    def place(self, num_elements: int) -> int:
+        needed = _align(num_elements)
+        for entry in self._open:
+            if entry[1] + needed <= self.page_elements:
+                break
+        else:
+            entry = [self.num_pages, 0]
+            self._open.append(entry)
+            self.num_pages += 1
+        page, start = entry
+        entry[1] += needed
+        if entry[1] + ALIGN_ELEMENTS > self.page_elements:
+            self._open.remove(entry)
+        return page * self.page_elements + start
+
+
+def plan_groups(
+    sites: Sequence[Site], ranks: Mapping[Place, int], page_elements: int, *, is_short: bool = False
+) -> GroupedLayout:
+    """`ranks`: what the adapter changes. Layers come in order, so that a copy can follow them."""
+    if page_elements % ALIGN_ELEMENTS:
+        raise ValueError(f"a page of {page_elements} elements is no multiple of {ALIGN_ELEMENTS}")
+    shapes = _shapes(sites)
+    pages = _Pages(page_elements)
+    groups: dict[Place, tuple[Group, ...]] = {}
+    num_weights = 0
+    for layer in sorted({layer for layer, _ in ranks}):
+        wanted = {name: ranks[layer, name] for name in shapes if ranks.get((layer, name), 0)}
+        blocks = _blocks(wanted, shapes, page_elements, is_short=is_short)
+        placed = _place_layer(blocks, pages)
+        groups.update({(layer, name): found for name, found in placed.items()})
+        num_weights += sum(a_size + b_size for _, _, a_size, b_size in chain(*blocks.values()))
+    return GroupedLayout(
+        groups=groups,
+        page_elements=page_elements,
+        num_pages=pages.num_pages,
+        num_weights=num_weights,
+        is_short=is_short,
+        key=tuple((layer, name, ranks[layer, name]) for layer, name in groups),
+    )
+
+
+def tabulate(layout: GroupedLayout, *, projections: Sequence[str], num_layers: int) -> GroupTable:
+    """`projections` of all sites, in the order in which the sites' slices come."""
+    per_projection = [
+        max((len(groups) for (_, p), groups in layout.groups.items() if p == name), default=0)
+        for name in projections
+    ]
+    first = dict(zip(projections, np.cumsum([0, *per_projection]), strict=False))
+    offsets = np.zeros((num_layers, sum(per_projection), 2), dtype=np.int64)
+    num_ranks = np.zeros((num_layers, sum(per_projection)), dtype=np.int32)
+    for (layer, name), groups in layout.groups.items():
+        for index, group in enumerate(groups, start=first[name]):
+            offsets[layer, index] = group.a_offset, group.b_offset
+            num_ranks[layer, index] = group.num_ranks
+    return GroupTable(
+        offsets=offsets,
+        num_ranks=num_ranks,
+        groups_per_projection=np.array(per_projection, dtype=np.int32),
+        page_elements=layout.page_elements,
+    )
+
+
+def pack_groups(adapter: CheckedAdapter, layout: GroupedLayout, out: torch.Tensor) -> None:
+    """out [num_elements], pinned or not: the adapter's pages, the scale folded into B."""
+    out.zero_()
+    for module in adapter.modules:
+        a, b = _matrices(module, out.dtype, is_short=layout.is_short)
+        # In the dtype that is served: a value that was finite may overflow in float16.
+        if not _is_finite(b) or not _is_finite(a) or (layout.is_short and not can_shorten(a)):
+            raise AdapterRefused(
+                "overflow",
+                f"Its weights, times their scale, are too large for {out.dtype}.",
+                fix=f"Serve with dtype {'' if layout.is_short else 'bfloat16 or '}float32.",
+            )
+        for group in layout.groups[module.target.layer, module.target.projection]:
+            _pack_group(a, b, group, out, is_short=layout.is_short)
+
+
+def _matrices(
+    module: LoraModule, dtype: torch.dtype, *, is_short: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [rank, in] and B [rank, out], as they are served; in a short A rows begin at 1 or above."""
+    a, b = module.a.to(dtype), module.b.t().float() * module.scale
+    if is_short:
+        # Of what is rounded already: it may have become the next power of two.
+        exponents = row_exponents(a)
+        a, b = torch.ldexp(a.float(), -exponents).to(dtype), torch.ldexp(b, exponents)
+    return a, b.to(dtype)
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
+def _pack_group(
+    a: torch.Tensor, b: torch.Tensor, group: Group, out: torch.Tensor, *, is_short: bool
+) -> None:
+    ranks = slice(group.rank_start, group.rank_start + group.num_ranks)
+    a_block = shorten(a[ranks]).view(out.dtype) if is_short else a[ranks]
+    for offset, block in ((group.a_offset, a_block), (group.b_offset, b[ranks])):
+        out[offset : offset + block.numel()].view(block.shape).copy_(block)
+
+
+Piece = tuple[int, int, int, int]
+"""First rank, number of ranks, elements of A and of B."""
+
+
+def _blocks(
+    ranks: Mapping[str, int],
+    shapes: Mapping[str, tuple[int, int]],
+    page_elements: int,
+    *,
+    is_short: bool,
+) -> dict[str, list[Piece]]:
+    """The groups of a layer, and how large they are."""
+    blocks: dict[str, list[Piece]] = {}
+    for name, rank in ranks.items():
+        width_in, width_out = shapes[name]
+        blocks[name] = [
+            (
+                start,
+                num_ranks,
+                short_elements(num_ranks, width_in) if is_short else num_ranks * width_in,
+                num_ranks * width_out,
+            )
+            for start, num_ranks in _cut(rank, shapes[name], page_elements)
+        ]
+    return blocks
+
+
+def _place_layer(
+    pieces: Mapping[str, Sequence[Piece]], pages: _Pages
+) -> dict[str, tuple[Group, ...]]:
+    """The largest blocks first, so that the small ones fill the ends of pages."""
+    blocks = [
+        (piece[2 + side], name, index, side)
+        for name, of_name in pieces.items()
+        for index, piece in enumerate(of_name)
+        for side in (0, 1)
+    ]
+    blocks.sort(key=lambda block: -block[0])
+    offsets = {block[1:]: pages.place(block[0]) for block in blocks}
+    return {
+        name: tuple(
+            Group(start, num_ranks, offsets[name, index, 0], offsets[name, index, 1])
+            for index, (start, num_ranks, _, _) in enumerate(of_name)
+        )
+        for name, of_name in pieces.items()
+    }
+
+
+def _cut(rank: int, shape: tuple[int, int], page_elements: int) -> list[tuple[int, int]]:
+    """(first rank, number of ranks) of each group; A and B are cut alike."""
+    per_group = min(GROUP_RANKS, page_elements // max(shape))
+    if per_group == 0:
+        raise DoesNotFit(
+            f"One rank of an adapter has rows of {max(shape)} elements, and a page has "
+            f"{page_elements}. Serve with a larger block size."
+        )
+    return [(start, min(per_group, rank - start)) for start in range(0, rank, per_group)]
+
+
+def _shapes(sites: Sequence[Site]) -> dict[str, tuple[int, int]]:
+    return {
+        name: (site.in_features, out_features)
+        for site in sites
+        for name, out_features in zip(site.projections, site.out_features, strict=True)
+    }
+
+
+def _align(num_elements: int) -> int:
+    return -(-num_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS

@@ -1,0 +1,311 @@
+"""adapter_config.json as PEFT writes it -> the fields that decide what the adapter computes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from loramux.adapters.peft.fields import (
+    BASE_CHANGING_STARTS,
+    HARMLESS,
+    HONOURED,
+    PLAIN_STARTS,
+    REFUSED,
+)
+from loramux.adapters.peft.folder import find_file, refusing_os_errors
+from loramux.adapters.peft.refusals import RefusalCode, name_some
+from loramux.errors import AdapterRefused
+
+CONFIG_NAME = "adapter_config.json"
+MAX_CONFIG_BYTES = 2**20
+ALL_LINEAR = "all-linear"
+DEFAULT_RANK = 8
+DEFAULT_ALPHA: float = 8
+NO_NAMES: tuple[str, ...] | str = ()
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftLoraConfig:
+    """Absent fields have PEFT's defaults."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_pattern: tuple[tuple[str, int], ...]
+    """In the file's order: the first pattern that matches a module decides."""
+    alpha_pattern: tuple[tuple[str, float], ...]
+    target_modules: tuple[str, ...] | str
+    """Names, or a regular expression, or "all-linear"."""
+    exclude_modules: tuple[str, ...] | str
+    layers_to_transform: tuple[int, ...]
+    """Empty: all layers."""
+    layers_pattern: tuple[str, ...]
+    base_model_name: str | None
+    """A record only; not part of the adapter's identity."""
+    task_type: str | None
+    """A record only."""
+
+    def canonical(self) -> dict[str, object]:
+        """What the CID is made of: equal for configs that cannot differ in their result."""
+        return {
+            "peft_type": "LORA",
+            "r": self.r,
+            "lora_alpha": self.lora_alpha,
+            "use_rslora": self.use_rslora,
+            "rank_pattern": [list(pair) for pair in self.rank_pattern],
+            "alpha_pattern": [list(pair) for pair in self.alpha_pattern],
+            "target_modules": as_json(self.target_modules),
+            "exclude_modules": as_json(self.exclude_modules),
+            "layers_to_transform": list(self.layers_to_transform),
+            "layers_pattern": list(self.layers_pattern) if self.layers_to_transform else [],
+        }
+
+
+def as_json(names: tuple[str, ...] | str) -> object:
+    return names if isinstance(names, str) else list(names)
+
+
+def read_config(folder: Path) -> PeftLoraConfig:
+    path = find_file(folder, CONFIG_NAME)
+    if path is None:
+        raise AdapterRefused(
+            RefusalCode.CONFIG_MISSING,
+            f"The folder has no {CONFIG_NAME}.",
+            fix="Give the folder that PEFT's save_pretrained wrote.",
+        )
+    with refusing_os_errors(path), path.open("rb") as file:
+        text = file.read(MAX_CONFIG_BYTES + 1)
+    return parse_config(decode_json(text))
+
+
+def decode_json(text: bytes) -> dict[str, object]:
+    if len(text) > MAX_CONFIG_BYTES:
+        raise AdapterRefused(
+            RefusalCode.CONFIG_TOO_LARGE,
+            f"{CONFIG_NAME} is larger than {MAX_CONFIG_BYTES} bytes.",
+            fix="Give the file that PEFT's save_pretrained wrote.",
+        )
+    try:
+        fields = json.loads(text.decode("utf-8"))
+        # Half of a surrogate pair may be written in JSON, but no text can hold it.
+        json.dumps(fields, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise AdapterRefused(
+            RefusalCode.CONFIG_NOT_JSON,
+            f"{CONFIG_NAME} is not JSON: {error}.",
+            fix="Give the file that PEFT's save_pretrained wrote.",
+        ) from error
+    if not isinstance(fields, dict):
+        raise AdapterRefused(
+            RefusalCode.CONFIG_NOT_JSON,
+            f"{CONFIG_NAME} does not hold a JSON object.",
+            fix="Give the file that PEFT's save_pretrained wrote.",
+        )
+    return fields
+
+
+def parse_config(fields: Mapping[str, object]) -> PeftLoraConfig:
+    check_peft_type(fields.get("peft_type"))
+    check_unsupported(fields)
+    check_unknown(fields)
+    check_start_values(fields.get("init_lora_weights", True))
+    config = PeftLoraConfig(
+        r=read(fields, "r", rank, DEFAULT_RANK),
+        lora_alpha=read(fields, "lora_alpha", number, DEFAULT_ALPHA),
+        use_rslora=read(fields, "use_rslora", flag, False),
+        rank_pattern=read(fields, "rank_pattern", pattern_of(rank), ()),
+        alpha_pattern=read(fields, "alpha_pattern", pattern_of(number), ()),
+        target_modules=read(fields, "target_modules", names_or_pattern, NO_NAMES),
+        exclude_modules=read(fields, "exclude_modules", names_or_pattern, NO_NAMES),
+        layers_to_transform=read(fields, "layers_to_transform", layer_indices, ()),
+        layers_pattern=read(fields, "layers_pattern", one_or_more_texts, ()),
+        base_model_name=read(fields, "base_model_name_or_path", optional_text, None),
+        task_type=read(fields, "task_type", optional_text, None),
+    )
+    check_targets(config, fields)
+    return config
+
+
+def check_peft_type(peft_type: object) -> None:
+    if peft_type != "LORA":
+        raise AdapterRefused(
+            RefusalCode.NOT_LORA,
+            f"peft_type is {peft_type!r}; only LORA adapters can be served.",
+            fix="Train a LoRA adapter, or convert this one.",
+        )
+
+
+def check_unsupported(fields: Mapping[str, object]) -> None:
+    found = [
+        (name, rule)
+        for name, rule in REFUSED.items()
+        if name in fields and not rule.is_neutral(fields[name])
+    ]
+    if found:
+        effects = "; ".join(f"{name}, which {rule.effect}" for name, rule in found)
+        raise AdapterRefused(
+            RefusalCode.UNSUPPORTED_FIELD,
+            f"The config uses what is not supported yet: {effects}.",
+            fix=" ".join(dict.fromkeys(rule.fix for _, rule in found)),
+        )
+
+
+def check_unknown(fields: Mapping[str, object]) -> None:
+    known = HONOURED | HARMLESS.keys() | REFUSED.keys()
+    blank: tuple[object, ...] = (None, "", [], {})
+    unknown = [
+        name
+        for name, value in fields.items()
+        if name not in known and value is not False and value not in blank
+    ]
+    if unknown:
+        raise AdapterRefused(
+            RefusalCode.UNKNOWN_FIELD,
+            f"The config sets fields of unknown meaning: {name_some(sorted(unknown), limit=8)}.",
+            fix="Remove them if they do not change the result; otherwise it cannot be served.",
+        )
+
+
+def check_start_values(start: object) -> None:
+    if start is None or isinstance(start, bool):
+        return
+    if not isinstance(start, str):
+        raise wrong_type("init_lora_weights", "true, false or a name", start)
+    name = start.lower()
+    if name.startswith(BASE_CHANGING_STARTS):
+        raise AdapterRefused(
+            RefusalCode.CHANGES_BASE,
+            f"init_lora_weights is {start!r}: the adapter was trained on a changed copy of the "
+            "base, so that on the base itself it would compute something else.",
+            fix="Save it with save_pretrained(..., path_initial_model_for_weight_conversion=...), "
+            "which turns it into a plain LoRA.",
+        )
+    if name not in PLAIN_STARTS:
+        raise AdapterRefused(
+            RefusalCode.UNSUPPORTED_FIELD,
+            f"init_lora_weights is {start!r}, which may have changed the base's weights.",
+            fix="Set it to true if the base was left as it is.",
+        )
+
+
+def check_targets(config: PeftLoraConfig, fields: Mapping[str, object]) -> None:
+    """The combinations that LoraConfig itself refuses, and targets that it would guess."""
+    if not config.target_modules:
+        raise AdapterRefused(
+            RefusalCode.NO_TARGETS,
+            "target_modules is not set.",
+            fix="Write into adapter_config.json the modules that the adapter was trained on.",
+        )
+    layer_fields = [
+        name for name in ("layers_to_transform", "layers_pattern") if fields.get(name) is not None
+    ]
+    if isinstance(config.target_modules, str) and layer_fields:
+        raise AdapterRefused(
+            RefusalCode.BAD_VALUE,
+            f"{layer_fields[0]} cannot be combined with a target_modules that is one text.",
+            fix="Make target_modules a list, or name the layers in its pattern.",
+        )
+    if config.layers_pattern and fields.get("layers_to_transform") is None:
+        raise AdapterRefused(
+            RefusalCode.BAD_VALUE,
+            "layers_pattern is set without layers_to_transform.",
+            fix="Set layers_to_transform, or remove layers_pattern.",
+        )
+
+
+def read(
+    fields: Mapping[str, object], name: str, parse: Callable[[str, object], Value], default: Value
+) -> Value:
+    """Null counts as absent."""
+    value = fields.get(name)
+    return default if value is None else parse(name, value)
+
+
+def wrong_type(name: str, expected: str, value: object) -> AdapterRefused:
+    return AdapterRefused(
+        RefusalCode.WRONG_TYPE,
+        f"{name} must be {expected}, found {json.dumps(value)[:100]}.",
+        fix=f"Correct it in {CONFIG_NAME}.",
+    )
+
+
+def bad_value(name: str, expected: str, value: object) -> AdapterRefused:
+    return AdapterRefused(
+        RefusalCode.BAD_VALUE,
+        f"{name} must be {expected}, found {value!r}.",
+        fix=f"Correct it in {CONFIG_NAME}.",
+    )
+
+
+def rank(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise wrong_type(name, "an integer", value)
+    if not 1 <= value <= 2**31:
+        raise bad_value(name, "1 or more", value)
+    return value
+
+
+def number(name: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise wrong_type(name, "a number", value)
+    if not abs(value) <= 2**53 or not math.isfinite(value):
+        raise bad_value(name, "a finite number of a sensible size", value)
+    return value
+
+
+def flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise wrong_type(name, "true or false", value)
+    return value
+
+
+def optional_text(name: str, value: object) -> str | None:
+    if not isinstance(value, str):
+        raise wrong_type(name, "a text", value)
+    return value or None
+
+
+def texts(name: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise wrong_type(name, "a list of texts", value)
+    return tuple(value)
+
+
+def one_or_more_texts(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,) if value else ()
+    return texts(name, value)
+
+
+def names_or_pattern(name: str, value: object) -> tuple[str, ...] | str:
+    """PEFT makes a set of a list, so that neither order nor repetition counts."""
+    if isinstance(value, str):
+        return ALL_LINEAR if value.lower() == ALL_LINEAR else value
+    return tuple(sorted(set(texts(name, value))))
+
+
+def layer_indices(name: str, value: object) -> tuple[int, ...]:
+    items = value if isinstance(value, list) else [value]
+    indices = {item for item in items if type(item) is int}
+    if not all(type(item) is int for item in items):
+        raise wrong_type(name, "an integer or a list of integers", value)
+    if any(not 0 <= index < 2**31 for index in indices):
+        raise bad_value(name, "layer numbers from 0", value)
+    return tuple(sorted(indices))
+
+
+def pattern_of(
+    parse: Callable[[str, object], Value],
+) -> Callable[[str, object], tuple[tuple[str, Value], ...]]:
+    def parse_pattern(name: str, value: object) -> tuple[tuple[str, Value], ...]:
+        if not isinstance(value, dict):
+            raise wrong_type(name, "an object from module patterns to numbers", value)
+        return tuple((key, parse(f"{name}[{key!r}]", item)) for key, item in value.items())
+
+    return parse_pattern

@@ -1,0 +1,92 @@
+"""What `loramux doctor` tells about an adapter, good or bad."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from loramux.adapters.peft.reader import CheckedAdapter, read_adapter
+from loramux.errors import AdapterNotFound, AdapterRefused
+from loramux.types.model import BaseModelInfo
+
+NOT_FOUND = "not_found"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    code: str
+    reason: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleReport:
+    path: str
+    rank: int
+    alpha: float
+    scale: float
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """With a refusal there are no facts: what is refused was not read to its end."""
+
+    folder: str
+    base: str
+    refusal: Refusal | None = None
+    cid: str | None = None
+    size_bytes: int | None = None
+    modules: tuple[ModuleReport, ...] = ()
+    tensors_used: int = 0
+    tensors_unused: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    max_logit_change: float | None = None
+    """Against the base on fixed tokens; None: not measured."""
+
+    @property
+    def ok(self) -> bool:
+        return self.refusal is None
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+def examine(
+    folder: Path, base: BaseModelInfo, *, max_rank: int | None = None, strict_base: bool = False
+) -> Report:
+    """Like read_adapter, but a bad adapter is a finding and not an error."""
+    try:
+        adapter = read_adapter(folder, base, max_rank=max_rank, strict_base=strict_base)
+    except AdapterRefused as error:
+        return report_refusal(folder, base, Refusal(str(error.code), error.reason, error.fix))
+    except AdapterNotFound as error:
+        return report_refusal(folder, base, Refusal(NOT_FOUND, str(error), ""))
+    return describe(adapter, base)
+
+
+def describe(adapter: CheckedAdapter, base: BaseModelInfo) -> Report:
+    return Report(
+        folder=str(adapter.path),
+        base=base.name,
+        cid=adapter.cid,
+        size_bytes=adapter.size_bytes,
+        modules=tuple(
+            ModuleReport(
+                path=module.target.path,
+                rank=module.rank,
+                alpha=module.alpha,
+                scale=module.scale,
+                dtype=str(module.a.dtype).removeprefix("torch."),
+            )
+            for module in adapter.modules
+        ),
+        tensors_used=len(adapter.tensors_used),
+        tensors_unused=adapter.tensors_unused,
+        warnings=adapter.warnings,
+    )
+
+
+def report_refusal(folder: Path, base: BaseModelInfo, refusal: Refusal) -> Report:
+    return Report(folder=str(folder), base=base.name, refusal=refusal)

@@ -1,0 +1,182 @@
+"""The header of a safetensors file from an untrusted place: read and checked without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeGuard
+
+from loramux.adapters.peft.folder import find_file
+from loramux.adapters.peft.refusals import RefusalCode, name_some
+from loramux.errors import AdapterRefused
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_NAME_CHARS = 1024
+MAX_DIMENSIONS = 8
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+ZIP_MAGIC = b"PK\x03\x04"
+PICKLE_MAGICS = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+LFS_MAGIC = b"version https://git-lfs"
+SAVE_AGAIN = "Save or download the adapter again."
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
+def find_weights(folder: Path) -> Path:
+    path = find_file(folder, WEIGHTS_NAME)
+    if path is not None:
+        return path
+    for name in PICKLE_NAMES:
+        if find_file(folder, name) is not None:
+            raise pickle_refused(f"The weights are only there as {name}, a pickle")
+    raise AdapterRefused(
+        RefusalCode.WEIGHTS_MISSING,
+        f"The folder has no {WEIGHTS_NAME}.",
+        fix="Give the folder that PEFT's save_pretrained wrote.",
+    )
+
+
+def read_head(file: BinaryIO, size: int) -> bytes:
+    """The eight bytes of the header's length, and the header."""
+    start = file.read(LENGTH_BYTES + len(LFS_MAGIC))
+    if start.startswith(LFS_MAGIC):
+        raise AdapterRefused(
+            RefusalCode.LFS_POINTER,
+            f"{WEIGHTS_NAME} is a git-lfs pointer, not the weights.",
+            fix="Run `git lfs pull` in the repository that it came from.",
+        )
+    if size < LENGTH_BYTES:
+        raise truncated(f"it has {size} bytes, too few for a header")
+    length = int.from_bytes(start[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES or LENGTH_BYTES + length > size:
+        raise explain_bad_length(start, length, size)
+    return start[: LENGTH_BYTES + length] + file.read(max(0, length - len(LFS_MAGIC)))
+
+
+def explain_bad_length(start: bytes, length: int, size: int) -> AdapterRefused:
+    if start.startswith((ZIP_MAGIC, *PICKLE_MAGICS)):
+        return pickle_refused(f"{WEIGHTS_NAME} holds a pickle")
+    if start[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
+        return AdapterRefused(
+            RefusalCode.NOT_SAFETENSORS,
+            f"{WEIGHTS_NAME} is not a safetensors file.",
+            fix=SAVE_AGAIN,
+        )
+    if length > MAX_HEADER_BYTES:
+        return AdapterRefused(
+            RefusalCode.OVERSIZED_HEADER,
+            f"{WEIGHTS_NAME} says that its header has {length} bytes; at most {MAX_HEADER_BYTES} "
+            "are allowed.",
+            fix=SAVE_AGAIN,
+        )
+    return truncated(f"its header should have {length} bytes, the whole file has {size}")
+
+
+def parse_header(header: bytes, data_bytes: int) -> tuple[TensorEntry, ...]:
+    """The tensors in the order of their data, which they fill without gap or overlap."""
+    fields = decode_header(header)
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise broken("its metadata is not an object")
+    entries = sorted(
+        (parse_entry(name, entry) for name, entry in fields.items()),
+        key=lambda entry: (entry.start, entry.end),
+    )
+    position = 0
+    for entry in entries:
+        if entry.start != position:
+            raise broken(f"the data of {entry.name!r} overlaps another's or leaves a gap")
+        position = entry.end
+    if position > data_bytes:
+        raise truncated(f"its tensors need {position} bytes, {data_bytes} are there")
+    if position < data_bytes:
+        raise broken(f"{data_bytes - position} bytes at its end belong to no tensor")
+    check_dtypes(entries)
+    return tuple(entries)
+
+
+def decode_header(header: bytes) -> dict[str, object]:
+    try:
+        fields = json.loads(header.decode("utf-8"), object_pairs_hook=unique_names)
+    except (ValueError, RecursionError) as error:
+        raise broken(f"its header is not JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise broken("its header is not a JSON object")
+    return fields
+
+
+def unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return fields
+
+
+def parse_entry(name: str, entry: object) -> TensorEntry:
+    if len(name) > MAX_NAME_CHARS:
+        raise broken(f"the name of a tensor has over {MAX_NAME_CHARS} characters")
+    if not isinstance(entry, dict):
+        raise broken(f"the entry of {name!r} is not an object")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not is_sizes(shape) or not is_sizes(offsets):
+        raise broken(f"the entry of {name!r} lacks a sound dtype, shape or data_offsets")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise broken(f"the data_offsets of {name!r} are not a start and an end")
+    parsed = TensorEntry(name, dtype, tuple(shape), offsets[0], offsets[1])
+    # Of a dtype that is refused anyway the size need not be known.
+    expected = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
+    if dtype in ITEM_BYTES and parsed.num_bytes != expected:
+        raise broken(f"{name!r} needs {expected} bytes and has {parsed.num_bytes}")
+    return parsed
+
+
+def is_sizes(value: object) -> TypeGuard[list[int]]:
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        return False
+    return all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def check_dtypes(entries: list[TensorEntry]) -> None:
+    wrong = [f"{entry.name} ({entry.dtype})" for entry in entries if entry.dtype not in ITEM_BYTES]
+    if wrong:
+        raise AdapterRefused(
+            RefusalCode.BAD_DTYPE,
+            f"Tensors must be one of {', '.join(ITEM_BYTES)}; found {name_some(wrong)}.",
+            fix="Save the adapter in float32, float16 or bfloat16.",
+        )
+
+
+def broken(detail: str) -> AdapterRefused:
+    return AdapterRefused(
+        RefusalCode.BROKEN_SAFETENSORS, f"{WEIGHTS_NAME} is broken: {detail}.", fix=SAVE_AGAIN
+    )
+
+
+def truncated(detail: str) -> AdapterRefused:
+    return AdapterRefused(
+        RefusalCode.TRUNCATED, f"{WEIGHTS_NAME} is cut short: {detail}.", fix=SAVE_AGAIN
+    )
+
+
+def pickle_refused(what: str) -> AdapterRefused:
+    return AdapterRefused(
+        RefusalCode.PICKLE,
+        f"{what}, which can run code when it is opened.",
+        fix="Save the adapter with safe_serialization=True.",
+    )

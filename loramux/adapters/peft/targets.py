@@ -1,0 +1,155 @@
+"""Which modules of the base a config means, and with what rank and scale, by PEFT's rules."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from loramux.adapters.peft.config import ALL_LINEAR, PeftLoraConfig
+from loramux.adapters.peft.patterns import first_matches
+from loramux.adapters.peft.refusals import RefusalCode, name_some
+from loramux.errors import AdapterRefused
+from loramux.types.model import TargetModule
+
+# Modules beside the targets that PEFT can adapt; "all-linear" leaves both out.
+HEAD_AND_EMBEDDING = ("lm_head", "model.embed_tokens")
+# Without layers_pattern, the first number after a name that is not the first one.
+ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
+NAMED_LAYER = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
+MODULE_PATTERN = r"(.*\.)?({})$"
+# From this many names on, PEFT shortens full paths to common endings before it matches.
+PEFT_SHORTENS_FROM = 20
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan:
+    """What the config says about one module, before any tensor is looked at."""
+
+    target: TargetModule
+    rank: int
+    alpha: float
+    scale: float
+    """The factor on B @ A."""
+
+
+def plan_modules(config: PeftLoraConfig, targets: Sequence[TargetModule]) -> tuple[ModulePlan, ...]:
+    """In the base's order."""
+    check_shortening(config, targets)
+    check_head_and_embedding(config)
+    wanted = targeted_paths(config, [target.path for target in targets])
+    chosen = [target for target in targets if target.path in wanted]
+    if not chosen:
+        raise AdapterRefused(
+            RefusalCode.NO_TARGETS,
+            f"target_modules {shorten(config.target_modules)} names no layer of this base.",
+            fix="Serve the adapter on the base that it was trained on.",
+        )
+    paths = [target.path for target in chosen]
+    ranks = values_by_pattern("rank_pattern", config.rank_pattern, paths)
+    alphas = values_by_pattern("alpha_pattern", config.alpha_pattern, paths)
+    return tuple(
+        plan_module(
+            config,
+            target,
+            rank=config.r if rank is None else rank,
+            alpha=config.lora_alpha if alpha is None else alpha,
+        )
+        for target, rank, alpha in zip(chosen, ranks, alphas, strict=True)
+    )
+
+
+def plan_module(
+    config: PeftLoraConfig, target: TargetModule, *, rank: int, alpha: float
+) -> ModulePlan:
+    scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+    return ModulePlan(target=target, rank=rank, alpha=alpha, scale=scale)
+
+
+def targeted_paths(config: PeftLoraConfig, paths: Sequence[str]) -> set[str]:
+    excluded = matching_paths("exclude_modules", config.exclude_modules, paths)
+    left = [path for path in paths if path not in excluded]
+    if config.target_modules == ALL_LINEAR:
+        return set(left)
+    wanted = matching_paths("target_modules", config.target_modules, left)
+    if not config.layers_to_transform:
+        return wanted
+    # A module named by its whole path is targeted whatever its layer.
+    whole = wanted.intersection(config.target_modules)
+    return whole | in_chosen_layers(config, sorted(wanted - whole))
+
+
+def matching_paths(field: str, names: tuple[str, ...] | str, paths: Sequence[str]) -> set[str]:
+    if not names:
+        return set()
+    if isinstance(names, str):
+        hits = first_matches(field, [names], paths, whole=True)
+        return {path for path, hit in zip(paths, hits, strict=True) if hit is not None}
+    return {path for path in paths if not endings(path).isdisjoint(names)}
+
+
+def endings(path: str) -> set[str]:
+    """a.b.c -> a.b.c, b.c, c"""
+    parts = path.split(".")
+    return {".".join(parts[start:]) for start in range(len(parts))}
+
+
+def in_chosen_layers(config: PeftLoraConfig, paths: Sequence[str]) -> set[str]:
+    chosen = set(config.layers_to_transform)
+    return {
+        path
+        for path, index in zip(paths, layer_numbers(config, paths), strict=True)
+        if index is not None and int(index) in chosen
+    }
+
+
+def layer_numbers(config: PeftLoraConfig, paths: Sequence[str]) -> list[str | None]:
+    if not config.layers_pattern:
+        matches = [ANY_LAYER.match(path) for path in paths]
+        return [match["idx"] if match else None for match in matches]
+    hits = first_matches("layers_pattern", config.layers_pattern, paths, template=NAMED_LAYER)
+    return [hit[1] if hit else None for hit in hits]
+
+
+def values_by_pattern(
+    field: str, pairs: Sequence[tuple[str, Value]], paths: Sequence[str]
+) -> list[Value | None]:
+    """The value of the first pattern that matches each path's end."""
+    patterns = [pattern for pattern, _ in pairs]
+    hits = first_matches(field, patterns, paths, template=MODULE_PATTERN)
+    return [pairs[hit[0]][1] if hit else None for hit in hits]
+
+
+def check_head_and_embedding(config: PeftLoraConfig) -> None:
+    if config.target_modules == ALL_LINEAR:
+        return
+    wanted = sorted(targeted_paths(config, HEAD_AND_EMBEDDING))
+    if wanted:
+        raise AdapterRefused(
+            RefusalCode.UNSUPPORTED_TARGET,
+            f"target_modules reaches {' and '.join(wanted)}, where LoRA is not supported yet.",
+            fix="Train the adapter on the attention and MLP layers only.",
+        )
+
+
+def check_shortening(config: PeftLoraConfig, targets: Sequence[TargetModule]) -> None:
+    """PEFT matches shortened paths by layer and whole paths not: do not guess which it was."""
+    names = config.target_modules
+    if isinstance(names, str) or len(names) < PEFT_SHORTENS_FROM or not config.layers_to_transform:
+        return
+    whole = sorted({target.path for target in targets}.intersection(names))
+    if whole:
+        raise AdapterRefused(
+            RefusalCode.BAD_VALUE,
+            f"target_modules names whole paths ({name_some(whole)}) while layers_to_transform "
+            "chooses layers.",
+            fix="Remove layers_to_transform, or name the modules by their last name part.",
+        )
+
+
+def shorten(names: tuple[str, ...] | str) -> str:
+    return repr(names[:200]) if isinstance(names, str) else f"[{name_some(list(names), limit=8)}]"

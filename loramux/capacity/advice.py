@@ -1,0 +1,105 @@
+"""What to change so that more requests find their adapter where it is fast. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from loramux.capacity.plan import MemoryPlan, TierPlan
+
+MIN_KV_TOKENS = 2048
+MIN_MIXED_ADAPTERS = 8
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def advise(plan: MemoryPlan) -> list[str]:
+    """Sentences; those that name a flag give a value with which it would do."""
+    return [*_device(plan), *_host(plan), *_disk(plan), *_kv(plan)]
+
+
+def flag_size(num_bytes: int) -> str:
+    """Rounded up, and written as the flags take it."""
+    for unit, size in UNITS:
+        if num_bytes >= size:
+            return f"{math.ceil(num_bytes / size * 10) / 10:g}{unit}"
+    return str(num_bytes)
+
+
+def _device(plan: MemoryPlan) -> Iterator[str]:
+    device = plan.tier("device")
+    if device.adapters == plan.adapters:
+        yield f"All {plan.adapters} adapters fit on the device: each is loaded once."
+        return
+    share = f"{plan.evicted.zipf_share:.1%}"
+    largest = max(plan.sizes, key=lambda size: size.device_bytes)
+    if largest.device_bytes > (device.budget_bytes or 0):
+        yield (
+            f"One adapter of rank {largest.rank} takes {flag_size(largest.device_bytes)}, more "
+            "than the whole pool: it could not be served at all."
+        )
+    yield (
+        f"Raise --device-memory to {flag_size(device.needed_bytes)} to keep all "
+        f"{plan.adapters} adapters on the device; now {share} of the requests wait for a load."
+    )
+    if device.adapters < min(plan.adapters, MIN_MIXED_ADAPTERS):
+        yield f"No batch can mix more than {device.adapters} adapters: no more fit at once."
+    yield from _smaller_rank(plan, device)
+
+
+def _smaller_rank(plan: MemoryPlan, device: TierPlan) -> Iterator[str]:
+    if len(plan.sizes) > 1:
+        return
+    [size] = plan.sizes
+    pages_each = (device.room_bytes or 0) // plan.base.page_bytes // plan.adapters
+    # Bytes are proportional to the rank.
+    rank = pages_each * plan.base.page_bytes * size.rank // size.bytes
+    if rank >= 1:
+        yield f"Or use adapters of rank {rank} or less: all of them would fit."
+
+
+def _host(plan: MemoryPlan) -> Iterator[str]:
+    device, host = plan.tier("device"), plan.tier("host")
+    largest = max(plan.sizes, key=lambda size: size.bytes)
+    if largest.bytes > (host.budget_bytes or 0):
+        yield (
+            f"Every load goes through host memory, and an adapter of rank {largest.rank} takes "
+            f"more than there is: --host-memory must be {flag_size(largest.bytes)} at least."
+        )
+    if device.adapters == plan.adapters:
+        return
+    if 0 < host.adapters <= device.adapters:
+        yield (
+            f"The host tier has room for {host.adapters} adapters, no more than the "
+            f"{device.adapters} of the device: it saves nothing."
+        )
+    if host.adapters < plan.adapters:
+        yield (
+            f"Raise --host-memory to {flag_size(host.needed_bytes)}, and every load becomes a "
+            "copy within memory."
+        )
+
+
+def _disk(plan: MemoryPlan) -> Iterator[str]:
+    disk, source = plan.tier("disk"), plan.tier("source")
+    held = max(plan.tier("device").adapters, plan.tier("host").adapters)
+    if held == plan.adapters:
+        return
+    if 0 < disk.adapters <= held:
+        yield (
+            f"The disk tier has room for {disk.adapters} adapters, no more than the memory "
+            f"above it ({held}): it saves nothing."
+        )
+    if disk.adapters < plan.adapters:
+        yield (
+            f"Raise --disk-space to {flag_size(disk.needed_bytes)}: "
+            f"{source.zipf.ideal:.1%} of the requests would read their adapter from its source."
+        )
+
+
+def _kv(plan: MemoryPlan) -> Iterator[str]:
+    if plan.kv_tokens_left < MIN_KV_TOKENS:
+        wanted = MIN_KV_TOKENS * plan.base.kv_token_bytes
+        yield (
+            f"Only {plan.kv_tokens_left} tokens of KV cache are left: {MIN_KV_TOKENS} take "
+            f"{flag_size(wanted)}."
+        )

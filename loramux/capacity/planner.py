@@ -1,0 +1,196 @@
+"""How many adapters of which size fit where, and what that does to requests. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, fused_sites, plan_layout
+from loramux.capacity.advice import advise
+from loramux.capacity.hit_rates import Array, ideal_hit_rate, lru_hit_rate, num_kept, zipf_shares
+from loramux.capacity.plan import (
+    AdapterSize,
+    BaseSizes,
+    Eviction,
+    HitRate,
+    MemoryPlan,
+    Tier,
+    TierPlan,
+)
+from loramux.capacity.request import DEFAULT_KV_TOKENS, Budgets, Fleet, PlannedBase
+from loramux.errors import InvalidRequest
+
+
+def plan_memory(base: PlannedBase, fleet: Fleet, budgets: Budgets) -> MemoryPlan:
+    num_pages = budgets.device_bytes // base.page_bytes
+    kv_tokens = _reserved_tokens(base, budgets, num_pages)
+    sizes = [_adapter_size(base, fleet, rank) for rank in dict.fromkeys(fleet.ranks)]
+    caches = _caches(base, fleet, budgets, sizes=sizes, kv_tokens=kv_tokens)
+    tiers = _tier_plans(fleet, caches)
+    device = tiers[0]
+    plan = MemoryPlan(
+        base=_base_sizes(base),
+        adapters=fleet.num_adapters,
+        targets=list(fleet.targets),
+        zipf=fleet.zipf,
+        sizes=sizes,
+        tiers=tiers,
+        kv_tokens_reserved=kv_tokens,
+        kv_tokens_left=num_pages * base.block_tokens
+        - device.used_bytes // base.page_bytes * base.block_tokens,
+        evicted=Eviction(
+            adapters=fleet.num_adapters - device.adapters,
+            zipf_share=_rounded(1 - device.zipf.ideal),
+            uniform_share=_rounded(1 - device.uniform.ideal),
+        ),
+        advice=[],
+    )
+    return msgspec.structs.replace(plan, advice=advise(plan))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cache:
+    tier: Tier
+    budget_bytes: int | None
+    room_bytes: int | None
+    needed_bytes: int
+    sizes: Array
+    """Of each adapter in this tier, the most popular first."""
+
+    @property
+    def capacity(self) -> float:
+        return math.inf if self.room_bytes is None else self.room_bytes
+
+
+def _caches(
+    base: PlannedBase,
+    fleet: Fleet,
+    budgets: Budgets,
+    *,
+    sizes: Sequence[AdapterSize],
+    kv_tokens: int,
+) -> list[_Cache]:
+    by_rank = {size.rank: size for size in sizes}
+    ranks = [by_rank[rank] for rank in fleet.ranks]
+    host_sizes = _dealt([size.bytes for size in ranks], fleet.num_adapters)
+    disk_sizes = _dealt([size.disk_bytes for size in ranks], fleet.num_adapters)
+    page_sizes = _dealt([size.device_bytes for size in ranks], fleet.num_adapters)
+    device = _Cache(
+        tier="device",
+        budget_bytes=budgets.device_bytes,
+        room_bytes=_device_room_bytes(base, budgets, kv_tokens),
+        needed_bytes=_needed_device_bytes(base, budgets, int(page_sizes.sum())),
+        sizes=page_sizes,
+    )
+    others: tuple[tuple[Tier, int | None, Array], ...] = (
+        ("host", budgets.host_bytes, host_sizes),
+        ("disk", budgets.disk_bytes, disk_sizes),
+        ("source", None, host_sizes),
+    )
+    return [device] + [
+        _Cache(tier=tier, budget_bytes=b, room_bytes=b, needed_bytes=int(each.sum()), sizes=each)
+        for tier, b, each in others
+    ]
+
+
+def _device_room_bytes(base: PlannedBase, budgets: Budgets, kv_tokens: int) -> int:
+    num_pages = budgets.device_bytes // base.page_bytes
+    num_kv_pages = math.ceil(kv_tokens / base.block_tokens)
+    room = min(num_pages - num_kv_pages, int(budgets.adapter_fraction * num_pages))
+    return max(0, room) * base.page_bytes
+
+
+def _needed_device_bytes(base: PlannedBase, budgets: Budgets, adapter_bytes: int) -> int:
+    """The smallest pool that keeps all adapters and the KV tokens that it would reserve."""
+    if budgets.kv_tokens is not None:
+        num_kv_pages = math.ceil(budgets.kv_tokens / base.block_tokens)
+    else:
+        most = math.ceil(DEFAULT_KV_TOKENS / base.block_tokens)
+        num_kv_pages = min(most, adapter_bytes // base.page_bytes)
+    num_pages = max(
+        adapter_bytes // base.page_bytes + num_kv_pages,
+        math.ceil(adapter_bytes / budgets.adapter_fraction / base.page_bytes),
+    )
+    return num_pages * base.page_bytes
+
+
+def _tier_plans(fleet: Fleet, caches: Sequence[_Cache]) -> list[TierPlan]:
+    """Each tier's own share is what it finds beyond all faster ones."""
+    by_zipf = _hit_rates(zipf_shares(fleet.num_adapters, fleet.zipf), caches)
+    by_chance = _hit_rates(zipf_shares(fleet.num_adapters, 0.0), caches)
+    plans = []
+    for cache, zipf, uniform in zip(caches, by_zipf, by_chance, strict=True):
+        fits = num_kept(cache.sizes, cache.capacity)
+        plans.append(
+            TierPlan(
+                tier=cache.tier,
+                budget_bytes=cache.budget_bytes,
+                room_bytes=cache.room_bytes,
+                needed_bytes=cache.needed_bytes,
+                used_bytes=int(cache.sizes[:fits].sum()),
+                adapters=fits,
+                zipf=zipf,
+                uniform=uniform,
+            )
+        )
+    return plans
+
+
+def _hit_rates(shares: Array, caches: Sequence[_Cache]) -> list[HitRate]:
+    rates = []
+    ideal = lru = 0.0
+    for cache in caches:
+        best = max(ideal, ideal_hit_rate(shares, cache.sizes, cache.capacity))
+        recent = max(lru, lru_hit_rate(shares, cache.sizes, cache.capacity))
+        rates.append(HitRate(ideal=_rounded(best - ideal), lru=_rounded(recent - lru)))
+        ideal, lru = best, recent
+    return rates
+
+
+def _adapter_size(base: PlannedBase, fleet: Fleet, rank: int) -> AdapterSize:
+    shapes = {p.name: (p.in_features, p.out_features) for p in base.shapes.projections}
+    for target in fleet.targets:
+        if target not in shapes:
+            raise InvalidRequest(f"The base {base.name} has no {target}.", param="targets")
+    ranks = {(layer, t): rank for layer in range(base.shapes.num_layers) for t in fleet.targets}
+    num_bytes = plan_layout(fused_sites(shapes), ranks).num_elements * base.element_bytes
+    pages = math.ceil(num_bytes / base.page_bytes)
+    rounds, rest = divmod(fleet.num_adapters, len(fleet.ranks))
+    return AdapterSize(
+        rank=rank,
+        count=rounds * fleet.ranks.count(rank) + fleet.ranks[:rest].count(rank),
+        bytes=num_bytes,
+        disk_bytes=num_bytes + IMAGE_HEADER_BYTES,
+        pages=pages,
+        device_bytes=pages * base.page_bytes,
+    )
+
+
+def _base_sizes(base: PlannedBase) -> BaseSizes:
+    return BaseSizes(
+        name=base.name,
+        dtype=base.dtype,
+        num_layers=base.shapes.num_layers,
+        weight_bytes=base.weight_bytes,
+        kv_token_bytes=base.kv_token_bytes,
+        block_tokens=base.block_tokens,
+        page_bytes=base.page_bytes,
+    )
+
+
+def _reserved_tokens(base: PlannedBase, budgets: Budgets, num_pages: int) -> int:
+    if budgets.kv_tokens is not None:
+        return budgets.kv_tokens
+    return min(DEFAULT_KV_TOKENS, num_pages * base.block_tokens // 2)
+
+
+def _dealt(sizes: Sequence[int], num_adapters: int) -> Array:
+    return np.resize(np.array(sizes, dtype=np.float64), num_adapters)
+
+
+def _rounded(share: float) -> float:
+    return max(0.0, round(share, 6))

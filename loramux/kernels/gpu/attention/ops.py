@@ -1,0 +1,381 @@
+"""Paged attention on a GPU. A step's plan is made on the host, or on the device for decodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from loramux.kernels.gpu.attention import decode_tma as attention_decode_triton
+from loramux.kernels.gpu.attention import split_kv_device as attention_items_triton
+from loramux.kernels.gpu.attention.kernel import attend_items, write_rows
+from loramux.kernels.gpu.attention.split_kv import Cut, StepRows, cut_sequences
+from loramux.kernels.gpu.pdl import copies_tiles, num_multiprocessors, overlap_options
+from loramux.kernels.gpu.transfer import send
+from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows, kv_slots
+
+# Prompts in one step before it has more items than a graph was made for.
+_MAX_PROMPTS = 64
+# Sixteen programs whose tiles are copied fit a multiprocessor. With fewer than this on each, those
+# that begin beside the kernel ahead gather where that does not run.
+_COPIED_PER_MULTIPROCESSOR = 11
+# Programs of a multiprocessor with no span cut, at most; tiles at once, stages, shares. As many fit
+# as there are and few more, or they gather: eight of one tile, six of two, four with more stages.
+# With few warps, none of which hides its own latency, two tiles at once are faster anyway. Measured
+# on an H200, as are all tiles below.
+_DECODES = (
+    *((3, 2, 5, 2), (4, 2, 7, 3), (6, 2, 5, 4), (8, 1, 5, 6)),
+    (_COPIED_PER_MULTIPROCESSOR, 2, 5, 4),
+)
+_MANY_DECODES = (1, 5, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    rows: int
+    """Query rows of a program: tokens times the query heads that share one kv head."""
+    tokens: int
+    """Tokens of a tile."""
+    item_tokens: int
+    """Items are cut at multiples of this."""
+    num_warps: int
+    num_stages: int
+    shares_per_multiprocessor: int
+    """Programs that one multiprocessor should have before spans are no longer cut."""
+    num_tiles: int = 1
+    """Tiles that a program folds in at once, one or two."""
+    two_phases: bool = False
+    """Tokens that all rows see are folded in without masks, before the others."""
+    merged_per_warp: int = 1024
+    """Numbers of partial results that are added up at once; as many more are under way then."""
+    least_tokens: int = 1
+    """Shorter spans are not cut: for many rows it takes longer to add partial results up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Items with one tile shape, and room for the partial results of spans that were cut."""
+
+    items: Tensor
+    tiles: Tiles
+    window: int | None
+    partial: Tensor
+    log_sums: Tensor
+    arrivals: Tensor
+    """Zero between kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    layout: PagedLayout
+    page_table: Tensor
+    """[sequences, pages] int32"""
+    slots: Tensor
+    """[rows] int32: page * block_tokens + token; below 0 the row is not stored."""
+    sequences: tuple[SequenceRows, ...] = ()
+    is_causal: bool = True
+    """False: every row sees all tokens of its items."""
+    work: dict[int | None, tuple[Work, ...]] = field(default_factory=dict)
+    """By sliding window; made on first use when `sequences` are known."""
+
+
+def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
+    slots = kv_slots(sequences, layout.block_tokens)
+    # One compiled kernel for all widths: they differ in nothing that it could use.
+    width = _round_up(max(len(sequence.page_ids) for sequence in sequences), 16)
+    page_table = [[*s.page_ids, *[0] * (width - len(s.page_ids))] for s in sequences]
+    return Plan(
+        layout=layout,
+        page_table=send(torch.tensor(page_table, dtype=torch.int32, device="cpu"), device),
+        slots=send(torch.tensor(slots, dtype=torch.int32, device="cpu"), device),
+        sequences=tuple(sequences),
+    )
+
+
+def plan_decodes(
+    page_table: Tensor,
+    layout: PagedLayout,
+    q: Tensor,
+    windows: Iterable[int | None] = (None,),
+) -> Plan:
+    """A plan of fixed shape for a CUDA graph: one row per sequence; `refresh` fills it.
+
+    page_table [sequences, pages] int32   q: any tensor of the queries' shape and dtype
+    """
+    num_sequences, device = page_table.shape[0], page_table.device
+    group, num_programs = q.shape[1] // layout.num_kv_heads, num_sequences * layout.num_kv_heads
+    each = num_programs / num_multiprocessors(device.type)
+    tiles = decode_tiles(group, layout, q.dtype, per_multiprocessor=each)
+    num_items = num_sequences + _num_shares(tiles, layout, device)
+    items = torch.zeros(num_items, 8, dtype=torch.int32, device=device)
+    return Plan(
+        layout=layout,
+        page_table=page_table,
+        slots=torch.full((num_sequences,), -1, dtype=torch.int32, device=device),
+        is_causal=False,
+        work={w: (_work(items.clone(), tiles, layout, w),) for w in windows},
+    )
+
+
+def plan_steps(
+    page_table: Tensor,
+    slots: Tensor,
+    q: Tensor,
+    layout: PagedLayout,
+    items: Mapping[int | None, Sequence[Tensor]],
+) -> Plan:
+    """A plan of fixed shape for a CUDA graph of any step; `cut_steps` makes what `items` hold.
+
+    page_table [sequences, pages], slots [rows] int32   q: as in plan_decodes
+    """
+    tiles = step_tiles(q.shape[1] // layout.num_kv_heads, layout, q.dtype)
+    work = {
+        window: tuple(_work(*pair, layout, window) for pair in zip(both, tiles, strict=True))
+        for window, both in items.items()
+    }
+    return Plan(layout=layout, page_table=page_table, slots=slots, work=work)
+
+
+def first_rows(plan: Plan, num_rows: int, num_items: Sequence[int]) -> Plan:
+    """The same buffers for a smaller graph: so many rows, and items of each kind."""
+    work = {
+        window: tuple(
+            replace(kind, items=kind.items[:count])
+            for kind, count in zip(kinds, num_items, strict=True)
+        )
+        for window, kinds in plan.work.items()
+    }
+    return replace(plan, slots=plan.slots[:num_rows], work=work)
+
+
+def most_items(num_rows: int, num_sequences: int, q: Tensor, layout: PagedLayout) -> list[int]:
+    """For as many rows of as many sequences, of each kind that cut_steps makes, at most.
+
+    But for steps of very many prompts: those have more.
+    """
+    group = q.shape[1] // layout.num_kv_heads
+    tiles = step_tiles(group, layout, q.dtype)
+    shares = [_num_shares(kind, layout, q.device) for kind in tiles]
+    blocks = -(-num_rows // (tiles[0].rows // group)) + min(num_sequences, _MAX_PROMPTS)
+    return [blocks + shares[0], min(num_sequences, num_rows) + shares[1]]
+
+
+def cut_steps(rows: StepRows, window: int | None, q: Tensor, layout: PagedLayout) -> list[Tensor]:
+    """[items, 8] int32 on the CPU: of sequences with many rows, and of those with few."""
+    group = q.shape[1] // layout.num_kv_heads
+    many, few = step_tiles(group, layout, q.dtype)
+    limit = few.rows // group
+    is_short = rows.lengths <= limit
+    return [
+        cut_sequences(rows, members, _cut(tiles, layout, q.device, window, group))
+        for tiles, members in ((many, ~is_short), (few, is_short))
+    ]
+
+
+def refresh(plan: Plan, num_tokens: Tensor) -> None:
+    """Cuts a decode plan's work anew. num_tokens [sequences] int32, 0 for padding.
+
+    attend reads it before it waits for the kernel ahead: there must be another one in between.
+    """
+    attention_items_triton.last_slots(num_tokens, plan.page_table, plan.layout, plan.slots)
+    for window, works in plan.work.items():
+        for work in works:
+            cut = _cut(work.tiles, plan.layout, work.items.device, window, group=1)
+            attention_items_triton.cut_decodes(num_tokens, cut, work.items)
+
+
+def write_kv(storage: Tensor, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
+    """Stores the step's keys and values in their pages."""
+    layout = plan.layout
+    size = layout.num_kv_heads * layout.head_dim
+    write_rows[(k.shape[0],)](
+        k,
+        v,
+        storage,
+        plan.slots,
+        k.stride(0),
+        v.stride(0),
+        storage.stride(0),
+        layer * 2 * layout.block_tokens * size,
+        BLOCK_TOKENS=layout.block_tokens,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        **overlap_options(k.device.type),
+    )
+
+
+def attend(storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> Tensor:
+    """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
+    if args.sliding_window not in plan.work:
+        plan.work[args.sliding_window] = _make_work(plan, q, args.sliding_window)
+    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+    for work in plan.work[args.sliding_window]:
+        launch = _launch_decodes if _copies_tiles(plan, work, q) else _launch
+        launch(storage, plan, work, q, args, out)
+    return out
+
+
+def _launch(  # noqa: PLR0913
+    storage: Tensor, plan: Plan, work: Work, q: Tensor, args: AttendArgs, out: Tensor
+) -> None:
+    layout, tiles = plan.layout, work.tiles
+    attend_items[(work.items.shape[0] * layout.num_kv_heads,)](
+        q,
+        storage,
+        out,
+        work.items,
+        plan.page_table,
+        work.partial,
+        work.log_sums,
+        work.arrivals,
+        q.stride(0),
+        storage.stride(0),
+        plan.page_table.stride(0),
+        args.layer * 2 * layout.block_tokens * layout.num_kv_heads * layout.head_dim,
+        args.scale,
+        args.softcap if args.softcap is not None else 1.0,
+        KV_HEADS=layout.num_kv_heads,
+        GROUP=q.shape[1] // layout.num_kv_heads,
+        HEAD_DIM=layout.head_dim,
+        BLOCK_TOKENS=layout.block_tokens,
+        WINDOW=work.window or 0,
+        HAS_SOFTCAP=args.softcap is not None,
+        TWO_PHASES=tiles.two_phases and work.window is None,
+        CAUSAL=plan.is_causal,
+        ROWS=tiles.rows,
+        TILES=tiles.num_tiles,
+        TOKENS=tiles.tokens,
+        DIM=triton.next_power_of_2(layout.head_dim),
+        MERGED=tiles.num_warps * tiles.merged_per_warp,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **overlap_options(q.device.type),
+    )
+
+
+def _copies_tiles(plan: Plan, work: Work, q: Tensor) -> bool:
+    """Decodes that fill the device."""
+    layout, device_type = plan.layout, q.device.type
+    least = _COPIED_PER_MULTIPROCESSOR * num_multiprocessors(device_type)
+    return (
+        not (plan.is_causal or work.window)
+        and len(plan.page_table) * layout.num_kv_heads > least
+        and q.dtype != torch.float32
+        and q.shape[1] <= attention_decode_triton.MOST_ROWS.value * layout.num_kv_heads
+        and layout.head_dim in (64, 128)
+        and layout.block_tokens == attention_decode_triton.TOKENS.value
+        and copies_tiles(device_type)
+    )
+
+
+def _launch_decodes(  # noqa: PLR0913
+    storage: Tensor, plan: Plan, work: Work, q: Tensor, args: AttendArgs, out: Tensor
+) -> None:
+    layout, tiles = plan.layout, work.tiles
+    copied = storage.view(-1, layout.block_tokens, layout.num_kv_heads * layout.head_dim)
+    attention_decode_triton.attend_decodes[(work.items.shape[0] * layout.num_kv_heads,)](
+        q,
+        TensorDescriptor.from_tensor(copied, [1, layout.block_tokens, layout.head_dim]),
+        out,
+        work.items,
+        plan.page_table,
+        work.partial,
+        work.log_sums,
+        work.arrivals,
+        q.stride(0),
+        2 * layout.num_layers,
+        plan.page_table.stride(0),
+        2 * args.layer,
+        args.scale,
+        args.softcap if args.softcap is not None else 1.0,
+        KV_HEADS=layout.num_kv_heads,
+        GROUP=q.shape[1] // layout.num_kv_heads,
+        HEAD_DIM=layout.head_dim,
+        HAS_SOFTCAP=args.softcap is not None,
+        ROWS=tiles.rows,
+        MERGED=tiles.num_warps * tiles.merged_per_warp,
+        num_warps=tiles.num_warps,
+        # A page ahead of its tile; programs are so many that no tile is copied ahead.
+        num_stages=3,
+        **overlap_options(q.device.type),
+    )
+
+
+def decode_tiles(
+    group: int, layout: PagedLayout, dtype: torch.dtype, *, per_multiprocessor: float = math.inf
+) -> Tiles:
+    """For sequences with few rows. per_multiprocessor: its programs, if no span were cut."""
+    rows = max(16, triton.next_power_of_2(group))
+    if layout.head_dim > 128 or dtype == torch.float32 or rows > 16:
+        return Tiles(rows, 16, 64, 4, 5, 2, merged_per_warp=512)
+    fitting = (kind for most, *kind in _DECODES if per_multiprocessor <= most)
+    num_tiles, stages, shares = next(fitting, _MANY_DECODES)
+    return Tiles(
+        rows, 16, 64, 1, stages, shares, num_tiles=num_tiles, merged_per_warp=1024 * num_tiles
+    )
+
+
+def prompt_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
+    rows = triton.next_power_of_2(group)
+    if dtype == torch.float32:
+        # Without matrix units; larger tiles take the compiler a minute.
+        return Tiles(max(16, rows), 16, 64, 4, 2, 2, merged_per_warp=512)
+    stages = 3 if head_dim > 128 else 5
+    return Tiles(max(128, rows), 64, 64, 8, stages, 1, two_phases=True, least_tokens=512)
+
+
+def step_tiles(group: int, layout: PagedLayout, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
+    """For sequences with many rows, and for those whose rows fit one decode tile."""
+    # One shape, whoever is in the step: a shape is a kernel to compile.
+    few = decode_tiles(group, layout, dtype)
+    return prompt_tiles(group, layout.head_dim, dtype), few
+
+
+def _make_work(plan: Plan, q: Tensor, window: int | None) -> tuple[Work, ...]:
+    layout = plan.layout
+    tiles = step_tiles(q.shape[1] // layout.num_kv_heads, layout, q.dtype)
+    kinds = cut_steps(StepRows.of(plan.sequences), window, q, layout)
+    return tuple(
+        _work(send(items, q.device), kind, layout, window)
+        for items, kind in zip(kinds, tiles, strict=True)
+        if items.shape[0]
+    )
+
+
+def _cut(
+    tiles: Tiles, layout: PagedLayout, device: torch.device, window: int | None, group: int
+) -> Cut:
+    return Cut(
+        rows=tiles.rows // group,
+        tile_tokens=tiles.item_tokens,
+        num_shares=_num_shares(tiles, layout, device),
+        window=window,
+        least_tokens=tiles.least_tokens,
+    )
+
+
+def _num_shares(tiles: Tiles, layout: PagedLayout, device: torch.device) -> int:
+    programs = num_multiprocessors(device.type) * tiles.shares_per_multiprocessor
+    return max(1, programs // layout.num_kv_heads)
+
+
+def _work(items: Tensor, tiles: Tiles, layout: PagedLayout, window: int | None) -> Work:
+    num_slots = items.shape[0] * layout.num_kv_heads * tiles.rows
+    return Work(
+        items=items,
+        tiles=tiles,
+        window=window,
+        partial=items.new_empty(num_slots, layout.head_dim, dtype=torch.float32),
+        log_sums=items.new_empty(num_slots, dtype=torch.float32),
+        arrivals=items.new_zeros(items.shape[0] * layout.num_kv_heads),
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,336 @@
+"""The small operations between a decoder's matrix products, each one kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loramux.kernels.gpu.pdl import (
+    begin_after_previous,
+    overlap_options,
+)
+from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
+
+_HEADS_PER_PROGRAM = 16
+
+
+def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None) -> Tensor:
+    """residual += x, in place; returns norm(residual). With `after`, x is normed first.
+
+    x, residual [rows, hidden]; there may be gaps between the rows of x
+    x may be parts of a product, contiguous float32 [parts, rows, hidden]: their sum is rounded
+    """
+    num_rows, size = residual.shape
+    out = torch.empty_like(residual)
+    _add_norm[(num_rows,)](
+        x,
+        residual,
+        norm.weight,
+        None if after is None else after.weight,
+        out,
+        size if x is None else x.stride(-2),
+        norm.eps,
+        norm.eps if after is None else after.eps,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        PARTS=1 if x is None or x.ndim == 2 else len(x),
+        num_warps=4 if size <= 2048 else 8,
+        **overlap_options(residual.device.type),
+    )
+    return out
+
+
+def rotation(
+    positions: Tensor, frequencies: Tensor, signs: Tensor, factor: float
+) -> tuple[Tensor, Tensor]:
+    """cos * factor and sin * signs of positions * frequencies: [rows, head_dim] float32 each.
+
+    positions [rows] int32   frequencies, signs [head_dim] float32
+    """
+    num_rows, head_dim = positions.shape[0], frequencies.shape[0]
+    cos, sin = frequencies.new_empty(2, num_rows, head_dim)
+    _rotation[(num_rows,)](
+        positions,
+        frequencies,
+        signs,
+        cos,
+        sin,
+        factor,
+        SIZE=head_dim,
+        BLOCK=triton.next_power_of_2(head_dim),
+        num_warps=1,
+        **overlap_options(positions.device.type),
+    )
+    return cos, sin
+
+
+def rotate_write(qkv: Tensor, rotation: Rotation, target: KVTarget) -> Tensor:
+    """Rotates queries in place and returns them; keys, rotated, and values go into their pages.
+
+    qkv [rows, (heads + 2 * kv_heads) * head_dim] -> [rows, heads, head_dim], a view of it
+    """
+    layout, num_rows = target.layout, qkv.shape[0]
+    heads = qkv.view(num_rows, -1, layout.head_dim)
+    num_queries = heads.shape[1] - 2 * layout.num_kv_heads
+    norm = rotation.head_norm
+    _rotate_write[(num_rows, triton.cdiv(heads.shape[1], _HEADS_PER_PROGRAM))](
+        qkv,
+        rotation.cos,
+        rotation.sin,
+        target.storage,
+        target.slots,
+        None if norm is None else norm.weight,
+        qkv.stride(0),
+        target.storage.stride(0),
+        target.layer * 2 * layout.block_tokens * layout.num_kv_heads * layout.head_dim,
+        0.0 if norm is None else norm.eps,
+        NUM_QUERIES=num_queries,
+        KV_HEADS=layout.num_kv_heads,
+        HEAD_DIM=layout.head_dim,
+        BLOCK_TOKENS=layout.block_tokens,
+        HEADS=_HEADS_PER_PROGRAM,
+        HALF=triton.next_power_of_2(layout.head_dim // 2),
+        num_warps=4,
+        **overlap_options(qkv.device.type),
+    )
+    return heads[:, :num_queries]
+
+
+def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up. gate_up [rows, 2 * inner], gate first -> [rows, inner]"""
+    num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, inner)
+    block = min(1024, triton.next_power_of_2(inner))
+    _activate_mul[(num_rows, triton.cdiv(inner, block))](
+        gate_up,
+        out,
+        gate_up.stride(0),
+        INNER=inner,
+        ACTIVATION=activation,
+        BLOCK=block,
+        num_warps=4,
+        **overlap_options(gate_up.device.type),
+    )
+    return out
+
+
+@triton.jit
+def scaled(x, weight, eps, SIZE: tl.constexpr):
+    """x / rms(x) * weight"""
+    return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight.to(tl.float32)
+
+
+@triton.jit
+def load_residual(at, inside):
+    """Float32. Where a product is added to it, the kernel ahead has made that: it is older.
+
+    So it may be read before the wait, past a multiprocessor's own cache: that may hold what stood
+    there before.
+    """
+    return tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+
+
+@triton.jit
+def load_sum(at, inside, part_step, dtype, PARTS: tl.constexpr):
+    """The sum of what stands there in each part, rounded once, as a whole product is."""
+    total = tl.load(at, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(at + part * part_step, mask=inside, other=0.0)
+    return total.to(dtype)
+
+
+@triton.jit
+def _add_norm(  # noqa: PLR0913
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    after_ptr,
+    out_ptr,
+    x_stride,
+    eps,
+    after_eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    at = tl.program_id(0).to(tl.int64) * SIZE + column
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if x_ptr is None:
+        # The kernel ahead may have written it.
+        begin_after_previous(OVERLAP)
+        total = load_residual(residual_ptr + at, inside)
+    else:
+        total = load_residual(residual_ptr + at, inside)
+        begin_after_previous(OVERLAP)
+        x_row = x_ptr + tl.program_id(0).to(tl.int64) * x_stride
+        part_step = tl.num_programs(0).to(tl.int64) * x_stride
+        x = load_sum(x_row + column, inside, part_step, residual_ptr.dtype.element_ty, PARTS)
+        if after_ptr is not None:
+            after = tl.load(after_ptr + column, mask=inside, other=0.0)
+            x = scaled(x.to(tl.float32), after, after_eps, SIZE).to(x.dtype)
+        # The sum is normed as it is stored, rounded.
+        stored = (total + x.to(tl.float32)).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + at, stored, mask=inside)
+        total = stored.to(tl.float32)
+    normed = scaled(total, weight, eps, SIZE)
+    tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotation(  # noqa: PLR0913
+    positions_ptr,
+    frequencies_ptr,
+    signs_ptr,
+    cos_ptr,
+    sin_ptr,
+    factor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    frequency = tl.load(frequencies_ptr + column, mask=inside)
+    sign = tl.load(signs_ptr + column, mask=inside)
+    begin_after_previous(OVERLAP)
+    angle = tl.load(positions_ptr + row).to(tl.float32) * frequency
+    at = row * SIZE + column
+    tl.store(cos_ptr + at, tl.cos(angle) * factor, mask=inside)
+    tl.store(sin_ptr + at, tl.sin(angle) * sign, mask=inside)
+
+
+@triton.jit
+def _rotate_write(  # noqa: PLR0913
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    storage_ptr,
+    slots_ptr,
+    norm_ptr,
+    qkv_stride,
+    page_stride,
+    layer_start,
+    eps,
+    NUM_QUERIES: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    MIDDLE: tl.constexpr = HEAD_DIM // 2
+    row = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    dim = tl.arange(0, HALF)[None, :]
+    is_rotated = head < NUM_QUERIES + KV_HEADS
+    inside = (head < NUM_QUERIES + 2 * KV_HEADS) & (dim < MIDDLE)
+    angles = load_angles(cos_ptr, sin_ptr, row * HEAD_DIM + dim, dim < MIDDLE, MIDDLE)
+    slot = tl.load(slots_ptr + row)
+    at = qkv_ptr + row * qkv_stride + head * HEAD_DIM + dim
+    begin_after_previous(OVERLAP)
+    low = tl.load(at, mask=inside, other=0.0)
+    high = tl.load(at + MIDDLE, mask=inside, other=0.0)
+    rotated_low, rotated_high = rotate_halves(
+        low.to(tl.float32), high.to(tl.float32), angles, norm_ptr, eps, head,
+        is_rotated & inside, HEAD_DIM, HALF,
+    )  # fmt: skip
+    rotated_low = rotated_low.to(low.dtype)
+    rotated_high = rotated_high.to(high.dtype)
+    # All of a head must be read before any of it is overwritten.
+    tl.debug_barrier()
+    is_query = inside & (head < NUM_QUERIES)
+    tl.store(at, rotated_low, mask=is_query)
+    tl.store(at + MIDDLE, rotated_high, mask=is_query)
+    if slot >= 0:
+        block = (slot // BLOCK_TOKENS).to(tl.int64) * page_stride + layer_start
+        block += slot % BLOCK_TOKENS * (KV_HEADS * HEAD_DIM)
+        # Values follow the keys of the whole block.
+        first = tl.where(is_rotated, NUM_QUERIES, NUM_QUERIES + KV_HEADS - BLOCK_TOKENS * KV_HEADS)
+        where = storage_ptr + block + (head - first) * HEAD_DIM + dim
+        is_key = inside & is_rotated & (head >= NUM_QUERIES)
+        tl.store(where, rotated_low, mask=is_key)
+        tl.store(where + MIDDLE, rotated_high, mask=is_key)
+        is_value = inside & (head >= NUM_QUERIES + KV_HEADS)
+        tl.store(where, low, mask=is_value)
+        tl.store(where + MIDDLE, high, mask=is_value)
+
+
+@triton.jit
+def load_angles(cos_ptr, sin_ptr, at, inside, MIDDLE: tl.constexpr):
+    """cos and sin of heads' second halves; the first have the same, sin with the other sign."""
+    cos = tl.load(cos_ptr + at + MIDDLE, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + at + MIDDLE, mask=inside, other=0.0).to(tl.float32)
+    return cos, sin
+
+
+@triton.jit
+def rotate_halves(  # noqa: PLR0913
+    low, high, angles, norm_ptr, eps, head, inside, HEAD_DIM: tl.constexpr, HALF: tl.constexpr
+):
+    """Halves of heads, normed if there is a weight, and rotated: [heads or rows, HALF] float32.
+
+    angles: of load_angles   head: of every line, or of all   inside: what has a weight
+    """
+    if norm_ptr is not None:
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        inverse = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        at = norm_ptr + head * HEAD_DIM + tl.arange(0, HALF)[None, :]
+        low *= inverse * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        high *= inverse * tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    cos, sin = angles
+    return low * cos - high * sin, high * cos + low * sin
+
+
+@triton.jit
+def _activate_mul(  # noqa: PLR0913
+    gate_up_ptr,
+    out_ptr,
+    stride,
+    INNER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = None if INNER % BLOCK == 0 else column < INNER
+    gate_at = gate_up_ptr + row * stride + column
+    out_at = out_ptr + row * INNER + column
+    begin_after_previous(OVERLAP)
+    gate = tl.load(gate_at, mask=inside).to(tl.float32)
+    up = tl.load(gate_at + INNER, mask=inside).to(tl.float32)
+    mixed = activate(gate, ACTIVATION) * up
+    tl.store(out_at, mixed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activate(gate, ACTIVATION: tl.constexpr):
+    """gate float32"""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    if ACTIVATION == "silu":
+        gate = _times_sigmoid(gate, gate * -LOG2_E)
+    elif ACTIVATION == "gelu":
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        # gelu by tanh is gate * sigmoid(2 * sqrt(2 / pi) * (gate + 0.044715 * gate ** 3)).
+        FIRST: tl.constexpr = -2.0 * 0.7978845608028654 * LOG2_E
+        THIRD: tl.constexpr = 0.044715 * FIRST
+        gate = _times_sigmoid(gate, gate * (FIRST + THIRD * gate * gate))
+    return gate
+
+
+@triton.jit
+def _times_sigmoid(x, power):
+    """x / (1 + 2 ** power)
+
+    By the inverse root, twice: one instruction for all of its range, where a division has eight.
+    """
+    inverse = tl.rsqrt(1.0 + tl.exp2(power))
+    return x * inverse * inverse

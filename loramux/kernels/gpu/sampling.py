@@ -1,0 +1,190 @@
+"""Tokens from logits without the host: two kernels, over parts of the vocabulary and over rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loramux.kernels.gpu.pdl import begin_after_previous, overlap_options
+
+PART = 4096
+# Columns that a thread reads at once, and whose best is taken before it is told from others.
+GROUP = tl.constexpr(8)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def choose_tokens(logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor:
+    """One token per row: the best at temperature 0, else by inverse CDF in vocabulary order.
+
+    logits [rows, vocab]   temperatures [rows] float32   noise [rows] float64 in [0, 1)
+    returns [rows] int64. A row whose best logit is not finite takes it, whatever its temperature;
+    of equal ones the first; not a number counts as the highest.
+    """
+    num_rows, vocab = logits.shape
+    num_parts = triton.cdiv(vocab, PART)
+    best = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
+    place = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
+    sums = torch.empty(num_rows, num_parts, dtype=torch.float64, device=logits.device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    options = overlap_options(logits.device.type)
+    _sum_parts[(num_rows, num_parts)](
+        logits,
+        temperatures,
+        best,
+        place,
+        sums,
+        logits.stride(0),
+        vocab,
+        num_parts,
+        PART=PART,
+        num_warps=4,
+        **options,
+    )
+    _choose[(num_rows,)](
+        logits,
+        temperatures,
+        noise,
+        best,
+        place,
+        sums,
+        tokens,
+        logits.stride(0),
+        vocab,
+        num_parts,
+        PART=PART,
+        PARTS=triton.next_power_of_2(num_parts),
+        num_warps=8,
+        **options,
+    )
+    return tokens
+
+
+@triton.jit
+def _load_part(logits_ptr, start, vocab, PART: tl.constexpr):
+    column = start + tl.arange(0, PART)
+    logits = tl.load(logits_ptr + column, mask=column < vocab, other=float("-inf"))
+    return column, logits.to(tl.float32)
+
+
+@triton.jit
+def _nan_as_highest(logits):
+    """What is not a number is the best, so that a row with one gets an answer."""
+    return tl.where(logits != logits, float("inf"), logits)
+
+
+@triton.jit
+def _best_of_groups(logits, PART: tl.constexpr):
+    """The highest of every GROUP logits: [PART / GROUP]; not a number where one is none."""
+    WIDTH: tl.constexpr = PART // GROUP
+    tl.static_assert(GROUP == 8, "halved three times")
+    left, right = tl.split(tl.reshape(logits, (WIDTH, 4, 2)))
+    best = tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
+    left, right = tl.split(tl.reshape(best, (WIDTH, 2, 2)))
+    best = tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
+    left, right = tl.split(best)
+    return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _weights(logits, best, temperature):
+    """exp((logits - best) / temperature), where the best is a number."""
+    return tl.exp2((logits - best) * (LOG2_E / tl.maximum(temperature, 1e-30)))
+
+
+@triton.jit
+def _sum_parts(  # noqa: PLR0913
+    logits_ptr,
+    temperatures_ptr,
+    best_ptr,
+    place_ptr,
+    sums_ptr,
+    stride,
+    vocab,
+    num_parts,
+    PART: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Of one part of one row: the best, where its group begins, and the sum of the weights."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    target = row * num_parts + part
+    begin_after_previous(OVERLAP)
+    _, logits = _load_part(logits_ptr + row * stride, part * PART, vocab, PART)
+    temperature = tl.load(temperatures_ptr + row)
+    bests = _nan_as_highest(_best_of_groups(logits, PART))
+    best = tl.max(bests, 0)
+    group = tl.arange(0, PART // GROUP)
+    place = part * PART + tl.min(tl.where(bests == best, group, PART), 0) * GROUP
+    tl.store(best_ptr + target, best)
+    tl.store(place_ptr + target, place)
+    if temperature > 0:
+        is_number = (best > float("-inf")) & (best < float("inf"))
+        weights = _weights(logits, tl.where(is_number, best, 0.0), temperature)
+        # A few are added in float32: a float64 sum of each would take longer than reading them.
+        few = tl.sum(tl.reshape(weights, (PART // GROUP, GROUP)), 1)
+        total = tl.sum(few.to(tl.float64), 0)
+        tl.store(sums_ptr + target, tl.where(is_number, total, 0.0))
+
+
+@triton.jit
+def _choose(  # noqa: PLR0913
+    logits_ptr,
+    temperatures_ptr,
+    noise_ptr,
+    best_ptr,
+    place_ptr,
+    sums_ptr,
+    tokens_ptr,
+    stride,
+    vocab,
+    num_parts,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    is_part = part < num_parts
+    at = row * num_parts + part
+    row_ptr = logits_ptr + row * stride
+    begin_after_previous(OVERLAP)
+    bests = tl.load(best_ptr + at, mask=is_part, other=float("-inf"))
+    best = tl.max(bests, 0)
+    temperature = tl.load(temperatures_ptr + row)
+    if (temperature > 0) & (best < float("inf")) & (best > float("-inf")):
+        sums = tl.load(sums_ptr + at, mask=is_part, other=0.0)
+        noise = tl.load(noise_ptr + row)
+        token = _draw(row_ptr, bests, best, sums, noise, temperature, vocab, num_parts, PART, PARTS)
+    else:
+        places = tl.load(place_ptr + at, mask=is_part, other=vocab)
+        start = tl.min(tl.where((bests == best) & is_part, places, vocab - 1), 0)
+        column, logits = _load_part(row_ptr, start, vocab, GROUP)
+        token = tl.min(tl.where(_nan_as_highest(logits) == best, column, vocab - 1), 0)
+    tl.store(tokens_ptr + row, token.to(tl.int64))
+
+
+@triton.jit
+def _draw(  # noqa: PLR0913
+    row_ptr, bests, best, sums, noise, temperature, vocab, num_parts,
+    PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The token where the weights of a row reach noise of their sum. bests, sums [PARTS]"""
+    part = tl.arange(0, PARTS)
+    is_part = part < num_parts
+    # A part's sum is relative to its own best; all are brought to the row's best.
+    factors = tl.where(is_part, _weights(bests, best, temperature), 0.0).to(tl.float64)
+    sums = tl.where(factors > 0, sums * factors, 0.0)
+    ends = tl.cumsum(sums, 0)
+    wanted = noise * tl.sum(tl.where(part == num_parts - 1, ends, 0.0), 0)
+    last = tl.max(tl.where(sums > 0, part, 0), 0)
+    chosen = tl.minimum(tl.min(tl.where(ends > wanted, part, num_parts), 0), last)
+    before = tl.sum(tl.where(part == chosen, ends - sums, 0.0), 0)
+    factor = tl.sum(tl.where(part == chosen, factors, 0.0), 0)
+    own_best = tl.max(tl.where(part == chosen, bests, float("-inf")), 0)
+    column, logits = _load_part(row_ptr, chosen * PART, vocab, PART)
+    weights = _weights(logits, own_best, temperature).to(tl.float64)
+    reached = before + tl.cumsum(weights, 0) * factor > wanted
+    last_column = tl.max(tl.where(weights > 0, column, 0), 0)
+    return tl.min(tl.where(reached & (weights > 0), column, last_column), 0)

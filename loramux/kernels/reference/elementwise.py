@@ -1,0 +1,119 @@
+"""Reference: the small operations between a decoder's matrix products, in float32 inside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loramux.kernels.ops import PagedLayout
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """y = x / rms(x) * weight. weight [size], or [heads, size] for one norm per head"""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What is done to queries and keys before they meet."""
+
+    cos: Tensor
+    sin: Tensor
+    """[rows, head_dim] each: two halves alike, but that sin is negated in its first one."""
+    head_norm: Norm | None = None
+    """weight [heads + kv_heads, head_dim]: they are normed before they are rotated."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVTarget:
+    """Where a step's keys and values go."""
+
+    storage: Tensor
+    slots: Tensor
+    """[rows] int32: page * block_tokens + token; below 0 the row is not stored."""
+    layout: PagedLayout
+    layer: int
+
+
+def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None) -> Tensor:
+    """residual += x, in place; returns norm(residual). With `after`, x is normed first.
+
+    x, residual [rows, hidden]
+    x may be parts of a product, float32 [parts, rows, hidden]: their sum is rounded
+    """
+    if x is not None:
+        if x.ndim == 3:
+            x = sum_of_parts(x, residual.dtype)
+        if after is not None:
+            x = _norm(x.float(), after).to(x.dtype)
+        residual.copy_(x.float() + residual.float())
+    return _norm(residual.float(), norm).to(residual.dtype)
+
+
+def rotation(
+    positions: Tensor, frequencies: Tensor, signs: Tensor, factor: float
+) -> tuple[Tensor, Tensor]:
+    """cos * factor and sin * signs of positions * frequencies: [rows, head_dim] float32 each.
+
+    positions [rows] int32   frequencies, signs [head_dim] float32
+    """
+    angles = positions.float()[:, None] * frequencies
+    return angles.cos() * factor, angles.sin() * signs
+
+
+def rotate_write(qkv: Tensor, rotation: Rotation, target: KVTarget) -> Tensor:
+    """Rotates queries in place and returns them; keys, rotated, and values go into their pages.
+
+    qkv [rows, (heads + 2 * kv_heads) * head_dim] -> [rows, heads, head_dim], a view of it
+    """
+    layout, num_rows = target.layout, qkv.shape[0]
+    heads = qkv.view(num_rows, -1, layout.head_dim)
+    num_queries = heads.shape[1] - 2 * layout.num_kv_heads
+    num_rotated = num_queries + layout.num_kv_heads
+    qk = heads[:, :num_rotated].float()
+    if rotation.head_norm is not None:
+        qk = _norm(qk, rotation.head_norm)
+    swapped = qk.roll(layout.head_dim // 2, -1)
+    qk = qk * rotation.cos.float()[:, None] + swapped * rotation.sin.float()[:, None]
+    qk = qk.to(qkv.dtype)
+    heads[:, :num_queries] = qk[:, :num_queries]
+    _store(target, qk[:, num_queries:], heads[:, num_rotated:])
+    return heads[:, :num_queries]
+
+
+def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up. gate_up [rows, 2 * inner], gate first -> [rows, inner]"""
+    gate, up = gate_up.float().chunk(2, -1)
+    if activation == "silu":
+        gate = F.silu(gate)
+    else:
+        gate = F.gelu(gate, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
+    return (gate * up).to(gate_up.dtype)
+
+
+def sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded once, as a whole product is. parts [parts, ...]"""
+    return parts.sum(0).to(dtype)
+
+
+def _norm(x: Tensor, norm: Norm) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
+
+
+def _store(target: KVTarget, k: Tensor, v: Tensor) -> None:
+    layout = target.layout
+    shape = (layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
+    pages = target.storage.view(-1, *shape)
+    rows = (target.slots >= 0).nonzero().squeeze(1)
+    slots = target.slots[rows].long()
+    page, token = slots // layout.block_tokens, slots % layout.block_tokens
+    pages[page, target.layer, 0, token] = k[rows]
+    pages[page, target.layer, 1, token] = v[rows]

@@ -1,0 +1,264 @@
+"""LoRA for kernels that read adapters from their pages: which is where, and a step's work list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loramux.adapters.packed.dense import Site
+from loramux.adapters.packed.fp12 import shortens
+from loramux.adapters.packed.paged import GroupedLayout, GroupTable, tabulate
+from loramux.errors import DoesNotFit
+from loramux.kernels.gpu.lora.tables import (
+    PROMPT,
+    SMALL_ROWS,
+    LaunchShape,
+    LoraTables,
+    decode_launch,
+    make_tables,
+)
+from loramux.kernels.gpu.lora.work_list import (
+    GroupDirectory,
+    RowTiles,
+    SiteShape,
+    WorkLimits,
+    WorkListFull,
+    build_work,
+    gather_tiles,
+    plain_tiles,
+)
+from loramux.kernels.gpu.transfer import send
+from loramux.memory.records import ResidentAdapter
+from loramux.types.request import Selection
+
+Ints = NDArray[np.int32]
+
+# Of decode steps: one with more units runs without a graph. Of all others: tables grow.
+_DECODE_UNITS = 1024
+_PROMPT_UNITS = 2048
+# A row's groups of ranks, on average, before tables grow.
+_GROUPS_PER_ROW = 8
+_MAX_FOUND = 4096
+
+
+class DeviceDirectory:
+    """Addresses of every resident adapter's weights, in tensors that kernels look up."""
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        *,
+        num_layers: int,
+        max_adapters: int,
+        max_groups: int,
+        device: torch.device,
+    ) -> None:
+        self.sites = tuple(sites)
+        self._projections = [name for site in sites for name in site.projections]
+        self._num_layers = num_layers
+        self.max_adapters = max_adapters
+        self.groups = GroupDirectory(max_slots=max_adapters, max_groups=max_groups)
+        self.addresses = torch.zeros(num_layers, max_groups, 4, dtype=torch.int32, device=device)
+        self.slots = torch.zeros(self.groups.slots.shape, dtype=torch.int32, device=device)
+        self._slot_of: dict[str, int] = {}
+        # What slots_of has found since adapters last moved: it is asked twice a row and step.
+        self._found: dict[Selection, tuple[tuple[int, float], ...]] = {}
+        # Layouts repeat: most adapters of a server have the same ranks at the same places.
+        self._tables: dict[Any, GroupTable] = {}
+        self.on_remove: list[Callable[[int], None]] = []
+        """Who keeps something by slot."""
+
+    def slots_of(self, selection: Selection) -> tuple[tuple[int, float], ...]:
+        found = self._found.get(selection)
+        if found is None:
+            found = tuple((self._slot_of[cid], weight) for cid, weight in selection)
+            if len(self._found) >= _MAX_FOUND:
+                self._found.clear()
+            self._found[selection] = found
+        return found
+
+    def order(self, selection: Selection) -> tuple[bool, tuple[tuple[int, float], ...]]:
+        """Sort key of a sequence: those of one selection together, base rows last."""
+        return not selection, self.slots_of(selection)
+
+    def __contains__(self, cid: str) -> bool:
+        return cid in self._slot_of
+
+    def add(self, adapter: ResidentAdapter) -> None:
+        """Raises DoesNotFit when the tables are full."""
+        layout = adapter.layout
+        assert isinstance(layout, GroupedLayout)
+        table = self._tables.get(layout.key)
+        if table is None:
+            table = tabulate(layout, projections=self._projections, num_layers=self._num_layers)
+            self._tables[layout.key] = table
+        try:
+            slot, start = self.groups.add(table.groups_per_projection)
+        except WorkListFull as error:
+            raise DoesNotFit(str(error)) from error
+        self._slot_of[adapter.cid] = slot
+        self._found.clear()
+        entries = send(torch.from_numpy(table.addresses(adapter.page_ids)), self.slots.device)
+        self.addresses[:, start : start + entries.shape[1]].copy_(entries)
+        self.slots[slot].copy_(send(torch.from_numpy(self.groups.slots[slot]), self.slots.device))
+
+    def remove(self, cid: str) -> None:
+        slot = self._slot_of.pop(cid, None)
+        if slot is not None:
+            self.groups.remove(slot)
+            self._found.clear()
+            for tell in self.on_remove:
+                tell(slot)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraDevice:
+    """What LoRA on one device is made of."""
+
+    kernels: Any
+    """loramux.kernels.gpu.lora.segmented, or its twin."""
+    directory: DeviceDirectory
+    num_layers: int
+    pool: Tensor
+    num_multiprocessors: int
+
+    @property
+    def is_short(self) -> bool:
+        """Do adapters have their A in twelve bits here?"""
+        widths = (site.in_features for site in self.directory.sites)
+        return shortens(widths, self.pool.dtype, self.pool.shape[1])
+
+    def tables(self, limits: WorkLimits, launch: LaunchShape) -> LoraTables:
+        shapes = [
+            SiteShape(site.name, site.in_features, site.out_features)
+            for site in self.directory.sites
+        ]
+        return make_tables(
+            shapes,
+            num_layers=self.num_layers,
+            limits=limits,
+            launch=replace(launch, is_short=self.is_short),
+            device=self.pool.device,
+            num_sms=self.num_multiprocessors,
+        )
+
+
+class LoraWork:
+    """Tables of one kind of step, refilled for each; what the runner's linear layers call."""
+
+    def __init__(
+        self, device: LoraDevice, tables: LoraTables, sites: Collection[int] | None = None
+    ) -> None:
+        self._device = device
+        self.tables = tables
+        self._sites = range(len(tables.sites)) if sites is None else sites
+
+    @property
+    def directory(self) -> DeviceDirectory:
+        return self._device.directory
+
+    @property
+    def kernels(self) -> Any:
+        return self._device.kernels
+
+    @property
+    def pool(self) -> Tensor:
+        return self._device.pool
+
+    def read_from(self, words: Tensor) -> None:
+        """Takes a part of a larger buffer as the place of the work list."""
+        self.tables = replace(self.tables, work=words)
+
+    def at_sites(self, sites: Collection[int]) -> LoraWork:
+        """The same tables, for steps whose adapters change nothing elsewhere."""
+        return LoraWork(self._device, self.tables, sites)
+
+    def covers(self, site: int) -> bool:
+        """Whether a step may change the site; if not, nothing is to be launched there."""
+        return site in self._sites
+
+    def fill(self, selections: Sequence[Selection], num_rows: Sequence[int], out: Ints) -> int:
+        """Writes the work list into `out`; returns how many words count. Raises WorkListFull."""
+        directory, limits = self._device.directory, self.tables.limits
+        slots = [directory.slots_of(selection) for selection in selections]
+        tiles = _tiles(slots, num_rows, limits.tile_rows)
+        return build_work(tiles, directory.groups, limits, out)
+
+    def fill_now(self, selections: Sequence[Selection], num_rows: Sequence[int]) -> None:
+        """Makes the tables as large as the step needs, and the step's list on the device."""
+        while True:
+            limits = self.tables.limits
+            words = np.empty(limits.num_words, dtype=np.int32)
+            try:
+                used = self.fill(selections, num_rows, words)
+                break
+            except WorkListFull:
+                self.tables = self._device.tables(_wider(limits), self.tables.launch)
+        listed = send(torch.from_numpy(words[:used]), self.tables.work.device)
+        self.tables.work[:used].copy_(listed)
+        self.resolve()
+
+    def resolve(self) -> None:
+        """The first kernel of a step, after the list was copied to the device."""
+        device = self._device
+        device.kernels.resolve(self.tables, device.directory.addresses, device.directory.slots)
+
+    def shrink(self, x: Tensor, layer: int, site: int) -> None:
+        self._device.kernels.shrink(self.tables, self._device.pool, x, layer, site)
+
+    def expand(self, y: Tensor, layer: int, site: int) -> None:
+        self._device.kernels.expand(self.tables, self._device.pool, y, layer, site)
+
+    def expand_activate(self, y: Tensor, activation: str, layer: int, site: int) -> Tensor:
+        mixed: Tensor = self._device.kernels.expand_activate(
+            self.tables, self._device.pool, y, activation, layer, site
+        )
+        return mixed
+
+
+def decode_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork:
+    limits = _graph_limits(device, _DECODE_UNITS, max_rows)
+    return LoraWork(device, device.tables(limits, decode_launch(use_pdl=use_pdl)))
+
+
+def row_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork:
+    """For graphs of steps with prompts: kernels that take single rows and runs of rows alike."""
+    limits = _graph_limits(device, _PROMPT_UNITS, max_rows)
+    return LoraWork(device, device.tables(limits, decode_launch(use_pdl=use_pdl)))
+
+
+def prompt_work(device: LoraDevice, max_rows: int) -> LoraWork:
+    limits = WorkLimits(
+        max_units=_PROMPT_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows, alone_rows=0
+    )
+    return LoraWork(device, device.tables(limits, PROMPT))
+
+
+def _graph_limits(device: LoraDevice, max_units: int, max_rows: int) -> WorkLimits:
+    return WorkLimits(
+        max_units=max_units,
+        max_h_rows=_GROUPS_PER_ROW * max_rows,
+        small_rows=SMALL_ROWS if device.is_short else 0,
+        max_rows=max_rows,
+    )
+
+
+def _wider(limits: WorkLimits) -> WorkLimits:
+    return replace(limits, max_units=2 * limits.max_units, max_h_rows=2 * limits.max_h_rows)
+
+
+def _tiles(
+    slots: Sequence[tuple[tuple[int, float], ...]], num_rows: Sequence[int], tile_rows: int
+) -> RowTiles:
+    is_plain = all(len(s) == 0 or (len(s) == 1 and s[0][1] == 1.0) for s in slots)
+    if is_plain and len(slots) == sum(num_rows):
+        single = [s[0][0] if s else -1 for s in slots]
+        ids = np.array(single, dtype=np.int32)
+        return plain_tiles(ids, tile_rows, keeps_base=True)
+    return gather_tiles(slots, num_rows, tile_rows, keeps_base=True)

@@ -1,0 +1,219 @@
+"""Receipts go to the registry from a thread of their own, in batches; nobody waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from loramux.errors import LoramuxError
+from loramux.receipts import receipt as receipts
+from loramux.registry.records import Receipt, Use
+from loramux.registry.registry import Registry
+
+BATCH_RECEIPTS = 256
+INTERVAL_S = 0.25
+MAX_PENDING = 16_384
+PRUNE_INTERVAL_S = 60.0
+RETRY_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class ReceiptWriter:
+    """Safe to use from any thread. close() stores what is pending."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        max_age_s: float | None = None,
+        max_count: int | None = None,
+        max_pending: int = MAX_PENDING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Retention: what is older than max_age_s, or over max_count, goes once a minute."""
+        self._registry = registry
+        self._max_age_s = max_age_s
+        self._max_count = max_count
+        self._max_pending = max_pending
+        self._clock = clock
+        self._condition = threading.Condition()
+        self._pending: dict[str, receipts.Receipt] = {}
+        self._sending: dict[str, receipts.Receipt] = {}
+        self._wants_flush = False
+        self._is_closing = False
+        self._num_dropped = 0
+        self._num_stored = 0
+        self._prune_at = clock()
+        self._thread = threading.Thread(target=self._run, name="receipt-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_dropped(self) -> int:
+        """Receipts that the registry never got: it was too slow, away, or could not keep them."""
+        return self._num_dropped
+
+    @property
+    def num_stored(self) -> int:
+        return self._num_stored
+
+    def add(self, receipt: receipts.Receipt) -> None:
+        """Returns at once. When too many wait, the oldest one is dropped."""
+        with self._condition:
+            if self._is_closing:
+                self._num_dropped += 1
+                return
+            self._pending[receipt.id] = receipt
+            self._drop_excess()
+            if len(self._pending) in (1, BATCH_RECEIPTS):
+                self._condition.notify_all()
+
+    def find(self, receipt_id: str) -> receipts.Receipt | None:
+        """One that is not in the registry yet."""
+        with self._condition:
+            return self._pending.get(receipt_id) or self._sending.get(receipt_id)
+
+    def flush(self, *, timeout_s: float = 10.0) -> bool:
+        """Waits until nothing is pending; False: it took too long."""
+        with self._condition:
+            self._wants_flush = not self._is_idle()
+            self._condition.notify_all()
+            return self._condition.wait_for(self._is_idle, timeout_s)
+
+    def close(self) -> None:
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> ReceiptWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _is_idle(self) -> bool:
+        return not self._pending and not self._sending
+
+    def _drop_excess(self) -> None:
+        while len(self._pending) > self._max_pending:
+            del self._pending[next(iter(self._pending))]
+            self._num_dropped += 1
+
+    def _run(self) -> None:
+        while True:
+            self._prune_if_due()
+            batch = self._next_batch()
+            if batch is None:
+                return
+            if batch and not self._store(batch):
+                self._put_back()
+
+    def _next_batch(self) -> list[receipts.Receipt] | None:
+        """None: closed, and nothing is left. Empty: it is time to prune."""
+        with self._condition:
+            if not self._condition.wait_for(self._has_work, self._prune_at - self._clock()):
+                return []
+            # Company for the first one, so that a transaction is worth its while.
+            self._condition.wait_for(self._is_urgent, INTERVAL_S)
+            if not self._pending:
+                self._wants_flush = False
+                return None if self._is_closing else []
+            names = list(islice(self._pending, BATCH_RECEIPTS))
+            self._sending = {name: self._pending.pop(name) for name in names}
+            return list(self._sending.values())
+
+    def _has_work(self) -> bool:
+        return bool(self._pending) or self._is_closing
+
+    def _is_urgent(self) -> bool:
+        return self._is_closing or self._wants_flush or len(self._pending) >= BATCH_RECEIPTS
+
+    def _store(self, batch: Sequence[receipts.Receipt]) -> bool:
+        """False: the registry is away, and may be there again later."""
+        try:
+            num_stored = self._add(batch)
+        except LoramuxError as error:
+            _log.warning("Receipts wait for the registry: %s", error)
+            return False
+        with self._condition:
+            self._sending = {}
+            self._num_stored += num_stored
+            self._num_dropped += len(batch) - num_stored
+            if not self._pending:
+                self._wants_flush = False
+            self._condition.notify_all()
+        return True
+
+    def _add(self, batch: Sequence[receipts.Receipt]) -> int:
+        """How many the registry kept."""
+        try:
+            self._registry.add_receipts(map(to_record, batch))
+        except LoramuxError:
+            raise
+        # One row that the database cannot hold must not take the others with it.
+        except Exception:
+            if len(batch) > 1:
+                return sum(self._add([receipt]) for receipt in batch)
+            _log.exception("The receipt %s cannot be kept", batch[0].id)
+            return 0
+        self._count(batch)
+        return len(batch)
+
+    def _count(self, batch: Sequence[receipts.Receipt]) -> None:
+        try:
+            self._registry.add_uses(use for receipt in batch for use in uses_of(receipt))
+        # Once only: counted again with the batch, statistics would be wrong instead of short.
+        except Exception as error:
+            _log.warning("The uses of %d receipts were not counted: %s", len(batch), error)
+
+    def _put_back(self) -> None:
+        with self._condition:
+            self._pending = {**self._sending, **self._pending}
+            self._sending = {}
+            self._drop_excess()
+            if self._is_closing:
+                self._num_dropped += len(self._pending)
+                self._pending.clear()
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: self._is_closing, RETRY_S)
+
+    def _prune_if_due(self) -> None:
+        now = self._clock()
+        if now < self._prune_at:
+            return
+        self._prune_at = now + PRUNE_INTERVAL_S
+        if self._max_age_s is None and self._max_count is None:
+            return
+        try:
+            self._registry.prune_receipts(max_age_s=self._max_age_s, max_count=self._max_count)
+        # A writer that died of it would lose every receipt from here on.
+        except Exception as error:
+            _log.warning("Old receipts could not be removed: %s", error)
+
+
+def to_record(receipt: receipts.Receipt) -> Receipt:
+    return Receipt(
+        id=receipt.id,
+        created_at=receipt.time,
+        tenant=receipt.tenant,
+        cid=receipt.adapter_cid,
+        latency_ms=receipt.latency_ms,
+        is_cold=receipt.cold_miss,
+        body=receipt.body(),
+    )
+
+
+def uses_of(receipt: receipts.Receipt) -> Iterator[Use]:
+    if receipt.status is receipts.ServingStatus.REFUSED:
+        return
+    for adapter in receipt.adapters:
+        yield Use(
+            cid=adapter.cid,
+            num_prompt_tokens=receipt.prompt_tokens,
+            num_output_tokens=receipt.completion_tokens,
+            at=receipt.time,
+        )

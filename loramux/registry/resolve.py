@@ -1,0 +1,110 @@
+"""From a reference to the content ids that may answer it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, select
+
+from loramux.errors import AdapterNotFound, InvalidRequest
+from loramux.registry import splits
+from loramux.registry.names import (
+    CID_PREFIX,
+    DIGEST_DIGITS,
+    LATEST,
+    PROD,
+    AdapterName,
+    CidReference,
+    NameReference,
+    Reference,
+)
+from loramux.registry.records import Resolved, Target
+from loramux.registry.rows import adapters as adapter_rows
+from loramux.registry.rows import aliases as alias_rows
+from loramux.registry.schema import versions
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    resolved: Resolved
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """All that a reference can mean now; one choice unless its alias is a split."""
+
+    adapter: AdapterName | None
+    choices: tuple[Choice, ...]
+
+    def choose(self, sticky_key: str) -> Resolved:
+        if len(self.choices) == 1:
+            return self.choices[0].resolved
+        by_version = {str(choice.resolved.version): choice for choice in self.choices}
+        weights = [(version, choice.weight) for version, choice in by_version.items()]
+        version = splits.choose(weights, salt=str(self.adapter), key=sticky_key)
+        return by_version[version].resolved
+
+
+def find_route(connection: Connection, reference: Reference) -> Route:
+    """Raises AdapterNotFound."""
+    if isinstance(reference, CidReference):
+        return route_of_cid(connection, reference)
+    return route_of_name(connection, reference)
+
+
+def route_of_name(connection: Connection, reference: NameReference) -> Route:
+    adapter = reference.adapter
+    row = adapter_rows.get_adapter(connection, adapter)
+    alias, targets = find_targets(connection, row, reference)
+    choices = []
+    for target in targets:
+        found = adapter_rows.get_version(connection, row, adapter, target.version)
+        resolved = Resolved(
+            cid=found.cid,
+            tenant=adapter.tenant,
+            name=adapter.name,
+            version=found.version,
+            alias=alias,
+            base_model=found.base_model,
+        )
+        choices.append(Choice(resolved, target.weight))
+    return Route(adapter, tuple(choices))
+
+
+def find_targets(
+    connection: Connection, row: adapter_rows.AdapterRow, reference: NameReference
+) -> tuple[str | None, tuple[Target, ...]]:
+    """The alias that was used, and what it names. A name alone means `prod`, else `latest`."""
+    if reference.version is not None:
+        return None, (Target(str(reference.version)),)
+    if reference.alias != LATEST:
+        alias = reference.alias or PROD
+        targets = alias_rows.current_targets(connection, row.id, alias)
+        if targets:
+            return alias, targets
+        if reference.alias is not None:
+            raise no_alias(connection, row, reference)
+    return LATEST, (Target(row.latest),)
+
+
+def no_alias(
+    connection: Connection, row: adapter_rows.AdapterRow, reference: NameReference
+) -> AdapterNotFound:
+    known = [state.alias for state in alias_rows.list_aliases(connection, row.id)]
+    return AdapterNotFound(
+        f"{reference.adapter} has no alias {reference.alias}; it has {', '.join([*known, LATEST])}."
+    )
+
+
+def route_of_cid(connection: Connection, reference: CidReference) -> Route:
+    start = CID_PREFIX + reference.digest_start
+    is_whole = len(reference.digest_start) == DIGEST_DIGITS
+    matches = versions.c.cid == start if is_whole else versions.c.cid.startswith(start)
+    statement = select(versions.c.cid).where(matches, versions.c.removed_at.is_(None))
+    found = list(connection.scalars(statement.distinct().limit(2)))
+    if not found:
+        raise AdapterNotFound(f"No version in the registry has the content id {start}.")
+    if len(found) > 1:
+        raise InvalidRequest(f"Several content ids begin with {start}. Give more digits.")
+    return Route(None, (Choice(Resolved(cid=found[0]), 1),))

@@ -1,0 +1,164 @@
+"""Steps with prompts without the host: one CUDA graph for each number of rows and kind of LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loramux.kernels.gpu.attention.split_kv import StepRows
+from loramux.lora.graph_lora import GraphLora, LoraKind
+from loramux.runner.device_sampler import Draws
+from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
+from loramux.runner.prefill_inputs import RowInputs, RowLimits
+from loramux.runner.step_graphs import StepGraphs
+from loramux.runner.token_buffer import TokenFeed
+from loramux.types.step import Chunk
+
+# Rows cost little below 256, and from there on as many as they are; but at 448 the products of
+# an 8B model take longer than at 512. Steps of more rows than the last keep the device busy for
+# longer than it takes to launch them kernel by kernel.
+ROW_COUNTS = (
+    *(32, 64, 128, 192, 256, 320, 384, 512, 640),
+    *(768, 896, 1024, 1280, 1536, 1792, 2048),
+)
+
+
+def row_counts(max_rows: int) -> list[int]:
+    most = min(max_rows, ROW_COUNTS[-1])
+    return [count for count in ROW_COUNTS if count < most] + [most]
+
+
+class RowGraphs:
+    """Every size shares its inputs and its logits with the others: one runs at once."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        decoder: FusedDecoder,
+        kernels: DeviceKernels,
+        lora: GraphLora,
+        feed: TokenFeed,
+        device: torch.device,
+        *,
+        max_rows: int,
+        max_sequences: int,
+        max_pages: int,
+    ) -> None:
+        self._decoder = decoder
+        self._kernels = kernels
+        self.lora = lora
+        self._feed = feed
+        self._counts = row_counts(max_rows)
+        most = self._counts[-1]
+        self._max_sequences = max_sequences
+        self._windows = sorted(decoder.windows, key=str)
+        self._q = torch.empty(
+            1, decoder.num_heads, decoder.layout.head_dim, dtype=decoder.dtype, device=device
+        )
+        self._num_items = {count: self._most_items(count) for count in self._counts}
+        limits = RowLimits(
+            max_rows=most,
+            max_sequences=max_sequences,
+            max_pages=max_pages,
+            block_tokens=decoder.layout.block_tokens,
+            num_items=tuple(self._num_items[most] * len(self._windows)),
+            num_lora_words=lora.num_words,
+        )
+        self._inputs = RowInputs(limits, feed, device)
+        lora.lists.read_from(self._inputs.lora_words[: limits.num_lora_words])
+        self._page_table = torch.zeros(max_sequences, max_pages, dtype=torch.int32, device=device)
+        self._logits = decoder.empty_logits(min(most, max_sequences))
+        self._plan = self._largest_plan()
+        self._steps = StepGraphs(decoder.products, device)
+
+    @property
+    def sizes(self) -> list[tuple[int, LoraKind]]:
+        """The largest first: the others fit into its memory."""
+        return [
+            (count, kind) for count in reversed(self._counts) for kind in self.lora.kinds(count)
+        ]
+
+    @property
+    def largest(self) -> list[tuple[int, LoraKind]]:
+        return [(self._counts[-1], kind) for kind in self.lora.kinds(self._counts[-1])]
+
+    @torch.inference_mode()
+    def make(self, num_rows: int, kind: LoraKind) -> Callable[[], None]:
+        return self._steps.get((num_rows, kind), partial(self._compute, num_rows, kind))
+
+    @torch.inference_mode()
+    def launch(self, chunks: Sequence[Chunk], draws: Draws) -> Tensor | None:
+        """Logits of each chunk with a sample row, in order; None: not a step for a graph.
+
+        As DecodeGraphs.launch.
+        """
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        num_rows = sum(lengths)
+        if num_rows > self._counts[-1] or len(chunks) > self._max_sequences:
+            return None
+        count = next(count for count in self._counts if count >= num_rows)
+        items = self._items(chunks, lengths)
+        most = self._num_items[count] * len(self._windows)
+        if any(len(some) > limit for some, limit in zip(items, most, strict=True)):
+            return None
+        self._inputs.begin()
+        selections = [chunk.selection for chunk in chunks]
+        kind = self.lora.fill(selections, lengths, count, self._inputs.host_lora_words)
+        if kind is None:
+            return None
+        self._inputs.fill(chunks, draws, items)
+        self._inputs.send()
+        self._steps.run((count, kind), partial(self._compute, count, kind))
+        return self._logits[: len(draws.noise)]
+
+    def _most_items(self, num_rows: int) -> list[int]:
+        found: list[int] = self._kernels.attention.most_items(
+            num_rows, self._max_sequences, self._q, self._decoder.layout
+        )
+        return found
+
+    def _items(self, chunks: Sequence[Chunk], lengths: Sequence[int]) -> list[Tensor]:
+        rows = StepRows.of_lengths(lengths, [chunk.start for chunk in chunks])
+        return [
+            items
+            for window in self._windows
+            for items in self._kernels.attention.cut_steps(
+                rows, window, self._q, self._decoder.layout
+            )
+        ]
+
+    def _largest_plan(self) -> Any:
+        inputs = self._inputs
+        kinds = len(self._num_items[self._counts[-1]])
+        items = {
+            window: inputs.items[place * kinds : (place + 1) * kinds]
+            for place, window in enumerate(self._windows)
+        }
+        return self._kernels.attention.plan_steps(
+            self._page_table, inputs.slots, self._q, self._decoder.layout, items
+        )
+
+    def _compute(self, num_rows: int, kind: LoraKind) -> None:
+        """Nothing here asks the device for a value: it is captured once and run again."""
+        inputs = self._inputs
+        num_logits = min(num_rows, self._logits.shape[0])
+        inputs.pages.write_table(self._page_table)
+        plan = self._kernels.attention.first_rows(self._plan, num_rows, self._num_items[num_rows])
+        lora = self.lora.begin(kind, num_rows)
+        hidden = self._decoder.hidden(
+            inputs.token_ids(num_rows),
+            inputs.positions[:num_rows],
+            plan,
+            lora,
+        )
+        logits: Tensor = self._logits[:num_logits]
+        last_rows = inputs.last_rows[:num_logits]
+        self._decoder.write_logits(hidden.index_select(0, last_rows), logits)
+        self._feed.take(
+            self._kernels.sampling.choose_tokens(
+                logits, inputs.temperatures[:num_logits], inputs.noise[:num_logits]
+            )
+        )

@@ -1,0 +1,154 @@
+"""A bucket behind the content-addressed store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound
+from loramux.progress import SILENT, ByteSink
+from loramux.sources.config import SourceConfig
+from loramux.sources.origins.base import CHUNK_BYTES
+from loramux.sources.origins.object_store import open_store, store_errors, translated
+from loramux.sources.parse import parse_bucket_url
+from loramux.sources.retry import SYSTEM_TIMING, Deadline, Timing, retrying
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    key: str
+    size_bytes: int
+    modified_at: float
+    """Seconds since 1970, by the bucket's clock."""
+
+
+class ObjectTier:
+    """Has the methods of the store's RemoteTier.
+
+    A bucket that cannot be reached is an error, unlike a key that it does not have: a push must
+    not seem to be kept there, nor an adapter to be missing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        config: SourceConfig,
+        *,
+        timing: Timing = SYSTEM_TIMING,
+        sink: ByteSink = SILENT,
+    ) -> None:
+        """`s3://bucket/folder`, `gs://…` or `az://…`."""
+        place = parse_bucket_url(url)
+        self._prefix = place.folder
+        self._bucket = f"{place.kind}://{place.place}"
+        self._limits = config.limits
+        self._timing = timing
+        self._sink = sink
+        self._store = open_store(place.kind, place.place, config, config.limits)
+        self.num_failures = 0
+
+    def __repr__(self) -> str:
+        return f"ObjectTier({'/'.join((self._bucket, *self._prefix))})"
+
+    def has(self, key: str) -> bool:
+        import obstore
+
+        def look() -> bool:
+            with store_errors(self._show(key)):
+                obstore.head(self._store, self._path(key))
+            return True
+
+        try:
+            return self._retrying(look)
+        except SourceNotFound:
+            return False
+
+    def get(self, key: str, destination: Path, *, max_bytes: int) -> bool:
+        """Writes the file; False when the bucket has no such key, or more than max_bytes."""
+        try:
+            return self._retrying(lambda: self._download(key, destination, max_bytes))
+        except SourceNotFound:
+            return False
+
+    def put(self, key: str, source: Path) -> None:
+        import obstore
+
+        def upload() -> bool:
+            size = source.stat().st_size
+            self._sink.begin(f"Uploading to {self._bucket}", size)
+            with store_errors(self._show(key)):
+                obstore.put(self._store, self._path(key), source)
+            self._sink.add(size)
+            return True
+
+        self._retrying(upload)
+
+    def objects(self) -> list[StoredObject]:
+        """All that is in the folder, whoever put it there."""
+        import obstore
+
+        folder = "/".join(self._prefix)
+        num_skipped = len(folder) + 1 if folder else 0
+
+        def look() -> list[StoredObject]:
+            with store_errors(self._show("")):
+                pages = list(obstore.list(self._store, folder or None, chunk_size=1000))
+            return [
+                StoredObject(
+                    found["path"][num_skipped:], found["size"], found["last_modified"].timestamp()
+                )
+                for page in pages
+                for found in page
+            ]
+
+        return self._retrying(look)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Also those that are gone already."""
+        import obstore
+
+        def remove() -> None:
+            with store_errors(self._show("")):
+                obstore.delete(self._store, [self._path(key) for key in keys])
+
+        if keys:
+            self._retrying(remove)
+
+    def _download(self, key: str, destination: Path, max_bytes: int) -> bool:
+        import obstore
+
+        what = self._show(key)
+        with store_errors(what):
+            found = obstore.get(self._store, self._path(key))
+        left_bytes = found.meta["size"]
+        if left_bytes > max_bytes:
+            return False
+        self._sink.begin(f"Downloading from {self._bucket}", left_bytes)
+        with destination.open("wb") as writer:
+            for chunk in translated(found.stream(min_chunk_size=CHUNK_BYTES), what):
+                left_bytes -= len(chunk)
+                if left_bytes < 0:
+                    break
+                writer.write(chunk)
+                self._sink.add(len(chunk))
+        if left_bytes != 0:
+            raise SourceFailed(f"{what} has another size than its bucket says. Try again.")
+        return True
+
+    def _retrying(self, action: Callable[[], T]) -> T:
+        deadline = Deadline(self._limits.timeout_s, self._timing)
+        try:
+            return retrying(action, deadline, max_attempts=self._limits.max_attempts)
+        except (SourceFailed, SourceForbidden):
+            self.num_failures += 1
+            raise
+
+    def _path(self, key: str) -> str:
+        return "/".join((*self._prefix, key))
+
+    def _show(self, key: str) -> str:
+        return f"{self._bucket}/{self._path(key)}"

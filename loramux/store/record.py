@@ -1,0 +1,95 @@
+"""What the store keeps of an adapter beside its bytes: one small file that makes it exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loramux.adapters.identity import CID_PREFIX, FileDigest, Manifest, compute_cid
+from loramux.adapters.peft.config import CONFIG_NAME, PeftLoraConfig, decode_json, parse_config
+from loramux.canonical_json import canonical_json
+from loramux.errors import AdapterRefused, InvalidRequest, StoreDamaged
+
+MAX_RECORD_BYTES = 2**22
+CID = re.compile(re.escape(CID_PREFIX) + r"(?P<digest>[0-9a-f]{64})")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The CID covers the manifest; the config file is kept as it was pushed first."""
+
+    cid: str
+    manifest: Manifest
+    config_file: FileDigest
+    weights_files: Mapping[str, FileDigest]
+
+    @property
+    def files(self) -> dict[str, FileDigest]:
+        return {CONFIG_NAME: self.config_file, **self.weights_files}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(digest.size for digest in self.files.values())
+
+    def encode(self) -> bytes:
+        config = {"sha256": self.config_file.sha256, "size": self.config_file.size}
+        return canonical_json({"config_file": config, "manifest": self.manifest})
+
+
+def digest_of(cid: str) -> str:
+    match = CID.fullmatch(cid)
+    if match is None:
+        raise InvalidRequest(
+            f"{cid[:100]!r} is not a content id. One looks like {CID_PREFIX}<64 hex digits>."
+        )
+    return match["digest"]
+
+
+def make_record(manifest: Manifest, config_file: FileDigest) -> Record:
+    return Record(compute_cid(manifest), manifest, config_file, read_files(manifest))
+
+
+def decode_record(content: bytes, cid: str) -> Record:
+    """Raises StoreDamaged unless it is a record of just this adapter."""
+    try:
+        fields = json.loads(content.decode("utf-8"))
+        record = make_record(fields["manifest"], read_digest(fields["config_file"]))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise StoreDamaged(f"The record of {cid} is broken: {error}.") from error
+    if record.cid != cid:
+        raise StoreDamaged(f"The record of {cid} describes {record.cid}.")
+    return record
+
+
+def read_files(manifest: Manifest) -> dict[str, FileDigest]:
+    files = manifest["files"]
+    if not isinstance(files, Mapping):
+        raise ValueError("its files are not an object")
+    for name in files:
+        if not FILE_NAME.fullmatch(name) or name == CONFIG_NAME:
+            raise ValueError(f"{name!r} is no name for a file of weights")
+    return {name: read_digest(value) for name, value in files.items()}
+
+
+def read_digest(value: Mapping[str, object]) -> FileDigest:
+    sha256, size = value["sha256"], value["size"]
+    if not isinstance(sha256, str) or not SHA256.fullmatch(sha256):
+        raise ValueError("a digest is not 64 hex digits")
+    if type(size) is not int or size < 0:
+        raise ValueError("a size is not a number of bytes")
+    return FileDigest(sha256, size)
+
+
+def check_config_file(record: Record, content: bytes) -> PeftLoraConfig:
+    """Raises StoreDamaged unless the file means what the CID says."""
+    try:
+        config = parse_config(decode_json(content))
+    except AdapterRefused as error:
+        raise StoreDamaged(f"{CONFIG_NAME} of {record.cid} is broken: {error}") from error
+    if canonical_json(config.canonical()) != canonical_json(record.manifest["config"]):
+        raise StoreDamaged(f"{CONFIG_NAME} of {record.cid} means something else than its CID says.")
+    return config

@@ -1,0 +1,290 @@
+"""Adapters on disk by content: each file once, whole or absent, whoever shares the folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+from loramux.adapters.identity import FileDigest
+from loramux.backend import StoreTierStats
+from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged, StoreFull
+from loramux.progress import SILENT, ByteSink
+from loramux.store.check import StoreReport, verify_store
+from loramux.store.fetch import RECORD_NAME, fetch, upload
+from loramux.store.files import (
+    copy_hashed,
+    hash_file,
+    link_or_copy,
+    make_folder,
+    move_into_place,
+    sync_folder,
+    write_file,
+)
+from loramux.store.gc import Collected, collect
+from loramux.store.intake import StagedAdapter, StoreLimits, stage_folder
+from loramux.store.lock import StagingArea, StoreLock
+from loramux.store.paths import StoreLayout, size_of
+from loramux.store.record import Record, digest_of
+from loramux.store.tiers import CountedTier, RemoteTier, record_key
+
+PULL_PREFIX = ".loramux-pull-"
+WRITABLE = 0o644
+NS_PER_S = 10**9
+DEFAULT_LIMITS = StoreLimits()
+
+
+class ContentStore:
+    """All methods may run in any thread of any process that shares the folder."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        limits: StoreLimits = DEFAULT_LIMITS,
+        tiers: Sequence[RemoteTier] = (),
+        sink: ByteSink = SILENT,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Tiers: nearest first; each gets what is put, and is asked for what is missing here."""
+        self.root = root.expanduser().resolve()
+        self._layout = StoreLayout(self.root)
+        self._limits = limits
+        self._tiers = tuple(tiers)
+        self._sink = sink
+        self._clock = clock
+        for folder in self._layout.folders:
+            make_folder(folder)
+        self._lock = StoreLock(self._layout.lock)
+        self._staging = StagingArea(self._layout.staging, prefix="work-", lock=self._lock)
+        with self._lock.held():
+            self._staging.sweep()
+
+    def put_folder(
+        self,
+        folder: Path,
+        *,
+        check: Callable[[StagedAdapter], None] | None = None,
+        then: Callable[[StagedAdapter], None] | None = None,
+    ) -> str:
+        """The folder's CID. If `check` raises, nothing is kept.
+
+        `then` runs while no gc can: what it names is sure to stay.
+        """
+        with self._staging.folder() as staging:
+            staged = stage_folder(folder, staging, self._limits, self._sink)
+            if check is not None:
+                check(staged)
+            self._check_room(staged.record)
+            staged.paths[RECORD_NAME] = staging / RECORD_NAME
+            write_file(staged.paths[RECORD_NAME], staged.record.encode())
+            upload(staged.record, staged.paths, self._tiers)
+            self._commit(staged, then)
+        return staged.record.cid
+
+    def has(self, cid: str) -> bool:
+        """Here, without asking the tiers."""
+        return self._layout.record(cid).exists()
+
+    def is_available(self, cid: str) -> bool:
+        """Here or in a tier."""
+        key = record_key(digest_of(cid))
+        return self.has(cid) or any(tier.has(key) for tier in self._tiers)
+
+    def tier_stats(self) -> list[StoreTierStats]:
+        return [tier.stats for tier in self._tiers if isinstance(tier, CountedTier)]
+
+    def cids(self) -> list[str]:
+        return self._layout.cids()
+
+    def size_bytes(self) -> int:
+        return self._layout.size_bytes()
+
+    def read(self, cid: str) -> Record:
+        """Fetched from a tier when it is not here, or damaged."""
+        record = self._peek(cid)
+        if record is not None:
+            return record
+        self._restore(cid)
+        return self._must_read(cid)
+
+    def materialize(self, cid: str) -> Path:
+        """A PEFT folder inside the store, for reading only; its files are checked when it is made.
+
+        Whoever loads it later hashes what it loads, as read_adapter does.
+        """
+        record = self.read(cid)
+        if not self._layout.is_whole(record):
+            self._make_view(self._make_sound(record))
+        self._set_used_time(cid)
+        return self._layout.view(cid)
+
+    def copy_out(self, cid: str, folder: Path) -> Path:
+        """A copy outside the store, all of it or nothing. The folder must be new or empty."""
+        folder = folder.expanduser().absolute()
+        refuse_filled(folder)
+        record = self._make_sound(self.read(cid))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        area = StagingArea(folder.parent, prefix=PULL_PREFIX, lock=self._lock)
+        with self._lock.held():
+            area.sweep()
+        with area.folder() as staging:
+            copy = staging / "adapter"
+            copy.mkdir()
+            self._sink.begin("Copying", record.size_bytes)
+            for name, digest in record.files.items():
+                self._copy_file(record, digest, copy / name)
+            sync_folder(copy)
+            try:
+                copy.rename(folder)
+            except OSError:
+                refuse_filled(folder)
+                raise
+            sync_folder(folder.parent)
+        return folder
+
+    def verify(self) -> StoreReport:
+        """Reads every byte."""
+        return verify_store(self._layout)
+
+    def gc(self, find_kept: Callable[[], AbstractSet[str]], *, min_age_s: float = 0.0) -> Collected:
+        """Removes adapters that are not kept and were not put or opened in the last min_age_s.
+
+        `find_kept` is asked while nothing can be put, so that its answer is still true.
+        """
+        with self._lock.held():
+            self._staging.sweep()
+            used_before_ns = int((self._clock() - min_age_s) * NS_PER_S)
+            return collect(self._layout, find_kept(), used_before_ns=used_before_ns)
+
+    def _commit(self, staged: StagedAdapter, then: Callable[[StagedAdapter], None] | None) -> None:
+        known = self._peek(staged.record.cid)
+        digests = set(staged.record.files.values()) | set(known.files.values() if known else ())
+        # Hashed before the lock is taken, which is held for renames only.
+        sound = {digest for digest in digests if self._is_sound(digest)}
+        with self._lock.held():
+            self._check_room(staged.record)
+            if not self._touch_existing(staged.record.cid, sound):
+                self._keep(staged, sound)
+            if then is not None:
+                then(staged)
+
+    def _peek(self, cid: str) -> Record | None:
+        """None also for a damaged record, which is then replaced."""
+        try:
+            return self._layout.read_record(cid)
+        except StoreDamaged:
+            return None
+
+    def _touch_existing(self, cid: str, sound: AbstractSet[FileDigest]) -> bool:
+        """False: the adapter is not here, or not in good state."""
+        existing = self._peek(cid)
+        if existing is None or not all(
+            digest in sound and self._layout.blob(digest).exists()
+            for digest in existing.files.values()
+        ):
+            return False
+        self._set_used_time(cid)
+        return True
+
+    def _keep(self, staged: StagedAdapter, sound: AbstractSet[FileDigest]) -> None:
+        for name, digest in staged.record.files.items():
+            self._keep_blob(staged.paths[name], digest, sound)
+        cid = staged.record.cid
+        move_into_place(staged.paths[RECORD_NAME], self._layout.record(cid))
+        self._set_used_time(cid)
+
+    def _keep_blob(self, source: Path, digest: FileDigest, sound: AbstractSet[FileDigest]) -> None:
+        destination = self._layout.blob(digest)
+        if digest in sound and destination.exists():
+            return
+        if destination.exists():
+            self._drop_views(digest)
+        move_into_place(source, destination)
+
+    def _drop_views(self, damaged: FileDigest) -> None:
+        """Of a file that is about to be replaced: they hold the damaged bytes by a link."""
+        blob = self._layout.blob(damaged)
+        for path in list(self._layout.views.glob("*/*")):
+            if path.samefile(blob):
+                path.unlink()
+
+    def _set_used_time(self, cid: str) -> None:
+        now_ns = int(self._clock() * NS_PER_S)
+        try:
+            os.utime(self._layout.record(cid), ns=(now_ns, now_ns))
+        except FileNotFoundError as error:
+            raise not_found(cid) from error
+
+    def _check_room(self, record: Record) -> None:
+        if self._limits.max_store_bytes is None:
+            return
+        missing = {d for d in record.files.values() if not self._layout.blob(d).exists()}
+        needed = self._layout.size_bytes() + sum(digest.size for digest in missing)
+        if missing and needed > self._limits.max_store_bytes:
+            raise StoreFull(
+                f"The store may hold {self._limits.max_store_bytes} bytes and would need {needed}. "
+                "Remove versions and run gc, or raise the limit."
+            )
+
+    def _is_sound(self, digest: FileDigest) -> bool:
+        path = self._layout.blob(digest)
+        return size_of(path, absent=-1) == digest.size and hash_file(path) == digest
+
+    def _make_sound(self, record: Record) -> Record:
+        """Hashes the adapter's files; what is damaged comes anew from a tier."""
+        if all(self._is_sound(digest) for digest in record.files.values()):
+            return record
+        self._restore(record.cid)
+        restored = self._must_read(record.cid)
+        if not all(self._is_sound(digest) for digest in restored.files.values()):
+            raise StoreDamaged(
+                f"The files of {record.cid} in the store are damaged. Push the adapter again."
+            )
+        return restored
+
+    def _restore(self, cid: str) -> None:
+        if not self._tiers:
+            return
+        with self._staging.folder() as staging:
+            staged = fetch(cid, staging, self._tiers, self._limits)
+            if staged is not None:
+                self._commit(staged, None)
+
+    def _must_read(self, cid: str) -> Record:
+        record = self._layout.read_record(cid)
+        if record is None:
+            raise not_found(cid)
+        return record
+
+    def _make_view(self, record: Record) -> None:
+        with self._staging.folder() as staging, self._lock.held():
+            # A gc may have come first.
+            self._must_read(record.cid)
+            if self._layout.is_whole(record):
+                return
+            made, view = staging / "view", self._layout.view(record.cid)
+            made.mkdir()
+            for name, digest in record.files.items():
+                link_or_copy(self._layout.blob(digest), made / name)
+            if view.exists():
+                view.rename(staging / "broken")
+            move_into_place(made, view)
+
+    def _copy_file(self, record: Record, digest: FileDigest, destination: Path) -> None:
+        blob = self._layout.blob(digest)
+        copied = copy_hashed(blob, destination, max_bytes=digest.size, sink=self._sink)
+        if copied != digest:
+            raise StoreDamaged(f"A file of {record.cid} was damaged while it was copied.")
+        destination.chmod(WRITABLE)
+
+
+def not_found(cid: str) -> AdapterNotFound:
+    return AdapterNotFound(f"No adapter with content id {cid} is in the store.")
+
+
+def refuse_filled(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidRequest(f"{folder} exists and is not an empty folder. Name a new one.")
