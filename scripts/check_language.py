@@ -2,8 +2,8 @@
 
     python scripts/check_language.py [PATH ...]
 
-The project uses the terms of the field (docs/GLOSSARY.md lists the few that are its own). This check
-holds words that have no legitimate use in this code base, so that every finding is a real one.
+The project uses the terms of the field; docs/GLOSSARY.md lists the few that are its own. The words
+here have no legitimate use in this code base, so that every finding is a real one.
 """
 
 from __future__ import annotations

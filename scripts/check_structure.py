@@ -31,7 +31,8 @@ def size_faults(path: Path, text: str, tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if num_lines > MAX_FUNCTION_LINES:
-                yield f"{path}:{node.lineno}: {node.name} has {num_lines} lines, at most {MAX_FUNCTION_LINES}"
+                where = f"{path}:{node.lineno}: {node.name}"
+                yield f"{where} has {num_lines} lines, at most {MAX_FUNCTION_LINES}"
 
 
 def import_faults(path: Path, tree: ast.AST) -> Iterator[str]:
