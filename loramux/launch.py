@@ -200,8 +200,8 @@ async def _running_engine(config: ServeConfig, progress: OnProgress) -> AsyncIte
         served_name=config.served_model_name[0] if config.served_model_name else None,
         max_jobs=config.max_queue + config.max_sequences,
         max_job_tokens=config.max_queue_tokens,
-        tenant_weights=dict(config.tenant_weights),
-        adapter_weights=dict(config.adapter_weights),
+        tenant_shares=dict(config.tenant_weights),
+        adapter_shares=dict(config.adapter_weights),
     )
     engine = AsyncEngine(options, on_progress=progress)
     await engine.start()

@@ -66,9 +66,9 @@ class AsyncEngineOptions:
     """Jobs that are open at once, running or waiting; more are refused with EngineBusy."""
     max_job_tokens: int | None = None
     """The same in tokens: prompts and the longest answers that were asked for."""
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)
-    adapter_weights: Mapping[str, float] = field(default_factory=dict)
-    """Shares under fair scheduling, by name; 1 for who is not listed."""
+    tenant_shares: Mapping[str, float] = field(default_factory=dict)
+    adapter_shares: Mapping[str, float] = field(default_factory=dict)
+    """Shares under fair scheduling, by name; a name that is not listed has a share of 1."""
 
 
 class AsyncEngine:
@@ -322,8 +322,8 @@ class AsyncEngine:
             eos_token_ids=self._require_ready().eos_token_ids,
             seed=secrets.randbits(63) if seed is None else seed & (2**63 - 1),
             tenant=job.tenant,
-            tenant_weight=options.tenant_weights.get(job.tenant, 1.0),
-            adapter_weight=options.adapter_weights.get(job.label or job.adapter or "", 1.0),
+            tenant_share=options.tenant_shares.get(job.tenant, 1.0),
+            adapter_share=options.adapter_shares.get(job.label or job.adapter or "", 1.0),
             cache_salt=job.cache_salt,
             timeout_s=job.timeout_s,
         )

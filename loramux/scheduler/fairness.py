@@ -172,8 +172,8 @@ class FairShares:
     def arrive(self, request: Request) -> Standing:
         adapters = self._adapters.setdefault(request.tenant, Ledger(self._num_kept))
         return Standing(
-            self._tenants.arrive(request.tenant, request.tenant_weight),
-            adapters.arrive(request.selection, request.adapter_weight),
+            self._tenants.arrive(request.tenant, request.tenant_share),
+            adapters.arrive(request.selection, request.adapter_share),
         )
 
     def leave(self, request: Request, standing: Standing, *, is_running: bool) -> None:
@@ -248,8 +248,8 @@ def _is_owed(account: Account, others: list[tuple[float, Account]]) -> bool:
 
 def check_shares(request: Request) -> None:
     numbers = {
-        "tenant_weight": request.tenant_weight,
-        "adapter_weight": request.adapter_weight,
+        "tenant_share": request.tenant_share,
+        "adapter_share": request.adapter_share,
         "timeout_s": 1.0 if request.timeout_s is None else request.timeout_s,
     }
     for name, value in numbers.items():

@@ -62,8 +62,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Root of the request's randomness: params.seed, or drawn at arrival."""
     tenant: str = ""
     """Whose share of the machine it uses; the empty one is shared by all who gave no name."""
-    tenant_weight: float = 1.0
-    adapter_weight: float = 1.0
+    tenant_share: float = 1.0
+    adapter_share: float = 1.0
     """Shares under fair scheduling; these have nothing to do with the selection's weights."""
     cache_salt: str = ""
     """Requests of different salts never share cached prefixes."""

@@ -74,7 +74,7 @@ def test_arrivals_decide_under_fcfs() -> None:
 def test_tenants_get_their_weight_in_tokens() -> None:
     world = World(max_sequences=1, max_wait_s=1e9)
     for number in range(40):
-        world.add(f"a{number}", 4, tenant="a", tenant_weight=3.0)
+        world.add(f"a{number}", 4, tenant="a", tenant_share=3.0)
         world.add(f"b{number}", 4, tenant="b")
     events: list[TokenEvent] = []
     while len(events) < 100:

@@ -127,7 +127,7 @@ def test_the_absent_are_remembered_in_bounded_number() -> None:
 
 
 def test_weights_divide_the_charge_at_both_levels() -> None:
-    standing = FairShares().arrive(make_request("a", "x", tenant_weight=2.0, adapter_weight=4.0))
+    standing = FairShares().arrive(make_request("a", "x", tenant_share=2.0, adapter_share=4.0))
     standing.charge(8.0)
     assert (standing.tenant.counter, standing.adapter.counter) == (4.0, 2.0)
 

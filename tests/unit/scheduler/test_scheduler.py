@@ -20,7 +20,7 @@ def test_decodes_come_before_prompts_and_prompts_fill_the_rest() -> None:
 
 def test_a_long_prompt_holds_up_nobody_who_has_had_more() -> None:
     world = World()
-    world.add("a", 3, tenant="a", tenant_weight=0.01, max_tokens=20)
+    world.add("a", 3, tenant="a", tenant_share=0.01, max_tokens=20)
     world.step()
     world.add("b", 60, tenant="b", max_tokens=1)
     for _ in range(4):
@@ -153,8 +153,8 @@ def test_choices_have_seeds_of_their_own() -> None:
         (make_request("a", 36, max_tokens=1), DoesNotFit, "10 pages for 37 tokens and 0"),
         (make_request("a", 30, max_tokens=1, cid="x"), DoesNotFit, "8 pages for 31 tokens and 2"),
         (make_request("a", cid=UNKNOWN), AdapterNotFound, "No adapter"),
-        (make_request("a", tenant_weight=0.0), InvalidRequest, "tenant_weight must be over 0"),
-        (make_request("a", adapter_weight=-1.0), InvalidRequest, "adapter_weight must be over 0"),
+        (make_request("a", tenant_share=0.0), InvalidRequest, "tenant_share must be over 0"),
+        (make_request("a", adapter_share=-1.0), InvalidRequest, "adapter_share must be over 0"),
         (make_request("a", timeout_s=float("nan")), InvalidRequest, "timeout_s must be over 0"),
         (
             make_request("a", selection=(("x", 1.0), ("y", 1.0), ("z", 1.0))),

@@ -75,8 +75,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             name,
             list(range(start, start + num_prompt)),
             n=n,
-            tenant_weight=weights[0],
-            adapter_weight=weights[1],
+            tenant_share=weights[0],
+            adapter_share=weights[1],
             **fields,
         )
         self.open[name] = set(range(n))
