@@ -92,6 +92,8 @@ class AdapterRecord:
     hits: int = 0
     misses: int = 0
     last_use_s: float | None = None
+    load_origin: AdapterState = AdapterState.SOURCE
+    """The tier that the last load, finished or in flight, was started from."""
     load_s: float = 0.0
     """Seconds that its last load took, all the way to the device."""
 

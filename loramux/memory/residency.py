@@ -5,9 +5,10 @@ Everything here runs on the step loop's thread; only the moving of bytes happens
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import replace
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import count, islice
 
 from loramux.errors import DoesNotFit
 from loramux.memory.loader import Arrival
@@ -25,6 +26,19 @@ from loramux.memory.records import AdapterRecord, LowerTiers, MoveListeners, Res
 from loramux.memory.tiers import AdapterState
 
 _WAIT_S = 0.05
+# Moves that changes_since() can report one by one; a reader further behind gets the full set.
+_MAX_LOGGED_MOVES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyDelta:
+    """Describes which adapters came to the device or left it since an earlier version."""
+
+    version: int
+    arrived: tuple[str, ...]
+    left: tuple[str, ...]
+    is_full: bool = False
+    """If true, `arrived` is the whole resident set and replaces what the reader had."""
 
 
 class AdapterResidency:
@@ -60,6 +74,12 @@ class AdapterResidency:
         self._pending: dict[str, None] = {}
         self._prewarm: dict[str, None] = {}
         self._ticks = count()
+        # The most recent moves on or off the device; `version` counts all of them.
+        self._moves: deque[str] = deque(maxlen=_MAX_LOGGED_MOVES)
+        self.version = 0
+        """Incremented whenever an adapter comes to the device or leaves it."""
+        self.num_held_pages = 0
+        """Pages that adapters own, loaded or still loading."""
         self.listeners = MoveListeners()
         tiers.on_device = self._resident
         room.add_holder(self)
@@ -149,6 +169,24 @@ class AdapterResidency:
         return self._records
 
     @property
+    def num_held(self) -> int:
+        """Number of adapters that own pages, loaded or still loading."""
+        return len(self._held)
+
+    def changes_since(self, version: int) -> ResidencyDelta:
+        """Returns the difference between the resident set at `version` and the current one.
+
+        The result is the full set if `version` is older than the log of moves.
+        """
+        num_moves = self.version - version
+        if not 0 <= num_moves <= len(self._moves):
+            return ResidencyDelta(self.version, tuple(self._resident), (), is_full=True)
+        recent = dict.fromkeys(islice(reversed(self._moves), num_moves))
+        arrived = tuple(cid for cid in recent if cid in self._resident)
+        left = tuple(cid for cid in recent if cid not in self._resident)
+        return ResidencyDelta(self.version, arrived, left)
+
+    @property
     def is_loading(self) -> bool:
         return self._tiers.loader.num_open > 0
 
@@ -230,6 +268,7 @@ class AdapterResidency:
         assert isinstance(key, tuple)
         record = self._records[key[1]]
         resident = self._resident.pop(record.cid)
+        self._log_move(record.cid)
         assert resident.num_leases == 0, f"{record.cid} is in use"
         self._offers.clear(record)
         self.listeners.leave(record.cid)
@@ -256,6 +295,7 @@ class AdapterResidency:
             assert record.page_ids or record.state is not AdapterState.DEVICE
             if record.num_wants and record.error is None and cid not in self._resident:
                 assert record.is_in_flight or cid in self._pending, f"{cid} is wanted in vain"
+        assert self.num_held_pages == sum(len(r.page_ids) for r in self._held.values())
         self._offers.check_integrity(list(self._records.values()))
         self._tiers.host.check_integrity()
 
@@ -296,7 +336,8 @@ class AdapterResidency:
         tiers, cid = self._tiers, record.cid
         has_pages = self._take_pages(record)
         if not record.is_in_flight:
-            record.move(tiers.resting_place(cid))
+            record.load_origin = tiers.resting_place(cid)
+            record.move(record.load_origin)
         if record.state is AdapterState.HOST:
             if not has_pages:
                 return False
@@ -354,6 +395,7 @@ class AdapterResidency:
             return
         record.move(AdapterState.DEVICE)
         self._resident[record.cid] = resident
+        self._log_move(record.cid)
         self._tiers.device_counters.loaded(record.known.num_bytes, arrival.copy_s)
         self._settle(record)
         if self.prefixes is not None:
@@ -377,13 +419,19 @@ class AdapterResidency:
         assert page_ids is not None
         new.page_ids = page_ids
         self._held[new.cid] = new
+        self.num_held_pages += new.num_pages
         self.listeners.take_pages(page_ids)
         return True
 
     def _free_pages(self, record: AdapterRecord) -> None:
         self._pages.release(owner_of(record.cid), record.page_ids)
+        self.num_held_pages -= len(record.page_ids)
         record.page_ids = []
         self._held.pop(record.cid, None)
+
+    def _log_move(self, cid: str) -> None:
+        self._moves.append(cid)
+        self.version += 1
 
     def _settle(self, record: AdapterRecord) -> None:
         resident = self._resident.get(record.cid)

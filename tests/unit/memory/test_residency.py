@@ -215,3 +215,38 @@ def test_hits_and_misses_are_counted_in_the_tier_where_it_was_found() -> None:
     assert (host.hits, host.misses) == (1, 2)
     assert memory.tiers.source_counters.hits == 2
     assert host.load_bytes == 2 * RANK_BYTES and device.loads == 3
+
+
+def test_changes_since_reports_each_adapter_that_arrived_or_left() -> None:
+    memory = tiny_memory(num_pages=2)
+    start = memory.residency.version
+    memory.bring(A)
+    memory.bring(B)
+    middle = memory.residency.version
+    memory.bring(C)
+    delta = memory.residency.changes_since(middle)
+    assert (set(delta.arrived), set(delta.left)) == ({C}, {A}) and not delta.is_full
+    whole = memory.residency.changes_since(start)
+    assert set(whole.arrived) == {B, C} and set(whole.left) == {A}
+    nothing = memory.residency.changes_since(delta.version)
+    assert not nothing.arrived and not nothing.left
+    assert nothing.version == delta.version == memory.residency.version
+
+
+def test_changes_since_a_version_older_than_the_log_reports_the_full_set() -> None:
+    memory = tiny_memory(num_pages=2)
+    for _ in range(300):
+        for cid in (A, B, C):
+            memory.bring(cid)
+    delta = memory.residency.changes_since(0)
+    assert delta.is_full and set(delta.arrived) == set(memory.residency.resident)
+    assert memory.residency.changes_since(memory.residency.version + 1).is_full
+
+
+def test_a_record_says_from_which_tier_the_last_load_started() -> None:
+    memory = tiny_memory(num_pages=1)
+    memory.bring(A)
+    assert memory.residency.records[A].load_origin is AdapterState.SOURCE
+    memory.bring(B)
+    memory.bring(A)
+    assert memory.residency.records[A].load_origin is AdapterState.HOST

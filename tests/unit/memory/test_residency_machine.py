@@ -66,6 +66,9 @@ class TierMachine(RuleBasedStateMachine):
         self.wanted: Counter[str] = Counter()
         self.leased: Counter[str] = Counter()
         self.kv_pages: list[int] = []
+        # What a reader of changes_since() believes to be on the device.
+        self.version = 0
+        self.mirror: set[str] = set()
 
     @initialize(
         host_ranks=st.integers(3, 12),
@@ -288,6 +291,12 @@ class TierMachine(RuleBasedStateMachine):
         memory.tiers.disk.check_integrity()
         wants = {cid: r.num_wants for cid, r in memory.residency.records.items() if r.num_wants}
         assert wants == dict(+self.wanted)
+        delta = memory.residency.changes_since(self.version)
+        self.mirror = (set() if delta.is_full else self.mirror - set(delta.left)) | set(
+            delta.arrived
+        )
+        self.version = delta.version
+        assert self.mirror == memory.residency.resident.keys()
         self.watch.look()
 
 
