@@ -22,7 +22,7 @@ export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup serve check test test-plain bench clean
+.PHONY: help setup serve check test test-all test-plain bench docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,35 +32,49 @@ setup: $(STAMP) ## Create .venv and install everything (the targets below do it 
 serve: $(STAMP) ## Serve the default model and the demo adapters on port 8000
 	@exec $(BIN)/loramux serve $(if $(DEMO_ADAPTERS),--lora-modules $(DEMO_ADAPTERS)) $(ARGS)
 
-check: $(STAMP) ## Formatting, lint, types and the import contract
+check: $(STAMP) ## Formatting, lint, types, import contract, structure and language
 	@echo "==> ruff format" && $(BIN)/ruff format --check .
 	@echo "==> ruff check" && $(BIN)/ruff check .
 	@echo "==> mypy" && $(BIN)/mypy
 	@echo "==> import contract" && $(BIN)/lint-imports --no-logo
+	@echo "==> structure" && $(BIN)/python scripts/check_structure.py
+	@echo "==> language" && $(BIN)/python scripts/check_language.py
 
-# Of tests/unit: these do not depend on speed, so several run at once. What starts engines and servers
-# has the machine alone.
-TOGETHER := adapters benchmarks client kernels lora memory metrics models registry runner scheduler \
-	server sources
+# Folders of tests/unit whose tests do not depend on timing: several run at once. Tests that start
+# engines and servers run alone.
+PARALLEL := adapters benchmarks capacity client kernels lora memory metrics models receipts registry \
+	runner scheduler server sources store
+PYTEST := $(BIN)/pytest --timeout=300
+PARALLEL_TESTS = $(wildcard $(PARALLEL:%=tests/unit/%))
 
-test: $(STAMP) ## All tests; with ARGS="-k name" or a path only those
+test: $(STAMP) ## The fast tests; with ARGS="-k name" or a path only those
 ifneq ($(ARGS),)
-	@$(BIN)/pytest --timeout=300 $(ARGS)
+	@$(PYTEST) $(ARGS)
 else
-	@echo "==> compiling the kernels of a CPU (once)" && $(BIN)/python scripts/compile_kernels.py
-	@$(BIN)/pytest --timeout=300 -n logical --maxprocesses=4 --dist=loadfile $(TOGETHER:%=tests/unit/%)
-	@$(BIN)/pytest --timeout=300 $(TOGETHER:%=--ignore=tests/unit/%)
-	@$(MAKE) --no-print-directory test-plain
+	@echo "==> compiling CPU kernels (once)" && $(BIN)/python scripts/compile_kernels.py
+	@$(PYTEST) -m "not slow" -n logical --maxprocesses=4 --dist=loadfile $(PARALLEL_TESTS)
+	@$(PYTEST) -m "not slow" $(PARALLEL_TESTS:%=--ignore=%)
 endif
 
-# On what a CPU without numba runs; without the 200 adapters, which test the memory and take long.
-test-plain: $(STAMP) ## The engine's tests on the kernels of a CPU without numba (part of test)
-	@LORAMUX_KERNELS=cpu $(BIN)/pytest --timeout=300 -k "not two_hundred" \
+test-all: export LORAMUX_HYPOTHESIS := full
+test-all: $(STAMP) ## Every test: full hypothesis profiles, kernel matrices, kill storms, docs
+	@$(BIN)/python scripts/compile_kernels.py
+	@$(PYTEST) -n logical --maxprocesses=4 --dist=loadfile $(PARALLEL_TESTS)
+	@$(PYTEST) $(PARALLEL_TESTS:%=--ignore=%)
+	@$(MAKE) --no-print-directory test-plain
+
+# The engine on the kernels of a CPU without numba; without the test of 200 adapters, which tests the
+# memory and takes long.
+test-plain: $(STAMP) ## The engine's tests on CPU kernels without numba (part of test-all)
+	@LORAMUX_KERNELS=cpu $(PYTEST) -k "not two_hundred" \
 		tests/unit/engine/test_build.py tests/unit/engine/test_engine.py \
 		tests/unit/engine/test_llm.py tests/unit/runner/test_runner.py
 
 bench: $(STAMP) ## Engine throughput on this machine
 	@$(BIN)/loramux bench engine $(ARGS)
+
+docs: $(STAMP) ## Build the documentation site into build/site, with strict link checks
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "build/site/index.html"
 
 clean: ## Remove .venv, caches and build output
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

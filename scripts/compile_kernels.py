@@ -1,24 +1,22 @@
-"""Compiles what numba compiles, in one process, so that several at once find it in the cache.
+"""Compiles the numba kernels in one process, so that parallel test processes find them in the cache.
 
-Without it each of them compiles all of it, and the cache holds some functions of one and some of
-another.
+Without this step each process compiles all of them, and the cache mixes functions of several runs.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from pathlib import Path
+import pkgutil
 
-import loramux.kernels
+import loramux.kernels.cpu_jit as package
 
 
 def main() -> None:
     if importlib.util.find_spec("numba") is None:
         return
-    folder = Path(loramux.kernels.__path__[0])
-    for path in sorted(folder.glob("*_numba.py")):
-        importlib.import_module(f"loramux.kernels.{path.stem}")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The documents are programs: each of their blocks runs against a real server, or is checked."""
+"""Runs every code block of the documents against a real server, and compares tables with the code."""
 
 from __future__ import annotations
 
@@ -24,8 +24,14 @@ from loramux.server.errors import HTTP_STATUS
 from tests.serve_factory import RunningServer, running_server
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SERVING = (ROOT / "docs" / "SERVING.md").read_text()
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+HTTP_API, METRICS, CLI = (
+    (ROOT / "docs" / f"{name}.md").read_text() for name in ("http-api", "metrics", "cli")
+)
 FENCED = re.compile(r"^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
 DOCUMENTED_URL = "http://127.0.0.1:8000"
 ADAPTERS = ("json", "pirate", "sentiment", "shout")
@@ -69,8 +75,17 @@ BLOCKS = list(blocks())
 
 
 def each(language: str) -> pytest.MarkDecorator:
-    chosen = [block for block in BLOCKS if block.language == language]
-    return pytest.mark.parametrize("block", chosen, ids=lambda block: block.place)
+    """Blocks of the README run in every test run, those of docs/ in `make test-all`."""
+    chosen = [
+        pytest.param(
+            block,
+            id=block.place,
+            marks=() if block.place.startswith("README.md") else pytest.mark.slow,
+        )
+        for block in BLOCKS
+        if block.language == language
+    ]
+    return pytest.mark.parametrize("block", chosen)
 
 
 @pytest.fixture(scope="module")
@@ -195,18 +210,18 @@ def test_the_documented_health_has_the_fields_of_a_deep_check(server: RunningSer
 def test_every_route_stands_in_its_table(server: RunningServer) -> None:
     paths = httpx2.get(f"{server.url}/openapi.json").json()["paths"]
     served = {f"{method.upper()} {path}" for path, ways in paths.items() for method in ways}
-    assert set(re.findall(r"^\| `((?:GET|POST|DELETE) [^`]+)` \|", SERVING, re.MULTILINE)) == served
+    assert set(re.findall(r"^\| `((?:GET|POST|DELETE) [^`]+)` \|", HTTP_API, re.MULTILINE)) == served
 
 
 def test_every_metric_stands_in_its_table(server: RunningServer) -> None:
     scraped = httpx2.get(f"{server.url}/metrics").text
     names = set(re.findall(r"^# TYPE (\S+) ", scraped, re.MULTILINE))
     names = {name for name in names if not name.endswith("_created")}
-    assert set(re.findall(r"`((?:vllm|loramux):\w+)`", SERVING)) == names
+    assert set(re.findall(r"`((?:vllm|loramux):\w+)`", METRICS)) == names
 
 
 def test_every_setting_stands_in_its_table_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `(--[\w-]+)` \| (.*?) \|", SERVING, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(--[\w-]+)` \| (.*?) \|", CLI, re.MULTILINE))
     assert list(rows) == [flag(name) for name in SETTINGS]
     for name, setting in SETTINGS.items():
         # Sizes and absent values are told in words.
@@ -215,12 +230,12 @@ def test_every_setting_stands_in_its_table_with_its_default() -> None:
 
 
 def test_every_status_stands_in_its_table() -> None:
-    rows = {int(status) for status in re.findall(r"^\| (\d{3}) \|", SERVING, re.MULTILINE)}
+    rows = {int(status) for status in re.findall(r"^\| (\d{3}) \|", HTTP_API, re.MULTILINE)}
     # Starlette's own, for a known path.
     assert rows == {*HTTP_STATUS.values(), 405}
 
 
 def test_every_refused_field_is_named() -> None:
     refused = sampling.REFUSED_ANYWHERE | sampling.REFUSED_IN_CHAT | sampling.REFUSED_IN_COMPLETIONS
-    listed = SERVING.partition("<!-- refused -->")[2].partition("<!-- /refused -->")[0]
+    listed = HTTP_API.partition("<!-- refused -->")[2].partition("<!-- /refused -->")[0]
     assert set(re.findall(r"`(\w{2,})`", listed)) == set(refused)

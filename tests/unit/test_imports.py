@@ -59,12 +59,14 @@ sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys
 ALL_THAT_A_BARE_GPU_MACHINE_RUNS = """
 import importlib, importlib.util, pkgutil, loramux
 
-WEB = ("cli", "client", "server", "launch", "metrics", "registry", "sources")
+WEB = ("cli", "client", "server", "launch", "metrics", "registry", "sources", "store", "receipts")
+COMPILERS = {"gpu": "triton", "cpu_jit": "numba"}
 for module in pkgutil.walk_packages(loramux.__path__, "loramux."):
-    if module.name.split(".")[1] in WEB:
+    parts = module.name.split(".")
+    if parts[1] in WEB:
         continue
-    compiler = module.name.rpartition("_")[2]
-    if compiler in ("triton", "numba") and importlib.util.find_spec(compiler) is None:
+    compiler = COMPILERS.get(parts[2]) if parts[1] == "kernels" and len(parts) > 2 else None
+    if compiler is not None and importlib.util.find_spec(compiler) is None:
         continue
     importlib.import_module(module.name)
 from loramux import LLM, LoRARequest, SamplingParams
@@ -75,8 +77,10 @@ import importlib, pkgutil, sys
 import loramux, loramux.scheduler
 from loramux import LoRARequest, SamplingParams
 
-names = [f"loramux.{name}" for name in ("types", "errors", "config", "cli.main")]
-names += [m.name for m in pkgutil.walk_packages(loramux.scheduler.__path__, "loramux.scheduler.")]
+names = ["loramux.errors", "loramux.cli.main"]
+for package in ("types", "config", "scheduler", "store", "capacity"):
+    paths = importlib.import_module(f"loramux.{package}").__path__
+    names += [module.name for module in pkgutil.walk_packages(paths, f"loramux.{package}.")]
 for name in names:
     importlib.import_module(name)
 assert "torch" not in sys.modules, "torch was imported"
