@@ -210,7 +210,9 @@ def test_the_documented_health_has_the_fields_of_a_deep_check(server: RunningSer
 def test_every_route_stands_in_its_table(server: RunningServer) -> None:
     paths = httpx2.get(f"{server.url}/openapi.json").json()["paths"]
     served = {f"{method.upper()} {path}" for path, ways in paths.items() for method in ways}
-    assert set(re.findall(r"^\| `((?:GET|POST|DELETE) [^`]+)` \|", HTTP_API, re.MULTILINE)) == served
+    assert (
+        set(re.findall(r"^\| `((?:GET|POST|DELETE) [^`]+)` \|", HTTP_API, re.MULTILINE)) == served
+    )
 
 
 def test_every_metric_stands_in_its_table(server: RunningServer) -> None:
