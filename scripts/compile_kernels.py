@@ -1,4 +1,4 @@
-"""Compiles the numba kernels in one process, so that parallel test processes find them in the cache.
+"""Compiles the numba kernels once, so that parallel test processes find them in the cache.
 
 Without this step each process compiles all of them, and the cache mixes functions of several runs.
 """

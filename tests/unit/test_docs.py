@@ -1,4 +1,4 @@
-"""Runs every code block of the documents against a real server, and compares tables with the code."""
+"""Runs every code block of the documents against a server, and compares tables with the code."""
 
 from __future__ import annotations
 
