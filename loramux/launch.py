@@ -43,11 +43,9 @@ from loramux.server.local_sources import fetched_folder
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.serving import ReceiptDesk
 from loramux.server.warming import find_prewarmed, prewarm
-from loramux.sources.config import SourceConfig
-from loramux.sources.settings import source_config
+from loramux.sources.config import SourceConfig, source_config
 from loramux.store.intake import StoreLimits
-from loramux.store.library import AdapterLibrary
-from loramux.store.open import open_store
+from loramux.store.library import AdapterLibrary, open_store
 
 RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 SECONDS_PER_DAY = 86_400.0

@@ -6,9 +6,9 @@ import hashlib
 
 from sqlalchemy import delete, update
 
+from loramux.adapters.identity import CID_PREFIX
 from loramux.registry import schema as tables
 from loramux.registry.database import Database
-from loramux.registry.names import CID_PREFIX
 from loramux.registry.records import Content
 
 

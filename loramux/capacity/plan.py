@@ -2,9 +2,132 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
+
+from loramux.adapters.packed.dense import FUSED_PROJECTIONS
+from loramux.backend import BaseShapes
+from loramux.config.fields import nearest
+from loramux.errors import InvalidRequest
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+PROJECTIONS = tuple(name for names in FUSED_PROJECTIONS.values() for name in names)
+TARGET_GROUPS: dict[str, tuple[str, ...]] = {
+    "all": PROJECTIONS,
+    "all-linear": PROJECTIONS,
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    **{name.removesuffix("_proj"): (name,) for name in PROJECTIONS},
+    **{name: (name,) for name in PROJECTIONS},
+}
+MAX_ADAPTERS = 100_000
+MAX_RANK = 65_536
+MAX_ZIPF = 10.0
+MAX_BYTES = 2**60
+# What a plan keeps free for KV unless told otherwise; half the pool at most.
+DEFAULT_KV_TOKENS = 16_384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBase:
+    name: str
+    shapes: BaseShapes
+    dtype: str
+    block_tokens: int = 16
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return self.shapes.kv_token_elements * self.element_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        return self.block_tokens * self.kv_token_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.shapes.num_parameters * self.element_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """The adapters to plan for."""
+
+    num_adapters: int
+    ranks: tuple[int, ...]
+    """Dealt out in turn, beginning with the most popular adapter."""
+    targets: tuple[str, ...]
+    """Projections, as `parse_targets` gives them."""
+    zipf: float = 1.0
+    """Popularity: the i-th most popular gets 1 / i ** zipf as many requests as the first."""
+
+    def __post_init__(self) -> None:
+        _require(
+            1 <= self.num_adapters <= MAX_ADAPTERS,
+            "adapters",
+            f"between 1 and {MAX_ADAPTERS}",
+            self.num_adapters,
+        )
+        _require(bool(self.ranks), "rank", "one number or several", self.ranks)
+        for rank in self.ranks:
+            _require(1 <= rank <= MAX_RANK, "rank", f"between 1 and {MAX_RANK}", rank)
+        _require(0 <= self.zipf <= MAX_ZIPF, "zipf", f"between 0 and {MAX_ZIPF:g}", self.zipf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    device_bytes: int
+    """The page pool that KV cache and adapters share."""
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    kv_tokens: int | None = None
+    """Kept free for running requests; None: 16384, or half the pool if that is less."""
+    adapter_fraction: float = 1.0
+    """Largest share of the pool that adapters may take."""
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("device_memory", self.device_bytes),
+            ("host_memory", self.host_bytes),
+            ("disk_space", self.disk_bytes),
+            ("kv_tokens", self.kv_tokens or 0),
+        ):
+            _require(0 <= value < MAX_BYTES, name, "0 or more, and less than 1024 PiB", value)
+        fraction = self.adapter_fraction
+        _require(0 < fraction <= 1, "adapter_memory_fraction", "in (0, 1]", fraction)
+
+
+def parse_targets(names: Sequence[str]) -> tuple[str, ...]:
+    """q, v_proj, attention, mlp, all, … -> projections, in the order of a layer."""
+    wanted: set[str] = set()
+    for name in names:
+        if name not in TARGET_GROUPS:
+            raise InvalidRequest(
+                f"There is no target {name!r}. {nearest(name, list(TARGET_GROUPS))}",
+                param="targets",
+            )
+        wanted.update(TARGET_GROUPS[name])
+    _require(bool(wanted), "targets", "q,k,v,o or other projections", list(names))
+    return tuple(name for name in PROJECTIONS if name in wanted)
+
+
+def parse_dtype(name: str) -> str:
+    full = SHORT_DTYPES.get(name, name)
+    _require(full in ELEMENT_BYTES, "dtype", f"one of {', '.join(ELEMENT_BYTES)}", name)
+    return full
+
+
+def _require(is_allowed: bool, param: str, says: str, value: object) -> None:
+    if not is_allowed:
+        raise InvalidRequest(f"{param} must be {says}, got {value!r}.", param=param)
+
 
 Tier = Literal["device", "host", "disk", "source"]
 

@@ -18,7 +18,7 @@ from loramux.errors import InvalidRequest, RegistryConflict
 
 if TYPE_CHECKING:
     from loramux.registry.registry import Registry
-    from loramux.store.bucket_gc import BucketPlan
+    from loramux.store.gc import BucketPlan
 
 DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
 SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -42,11 +42,10 @@ def collect_remote(
     is_empty_right: bool,
 ) -> None:
     with open_registry(registry, data) as opened:
-        from loramux.sources.config import SourceConfig
-        from loramux.sources.environment import read_environment
+        from loramux.sources.config import SourceConfig, read_environment
         from loramux.store.bucket import ObjectTier
-        from loramux.store.bucket_gc import collect_bucket, plan_bucket
-        from loramux.store.open import refuse_credentials
+        from loramux.store.gc import collect_bucket, plan_bucket
+        from loramux.store.library import refuse_credentials
 
         since = time.time() - parse_duration(older_than)
         url = find_places(registry=registry, data=data, remote_store=remote_store).remote_store

@@ -16,8 +16,7 @@ from loramux.config.engine import parse_bytes
 from loramux.errors import InvalidRequest, LoramuxError
 
 if TYPE_CHECKING:
-    from loramux.capacity.plan import MemoryPlan
-    from loramux.capacity.request import Budgets, PlannedBase
+    from loramux.capacity.plan import Budgets, MemoryPlan, PlannedBase
 
 # The rest is for activations and whatever else the device must hold.
 USABLE_SHARE = 0.9
@@ -132,8 +131,8 @@ def plan(  # noqa: PLR0913  (one for each flag)
 
 def make_plan(asked: Asked) -> MemoryPlan:
     # Imported here and below, because numpy and torch take time that `--help` should not.
+    from loramux.capacity.plan import Fleet, parse_targets
     from loramux.capacity.planner import plan_memory
-    from loramux.capacity.request import Fleet, parse_targets
 
     fleet = Fleet(
         num_adapters=asked.adapters,
@@ -146,7 +145,7 @@ def make_plan(asked: Asked) -> MemoryPlan:
 
 
 def planned_base(asked: Asked) -> PlannedBase:
-    from loramux.capacity.request import PlannedBase, parse_dtype
+    from loramux.capacity.plan import PlannedBase, parse_dtype
     from loramux.models.default_model import default_model_path
     from loramux.models.dtypes import resolve_dtype
     from loramux.models.shapes import describe_model
@@ -161,7 +160,7 @@ def planned_base(asked: Asked) -> PlannedBase:
 
 
 def budgets(asked: Asked, base: PlannedBase) -> Budgets:
-    from loramux.capacity.request import Budgets
+    from loramux.capacity.plan import Budgets
 
     return Budgets(
         device_bytes=pool_bytes(asked, base),

@@ -24,7 +24,7 @@ from loramux.cli.registry_view import reference_text
 from loramux.cli.serve import flag_parameter
 from loramux.config.file import load_serve_config
 from loramux.config.serve import SETTINGS
-from loramux.sources.settings import SOURCE_SETTINGS, source_config
+from loramux.sources.config import SOURCE_SETTINGS, source_config
 
 SOURCES_PANEL = "Where it may be fetched from again (lists: one flag for each value)"
 

@@ -47,9 +47,8 @@ def source_folder(source: str, options: FetchOptions, view: ByteView) -> Iterato
     if not is_remote(source):
         yield Path(source), str(Path(source).resolve())
         return
-    from loramux.sources.environment import read_environment
-    from loramux.sources.fetch import Fetcher
-    from loramux.sources.fetch_area import fetched
+    from loramux.sources.config import read_environment
+    from loramux.sources.fetch import Fetcher, fetched
 
     config = read_environment(os.environ, source_config(source, options))
     parsed = parse_source(source, config)

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from loramux.adapters.identity import CID_PREFIX, is_digest
 from loramux.cli.doctor_view import say
 from loramux.cli.receipts_verify import verify
 from loramux.cli.receipts_view import receipt_lines, receipt_table
@@ -26,7 +27,7 @@ from loramux.cli.registry_options import (
 from loramux.cli.serve_view import show_error
 from loramux.errors import InvalidRequest
 from loramux.receipts.signing import make_key_files, public_key_path
-from loramux.registry.names import CID_PREFIX, DIGEST_DIGITS, CidReference, NameReference
+from loramux.registry.names import CidReference, NameReference
 from loramux.registry.records import ReceiptFilter
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def keygen(
 def find_cids(registry: Registry, adapter: str) -> tuple[str, ...]:
     """Also of versions that were removed, where a name or a whole CID is given."""
     parsed = registry.parse(adapter)
-    if isinstance(parsed, CidReference) and len(parsed.digest_start) == DIGEST_DIGITS:
+    if isinstance(parsed, CidReference) and is_digest(parsed.digest_start):
         return (CID_PREFIX + parsed.digest_start,)
     if isinstance(parsed, NameReference) and parsed == NameReference(parsed.adapter):
         return tuple(sorted(registry.cids_of(adapter)))

@@ -102,11 +102,9 @@ def open_library(
     registry: str | None, data: Path | None, options: StoreOptions = NO_OPTIONS
 ) -> Iterator[AdapterLibrary]:
     with open_registry(registry, data) as opened:
-        from loramux.sources.config import SourceConfig
-        from loramux.sources.environment import read_environment
+        from loramux.sources.config import SourceConfig, read_environment
         from loramux.store.intake import StoreLimits
-        from loramux.store.library import AdapterLibrary
-        from loramux.store.open import open_store
+        from loramux.store.library import AdapterLibrary, open_store
 
         places = find_places(
             registry=registry,

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from loramux.adapters.identity import CID_PREFIX
 from loramux.cli.doctor_view import printable, say, size_text
-from loramux.registry.names import CID_PREFIX
 from loramux.registry.records import (
     AdapterInfo,
     AliasState,

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from loramux.adapters.identity import CID_PREFIX
 from loramux.adapters.packed.file import KnownLayouts, OnSlice, read_image, write_image
 from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer
 from loramux.adapters.packed.packing import Packing
@@ -123,7 +124,7 @@ class DiskTier:
     def _look(self) -> None:
         for entry in os.scandir(self._folder):
             if entry.name.endswith(_SUFFIX):
-                cid = "cidv1:sha256:" + entry.name.removesuffix(_SUFFIX)
+                cid = CID_PREFIX + entry.name.removesuffix(_SUFFIX)
                 self._sizes[cid] = entry.stat().st_size
             elif entry.name.endswith(".partial"):
                 Path(entry.path).unlink(missing_ok=True)

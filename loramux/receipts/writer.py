@@ -1,17 +1,17 @@
-"""Receipts go to the registry from a thread of their own, in batches; nobody waits for it."""
+"""Stores receipts in batches from a background thread, so that no request waits for a database."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Protocol
 
 from loramux.errors import LoramuxError
 from loramux.receipts import receipt as receipts
 from loramux.registry.records import Receipt, Use
-from loramux.registry.registry import Registry
 
 BATCH_RECEIPTS = 256
 INTERVAL_S = 0.25
@@ -22,20 +22,38 @@ RETRY_S = 1.0
 _log = logging.getLogger(__name__)
 
 
+class ReceiptSink(Protocol):
+    """The part of a registry that stores receipts and counts the uses of adapters.
+
+    A method raises LoramuxError while its database cannot be reached; the writer then tries again.
+    """
+
+    def add_receipts(self, receipts: Iterable[Receipt]) -> None: ...
+
+    def add_uses(self, uses: Iterable[Use]) -> None: ...
+
+    def prune_receipts(
+        self, *, max_age_s: float | None = None, max_count: int | None = None
+    ) -> int: ...
+
+
 class ReceiptWriter:
-    """Safe to use from any thread. close() stores what is pending."""
+    """Queues receipts and stores them in batches; close() stores all pending ones.
+
+    All methods may be called from any thread.
+    """
 
     def __init__(
         self,
-        registry: Registry,
+        sink: ReceiptSink,
         *,
         max_age_s: float | None = None,
         max_count: int | None = None,
         max_pending: int = MAX_PENDING,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Retention: what is older than max_age_s, or over max_count, goes once a minute."""
-        self._registry = registry
+        """Removes receipts older than max_age_s, or over max_count, once a minute."""
+        self._sink = sink
         self._max_age_s = max_age_s
         self._max_count = max_count
         self._max_pending = max_pending
@@ -53,7 +71,7 @@ class ReceiptWriter:
 
     @property
     def num_dropped(self) -> int:
-        """Receipts that the registry never got: it was too slow, away, or could not keep them."""
+        """Receipts that were lost: the queue was full, or the registry could not store them."""
         return self._num_dropped
 
     @property
@@ -61,7 +79,7 @@ class ReceiptWriter:
         return self._num_stored
 
     def add(self, receipt: receipts.Receipt) -> None:
-        """Returns at once. When too many wait, the oldest one is dropped."""
+        """Queues a receipt without blocking; a full queue drops its oldest receipt."""
         with self._condition:
             if self._is_closing:
                 self._num_dropped += 1
@@ -72,12 +90,12 @@ class ReceiptWriter:
                 self._condition.notify_all()
 
     def find(self, receipt_id: str) -> receipts.Receipt | None:
-        """One that is not in the registry yet."""
+        """Returns a receipt that is queued and not yet stored, or None."""
         with self._condition:
             return self._pending.get(receipt_id) or self._sending.get(receipt_id)
 
     def flush(self, *, timeout_s: float = 10.0) -> bool:
-        """Waits until nothing is pending; False: it took too long."""
+        """Blocks until the queue is empty; returns False on a timeout."""
         with self._condition:
             self._wants_flush = not self._is_idle()
             self._condition.notify_all()
@@ -113,11 +131,11 @@ class ReceiptWriter:
                 self._put_back()
 
     def _next_batch(self) -> list[receipts.Receipt] | None:
-        """None: closed, and nothing is left. Empty: it is time to prune."""
+        """Returns the receipts to store: none when a prune is due, None when closed and drained."""
         with self._condition:
             if not self._condition.wait_for(self._has_work, self._prune_at - self._clock()):
                 return []
-            # Company for the first one, so that a transaction is worth its while.
+            # Wait for more receipts, so that a transaction stores a batch.
             self._condition.wait_for(self._is_urgent, INTERVAL_S)
             if not self._pending:
                 self._wants_flush = False
@@ -133,7 +151,7 @@ class ReceiptWriter:
         return self._is_closing or self._wants_flush or len(self._pending) >= BATCH_RECEIPTS
 
     def _store(self, batch: Sequence[receipts.Receipt]) -> bool:
-        """False: the registry is away, and may be there again later."""
+        """Returns False if the registry cannot be reached now; the batch may be stored later."""
         try:
             num_stored = self._add(batch)
         except LoramuxError as error:
@@ -149,24 +167,24 @@ class ReceiptWriter:
         return True
 
     def _add(self, batch: Sequence[receipts.Receipt]) -> int:
-        """How many the registry kept."""
+        """Returns the number of receipts that were stored."""
         try:
-            self._registry.add_receipts(map(to_record, batch))
+            self._sink.add_receipts(map(to_record, batch))
         except LoramuxError:
             raise
-        # One row that the database cannot hold must not take the others with it.
+        # One row that the database rejects must not lose the rest of the batch.
         except Exception:
             if len(batch) > 1:
                 return sum(self._add([receipt]) for receipt in batch)
-            _log.exception("The receipt %s cannot be kept", batch[0].id)
+            _log.exception("The receipt %s cannot be stored", batch[0].id)
             return 0
         self._count(batch)
         return len(batch)
 
     def _count(self, batch: Sequence[receipts.Receipt]) -> None:
         try:
-            self._registry.add_uses(use for receipt in batch for use in uses_of(receipt))
-        # Once only: counted again with the batch, statistics would be wrong instead of short.
+            self._sink.add_uses(use for receipt in batch for use in uses_of(receipt))
+        # Not retried: a second attempt could count the same uses twice.
         except Exception as error:
             _log.warning("The uses of %d receipts were not counted: %s", len(batch), error)
 
@@ -189,8 +207,8 @@ class ReceiptWriter:
         if self._max_age_s is None and self._max_count is None:
             return
         try:
-            self._registry.prune_receipts(max_age_s=self._max_age_s, max_count=self._max_count)
-        # A writer that died of it would lose every receipt from here on.
+            self._sink.prune_receipts(max_age_s=self._max_age_s, max_count=self._max_count)
+        # The thread must survive, or all later receipts would be lost.
         except Exception as error:
             _log.warning("Old receipts could not be removed: %s", error)
 

@@ -15,7 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
 from loramux.errors import InvalidRequest, RegistryUnavailable
-from loramux.registry import migrate
+from loramux.registry import schema
 
 BUSY_TIMEOUT_S = 30.0
 # SQLite answers "locked" at once, without waiting, to whoever loses the race to switch to WAL.
@@ -84,13 +84,13 @@ class Database:
         if self.is_sqlite:
             self._switch_to_wal()
         with self.reading() as connection:
-            if migrate.is_current(connection):
+            if schema.is_current(connection):
                 return
         with self.writing() as connection:
             if not self.is_sqlite:
                 lock = text("SELECT pg_advisory_xact_lock(:key)")
                 connection.execute(lock, {"key": MIGRATION_LOCK})
-            migrate.upgrade(connection)
+            schema.upgrade(connection)
 
     def _switch_to_wal(self) -> None:
         with self._reporting():

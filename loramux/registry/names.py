@@ -4,23 +4,79 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import total_ordering
 
+from loramux.adapters.identity import CID_PREFIX, is_digest_start, parse_digest_start
 from loramux.errors import InvalidRequest
-from loramux.registry.semantic_version import SemanticVersion, is_version, parse_version
+
+NUMBER = r"(?:0|[1-9][0-9]{0,8})"
+WORD = r"(?:0|[1-9][0-9]{0,8}|[0-9]*[A-Za-z-][0-9A-Za-z-]*)"
+VERSION = re.compile(
+    rf"(?P<major>{NUMBER})\.(?P<minor>{NUMBER})\.(?P<patch>{NUMBER})"
+    rf"(?:-(?P<prerelease>{WORD}(?:\.{WORD})*))?",
+    re.ASCII,
+)
+MAX_VERSION_CHARACTERS = 64
+
+
+@total_ordering
+@dataclass(frozen=True, slots=True)
+class SemanticVersion:
+    major: int
+    minor: int
+    patch: int
+    prerelease: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        release = f"{self.major}.{self.minor}.{self.patch}"
+        return f"{release}-{'.'.join(self.prerelease)}" if self.prerelease else release
+
+    def __lt__(self, other: SemanticVersion) -> bool:
+        return self._precedence() < other._precedence()
+
+    def next_patch(self) -> SemanticVersion:
+        """The smallest release that is higher."""
+        patch = self.patch if self.prerelease else self.patch + 1
+        return SemanticVersion(self.major, self.minor, patch)
+
+    def _precedence(self) -> tuple[object, ...]:
+        # Numbers stand before words, and a release after all that lead to it.
+        words = tuple((0, int(w), "") if w.isdigit() else (1, 0, w) for w in self.prerelease)
+        return (self.major, self.minor, self.patch, not self.prerelease, words)
+
+
+FIRST_VERSION = SemanticVersion(1, 0, 0)
+
+
+def is_version(text: str) -> bool:
+    return len(text) <= MAX_VERSION_CHARACTERS and VERSION.fullmatch(text) is not None
+
+
+def parse_version(text: str) -> SemanticVersion:
+    match = VERSION.fullmatch(text) if len(text) <= MAX_VERSION_CHARACTERS else None
+    if match is None:
+        raise InvalidRequest(
+            f"{text[:100]!r} is not a version. Write three numbers such as 1.4.2, or 2.0.0-rc.1."
+        )
+    words = tuple(match["prerelease"].split(".")) if match["prerelease"] else ()
+    return SemanticVersion(int(match["major"]), int(match["minor"]), int(match["patch"]), words)
+
+
+def highest(versions: list[SemanticVersion]) -> SemanticVersion | None:
+    """A release if there is one; what leads to a release is never chosen before it."""
+    releases = [version for version in versions if not version.prerelease]
+    return max(releases or versions, default=None)
+
 
 DEFAULT_TENANT = "default"
 LATEST = "latest"
 PROD = "prod"
-CID_PREFIX = "cidv1:sha256:"
-DIGEST_DIGITS = 64
-MIN_PREFIX_DIGITS = 12
 MAX_REFERENCE_CHARACTERS = 512
 
 NAME = re.compile(r"[A-Za-z0-9](?:[._-]?[A-Za-z0-9]){0,127}", re.ASCII)
 ALIAS = re.compile(r"[a-z](?:-?[a-z0-9]){0,62}", re.ASCII)
 MAX_NAME_CHARACTERS = 128
 MAX_ALIAS_CHARACTERS = 63
-DIGEST_START = re.compile(rf"[0-9a-f]{{{MIN_PREFIX_DIGITS},{DIGEST_DIGITS}}}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -64,8 +120,8 @@ def parse_reference(text: str, *, home_tenant: str = DEFAULT_TENANT) -> Referenc
             "are allowed."
         )
     if text.startswith(CID_PREFIX):
-        return parse_digest(text.removeprefix(CID_PREFIX))
-    if DIGEST_START.fullmatch(text):
+        return CidReference(parse_digest_start(text))
+    if is_digest_start(text):
         return CidReference(text)
     return parse_name_reference(text, home_tenant=home_tenant)
 
@@ -102,22 +158,13 @@ def parse_adapter_name(path: str, *, home_tenant: str = DEFAULT_TENANT) -> Adapt
     return AdapterName(check_name(first, "tenant"), check_name(rest, "adapter"))
 
 
-def parse_digest(digits: str) -> CidReference:
-    if not DIGEST_START.fullmatch(digits):
-        raise InvalidRequest(
-            f"A content id is {CID_PREFIX} and {DIGEST_DIGITS} lower-case hex digits, or at least "
-            f"the first {MIN_PREFIX_DIGITS} of them; found {digits[:100]!r}."
-        )
-    return CidReference(digits)
-
-
 def check_name(text: str, kind: str) -> str:
     if len(text) > MAX_NAME_CHARACTERS or not NAME.fullmatch(text):
         raise InvalidRequest(
             f"{text[:100]!r} cannot be the name of a {kind}: letters, digits, and single . _ - "
             f"between them, at most {MAX_NAME_CHARACTERS}."
         )
-    if DIGEST_START.fullmatch(text):
+    if is_digest_start(text):
         raise InvalidRequest(
             f"{text!r} cannot be the name of a {kind}: it looks like a content id. "
             "Add a letter after f."

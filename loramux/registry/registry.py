@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from loramux.adapters.identity import parse_cid
 from loramux.errors import AdapterNotFound
-from loramux.registry import splits
 from loramux.registry.changes import Change
 from loramux.registry.database import Database
 from loramux.registry.names import (
-    CID_PREFIX,
     DEFAULT_TENANT,
     AdapterName,
     NameReference,
     Reference,
     check_alias,
     parse_adapter_name,
-    parse_digest,
     parse_name_reference,
     parse_push_reference,
     parse_reference,
+    parse_version,
 )
 from loramux.registry.records import (
     AdapterInfo,
@@ -38,12 +38,11 @@ from loramux.registry.records import (
     Use,
     VersionInfo,
 )
-from loramux.registry.resolve import Route, find_route
+from loramux.registry.resolve import Route, check_targets, find_route
 from loramux.registry.rows import adapters as adapter_rows
 from loramux.registry.rows import aliases as alias_rows
 from loramux.registry.rows import receipts as receipt_rows
 from loramux.registry.rows import usage as usage_rows
-from loramux.registry.semantic_version import parse_version
 from loramux.registry.verify import find_faults
 from loramux.registry.watch import DEFAULT_POLL_S, Watch
 
@@ -83,7 +82,7 @@ class Registry:
         The same bytes again are fine. Raises RegistryConflict for other bytes.
         """
         parsed = parse_push_reference(reference, home_tenant=self._home_tenant)
-        parse_digest(content.cid.removeprefix(CID_PREFIX))
+        parse_cid(content.cid)
         version = None if parsed.version is None else str(parsed.version)
         with self._changing() as change:
             return change.push(parsed.adapter, version, content)
@@ -117,7 +116,7 @@ class Registry:
     ) -> AliasState:
         """Weights such as {"1.4.2": 90, "1.5.0": 10}."""
         named = [(str(parse_version(version)), weight) for version, weight in weights.items()]
-        targets = splits.check_targets(named)
+        targets = check_targets(named)
         return self._move(adapter, alias, targets, AliasAction.SPLIT, if_revision)
 
     def rollback(self, adapter: str, *, alias: str, if_revision: int | None = None) -> AliasState:
@@ -284,3 +283,49 @@ class Registry:
 
     def _parse_adapter(self, adapter: str) -> AdapterName:
         return parse_adapter_name(adapter, home_tenant=self._home_tenant)
+
+
+MAX_ROUTES = 100_000
+
+
+class RouteCache:
+    """Whoever watches the registry calls forget() with what changed. Misses are not kept."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._routes: dict[Reference, Route] = {}
+        self._num_changes = 0
+        self._lock = threading.Lock()
+
+    def resolve(
+        self, reference: str, *, sticky_key: str | None = None, home_tenant: str | None = None
+    ) -> Resolved:
+        route = self._route(self._registry.parse(reference, home_tenant=home_tenant))
+        return route.choose(secrets.token_hex(16) if sticky_key is None else sticky_key)
+
+    def peek(self, reference: Reference) -> Route | None:
+        """Without a query."""
+        return self._routes.get(reference)
+
+    def forget(self, adapters: Iterable[AdapterName]) -> None:
+        changed = set(adapters)
+        with self._lock:
+            self._num_changes += 1
+            # A content id has no adapter: any change may end it, or make its prefix ambiguous.
+            self._routes = {
+                reference: route
+                for reference, route in self._routes.items()
+                if route.adapter is not None and route.adapter not in changed
+            }
+
+    def _route(self, reference: Reference) -> Route:
+        route = self._routes.get(reference)
+        if route is not None:
+            return route
+        before = self._num_changes
+        route = self._registry.route(reference)
+        with self._lock:
+            # What was read before a change must not outlive it.
+            if before == self._num_changes and len(self._routes) < MAX_ROUTES:
+                self._routes[reference] = route
+        return route

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, select
 
+from loramux.adapters.identity import CID_PREFIX, is_digest
 from loramux.errors import AdapterNotFound, InvalidRequest
-from loramux.registry import splits
 from loramux.registry.names import (
-    CID_PREFIX,
-    DIGEST_DIGITS,
     LATEST,
     PROD,
     AdapterName,
@@ -22,6 +23,38 @@ from loramux.registry.records import Resolved, Target
 from loramux.registry.rows import adapters as adapter_rows
 from loramux.registry.rows import aliases as alias_rows
 from loramux.registry.schema import versions
+
+MAX_WEIGHT = 1_000_000
+MAX_TARGETS = 16
+DIGEST_BITS = 64
+
+
+def choose(targets: Iterable[tuple[str, int]], *, salt: str, key: str) -> str:
+    """Weighted rendezvous hashing: a change of one target's weight moves keys to or from that
+    target only, and the order of the targets does not count.
+    """
+    return max((score(salt, key, version, weight), version) for version, weight in targets)[1]
+
+
+def score(salt: str, key: str, version: str, weight: int) -> float:
+    text = "\0".join((salt, version, key))
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    # In (0, 1): neither end is reached, so that the logarithm is finite and not zero.
+    uniform = (int.from_bytes(digest[: DIGEST_BITS // 8], "big") >> 11) + 0.5
+    return -weight / math.log(uniform / 2.0**53)
+
+
+def check_targets(weights: Iterable[tuple[str, int]]) -> tuple[Target, ...]:
+    targets = tuple(Target(version, weight) for version, weight in sorted(weights))
+    if not 1 <= len(targets) <= MAX_TARGETS:
+        raise InvalidRequest(f"A split has 1 to {MAX_TARGETS} versions, not {len(targets)}.")
+    for target in targets:
+        if type(target.weight) is not int or not 1 <= target.weight <= MAX_WEIGHT:
+            raise InvalidRequest(
+                f"The weight of {target.version} must be an integer from 1 to {MAX_WEIGHT}, such "
+                f"as 90 beside 10; found {target.weight!r}."
+            )
+    return targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +75,7 @@ class Route:
             return self.choices[0].resolved
         by_version = {str(choice.resolved.version): choice for choice in self.choices}
         weights = [(version, choice.weight) for version, choice in by_version.items()]
-        version = splits.choose(weights, salt=str(self.adapter), key=sticky_key)
+        version = choose(weights, salt=str(self.adapter), key=sticky_key)
         return by_version[version].resolved
 
 
@@ -99,7 +132,7 @@ def no_alias(
 
 def route_of_cid(connection: Connection, reference: CidReference) -> Route:
     start = CID_PREFIX + reference.digest_start
-    is_whole = len(reference.digest_start) == DIGEST_DIGITS
+    is_whole = is_digest(reference.digest_start)
     matches = versions.c.cid == start if is_whole else versions.c.cid.startswith(start)
     statement = select(versions.c.cid).where(matches, versions.c.removed_at.is_(None))
     found = list(connection.scalars(statement.distinct().limit(2)))

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from sqlalchemy import Connection, select
 
+from loramux.registry.names import highest
 from loramux.registry.rows import adapters as adapter_rows
 from loramux.registry.rows import aliases as alias_rows
 from loramux.registry.schema import adapters, alias_states, registry_state, versions
-from loramux.registry.semantic_version import highest
 
 
 def find_faults(connection: Connection) -> Iterator[str]:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from loramux.sources.config import SourceConfig
 from loramux.sources.download import Progress
-from loramux.sources.fetch import Fetcher
-from loramux.sources.fetch_area import fetched
-from loramux.sources.origins.local_paths import find_under_roots
+from loramux.sources.fetch import Fetcher, fetched
+from loramux.sources.origins.local import find_under_roots
 from loramux.sources.parse import is_remote, parse_source
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from loramux.adapters.identity import CID_PREFIX, is_digest_start
 from loramux.backend import AdapterCard
 from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest
-from loramux.registry.names import CID_PREFIX, DIGEST_START
 from loramux.registry.records import Resolved
 from loramux.server.context import Context
 
@@ -119,7 +119,7 @@ def _require_own_base(context: Context, resolved: Resolved) -> None:
 
 def _find_by_cid(context: Context, text: str, param: str) -> Named | None:
     digits = text.removeprefix(CID_PREFIX)
-    if not DIGEST_START.fullmatch(digits):
+    if not is_digest_start(digits):
         return None
     given = given_adapters(context)
     found = {

@@ -11,9 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.backend import AdapterUse, EngineStats, ModelCard
-from loramux.capacity.plan import EvictedNow, MemoryPlan
+from loramux.capacity.plan import Budgets, EvictedNow, Fleet, MemoryPlan, PlannedBase, parse_targets
 from loramux.capacity.planner import plan_memory
-from loramux.capacity.request import Budgets, Fleet, PlannedBase, parse_targets
 from loramux.config.engine import parse_bytes
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.server.body import json_response, read_json

@@ -10,9 +10,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loramux.adapters.identity import CID_PREFIX
 from loramux.errors import InvalidRequest
 from loramux.receipts.receipt import Receipt
-from loramux.registry.names import CID_PREFIX
 from loramux.registry.records import ReceiptFilter
 from loramux.server.body import json_response
 from loramux.server.context import Context

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
+from loramux.adapters.identity import CID_PREFIX
 from loramux.backend import AdapterCard, Backend
 from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged
-from loramux.registry.cache import RouteCache
-from loramux.registry.names import CID_PREFIX, NAME, AdapterName, Reference
+from loramux.registry.names import NAME, AdapterName, Reference
 from loramux.registry.records import Resolved
-from loramux.registry.registry import Registry
+from loramux.registry.registry import Registry, RouteCache
 from loramux.registry.watch import DEFAULT_POLL_S, Watch
 from loramux.store.library import AdapterLibrary
 

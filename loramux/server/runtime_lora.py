@@ -11,8 +11,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from loramux.adapters.identity import CID_PREFIX
 from loramux.errors import AdapterNotFound, AdapterRefused, SourceNotFound
-from loramux.registry.names import CID_PREFIX
 from loramux.server.body import json_response, read_body
 from loramux.server.context import Context
 from loramux.server.errors import NotJson

@@ -2,13 +2,72 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import base64
+import hmac
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import TypeVar
+from urllib.parse import quote, quote_plus, urlsplit
 
-from loramux.errors import InvalidRequest
-from loramux.sources.secret import Secret
+from loramux.config.serve import ServeConfig
+from loramux.errors import InvalidRequest, LoramuxError, SourceRefused
 from loramux.sources.source_id import SourceKind
+
+HIDDEN = "***"
+
+
+class Secret:
+    """Only `reveal` shows it; its text and repr are stars."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: str) -> None:
+        if not value:
+            raise InvalidRequest("A credential is empty. Leave it out, or give its value.")
+        self._value = value
+
+    def reveal(self) -> str:
+        return self._value
+
+    def __repr__(self) -> str:
+        return f"Secret({HIDDEN})"
+
+    def __str__(self) -> str:
+        return HIDDEN
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Secret):
+            return NotImplemented
+        return hmac.compare_digest(self._value.encode(), other._value.encode())
+
+    def __hash__(self) -> int:
+        return hash((Secret, self._value))
+
+
+def scrub(text: str, secrets: Iterable[Secret]) -> str:
+    """The text without the secrets, as they are or as URLs and headers write them."""
+    forms = {form for secret in secrets for form in written_forms(secret.reveal())}
+    # Longest first: one secret may be a part of another.
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, HIDDEN)
+    return text
+
+
+def written_forms(value: str) -> set[str]:
+    encoded = base64.b64encode(value.encode()).decode()
+    return {value, quote(value), quote(value, safe=""), quote_plus(value), encoded}
+
+
+def scrub_error(error: LoramuxError, secrets: Iterable[Secret]) -> None:
+    hidden = tuple(secrets)
+    error.args = tuple(
+        scrub(part, hidden) if isinstance(part, str) else part for part in error.args
+    )
+    if isinstance(error, SourceRefused):
+        error.reason, error.fix = scrub(error.reason, hidden), scrub(error.fix, hidden)
+
 
 GIBIBYTE = 2**30
 MEBIBYTE = 2**20
@@ -174,3 +233,92 @@ def entry_matches(entry: str, scheme: str, host: str, port: int) -> bool:
     if wanted.startswith("*."):
         return host.endswith(wanted[1:])
     return wanted in ("*", host)
+
+
+T = TypeVar("T")
+# The last one is LoRAX's.
+S3_ENDPOINT_NAMES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "S3_ENDPOINT_URL")
+
+
+def read_environment(environment: Mapping[str, str], config: SourceConfig) -> SourceConfig:
+    """The config with its gaps filled; what it already says stays."""
+
+    def text(*names: str) -> str | None:
+        return next((environment[name] for name in names if environment.get(name)), None)
+
+    def secret(*names: str) -> Secret | None:
+        value = text(*names)
+        return None if value is None else Secret(value)
+
+    s3, azure = config.s3, config.azure
+    if s3.access_key_id is None and s3.secret_access_key is None:
+        # From one place, all three: a session token fits its own keys only.
+        s3 = replace(
+            s3,
+            access_key_id=secret("AWS_ACCESS_KEY_ID"),
+            secret_access_key=secret("AWS_SECRET_ACCESS_KEY"),
+            session_token=first(s3.session_token, secret("AWS_SESSION_TOKEN")),
+        )
+    return replace(
+        config,
+        hub=replace(
+            config.hub,
+            endpoint=first(config.hub.endpoint, text("HF_ENDPOINT")),
+            token=first(config.hub.token, secret("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")),
+        ),
+        s3=replace(
+            s3,
+            endpoint=first(s3.endpoint, text(*S3_ENDPOINT_NAMES)),
+            region=first(s3.region, text("AWS_REGION", "AWS_DEFAULT_REGION")),
+            default_bucket=first(s3.default_bucket, text("PREDIBASE_MODEL_BUCKET")),
+        ),
+        gcs=replace(
+            config.gcs,
+            credentials_path=first(
+                config.gcs.credentials_path, text("GOOGLE_APPLICATION_CREDENTIALS")
+            ),
+        ),
+        azure=replace(
+            azure,
+            account_name=first(azure.account_name, text("AZURE_STORAGE_ACCOUNT_NAME")),
+            account_key=first(azure.account_key, secret("AZURE_STORAGE_ACCOUNT_KEY")),
+            sas_token=first(azure.sas_token, secret("AZURE_STORAGE_SAS_TOKEN")),
+        ),
+    )
+
+
+def first(given: T | None, found: T | None) -> T | None:
+    return found if given is None else given
+
+
+SOURCE_SETTINGS = (
+    "allowed_roots",
+    "allowed_http_hosts",
+    "private_http_hosts",
+    "allowed_buckets",
+    "allowed_hub_owners",
+    "max_adapter_size",
+    "fetch_timeout_s",
+    "fetch_workers",
+)
+
+
+def source_config(config: ServeConfig, environment: Mapping[str, str] = os.environ) -> SourceConfig:
+    buckets = config.allowed_buckets or None
+    found = SourceConfig(
+        allowed_roots=tuple(map(Path, config.allowed_roots)),
+        hub=HubConfig(allowed_owners=config.allowed_hub_owners or None),
+        s3=S3Config(allowed_buckets=buckets),
+        gcs=GcsConfig(allowed_buckets=buckets),
+        azure=AzureConfig(allowed_buckets=buckets),
+        http=HttpConfig(
+            allowed_hosts=config.allowed_http_hosts, private_hosts=config.private_http_hosts
+        ),
+        limits=FetchLimits(
+            max_file_bytes=config.max_adapter_size,
+            max_total_bytes=config.max_adapter_size,
+            timeout_s=config.fetch_timeout_s,
+            num_workers=config.fetch_workers,
+        ),
+    )
+    return read_environment(environment, found)

@@ -2,18 +2,225 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import os
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from loramux.errors import SourceFailed
+from loramux.errors import InvalidRequest, SourceFailed, StoreFull
 from loramux.sources.config import FetchLimits
 from loramux.sources.content import HEAD_BYTES, check_start
 from loramux.sources.origins.base import Origin, RemoteFile, SourceChanged
-from loramux.sources.partial import Part, PartialFile
 from loramux.sources.refusals import too_large
 from loramux.sources.retry import Backoff, Deadline
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+LOCK_TRIES = 100
+
+
+@dataclass(slots=True)
+class Part:
+    """A range of a file. One thread at a time fills it, from its start on."""
+
+    start: int
+    end: int | None
+    """None: where the file ends is not known."""
+    done_bytes: int = 0
+
+    @property
+    def position(self) -> int:
+        return self.start + self.done_bytes
+
+    @property
+    def is_complete(self) -> bool:
+        return self.end is not None and self.position >= self.end
+
+
+class PartialFile:
+    def __init__(self, path: Path, state_path: Path, state: dict[str, Any]) -> None:
+        self.path = path
+        self._state_path = state_path
+        self._state = state
+        self.parts = read_parts(path, state_path, state)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+
+    def start_over(self, part_bytes: int | None, size_bytes: int | None) -> None:
+        os.ftruncate(self._descriptor, 0)
+        self._state_path.unlink(missing_ok=True)
+        self.parts = split_parts(part_bytes, size_bytes)
+
+    def write(self, part: Part, chunk: bytes) -> None:
+        view = memoryview(chunk)
+        with reporting_full_disk():
+            while view:
+                num_written = os.pwrite(self._descriptor, view, part.position)
+                part.done_bytes += num_written
+                view = view[num_written:]
+
+    def rewind(self, part: Part) -> None:
+        """For the only part of a file that cannot be read but from its start."""
+        os.ftruncate(self._descriptor, part.start)
+        part.done_bytes = 0
+
+    def head(self, num_bytes: int) -> bytes:
+        return os.pread(self._descriptor, num_bytes, 0)
+
+    def save(self) -> None:
+        """On the disk before the state that speaks of it."""
+        if self._state["validator"] is None:
+            return
+        parts = [[part.start, part.end, part.done_bytes] for part in self.parts]
+        with reporting_full_disk():
+            os.fdatasync(self._descriptor)
+            written = self._state_path.with_suffix(".new")
+            written.write_text(json.dumps({**self._state, "parts": parts}))
+            written.replace(self._state_path)
+
+    def finish(self) -> None:
+        with reporting_full_disk():
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def split_parts(part_bytes: int | None, size_bytes: int | None) -> list[Part]:
+    """None: one part, for what cannot be read but from its start."""
+    if part_bytes is None or size_bytes is None:
+        return [Part(0, size_bytes)]
+    starts = range(0, max(size_bytes, 1), part_bytes)
+    return [Part(start, min(start + part_bytes, size_bytes)) for start in starts]
+
+
+def read_parts(path: Path, state_path: Path, state: dict[str, Any]) -> list[Part]:
+    """Of an earlier try for the same bytes; empty: there is none to go on with."""
+    try:
+        found = json.loads(state_path.read_bytes())
+        parts = [Part(*entry) for entry in found.pop("parts")]
+        has_bytes = path.stat().st_size >= max(part.position for part in parts if part.done_bytes)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return []
+    is_same = found == state and state["validator"] is not None
+    return parts if is_same and has_bytes else []
+
+
+class Staging:
+    """Held by one process at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.target = folder
+        self._root = folder.parent / f".{folder.name}.partial"
+        self._files = self._root / "files"
+        self._states = self._root / "states"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        if self.target.is_symlink() or (self.target.exists() and any_entry(self.target)):
+            raise InvalidRequest(f"{self.target} is there already. Fetch into a new folder.")
+        if self._root.is_symlink():
+            raise InvalidRequest(f"{self._root} is a link. Remove it.")
+        descriptor = self._lock()
+        try:
+            for folder in (self._files, self._states):
+                folder.mkdir(exist_ok=True)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def open(self, name: str, file: RemoteFile, *, source: str) -> PartialFile:
+        state = {"source": source, "validator": file.validator, "size_bytes": file.size_bytes}
+        return PartialFile(self._files / name, self._states / f"{name}.json", state)
+
+    def path_of(self, name: str) -> Path:
+        return self._files / name
+
+    @property
+    def has_progress(self) -> bool:
+        return self._states.exists() and any_entry(self._states)
+
+    def clear(self) -> None:
+        for folder in (self._files, self._states):
+            shutil.rmtree(folder)
+            folder.mkdir()
+
+    def commit(self, names: frozenset[str]) -> None:
+        """The target has exactly these files, or is not there."""
+        for path in self._files.iterdir():
+            if path.name not in names:
+                path.unlink()
+        sync_folder(self._files)
+        try:
+            self._files.rename(self.target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise InvalidRequest(f"{self.target} is there already; another was first.") from error
+        finally:
+            self.discard()
+        sync_folder(self.target.parent)
+
+    def discard(self) -> None:
+        if self._root.exists():
+            shutil.rmtree(self._root)
+
+    def _lock(self) -> int:
+        for _ in range(LOCK_TRIES):
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = self._root / "lock"
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            except FileNotFoundError:
+                # Its last holder has just removed the folder.
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                break
+            if is_still_at(descriptor, path):
+                return descriptor
+            os.close(descriptor)
+        raise SourceFailed(f"{self.target} is being fetched by somebody else. Try again later.")
+
+
+def is_still_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def any_entry(path: Path) -> bool:
+    """A folder with something in it, or something else than a folder."""
+    return not path.is_dir() or next(path.iterdir(), None) is not None
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def reporting_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise StoreFull(
+            "The disk that adapters are fetched to is full. Make room, or fetch elsewhere."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

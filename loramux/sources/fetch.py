@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import closing
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from loramux.errors import LoramuxError, SourceFailed, SourceNotFound
-from loramux.sources.config import FetchLimits, SourceConfig
+from loramux.sources.config import FetchLimits, SourceConfig, scrub_error
 from loramux.sources.content import check_file, check_sizes, max_bytes_of
-from loramux.sources.download import Download, Meter, Progress
+from loramux.sources.download import Download, Meter, Progress, Staging, is_still_at
 from loramux.sources.origins.base import Origin, RemoteFile, SourceChanged, find_adapter
 from loramux.sources.origins.bucket import ObjectOrigin
 from loramux.sources.origins.http import HttpOrigin
 from loramux.sources.origins.hub import HubOrigin
 from loramux.sources.origins.local import LocalOrigin
-from loramux.sources.partial import Staging
 from loramux.sources.retry import SYSTEM_TIMING, Backoff, Deadline, Timing, retrying
-from loramux.sources.secret import scrub_error
 from loramux.sources.source_id import SourceId, SourceKind
 
 _log = logging.getLogger(__name__)
@@ -166,3 +169,68 @@ def may_pass(error: BaseException) -> bool:
     if isinstance(error, SourceFailed):
         return error.is_temporary
     return not isinstance(error, LoramuxError)
+
+
+# What nobody came back for goes after this.
+ABANDONED_S = 7 * 86_400.0
+LOCK_NAME = "lock"
+
+
+@contextmanager
+def fetched(
+    fetcher: Fetcher,
+    source: SourceId,
+    area: Path,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+) -> Iterator[Path]:
+    """The source's files for as long as the context lasts."""
+    area.mkdir(mode=0o700, parents=True, exist_ok=True)
+    sweep(area, older_than=time.time() - ABANDONED_S)
+    with held(area / source.slug) as place, fetching(place, area) as folder:
+        yield fetcher.fetch(source, folder / "adapter", progress=progress).folder
+
+
+@contextmanager
+def fetching(place: Path | None, area: Path) -> Iterator[Path]:
+    if place is None:
+        # Another fetches the same just now: this one cannot be gone on with later.
+        with tempfile.TemporaryDirectory(prefix="once-", dir=area) as folder:
+            yield Path(folder)
+        return
+    shutil.rmtree(place / "adapter", ignore_errors=True)
+    yield place
+    shutil.rmtree(place)
+
+
+@contextmanager
+def held(place: Path) -> Iterator[Path | None]:
+    """The folder, for this process alone; None: another has it."""
+    place.mkdir(mode=0o700, exist_ok=True)
+    path = place / LOCK_NAME
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        yield place if is_ours(descriptor, path) else None
+    finally:
+        os.close(descriptor)
+
+
+def is_ours(descriptor: int, path: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    # Its last holder may have removed it since it was opened.
+    return is_still_at(descriptor, path)
+
+
+def sweep(area: Path, *, older_than: float) -> None:
+    for place in area.iterdir():
+        try:
+            is_old = place.stat().st_mtime < older_than
+        except FileNotFoundError:
+            continue
+        if is_old:
+            with held(place) as free:
+                if free is not None:
+                    shutil.rmtree(free)

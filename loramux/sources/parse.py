@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from loramux.errors import SourceForbidden, SourceNotFound, SourceRefused
-from loramux.sources.config import DEFAULT_PORTS, HttpConfig, SourceConfig
-from loramux.sources.origins.local_paths import find_under_roots
+from loramux.sources.config import DEFAULT_PORTS, SourceConfig
+from loramux.sources.origins.addresses import check_host_allowed, is_host, show_host
+from loramux.sources.origins.local import find_under_roots
 from loramux.sources.refusals import SourceCode, bad_form
 from loramux.sources.source_id import (
     BUCKET_KINDS,
@@ -32,7 +32,6 @@ BUCKETS = {
     SourceKind.GCS: re.compile(r"[a-z0-9](?:[a-z0-9_-]|\.(?!\.)){1,61}[a-z0-9]"),
     SourceKind.AZURE: re.compile(r"[a-z0-9](?:[a-z0-9]|-(?!-)){1,61}[a-z0-9]"),
 }
-HOST_LABEL = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 FORMS = (
     "Known are paths under the allowed roots, hf:owner/name[@revision][:file], s3://, gs:// and "
@@ -209,38 +208,6 @@ def split_url(text: str) -> SplitResult:
 
 def url_port(url: SplitResult) -> int:
     return url.port or DEFAULT_PORTS.get(url.scheme, 0)
-
-
-def is_host(host: str) -> bool:
-    if ":" in host:
-        return is_address(host, IPv6Address)
-    labels = host.split(".")
-    # A last label of digits makes an address, which others may read as octal or hexadecimal.
-    if labels[-1].isdigit() or labels[-1].startswith("0x"):
-        return is_address(host, IPv4Address)
-    return len(host) <= 253 and all(HOST_LABEL.fullmatch(label) for label in labels)
-
-
-def is_address(host: str, kind: type[IPv4Address] | type[IPv6Address]) -> bool:
-    try:
-        address = kind(host)
-    except AddressValueError:
-        return False
-    return not isinstance(address, IPv6Address) or address.scope_id is None
-
-
-def show_host(scheme: str, host: str, port: int) -> str:
-    shown = f"[{host}]" if ":" in host else host
-    return shown if port == DEFAULT_PORTS[scheme] else f"{shown}:{port}"
-
-
-def check_host_allowed(scheme: str, host: str, port: int, config: HttpConfig) -> None:
-    if not config.allows(scheme, host, port):
-        raise SourceForbidden(
-            SourceCode.NOT_ALLOWED,
-            f"The host {show_host(scheme, host, port)} is not on the list of allowed hosts.",
-            fix="Ask for another, or have it added to the list, with its port.",
-        )
 
 
 def parse_lorax_s3(text: str, config: SourceConfig) -> SourceId:

@@ -11,7 +11,7 @@ from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound
 from loramux.progress import SILENT, ByteSink
 from loramux.sources.config import SourceConfig
 from loramux.sources.origins.base import CHUNK_BYTES
-from loramux.sources.origins.object_store import open_store, store_errors, translated
+from loramux.sources.origins.bucket import open_store, store_errors, translated
 from loramux.sources.parse import parse_bucket_url
 from loramux.sources.retry import SYSTEM_TIMING, Deadline, Timing, retrying
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from loramux.adapters.identity import FileDigest
 from loramux.errors import StoreDamaged
-from loramux.store.files import hash_file
-from loramux.store.paths import StoreLayout
+from loramux.store.files import StoreLayout, hash_file
 from loramux.store.record import Record, check_config_file
 
 

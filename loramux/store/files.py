@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from loramux.adapters.identity import FileDigest
+from loramux.adapters.identity import CID_PREFIX, FileDigest, parse_cid
 from loramux.errors import AdapterRefused, StoreFull
 from loramux.progress import SILENT, ByteSink
+from loramux.store.record import Record, decode_record
 
 CHUNK_BYTES = 2**20
 READ_ONLY = 0o444
@@ -106,3 +109,120 @@ def reporting_full_disk() -> Iterator[None]:
         raise StoreFull(
             "The disk of the adapter store is full. Remove versions and run gc, or make room."
         ) from error
+
+
+class StoreLayout:
+    """blobs/ab/<sha256>, records/<digest>, views/<digest>/<file>, staging/<work in progress>."""
+
+    def __init__(self, root: Path) -> None:
+        self.lock = root / "lock"
+        self.blobs = root / "blobs"
+        self.records = root / "records"
+        self.views = root / "views"
+        self.staging = root / "staging"
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.blobs, self.records, self.views, self.staging)
+
+    def blob(self, digest: FileDigest) -> Path:
+        return self.blobs / digest.sha256[:2] / digest.sha256
+
+    def record(self, cid: str) -> Path:
+        return self.records / parse_cid(cid)
+
+    def view(self, cid: str) -> Path:
+        return self.views / parse_cid(cid)
+
+    def all_blobs(self) -> Iterator[Path]:
+        return self.blobs.glob("*/*")
+
+    def cids(self) -> list[str]:
+        return sorted(CID_PREFIX + path.name for path in self.records.iterdir())
+
+    def read_record(self, cid: str) -> Record | None:
+        """None: no such adapter here. Raises StoreDamaged."""
+        try:
+            content = self.record(cid).read_bytes()
+        except FileNotFoundError:
+            return None
+        return decode_record(content, cid)
+
+    def size_bytes(self) -> int:
+        return sum(size_of(path) for path in self.all_blobs())
+
+    def is_whole(self, record: Record) -> bool:
+        """The adapter's view has all files in their full length."""
+        view = self.view(record.cid)
+        return all(
+            size_of(view / name, absent=-1) == digest.size for name, digest in record.files.items()
+        )
+
+
+def size_of(path: Path, *, absent: int = 0) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return absent
+
+
+class StoreLock:
+    """Held by one thread of one process at a time, for renames and removals only."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        # A descriptor of its own each time, so that threads exclude each other too.
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+class StagingArea:
+    """Folders for work in progress; those of dead processes can be told and are swept."""
+
+    def __init__(self, parent: Path, *, prefix: str, lock: StoreLock) -> None:
+        self._parent = parent
+        self._prefix = prefix
+        self._lock = lock
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """Gone after the block, with what is still in it."""
+        with self._lock.held():
+            path = self._parent / f"{self._prefix}{secrets.token_hex(8)}"
+            path.mkdir()
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path)
+            os.close(descriptor)
+
+    def sweep(self) -> int:
+        """Removes what dead processes left; call it with the lock held."""
+        leftovers = [path for path in self._parent.glob(f"{self._prefix}*") if is_abandoned(path)]
+        for path in leftovers:
+            shutil.rmtree(path)
+        return len(leftovers)
+
+
+def is_abandoned(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    # Its owner may have removed it since it was opened, and ended.
+    return folder.exists()

@@ -14,7 +14,7 @@ from loramux.adapters.peft.config import (
     read_config,
 )
 from loramux.adapters.peft.folder import find_file, open_folder, refusing_os_errors
-from loramux.adapters.peft.safetensors_header import (
+from loramux.adapters.peft.safetensors import (
     LENGTH_BYTES,
     WEIGHTS_NAME,
     find_weights,
@@ -59,7 +59,9 @@ def stage_folder(
     config_file = copy_config(source, staging)
     config = read_config(staging)
     weights_file = copy_weights(weights, staging, limits, sink)
-    record = make_record(make_manifest(config, {WEIGHTS_NAME: weights_file}), config_file)
+    record = make_record(
+        make_manifest(config.canonical(), {WEIGHTS_NAME: weights_file}), config_file
+    )
     check_total(record, limits)
     return StagedAdapter(record, config, {name: staging / name for name in record.files})
 

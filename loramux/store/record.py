@@ -7,14 +7,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loramux.adapters.identity import CID_PREFIX, FileDigest, Manifest, compute_cid
+from loramux.adapters.identity import FileDigest, Manifest, compute_cid, is_digest
 from loramux.adapters.peft.config import CONFIG_NAME, PeftLoraConfig, decode_json, parse_config
 from loramux.canonical_json import canonical_json
-from loramux.errors import AdapterRefused, InvalidRequest, StoreDamaged
+from loramux.errors import AdapterRefused, StoreDamaged
 
 MAX_RECORD_BYTES = 2**22
-CID = re.compile(re.escape(CID_PREFIX) + r"(?P<digest>[0-9a-f]{64})")
-SHA256 = re.compile(r"[0-9a-f]{64}")
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 
 
@@ -38,15 +36,6 @@ class Record:
     def encode(self) -> bytes:
         config = {"sha256": self.config_file.sha256, "size": self.config_file.size}
         return canonical_json({"config_file": config, "manifest": self.manifest})
-
-
-def digest_of(cid: str) -> str:
-    match = CID.fullmatch(cid)
-    if match is None:
-        raise InvalidRequest(
-            f"{cid[:100]!r} is not a content id. One looks like {CID_PREFIX}<64 hex digits>."
-        )
-    return match["digest"]
 
 
 def make_record(manifest: Manifest, config_file: FileDigest) -> Record:
@@ -77,7 +66,7 @@ def read_files(manifest: Manifest) -> dict[str, FileDigest]:
 
 def read_digest(value: Mapping[str, object]) -> FileDigest:
     sha256, size = value["sha256"], value["size"]
-    if not isinstance(sha256, str) or not SHA256.fullmatch(sha256):
+    if not isinstance(sha256, str) or not is_digest(sha256):
         raise ValueError("a digest is not 64 hex digits")
     if type(size) is not int or size < 0:
         raise ValueError("a size is not a number of bytes")

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from loramux.errors import InvalidRequest
 from loramux.progress import SILENT, ByteSink
-from loramux.sources.secret import Secret, scrub
+from loramux.sources.config import Secret, scrub
 
 if TYPE_CHECKING:
     from redis import Redis

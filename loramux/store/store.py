@@ -8,27 +8,28 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from loramux.adapters.identity import FileDigest
+from loramux.adapters.identity import FileDigest, parse_cid
 from loramux.backend import StoreTierStats
 from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged, StoreFull
 from loramux.progress import SILENT, ByteSink
 from loramux.store.check import StoreReport, verify_store
-from loramux.store.fetch import RECORD_NAME, fetch, upload
 from loramux.store.files import (
+    StagingArea,
+    StoreLayout,
+    StoreLock,
     copy_hashed,
     hash_file,
     link_or_copy,
     make_folder,
     move_into_place,
+    size_of,
     sync_folder,
     write_file,
 )
 from loramux.store.gc import Collected, collect
 from loramux.store.intake import StagedAdapter, StoreLimits, stage_folder
-from loramux.store.lock import StagingArea, StoreLock
-from loramux.store.paths import StoreLayout, size_of
-from loramux.store.record import Record, digest_of
-from loramux.store.tiers import CountedTier, RemoteTier, record_key
+from loramux.store.record import Record
+from loramux.store.tiers import RECORD_NAME, CountedTier, RemoteTier, fetch, record_key, upload
 
 PULL_PREFIX = ".loramux-pull-"
 WRITABLE = 0o644
@@ -90,7 +91,7 @@ class ContentStore:
 
     def is_available(self, cid: str) -> bool:
         """Here or in a tier."""
-        key = record_key(digest_of(cid))
+        key = record_key(parse_cid(cid))
         return self.has(cid) or any(tier.has(key) for tier in self._tiers)
 
     def tier_stats(self) -> list[StoreTierStats]:

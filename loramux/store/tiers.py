@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from loramux.adapters.identity import FileDigest, parse_cid
+from loramux.adapters.peft.config import CONFIG_NAME
 from loramux.backend import StoreTierStats
+from loramux.errors import AdapterRefused, StoreDamaged
+from loramux.store.files import hash_file, seal
+from loramux.store.intake import StagedAdapter, StoreLimits, check_header, check_total
+from loramux.store.record import (
+    MAX_RECORD_BYTES,
+    Record,
+    check_config_file,
+    decode_record,
+)
 
 
 class RemoteTier(Protocol):
@@ -69,3 +82,94 @@ def blob_key(sha256: str) -> str:
 
 def record_key(digest: str) -> str:
     return f"records/{digest}"
+
+
+RECORD_NAME = "record"
+
+_log = logging.getLogger(__name__)
+
+
+def upload(record: Record, paths: dict[str, Path], tiers: Sequence[RemoteTier]) -> None:
+    """The record comes last: a tier that has it has the whole adapter."""
+    keys = [(blob_key(digest.sha256), paths[name]) for name, digest in record.files.items()]
+    keys.append((record_key(parse_cid(record.cid)), paths[RECORD_NAME]))
+    for tier in tiers:
+        found = []
+        for key, path in keys:
+            if tier.has(key):
+                found.append((key, path))
+            else:
+                tier.put(key, path)
+        # A gc may have removed them before there was a record that needs them.
+        for key, path in found:
+            if not tier.has(key):
+                tier.put(key, path)
+
+
+def fetch(
+    cid: str, staging: Path, tiers: Sequence[RemoteTier], limits: StoreLimits
+) -> StagedAdapter | None:
+    """None: no tier has it whole. Tiers nearer than the one that had a file get it too."""
+    key = record_key(parse_cid(cid))
+    path = staging / RECORD_NAME
+    if not get_checked(
+        tiers, key, path, max_bytes=MAX_RECORD_BYTES, check=lambda: read_record(path, cid)
+    ):
+        return None
+    record = read_record(path, cid)
+    check_total(record, limits)
+    paths = {RECORD_NAME: path}
+    for name, digest in record.files.items():
+        paths[name] = staging / name
+        if not fetch_blob(tiers, digest, paths[name]):
+            _log.warning("%s has a record but lacks %s in every tier", cid, name)
+            return None
+    config = check_config_file(record, paths[CONFIG_NAME].read_bytes())
+    for name in record.weights_files:
+        check_fetched_header(record, paths[name])
+    return StagedAdapter(record, config, paths)
+
+
+def fetch_blob(tiers: Sequence[RemoteTier], digest: FileDigest, path: Path) -> bool:
+    def check() -> None:
+        if hash_file(path) != digest:
+            raise StoreDamaged(f"The bytes of {digest.sha256} are not those that it names.")
+
+    return get_checked(tiers, blob_key(digest.sha256), path, max_bytes=digest.size, check=check)
+
+
+def get_checked(
+    tiers: Sequence[RemoteTier],
+    key: str,
+    path: Path,
+    *,
+    max_bytes: int,
+    check: Callable[[], object],
+) -> bool:
+    for position, tier in enumerate(tiers):
+        if not tier.get(key, path, max_bytes=max_bytes):
+            path.unlink(missing_ok=True)
+            continue
+        try:
+            check()
+        except StoreDamaged as error:
+            _log.warning("%s has a bad copy of %s: %s", type(tier).__name__, key, error)
+            path.unlink()
+            continue
+        with path.open("rb") as file:
+            seal(file.fileno())
+        for nearer in tiers[:position]:
+            nearer.put(key, path)
+        return True
+    return False
+
+
+def read_record(path: Path, cid: str) -> Record:
+    return decode_record(path.read_bytes(), cid)
+
+
+def check_fetched_header(record: Record, path: Path) -> None:
+    try:
+        check_header(path)
+    except AdapterRefused as error:
+        raise StoreDamaged(f"The weights of {record.cid} are broken: {error}") from error

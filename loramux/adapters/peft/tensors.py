@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from loramux.adapters.peft.refusals import RefusalCode, name_some
-from loramux.adapters.peft.safetensors_header import WEIGHTS_NAME, TensorEntry
+from loramux.adapters.peft.safetensors import WEIGHTS_NAME, TensorEntry
 from loramux.adapters.peft.targets import HEAD_AND_EMBEDDING, ModulePlan
 from loramux.errors import AdapterRefused
 from loramux.types.model import BaseModelInfo, TargetModule

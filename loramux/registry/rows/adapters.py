@@ -8,15 +8,15 @@ from sqlalchemy import Connection, Row, select, update
 
 from loramux.errors import AdapterNotFound, RegistryConflict
 from loramux.registry.database import insert_into
-from loramux.registry.names import AdapterName
-from loramux.registry.records import Content, VersionInfo
-from loramux.registry.schema import adapters, contents, registry_state, tenants, versions
-from loramux.registry.semantic_version import (
+from loramux.registry.names import (
     FIRST_VERSION,
+    AdapterName,
     SemanticVersion,
     highest,
     parse_version,
 )
+from loramux.registry.records import Content, VersionInfo
+from loramux.registry.schema import adapters, contents, registry_state, tenants, versions
 
 AdapterRow = Row[Any]
 

@@ -2,14 +2,171 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-from loramux.errors import SourceNotFound
-from loramux.sources.config import FetchLimits, SourceConfig
+from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound
+from loramux.sources.config import (
+    AzureConfig,
+    FetchLimits,
+    GcsConfig,
+    S3Config,
+    Secret,
+    SourceConfig,
+)
 from loramux.sources.origins.base import CHUNK_BYTES, MD5_ETAG, Checksum, RemoteFile, changed
-from loramux.sources.origins.object_store import open_store, store_errors, translated
+from loramux.sources.refusals import SourceCode, bad_form
 from loramux.sources.source_id import SourceId, SourceKind
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore, S3Credential
+
+STATUS = re.compile(r"non-2xx status code: (\d{3})")
+PERMANENT_STATUSES = range(400, 500)
+RETRIED_STATUSES = frozenset({408, 429})
+DEFAULT_REGION = "us-east-1"
+
+
+def open_store(
+    kind: SourceKind, bucket: str, config: SourceConfig, limits: FetchLimits
+) -> ObjectStore:
+    require_library()
+    from obstore import exceptions, store
+
+    options = client_options(limits, endpoint_of(kind, config))
+    # Trying again is up to the caller, who counts and waits for all sources alike.
+    common: dict[str, Any] = {"client_options": options, "retry_config": {"max_retries": 0}}
+    try:
+        if kind is SourceKind.S3:
+            return store.S3Store(bucket, **s3_options(config.s3), **common)
+        if kind is SourceKind.GCS:
+            return store.GCSStore(bucket, **gcs_options(config.gcs), **common)
+        return store.AzureStore(bucket, **azure_options(config.azure), **common)
+    except exceptions.BaseError:
+        raise SourceFailed(
+            f"The settings for {kind}:// are not complete or not sound. Check its keys, account, "
+            "region and endpoint.",
+            is_temporary=False,
+        ) from None
+
+
+def require_library() -> None:
+    if importlib.util.find_spec("obstore") is None:
+        raise SourceFailed(
+            "Buckets need the obstore package. Run: pip install 'loramux[s3]'", is_temporary=False
+        )
+
+
+def endpoint_of(kind: SourceKind, config: SourceConfig) -> str | None:
+    endpoints = {SourceKind.S3: config.s3.endpoint, SourceKind.AZURE: config.azure.endpoint}
+    return endpoints.get(kind)
+
+
+def client_options(limits: FetchLimits, endpoint: str | None) -> dict[str, Any]:
+    return {
+        "connect_timeout": timedelta(seconds=limits.connect_timeout_s),
+        "read_timeout": timedelta(seconds=limits.read_timeout_s),
+        # Of one request with its body, which the library would end after 30 seconds.
+        "timeout": timedelta(seconds=limits.timeout_s),
+        "allow_http": endpoint is not None and endpoint.startswith("http://"),
+    }
+
+
+def s3_options(config: S3Config) -> dict[str, Any]:
+    return given(
+        endpoint=config.endpoint,
+        region=config.region or DEFAULT_REGION,
+        credential_provider=s3_credentials(config),
+        skip_signature=config.is_anonymous or None,
+        # Servers other than Amazon's are rarely reached by a name for each bucket.
+        virtual_hosted_style_request=False if config.endpoint else None,
+    )
+
+
+def s3_credentials(config: S3Config) -> Callable[[], S3Credential] | None:
+    """Not as options: to those the library adds what it finds in the environment."""
+    key_id, key, token = config.access_key_id, config.secret_access_key, config.session_token
+    if key_id is None or key is None:
+        return None
+    return lambda: {
+        "access_key_id": key_id.reveal(),
+        "secret_access_key": key.reveal(),
+        "token": None if token is None else token.reveal(),
+        "expires_at": None,
+    }
+
+
+def gcs_options(config: GcsConfig) -> dict[str, Any]:
+    return given(
+        application_credentials=config.credentials_path,
+        service_account_key=config.service_account_key,
+        skip_signature=config.is_anonymous or None,
+    )
+
+
+def azure_options(config: AzureConfig) -> dict[str, Any]:
+    return given(
+        account_name=config.account_name,
+        account_key=config.account_key,
+        sas_key=config.sas_token,
+        endpoint=config.endpoint,
+        skip_signature=config.is_anonymous or None,
+    )
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Those that are set; only here do secrets become text."""
+    return {
+        name: value.reveal() if isinstance(value, Secret) else value
+        for name, value in options.items()
+        if value is not None
+    }
+
+
+@contextmanager
+def store_errors(what: str) -> Iterator[None]:
+    """Nothing of the library's own texts is passed on: they hold requests and answers."""
+    require_library()
+    from obstore import exceptions
+
+    try:
+        yield
+    except FileNotFoundError:
+        raise SourceNotFound(f"{what} is not there. Check bucket and name.") from None
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
+        raise SourceForbidden(
+            SourceCode.NO_ACCESS,
+            f"{what} may not be read or written with this server's credentials.",
+            fix="Check the keys, the region and the bucket's policy.",
+        ) from None
+    except exceptions.PreconditionError:
+        raise changed(what) from None
+    except exceptions.BaseError as error:
+        raise generic_error(what, error) from None
+    except ValueError:
+        raise bad_form(f"{what} is not a name that buckets have.", fix="Rename it.") from None
+
+
+def translated(chunks: Iterable[bytes], what: str) -> Iterator[bytes]:
+    """The chunks, with the library's failures, not the reader's own, in our words."""
+    with store_errors(what):
+        yield from chunks
+
+
+def generic_error(what: str, error: Exception) -> SourceFailed:
+    found = STATUS.search(str(error))
+    if found is None:
+        return SourceFailed(f"{what} could not be reached, or broke off. Try again later.")
+    status = int(found[1])
+    return SourceFailed(
+        f"{what} was answered with status {status}. Try again later, or check the bucket.",
+        is_temporary=status not in PERMANENT_STATUSES or status in RETRIED_STATUSES,
+    )
+
 
 SHA256_ATTRIBUTE = "sha256"
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import httpx2
 
 from loramux.errors import LoramuxError, SourceFailed, SourceForbidden, SourceNotFound
-from loramux.sources.config import FetchLimits, HubConfig
+from loramux.sources.config import FetchLimits, HubConfig, Secret
 from loramux.sources.origins.base import Checksum, RemoteFile
-from loramux.sources.origins.http_bodies import (
+from loramux.sources.origins.http import (
     TEMPORARY_STATUSES,
     check_body,
     hidden_request,
@@ -20,7 +20,6 @@ from loramux.sources.origins.http_bodies import (
 )
 from loramux.sources.refusals import SourceCode
 from loramux.sources.retry import parse_retry_after
-from loramux.sources.secret import Secret
 from loramux.sources.source_id import SourceId
 
 MAX_REDIRECTS = 5

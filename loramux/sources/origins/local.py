@@ -3,15 +3,85 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from loramux.errors import SourceFailed
+from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound, SourceRefused
 from loramux.sources.origins.base import CHUNK_BYTES, RemoteFile, changed
-from loramux.sources.origins.local_paths import open_under_root, real_path, root_of
+from loramux.sources.refusals import SourceCode
 from loramux.sources.source_id import SourceId
+
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Not blocking: a pipe in the place of a file must not stop the reader.
+FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def find_under_roots(path: Path, roots: Sequence[Path]) -> tuple[Path, Path]:
+    """The root's and the path's real paths. A relative path is looked for in each root."""
+    if not roots:
+        raise SourceForbidden(
+            SourceCode.NOT_ALLOWED,
+            "No local folder may be read: no root is allowed.",
+            fix="Name the folder that holds your adapters as an allowed root.",
+        )
+    for root in roots:
+        if os.path.lexists(root / path):
+            found = real_path(root / path)
+            return root_of(found, roots, given=path), found
+    # Only under a root may the answer tell whether something is there.
+    root_of(real_path(roots[0] / path), roots, given=path)
+    raise SourceNotFound(
+        f"There is no {path} under the allowed roots. Check the path; "
+        "an adapter of the Hugging Face hub is written hf:owner/name."
+    )
+
+
+def root_of(found: Path, roots: Sequence[Path], *, given: Path) -> Path:
+    for root in roots:
+        real_root = real_path(root)
+        if found.is_relative_to(real_root):
+            return real_root
+    raise SourceForbidden(
+        SourceCode.NOT_ALLOWED,
+        f"{given} lies, or links, outside the allowed roots.",
+        fix="Copy the adapter under an allowed root, or allow the folder that it is in.",
+    )
+
+
+def real_path(path: Path) -> Path:
+    try:
+        return path.resolve()
+    # A loop of links is a RuntimeError before Python 3.13.
+    except (OSError, RuntimeError) as error:
+        raise SourceRefused(
+            SourceCode.LINK_OUTSIDE,
+            f"The links of {path.name} lead nowhere.",
+            fix="Copy the files themselves into the folder.",
+        ) from error
+
+
+def open_under_root(root: Path, path: Path) -> BinaryIO:
+    """Opens a real path folder by folder, so that a link put there meanwhile is not followed."""
+    folder = os.open(root, FOLDER_FLAGS)
+    try:
+        for name in path.relative_to(root).parts[:-1]:
+            inner = os.open(name, FOLDER_FLAGS, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        file = os.open(path.name, FILE_FLAGS, dir_fd=folder)
+    finally:
+        os.close(folder)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise SourceRefused(
+            SourceCode.NOT_AN_ADAPTER,
+            f"{path.name} is not a regular file.",
+            fix="Put the file that PEFT's save_pretrained wrote in its place.",
+        )
+    return os.fdopen(file, "rb", buffering=0)
 
 
 class LocalOrigin:

@@ -5,8 +5,8 @@ import io
 from rich.console import Console
 
 from loramux.backend import BaseShapes, ProjectionShape
+from loramux.capacity.plan import Budgets, Fleet, PlannedBase
 from loramux.capacity.planner import plan_memory
-from loramux.capacity.request import Budgets, Fleet, PlannedBase
 from loramux.cli.plan_view import show_plan
 
 SHAPES = BaseShapes(

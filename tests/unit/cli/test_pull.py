@@ -9,7 +9,7 @@ import pytest
 
 from loramux.cli.pull import pull
 from loramux.cli.serve import serve
-from loramux.sources.settings import SOURCE_SETTINGS
+from loramux.sources.config import SOURCE_SETTINGS
 from tests.cli_factory import NAME, Shell
 from tests.fault_server import FaultServer
 from tests.store_factory import damage

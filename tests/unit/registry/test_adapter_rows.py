@@ -8,9 +8,8 @@ from sqlalchemy import Connection
 
 from loramux.errors import AdapterNotFound, RegistryConflict
 from loramux.registry.database import Database
-from loramux.registry.names import AdapterName
+from loramux.registry.names import AdapterName, parse_version
 from loramux.registry.rows import adapters as adapter_rows
-from loramux.registry.semantic_version import parse_version
 from tests.registry_factory import make_cid, make_content
 
 SQL = AdapterName("alice", "sql")

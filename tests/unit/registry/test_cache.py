@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 
 from loramux.errors import AdapterNotFound
-from loramux.registry.cache import RouteCache
 from loramux.registry.names import AdapterName
-from loramux.registry.registry import Registry
+from loramux.registry.registry import Registry, RouteCache
 from loramux.registry.resolve import Route
 from tests.registry_factory import make_cid, make_content
 

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import text
 
 from loramux.errors import RegistryUnavailable
-from loramux.registry import migrate
+from loramux.registry import schema
 from loramux.registry.database import Database
 from loramux.registry.registry import Registry
 from tests.registry_factory import make_content
@@ -23,7 +23,7 @@ def test_a_second_opening_finds_the_schema_and_keeps_the_rows(empty_url: str) ->
 def test_the_schema_of_a_later_program_is_left_alone(empty_url: str) -> None:
     database = Database(empty_url)
     with database.writing() as connection:
-        connection.execute(text(f"UPDATE {migrate.VERSION_TABLE} SET version_num = '9999'"))
+        connection.execute(text(f"UPDATE {schema.VERSION_TABLE} SET version_num = '9999'"))
     database.close()
     with pytest.raises(RegistryUnavailable, match="schema 9999.*Upgrade loramux"):
         Database(empty_url)
@@ -36,8 +36,8 @@ def test_a_migration_that_fails_leaves_nothing_behind(
         upgrade(connection)  # type: ignore[arg-type]
         raise KeyboardInterrupt
 
-    upgrade = migrate.upgrade
-    monkeypatch.setattr(migrate, "upgrade", fail_after_all_steps)
+    upgrade = schema.upgrade
+    monkeypatch.setattr(schema, "upgrade", fail_after_all_steps)
     with pytest.raises(KeyboardInterrupt):
         Database(empty_url)
     monkeypatch.undo()

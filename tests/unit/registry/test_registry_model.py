@@ -18,8 +18,8 @@ from hypothesis.stateful import (
 
 from loramux.errors import AdapterNotFound, RegistryConflict
 from loramux.registry.database import Database
+from loramux.registry.names import highest, parse_version
 from loramux.registry.registry import Registry
-from loramux.registry.semantic_version import highest, parse_version
 from tests.registry_factory import make_cid, make_content, wipe
 
 ADAPTERS = st.sampled_from(["alice/sql", "bob/sql"])

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from loramux.adapters.identity import CID_PREFIX
 from loramux.errors import AdapterNotFound, InvalidRequest
-from loramux.registry.names import CID_PREFIX
 from loramux.registry.records import Content, Resolved
 from loramux.registry.registry import Registry
 from tests.registry_factory import make_cid, make_content

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loramux.errors import InvalidRequest
-from loramux.registry.semantic_version import (
+from loramux.registry.names import (
     FIRST_VERSION,
     SemanticVersion,
     highest,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from loramux.errors import InvalidRequest
 from loramux.registry.records import Target
-from loramux.registry.splits import check_targets, choose
+from loramux.registry.resolve import check_targets, choose
 
 WEIGHTS = st.dictionaries(
     st.sampled_from(["1.0.0", "1.1.0", "2.0.0", "2.0.1"]), st.integers(1, 1000), min_size=1

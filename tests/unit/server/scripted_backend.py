@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from loramux.adapters.identity import CID_PREFIX
 from loramux.backend import (
     AdapterCard,
     AdapterUse,
@@ -21,7 +22,6 @@ from loramux.backend import (
     ProjectionShape,
 )
 from loramux.errors import AdapterNotFound, InvalidRequest
-from loramux.registry.names import CID_PREFIX
 from loramux.types.request import FinishReason, TokenLogprob
 
 SHAPES = BaseShapes(

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.sources.config import HttpConfig, HubConfig, S3Config, SourceConfig
-from loramux.sources.secret import Secret
+from loramux.sources.config import HttpConfig, HubConfig, S3Config, Secret, SourceConfig
 from tests.fault_server import FaultServer
 from tests.hub_server import HubServer
 from tests.s3_server import S3Server

@@ -10,9 +10,9 @@ from loramux.sources.config import (
     HttpConfig,
     HubConfig,
     S3Config,
+    Secret,
     SourceConfig,
 )
-from loramux.sources.secret import Secret
 from loramux.sources.source_id import SourceKind
 
 

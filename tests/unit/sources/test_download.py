@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from loramux.errors import SourceFailed, SourceRefused
 from loramux.sources.config import FetchLimits
-from loramux.sources.download import Download, Meter, Progress
+from loramux.sources.download import Download, Meter, Progress, Staging
 from loramux.sources.origins.base import RemoteFile
-from loramux.sources.partial import Staging
 from loramux.sources.retry import Deadline
 from tests.unit.sources.source_factory import WEIGHTS, WEIGHTS_NAME, FakeTime
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from loramux.sources.config import HubConfig, S3Config, SourceConfig
-from loramux.sources.environment import read_environment
-from loramux.sources.secret import Secret
+from loramux.sources.config import HubConfig, S3Config, Secret, SourceConfig, read_environment
 
 ENVIRONMENT = {
     "HF_ENDPOINT": "http://hub",

@@ -10,8 +10,7 @@ import pytest
 
 from loramux.errors import SourceFailed
 from loramux.sources.config import SourceConfig
-from loramux.sources.fetch import Fetcher
-from loramux.sources.fetch_area import ABANDONED_S, fetched, held, sweep
+from loramux.sources.fetch import ABANDONED_S, Fetcher, fetched, held, sweep
 from loramux.sources.parse import parse_source
 from tests.fault_server import Fault, FaultServer
 from tests.unit.sources.source_factory import WEIGHTS, WEIGHTS_NAME, FakeTime, entries

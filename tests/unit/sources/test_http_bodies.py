@@ -5,7 +5,7 @@ import pytest
 
 from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound, SourceRefused
 from loramux.sources.origins.base import Checksum, RemoteFile, SourceChanged
-from loramux.sources.origins.http_bodies import (
+from loramux.sources.origins.http import (
     check_body,
     hidden_request,
     range_headers,

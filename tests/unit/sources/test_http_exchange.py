@@ -11,9 +11,8 @@ import httpx2
 import pytest
 
 from loramux.errors import SourceForbidden, SourceRefused
-from loramux.sources.config import HttpConfig
-from loramux.sources.origins.http_exchange import MAX_REDIRECTS, GuardedClient
-from loramux.sources.secret import Secret
+from loramux.sources.config import HttpConfig, Secret
+from loramux.sources.origins.http import MAX_REDIRECTS, GuardedClient
 from tests.fault_server import Answer, Fault, FaultServer
 from tests.unit.sources.source_factory import FAST
 

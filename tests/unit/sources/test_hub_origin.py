@@ -9,12 +9,11 @@ import pytest
 from huggingface_hub import constants
 
 from loramux.errors import LoramuxError, SourceFailed, SourceForbidden, SourceNotFound
-from loramux.sources.config import HubConfig, SourceConfig
+from loramux.sources.config import HubConfig, Secret, SourceConfig
 from loramux.sources.fetch import Fetched, Fetcher
 from loramux.sources.origins.base import Checksum
 from loramux.sources.origins.hub import read_etag, stored_token
 from loramux.sources.parse import parse_source
-from loramux.sources.secret import Secret
 from tests.fault_server import Answer, Fault
 from tests.hub_server import SIGNATURE, HubRepository, HubServer
 from tests.unit.sources.source_factory import (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from loramux.errors import SourceForbidden, SourceNotFound, SourceRefused
-from loramux.sources.origins.local_paths import find_under_roots, open_under_root
+from loramux.sources.origins.local import find_under_roots, open_under_root
 
 
 @pytest.fixture

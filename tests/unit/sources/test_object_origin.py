@@ -11,13 +11,11 @@ import obstore
 import pytest
 
 from loramux.errors import LoramuxError, SourceFailed, SourceForbidden, SourceNotFound
-from loramux.sources.config import FetchLimits, S3Config, SourceConfig
+from loramux.sources.config import FetchLimits, S3Config, Secret, SourceConfig
 from loramux.sources.fetch import Fetched, Fetcher
 from loramux.sources.origins.base import Checksum
-from loramux.sources.origins.bucket import ObjectOrigin
-from loramux.sources.origins.object_store import open_store
+from loramux.sources.origins.bucket import ObjectOrigin, open_store
 from loramux.sources.parse import parse_source
-from loramux.sources.secret import Secret
 from loramux.sources.source_id import SourceKind
 from tests.fault_server import Answer, Fault, FaultServer
 from tests.s3_server import S3Server

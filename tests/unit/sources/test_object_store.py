@@ -5,11 +5,17 @@ import importlib.util
 import pytest
 
 from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound, SourceRefused
-from loramux.sources.config import AzureConfig, FetchLimits, GcsConfig, S3Config, SourceConfig
-from loramux.sources.origins import object_store
+from loramux.sources.config import (
+    AzureConfig,
+    FetchLimits,
+    GcsConfig,
+    S3Config,
+    Secret,
+    SourceConfig,
+)
+from loramux.sources.origins import bucket
 from loramux.sources.origins.base import SourceChanged
-from loramux.sources.origins.object_store import generic_error, open_store, store_errors, translated
-from loramux.sources.secret import Secret
+from loramux.sources.origins.bucket import generic_error, open_store, store_errors, translated
 from loramux.sources.source_id import SourceKind
 
 LIMITS = FetchLimits()
@@ -42,7 +48,7 @@ def test_keys_that_are_given_are_not_mixed_with_those_of_the_environment(
 ) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of somebody else")
     given = S3Config(access_key_id=Secret("key"), secret_access_key=Secret("secret"))
-    provider = object_store.s3_credentials(given)
+    provider = bucket.s3_credentials(given)
     assert provider is not None
     assert provider() == {
         "access_key_id": "key",
@@ -52,7 +58,7 @@ def test_keys_that_are_given_are_not_mixed_with_those_of_the_environment(
     }
     store = open_store(SourceKind.S3, "bucket", SourceConfig(s3=given), LIMITS)
     assert "of somebody else" not in repr(store.config)
-    assert object_store.s3_credentials(S3Config()) is None
+    assert bucket.s3_credentials(S3Config()) is None
 
 
 @pytest.mark.parametrize(
@@ -77,9 +83,9 @@ def test_settings_that_are_not_sound_are_not_taken_for_an_outage(
 
 
 def test_plain_http_is_for_endpoints_that_are_given_so() -> None:
-    assert object_store.client_options(LIMITS, "http://x")["allow_http"]
-    assert not object_store.client_options(LIMITS, "https://x")["allow_http"]
-    assert not object_store.client_options(LIMITS, None)["allow_http"]
+    assert bucket.client_options(LIMITS, "http://x")["allow_http"]
+    assert not bucket.client_options(LIMITS, "https://x")["allow_http"]
+    assert not bucket.client_options(LIMITS, None)["allow_http"]
 
 
 def test_without_the_library_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

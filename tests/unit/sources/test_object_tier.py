@@ -9,8 +9,7 @@ from uuid import uuid4
 import pytest
 
 from loramux.errors import LoramuxError, SourceFailed, SourceForbidden, SourceRefused
-from loramux.sources.config import SourceConfig
-from loramux.sources.secret import Secret
+from loramux.sources.config import Secret, SourceConfig
 from loramux.store.bucket import ObjectTier
 from loramux.store.store import ContentStore
 from tests.fault_server import Answer, Fault, FaultServer

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from loramux.errors import InvalidRequest, SourceFailed, StoreFull
+from loramux.sources.download import Part, PartialFile, Staging, reporting_full_disk, split_parts
 from loramux.sources.origins.base import RemoteFile
-from loramux.sources.partial import Part, PartialFile, Staging, reporting_full_disk, split_parts
 from tests.unit.sources.source_factory import entries
 
 FILE = RemoteFile(path="x", size_bytes=10, validator='"1"')

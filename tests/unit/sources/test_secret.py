@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import pytest
 
 from loramux.errors import InvalidRequest, SourceFailed, SourceRefused
-from loramux.sources.secret import Secret, scrub, scrub_error
+from loramux.sources.config import Secret, scrub, scrub_error
 
 VALUE = "hf_top/secret+key="
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from loramux.config.serve import ServeConfig
-from loramux.sources.config import FetchLimits
-from loramux.sources.settings import SOURCE_SETTINGS, source_config
+from loramux.sources.config import SOURCE_SETTINGS, FetchLimits, source_config
 
 
 def test_the_settings_become_the_policy_for_sources() -> None:

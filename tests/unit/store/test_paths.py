@@ -6,7 +6,7 @@ import pytest
 
 from loramux.adapters.identity import FileDigest
 from loramux.errors import InvalidRequest, StoreDamaged
-from loramux.store.paths import StoreLayout, size_of
+from loramux.store.files import StoreLayout, size_of
 from loramux.store.store import ContentStore
 from tests.store_factory import write_tiny
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from loramux.store import check as store_check
-from loramux.store.paths import StoreLayout
+from loramux.store.files import StoreLayout
 from loramux.store.store import ContentStore
 from tests.store_factory import damage, write_tiny
 

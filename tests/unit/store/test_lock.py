@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from loramux.store.lock import StagingArea, StoreLock, is_abandoned
+from loramux.store.files import StagingArea, StoreLock, is_abandoned
 
 ROOT = Path(__file__).resolve().parents[3]
 
 HOLD_A_FOLDER = """
 import sys
 from pathlib import Path
-from loramux.store.lock import StagingArea, StoreLock
+from loramux.store.files import StagingArea, StoreLock
 root = Path(sys.argv[1])
 area = StagingArea(root, prefix="work-", lock=StoreLock(root / "lock"))
 with area.folder() as folder:
@@ -101,5 +101,5 @@ def test_a_folder_whose_owner_ends_while_it_is_looked_at_was_not_abandoned(
     """Catches a sweep that fails because there is nothing left to remove."""
     folder = tmp_path / "work-1"
     folder.mkdir()
-    monkeypatch.setattr("loramux.store.lock.fcntl.flock", lambda *_: folder.rmdir())
+    monkeypatch.setattr("loramux.store.files.fcntl.flock", lambda *_: folder.rmdir())
     assert not is_abandoned(folder)

@@ -9,10 +9,9 @@ from uuid import uuid4
 
 import pytest
 
-from loramux.sources.config import S3Config, SourceConfig
-from loramux.sources.secret import Secret
+from loramux.sources.config import S3Config, Secret, SourceConfig
 from loramux.store.bucket import ObjectTier
-from loramux.store.bucket_gc import BucketPlan, cid_of, collect_bucket, is_blob, plan_bucket
+from loramux.store.gc import BucketPlan, cid_of, collect_bucket, is_blob, plan_bucket
 from loramux.store.store import ContentStore
 from tests.s3_server import S3Server
 from tests.s3_server import s3_server as s3_server

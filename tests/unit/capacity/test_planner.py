@@ -13,9 +13,8 @@ from loramux.adapters.packed.file import write_image
 from loramux.adapters.packed.image import pack_adapter
 from loramux.adapters.peft.reader import read_adapter
 from loramux.backend import BaseShapes, ProjectionShape
-from loramux.capacity.plan import MemoryPlan
+from loramux.capacity.plan import Budgets, Fleet, MemoryPlan, PlannedBase, parse_targets
 from loramux.capacity.planner import plan_memory
-from loramux.capacity.request import Budgets, Fleet, PlannedBase, parse_targets
 from loramux.engine.report import tier_stats
 from loramux.errors import InvalidRequest
 from loramux.memory.pool import KVGeometry, PagePool

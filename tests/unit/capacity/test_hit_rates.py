@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.capacity.hit_rates import ideal_hit_rate, lru_hit_rate, num_kept, zipf_shares
+from loramux.capacity.planner import ideal_hit_rate, lru_hit_rate, num_kept, zipf_shares
 
 
 def simulated_lru(shares: np.ndarray, sizes: np.ndarray, capacity: float) -> float:

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.adapters.identity import FileDigest, compute_cid, make_manifest
+from loramux.adapters.identity import FileDigest, compute_cid, make_manifest, parse_cid
 from loramux.adapters.peft.config import parse_config
 from loramux.errors import InvalidRequest, StoreDamaged
 from loramux.store.record import (
     Record,
     check_config_file,
     decode_record,
-    digest_of,
     make_record,
 )
 from tests.store_factory import CONFIG
@@ -25,7 +24,7 @@ CONFIG_FILE = FileDigest("b" * 64, 5)
 
 def sample(**config: Any) -> Record:
     parsed = parse_config({**CONFIG, **config})
-    manifest = make_manifest(parsed, {"adapter_model.safetensors": WEIGHTS})
+    manifest = make_manifest(parsed.canonical(), {"adapter_model.safetensors": WEIGHTS})
     return make_record(manifest, CONFIG_FILE)
 
 
@@ -93,7 +92,7 @@ def test_a_record_under_another_adapters_name_is_damage() -> None:
 @pytest.mark.parametrize("cid", ["", "cidv1:sha256:", "cidv1:sha256:" + "A" * 64, "../" + "a" * 64])
 def test_only_content_ids_become_paths(cid: str) -> None:
     with pytest.raises(InvalidRequest, match="not a content id"):
-        digest_of(cid)
+        parse_cid(cid)
 
 
 def test_the_config_file_may_differ_in_what_does_not_count() -> None:

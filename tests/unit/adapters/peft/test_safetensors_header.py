@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from loramux.adapters.peft.safetensors_header import (
+from loramux.adapters.peft.safetensors import (
     LENGTH_BYTES,
     TensorEntry,
     parse_header,
@@ -36,5 +36,5 @@ def test_a_file_that_was_cut_short_is_refused(num_missing: int) -> None:
 
 
 def test_it_is_read_without_torch() -> None:
-    code = "import sys, loramux.adapters.peft.safetensors_header; assert 'torch' not in sys.modules"
+    code = "import sys, loramux.adapters.peft.safetensors; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

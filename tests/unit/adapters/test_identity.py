@@ -49,11 +49,11 @@ CHANGES = [
 
 
 def cid_of(config: dict[str, Any], digest: FileDigest = DIGEST) -> str:
-    return compute_cid(make_manifest(parse_config(config), {WEIGHTS: digest}))
+    return compute_cid(make_manifest(parse_config(config).canonical(), {WEIGHTS: digest}))
 
 
 def test_the_manifest_holds_format_config_and_files() -> None:
-    manifest = make_manifest(parse_config(lora_config_dict()), {WEIGHTS: DIGEST})
+    manifest = make_manifest(parse_config(lora_config_dict()).canonical(), {WEIGHTS: DIGEST})
     assert manifest["format"] == "loramux-adapter/1"
     assert manifest["files"] == {WEIGHTS: {"sha256": DIGEST.sha256, "size": 7}}
     assert json.loads(json.dumps(manifest)) == manifest

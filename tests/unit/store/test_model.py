@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from loramux.errors import AdapterNotFound, StoreDamaged
-from loramux.store.paths import StoreLayout
+from loramux.store.files import StoreLayout
 from loramux.store.store import ContentStore
 from tests.store_factory import all_files, damage, tiny_weights, write_tiny
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from loramux.capacity.request import PROJECTIONS, Budgets, Fleet, parse_dtype, parse_targets
+from loramux.capacity.plan import PROJECTIONS, Budgets, Fleet, parse_dtype, parse_targets
 from loramux.errors import InvalidRequest
 
 

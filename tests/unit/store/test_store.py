@@ -16,8 +16,8 @@ from loramux.errors import (
     StoreDamaged,
     StoreFull,
 )
+from loramux.store.files import StoreLayout
 from loramux.store.intake import StoreLimits
-from loramux.store.paths import StoreLayout
 from loramux.store.store import ContentStore
 from tests.adapter_factory import (
     lora_config_dict,

@@ -3,9 +3,8 @@ from __future__ import annotations
 import msgspec
 
 from loramux.backend import BaseShapes, ProjectionShape
-from loramux.capacity.plan import EvictedNow, MemoryPlan
+from loramux.capacity.plan import Budgets, EvictedNow, Fleet, MemoryPlan, PlannedBase
 from loramux.capacity.planner import plan_memory
-from loramux.capacity.request import Budgets, Fleet, PlannedBase
 
 SHAPES = BaseShapes(
     num_layers=2,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from loramux.store.files import StoreLayout
 from loramux.store.gc import Collected
-from loramux.store.paths import StoreLayout
 from loramux.store.store import ContentStore
 from tests.registry_factory import FakeClock
 from tests.store_factory import all_files, damage, write_tiny

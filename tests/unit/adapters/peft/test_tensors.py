@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loramux.adapters.peft.config import parse_config
-from loramux.adapters.peft.safetensors_header import TensorEntry
+from loramux.adapters.peft.safetensors import TensorEntry
 from loramux.adapters.peft.targets import plan_modules
 from loramux.adapters.peft.tensors import MatchedTensors, match_tensors
 from loramux.errors import AdapterRefused

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from loramux.adapters.peft.safetensors_file import open_weights
-from loramux.adapters.peft.safetensors_header import MAX_HEADER_BYTES, parse_header
+from loramux.adapters.peft.reader import open_weights
+from loramux.adapters.peft.safetensors import MAX_HEADER_BYTES, parse_header
 from loramux.errors import AdapterRefused
 from tests.adapter_factory import write_adapter
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from loramux.backend import BaseShapes, ProjectionShape
 from loramux.capacity.advice import flag_size
-from loramux.capacity.plan import MemoryPlan
+from loramux.capacity.plan import Budgets, Fleet, MemoryPlan, PlannedBase
 from loramux.capacity.planner import plan_memory
-from loramux.capacity.request import Budgets, Fleet, PlannedBase
 from loramux.config.engine import parse_bytes
 
 SHAPES = BaseShapes(

@@ -10,9 +10,8 @@ from redis import Redis
 
 from loramux.config.paths import DataPlaces
 from loramux.errors import InvalidRequest, SourceFailed, SourceRefused
-from loramux.sources.config import FetchLimits, S3Config, SourceConfig
-from loramux.sources.secret import Secret
-from loramux.store.open import open_store
+from loramux.sources.config import FetchLimits, S3Config, Secret, SourceConfig
+from loramux.store.library import open_store
 from loramux.store.store import ContentStore
 from tests.redis_server import redis_url as redis_url
 from tests.s3_server import S3Server
