@@ -4,9 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loramux.errors import InvalidRequest
 from loramux.adapters.identity import CID_PREFIX
-from loramux.registry.names import (AdapterName, CidReference, NameReference, SemanticVersion, check_alias, check_name, is_version, parse_name_reference, parse_push_reference, parse_reference)
+from loramux.errors import InvalidRequest
+from loramux.registry.names import (
+    AdapterName,
+    CidReference,
+    NameReference,
+    SemanticVersion,
+    check_alias,
+    check_name,
+    is_version,
+    parse_name_reference,
+    parse_push_reference,
+    parse_reference,
+)
 
 REFUND = AdapterName("alice", "refund-flagger")
 DIGITS = "0123456789abcdef" * 4
