@@ -120,7 +120,7 @@ def drift_of(times: Sequence[float]) -> float:
 
 def graph_seconds(engine: Engine, batch: int, *, has_lora: bool) -> float | None:
     """Of the graph that the batch's steps replay, over the inputs of the last one."""
-    runner: Any = engine.runner
+    runner: Any = engine.executor
     if not getattr(runner, "is_gpu", False):
         return None
     graphs = runner._graphs

@@ -164,7 +164,7 @@ def main() -> None:
             rows += peer_rows(peers, work, folders, [n for n in args.adapters if n > 1])
             gaps = gaps_of(peers, work, folders, rows)
     table = summarize(rows, gaps)
-    machine = describe_machine(str(llm.engine.runner.dtype))
+    machine = describe_machine(str(llm.engine.executor.dtype))
     print_table(table, machine)
     if args.write:
         write_report("engine-throughput", table, machine, args)

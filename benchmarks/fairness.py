@@ -95,7 +95,7 @@ def main() -> None:
                 path = make_adapter(Path(folder) / str(number), base, rank=16, seed=number)
                 cids.append(llm.register_adapter(path))
             waits, longest_step, rate = run(llm, cids, args)
-            machine = describe_machine(str(llm.engine.runner.dtype))
+            machine = describe_machine(str(llm.engine.executor.dtype))
             llm.engine.close()
         table.append(
             {

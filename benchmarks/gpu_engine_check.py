@@ -189,7 +189,7 @@ def check_tokens(folders: Sequence[Path], scale: Scale, count: int) -> Section:
     if scale.device == "cuda":
         with little_memory():
             found = answer_all(engine, count, "little memory")
-        runner: Any = engine.runner
+        runner: Any = engine.executor
         name = f"little memory, steps of up to {runner._max_rows} rows"
         rows.append(compare(expected, found, name))
     churn = random_engine(folders, "float32", reference=False, scale=scale, max_active_adapters=2)

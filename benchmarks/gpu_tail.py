@@ -36,7 +36,7 @@ from loramux.memory.records import ResidentAdapter
 from loramux.models.architectures import base_info
 from loramux.models.augmented_linear import add_tails
 from loramux.models.loader import LoadedModel
-from loramux.runner.device_runner import DeviceLimits, DeviceRunner
+from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.types.request import Selection
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow, StepPlan
@@ -90,7 +90,7 @@ class World:
         self.pool: PagePool = plan.make_pool(sequence_pages + num_pages, DEVICE)
         for page in self.pool.storage.split(256):
             page.normal_(std=0.02)
-        self.runner: DeviceRunner = plan.make_runner(self.pool)
+        self.runner: GpuRunner = plan.make_runner(self.pool)
         self.cids: dict[str, list[str]] = {}
         first = sequence_pages
         for name, layout in layouts.items():
@@ -122,7 +122,7 @@ def make_plan(model: LoadedModel, max_batch: int, max_pages: int) -> DevicePlan:
         head_dim=config.head_dim,
         block_tokens=BLOCK,
     )
-    limits = DeviceLimits(max_batch_tokens=max_batch, max_sequences=max_batch, max_pages=max_pages)
+    limits = BatchLimits(max_batch_tokens=max_batch, max_sequences=max_batch, max_pages=max_pages)
     return DevicePlan(model, sites_of(base_info(config, model.name)), geometry, limits)
 
 
@@ -140,7 +140,7 @@ def run_kind(world: World, step: StepPlan, kind: LoraKind) -> tuple[Tensor, Tens
     finally:
         graphs.lora.tail = tail
     assert (size, kind) in graphs._steps.made, "another kind of graph has run"
-    tokens = torch.tensor([result.token_ids[i] for i in range(batch)])
+    tokens = torch.tensor([result.token_ids[i][0] for i in range(batch)])
     # Rows stand in the order of the adapters' slots, in every kind the same.
     return graphs._logits[:batch].float(), tokens, replay_s(graphs._step(size, kind))
 

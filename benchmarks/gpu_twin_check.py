@@ -318,7 +318,7 @@ def check_traffic(
             engine = make()
         finally:
             module.device_kernels = own
-        runner: Any = engine.runner
+        runner: Any = engine.executor
         watch_graphs(runner._graphs, runner._feed, check, "decode")
         watch_graphs(runner._rows, runner._feed, check, "step")
         run_all(engine, requests([known.cid for known in engine.catalog.known()]))

@@ -228,7 +228,7 @@ class Driver:
     def result(self, plan: StepPlan) -> StepResult:
         draw = self.tokens.randrange
         return StepResult(
-            {c.sequence_id: draw(VOCABULARY) for c in plan.chunks if c.sample is not None}
+            {c.sequence_id: [draw(VOCABULARY)] for c in plan.chunks if c.sample is not None}
         )
 
 

@@ -114,7 +114,7 @@ def run_offline(args: argparse.Namespace, works: list[Work]) -> tuple[str, list[
     timings = [
         measure("offline", work, args.repeats, lambda work: generate(llm, work)) for work in works
     ]
-    return str(llm.engine.runner.dtype), timings
+    return str(llm.engine.executor.dtype), timings
 
 
 def generate(llm: LLM, work: Work) -> list[str]:

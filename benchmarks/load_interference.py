@@ -241,7 +241,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         llm, cids = make_llm(args, args.folder or Path(folder))
-        machine = describe_machine(str(llm.engine.runner.dtype))
+        machine = describe_machine(str(llm.engine.executor.dtype))
         warm_up(llm, cids)
         others = OtherWork()
         table = run_all(llm, cids, args)

@@ -52,7 +52,7 @@ class DecodeSteps:
         self._engine = engine
         self._selection = selection
         self._context = context
-        block_tokens = engine.runner._pool.geometry.block_tokens
+        block_tokens = engine.executor._pool.geometry.block_tokens
         pages_each = -(-(context + 1) // block_tokens)
         self._owner = ("kv", "benchmark")
         pages = engine.pages.allocate(self._owner, batch * pages_each)
@@ -62,14 +62,14 @@ class DecodeSteps:
         for sequence in range(batch):
             tokens = [(7 * sequence + 13 * i) % 1000 + 100 for i in range(context)]
             chunk = Chunk(sequence, tokens, 0, self._pages[sequence], selection, sample=None)
-            engine.runner.run(StepPlan((chunk,)))
+            engine.executor.run(StepPlan((chunk,)))
 
     def close(self) -> None:
         self._engine.pages.release(self._owner, self._page_ids)
 
     def run(self, variant: str, weights: MergedWeights) -> tuple[float, list[int]]:
         """Seconds of one step, and the tokens that it chose."""
-        runner = self._engine.runner
+        runner = self._engine.executor
         # Rows on merged weights have no adapter left to add, as in an engine that merges.
         plan = self._plan(self._selection if variant == "unmerged" else ())
         runner._lora.merged = weights.sites if variant == "merged" else None
@@ -77,7 +77,7 @@ class DecodeSteps:
             start = time.perf_counter()
             result = runner.run(plan)
             return time.perf_counter() - start, [
-                token for _, token in sorted(result.token_ids.items())
+                token for _, (token,) in sorted(result.token_ids.items())
             ]
         finally:
             runner._lora.merged = None
@@ -96,8 +96,8 @@ class DecodeSteps:
 
 def make_merge(engine: Engine, selection: Selection) -> Merge:
     source = MergeSource(
-        bases=engine.runner._lora.bases,
-        deltas=PageDeltas(engine.residency.resident, engine.runner._pool),
+        bases=engine.executor._lora.bases,
+        deltas=PageDeltas(engine.residency.resident, engine.executor._pool),
         kinds=LinearKinds(plain=Linear, packed=PackedLinear),
     )
     times = []
@@ -179,7 +179,7 @@ def main() -> None:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     llm = LLM(args.model, device_memory_bytes=2**30)
-    machine = describe_machine(str(llm.engine.runner.dtype))
+    machine = describe_machine(str(llm.engine.executor.dtype))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for rank in args.ranks:

@@ -14,7 +14,7 @@ from loramux import LLM
 class Peers:
     def __init__(self, llm: LLM, num_output: int) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(
-            llm.model_folder, dtype=llm.engine.runner.dtype
+            llm.model_folder, dtype=llm.engine.executor.dtype
         ).eval()
         # As ignore_eos: the end is a token like the others, neither obeyed nor forbidden.
         self._model.generation_config.eos_token_id = None

@@ -198,7 +198,7 @@ def main() -> None:
     meter.stop()
     llm.engine.check_integrity()
     table = make_table(llm, trace, times, f"{meter.peak_bytes // MIB} / {budget // MIB}")
-    machine = describe_machine(str(llm.engine.runner.dtype))
+    machine = describe_machine(str(llm.engine.executor.dtype))
     print_table(table, machine)
     write_report("tier-trace", table, machine, args)
     llm.engine.close()

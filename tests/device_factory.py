@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from loramux.engine.engine import Engine
-from loramux.runner.device_runner import DeviceRunner
 from loramux.runner.gemm.dispatch import Products
+from loramux.runner.gpu_runner import GpuRunner
 from loramux.types.request import Selection
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow
@@ -42,12 +42,12 @@ class ProductsInParts(Products):
 
 def device_engine(
     patch: pytest.MonkeyPatch, model: Any, folder: Path, **settings: Any
-) -> tuple[Engine, DeviceRunner]:
+) -> tuple[Engine, GpuRunner]:
     with patch.context() as scoped:
         scoped.setenv("LORAMUX_KERNELS", "triton")
         engine = make_engine(model, folder, loads=InlineExecutor(), clock=Clock(), **settings)
-    assert isinstance(engine.runner, DeviceRunner)
-    return engine, engine.runner
+    assert isinstance(engine.executor, GpuRunner)
+    return engine, engine.executor
 
 
 def reference_engine(model: Any, folder: Path, **settings: Any) -> Engine:

@@ -15,8 +15,10 @@ from torch import Tensor
 from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.engine import Engine
+from loramux.runner.cpu_runner import CpuRunner
 from loramux.types.request import Request, Selection
 from loramux.types.sampling import SamplingParams
+from loramux.types.step import StepPlan, StepResult
 from tests.model_factory import save_hf_folder, tiny_transformers_model
 from tests.tokenizer_factory import save_byte_level
 
@@ -61,6 +63,15 @@ def make_request(
         selection=selection,
         seed=settings.get("seed") or 0,
     )
+
+
+def cpu_runner(engine: Engine) -> CpuRunner:
+    assert isinstance(engine.executor, CpuRunner)
+    return engine.executor
+
+
+def run_step(engine: Engine, plan: StepPlan) -> StepResult:
+    return engine.executor.launch(plan).result()
 
 
 def run_all(engine: Engine, requests: list[Request]) -> Answers:

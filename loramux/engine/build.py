@@ -29,7 +29,7 @@ from loramux.models.layers import Linear
 from loramux.models.loader import LoadedModel, load_model
 from loramux.models.packed_linear import PackedLinear, pack_linears
 from loramux.models.shapes import base_shapes
-from loramux.runner.runner import Runner
+from loramux.runner.cpu_runner import CpuRunner
 from loramux.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -88,12 +88,12 @@ def build_engine(
         connect(device_runner, memory)
         prepare(device_plan, device_runner, progress)
         return Engine(
-            scheduler=scheduler, runner=device_runner, memory=memory, vocab_size=vocab_size
+            scheduler=scheduler, executor=device_runner, memory=memory, vocab_size=vocab_size
         )
     if progress is not None and not config.is_gpu:
         # With numba, 15 to 26 s on two cores at the first start, less than one later.
         progress("Preparing CPU kernels", 0.0)
-    runner = Runner(
+    runner = CpuRunner(
         decoder=model.decoder,
         site_names=tuple(site.name for site in sites),
         pool=pool,
@@ -107,7 +107,7 @@ def build_engine(
     )
     return Engine(
         scheduler=scheduler,
-        runner=runner,
+        executor=runner,
         memory=memory,
         vocab_size=vocab_size,
         merge=_merge_controller(config, runner, PageDeltas(memory.residency.resident, pool)),
@@ -130,7 +130,7 @@ def _packing(
 
 
 def _merge_controller(
-    config: EngineConfig, runner: Runner, deltas: PageDeltas
+    config: EngineConfig, runner: CpuRunner, deltas: PageDeltas
 ) -> MergeController | None:
     if config.merge == "off":
         return None
@@ -155,12 +155,12 @@ def _geometry(model: LoadedModel, config: EngineConfig) -> KVGeometry:
 def _device_plan(model: LoadedModel, config: EngineConfig, sites: tuple[Site, ...]) -> DevicePlan:
     from loramux.engine.build_device import DevicePlan
     from loramux.models.augmented_linear import BLOCK_ROWS, add_tails
-    from loramux.runner.device_runner import DeviceLimits
+    from loramux.runner.gpu_runner import BatchLimits
 
     if config.lora_tail_ranks:
         # Before anything is measured: it is part of the weights.
         add_tails(model.decoder, config.lora_tail_ranks // BLOCK_ROWS)
-    limits = DeviceLimits(
+    limits = BatchLimits(
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,
         max_pages=-(-_max_model_len(model, config) // config.block_tokens),

@@ -19,8 +19,8 @@ from loramux.memory.device import (
 )
 from loramux.memory.pool import KVGeometry, PagePool
 from loramux.models.loader import LoadedModel
-from loramux.runner.device_runner import DeviceLimits, DeviceRunner
 from loramux.runner.fused_decoder import device_kernels
+from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow, StepPlan
 
@@ -38,7 +38,7 @@ class DevicePlan:
     model: LoadedModel
     sites: tuple[Site, ...]
     geometry: KVGeometry
-    limits: DeviceLimits
+    limits: BatchLimits
 
     def make_pool(self, num_pages: int, device: torch.device) -> PagePool:
         return PagePool(
@@ -48,7 +48,7 @@ class DevicePlan:
             device=device,
         )
 
-    def make_runner(self, pool: PagePool) -> DeviceRunner:
+    def make_runner(self, pool: PagePool) -> GpuRunner:
         max_adapters = min(_MAX_ADAPTERS, pool.num_pages)
         directory = DeviceDirectory(
             self.sites,
@@ -57,7 +57,7 @@ class DevicePlan:
             max_groups=_GROUPS_PER_ADAPTER * max_adapters,
             device=pool.device,
         )
-        return DeviceRunner(
+        return GpuRunner(
             decoder=self.model.decoder,
             pool=pool,
             directory=directory,
@@ -66,7 +66,7 @@ class DevicePlan:
         )
 
 
-def prepare(plan: DevicePlan, runner: DeviceRunner, progress: Progress | None) -> None:
+def prepare(plan: DevicePlan, runner: GpuRunner, progress: Progress | None) -> None:
     """Captures and compiles all that is not compiled yet; the pool must be empty."""
     runner.capture(progress)
     if runner.is_gpu:
@@ -79,7 +79,7 @@ def _fits(step: StepPlan, num_pages: int) -> bool:
     return sum(len(chunk.page_ids) for chunk in step.chunks) <= num_pages
 
 
-def connect(runner: DeviceRunner, memory: EngineMemory) -> None:
+def connect(runner: GpuRunner, memory: EngineMemory) -> None:
     """The runner hears of every adapter that comes to the device and leaves it."""
     directory, residency = runner.directory, memory.residency
 

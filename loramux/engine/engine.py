@@ -1,4 +1,4 @@
-"""One base model, many adapters, one batch: add requests, call step() while there is work."""
+"""The step loop: one base model, many adapters, one batch per step."""
 
 from __future__ import annotations
 
@@ -7,83 +7,80 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from loramux.adapters.catalog import AdapterCatalog, KnownAdapter
+from loramux.engine.executor import Executor
 from loramux.engine.facts import FactsKeeper
 from loramux.engine.memory import EngineMemory
 from loramux.errors import DoesNotFit, InvalidRequest, LoramuxError
 from loramux.lora.merge_controller import MergeController
 from loramux.memory.pages import PageAllocator
 from loramux.memory.residency import AdapterResidency
-from loramux.runner.in_flight import Flight
 from loramux.runner.penalties import check_logit_bias
-from loramux.runner.runner import Runner
 from loramux.scheduler.scheduler import Scheduler
 from loramux.types.request import Request, Selection, TokenEvent
-from loramux.types.step import Chunk, StepPlan
+from loramux.types.step import Chunk, InFlightStep, StepPlan
 
-if TYPE_CHECKING:
-    from loramux.runner.device_runner import DeviceRunner
-
-# How long a step that has nothing to compute waits for an adapter before it looks at its commands.
+# A step without work waits this long for a loading adapter before the loop reads its commands.
 _LOAD_WAIT_S = 0.005
-# A step with this many rows says what a prompt token costs.
-_PROMPT_ROWS = 64
+# Steps of at least this many tokens are used to estimate the cost of a prefill token.
+_MIN_TIMED_TOKENS = 64
 _SMOOTHING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class _Flying:
+class _Launched:
     plan: StepPlan
-    flight: Flight
+    step: InFlightStep
     launched_s: float
 
 
 class Engine:
+    """Plans steps, launches them on an executor and returns the tokens as events."""
+
     def __init__(
         self,
         *,
         scheduler: Scheduler,
-        runner: Runner | DeviceRunner,
+        executor: Executor,
         memory: EngineMemory,
         vocab_size: int,
         merge: MergeController | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.runner = runner
+        self.executor = executor
         self.memory = memory
         self.vocab_size = vocab_size
         self.merge = merge
         self._facts = FactsKeeper(memory.residency, memory.tiers)
-        self._flying: _Flying | None = None
-        self._landed_s = 0.0
+        self._in_flight: _Launched | None = None
+        self._last_result_s = 0.0
 
     def step(self) -> list[TokenEvent]:
-        """Launches a step and tells what the one before it gave.
+        """Launch the next step and return the events of the previous one.
 
-        So the device computes while the host reads tokens and plans. What cannot be launched
-        without those tokens waits for them; where nothing is ever in flight, a step tells its own.
+        The device computes while the host plans. A plan that needs the tokens of the in-flight
+        step waits for them. An executor whose steps are done at launch returns their own events.
         """
         self.memory.move_adapters()
         plan = self.scheduler.next_plan(self.memory.clock())
         if plan is None:
-            if self._flying is None:
+            if self._in_flight is None:
                 self._wait_for_adapters()
-            return self._land()
-        events = [] if self.runner.can_run_ahead(plan) else self._land()
+            return self._apply_result()
+        events = [] if self.executor.can_run_ahead(plan) else self._apply_result()
         try:
-            flying = self._launch(plan)
+            launched = self._launch(plan)
         except DoesNotFit as error:
-            events += self._land()
+            events += self._apply_result()
             self.scheduler.fail(plan, str(error))
-            return events + self._land()
-        events += self._land()
+            return events + self._apply_result()
+        events += self._apply_result()
         self.scheduler.launched(plan)
-        self._flying = flying
-        return events + self._land() if flying.flight.is_over else events
+        self._in_flight = launched
+        return events + self._apply_result() if launched.step.is_done else events
 
     @property
     def pages(self) -> PageAllocator:
@@ -98,11 +95,11 @@ class Engine:
         return self.memory.catalog
 
     def register_adapter(self, folder: Path) -> KnownAdapter:
-        """Checks an adapter and makes it known by its CID; refuses what must not be served."""
+        """Check an adapter and register its CID; raise AdapterRefused for an invalid one."""
         return self.catalog.register(folder)
 
     def forget_adapter(self, cid: str) -> bool:
-        """Frees all that an adapter holds; False: a sequence needs it, and nothing was done."""
+        """Free everything the adapter holds; return False if a sequence still uses it."""
         if not self.memory.forget(cid):
             return False
         if self.merge is not None:
@@ -110,14 +107,9 @@ class Engine:
         return True
 
     def add(self, request: Request) -> None:
-        """Raises for what could not be computed: it would fail everybody's step."""
+        """Queue a request; raise InvalidRequest for one that would fail the whole batch."""
         check_logit_bias(request.params, self.vocab_size)
-        for token_id in request.prompt_token_ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidRequest(
-                    f"Token id {token_id} is outside the vocabulary of {self.vocab_size}.",
-                    param="prompt",
-                )
+        _check_token_ids(request.prompt_token_ids, self.vocab_size)
         now = self.memory.clock()
         self._facts.arrive(request, now=now, queue_depth=self.scheduler.num_waiting)
         try:
@@ -134,7 +126,7 @@ class Engine:
         self.scheduler.finish(request_id, index)
 
     def prompt_logits(self, prompts: Sequence[tuple[Sequence[int], Selection]]) -> list[Tensor]:
-        """Logits [tokens, vocab] of each (token ids, selection), all in one step, none kept."""
+        """Compute the logits [tokens, vocab] of each (token ids, selection) in one step."""
         owner = ("kv", "probe")
         cids = [cid for _, selection in prompts for cid, _ in selection]
         num_pages = [-(-len(token_ids) // self._block_tokens) for token_ids, _ in prompts]
@@ -145,7 +137,7 @@ class Engine:
                 raise DoesNotFit("The pool has no room for these prompts.")
             page_ids = self.pages.allocate(owner, sum(num_pages)) or []
             try:
-                logits = self.runner.logits(StepPlan(_whole_chunks(prompts, num_pages, page_ids)))
+                logits = self.executor.logits(StepPlan(_whole_chunks(prompts, num_pages, page_ids)))
             finally:
                 self.pages.release(owner, page_ids)
         finally:
@@ -153,34 +145,34 @@ class Engine:
         return [logits[number] for number in range(len(prompts))]
 
     def close(self) -> None:
-        """Ends the loader's threads; the engine is of no use afterwards."""
+        """Stop the loader threads; the engine cannot be used afterwards."""
         self.memory.close()
 
-    def _launch(self, plan: StepPlan) -> _Flying:
-        """Raises DoesNotFit when there is no memory for it, whatever is done."""
+    def _launch(self, plan: StepPlan) -> _Launched:
+        """Launch the plan; raise DoesNotFit when the device has no memory for it."""
         with nullcontext() if self.merge is None else self.merge.step(plan):
             began = time.perf_counter()
-            flight = self.runner.launch(plan)
+            step = self.executor.launch(plan)
         self.pages.num_launched += 1
-        return _Flying(plan, flight, began)
+        return _Launched(plan, step, began)
 
-    def _land(self) -> list[TokenEvent]:
-        """What has happened, the tokens of the step in flight included, if there is one."""
-        flying, self._flying = self._flying, None
-        if flying is None:
+    def _apply_result(self) -> list[TokenEvent]:
+        """Apply the result of the in-flight step, if any, and return all new events."""
+        launched, self._in_flight = self._in_flight, None
+        if launched is None:
             return self._facts.tell(self.scheduler.take_events(), None)
-        plan, result = flying.plan, flying.flight.land()
+        plan, result = launched.plan, launched.step.result()
         self.pages.num_landed += 1
         now = time.perf_counter()
-        self._note_time(plan, now - max(flying.launched_s, self._landed_s))
-        self._landed_s = now
+        self._note_time(plan, now - max(launched.launched_s, self._last_result_s))
+        self._last_result_s = now
         return self._facts.tell(self.scheduler.apply(plan, result), plan)
 
     def _note_time(self, plan: StepPlan, seconds: float) -> None:
         tiers = self.memory.tiers
         tiers.step_s += _SMOOTHING * (seconds - tiers.step_s)
         prefixes = self.memory.prefixes
-        if prefixes is not None and plan.num_tokens >= _PROMPT_ROWS:
+        if prefixes is not None and plan.num_tokens >= _MIN_TIMED_TOKENS:
             prefixes.token_s += _SMOOTHING * (seconds / plan.num_tokens - prefixes.token_s)
 
     def _wait_for_adapters(self) -> None:
@@ -193,10 +185,10 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.residency.is_loading or self._flying is not None
+        return self.scheduler.has_work or self.residency.is_loading or self._in_flight is not None
 
     def check_integrity(self) -> None:
-        """Every page, lease and sequence is accounted for, exactly."""
+        """Assert that every page, lease and sequence has exactly one owner."""
         self.scheduler.check_integrity()
         self.residency.check_integrity(self.scheduler.leases())
         claims = {**self.scheduler.claims(), **self.residency.claims()}
@@ -209,11 +201,22 @@ class Engine:
             self.merge.check_integrity()
 
 
+def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    if not token_ids:
+        return
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"Token id {token_id} is outside the vocabulary of {vocab_size}.", param="prompt"
+            )
+
+
 def _whole_chunks(
     prompts: Sequence[tuple[Sequence[int], Selection]],
     num_pages: Sequence[int],
     page_ids: Sequence[int],
 ) -> tuple[Chunk, ...]:
+    """Make one unsampled chunk per prompt over consecutive pages."""
     chunks = []
     start = 0
     for number, (token_ids, selection) in enumerate(prompts):

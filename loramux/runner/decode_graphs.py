@@ -15,7 +15,7 @@ from loramux.runner.decode_inputs import DecodeInputs
 from loramux.runner.device_sampler import Draws
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
 from loramux.runner.step_graphs import StepGraphs
-from loramux.runner.token_buffer import TokenFeed
+from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import Chunk
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
@@ -97,7 +97,7 @@ class DecodeGraphs:
             self._step(self._sizes[-1], kind)
 
     @property
-    def feed(self) -> TokenFeed:
+    def feed(self) -> TokenBuffer:
         """Has the tokens of the last step."""
         return self._inputs.feed
 

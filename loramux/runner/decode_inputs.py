@@ -11,7 +11,7 @@ from torch import Tensor
 from loramux.lora.segmented import Ints
 from loramux.runner.host_buffer import PackedWords, align
 from loramux.runner.page_tables import PageLists
-from loramux.runner.token_buffer import TokenFeed
+from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import Chunk
 
 
@@ -35,7 +35,7 @@ class DecodeInputs:
         sizes = [max_rows] * 5 + [2 * max_rows, num_lora_words, num_page_words]
         self._words = PackedWords(sizes, device, num_ahead=self._num_fed)
         fields = self._words.fields
-        self.feed = TokenFeed(self._words.all[: self._num_fed])
+        self.feed = TokenBuffer(self._words.all[: self._num_fed])
         self._all_tokens = self._words.all[: self._num_fed + fields[0].shape[0]]
         self._sources, self.num_tokens = fields[1:3]
         self.pages = PageLists(self._words, starts=3, max_pages=max_pages)

@@ -15,7 +15,7 @@ from loramux.runner.device_sampler import Draws
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
 from loramux.runner.prefill_inputs import RowInputs, RowLimits
 from loramux.runner.step_graphs import StepGraphs
-from loramux.runner.token_buffer import TokenFeed
+from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import Chunk
 
 # Rows cost little below 256, and from there on as many as they are; but at 448 the products of
@@ -40,7 +40,7 @@ class RowGraphs:
         decoder: FusedDecoder,
         kernels: DeviceKernels,
         lora: GraphLora,
-        feed: TokenFeed,
+        feed: TokenBuffer,
         device: torch.device,
         *,
         max_rows: int,

@@ -15,7 +15,7 @@ from loramux.lora.segmented import Ints
 from loramux.runner.device_sampler import Draws
 from loramux.runner.host_buffer import PackedWords
 from loramux.runner.page_tables import PageLists
-from loramux.runner.token_buffer import TokenFeed
+from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import Chunk
 
 
@@ -37,7 +37,7 @@ class RowInputs:
     A row that is padding is stored nowhere and read by nobody.
     """
 
-    def __init__(self, limits: RowLimits, feed: TokenFeed, device: torch.device) -> None:
+    def __init__(self, limits: RowLimits, feed: TokenBuffer, device: torch.device) -> None:
         self._limits = limits
         self._feed = feed
         rows, sequences = limits.max_rows, limits.max_sequences

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
 from loramux.types.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
 
 
-def with_known(plan: StepPlan, token_ids: Mapping[int, int]) -> StepPlan:
+def with_known(plan: StepPlan, token_ids: Mapping[int, Sequence[int]]) -> StepPlan:
     """The plan with the last step's tokens (by sequence) where it had none yet."""
     return StepPlan(
         tuple(
             chunk
             if chunk.token_ids[-1] != UNKNOWN_TOKEN
-            else replace(chunk, token_ids=(*chunk.token_ids[:-1], token_ids[chunk.sequence_id]))
+            else replace(chunk, token_ids=(*chunk.token_ids[:-1], token_ids[chunk.sequence_id][-1]))
             for chunk in plan.chunks
         )
     )

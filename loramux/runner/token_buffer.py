@@ -9,11 +9,11 @@ from torch import Tensor
 
 from loramux.kernels.gpu.transfer import send
 from loramux.memory.device import Fence, host_buffer
-from loramux.runner.in_flight import TokensInFlight
+from loramux.runner.in_flight import LaunchedStep
 from loramux.types.step import UNKNOWN_TOKEN, Chunk
 
 
-class TokenFeed:
+class TokenBuffer:
     """tokens [sequences] int32, filled from the front by each step."""
 
     def __init__(self, tokens: Tensor) -> None:
@@ -50,7 +50,7 @@ class TokenFeed:
         """token_ids [sequences]"""
         self._tokens[: token_ids.shape[0]].copy_(token_ids)
 
-    def publish(self, sequence_ids: Sequence[int]) -> TokensInFlight:
+    def publish(self, sequence_ids: Sequence[int]) -> LaunchedStep:
         """What `take` has got is these sequences' newest tokens; sends it to the host."""
         count = len(sequence_ids)
         self._places = {sequence_id: place for place, sequence_id in enumerate(sequence_ids)}
@@ -58,7 +58,7 @@ class TokenFeed:
         host, device = self._hosts[0], self._tokens.device
         host[:count].copy_(self._tokens[:count], non_blocking=True)
         fence = Fence(device) if device.type == "cuda" else None
-        return TokensInFlight(sequence_ids, host, fence)
+        return LaunchedStep(sequence_ids, host, fence)
 
     def forget(self) -> None:
         """The last step's tokens are on the host."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from loramux.scheduler.sequence import Sequence
-from loramux.types.request import FinishReason, TokenEvent
-from loramux.types.step import StepResult
+from loramux.types.request import FinishReason, TokenEvent, TokenLogprob
 
 
 def token_event(
-    sequence: Sequence, token_id: int, reason: FinishReason | None, result: StepResult
+    sequence: Sequence,
+    token_id: int,
+    reason: FinishReason | None,
+    logprob: TokenLogprob | None = None,
 ) -> TokenEvent:
-    """The token is already among the sequence's output."""
+    """Describe the token that was appended to the sequence's output last."""
     is_first = len(sequence.output_token_ids) == 1
     return TokenEvent(
         request_id=sequence.request.request_id,
@@ -18,7 +20,7 @@ def token_event(
         token_id=token_id,
         finish_reason=reason,
         stop_token_id=token_id if reason is FinishReason.STOP else None,
-        logprob=result.logprobs.get(sequence.sequence_id),
+        logprob=logprob,
         prompt_logprobs=(sequence.prompt_logprobs or None) if is_first else None,
         num_reused=sequence.num_reused_tokens if is_first else 0,
         started_s=sequence.first_started_s if is_first else None,

@@ -360,15 +360,20 @@ class Scheduler:
         return True
 
     def _accept(self, sequence: Sequence, result: StepResult) -> None:
-        token_id = result.token_ids[sequence.sequence_id]
-        sequence.output_token_ids[-1] = token_id
-        sequence.standing.charge(OUTPUT_TOKEN_COST)
-        reason = finish_reason(sequence, token_id)
-        event = token_event(sequence, token_id, reason, result)
-        if reason is None:
+        """Append the step's tokens in place of the unknown one, up to one that ends it."""
+        token_ids = result.token_ids[sequence.sequence_id]
+        logprobs = result.logprobs.get(sequence.sequence_id)
+        sequence.output_token_ids.pop()
+        for number, token_id in enumerate(token_ids):
+            sequence.output_token_ids.append(token_id)
+            sequence.standing.charge(OUTPUT_TOKEN_COST)
+            reason = finish_reason(sequence, token_id)
+            logprob = None if logprobs is None else logprobs[number]
+            event = token_event(sequence, token_id, reason, logprob)
+            if reason is not None:
+                self._end(sequence, event)
+                return
             self._events.append(event)
-        else:
-            self._end(sequence, event)
 
     def _fail(self, sequence: Sequence, code: str, message: str) -> None:
         for choice in list(self._by_request[sequence.request.request_id].values()):

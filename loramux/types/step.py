@@ -1,9 +1,10 @@
-"""`StepPlan` and `StepResult`: the only link between the scheduler and the runner."""
+"""`StepPlan` and `StepResult`: the only link between the scheduler and the executor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -14,35 +15,35 @@ from loramux.types.sampling import SamplingParams
 # Every step makes hundreds of chunks. A struct is made ten times as fast as a frozen dataclass,
 # and none of these is ever part of a cycle.
 class SampleRow(msgspec.Struct, frozen=True, gc=False):
-    """How to choose the token that follows a chunk."""
+    """Parameters, seed and history from which the token after a chunk is sampled."""
 
     params: SamplingParams
     seed: int
-    """Already mixed with the choice index; the step's noise is a function of it and num_output."""
+    """Seed of this choice; the noise of a step is a function of it and the output length."""
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
 
 
 UNKNOWN_TOKEN = -1
-"""The place of a token that a step still on the device will give."""
+"""Placeholder for a token that an in-flight step is going to sample."""
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """The rows that one sequence adds to a step."""
+    """The tokens that one sequence adds to a step."""
 
     sequence_id: int
     token_ids: Sequence[int]
-    """The last may be unknown: it is what the step before this one samples for the sequence."""
+    """The last may be UNKNOWN_TOKEN: the in-flight step is going to sample it."""
     start: int
     """Position of the first token."""
     page_ids: Sequence[int]
-    """KV pages of the whole sequence so far, in order, this chunk's tokens included."""
+    """KV pages of the sequence in order, including those that this chunk writes."""
     selection: Selection
     sample: SampleRow | None
-    """None: the prompt goes on in a later step."""
+    """None if the prompt continues in a later step."""
     prompt_logprobs: int | None = None
     next_prompt_token_ids: Sequence[int] = ()
-    """With prompt_logprobs: the token that follows each row (one fewer at the prompt's end)."""
+    """With prompt_logprobs: the prompt token after each token of the chunk, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,22 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    token_ids: dict[int, int]
-    """sequence_id -> sampled token, for each chunk that had a sample row."""
-    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    token_ids: dict[int, list[int]]
+    """sequence_id -> new tokens, for each chunk with a sample row. Only a step that is done when
+    `launch` returns may give more than one: the next plan must know their number."""
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    """sequence_id -> one entry for each of its tokens, if the request asked for logprobs."""
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+
+
+class InFlightStep(Protocol):
+    """A launched step whose tokens may still be on the device."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the result is on the host; if so, it is applied before the next plan."""
+        ...
+
+    def result(self) -> StepResult:
+        """Wait for the device and return the result; repeated calls return the same one."""
+        ...

@@ -7,7 +7,7 @@ import pytest
 from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.errors import DoesNotFit, UnsupportedModel
-from loramux.runner.runner import Runner
+from loramux.runner.cpu_runner import CpuRunner
 from tests.engine_factory import make_engine
 from tests.model_factory import save_hf_folder, tiny_transformers_model
 
@@ -18,7 +18,7 @@ def test_the_pool_has_as_many_pages_as_fit_and_limits_the_context(tmp_path: Path
     model = tiny_transformers_model("llama")
     engine = make_engine(model, tmp_path, device_memory_bytes=5 * PAGE_BYTES + 17)
     assert engine.pages.num_pages == 5
-    assert engine.runner.pool_bytes == 5 * PAGE_BYTES
+    assert engine.executor.pool_bytes == 5 * PAGE_BYTES
     assert engine.scheduler.config.max_model_len == 5 * 16
 
 
@@ -58,5 +58,5 @@ def test_an_engine_compiles_nothing_where_that_is_forbidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LORAMUX_KERNELS", "cpu")
-    runner = make_engine(tiny_transformers_model("llama"), tmp_path).runner
-    assert isinstance(runner, Runner) and runner._compiled is None
+    runner = make_engine(tiny_transformers_model("llama"), tmp_path).executor
+    assert isinstance(runner, CpuRunner) and runner._compiled is None

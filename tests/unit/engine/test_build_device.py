@@ -18,7 +18,7 @@ from loramux.engine.build_device import (
 from loramux.errors import DoesNotFit
 from loramux.memory.pool import KVGeometry
 from loramux.models.architectures import base_info
-from loramux.runner.device_runner import DeviceLimits
+from loramux.runner.gpu_runner import BatchLimits
 from tests.device_factory import device_engine, two_adapters
 from tests.engine_factory import make_prompt, make_request, run_all
 from tests.model_factory import save_hf_folder, tiny_transformers_model
@@ -31,7 +31,7 @@ def plan(tmp_path: Path) -> DevicePlan:
     save_hf_folder(tiny_transformers_model("llama", num_hidden_layers=1), tmp_path)
     model = load_base(tmp_path, EngineConfig(dtype="float32", pack_weights=False))
     geometry = KVGeometry(num_layers=1, num_kv_heads=2, head_dim=16, block_tokens=16)
-    limits = DeviceLimits(max_batch_tokens=20, max_sequences=3, max_pages=4)
+    limits = BatchLimits(max_batch_tokens=20, max_sequences=3, max_pages=4)
     return DevicePlan(model, sites_of(base_info(model.config, "tiny")), geometry, limits)
 
 

@@ -197,7 +197,7 @@ def test_two_hundred_adapters_pass_through_a_pool_that_holds_six(
         model, tmp_path / "model", device_memory_bytes=pool_bytes, host_memory_bytes=2**20
     )
     assert engine.pages.num_pages == 6 * pages_each + 4
-    storage = engine.runner.pool_address
+    storage = engine.executor.pool_address
     prompt = make_prompt(12, seed=0)
     requests = [
         make_request(str(i), prompt, select(engine, folder), max_tokens=3)
@@ -207,7 +207,7 @@ def test_two_hundred_adapters_pass_through_a_pool_that_holds_six(
     assert all(len(answer) == 3 for answer in answers.values())
     device = engine.memory.tiers.device_counters
     assert device.loads >= 200 and device.evictions >= 194
-    assert engine.runner.pool_address == storage and len(engine.residency) <= 6
+    assert engine.executor.pool_address == storage and len(engine.residency) <= 6
     assert engine.memory.tiers.host.used_bytes <= 2**20
     sample = make_request("again", prompt, select(engine, adapters[17]), max_tokens=3)
     assert run_all(roomy, [sample])["again"] == answers["17"]

@@ -16,7 +16,7 @@ from loramux.models.layers import Linear
 from loramux.models.packed_linear import PackedLinear
 from loramux.types.request import Selection
 from tests.adapter_factory import make_peft_adapter
-from tests.engine_factory import make_engine, make_prompt, peft_logits
+from tests.engine_factory import cpu_runner, make_engine, make_prompt, peft_logits
 from tests.model_factory import tiny_transformers_model
 from tests.unit.lora.test_stacks import SITES, Shelf
 
@@ -43,8 +43,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 def source_of(engine: Engine) -> MergeSource:
     return MergeSource(
-        bases=engine.runner._lora.bases,
-        deltas=PageDeltas(engine.residency.resident, engine.runner._pool),
+        bases=cpu_runner(engine)._lora.bases,
+        deltas=PageDeltas(engine.residency.resident, cpu_runner(engine)._pool),
         kinds=KINDS,
     )
 
@@ -52,9 +52,9 @@ def source_of(engine: Engine) -> MergeSource:
 def base_digest(engine: Engine) -> str:
     """Of the bits of every weight that a forward without adapters reads."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(engine.runner._decoder.state_dict().items()):
+    for name, tensor in sorted(cpu_runner(engine)._decoder.state_dict().items()):
         digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    for module in engine.runner._decoder.modules():
+    for module in cpu_runner(engine)._decoder.modules():
         if isinstance(module, PackedLinear):
             if module.matrix is not None:
                 digest.update(module.matrix.panels.tobytes())
@@ -166,7 +166,7 @@ def engine(
 
 
 def merged_logits(engine: Engine, weights: MergedWeights, tokens: tuple[int, ...]) -> Tensor:
-    context = engine.runner._lora
+    context = cpu_runner(engine)._lora
     context.merged = weights.sites
     try:
         return engine.prompt_logits([(tokens, weights.selection)])[0]

@@ -15,7 +15,7 @@ from loramux.lora.merge_policy import MergeRules, MergeState
 from loramux.types.request import Request, Selection
 from loramux.types.step import Chunk, StepPlan, StepResult
 from tests.adapter_factory import lora_config_dict, lora_tensors, make_peft_adapter, write_adapter
-from tests.engine_factory import make_engine, make_prompt, make_request, run_all
+from tests.engine_factory import cpu_runner, make_engine, make_prompt, make_request, run_all
 from tests.model_factory import tiny_transformers_model
 from tests.unit.lora.test_merge import ALL_LINEAR, base_digest, source_of
 
@@ -38,12 +38,12 @@ class Serving:
         self.plain_s, self.merged_s = 0.010, merged_s
         self.now_s = 0.0
         self.seen: list[tuple[MergeState, Selection | None, bool]] = []
-        self.context = engine.runner._lora
+        self.context = cpu_runner(engine)._lora
         self.controller = MergeController(
             self.context, source_of(engine), byte_limit=limit, rules=RULES, clock=self.read_clock
         )
-        self.run_plain: Callable[[StepPlan], StepResult] = engine.runner.run
-        engine.runner.run = self.run  # type: ignore[method-assign]
+        self.run_plain: Callable[[StepPlan], StepResult] = engine.executor.run
+        engine.executor.run = self.run  # type: ignore[method-assign]
 
     def read_clock(self) -> float:
         self.now_s += 0.001

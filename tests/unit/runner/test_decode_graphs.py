@@ -10,7 +10,7 @@ import torch
 from loramux.lora.graph_lora import LoraKind
 from loramux.memory.device import GraphMaker
 from loramux.runner.decode_graphs import BATCH_SIZES, DecodeLimits, is_decode
-from loramux.runner.device_runner import DeviceRunner
+from loramux.runner.gpu_runner import GpuRunner
 from loramux.types.request import Selection
 from loramux.types.step import Chunk, StepPlan
 from tests.adapter_factory import ATTENTION, make_peft_adapter
@@ -78,7 +78,7 @@ def test_a_decode_step_equals_the_same_rows_computed_one_by_one(
     for place, chunk in enumerate(order):
         logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][0]
         torch.testing.assert_close(graph_logits[place].float(), logits, atol=1e-4, rtol=1e-4)
-        assert result.token_ids[chunk.sequence_id] == int(logits.argmax())
+        assert result.token_ids[chunk.sequence_id] == [int(logits.argmax())]
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def steps_of_kinds(
-    runner: DeviceRunner,
+    runner: GpuRunner,
     selections: dict[str, Selection],
     pages: dict[str, list[int]],
     kinds: tuple[LoraKind, LoraKind],
@@ -173,7 +173,7 @@ def test_rows_that_need_the_full_sampler_get_it_beside_those_that_do_not(
     samples = [row(temperature=0.9), row(top_p=0.5, temperature=1.0), row(logprobs=1)]
     chunks = [Chunk(i, (8,), 0, [i], (), sample=sample) for i, sample in enumerate(samples)]
     together = runner.run(StepPlan(tuple(chunks)))
-    apart = [runner._launch(StepPlan((chunk,)), has_lora=False).land() for chunk in chunks]
+    apart = [runner._launch(StepPlan((chunk,)), has_lora=False).result() for chunk in chunks]
     assert together.token_ids == {i: result.token_ids[i] for i, result in enumerate(apart)}
     assert list(together.logprobs) == [2]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.runner.fused_decoder import FusedDecoder, device_kernels
+from loramux.runner.fused_decoder import FusedDecoder
 from loramux.types.step import Chunk, StepPlan
 from tests.device_factory import ProductsInParts, device_engine, reference_engine
 from tests.engine_factory import make_prompt
@@ -24,7 +24,7 @@ def test_every_family_equals_the_decoder_in_any_chunks(
     model = tiny_transformers_model(family)
     tokens = make_prompt(20, seed=2)
     whole = StepPlan((Chunk(0, tokens, 0, [5, 1], (), sample=None),))
-    expected = reference_engine(model, tmp_path).runner.logits(whole)[0]
+    expected = reference_engine(model, tmp_path).executor.logits(whole)[0]
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2)[1]
     parts = []
     for start, stop in ((0, 15), (15, 20)):
@@ -56,9 +56,3 @@ def test_a_packed_layer_is_refused_and_not_computed_without_its_weights(
     fused._decoder.layers[0].qkv = torch.nn.Identity()
     with pytest.raises(AssertionError, match="packed or wrapped"):
         FusedDecoder(fused._decoder, runner._kernels, fused.layout, fused._storage)
-
-
-def test_on_a_cpu_only_attention_goes_through_the_interpreter() -> None:
-    kernels = device_kernels(torch.device("cpu"))
-    assert kernels.attention.__name__.endswith("_triton")
-    assert kernels.lora.__name__.endswith("_torch")

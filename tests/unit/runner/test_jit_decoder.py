@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from loramux.runner.batch import PagedAttention, build_batch
+from loramux.runner.cpu_runner import CpuRunner
 from loramux.runner.jit_decoder import JitDecoder
-from loramux.runner.runner import Runner
 from loramux.types.step import Chunk, StepPlan
 from tests.device_factory import lease, mixed_selections, reference_engine, row, two_adapters
 from tests.engine_factory import make_engine, make_prompt
@@ -30,9 +30,9 @@ def test_every_family_equals_the_decoder_in_any_chunks(family: str, tmp_path: Pa
     model = tiny_transformers_model(family)
     tokens = make_prompt(20, seed=2)
     whole = StepPlan((Chunk(0, tokens, 0, [5, 1], (), sample=None),))
-    expected = reference_engine(model, tmp_path).runner.logits(whole)[0]
-    runner = make_engine(model, tmp_path, loads=InlineExecutor()).runner
-    assert isinstance(runner, Runner) and runner._compiled is not None
+    expected = reference_engine(model, tmp_path).executor.logits(whole)[0]
+    runner = make_engine(model, tmp_path, loads=InlineExecutor()).executor
+    assert isinstance(runner, CpuRunner) and runner._compiled is not None
     parts = []
     for start, stop in ((0, 15), (15, 19), (19, 20)):
         piece = Chunk(0, tokens[start:stop], start, [5, 1], (), sample=None)
@@ -58,7 +58,7 @@ def test_rows_of_several_adapters_equal_the_decoder(tmp_path: Path) -> None:
                 for i, (prompt, selection) in enumerate(zip(prompts, selections, strict=True))
             )
         )
-        found.append(engine.runner.logits(plan))
+        found.append(engine.executor.logits(plan))
     for number, expected in found[0].items():
         torch.testing.assert_close(found[1][number], expected, atol=1e-4, rtol=1e-4)
 
@@ -68,8 +68,8 @@ def test_rows_of_several_adapters_equal_the_decoder(tmp_path: Path) -> None:
 def test_picked_rows_are_those_of_all_and_every_row_keeps_its_keys(
     family: str, tmp_path: Path
 ) -> None:
-    runner = make_engine(tiny_transformers_model(family), tmp_path).runner
-    assert isinstance(runner, Runner) and runner._compiled is not None
+    runner = make_engine(tiny_transformers_model(family), tmp_path).executor
+    assert isinstance(runner, CpuRunner) and runner._compiled is not None
     storage = runner._pool.storage
     batch = build_batch(
         [Chunk(i, make_prompt(20, seed=i), 0, [5 + i, 1 + i], (), sample=None) for i in range(2)],
@@ -92,7 +92,7 @@ def test_picked_rows_are_those_of_all_and_every_row_keeps_its_keys(
 def test_a_step_asks_for_the_rows_that_sample_and_probes_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = make_engine(tiny_transformers_model("llama"), tmp_path).runner
+    runner = make_engine(tiny_transformers_model("llama"), tmp_path).executor
     num_rows, hidden = [], JitDecoder.hidden
 
     def count(*args: Any) -> Tensor:
@@ -118,8 +118,8 @@ def test_merged_weights_give_picked_rows_what_their_adapter_gives(tmp_path: Path
     engine = make_engine(model, tmp_path / "model", loads=InlineExecutor())
     selection = ((engine.register_adapter(folder).cid, 1.0),)
     lease(engine, selection)
-    runner, last = engine.runner, engine.pages.num_pages - 1
-    assert isinstance(runner, Runner)
+    runner, last = engine.executor, engine.pages.num_pages - 1
+    assert isinstance(runner, CpuRunner)
     chunks = [
         Chunk(i, make_prompt(9, seed=i), 0, [last - i], selection, sample=row(logprobs=0))
         for i in range(3)
@@ -128,5 +128,5 @@ def test_merged_weights_give_picked_rows_what_their_adapter_gives(tmp_path: Path
     runner.lora.merged = build(source_of(engine), selection).sites
     found = runner.run(StepPlan(tuple(chunks)))
     assert found.token_ids == expected.token_ids
-    for number, entry in expected.logprobs.items():
-        assert found.logprobs[number].logprob == pytest.approx(entry.logprob, abs=1e-4)
+    for number, (entry,) in expected.logprobs.items():
+        assert found.logprobs[number][0].logprob == pytest.approx(entry.logprob, abs=1e-4)

@@ -75,7 +75,7 @@ def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
     for place, chunk in enumerate(sampled):
         logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][-1]
         torch.testing.assert_close(graph_logits[place].float(), logits, atol=1e-4, rtol=1e-4)
-        assert result.token_ids[chunk.sequence_id] == int(logits.argmax())
+        assert result.token_ids[chunk.sequence_id] == [int(logits.argmax())]
     assert 3 not in result.token_ids
 
 

@@ -4,7 +4,7 @@ import torch
 
 from loramux.runner.device_sampler import Draws
 from loramux.runner.prefill_inputs import RowInputs, RowLimits
-from loramux.runner.token_buffer import TokenFeed
+from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import UNKNOWN_TOKEN, Chunk
 from tests.device_factory import row
 
@@ -20,7 +20,7 @@ LIMITS = RowLimits(
 
 
 def make_inputs() -> RowInputs:
-    feed = TokenFeed(torch.zeros(3, dtype=torch.int32))
+    feed = TokenBuffer(torch.zeros(3, dtype=torch.int32))
     feed.take(torch.tensor([70, 71]))
     feed.publish([5, 6])
     return RowInputs(LIMITS, feed, CPU)

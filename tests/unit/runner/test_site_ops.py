@@ -14,8 +14,8 @@ from loramux.kernels.reference import elementwise as fused_torch
 from loramux.kernels.reference.elementwise import Norm
 from loramux.lora.graph_lora import LoraKind
 from loramux.models.layers import Linear
-from loramux.runner.device_runner import DeviceLimits, DeviceRunner
 from loramux.runner.gemm.dispatch import Products
+from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.runner.linear_ops import DOWN, GATE_UP, OUT, QKV, PlainOps, add_norm_behind
 from loramux.runner.step_graphs import Key, Work
 from loramux.types.request import Selection
@@ -42,12 +42,12 @@ APART = replace(TILE, folds_norm=False)
 """Norms and adapters of o and down."""
 
 
-def use(runner: DeviceRunner, launch: TailLaunch) -> None:
+def use(runner: GpuRunner, launch: TailLaunch) -> None:
     assert runner._graphs.lora.tail is not None
     runner._graphs.lora.tail.launch_of = lambda _: launch
 
 
-def kinds_of(runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> list[LoraKind]:
+def kinds_of(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> list[LoraKind]:
     """The kinds of all graphs that run from now on."""
     found: list[LoraKind] = []
     run = runner._graphs._steps.run
@@ -104,7 +104,7 @@ def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
     for place, chunk in enumerate(order):
         logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][0]
         torch.testing.assert_close(graph_logits[place].float(), logits, atol=1e-4, rtol=1e-4)
-        assert result.token_ids[chunk.sequence_id] == int(logits.argmax())
+        assert result.token_ids[chunk.sequence_id] == [int(logits.argmax())]
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
         sampling=sampling_triton,
         tail=tail_triton,
     )
-    limits = DeviceLimits(max_batch_tokens=8, max_sequences=2, max_pages=2)
-    fast = DeviceRunner(
+    limits = BatchLimits(max_batch_tokens=8, max_sequences=2, max_pages=2)
+    fast = GpuRunner(
         decoder=runner._decoder._decoder,
         pool=engine.memory.pool,
         directory=runner.directory,
@@ -193,7 +193,7 @@ def test_adapters_that_come_and_go_and_do_not_all_fit_get_the_tokens_of_the_refe
             for i, s in enumerate(chosen * 2)
         ]
         if number:
-            runner: Any = engine.runner
+            runner: Any = engine.executor
             kinds = kinds_of(runner, monkeypatch)
         answers.append(run_all(engine, requests))
         # By itself, whatever the loads of the others let run together: more ranks than a tail.

@@ -30,7 +30,8 @@ def test_every_row_is_in_one_half_whatever_the_sizes() -> None:
 def test_results_of_a_cut_prompt_follow_each_other() -> None:
     parts = [TokenLogprob(n, -1.0, 1) for n in range(3)]
     joined = join(
-        StepResult({1: 4}, {1: parts[0]}, {7: parts[:2]}), StepResult({7: 5}, {}, {7: parts[2:]})
+        StepResult({1: [4]}, {1: [parts[0]]}, {7: parts[:2]}),
+        StepResult({7: [5]}, {}, {7: parts[2:]}),
     )
-    assert joined.token_ids == {1: 4, 7: 5}
+    assert joined.token_ids == {1: [4], 7: [5]}
     assert joined.prompt_logprobs == {7: parts}

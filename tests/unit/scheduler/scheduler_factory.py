@@ -329,7 +329,7 @@ def make_request(name: str, num_prompt: int | list[int] = 3, **fields: object) -
 
 
 def answer(plan: StepPlan, token: int = 7) -> StepResult:
-    return StepResult({c.sequence_id: token for c in plan.chunks if c.sample is not None})
+    return StepResult({c.sequence_id: [token] for c in plan.chunks if c.sample is not None})
 
 
 class FakeKV:

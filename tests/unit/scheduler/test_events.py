@@ -4,7 +4,6 @@ from loramux.scheduler.events import error_event, length_event, timeout_event, t
 from loramux.scheduler.fairness import Account, Standing
 from loramux.scheduler.sequence import Sequence
 from loramux.types.request import FinishReason, TokenLogprob
-from loramux.types.step import StepResult
 from tests.unit.scheduler.scheduler_factory import make_request
 
 
@@ -19,14 +18,14 @@ def test_the_first_token_alone_brings_what_is_said_once() -> None:
     sequence.num_reused_tokens = 8
     sequence.prompt_logprobs = [TokenLogprob(1, -0.5, 1)]
     sequence.output_token_ids = [7]
-    first = token_event(sequence, 7, None, StepResult({5: 7}))
+    first = token_event(sequence, 7, None)
     assert (first.index, first.num_reused, first.prompt_logprobs) == (
         1,
         8,
         sequence.prompt_logprobs,
     )
     sequence.output_token_ids = [7, 7]
-    second = token_event(sequence, 7, FinishReason.STOP, StepResult({5: 7}))
+    second = token_event(sequence, 7, FinishReason.STOP)
     assert (second.num_reused, second.prompt_logprobs, second.stop_token_id) == (0, None, 7)
 
 

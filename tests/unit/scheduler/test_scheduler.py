@@ -4,6 +4,7 @@ import pytest
 
 from loramux.errors import AdapterNotFound, DoesNotFit, InvalidRequest
 from loramux.types.request import FinishReason, Request, TokenEvent
+from loramux.types.step import StepResult
 from tests.unit.scheduler.scheduler_factory import UNKNOWN, World, make_request
 
 
@@ -60,6 +61,28 @@ def test_ends_for_the_right_reason(
     while world.scheduler.has_work:
         events += world.step(token)
     assert [e.finish_reason for e in events] == [None] * (length - 1) + [reason]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told", "reason"),
+    [([7, 8], [7, 8], None), ([7, 99, 8], [7, 99], "stop"), ([7] * 5, [7] * 4, "length")],
+)
+def test_a_step_may_give_several_tokens_of_a_sequence(
+    tokens: list[int], told: list[int], reason: str | None
+) -> None:
+    world = World()
+    world.add("a", 3, max_tokens=4)
+    plan = world.begin()
+    assert plan is not None
+    world.scheduler.launched(plan)
+    events = world.scheduler.apply(plan, StepResult({plan.chunks[0].sequence_id: tokens}))
+    assert [event.token_id for event in events] == told
+    assert [event.finish_reason for event in events] == [None] * (len(told) - 1) + [reason]
+    following = world.begin()
+    if reason is None:
+        assert following is not None and following.chunks[0].token_ids == tokens
+    else:
+        assert following is None
 
 
 def test_max_tokens_zero_computes_the_prompt_and_samples_nothing() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from loramux.errors import DoesNotFit
-from loramux.runner.device_runner import DeviceLimits, DeviceRunner
+from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.types.step import UNKNOWN_TOKEN, Chunk, StepPlan
 from tests.device_factory import (
     decode,
@@ -119,7 +119,7 @@ def test_logits_of_chunks_and_decodes_equal_those_of_the_reference(
                 Chunk(i, tokens[cut], cut.start, [last - 2 * i, last - 2 * i - 1], s, sample=None)
                 for i, s in enumerate(selections)
             ]
-            logits = engine.runner.logits(StepPlan(tuple(chunks)))
+            logits = engine.executor.logits(StepPlan(tuple(chunks)))
             parts += [logits[i] for i in range(len(chunks))]
         found.append(torch.cat(parts))
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
@@ -146,12 +146,12 @@ def test_what_a_step_reports_does_not_depend_on_who_samples(
         for i, sample in enumerate(rows)
     ]
     chunks.append(Chunk(20, prompt, 0, [9], (), sample=None))
-    expected = reference_engine(model, tmp_path).runner.run(StepPlan(tuple(chunks)))
+    expected = reference_engine(model, tmp_path).executor.run(StepPlan(tuple(chunks)))
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=4)[1]
     result = runner.run(StepPlan(tuple(chunks)))
     assert result.token_ids == expected.token_ids
     for found, known in (
-        (result.logprobs[13], expected.logprobs[13]),
+        *zip(result.logprobs[13], expected.logprobs[13], strict=True),
         *zip(result.prompt_logprobs[13], expected.prompt_logprobs[13], strict=True),
     ):
         assert (found.token_id, found.rank) == (known.token_id, known.rank)
@@ -192,9 +192,9 @@ def test_a_step_without_memory_is_computed_in_parts_and_says_so_when_none_is_sma
     assert runner._max_rows <= 5
     # Both halves need a token of the step before, which the first half's would replace.
     first = StepPlan(tuple(msgspec.structs.replace(c, prompt_logprobs=None) for c in plan.chunks))
-    tokens = runner.launch(first).land().token_ids
+    tokens = runner.launch(first).result().token_ids
     later = [decode(c.sequence_id, UNKNOWN_TOKEN, 9, [*c.page_ids], ()) for c in plan.chunks]
-    known = [decode(c.sequence_id, tokens[c.sequence_id], 9, [*c.page_ids], ()) for c in later]
+    known = [decode(c.sequence_id, tokens[c.sequence_id][0], 9, [*c.page_ids], ()) for c in later]
     expected = runner.run(StepPlan(tuple(known)))
     runner.launch(first)
     runner._max_rows = 1
@@ -255,9 +255,9 @@ def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     kernels = replace(
         runner._kernels, fused=fused_triton, lora=lora_triton, sampling=sampling_triton
     )
-    limits = DeviceLimits(max_batch_tokens=8, max_sequences=2, max_pages=2)
+    limits = BatchLimits(max_batch_tokens=8, max_sequences=2, max_pages=2)
     decoder, pool = runner._decoder._decoder, engine.memory.pool
-    fast = DeviceRunner(
+    fast = GpuRunner(
         decoder=decoder, pool=pool, directory=runner.directory, kernels=kernels, limits=limits
     )
     last = engine.pages.num_pages - 1

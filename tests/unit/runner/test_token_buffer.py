@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loramux.runner.token_buffer import TokenFeed
+from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import UNKNOWN_TOKEN, Chunk
 
 
@@ -11,9 +11,9 @@ def chunk(sequence_id: int, *token_ids: int) -> Chunk:
     return Chunk(sequence_id, token_ids, 0, [0], (), sample=None)
 
 
-def filled(*sequence_ids: int) -> TokenFeed:
+def filled(*sequence_ids: int) -> TokenBuffer:
     """Sequence n has the token 100 + n."""
-    feed = TokenFeed(torch.zeros(4, dtype=torch.int32))
+    feed = TokenBuffer(torch.zeros(4, dtype=torch.int32))
     feed.take(torch.tensor([100 + n for n in sequence_ids]))
     feed.publish(sequence_ids)
     return feed
@@ -32,7 +32,7 @@ def test_two_steps_can_be_on_their_way_and_each_lands_with_its_own_tokens() -> N
     first = feed.publish([1])
     feed.take(torch.tensor([55]))
     second = feed.publish([1])
-    assert (first.land().token_ids, second.land().token_ids) == ({1: 101}, {1: 55})
+    assert (first.result().token_ids, second.result().token_ids) == ({1: [101]}, {1: [55]})
 
 
 def test_nobody_reads_a_token_that_is_on_the_host_already() -> None:

@@ -24,14 +24,14 @@ from loramux.runner.batch import (
     prompt_logprobs_of,
     rows_read,
 )
-from loramux.runner.in_flight import Flight, Landed
+from loramux.runner.in_flight import FinishedStep
 from loramux.runner.jit_decoder import JitDecoder
 from loramux.runner.sampler import sample
 from loramux.types.request import TokenLogprob
-from loramux.types.step import StepPlan, StepResult
+from loramux.types.step import InFlightStep, StepPlan, StepResult
 
 
-class Runner:
+class CpuRunner:
     def __init__(
         self,
         *,
@@ -73,8 +73,8 @@ class Runner:
         """No step is ever in flight here."""
         return False
 
-    def launch(self, plan: StepPlan) -> Flight:
-        return Landed(self.run(plan))
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        return FinishedStep(self.run(plan))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -133,8 +133,8 @@ class Runner:
     def _choose(self, batch: StepBatch, hidden: Tensor, *, is_picked: bool) -> StepResult:
         """hidden: of the rows that sample if `is_picked`, else of all."""
         samples = [(c.sequence_id, c.sample) for c in batch.chunks if c.sample is not None]
-        token_ids: dict[int, int] = {}
-        logprobs: dict[int, TokenLogprob] = {}
+        token_ids: dict[int, list[int]] = {}
+        logprobs: dict[int, list[TokenLogprob]] = {}
         if samples:
             last = hidden
             if not is_picked:
@@ -144,9 +144,9 @@ class Runner:
             for (sequence_id, _), token_id, logprob in zip(
                 samples, output.token_ids, output.logprobs, strict=True
             ):
-                token_ids[sequence_id] = token_id
+                token_ids[sequence_id] = [token_id]
                 if logprob is not None:
-                    logprobs[sequence_id] = logprob
+                    logprobs[sequence_id] = [logprob]
         return StepResult(
             token_ids, logprobs, prompt_logprobs_of(batch, hidden, self._decoder.logits)
         )

@@ -26,22 +26,22 @@ from loramux.runner.batch import StepBatch, build_batch, prompt_logprobs_of
 from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits, Progress, is_decode
 from loramux.runner.device_sampler import Draws, choose, draw, finish, is_plain
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
-from loramux.runner.in_flight import Flight, Landed, TokensInFlight
+from loramux.runner.in_flight import FinishedStep, LaunchedStep
 from loramux.runner.prefill_graphs import RowGraphs
 from loramux.runner.sampler import SampleOutput
 from loramux.runner.split_plan import halves, join, with_known
-from loramux.types.step import SampleRow, StepPlan, StepResult
+from loramux.types.step import InFlightStep, SampleRow, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceLimits:
+class BatchLimits:
     max_batch_tokens: int
     max_sequences: int
     max_pages: int
     """Of one sequence."""
 
 
-class DeviceRunner:
+class GpuRunner:
     def __init__(
         self,
         *,
@@ -49,7 +49,7 @@ class DeviceRunner:
         pool: PagePool,
         directory: DeviceDirectory,
         kernels: DeviceKernels,
-        limits: DeviceLimits,
+        limits: BatchLimits,
     ) -> None:
         self._pool = pool
         self.directory = directory
@@ -91,7 +91,7 @@ class DeviceRunner:
             max_sequences=limits.max_sequences,
             max_pages=limits.max_pages,
         )
-        self._last: Flight | None = None
+        self._last: InFlightStep | None = None
         # Rows that a step may have; fewer after one ran out of memory.
         self._max_rows = limits.max_batch_tokens
 
@@ -154,20 +154,20 @@ class DeviceRunner:
         )
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Flight:
+    def launch(self, plan: StepPlan) -> InFlightStep:
         """Waits for the device only if the step cannot run ahead."""
-        flight: Flight | None = None
+        step: InFlightStep | None = None
         if all(chunk.prompt_logprobs is None for chunk in plan.chunks):
-            flight = self._launch_graph(plan)
-        if flight is None:
-            flight = self._launch_in_parts(plan)
-        if flight.is_over:
+            step = self._launch_graph(plan)
+        if step is None:
+            step = self._launch_in_parts(plan)
+        if step.is_done:
             self._feed.forget()
-        self._last = flight
-        return flight
+        self._last = step
+        return step
 
     def run(self, plan: StepPlan) -> StepResult:
-        return self.launch(plan).land()
+        return self.launch(plan).result()
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> dict[int, Tensor]:
@@ -182,7 +182,7 @@ class DeviceRunner:
             for i, chunk in enumerate(batch.chunks)
         }
 
-    def _launch_graph(self, plan: StepPlan) -> Flight | None:
+    def _launch_graph(self, plan: StepPlan) -> InFlightStep | None:
         chunks = sorted(plan.chunks, key=lambda chunk: self.directory.order(chunk.selection))
         sampled = [chunk for chunk in chunks if chunk.sample is not None]
         rows = [chunk.sample for chunk in sampled if chunk.sample is not None]
@@ -195,8 +195,8 @@ class DeviceRunner:
                 logits = self._rows.launch(chunks, draws)
             if logits is None:
                 return None
-            flight = self._feed.publish([chunk.sequence_id for chunk in sampled])
-            return self._finish(flight, logits, rows, draws) if draws.others else flight
+            step = self._feed.publish([chunk.sequence_id for chunk in sampled])
+            return self._finish(step, logits, rows, draws) if draws.others else step
         except RuntimeError as error:
             # A graph takes no memory, but the full sampler does.
             if not is_out_of_memory(error):
@@ -206,16 +206,17 @@ class DeviceRunner:
         return self._launch_in_parts(self._with_known(plan))
 
     def _with_known(self, plan: StepPlan) -> StepPlan:
-        return with_known(plan, {} if self._last is None else self._last.land().token_ids)
+        return with_known(plan, {} if self._last is None else self._last.result().token_ids)
 
     def _finish(
-        self, flight: TokensInFlight, logits: Tensor, rows: Sequence[SampleRow], draws: Draws
-    ) -> Landed:
-        chosen = flight.land().token_ids
-        output = finish(list(chosen.values()), logits, rows, draws.others)
-        return Landed(_result(list(chosen), output))
+        self, step: LaunchedStep, logits: Tensor, rows: Sequence[SampleRow], draws: Draws
+    ) -> FinishedStep:
+        chosen = step.result().token_ids
+        token_ids = [token_id for (token_id,) in chosen.values()]
+        output = finish(token_ids, logits, rows, draws.others)
+        return FinishedStep(_result(list(chosen), output))
 
-    def _launch_in_parts(self, plan: StepPlan) -> Flight:
+    def _launch_in_parts(self, plan: StepPlan) -> InFlightStep:
         """A step that needs more memory than there is becomes two, again and again.
 
         What it has written of keys and values until then is written once more, the same.
@@ -233,8 +234,8 @@ class DeviceRunner:
             self._max_rows = max(1, min(self._max_rows, plan.num_tokens) // 2)
         # The first part takes the feed from the second.
         first, second = halves(self._with_known(plan))
-        return Landed(
-            join(self._launch_in_parts(first).land(), self._launch_in_parts(second).land())
+        return FinishedStep(
+            join(self._launch_in_parts(first).result(), self._launch_in_parts(second).result())
         )
 
     def _no_memory(self, message: str) -> str:
@@ -244,12 +245,14 @@ class DeviceRunner:
             f"{self.pool_bytes} are the pool's. Serve with a smaller pool. ({message})"
         )
 
-    def _launch(self, plan: StepPlan, *, has_lora: bool) -> Flight:
+    def _launch(self, plan: StepPlan, *, has_lora: bool) -> InFlightStep:
         batch, hidden = self._forward(plan, has_lora=has_lora)
         sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.sample is not None]
         logprobs = prompt_logprobs_of(batch, hidden, self._decoder.logits)
         if not sampled:
-            return Landed(StepResult({}, {}, logprobs)) if logprobs else self._feed.publish([])
+            return (
+                FinishedStep(StepResult({}, {}, logprobs)) if logprobs else self._feed.publish([])
+            )
         last_rows = torch.tensor([batch.rows(i)[-1] for i in sampled])
         logits = self._decoder.logits(hidden.index_select(0, send(last_rows, hidden.device)))
         rows: list[SampleRow] = [
@@ -257,11 +260,11 @@ class DeviceRunner:
         ]
         draws = draw(rows)
         self._feed.take(choose(logits, draws, self._kernels.sampling))
-        flight = self._feed.publish([batch.chunks[i].sequence_id for i in sampled])
+        step = self._feed.publish([batch.chunks[i].sequence_id for i in sampled])
         if not draws.others and not logprobs:
-            return flight
-        result = self._finish(flight, logits, rows, draws).land()
-        return Landed(replace(result, prompt_logprobs=logprobs))
+            return step
+        result = self._finish(step, logits, rows, draws).result()
+        return FinishedStep(replace(result, prompt_logprobs=logprobs))
 
     def _forward(self, plan: StepPlan, *, has_lora: bool) -> tuple[StepBatch, Tensor]:
         chunks = sorted(plan.chunks, key=lambda chunk: self.directory.order(chunk.selection))
@@ -280,9 +283,13 @@ class DeviceRunner:
 
 
 def _result(sequence_ids: Sequence[int], output: SampleOutput) -> StepResult:
+    token_ids = {
+        sequence_id: [token_id]
+        for sequence_id, token_id in zip(sequence_ids, output.token_ids, strict=True)
+    }
     logprobs = {
-        sequence_id: logprob
+        sequence_id: [logprob]
         for sequence_id, logprob in zip(sequence_ids, output.logprobs, strict=True)
         if logprob is not None
     }
-    return StepResult(dict(zip(sequence_ids, output.token_ids, strict=True)), logprobs)
+    return StepResult(token_ids, logprobs)

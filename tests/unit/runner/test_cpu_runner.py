@@ -11,7 +11,7 @@ from loramux.types.request import Selection
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow, StepPlan, StepResult
 from tests.device_factory import lease, mixed_selections, reference_engine, two_adapters
-from tests.engine_factory import make_engine, make_prompt
+from tests.engine_factory import cpu_runner, make_engine, make_prompt, run_step
 from tests.memory_factory import InlineExecutor
 from tests.model_factory import tiny_transformers_model
 
@@ -42,17 +42,17 @@ def test_every_family_equals_transformers_through_pages_in_any_chunks(
         parts = []
         for start, stop in zip(cuts, cuts[1:], strict=False):
             piece = Chunk(0, tokens[start:stop], start, [5, 1, 3], (), sample=None)
-            parts.append(engine.runner.logits(StepPlan((piece,)))[0])
+            parts.append(engine.executor.logits(StepPlan((piece,)))[0])
         torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_only_chunks_with_a_sample_row_get_a_token(engine: Engine) -> None:
     first = Chunk(4, (5, 6, 7), 0, [0], (), sample=None)
     second = Chunk(9, (5, 6), 0, [1], (), sample=sample_row(logprobs=1))
-    result = engine.runner.run(StepPlan((first, second)))
+    result = run_step(engine, StepPlan((first, second)))
     assert list(result.token_ids) == [9] and list(result.logprobs) == [9]
-    logits = engine.runner.logits(StepPlan((second,)))[9]
-    assert result.token_ids[9] == int(logits[-1].argmax())
+    logits = engine.executor.logits(StepPlan((second,)))[9]
+    assert result.token_ids[9] == [int(logits[-1].argmax())]
 
 
 def test_prompt_logprobs_are_those_of_the_tokens_that_follow(engine: Engine) -> None:
@@ -67,8 +67,8 @@ def test_prompt_logprobs_are_those_of_the_tokens_that_follow(engine: Engine) -> 
         prompt_logprobs=0,
         next_prompt_token_ids=tokens[1:],
     )
-    result = engine.runner.run(StepPlan((piece,)))
-    logits = engine.runner.logits(StepPlan((piece,)))[1].log_softmax(-1)
+    result = run_step(engine, StepPlan((piece,)))
+    logits = engine.executor.logits(StepPlan((piece,)))[1].log_softmax(-1)
     expected = [float(logits[i, token]) for i, token in enumerate(tokens[1:])]
     assert [entry.logprob for entry in result.prompt_logprobs[1]] == pytest.approx(
         expected, abs=1e-5
@@ -77,12 +77,12 @@ def test_prompt_logprobs_are_those_of_the_tokens_that_follow(engine: Engine) -> 
 
 def test_what_a_page_held_before_never_reaches_its_next_owner(engine: Engine) -> None:
     piece = Chunk(0, make_prompt(5, seed=1), 0, [2], (), sample=None)
-    clean = engine.runner.logits(StepPlan((piece,)))[0]
-    engine.runner._pool.storage.fill_(float("nan"))
+    clean = engine.executor.logits(StepPlan((piece,)))[0]
+    cpu_runner(engine)._pool.storage.fill_(float("nan"))
     try:
-        assert torch.equal(engine.runner.logits(StepPlan((piece,)))[0], clean)
+        assert torch.equal(engine.executor.logits(StepPlan((piece,)))[0], clean)
     finally:
-        engine.runner._pool.storage.zero_()
+        cpu_runner(engine)._pool.storage.zero_()
 
 
 def mixed_steps(selections: list[Selection], last_page: int) -> list[StepPlan]:
@@ -109,8 +109,8 @@ def check_samples(plan: StepPlan, result: StepResult, logits: dict[int, Tensor])
     assert result.token_ids.keys() == result.logprobs.keys() == sampled
     for number in sampled:
         expected = logits[number][-1].log_softmax(-1)
-        assert result.token_ids[number] == int(expected.argmax())
-        assert result.logprobs[number].logprob == pytest.approx(float(expected.max()), abs=1e-4)
+        assert result.token_ids[number] == [int(expected.argmax())]
+        assert result.logprobs[number][0].logprob == pytest.approx(float(expected.max()), abs=1e-4)
 
 
 def test_a_mixed_batch_samples_what_the_logits_of_all_rows_say(tmp_path: Path) -> None:
@@ -124,10 +124,10 @@ def test_a_mixed_batch_samples_what_the_logits_of_all_rows_say(tmp_path: Path) -
     lease(engine, *selections)
     lease(oracle, *selections)
     for plan in mixed_steps(selections, engine.pages.num_pages - 1):
-        result = engine.runner.run(plan)
-        check_samples(plan, result, oracle.runner.logits(plan))
-        check_samples(plan, result, engine.runner.logits(plan))
-        assert engine.runner.run(plan) == result
+        result = run_step(engine, plan)
+        check_samples(plan, result, oracle.executor.logits(plan))
+        check_samples(plan, result, engine.executor.logits(plan))
+        assert run_step(engine, plan) == result
 
 
 def test_who_asks_for_prompt_logprobs_gets_them_beside_others(engine: Engine) -> None:
@@ -145,7 +145,7 @@ def test_who_asks_for_prompt_logprobs_gets_them_beside_others(engine: Engine) ->
     other = Chunk(2, make_prompt(12, seed=4), 0, [1], (), sample=sample_row(logprobs=0))
     inner = Chunk(3, make_prompt(12, seed=5), 0, [2], (), sample=None)
     plan = StepPlan((inner, asks, other))
-    result, logits = engine.runner.run(plan), engine.runner.logits(plan)
+    result, logits = run_step(engine, plan), engine.executor.logits(plan)
     check_samples(plan, result, logits)
     assert list(result.prompt_logprobs) == [1]
     rows = logits[1].log_softmax(-1)

@@ -1,0 +1,37 @@
+"""The seam between the engine and what computes its steps."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from loramux.types.step import InFlightStep, StepPlan
+
+
+class Executor(Protocol):
+    """Computes step plans over one page pool: on the CPU, on a GPU, or on several of them."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the KV cache and of the weights."""
+        ...
+
+    @property
+    def pool_bytes(self) -> int: ...
+
+    @property
+    def pool_address(self) -> int: ...
+
+    def can_run_ahead(self, plan: StepPlan) -> bool:
+        """Return whether the plan can be launched before the previous step's tokens are known."""
+        ...
+
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        """Start the step; raise DoesNotFit when the device has no memory for it."""
+        ...
+
+    def logits(self, plan: StepPlan) -> dict[int, Tensor]:
+        """Compute the logits of every token by sequence id, without sampling."""
+        ...

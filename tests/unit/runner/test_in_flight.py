@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import torch
+
+from loramux.runner.in_flight import FinishedStep, LaunchedStep
+from loramux.types.step import StepResult
+
+
+def test_tokens_go_to_their_sequences_in_order_and_stay_when_the_buffer_is_used_again() -> None:
+    host = torch.tensor([41, 42, 43], dtype=torch.int32)
+    step = LaunchedStep([7, 5], host, None)
+    assert not step.is_done
+    assert step.result().token_ids == {7: [41], 5: [42]}
+    host.zero_()
+    assert step.result().token_ids == {7: [41], 5: [42]}
+
+
+def test_a_result_that_is_there_has_landed() -> None:
+    result = StepResult({1: [2]})
+    assert FinishedStep(result).is_done and FinishedStep(result).result() is result
