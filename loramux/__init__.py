@@ -21,7 +21,6 @@ The folders, in the order in which a request meets them:
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -52,15 +51,6 @@ _HOMES = {
     "LoRARequest": "loramux.types.request",
     "SamplingParams": "loramux.types.sampling",
 }
-
-# OpenMP reads these once, when torch loads it. Threads that spin while they wait take the cores
-# from those that work: of three processes on two cores each did 21 products a second spinning, 54
-# with the defaults, and 69 waiting passively.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-# Where torch allocates with mimalloc: a step's tensors are as large as those of the step before,
-# and memory that was given back between the two is zeroed again, page by page.
-os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
 
 def __getattr__(name: str) -> object:

@@ -1,6 +1,9 @@
-"""Every error that loramux raises on purpose: raised below with its facts, mapped at the edges."""
+"""The errors that loramux raises on purpose; the server and the CLI map them to replies."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
 
 
 class LoramuxError(Exception):
@@ -98,3 +101,11 @@ class SourceFailed(LoramuxError):
         super().__init__(message)
         self.is_temporary = is_temporary
         self.retry_after_s = retry_after_s
+
+
+def suggest(word: str, known: Sequence[str]) -> str:
+    """A sentence for an error message that names the valid values nearest to a misspelt one."""
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+    if close:
+        return f"Did you mean {' or '.join(close)}?"
+    return f"Valid values: {', '.join(known)}."

@@ -194,12 +194,12 @@ def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
 async def _running_engine(config: ServeConfig, progress: OnProgress) -> AsyncIterator[AsyncEngine]:
     options = AsyncEngineOptions(
         model=Path(config.model) if config.model is not None else default_model_path(),
-        config=_engine_config(config),
+        config=_with_disk_folder(config.engine),
         served_name=config.served_model_name[0] if config.served_model_name else None,
-        max_jobs=config.max_queue + config.max_sequences,
+        max_jobs=config.max_queue + config.engine.max_sequences,
         max_job_tokens=config.max_queue_tokens,
-        tenant_shares=dict(config.tenant_weights),
-        adapter_shares=dict(config.adapter_weights),
+        tenant_shares=dict(config.tenant_shares),
+        adapter_shares=dict(config.adapter_shares),
     )
     engine = AsyncEngine(options, on_progress=progress)
     await engine.start()
@@ -232,11 +232,10 @@ async def _prewarming(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _engine_config(config: ServeConfig) -> EngineConfig:
-    engine_config = config.engine_config()
-    if engine_config.disk_folder is not None:
-        return engine_config
-    return replace(engine_config, disk_folder=str(cache_folder() / "images"))
+def _with_disk_folder(config: EngineConfig) -> EngineConfig:
+    if config.disk_folder is not None:
+        return config
+    return replace(config, disk_folder=str(cache_folder() / "images"))
 
 
 class DrainingServer(uvicorn.Server):

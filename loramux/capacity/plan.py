@@ -10,8 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from loramux.adapters.packed.dense import FUSED_PROJECTIONS
 from loramux.backend import BaseShapes
-from loramux.config.fields import nearest
-from loramux.errors import InvalidRequest
+from loramux.errors import InvalidRequest, suggest
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -110,7 +109,7 @@ def parse_targets(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if name not in TARGET_GROUPS:
             raise InvalidRequest(
-                f"There is no target {name!r}. {nearest(name, list(TARGET_GROUPS))}",
+                f"There is no target {name!r}. {suggest(name, list(TARGET_GROUPS))}",
                 param="targets",
             )
         wanted.update(TARGET_GROUPS[name])

@@ -18,7 +18,7 @@ from loramux.client.errors import (
     Unavailable,
 )
 from loramux.client.replies import ModelCard
-from loramux.config.fields import nearest
+from loramux.errors import suggest
 
 BASE = "base"
 COMMANDS = {
@@ -149,7 +149,7 @@ class ChatSession:
             "/help": lambda _: self.view.show_help(COMMANDS),
         }
         if name not in actions:
-            self._refuse(f"There is no command {word}. {nearest(word, list(COMMANDS))}")
+            self._refuse(f"There is no command {word}. {suggest(word, list(COMMANDS))}")
             return True
         try:
             actions[name](argument.strip())
@@ -171,7 +171,7 @@ class ChatSession:
     def _choose(self, name: str) -> bool:
         if name != BASE and name not in self.known_names:
             known = [BASE, *self.known_names]
-            self._refuse(f"The server has no adapter {name!r}. {nearest(name, known)}")
+            self._refuse(f"The server has no adapter {name!r}. {suggest(name, known)}")
             return False
         self.model = None if name == BASE else name
         return True

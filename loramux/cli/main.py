@@ -21,6 +21,7 @@ from loramux.cli import (
     serve,
     top,
 )
+from loramux.process_environment import set_process_environment
 
 REGISTRY_COMMANDS: dict[str, Callable[..., None]] = {
     "push": push.push,
@@ -67,6 +68,7 @@ def loramux(
     ] = False,
 ) -> None:
     """Many LoRA adapters on one base model, mixed in one batch."""
+    set_process_environment()
 
 
 if __name__ == "__main__":

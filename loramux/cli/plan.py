@@ -12,7 +12,7 @@ from rich.console import Console
 
 from loramux.cli.plan_view import show_plan
 from loramux.cli.serve_view import show_error
-from loramux.config.engine import parse_bytes
+from loramux.config.fields import parse_bytes
 from loramux.errors import InvalidRequest, LoramuxError
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from loramux.cli.registry_options import (
     reporting_errors,
 )
 from loramux.cli.registry_view import show_alias
-from loramux.config.engine import parse_bytes
+from loramux.config.fields import parse_bytes
 from loramux.registry.names import check_alias, parse_push_reference
 
 if TYPE_CHECKING:

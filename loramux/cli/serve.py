@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import signal
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from loramux.cli.serve_view import ServeView, show_error
-from loramux.config.fields import Kind, flag
+from loramux.config.fields import Kind, Setting, flag
 from loramux.config.file import load_serve_config
 from loramux.config.serve import SETTINGS, ServeConfig
 from loramux.errors import InvalidRequest, LoramuxError
@@ -28,11 +27,14 @@ FLAG_TYPES: dict[Kind, Any] = {
     Kind.TEXTS: list[str],
     Kind.PATHS: list[str],
     Kind.LORA_MODULES: list[str],
-    Kind.WEIGHTS: list[str],
-    Kind.SHARE: float,
+    Kind.SHARES: list[str],
+    Kind.FRACTION: float,
 }
 LIST_FLAGS = {
-    flag(n) for n, s in SETTINGS.items() if FLAG_TYPES.get(s.metadata["kind"]) == list[str]
+    flag(name)
+    for found in SETTINGS.values()
+    if FLAG_TYPES.get(found.kind) == list[str]
+    for name in (found.name, *found.aliases)
 }
 
 
@@ -98,21 +100,24 @@ def serve(config: Path | None = None, **flags: Any) -> None:
 
 
 def flag_parameter(
-    setting: dataclasses.Field[Any], *, panel: str | None = None
+    setting: Setting, *, panel: str | None = None, alias: str | None = None
 ) -> inspect.Parameter:
-    """The setting as a parameter that typer turns into an option; None: not given."""
-    facts = setting.metadata
-    kind = FLAG_TYPES.get(facts["kind"], str)
-    says_default = setting.default in (None, (), False) or facts["kind"] is Kind.SIZE
-    default = "" if says_default else f" Default: {setting.default}."
+    """The parameter that typer turns into the setting's option; None means not given.
+
+    An alias is a hidden option under a former name of the setting.
+    """
+    kind = FLAG_TYPES.get(setting.kind, str)
+    has_default = setting.default not in (None, (), False) and setting.kind is not Kind.SIZE
+    default = f" Default: {setting.default}." if has_default else ""
     option = typer.Option(
-        help=facts["help"] + default,
-        metavar=facts["metavar"],
-        rich_help_panel=panel or facts["group"],
+        help=setting.help + default,
+        metavar=setting.metavar,
+        rich_help_panel=panel or setting.group,
         show_default=False,
+        hidden=alias is not None,
     )
     return inspect.Parameter(
-        setting.name,
+        alias or setting.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[kind | None, option],
@@ -127,7 +132,10 @@ def serve_signature() -> inspect.Signature:
         default=None,
         annotation=Annotated[Path | None, option],
     )
-    return inspect.Signature([file, *map(flag_parameter, SETTINGS.values())])
+    former = [
+        flag_parameter(found, alias=alias) for found in SETTINGS.values() for alias in found.aliases
+    ]
+    return inspect.Signature([file, *map(flag_parameter, SETTINGS.values()), *former])
 
 
 vars(serve)["__signature__"] = serve_signature()

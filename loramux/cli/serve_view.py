@@ -53,7 +53,8 @@ class ServeView:
         hidden = len(config.lora_modules) - MAX_NAMES_SHOWN
         if hidden > 0:
             say(self._console, "          ", f"and {hidden} more adapters", style="bold")
-        memory = size_text(config.device_memory) if config.device_memory else "chosen by itself"
+        pool_bytes = config.engine.device_memory_bytes
+        memory = size_text(pool_bytes) if pool_bytes else "chosen by itself"
         say(self._console, "Page pool ", memory, style="bold")
 
     def progress(self, stage: str, done: float) -> None:

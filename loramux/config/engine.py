@@ -1,59 +1,52 @@
-"""Settings of an engine: frozen, and checked when made."""
+"""Settings of the engine and of its scheduler: frozen dataclasses that check their values."""
 
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from typing import Literal
 
+from loramux.config.fields import (
+    FRACTION,
+    NOT_NEGATIVE_SECONDS,
+    Kind,
+    Limit,
+    at_least,
+    check_limits,
+    one_of,
+    setting,
+)
 from loramux.errors import InvalidRequest
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
-
-
-def parse_bytes(text: str | int) -> int:
-    """'2GiB', '512M', '1.5 GB' or a plain number. Units are powers of 1024 in every spelling."""
-    if isinstance(text, int):
-        return text
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise InvalidRequest(f"{text!r} is not a size. Write it like 512MiB, 2GiB or 1073741824.")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
 EvictionName = Literal["cost", "lru"]
-MERGES = ("off", "auto")
-SCHEDULES = ("fair", "fcfs")
 EVICTIONS: tuple[EvictionName, ...] = ("cost", "lru")
-
-
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise InvalidRequest(
-            f"{name} must be one of {', '.join(known)}, got {value!r}.", param=name
-        )
+SCHEDULES = ("fair", "fcfs")
+MERGES = ("off", "auto")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+# Groups of settings, in the order of `loramux serve --help`.
+MODEL, MEMORY = "Model and adapters", "Memory and batching"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
+    """Settings of the scheduler; the engine derives them from its own and from the model."""
+
     max_batch_tokens: int = 512
-    """Rows of one step: every running sequence's next token, then chunks of prompts."""
+    """Tokens of one step: one per running sequence, then prefill chunks."""
     max_sequences: int = 256
     """Sequences that run at once."""
     block_tokens: int = 16
-    """Tokens whose keys and values share a page."""
+    """Tokens whose keys and values are stored in one page."""
     max_model_len: int = 2048
-    """Longest prompt plus output."""
+    """Largest number of prompt and output tokens of a sequence."""
     schedule: str = "fair"
-    """fair: shares per tenant and adapter; fcfs: in order of arrival."""
+    """fair: shares per tenant and adapter; fcfs: order of arrival."""
     max_wait_s: float = 2.0
-    """After this long, a request of somebody who had less than his share takes others' place."""
+    """Wait after which a request below its share may preempt requests above theirs."""
     max_loras: int | None = None
     """Distinct adapters in one batch; None: as many as fit."""
     base_digest: str = ""
-    """Part of every prefix-cache key."""
+    """Digest of the base model; it is part of every prefix-cache key."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_sequences", "block_tokens", "max_model_len"):
@@ -63,76 +56,210 @@ class SchedulerConfig:
             raise InvalidRequest("max_loras must be 1 or more.", param="max_loras")
         if self.max_wait_s < 0:
             raise InvalidRequest("max_wait_s must be 0 or more seconds.", param="max_wait_s")
-        _check_choice("schedule", self.schedule, SCHEDULES)
+        if self.schedule not in SCHEDULES:
+            raise InvalidRequest(
+                f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}.",
+                param="schedule",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    dtype: str = "auto"
-    """auto, bfloat16, float16 or float32; auto is float32 on a CPU without fast bfloat16."""
-    device: str = "cpu"
-    device_memory_bytes: int | None = None
-    """The page pool of KV cache and adapters; None: a quarter of the memory, 4 GiB at most, and
-    on a GPU what gpu_memory_utilization leaves."""
-    gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory for weights, working memory, graphs and the page pool together."""
-    lora_tail_ranks: int = 256
-    """Ranks of adapters that a GPU computes with the base's own products, in blocks of 16: room for
-    them is kept behind every weight. A step whose adapters need more reads them one by one."""
-    host_memory_bytes: int = 2**30
-    """Adapters kept in host memory, packed and ready to copy into the pool."""
-    disk_space_bytes: int = 8 * 2**30
-    """Packed adapters kept on disk; 0: none."""
-    disk_folder: str | None = None
-    """Where; None: no disk tier."""
-    max_cpu_loras: int | None = None
-    """Adapters in host memory; None: as many as fit."""
-    max_loras: int | None = None
-    """Distinct adapters in one batch; None: as many as fit."""
+    """Settings of one engine, for `LLM` and for `loramux serve`."""
+
+    dtype: str = setting(
+        "auto",
+        Kind.TEXT,
+        MODEL,
+        f"Data type of the weights. Valid values: {', '.join(DTYPES)}; auto is float32 on a CPU "
+        "without fast bfloat16.",
+        metavar="TYPE",
+        limit=one_of(*DTYPES),
+    )
+    max_rank: int | None = setting(
+        None,
+        Kind.COUNT,
+        MODEL,
+        "Refuse adapters with a higher rank. Default: any rank.",
+        name="max_lora_rank",
+        limit=at_least(1),
+    )
+    strict_base: bool = setting(
+        False,
+        Kind.SWITCH,
+        MODEL,
+        "Refuse an adapter whose config names another base model.",
+    )
+    device: str = setting(
+        "cpu",
+        Kind.TEXT,
+        MEMORY,
+        "Device that runs the model: cpu, cuda or cuda:N.",
+        metavar="NAME",
+    )
+    device_memory_bytes: int | None = setting(
+        None,
+        Kind.SIZE,
+        MEMORY,
+        "Size of the page pool shared by KV cache and adapters, such as 2GiB. Default: on a CPU a "
+        "quarter of the memory, 4 GiB at most; on a GPU what --gpu-memory-utilization leaves.",
+        name="device_memory",
+        metavar="SIZE",
+        limit=at_least(1),
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        Kind.FRACTION,
+        MEMORY,
+        "Fraction of the GPU's memory for weights, activations, graphs and page pool together.",
+        metavar="FRACTION",
+        limit=FRACTION,
+    )
+    lora_augmented_ranks: int = setting(
+        256,
+        Kind.COUNT,
+        MEMORY,
+        "Ranks of hot adapters whose LoRA A a GPU appends to the base weights, so that one GEMM "
+        "computes both; a multiple of 16. 0 disables it.",
+        limit=Limit("0 or a multiple of 16", lambda value: value >= 0 and value % 16 == 0),
+        aliases=("lora_tail_ranks",),
+    )
+    host_memory_bytes: int = setting(
+        2**30,
+        Kind.SIZE,
+        MEMORY,
+        "Host memory for packed adapters that are ready to be copied into the pool. Default: 1GiB.",
+        name="host_memory",
+        metavar="SIZE",
+        limit=at_least(0),
+    )
+    disk_space_bytes: int = setting(
+        8 * 2**30,
+        Kind.SIZE,
+        MEMORY,
+        "Disk space for checked and packed adapters, so that loading a cold adapter is one read; "
+        "0 disables it. Default: 8GiB.",
+        name="disk_space",
+        metavar="SIZE",
+        limit=at_least(0),
+    )
+    disk_folder: str | None = setting(
+        None,
+        Kind.PATH,
+        MEMORY,
+        "Folder of the packed adapters on disk. Default: images in the cache folder.",
+        metavar="PATH",
+    )
+    """None: `LLM` has no disk tier; `loramux serve` uses a folder of the cache."""
+    max_loras: int | None = setting(
+        None,
+        Kind.COUNT,
+        MEMORY,
+        "Maximum number of distinct adapters in one batch. Default: as many as fit.",
+        limit=at_least(1),
+    )
+    max_cpu_loras: int | None = setting(
+        None,
+        Kind.COUNT,
+        MEMORY,
+        "Maximum number of adapters in host memory. Default: as many as fit.",
+        limit=at_least(1),
+    )
+    adapter_memory_fraction: float = setting(
+        1.0,
+        Kind.FRACTION,
+        MEMORY,
+        "Largest fraction of the page pool that adapters may take from the KV cache.",
+        metavar="FRACTION",
+        limit=FRACTION,
+    )
+    eviction: EvictionName = setting(
+        "cost",
+        Kind.TEXT,
+        MEMORY,
+        f"Eviction policy of adapters and cached prefixes. Valid values: {', '.join(EVICTIONS)}; "
+        "cost weighs frequency of use, reload time and size.",
+        metavar="NAME",
+        limit=one_of(*EVICTIONS),
+    )
+    prefix_cache: bool = setting(
+        True,
+        Kind.SWITCH,
+        MEMORY,
+        "Disable the prefix cache: compute every prompt completely.",
+        name="no_prefix_cache",
+        is_inverted=True,
+    )
+    merge: str = setting(
+        "off",
+        Kind.TEXT,
+        MEMORY,
+        f"Merge mode. Valid values: {', '.join(MERGES)}; auto merges an adapter that dominates the "
+        "traffic into a copy of the weights where that is measured to be faster.",
+        metavar="NAME",
+        limit=one_of(*MERGES),
+    )
+    merge_memory_bytes: int | None = setting(
+        None,
+        Kind.SIZE,
+        MEMORY,
+        "Largest merged copy of the weights. Default: a quarter of the memory.",
+        name="merge_memory",
+        metavar="SIZE",
+    )
+    schedule: str = setting(
+        "fair",
+        Kind.TEXT,
+        MEMORY,
+        f"Order of admission. Valid values: {', '.join(SCHEDULES)}; fair gives every tenant and "
+        "adapter its share, fcfs keeps the order of arrival.",
+        metavar="NAME",
+        limit=one_of(*SCHEDULES),
+    )
+    max_wait_s: float = setting(
+        2.0,
+        Kind.SECONDS,
+        MEMORY,
+        "With schedule fair: seconds after which a waiting request may preempt requests of tenants "
+        "and adapters that are above their share.",
+        limit=NOT_NEGATIVE_SECONDS,
+    )
+    max_model_len: int | None = setting(
+        None,
+        Kind.COUNT,
+        MEMORY,
+        "Maximum number of prompt and output tokens of a sequence. Default: the model's maximum.",
+        limit=at_least(1),
+    )
+    max_batch_tokens: int = setting(
+        512,
+        Kind.COUNT,
+        MEMORY,
+        "Maximum number of tokens computed in one step.",
+        limit=at_least(1),
+    )
+    max_sequences: int = setting(
+        256,
+        Kind.COUNT,
+        MEMORY,
+        "Maximum number of sequences that run at once.",
+        limit=at_least(1),
+    )
     max_active_adapters: int | None = None
-    """Adapters in the pool, running or idle; None: as many as fit."""
-    adapter_memory_fraction: float = 1.0
-    """Largest share of the pool that adapters may take from the KV cache."""
-    eviction: EvictionName = "cost"
-    schedule: str = "fair"
-    max_wait_s: float = 2.0
-    prefix_cache: bool = True
-    max_batch_tokens: int = 512
-    max_sequences: int = 256
+    """Maximum number of adapters in the page pool, in use or idle; None: as many as fit."""
     block_tokens: int = 16
-    max_model_len: int | None = None
-    """None: what the model allows."""
-    max_rank: int | None = None
-    """Refuse adapters of a larger rank; None: any rank."""
-    strict_base: bool = False
-    """Refuse an adapter that was trained on a base of another name."""
+    """Tokens whose keys and values are stored in one page."""
     pack_weights: bool = True
-    """Keep a second copy of the base weights in the CPU's fastest layout, when memory allows."""
-    merge: str = "off"
-    """auto: an adapter that dominates is merged into a copy of the weights, where it is faster."""
-    merge_memory_bytes: int | None = None
-    """Largest merged copy; None: a quarter of the memory."""
+    """Keep a second copy of the base weights in the CPU's fastest layout, if memory allows."""
     reference_kernels: bool = False
-    """Run the plain torch kernels everywhere; for hunting bugs (also LORAMUX_KERNELS=torch)."""
+    """Run the reference kernels everywhere, for debugging (also LORAMUX_KERNELS=torch)."""
 
     def __post_init__(self) -> None:
-        _check_choice("eviction", self.eviction, EVICTIONS)
-        _check_choice("schedule", self.schedule, SCHEDULES)
-        _check_choice("merge", self.merge, MERGES)
-        if not 0 < self.adapter_memory_fraction <= 1:
-            raise InvalidRequest("adapter_memory_fraction must be in (0, 1].")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise InvalidRequest("gpu_memory_utilization must be in (0, 1].")
-        if self.lora_tail_ranks < 0 or self.lora_tail_ranks % 16:
-            raise InvalidRequest(
-                f"lora_tail_ranks must be a multiple of 16, got {self.lora_tail_ranks}. "
-                "Set it to 0 to keep no room for adapters behind the weights.",
-                param="lora_tail_ranks",
-            )
+        check_limits(self)
         if self.merge != "off" and self.is_gpu:
             raise InvalidRequest(
-                f"merge={self.merge!r} works on a CPU only: a GPU's kernels read adapters from "
-                "their pages, and merging would gain nothing. Set merge to off.",
+                f"merge={self.merge!r} works on a CPU only: GPU kernels read adapters from their "
+                "pages, and merging gains nothing. Set merge to off.",
                 param="merge",
             )
 
@@ -142,7 +269,7 @@ class EngineConfig:
 
     @property
     def wants_device_kernels(self) -> bool:
-        """Those of a GPU; LORAMUX_KERNELS=triton runs them in Triton's interpreter, for tests."""
+        """Whether the GPU kernels run; LORAMUX_KERNELS=triton interprets them, for tests."""
         if os.environ.get("LORAMUX_KERNELS") == "triton":
             return True
         return self.is_gpu and not self.wants_reference_kernels
@@ -153,5 +280,5 @@ class EngineConfig:
 
     @property
     def may_compile_kernels(self) -> bool:
-        """LORAMUX_KERNELS=cpu runs what a CPU without numba runs, for tests."""
+        """Whether numba kernels may be used; LORAMUX_KERNELS=cpu forbids them, for tests."""
         return os.environ.get("LORAMUX_KERNELS") != "cpu"

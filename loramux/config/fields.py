@@ -1,9 +1,11 @@
-"""Single values of the serve settings, as a flag or a TOML file gives them."""
+"""The settings of `loramux serve`: their kinds, their limits, and how a value is parsed."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -11,13 +13,26 @@ from typing import Any
 
 import msgspec
 
-from loramux.config.engine import parse_bytes
-from loramux.errors import InvalidRequest
+from loramux.errors import InvalidRequest, suggest
 
 NONE = "none"
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Parse '2GiB', '512M', '1.5 GB' or a plain number; all units are powers of 1024."""
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise InvalidRequest(f"{text!r} is not a size. Write it like 512MiB, 2GiB or 1073741824.")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 class Kind(Enum):
+    """The type of a setting's value; it selects the parser and the type of the flag."""
+
     TEXT = auto()
     TEXTS = auto()
     PATH = auto()
@@ -27,28 +42,110 @@ class Kind(Enum):
     SECONDS = auto()
     SWITCH = auto()
     SIZE = auto()
-    SHARE = auto()
-    WEIGHTS = auto()
+    FRACTION = auto()
+    SHARES = auto()
     LORA_MODULES = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The values that a setting may have; None, the absent value, is always allowed."""
+
+    text: str
+    allows: Callable[[Any], bool]
+
+    def check(self, value: object) -> None:
+        if value is not None and not self.allows(value):
+            raise InvalidRequest(f"must be {self.text}, got {value!r}.")
+
+
+def at_least(minimum: int) -> Limit:
+    return Limit(f"{minimum} or more", lambda value: value >= minimum)
+
+
+def one_of(*values: str) -> Limit:
+    return Limit(f"one of {', '.join(values)}", lambda value: value in values)
+
+
+NOT_NEGATIVE_SECONDS = Limit("0 or more seconds", lambda value: 0 <= value < math.inf)
+POSITIVE_SECONDS = Limit("over 0 seconds", lambda value: 0 < value < math.inf)
+FRACTION = Limit("over 0 and at most 1", lambda value: 0 < value <= 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One field of a config dataclass that is a flag, a key of the TOML file and a line of help."""
+
+    name: str
+    """The key in the TOML file, with `_`; the flag has `-` instead."""
+    field: str
+    """The field of the dataclass that holds the value."""
+    kind: Kind
+    group: str
+    help: str
+    default: object
+    metavar: str | None
+    limit: Limit | None
+    is_inverted: bool
+    """The field holds the negation of the switch: `no_prefix_cache` sets `prefix_cache`."""
+    aliases: tuple[str, ...]
+    """Former names, which are accepted but not shown."""
 
 
 def setting(  # noqa: PLR0913  (what a flag, a key and a line of help need)
     default: object,
     kind: Kind,
     group: str,
-    text: str,
+    help_text: str,
     *,
+    name: str | None = None,
     metavar: str | None = None,
+    limit: Limit | None = None,
+    is_inverted: bool = False,
     is_secret: bool = False,
+    aliases: tuple[str, ...] = (),
 ) -> Any:
-    """A secret one may hold a password, and is left out where the settings are shown."""
-    metadata = {"kind": kind, "group": group, "help": text, "metavar": metavar}
+    """A dataclass field with the metadata of a setting.
+
+    `name` is the setting's name where it differs from the field's. A secret setting may contain a
+    password and is left out of the dataclass's repr.
+    """
+    metadata = {
+        "name": name,
+        "kind": kind,
+        "group": group,
+        "help": help_text,
+        "metavar": metavar,
+        "limit": limit,
+        "is_inverted": is_inverted,
+        "aliases": aliases,
+    }
     return field(default=default, metadata=metadata, repr=not is_secret)
+
+
+def settings_of(config: type) -> Iterator[Setting]:
+    """The settings among the fields of a config dataclass, in order."""
+    for found in dataclasses.fields(config):
+        if "kind" in found.metadata:
+            facts = dict(found.metadata)
+            default = not found.default if facts["is_inverted"] else found.default
+            name = facts.pop("name") or found.name
+            yield Setting(name=name, field=found.name, default=default, **facts)
+
+
+def check_limits(config: object) -> None:
+    """Raise InvalidRequest for the first field of a config dataclass that is over its limit."""
+    for found in settings_of(type(config)):
+        if found.limit is not None and not found.is_inverted:
+            try:
+                found.limit.check(getattr(config, found.field))
+            except InvalidRequest as error:
+                raise InvalidRequest(f"{found.field} {error}", param=found.name) from None
 
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """An adapter to serve from the start."""
+    """An adapter that the server loads at start."""
 
     name: str
     path: str
@@ -62,23 +159,16 @@ class LoraModule:
                 )
 
 
-FIELDS = ("name", "path", "base_model_name")
+MODULE_FIELDS = ("name", "path", "base_model_name")
 
 
 def flag(name: str) -> str:
+    """The command-line flag of a setting."""
     return "--" + name.replace("_", "-")
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
-    """A sentence that names what may have been meant."""
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
-    if close:
-        return f"Did you mean {' or '.join(close)}?"
-    return f"Known are: {', '.join(known)}."
-
-
 def parse_lora_module(text: str, folder: Path | None = None) -> LoraModule:
-    """name=path, or vLLM's JSON form."""
+    """Parse name=path, or vLLM's JSON form; relative paths start at `folder`."""
     if text.lstrip().startswith("{"):
         try:
             fields = msgspec.json.decode(text.encode(errors="surrogateescape"))
@@ -98,8 +188,10 @@ def lora_module_from_fields(fields: object, folder: Path | None) -> LoraModule:
     if not isinstance(fields, Mapping):
         raise wrong_type(fields, 'name=folder or {"name": …, "path": …}')
     for key, value in fields.items():
-        if key not in FIELDS:
-            raise InvalidRequest(f"An adapter has no field {key!r}. {nearest(str(key), FIELDS)}")
+        if key not in MODULE_FIELDS:
+            raise InvalidRequest(
+                f"An adapter has no field {key!r}. {suggest(str(key), MODULE_FIELDS)}"
+            )
         if not isinstance(value, str) and not (key == "base_model_name" and value is None):
             raise InvalidRequest(f"An adapter's {key} must be text, got {value!r}.")
     missing = [key for key in ("name", "path") if not fields.get(key)]
@@ -119,13 +211,13 @@ def wrong_type(value: object, wanted: str) -> InvalidRequest:
     return InvalidRequest(f"must be {wanted}, got {value!r}.")
 
 
-def check_text(value: object, folder: Path | None) -> str:
+def parse_text(value: object, folder: Path | None) -> str:
     if not isinstance(value, str):
         raise wrong_type(value, 'text in quotes, such as "auto"')
     return value
 
 
-def check_texts(value: object, folder: Path | None) -> tuple[str, ...]:
+def parse_texts(value: object, folder: Path | None) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list | tuple) or not all(
         isinstance(one, str) and one for one in values
@@ -134,54 +226,54 @@ def check_texts(value: object, folder: Path | None) -> tuple[str, ...]:
     return tuple(values)
 
 
-def check_path(value: object, folder: Path | None) -> str:
+def parse_path(value: object, folder: Path | None) -> str:
     if not isinstance(value, str) or not value:
         raise wrong_type(value, "a path in quotes")
     return located(value, folder)
 
 
-def check_paths(value: object, folder: Path | None) -> tuple[str, ...]:
-    return tuple(located(path, folder) for path in check_texts(value, folder))
+def parse_paths(value: object, folder: Path | None) -> tuple[str, ...]:
+    return tuple(located(path, folder) for path in parse_texts(value, folder))
 
 
-def check_url_or_path(value: object, folder: Path | None) -> str:
+def parse_url_or_path(value: object, folder: Path | None) -> str:
     if isinstance(value, str) and ("://" in value or value == NONE):
         return value
-    return check_path(value, folder)
+    return parse_path(value, folder)
 
 
-def check_count(value: object, folder: Path | None) -> int:
+def parse_count(value: object, folder: Path | None) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise wrong_type(value, "a whole number")
     return value
 
 
-def check_seconds(value: object, folder: Path | None) -> float:
+def parse_seconds(value: object, folder: Path | None) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise wrong_type(value, "a number of seconds")
     return float(value)
 
 
-def check_switch(value: object, folder: Path | None) -> bool:
+def parse_switch(value: object, folder: Path | None) -> bool:
     if not isinstance(value, bool):
         raise wrong_type(value, "true or false")
     return value
 
 
-def check_size(value: object, folder: Path | None) -> int:
+def parse_size(value: object, folder: Path | None) -> int:
     if not isinstance(value, int | str) or isinstance(value, bool):
         raise wrong_type(value, 'a size such as "2GiB"')
     return parse_bytes(value)
 
 
-def check_share(value: object, folder: Path | None) -> float:
+def parse_fraction(value: object, folder: Path | None) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise wrong_type(value, "a number such as 0.5")
     return float(value)
 
 
-def check_weights(value: object, folder: Path | None) -> tuple[tuple[str, float], ...]:
-    """A list of name=number, or one table of names and numbers."""
+def parse_shares(value: object, folder: Path | None) -> tuple[tuple[str, float], ...]:
+    """Accept a list of name=number, or one table of names and numbers."""
     if isinstance(value, Mapping):
         pairs = [(str(name), number) for name, number in value.items()]
     elif isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
@@ -189,17 +281,17 @@ def check_weights(value: object, folder: Path | None) -> tuple[tuple[str, float]
     else:
         raise wrong_type(value, 'a list such as ["acme=2"]')
     try:
-        weights = tuple((name, float(number)) for name, number in pairs)
+        shares = tuple((name, float(number)) for name, number in pairs)
     except (TypeError, ValueError):
         raise wrong_type(value, 'a list such as ["acme=2"]') from None
-    for name, weight in weights:
-        if not name or not 0 < weight < float("inf"):
-            raise InvalidRequest(f"{name}={weight} is no share: write a name and a number over 0.")
-    return weights
+    for name, share in shares:
+        if not name or not 0 < share < math.inf:
+            raise InvalidRequest(f"{name}={share} is not a share. Write name=number, over 0.")
+    return shares
 
 
-def check_lora_modules(value: object, folder: Path | None) -> tuple[LoraModule, ...]:
-    """A list of name=path and tables, or one table of names and paths."""
+def parse_lora_modules(value: object, folder: Path | None) -> tuple[LoraModule, ...]:
+    """Accept a list of name=path and tables, or one table of names and paths."""
     if isinstance(value, Mapping):
         value = [{"name": name, "path": path} for name, path in value.items()]
     if not isinstance(value, list | tuple):
@@ -212,17 +304,17 @@ def check_lora_modules(value: object, folder: Path | None) -> tuple[LoraModule, 
     )
 
 
-CHECKS: dict[Kind, Callable[[object, Path | None], object]] = {
-    Kind.TEXT: check_text,
-    Kind.TEXTS: check_texts,
-    Kind.PATH: check_path,
-    Kind.PATHS: check_paths,
-    Kind.URL_OR_PATH: check_url_or_path,
-    Kind.COUNT: check_count,
-    Kind.SECONDS: check_seconds,
-    Kind.SWITCH: check_switch,
-    Kind.SIZE: check_size,
-    Kind.SHARE: check_share,
-    Kind.WEIGHTS: check_weights,
-    Kind.LORA_MODULES: check_lora_modules,
+PARSERS: dict[Kind, Callable[[object, Path | None], object]] = {
+    Kind.TEXT: parse_text,
+    Kind.TEXTS: parse_texts,
+    Kind.PATH: parse_path,
+    Kind.PATHS: parse_paths,
+    Kind.URL_OR_PATH: parse_url_or_path,
+    Kind.COUNT: parse_count,
+    Kind.SECONDS: parse_seconds,
+    Kind.SWITCH: parse_switch,
+    Kind.SIZE: parse_size,
+    Kind.FRACTION: parse_fraction,
+    Kind.SHARES: parse_shares,
+    Kind.LORA_MODULES: parse_lora_modules,
 }

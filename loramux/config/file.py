@@ -1,4 +1,4 @@
-"""Settings of `loramux serve` from its flags and a TOML file."""
+"""Read the settings of `loramux serve` from its flags and a TOML file."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loramux.config.fields import CHECKS, flag, nearest
-from loramux.config.serve import SETTINGS, ServeConfig
-from loramux.errors import InvalidRequest
+from loramux.config.fields import PARSERS, flag
+from loramux.config.serve import ALIASES, SETTINGS, ServeConfig, serve_config
+from loramux.errors import InvalidRequest, suggest
 
 
 def load_serve_config(flags: Mapping[str, Any], file: Path | None = None) -> ServeConfig:
-    """`flags` holds only what was given; each of them replaces the file's value."""
+    """The config of a file and of the given flags; a flag replaces the file's value."""
     found = read_file(file) if file is not None else {}
-    given = {name: check(name, value, source=flag(name)) for name, value in flags.items()}
-    return ServeConfig(**{**found, **given})
+    given: dict[str, object] = {}
+    for key, value in flags.items():
+        name = ALIASES.get(key, key)
+        if name not in SETTINGS:
+            raise InvalidRequest(f"There is no setting {key!r}.", param=key)
+        if name in given:
+            raise InvalidRequest(f"{flag(name)} is given twice: also as {flag(key)}.", param=name)
+        given[name] = parse(name, value, source=flag(key))
+    return serve_config({**found, **given})
 
 
-def read_file(file: Path) -> dict[str, Any]:
-    """Keys may be written with - or _; relative paths start at the file's folder."""
+def read_file(file: Path) -> dict[str, object]:
+    """The settings of a TOML file. Keys may have - or _; relative paths start at its folder."""
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -29,30 +36,36 @@ def read_file(file: Path) -> dict[str, Any]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{file} is not valid TOML: {error}", param="config") from error
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for key, value in content.items():
-        name = known_name(key, file)
+        name = setting_name(key, file)
         if name in values:
-            raise InvalidRequest(f"{file} sets {key!r} twice: with - and with _.", param=name)
-        values[name] = check(name, value, source=f"{key} in {file}", folder=file.parent)
+            raise InvalidRequest(
+                f"{file} sets {name!r} twice, under two spellings of the key.", param=name
+            )
+        values[name] = parse(name, value, source=f"{key} in {file}", folder=file.parent)
     return values
 
 
-def known_name(key: str, file: Path) -> str:
+def setting_name(key: str, file: Path) -> str:
     name = key.replace("-", "_")
+    name = ALIASES.get(name, name)
     if name not in SETTINGS:
         keys = [known.replace("_", "-") for known in SETTINGS]
         raise InvalidRequest(
-            f"{file} has an unknown key {key!r}. {nearest(key.replace('_', '-'), keys)}",
+            f"{file} has an unknown key {key!r}. {suggest(key.replace('_', '-'), keys)}",
             param=key,
         )
     return name
 
 
-def check(name: str, value: object, *, source: str, folder: Path | None = None) -> object:
-    if name not in SETTINGS:
-        raise InvalidRequest(f"There is no setting {name!r}.", param=name)
+def parse(name: str, value: object, *, source: str, folder: Path | None = None) -> object:
+    """The value of a setting, checked; errors begin with `source`."""
+    found = SETTINGS[name]
     try:
-        return CHECKS[SETTINGS[name].metadata["kind"]](value, folder)
+        parsed = PARSERS[found.kind](value, folder)
+        if found.limit is not None:
+            found.limit.check(parsed)
     except InvalidRequest as error:
         raise InvalidRequest(f"{source}: {error}", param=name) from error
+    return parsed

@@ -1,21 +1,38 @@
-"""Settings of `loramux serve`: a field is a flag, a key of the TOML file, and a line of help."""
+"""Settings of `loramux serve`: each is a flag, a key of the TOML file, and a line of help."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from loramux.config.engine import EVICTIONS, SCHEDULES, EngineConfig, EvictionName
-from loramux.config.fields import Kind, LoraModule, setting
-from loramux.config.limits import DTYPES, LOG_LEVELS, check_limits, check_names
+from loramux.config.engine import MEMORY, MODEL, EngineConfig
+from loramux.config.fields import (
+    NOT_NEGATIVE_SECONDS,
+    POSITIVE_SECONDS,
+    Kind,
+    Limit,
+    LoraModule,
+    Setting,
+    at_least,
+    check_limits,
+    one_of,
+    setting,
+    settings_of,
+)
+from loramux.errors import InvalidRequest
 
-MODEL, MEMORY, NETWORK = "Model and adapters", "Memory and batching", "Network and operation"
-REGISTRY = "Registry and receipts"
+REGISTRY, NETWORK = "Registry and receipts", "Network and operation"
+GROUPS = (MODEL, REGISTRY, MEMORY, NETWORK)
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+RECEIPTS = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
+    """Everything that `loramux serve` may be told; the engine's part is an EngineConfig."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
     model: str | None = setting(
         None,
         Kind.PATH,
@@ -28,7 +45,7 @@ class ServeConfig:
         (),
         Kind.TEXTS,
         MODEL,
-        "Name (or several) by which requests ask for the base; answers show the first. "
+        "One or more names of the base model in requests; replies contain the first. "
         "Default: the model's own name.",
         metavar="NAME…",
     )
@@ -36,30 +53,16 @@ class ServeConfig:
         (),
         Kind.LORA_MODULES,
         MODEL,
-        'Adapters to serve: name=folder, or {"name": …, "path": …} as JSON; several after one '
-        "flag, or the flag several times.",
+        'Adapters to serve: name=folder, or {"name": …, "path": …} as JSON. Give several after one '
+        "flag, or repeat the flag.",
         metavar="NAME=PATH…",
-    )
-    dtype: str = setting(
-        "auto",
-        Kind.TEXT,
-        MODEL,
-        f"Number type of the weights: {', '.join(DTYPES)}.",
-        metavar="TYPE",
-    )
-    max_lora_rank: int | None = setting(
-        None, Kind.COUNT, MODEL, "Refuse adapters of a larger rank. Default: any rank."
-    )
-    strict_base: bool = setting(
-        False, Kind.SWITCH, MODEL, "Refuse an adapter that records another base's name."
     )
     registry: str | None = setting(
         None,
         Kind.URL_OR_PATH,
         REGISTRY,
-        "Serve this registry's adapters too: a SQLite file, or postgresql://…; none: no registry. "
-        "Default: $LORAMUX_REGISTRY, else registry.db in the data folder if something was pushed "
-        "there.",
+        "Also serve the adapters of this registry: a SQLite file, or postgresql://…; none disables "
+        "it. Default: $LORAMUX_REGISTRY, else registry.db in the data folder if it exists.",
         metavar="URL|PATH",
         is_secret=True,
     )
@@ -67,23 +70,24 @@ class ServeConfig:
         None,
         Kind.PATH,
         REGISTRY,
-        "Folder of the adapter store; alone, its registry.db is the registry. Default: "
-        "$LORAMUX_DATA, else loramux in the user's data folder.",
+        "Data folder with the adapter store; without --registry, its registry.db is the registry. "
+        "Default: $LORAMUX_DATA, else loramux in the user's data folder.",
         metavar="FOLDER",
     )
     store_space: int | None = setting(
         None,
         Kind.SIZE,
         REGISTRY,
-        "Largest adapter store. Default: as much as the disk holds.",
+        "Maximum size of the adapter store. Default: as much as the disk holds.",
         metavar="SIZE",
+        limit=at_least(1),
     )
     shared_cache: str | None = setting(
         None,
         Kind.TEXT,
         REGISTRY,
-        "Redis that servers share as a cache before the remote store: redis://host:6379/0. "
-        "Default: $LORAMUX_SHARED_CACHE, else none.",
+        "Redis used by several servers as a cache in front of the remote store: "
+        "redis://host:6379/0. Default: $LORAMUX_SHARED_CACHE, else none.",
         metavar="URL",
         is_secret=True,
     )
@@ -91,286 +95,255 @@ class ServeConfig:
         None,
         Kind.TEXT,
         REGISTRY,
-        "Bucket that keeps every adapter too: s3://bucket/folder, gs://… or az://…; what is not in "
-        "the data folder comes from there. Default: $LORAMUX_REMOTE_STORE, else none.",
+        "Bucket that also stores every adapter: s3://bucket/folder, gs://… or az://…. Adapters "
+        "missing from the data folder are read from it. Default: $LORAMUX_REMOTE_STORE, else none.",
         metavar="URL",
     )
     home_tenant: str = setting(
-        "default", Kind.TEXT, REGISTRY, "Tenant of names without tenant/.", metavar="NAME"
+        "default",
+        Kind.TEXT,
+        REGISTRY,
+        "Tenant of adapter names without tenant/.",
+        metavar="NAME",
+        limit=Limit("the name of a tenant", bool),
     )
     allow_runtime_lora_updating: bool = setting(
         False,
         Kind.SWITCH,
         REGISTRY,
-        "Let requests load and unload adapters by vLLM's calls; also "
+        "Allow requests to load and unload adapters through vLLM's endpoints; also "
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.",
     )
     allowed_roots: tuple[str, ...] = setting(
         (),
         Kind.PATHS,
         REGISTRY,
-        "Folders under which a request may name an adapter's path.",
+        "Folders from which requests may load adapters by path.",
         metavar="FOLDER…",
     )
     allowed_http_hosts: tuple[str, ...] = setting(
         (),
         Kind.TEXTS,
         REGISTRY,
-        "Hosts that adapters may be pushed from by http(s)://, such as example.com, "
-        "*.example.com or host:8080; never private addresses.",
+        "Hosts from which adapters may be pushed over http(s)://, such as example.com, "
+        "*.example.com or host:8080. Private addresses are refused.",
         metavar="HOST…",
     )
     private_http_hosts: tuple[str, ...] = setting(
         (),
         Kind.TEXTS,
         REGISTRY,
-        "The same for hosts of your own network, whose addresses may be private.",
+        "Hosts of your own network from which adapters may be pushed over http(s)://; their "
+        "addresses may be private.",
         metavar="HOST…",
     )
     allowed_buckets: tuple[str, ...] = setting(
         (),
         Kind.TEXTS,
         REGISTRY,
-        "Buckets that adapters may be pushed from by s3://, gs:// and az://. Default: any that "
-        "the server's credentials may read.",
+        "Buckets from which adapters may be pushed over s3://, gs:// and az://. Default: any that "
+        "the server's credentials can read.",
         metavar="BUCKET…",
     )
     allowed_hub_owners: tuple[str, ...] = setting(
         (),
         Kind.TEXTS,
         REGISTRY,
-        "Owners on the Hugging Face hub that adapters may be pushed from. Default: any.",
+        "Owners on the Hugging Face hub from which adapters may be pushed. Default: any.",
         metavar="NAME…",
     )
     max_adapter_size: int = setting(
         8 * 2**30,
         Kind.SIZE,
         REGISTRY,
-        "Largest adapter that is pushed or fetched. Default: 8GiB.",
+        "Maximum size of an adapter that is pushed or fetched. Default: 8GiB.",
         metavar="SIZE",
+        limit=at_least(1),
     )
     fetch_timeout_s: float = setting(
-        1800.0, Kind.SECONDS, REGISTRY, "Seconds that fetching an adapter may take."
+        1800.0,
+        Kind.SECONDS,
+        REGISTRY,
+        "Timeout for fetching an adapter, in seconds.",
+        limit=POSITIVE_SECONDS,
     )
     fetch_workers: int = setting(
-        4, Kind.COUNT, REGISTRY, "Parts of a file that are fetched at once."
+        4,
+        Kind.COUNT,
+        REGISTRY,
+        "Number of parts of a file that are fetched in parallel.",
+        limit=at_least(1),
     )
     receipts: str = setting(
         "auto",
         Kind.TEXT,
         REGISTRY,
-        "auto: whole answers have one, with a registry streams too, where they are kept; on: "
-        "streams always; off: none.",
+        f"Receipts in replies. Valid values: {', '.join(RECEIPTS)}; auto puts one into every "
+        "complete reply, and with a registry, which stores them, into streams too; on also without "
+        "a registry.",
         metavar="NAME",
+        limit=one_of(*RECEIPTS),
     )
     receipt_key: str | None = setting(
         None,
         Kind.PATH,
         REGISTRY,
-        "Sign receipts with the Ed25519 key of this PEM file. Default: unsigned.",
+        "PEM file with the Ed25519 key that signs receipts. Default: unsigned.",
         metavar="FILE",
     )
     receipt_retention_days: int | None = setting(
-        None, Kind.COUNT, REGISTRY, "Remove older receipts. Default: keep all."
+        None,
+        Kind.COUNT,
+        REGISTRY,
+        "Delete receipts older than this many days. Default: keep all.",
+        limit=at_least(1),
     )
     pool_id: str | None = setting(
         None,
         Kind.TEXT,
         REGISTRY,
-        "What receipts call this server. Default: the machine's name.",
-        metavar="NAME",
-    )
-    device: str = setting("cpu", Kind.TEXT, MEMORY, "Where the model runs.", metavar="NAME")
-    device_memory: int | None = setting(
-        None,
-        Kind.SIZE,
-        MEMORY,
-        "Page pool that KV cache and adapters share, such as 2GiB. Default: a quarter of the "
-        "memory, 4 GiB at most.",
-        metavar="SIZE",
-    )
-    gpu_memory_utilization: float = setting(
-        0.9, Kind.SHARE, MEMORY, "Share of a GPU's memory for everything.", metavar="SHARE"
-    )
-    lora_tail_ranks: int = setting(
-        256,
-        Kind.COUNT,
-        MEMORY,
-        "Ranks of busy adapters that a GPU computes with the base's own products; a multiple of "
-        "16, 0: none.",
-    )
-    host_memory: int = setting(
-        2**30,
-        Kind.SIZE,
-        MEMORY,
-        "Adapters kept in host memory, ready to be copied into the pool. Default: 1GiB.",
-        metavar="SIZE",
-    )
-    disk_space: int = setting(
-        8 * 2**30,
-        Kind.SIZE,
-        MEMORY,
-        "Adapters kept on disk, checked and packed, so that a cold one is one read away; 0 keeps "
-        "none. Default: 8GiB.",
-        metavar="SIZE",
-    )
-    disk_folder: str | None = setting(
-        None,
-        Kind.PATH,
-        MEMORY,
-        "Where these are kept. Default: images in the cache folder.",
-        metavar="PATH",
-    )
-    max_loras: int | None = setting(
-        None, Kind.COUNT, MEMORY, "Distinct adapters in one batch. Default: as many as fit."
-    )
-    max_cpu_loras: int | None = setting(
-        None, Kind.COUNT, MEMORY, "Adapters in host memory. Default: as many as fit."
-    )
-    adapter_memory_fraction: float = setting(
-        1.0, Kind.SHARE, MEMORY, "Most of the page pool that adapters may take.", metavar="SHARE"
-    )
-    eviction: str = setting(
-        "cost",
-        Kind.TEXT,
-        MEMORY,
-        f"Which adapters leave first, one of {', '.join(EVICTIONS)}: cost weighs how often one is "
-        "used, how long it takes to load and its size.",
+        "Name of this server in receipts. Default: the host name.",
         metavar="NAME",
     )
     prewarm: int = setting(
-        10, Kind.COUNT, MEMORY, "Load so many of the last run's busiest adapters at start."
+        10,
+        Kind.COUNT,
+        MEMORY,
+        "Number of the previous run's busiest adapters to load at start.",
+        limit=at_least(0),
     )
     prewarm_adapters: tuple[str, ...] = setting(
         (),
         Kind.TEXTS,
         MEMORY,
-        "Load these adapters at start: names of --lora-modules, or of the registry as requests "
-        "give them.",
+        "Adapters to load at start: names from --lora-modules, or registry names as in requests.",
         metavar="NAME…",
     )
-    no_prefix_cache: bool = setting(
-        False, Kind.SWITCH, MEMORY, "Compute every prompt anew, even one that was just computed."
-    )
-    merge: str = setting(
-        "off",
-        Kind.TEXT,
+    tenant_shares: tuple[tuple[str, float], ...] = setting(
+        (),
+        Kind.SHARES,
         MEMORY,
-        "auto: an adapter that dominates is merged into a copy of the weights where that is "
-        "measured to be faster; off: never.",
-        metavar="NAME",
+        "Fair shares of tenants; others have a share of 1.",
+        metavar="NAME=NUMBER…",
+        aliases=("tenant_weights",),
     )
-    merge_memory: int | None = setting(
-        None,
-        Kind.SIZE,
+    adapter_shares: tuple[tuple[str, float], ...] = setting(
+        (),
+        Kind.SHARES,
         MEMORY,
-        "Largest merged copy of the weights. Default: a quarter of the memory.",
-        metavar="SIZE",
+        "Fair shares of adapters; others have a share of 1.",
+        metavar="NAME=NUMBER…",
+        aliases=("adapter_weights",),
     )
-    schedule: str = setting(
-        "fair",
-        Kind.TEXT,
-        MEMORY,
-        f"Who is served next, one of {', '.join(SCHEDULES)}: fair gives every tenant and adapter "
-        "its share; fcfs keeps the order of arrival.",
-        metavar="NAME",
-    )
-    max_wait_s: float = setting(
-        2.0,
-        Kind.SECONDS,
-        MEMORY,
-        "Under fair, a request that waits longer takes the place of those who had more than their "
-        "share.",
-    )
-    tenant_weights: tuple[tuple[str, float], ...] = setting(
-        (), Kind.WEIGHTS, MEMORY, "Shares of tenants, 1 for the others.", metavar="NAME=NUMBER…"
-    )
-    adapter_weights: tuple[tuple[str, float], ...] = setting(
-        (), Kind.WEIGHTS, MEMORY, "Shares of adapters, 1 for the others.", metavar="NAME=NUMBER…"
-    )
-    max_model_len: int | None = setting(
-        None,
-        Kind.COUNT,
-        MEMORY,
-        "Longest prompt plus answer, in tokens. Default: what the model allows.",
-    )
-    max_batch_tokens: int = setting(512, Kind.COUNT, MEMORY, "Tokens computed in one step.")
-    max_sequences: int = setting(256, Kind.COUNT, MEMORY, "Sequences that run at once.")
     host: str = setting(
         "127.0.0.1",
         Kind.TEXT,
         NETWORK,
-        "Address to listen on; 0.0.0.0 lets other machines in.",
+        "Address to listen on; 0.0.0.0 accepts connections from other machines.",
         metavar="ADDRESS",
+        limit=Limit("an address such as 127.0.0.1", bool),
     )
-    port: int = setting(8000, Kind.COUNT, NETWORK, "Port to listen on; 0 takes a free one.")
+    port: int = setting(
+        8000,
+        Kind.COUNT,
+        NETWORK,
+        "Port to listen on; 0 selects a free one.",
+        limit=Limit("between 0 and 65535", lambda value: 0 <= value <= 65535),
+    )
     max_queue: int = setting(
-        1024, Kind.COUNT, NETWORK, "Requests that may wait; one more is answered with 429."
+        1024,
+        Kind.COUNT,
+        NETWORK,
+        "Maximum number of waiting requests; further ones are answered with 429.",
+        limit=at_least(0),
     )
     max_queue_tokens: int | None = setting(
         None,
         Kind.COUNT,
         NETWORK,
-        "Tokens that open requests may come to, prompts and longest answers; more are answered "
-        "with 429. Default: no limit.",
+        "Maximum number of tokens of all open requests, counting prompts and max_tokens; further "
+        "requests are answered with 429. Default: no limit.",
+        limit=at_least(1),
     )
     tenant_header: str | None = setting(
         None,
         Kind.TEXT,
         NETWORK,
-        "Header in which a gateway that you trust names the tenant of a request. Default: all "
-        "requests are one tenant's.",
+        "Header in which a trusted gateway names the tenant of a request. Default: all requests "
+        "belong to one tenant.",
         metavar="NAME",
     )
     drain_s: float = setting(
         30.0,
         Kind.SECONDS,
         NETWORK,
-        "Seconds that running requests get to end after SIGTERM or Ctrl-C.",
+        "Seconds that running requests get to finish after SIGTERM or Ctrl-C.",
+        limit=NOT_NEGATIVE_SECONDS,
     )
     probe_timeout_s: float = setting(
-        30.0, Kind.SECONDS, NETWORK, "Seconds that /health?deep=1 waits for the engine."
+        30.0,
+        Kind.SECONDS,
+        NETWORK,
+        "Seconds that /health?deep=1 waits for the engine.",
+        limit=NOT_NEGATIVE_SECONDS,
     )
     cors_origins: tuple[str, ...] = setting(
         (),
         Kind.TEXTS,
         NETWORK,
-        "Web pages that may call the server from a browser.",
+        "Origins of web pages that may call the server from a browser.",
         metavar="ORIGIN…",
     )
     log_level: str = setting(
-        "info", Kind.TEXT, NETWORK, f"How much is logged: {', '.join(LOG_LEVELS)}.", metavar="LEVEL"
+        "info",
+        Kind.TEXT,
+        NETWORK,
+        f"Log level. Valid values: {', '.join(LOG_LEVELS)}.",
+        metavar="LEVEL",
+        limit=one_of(*LOG_LEVELS),
     )
 
     def __post_init__(self) -> None:
         check_limits(self)
         check_names(self)
 
-    def engine_config(self) -> EngineConfig:
-        return EngineConfig(
-            dtype=self.dtype,
-            device=self.device,
-            device_memory_bytes=self.device_memory,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            lora_tail_ranks=self.lora_tail_ranks,
-            host_memory_bytes=self.host_memory,
-            max_batch_tokens=self.max_batch_tokens,
-            max_sequences=self.max_sequences,
-            max_model_len=self.max_model_len,
-            max_rank=self.max_lora_rank,
-            strict_base=self.strict_base,
-            disk_space_bytes=self.disk_space,
-            disk_folder=self.disk_folder,
-            max_loras=self.max_loras,
-            max_cpu_loras=self.max_cpu_loras,
-            adapter_memory_fraction=self.adapter_memory_fraction,
-            eviction=cast(EvictionName, self.eviction),
-            merge=self.merge,
-            merge_memory_bytes=self.merge_memory,
-            prefix_cache=not self.no_prefix_cache,
-            schedule=self.schedule,
-            max_wait_s=self.max_wait_s,
-        )
+
+def check_names(config: ServeConfig) -> None:
+    """Refuse a name that would mean two models."""
+    seen = set(config.served_model_name)
+    for module in config.lora_modules:
+        if module.name in seen:
+            raise InvalidRequest(
+                f"The name {module.name!r} is given to two models. Rename one of them in "
+                "--lora-modules or --served-model-name.",
+                param="lora_modules",
+            )
+        seen.add(module.name)
 
 
-SETTINGS = {setting.name: setting for setting in dataclasses.fields(ServeConfig)}
+def _by_name(settings: Iterable[Setting]) -> dict[str, Setting]:
+    return {found.name: found for found in settings}
+
+
+_ENGINE = _by_name(settings_of(EngineConfig))
+_SERVER = _by_name(settings_of(ServeConfig))
+SETTINGS: dict[str, Setting] = _by_name(
+    sorted(
+        [*_SERVER.values(), *_ENGINE.values()],
+        key=lambda found: GROUPS.index(found.group),
+    )
+)
+"""All settings by name, in the order of the help."""
+ALIASES = {alias: found.name for found in SETTINGS.values() for alias in found.aliases}
+"""Former names of settings."""
+
+
+def serve_config(values: Mapping[str, object]) -> ServeConfig:
+    """The config with these values, by the settings' names."""
+    engine: dict[str, Any] = {}
+    server: dict[str, Any] = {}
+    for name, value in values.items():
+        found = SETTINGS[name]
+        fields = engine if name in _ENGINE else server
+        fields[found.field] = not value if found.is_inverted else value
+    return ServeConfig(engine=EngineConfig(**engine), **server)

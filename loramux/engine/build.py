@@ -157,9 +157,9 @@ def _device_plan(model: LoadedModel, config: EngineConfig, sites: tuple[Site, ..
     from loramux.models.augmented_linear import BLOCK_ROWS, add_tails
     from loramux.runner.gpu_runner import BatchLimits
 
-    if config.lora_tail_ranks:
+    if config.lora_augmented_ranks:
         # Before anything is measured: it is part of the weights.
-        add_tails(model.decoder, config.lora_tail_ranks // BLOCK_ROWS)
+        add_tails(model.decoder, config.lora_augmented_ranks // BLOCK_ROWS)
     limits = BatchLimits(
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,

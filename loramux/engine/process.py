@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from loramux.engine.channel import ServerChannel
 from loramux.engine.messages import Command, Failed, Heartbeat, Progress, Ready, Reply, Start
 from loramux.engine.messages import make_error as _make_error
 from loramux.errors import EngineStopped
+from loramux.process_environment import child_environment
 
 # The pulse beats twice a second from a thread of its own; only a stopped process misses so many.
 SILENCE_LIMIT_S = 4.0
@@ -45,11 +45,10 @@ class EngineProcess:
     async def open(cls, start: Start, on_progress: OnProgress) -> EngineProcess:
         """Returns when the engine is ready; raises what kept it from starting."""
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
         popen = subprocess.Popen(
             [sys.executable, "-m", "loramux.engine.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env=environment,
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
         )
         theirs.close()

@@ -214,7 +214,7 @@ def make_policy(name: PolicyName, *, is_lower_tier: bool = False) -> EvictionPol
     raise InvalidRequest(
         f"No eviction policy is called {name!r}; the known ones are: "
         f"{', '.join(get_args(PolicyName))}.",
-        param="eviction_policy",
+        param="eviction",
     )
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from loramux.backend import AdapterUse, EngineStats, ModelCard
 from loramux.capacity.plan import Budgets, EvictedNow, Fleet, MemoryPlan, PlannedBase, parse_targets
 from loramux.capacity.planner import plan_memory
-from loramux.config.engine import parse_bytes
+from loramux.config.fields import parse_bytes
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.server.body import json_response, read_json
 from loramux.server.context import Context

@@ -227,7 +227,7 @@ def test_every_setting_stands_in_its_table_with_its_default() -> None:
     assert list(rows) == [flag(name) for name in SETTINGS]
     for name, setting in SETTINGS.items():
         # Sizes and absent values are told in words.
-        if setting.default not in (None, (), False) and setting.metadata["kind"] is not Kind.SIZE:
+        if setting.default not in (None, (), False) and setting.kind is not Kind.SIZE:
             assert rows[flag(name)] == f"{setting.default}".removesuffix(".0")
 
 

@@ -69,7 +69,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def engine(tail_ranks: int, dtype: str = "float32") -> Engine:
         settings: dict[str, Any] = {"max_sequences": 4, "max_batch_tokens": 32, "dtype": dtype}
-        settings["lora_tail_ranks"] = tail_ranks
+        settings["lora_augmented_ranks"] = tail_ranks
         made = device_engine(monkeypatch, model, tmp_path / "model", **settings)[0]
         for folder in folders:
             made.register_adapter(folder)

@@ -13,7 +13,7 @@ from loramux.backend import BaseShapes, ProjectionShape
 from loramux.capacity.advice import flag_size
 from loramux.capacity.plan import Budgets, Fleet, MemoryPlan, PlannedBase
 from loramux.capacity.planner import plan_memory
-from loramux.config.engine import parse_bytes
+from loramux.config.fields import parse_bytes
 
 SHAPES = BaseShapes(
     num_layers=4,

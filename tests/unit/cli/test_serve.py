@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 from loramux.cli.main import app
 from loramux.cli.serve import Stopped, one_value_per_flag, run
+from loramux.config.engine import EngineConfig
 from loramux.config.fields import LoraModule, flag
 from loramux.config.serve import SETTINGS, ServeConfig
 from loramux.errors import UnsupportedModel
@@ -64,15 +65,20 @@ def test_flags_become_the_config(launched: Launched) -> None:
     assert launched == [
         ServeConfig(
             model="base.gguf",
-            dtype="float32",
             port=9000,
             max_queue=5,
-            device_memory=512 * 2**20,
-            strict_base=True,
+            engine=EngineConfig(dtype="float32", device_memory_bytes=512 * 2**20, strict_base=True),
             drain_s=2.5,
             served_model_name=("x", "y"),
         )
     ]
+
+
+def test_former_flags_of_shares_are_accepted(launched: Launched) -> None:
+    result = invoke("--adapter-weights", "sql=2", "chat=3", "--tenant-weights", "acme=2")
+    assert result.exit_code == 0, result.output
+    assert launched[0].adapter_shares == (("sql", 2.0), ("chat", 3.0))
+    assert launched[0].tenant_shares == (("acme", 2.0),)
 
 
 LORA_FLAGS = {
@@ -111,7 +117,7 @@ def test_the_file_counts_and_a_flag_replaces_it(launched: Launched, tmp_path: Pa
     result = invoke("--config", str(file), "--port", "2", "--no-strict-base")
     assert result.exit_code == 0, result.output
     [config] = launched
-    assert (config.port, config.host, config.strict_base) == (2, "0.0.0.0", False)
+    assert (config.port, config.host, config.engine.strict_base) == (2, "0.0.0.0", False)
     assert config.lora_modules == (LoraModule("a", str(tmp_path / "x")),)
 
 
@@ -131,6 +137,7 @@ def test_help_names_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     text = re.sub(r"\x1b\[[0-9;]*m", "", invoke("--help").output)
     for name in SETTINGS:
         assert flag(name) in text
+    assert "weights NAME=NUMBER" not in text, "former names are hidden"
     assert "Default: 8000." in text
     assert "--lora-modules sql=./sql-lora support=./support-lora" in text
 

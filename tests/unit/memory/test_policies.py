@@ -248,7 +248,7 @@ def test_a_lower_tier_is_less_moved_by_the_last_use() -> None:
 def test_an_unknown_policy_is_refused_with_the_names_of_the_known_ones() -> None:
     with pytest.raises(InvalidRequest, match=r"'mru'.*lru, cost") as refusal:
         make_policy(cast(PolicyName, "mru"))
-    assert refusal.value.param == "eviction_policy"
+    assert refusal.value.param == "eviction"
 
 
 @given(load_s=st.floats(0, 10), step_s=st.floats(0, 1), miss_rate=st.floats(0, 1))

@@ -57,7 +57,7 @@ def test_a_decode_step_equals_the_same_rows_computed_one_by_one(
     model = tiny_transformers_model(family)
     places = ATTENTION if kind in OF_ATTENTION else ALL_LINEAR
     folders = two_adapters(model, tmp_path, places=places)
-    settings = {"max_sequences": 6, "lora_tail_ranks": TAIL_RANKS.get(kind, 0)}
+    settings = {"max_sequences": 6, "lora_augmented_ranks": TAIL_RANKS.get(kind, 0)}
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **settings)
     selections = mixed_selections(engine, folders)[:5]
     lease(engine, *selections)
@@ -138,7 +138,7 @@ def test_every_kind_gives_what_peft_gives(
         model,
         tmp_path / "model",
         max_sequences=3,
-        lora_tail_ranks=TAIL_RANKS.get(kinds[0], 0),
+        lora_augmented_ranks=TAIL_RANKS.get(kinds[0], 0),
     )
     selections: dict[str, Selection] = {
         name: ((engine.register_adapter(folder).cid, 1.0),) for name, folder in folders.items()

@@ -45,7 +45,7 @@ def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
     places = ATTENTION if kind in OF_ATTENTION else ALL_LINEAR
     folders = two_adapters(model, tmp_path, places=places)
     settings: dict[str, Any] = {"max_sequences": 6, "max_batch_tokens": 40}
-    settings["lora_tail_ranks"] = TAIL_RANKS.get(kind, 0)
+    settings["lora_augmented_ranks"] = TAIL_RANKS.get(kind, 0)
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **settings)
     selections = mixed_selections(engine, folders)
     lease(engine, *selections)

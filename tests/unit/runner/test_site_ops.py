@@ -126,7 +126,7 @@ def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
         tmp_path / "everywhere", model, r=3, seed=2, target_modules=list(ALL_LINEAR)
     )
     engine, runner = device_engine(
-        monkeypatch, model, tmp_path / "model", max_sequences=2, lora_tail_ranks=16
+        monkeypatch, model, tmp_path / "model", max_sequences=2, lora_augmented_ranks=16
     )
     selections: dict[LoraKind, Selection] = {
         LoraKind.TAIL_ATTENTION: ((engine.register_adapter(few).cid, 1.0),),
@@ -180,7 +180,7 @@ def test_adapters_that_come_and_go_and_do_not_all_fit_get_the_tokens_of_the_refe
                 model,
                 tmp_path / "model",
                 max_active_adapters=3,
-                lora_tail_ranks=48,
+                lora_augmented_ranks=48,
                 **settings,
             )[0],
         )
@@ -211,7 +211,7 @@ def test_without_room_behind_the_weights_there_are_no_graphs_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
-    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=1, lora_tail_ranks=0)[1]
+    runner = device_engine(monkeypatch, model, tmp_path, max_sequences=1, lora_augmented_ranks=0)[1]
     runner.capture()
     kinds = (LoraKind.LISTS, LoraKind.ATTENTION, LoraKind.NONE)
     assert list(runner._graphs._steps.made) == [(1, kind) for kind in kinds]

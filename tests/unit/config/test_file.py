@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from loramux.config.engine import EngineConfig
 from loramux.config.fields import LoraModule
 from loramux.config.file import load_serve_config
 from loramux.config.serve import ServeConfig
@@ -23,7 +24,7 @@ def refusal(flags: dict[str, Any], file: Path | None = None) -> InvalidRequest:
     return caught.value
 
 
-def test_nothing_given_is_the_default() -> None:
+def test_defaults_hold_without_flags_and_file() -> None:
     assert load_serve_config({}) == ServeConfig()
     assert ServeConfig().port == 8000
 
@@ -37,17 +38,25 @@ def test_keys_may_be_written_both_ways_and_flags_win(tmp_path: Path) -> None:
     )
     config = load_serve_config({"port": 1234, "strict_base": False}, file)
     assert config == ServeConfig(
-        max_model_len=1024,
-        max_batch_tokens=64,
         port=1234,
         host="0.0.0.0",
-        device_memory=2 * 2**30,
-        host_memory=2**20,
         drain_s=5.0,
-        strict_base=False,
         served_model_name=("base",),
-        dtype="float32",
+        engine=EngineConfig(
+            max_model_len=1024,
+            max_batch_tokens=64,
+            device_memory_bytes=2 * 2**30,
+            host_memory_bytes=2**20,
+            strict_base=False,
+            dtype="float32",
+        ),
     )
+
+
+def test_former_keys_are_accepted_in_a_file(tmp_path: Path) -> None:
+    file = write(tmp_path, 'adapter-weights = ["sql=2"]\ntenant_weights = {acme = 3}')
+    expected = ServeConfig(adapter_shares=(("sql", 2.0),), tenant_shares=(("acme", 3.0),))
+    assert load_serve_config({}, file) == expected
 
 
 ADAPTERS = {
@@ -66,7 +75,7 @@ def test_adapters_in_a_file_have_every_form_and_start_at_its_folder(
     assert config.lora_modules == (LoraModule("a", str(tmp_path / "one")), LoraModule("b", "/two"))
 
 
-def test_paths_of_flags_start_where_the_user_stands(tmp_path: Path) -> None:
+def test_paths_of_flags_start_at_the_working_folder(tmp_path: Path) -> None:
     file = write(tmp_path, 'model = "models/base"')
     assert load_serve_config({}, file).model == str(tmp_path / "models" / "base")
     config = load_serve_config({"model": "models/base", "lora_modules": ["a=one"]}, file)
@@ -75,7 +84,7 @@ def test_paths_of_flags_start_where_the_user_stands(tmp_path: Path) -> None:
     assert load_serve_config({"model": "~/base"}).model == str(Path.home() / "base")
 
 
-def test_folders_in_a_file_start_at_its_folder_and_those_of_flags_where_the_user_stands(
+def test_lists_of_paths_are_resolved_like_single_paths(
     tmp_path: Path,
 ) -> None:
     file = write(tmp_path, 'allowed-roots = ["adapters", "/srv/more", "~/own"]')
@@ -91,8 +100,8 @@ def test_folders_in_a_file_start_at_its_folder_and_those_of_flags_where_the_user
         ("prot = 1", "prot", "port"),
         ("max-modle-len = 1", "max-modle-len", "max-model-len"),
         ("lora_module = []", "lora_module", "lora-modules"),
-        ("zzz = 1", "zzz", "Known are: model"),
-        ("[server]\nport = 1", "server", "Known are"),
+        ("zzz = 1", "zzz", "Valid values: model"),
+        ("[server]\nport = 1", "server", "Valid values"),
         ('port = "8000"', "port", "port in .*serve.toml: must be a whole number, got '8000'"),
         ("port = true", "port", "whole number"),
         ("port = 80.5", "port", "whole number"),
@@ -122,13 +131,13 @@ def test_folders_in_a_file_start_at_its_folder_and_those_of_flags_where_the_user
         ('lora-modules = [{nmae = "a", path = "b"}]', "lora_modules", "Did you mean name"),
         ('lora-modules = [{name = 1, path = "b"}]', "lora_modules", "name must be text"),
         ("lora-modules = ['{\"name\": ']", "lora_modules", "not valid JSON"),
-        ('lora-modules = ["a=x", "a=y"]', "lora_modules", "Two models would be called 'a'"),
-        ('served-model-name="a"\nlora-modules=["a=x"]', "lora_modules", "Two models"),
+        ('lora-modules = ["a=x", "a=y"]', "lora_modules", "'a' is given to two models"),
+        ('served-model-name="a"\nlora-modules=["a=x"]', "lora_modules", "two models"),
         ("max-lora-rank = 1\nmax_lora_rank = 2", "max_lora_rank", "twice"),
         ("port = ", "config", "not valid TOML"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_key_and_the_fix(
+def test_an_invalid_file_is_refused_with_the_key_and_the_fix(
     text: str, param: str, words: str, tmp_path: Path
 ) -> None:
     error = refusal({}, write(tmp_path, text))
@@ -137,13 +146,13 @@ def test_a_wrong_file_is_refused_with_the_key_and_the_fix(
         raise error
 
 
-def test_a_wrong_flag_is_named_as_it_was_typed() -> None:
+def test_an_invalid_flag_is_named_as_it_was_typed() -> None:
     assert str(refusal({"device_memory": "lots"})).startswith("--device-memory: ")
-    assert str(refusal({"port": -1})).startswith("--port must be")
+    assert str(refusal({"port": -1})).startswith("--port: must be")
     assert refusal({"prot": 1}).param == "prot"
 
 
-def test_a_file_that_is_missing_or_no_text_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     assert "missing.toml" in str(refusal({}, tmp_path / "missing.toml"))
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from loramux.config.engine import EngineConfig, SchedulerConfig, parse_bytes
+from loramux.config.engine import EngineConfig, SchedulerConfig
+from loramux.config.fields import parse_bytes
 from loramux.errors import InvalidRequest
 
 
@@ -20,12 +21,12 @@ from loramux.errors import InvalidRequest
         ("1T", 2**40),
     ],
 )
-def test_sizes_are_read_as_people_write_them(text: str | int, expected: int) -> None:
+def test_sizes_are_parsed_in_every_spelling(text: str | int, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1GB", "1 PB", "1e9", "GiB"])
-def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(InvalidRequest, match="512MiB"):
         parse_bytes(text)
 
@@ -39,12 +40,12 @@ def test_zero_is_refused_by_name(name: str) -> None:
         SchedulerConfig(**{name: 0})
 
 
-def test_an_unknown_setting_fails() -> None:
+def test_an_unknown_setting_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="max_adaptors"):
         EngineConfig(max_adaptors=3)  # type: ignore[call-arg]
 
 
-def test_the_reference_can_be_forced_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_can_force_the_reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LORAMUX_KERNELS", raising=False)
     assert not EngineConfig().wants_reference_kernels
     assert EngineConfig(reference_kernels=True).wants_reference_kernels
@@ -52,7 +53,7 @@ def test_the_reference_can_be_forced_from_outside(monkeypatch: pytest.MonkeyPatc
     assert EngineConfig().wants_reference_kernels
 
 
-def test_compiling_can_be_forbidden_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_can_forbid_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LORAMUX_KERNELS", raising=False)
     assert EngineConfig().may_compile_kernels
     monkeypatch.setenv("LORAMUX_KERNELS", "cpu")
@@ -61,7 +62,7 @@ def test_compiling_can_be_forbidden_from_outside(monkeypatch: pytest.MonkeyPatch
     assert not config.wants_device_kernels
 
 
-def test_a_gpu_runs_its_own_kernels_and_merges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_runs_gpu_kernels_and_refuses_merge_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LORAMUX_KERNELS", raising=False)
     assert EngineConfig(device="cuda:1").wants_device_kernels
     assert not EngineConfig().wants_device_kernels
@@ -71,13 +72,13 @@ def test_a_gpu_runs_its_own_kernels_and_merges_nothing(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.01])
-def test_a_share_of_the_gpu_that_is_none_is_refused(share: float) -> None:
+def test_an_invalid_fraction_of_the_gpu_is_refused(share: float) -> None:
     with pytest.raises(InvalidRequest, match="gpu_memory_utilization"):
         EngineConfig(gpu_memory_utilization=share)
 
 
 @pytest.mark.parametrize("ranks", [-16, 8, 100])
-def test_the_tail_is_a_number_of_whole_blocks(ranks: int) -> None:
+def test_augmented_ranks_are_a_multiple_of_the_rank_block(ranks: int) -> None:
     with pytest.raises(InvalidRequest, match="multiple of 16"):
-        EngineConfig(lora_tail_ranks=ranks)
-    assert EngineConfig(lora_tail_ranks=0).lora_tail_ranks == 0
+        EngineConfig(lora_augmented_ranks=ranks)
+    assert EngineConfig(lora_augmented_ranks=0).lora_augmented_ranks == 0
