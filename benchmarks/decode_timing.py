@@ -16,7 +16,7 @@ from benchmarks.card_power import Power, PowerMeter
 from benchmarks.traffic import make_request
 from loramux.engine.engine import Engine
 from loramux.engine.garbage import FullCollections
-from loramux.lora.graph_lora import LoraKind
+from loramux.lora.graph_lora import BASE_MODE
 from loramux.types.request import Selection
 
 # Steps between the last prompt and the clock: graphs and caches are warm then.
@@ -127,9 +127,9 @@ def graph_seconds(engine: Engine, batch: int, *, has_lora: bool) -> float | None
     size = next((size for size in getattr(graphs, "_sizes", ()) if size >= batch), None)
     if size is None or not hasattr(graphs, "_step"):
         return None
-    kinds = [kind for kind in LoraKind if (kind is not LoraKind.NONE) is has_lora]
-    # The last step's kind: its list is still there.
-    replay = graphs._step(size, next(kind for kind in kinds if graphs.last_kind is kind))
+    # The last step's work list is still on the device.
+    assert (graphs.last_mode != BASE_MODE) is has_lora
+    replay = graphs._step(size, graphs.last_mode)
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(_NUM_REPLAYS):

@@ -27,8 +27,8 @@ from torch import Tensor
 from benchmarks.bench_report import peers_folder
 from benchmarks.gpu_timing import capture
 from benchmarks.lora_cases import CASES, RANK, Case
-from loramux.adapters.packed.fp12 import shortens
-from loramux.adapters.packed.paged import plan_groups, tabulate
+from loramux.adapters.packed.fp12 import uses_fp12
+from loramux.adapters.packed.paged import plan_rank_blocks, tabulate
 from loramux.kernels.gpu.lora import segmented as lora_triton
 from loramux.kernels.gpu.lora.tables import (
     SMALL_ROWS,
@@ -38,16 +38,16 @@ from loramux.kernels.gpu.lora.tables import (
     make_tables,
 )
 from loramux.kernels.gpu.lora.work_list import (
-    GroupDirectory,
+    RankBlockDirectory,
     RowTiles,
     SiteShape,
     WorkLimits,
-    build_work,
+    build_work_list,
     gather_tiles,
     plain_tiles,
 )
 from loramux.kernels.gpu.pdl import overlaps_launches
-from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.kernels.reference import lora_segmented
 
 Selection = tuple[tuple[int, float], ...]
 
@@ -93,13 +93,13 @@ class World:
         num_layers: int,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.is_short = shortens([site.in_features for site in SITES], dtype, PAGE_ELEMENTS)
+        self.is_fp12 = uses_fp12([site.in_features for site in SITES], dtype, PAGE_ELEMENTS)
         layouts = {
-            rank: plan_groups(
+            rank: plan_rank_blocks(
                 SITES,  # type: ignore[arg-type]
                 {(layer, name): rank for layer in range(num_layers) for name in projections},
                 PAGE_ELEMENTS,
-                is_short=self.is_short,
+                is_fp12=self.is_fp12,
             )
             for rank in set(ranks)
         }
@@ -112,13 +112,13 @@ class World:
             rank: tabulate(layout, projections=PROJECTIONS, num_layers=num_layers)
             for rank, layout in layouts.items()
         }
-        max_groups = sum(tables[rank].offsets.shape[1] for rank in ranks)
-        self.index = GroupDirectory(max_slots=len(ranks), max_groups=max_groups)
-        directory = np.zeros((num_layers, max_groups, 4), dtype=np.int32)
+        max_blocks = sum(tables[rank].offsets.shape[1] for rank in ranks)
+        self.index = RankBlockDirectory(max_slots=len(ranks), max_blocks=max_blocks)
+        directory = np.zeros((num_layers, max_blocks, 4), dtype=np.int32)
         taken = 0
         for rank in ranks:
             table = tables[rank]
-            _, start = self.index.add(table.groups_per_projection)
+            _, start = self.index.add(table.blocks_per_projection)
             mine = pages[taken : taken + layouts[rank].num_pages]
             taken += layouts[rank].num_pages
             directory[:, start : start + table.offsets.shape[1]] = table.addresses(mine)
@@ -131,23 +131,23 @@ class World:
             [site.shape for site in SITES],
             num_layers=self.num_layers,
             limits=limits,
-            launch=replace(launch, is_short=self.is_short),
+            launch=replace(launch, is_fp12=self.is_fp12),
             device=DEVICE,
             num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
         )
         host = np.zeros(limits.num_words, dtype=np.int32)
-        used = build_work(tiles, self.index, limits, host)
+        used = build_work_list(tiles, self.index, limits, host)
         tables.work[:used].copy_(torch.from_numpy(host[:used]))
         lora_triton.resolve(tables, self.directory, self.slots)
         return tables
 
-    def limits(self, *, max_units: int, max_h_rows: int) -> WorkLimits:
+    def limits(self, *, max_items: int, max_h_rows: int) -> WorkLimits:
         """With small tiles, where a server has them."""
-        small_rows = SMALL_ROWS if self.is_short else 0
-        return WorkLimits(max_units=max_units, max_h_rows=max_h_rows, small_rows=small_rows)
+        small_rows = SMALL_ROWS if self.is_fp12 else 0
+        return WorkLimits(max_items=max_items, max_h_rows=max_h_rows, small_rows=small_rows)
 
     def decode_tables(self, ids: Tensor, launch: LaunchShape) -> LoraTables:
-        limits = self.limits(max_units=1024, max_h_rows=4096)
+        limits = self.limits(max_items=1024, max_h_rows=4096)
         slots = ids.numpy().astype(np.int32)
         tiles = plain_tiles(slots, limits.tile_rows)
         return self.tables(tiles, launch, limits)
@@ -200,8 +200,8 @@ def relative_error(world: World, tables: LoraTables, num_rows: int, site: int) -
     tables.partials.fill_(float("nan"))
     lora_triton.shrink(tables, world.pool, x, at, site)
     lora_triton.expand(tables, world.pool, y, at, site)
-    lora_grouped_torch.shrink(tables, world.pool, x, at, site)
-    lora_grouped_torch.expand(tables, world.pool, expected, at, site)
+    lora_segmented.shrink(tables, world.pool, x, at, site)
+    lora_segmented.expand(tables, world.pool, expected, at, site)
     change = (expected.float() - before.float()).norm()
     return ((y.float() - expected.float()).norm() / change).item()
 
@@ -224,7 +224,7 @@ def check(launches: Sequence[LaunchShape]) -> list[dict[str, Any]]:
             for name, mix in MIXES.items():
                 tiles = gather_tiles([pairs for pairs, _ in mix], [n for _, n in mix], 16)
                 for launch in launches:
-                    limits = world.limits(max_units=256, max_h_rows=512)
+                    limits = world.limits(max_items=256, max_h_rows=512)
                     tables = world.tables(tiles, launch, limits)
                     error = relative_error(world, tables, sum(n for _, n in mix), site=0)
                     rows.append({"dtype": str(dtype), "ranks": ranks, "mix": name, "error": error})

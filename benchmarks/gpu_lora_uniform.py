@@ -53,7 +53,7 @@ def time_uniform(ranks: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
     num_rows, num_layers = sum(counts), NUM_LAYERS // 2
     world = World(ranks, PROJECTIONS[:4], num_layers=num_layers)
     layer = Layer(num_rows, num_layers)
-    limits = world.limits(max_units=4096, max_h_rows=16384)
+    limits = world.limits(max_items=4096, max_h_rows=16384)
     slots = [((slot, 1.0),) for slot in range(len(ranks))]
     tables = world.tables(
         gather_tiles(slots, counts, limits.tile_rows),

@@ -25,16 +25,16 @@ from torch import Tensor
 from benchmarks.gpu_engine_check import NAMES
 from benchmarks.gpu_timing import print_table, time_by_kernel
 from benchmarks.random_model import SHAPES, random_model
-from loramux.adapters.packed.dense import sites_of
-from loramux.adapters.packed.fp12 import shortens
-from loramux.adapters.packed.paged import plan_groups
+from loramux.adapters.packed.dense import ATTENTION_SITES, sites_of
+from loramux.adapters.packed.fp12 import uses_fp12
+from loramux.adapters.packed.paged import plan_rank_blocks
 from loramux.engine.build_device import DevicePlan
-from loramux.kernels.gpu.lora_augmented.tables import TailLaunch, tail_launch
-from loramux.lora.graph_lora import LoraKind
+from loramux.kernels.gpu.lora_augmented.tables import AugmentedLaunch, augmented_launch
+from loramux.lora.graph_lora import BASE_MODE, LoraMode, LoraPath
 from loramux.memory.pool import KVGeometry, PagePool
 from loramux.memory.records import ResidentAdapter
 from loramux.models.architectures import base_info
-from loramux.models.augmented_linear import add_tails
+from loramux.models.augmented_linear import augment_linears
 from loramux.models.loader import LoadedModel
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.types.request import Selection
@@ -45,12 +45,12 @@ RANK, NUM_ADAPTERS, CONTEXT, BLOCK = 16, 8, 512, 16
 PROJECTIONS = {"all": NAMES, "qkvo": NAMES[:4]}
 DEVICE = torch.device("cuda")
 
-ROWS = TailLaunch(tile_rows=1)
-TILES = TailLaunch(tile_rows=16, folds_norm=False)
-VARIANTS: dict[str, TailLaunch] = {
+ROWS = AugmentedLaunch(tile_rows=1)
+TILES = AugmentedLaunch(tile_rows=16, fuses_norm=False)
+VARIANTS: dict[str, AugmentedLaunch] = {
     "rows": ROWS,
     "tiles": TILES,
-    "tiles, norms too": replace(TILES, folds_norm=True),
+    "tiles, norms too": replace(TILES, fuses_norm=True),
     # To be named: for tuning.
     "rows256": replace(ROWS, activate_n=256, activate_warps=1),
     "rows1024": replace(ROWS, activate_n=1024, activate_warps=4),
@@ -61,7 +61,10 @@ VARIANTS: dict[str, TailLaunch] = {
 USUAL = ("rows", "tiles", "tiles, norms too")
 # Beyond, every row would read its adapter's B for itself.
 MOST_ROWS = 64
-TAIL_KINDS = (LoraKind.TAIL, LoraKind.TAIL_ATTENTION)
+SEGMENTED = LoraMode(LoraPath.SEGMENTED)
+SEGMENTED_ATTENTION = LoraMode(LoraPath.SEGMENTED, sites=ATTENTION_SITES)
+AUGMENTED = LoraMode(LoraPath.AUGMENTED)
+AUGMENTED_ATTENTION = LoraMode(LoraPath.AUGMENTED, sites=ATTENTION_SITES)
 
 
 class World:
@@ -69,18 +72,18 @@ class World:
 
     def __init__(self, max_batch: int, tail_ranks: int) -> None:
         model = random_model(SHAPES["llama-3.1-8b"], torch.bfloat16, std=0.02)
-        add_tails(model.decoder, tail_ranks // 16)
+        augment_linears(model.decoder, tail_ranks // 16)
         self.num_layers = model.config.num_layers
         self.pages_per_sequence = -(-(CONTEXT + 1) // BLOCK)
         plan = make_plan(model, max_batch, self.pages_per_sequence)
         sequence_pages = max_batch * self.pages_per_sequence
         page_elements = plan.geometry.page_elements
         layouts = {
-            name: plan_groups(
+            name: plan_rank_blocks(
                 plan.sites,
                 {(layer, p): RANK for layer in range(self.num_layers) for p in projections},
                 page_elements,
-                is_short=shortens(
+                is_fp12=uses_fp12(
                     (s.in_features for s in plan.sites), torch.bfloat16, page_elements
                 ),
             )
@@ -126,19 +129,19 @@ def make_plan(model: LoadedModel, max_batch: int, max_pages: int) -> DevicePlan:
     return DevicePlan(model, sites_of(base_info(config, model.name)), geometry, limits)
 
 
-def run_kind(world: World, step: StepPlan, kind: LoraKind) -> tuple[Tensor, Tensor, float]:
+def run_kind(world: World, step: StepPlan, kind: LoraMode) -> tuple[Tensor, Tensor, float]:
     """The logits and tokens of a step of one kind of graph, in the step's order; its seconds."""
     graphs, batch = world.graphs, len(step.chunks)
     size = next(size for size in graphs._sizes if size >= batch)
-    tail = graphs.lora.tail
+    tail = graphs.lora.augmented
     graphs._steps.made.pop((size, kind), None)
-    graphs.lora.tail = tail if kind in TAIL_KINDS else None
+    graphs.lora.augmented = tail if kind.path is LoraPath.AUGMENTED else None
     try:
         # Twice: an adapter is brought to the tail when it is asked for again.
         for _ in range(2):
             result = world.runner.run(step)
     finally:
-        graphs.lora.tail = tail
+        graphs.lora.augmented = tail
     assert (size, kind) in graphs._steps.made, "another kind of graph has run"
     tokens = torch.tensor([result.token_ids[i][0] for i in range(batch)])
     # Rows stand in the order of the adapters' slots, in every kind the same.
@@ -162,9 +165,9 @@ def replay_s(replay: Any, *, num_replays: int = 20, num_rounds: int = 3) -> floa
 def measure(world: World, batch: int, sites: str, names: Sequence[str]) -> list[dict[str, Any]]:
     cids = world.cids[sites][: 1 if batch == 1 else NUM_ADAPTERS]
     step = world.step(batch, [((cid, 1.0),) for cid in cids])
-    base, _, base_s = run_kind(world, world.step(batch, [()]), LoraKind.NONE)
+    base, _, base_s = run_kind(world, world.step(batch, [()]), BASE_MODE)
     base = base.clone()
-    kind = LoraKind.LISTS if sites == "all" else LoraKind.ATTENTION
+    kind = SEGMENTED if sites == "all" else SEGMENTED_ATTENTION
     lists, list_tokens, lists_s = run_kind(world, step, kind)
     lists = lists.clone()
     whole = {"sites": sites, "batch": batch, "adapters": len(cids)}
@@ -175,13 +178,13 @@ def measure(world: World, batch: int, sites: str, names: Sequence[str]) -> list[
     if batch <= len(cids):
         # In larger batches the rows of an adapter stand together, and base rows as they came.
         rows[-1]["changed"] = float((lists - base).norm() / lists.norm())
-    if kind is LoraKind.ATTENTION:
+    if kind == SEGMENTED_ATTENTION:
         rows.append(whole | launched_everywhere(world, batch, base_s, lists))
     for name in names:
         if VARIANTS[name].tile_rows == 1 and batch > MOST_ROWS:
             continue
-        world.graphs.lora.tail.launch_of = lambda _, name=name: VARIANTS[name]
-        tail_kind = LoraKind.TAIL if sites == "all" else LoraKind.TAIL_ATTENTION
+        world.graphs.lora.augmented.launch_of = lambda _, name=name: VARIANTS[name]
+        tail_kind = AUGMENTED if sites == "all" else AUGMENTED_ATTENTION
         logits, tokens, seconds = run_kind(world, step, tail_kind)
         rows.append(
             whole
@@ -200,7 +203,7 @@ def launched_everywhere(world: World, batch: int, base_s: float, lists: Tensor) 
     """The graph for adapters of all sites, over the list of the step before."""
     graphs = world.graphs
     size = next(size for size in graphs._sizes if size >= batch)
-    seconds = replay_s(graphs._step(size, LoraKind.LISTS))
+    seconds = replay_s(graphs._step(size, SEGMENTED))
     error = float((graphs._logits[:batch].float() - lists).norm() / lists.norm())
     return figures(world, "lists, all launches", base_s, seconds) | {"error": error}
 
@@ -216,16 +219,16 @@ def figures(world: World, kind: str, base_s: float, seconds: float) -> dict[str,
 
 def show_kernels(world: World, batch: int, name: str) -> None:
     print(f"\nbatch {batch}, {name}: kernels of one step")
-    world.graphs.lora.tail.launch_of = lambda _: VARIANTS[name]
+    world.graphs.lora.augmented.launch_of = lambda _: VARIANTS[name]
     cids = world.cids["all"][: 1 if batch == 1 else NUM_ADAPTERS]
-    run_kind(world, world.step(batch, [((cid, 1.0),) for cid in cids]), LoraKind.TAIL)
+    run_kind(world, world.step(batch, [((cid, 1.0),) for cid in cids]), AUGMENTED)
     size = next(size for size in world.graphs._sizes if size >= batch)
-    time_by_kernel(world.graphs._step(size, LoraKind.TAIL))
+    time_by_kernel(world.graphs._step(size, AUGMENTED))
 
 
 def time_copies(world: World) -> None:
     """Of an adapter's A into the tail, with the work of the host."""
-    tail = world.graphs.lora.tail._tail
+    tail = world.graphs.lora.augmented.cache
     slots = [world.runner.directory.slots_of(((cid, 1.0),))[0][0] for cid in world.cids["all"]]
     for slot in tail.held:
         tail.forget(slot)
@@ -277,7 +280,7 @@ def main() -> None:
         show_kernels(world, int(batch_text), name)
     time_copies(world)
     print_rows(rows)
-    print({size: tail_launch(size).tile_rows for size in batches}, "rows a tile when serving")
+    print({size: augmented_launch(size).tile_rows for size in batches}, "rows a tile when serving")
     if arguments.out:
         arguments.out.write_text(json.dumps(rows, indent=1))
 

@@ -42,8 +42,8 @@ from loramux.engine.engine import Engine
 from loramux.kernels.ops import AttendArgs, SequenceRows
 from loramux.kernels.reference import attention as attention_torch
 from loramux.kernels.reference import elementwise as fused_torch
-from loramux.kernels.reference import lora_augmented as tail_torch
-from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.kernels.reference import lora_augmented as augmented_reference
+from loramux.kernels.reference import lora_segmented
 from loramux.kernels.reference import sampling as sampling_torch
 from loramux.kernels.reference import swiglu as gate_up_torch
 from loramux.runner.fused_decoder import DeviceKernels, device_kernels
@@ -53,7 +53,7 @@ from loramux.types.request import Request
 TWINS: dict[str, ModuleType] = {
     "fused": fused_torch,
     "gate_up": gate_up_torch,
-    "tail": tail_torch,
+    "augmented": augmented_reference,
     "sampling": sampling_torch,
 }
 # What a function leaves behind in its arguments; others may be used up.
@@ -100,7 +100,7 @@ class TwinCheck:
         found["attention"].attend = self._attend_of(kernels.attention)
         found["lora"].shrink = self._shrink_of(kernels.lora)
         found["lora"].expand = self._expand_of(kernels.lora)
-        found["lora"].expand_activate = self._expand_activate_of(kernels.lora)
+        found["lora"].expand_swiglu = self._expand_activate_of(kernels.lora)
         return dataclasses.replace(kernels, **found)
 
     def compare(self, name: str, found: Tensor, expected: Tensor) -> None:
@@ -185,33 +185,33 @@ class TwinCheck:
             expected = None if known is None else y.clone()
             lora.expand(tables, pool, y, layer, site)
             if expected is not None:
-                lora_grouped_torch.expand(known, pool, expected, layer, site)
+                lora_segmented.expand(known, pool, expected, layer, site)
                 self.compare("lora.shrink and expand", y, expected)
 
         return expand
 
     def _expand_activate_of(self, lora: Any) -> Callable[..., Tensor]:
-        def expand_activate(  # noqa: PLR0913
+        def expand_swiglu(  # noqa: PLR0913
             tables: Any, pool: Tensor, y: Tensor, activation: str, layer: int, site: int
         ) -> Tensor:
             known = self._shrunk(tables, pool, layer, site)
             before = None if known is None else y.clone()
-            found: Tensor = lora.expand_activate(tables, pool, y, activation, layer, site)
+            found: Tensor = lora.expand_swiglu(tables, pool, y, activation, layer, site)
             if before is not None:
-                expected = lora_grouped_torch.expand_activate(
+                expected = lora_segmented.expand_swiglu(
                     known, pool, before, activation, layer, site
                 )
-                self.compare("lora.shrink and expand_activate", found, expected)
+                self.compare("lora.shrink and expand_swiglu", found, expected)
             return found
 
-        return expand_activate
+        return expand_swiglu
 
     def _shrunk(self, tables: Any, pool: Tensor, layer: int, site: int) -> Any:
         """Tables with the twin's h of what was shrunk last; None: nothing is to be compared."""
         if not self._is_on or self._x is None:
             return None
         known = copy.deepcopy(tables)
-        lora_grouped_torch.shrink(known, pool, self._x, layer, site)
+        lora_segmented.shrink(known, pool, self._x, layer, site)
         return known
 
 
@@ -279,7 +279,7 @@ def watch_graphs(graphs: Any, feed: Any, check: TwinCheck, name: str) -> None:
         by_graph, after = logits.clone(), feed._tokens.clone()
         feed._tokens.copy_(before)
         num_live = sum(len(chunk.token_ids) for chunk in chunks)
-        step = f"{name} of {num_rows} rows, {kind.name}"
+        step = f"{name} of {num_rows} rows, {kind}"
         with check.on(step, num_rows=num_rows, num_live=num_live):
             graphs._compute(num_rows, kind)
             check.compare("graph", by_graph, logits)

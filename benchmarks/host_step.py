@@ -27,7 +27,7 @@ from benchmarks.bench_report import numbers
 from benchmarks.report import Table, markdown
 from benchmarks.workloads import SLORA_RANKS, first, rank_of, slora
 from loramux.adapters.catalog import KnownAdapter
-from loramux.adapters.packed.dense import AdapterLayout
+from loramux.adapters.packed.dense import DenseLayout
 from loramux.adapters.packed.image import AdapterImage
 from loramux.config.engine import SchedulerConfig
 from loramux.kernels.gpu.attention.split_kv import Cut, StepRows, cut_sequences
@@ -73,7 +73,7 @@ class EmptyAdapters:
 
     def read(self, cid: str) -> AdapterImage:
         elements = self.get(cid).num_elements
-        layout = AdapterLayout(places={}, num_elements=elements, key=())
+        layout = DenseLayout(places={}, num_elements=elements, key=())
         return AdapterImage(cid, layout, torch.zeros(1, dtype=torch.bfloat16).expand(elements))
 
 
@@ -182,8 +182,8 @@ def cut_items(plan: StepPlan) -> None:
     """The attention items of a step with prompts."""
     chunks = plan.chunks
     rows = StepRows.of_lengths([len(c.token_ids) for c in chunks], [c.start for c in chunks])
-    is_short = rows.lengths <= DECODE_CUT.rows
-    for cut, members in ((PROMPT_CUT, ~is_short), (DECODE_CUT, is_short)):
+    is_fp12 = rows.lengths <= DECODE_CUT.rows
+    for cut, members in ((PROMPT_CUT, ~is_fp12), (DECODE_CUT, is_fp12)):
         cut_sequences(rows, members, cut)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from loramux.adapters.catalog import KnownAdapter
-from loramux.adapters.packed.dense import AdapterLayout, plan_layout
-from loramux.adapters.packed.fp12 import OCTET, short_elements, shorten
+from loramux.adapters.packed.dense import DenseLayout, plan_dense
+from loramux.adapters.packed.fp12 import OCTET, fp12_elements, pack_fp12
 from loramux.adapters.packed.image import AdapterImage
-from loramux.adapters.packed.packing import GroupedPacking
-from loramux.adapters.packed.paged import GroupedLayout
+from loramux.adapters.packed.packing import PagedPacking
+from loramux.adapters.packed.paged import RankBlockLayout
 from loramux.engine.engine import Engine
 from loramux.memory.device import host_buffer
 
@@ -36,7 +36,7 @@ class RandomAdapters:
     def __init__(self, engine: Engine, *, num_images: int = 16) -> None:
         self._engine = engine
         self._num_images = num_images
-        self._layouts: dict[Kind, AdapterLayout | GroupedLayout] = {}
+        self._layouts: dict[Kind, DenseLayout | RankBlockLayout] = {}
         self._buffers: dict[Kind, list[torch.Tensor]] = {}
         self._numbers = count()
         self._num_made: Counter[Kind] = Counter()
@@ -85,16 +85,16 @@ class RandomAdapters:
         self._image_of[cid] = (kind, number)
         return cid
 
-    def _layout(self, kind: Kind) -> AdapterLayout | GroupedLayout:
+    def _layout(self, kind: Kind) -> DenseLayout | RankBlockLayout:
         if kind not in self._layouts:
             rank, sites = kind
             catalog = self._engine.catalog
             packing, num_layers = catalog.rules.packing, catalog.base.num_layers
             ranks = {(layer, p): rank for layer in range(num_layers) for p in PROJECTIONS[sites]}
-            if isinstance(packing, GroupedPacking):
+            if isinstance(packing, PagedPacking):
                 self._layouts[kind] = packing.plan(ranks)
             else:
-                self._layouts[kind] = plan_layout(packing.sites, ranks)
+                self._layouts[kind] = plan_dense(packing.sites, ranks)
         return self._layouts[kind]
 
     def _buffer(self, kind: Kind, number: int) -> torch.Tensor:
@@ -110,17 +110,17 @@ class RandomAdapters:
     def _shorten(self, kind: Kind, buffer: torch.Tensor) -> None:
         """A in twelve bits where kernels want it so; ranks share a few octets of rows."""
         layout = self._layout(kind)
-        if not isinstance(layout, GroupedLayout) or not layout.is_short:
+        if not isinstance(layout, RankBlockLayout) or not layout.is_fp12:
             return
         sites = self._engine.catalog.rules.packing.sites
         widths = {name: site.in_features for site in sites for name in site.projections}
         octets = {width: self._octet(width) for width in set(widths.values())}
-        for (_, name), groups in layout.groups.items():
+        for (_, name), groups in layout.blocks.items():
             octet = octets[widths[name]]
             for group in groups:
-                size = short_elements(group.num_ranks, widths[name])
+                size = fp12_elements(group.num_ranks, widths[name])
                 buffer[group.a_offset : group.a_offset + size].view(-1, octet.numel()).copy_(octet)
 
     def _octet(self, width: int) -> torch.Tensor:
         rows = torch.randn(OCTET, width) * _STD
-        return shorten(rows.to(self._dtype)).view(self._dtype).flatten()
+        return pack_fp12(rows.to(self._dtype)).view(self._dtype).flatten()

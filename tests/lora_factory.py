@@ -9,19 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loramux.adapters.packed.dense import Site
-from loramux.adapters.packed.fp12 import shorten
-from loramux.adapters.packed.paged import GroupedLayout, plan_groups, tabulate
+from loramux.adapters.packed.dense import ATTENTION_SITES, Site
+from loramux.adapters.packed.fp12 import pack_fp12
+from loramux.adapters.packed.paged import RankBlockLayout, plan_rank_blocks, tabulate
 from loramux.kernels.gpu.lora.tables import LaunchShape, LoraTables, make_tables
 from loramux.kernels.gpu.lora.work_list import (
-    GroupDirectory,
+    RankBlockDirectory,
     SiteShape,
     WorkLimits,
-    build_work,
+    build_work_list,
     gather_tiles,
 )
-from loramux.kernels.reference import lora_segmented as lora_grouped_torch
-from loramux.kernels.reference.fp12 import lengthen
+from loramux.kernels.reference import lora_segmented
+from loramux.kernels.reference.fp12 import unpack_fp12
+from loramux.lora.graph_lora import LoraMode, LoraPath
 
 Selection = Sequence[tuple[int, float]]
 
@@ -50,7 +51,7 @@ LAUNCH = LaunchShape(
     shrinks_per_sm=3,
     expands_per_sm=3,
 )
-LIMITS = WorkLimits(max_units=128, max_h_rows=400)
+LIMITS = WorkLimits(max_items=128, max_h_rows=400)
 
 
 @dataclass
@@ -59,7 +60,7 @@ class LoraWorld:
 
     pool: Tensor
     directory: Tensor
-    index: GroupDirectory
+    index: RankBlockDirectory
     tables: LoraTables
     sites: tuple[Site, ...]
     weights: list[dict[tuple[int, str], tuple[Tensor, Tensor]]]
@@ -69,9 +70,9 @@ class LoraWorld:
         limits = self.tables.limits
         host = np.zeros(limits.num_words, dtype=np.int32)
         tiles = gather_tiles(rows, [1] * len(rows), limits.tile_rows, keeps_base=True)
-        used = build_work(tiles, self.index, limits, host)
+        used = build_work_list(tiles, self.index, limits, host)
         self.tables.work[:used].copy_(torch.from_numpy(host[:used]))
-        lora_grouped_torch.resolve(self.tables, self.directory, self.slots)
+        lora_segmented.resolve(self.tables, self.directory, self.slots)
 
     @property
     def slots(self) -> Tensor:
@@ -121,19 +122,17 @@ def make_world(
     limits: WorkLimits = LIMITS,
     launch: LaunchShape = LAUNCH,
     skip: Sequence[tuple[int, int]] = (),
-    is_short: bool = False,
+    is_fp12: bool = False,
 ) -> LoraWorld:
     """ranks[slot]: projection -> rank, in every layer but those (slot, layer) in skip.
 
-    is_short: with A in twelve bits, and so in bfloat16
+    is_fp12: with A in twelve bits, and so in bfloat16
     """
     generator = torch.Generator().manual_seed(3)
-    sites, page_elements = (
-        (SHORT_SITES, SHORT_PAGE_ELEMENTS) if is_short else (SITES, PAGE_ELEMENTS)
-    )
-    dtype = torch.bfloat16 if is_short else dtype
+    sites, page_elements = (SHORT_SITES, SHORT_PAGE_ELEMENTS) if is_fp12 else (SITES, PAGE_ELEMENTS)
+    dtype = torch.bfloat16 if is_fp12 else dtype
     layouts = [
-        plan_groups(sites, places, page_elements, is_short=is_short)
+        plan_rank_blocks(sites, places, page_elements, is_fp12=is_fp12)
         for places in _places(ranks, skip)
     ]
     num_pages = sum(layout.num_pages for layout in layouts) + 2
@@ -141,13 +140,13 @@ def make_world(
     pool = torch.full((num_pages, page_elements), float("nan"), dtype=dtype)
     pages = torch.randperm(num_pages, generator=generator).tolist()
     tables = [tabulate(one, projections=PROJECTIONS, num_layers=NUM_LAYERS) for one in layouts]
-    max_groups = sum(int(table.groups_per_projection.sum()) for table in tables) + 3
-    index = GroupDirectory(max_slots=len(ranks), max_groups=max_groups)
-    directory = torch.zeros(NUM_LAYERS, max_groups, 4, dtype=torch.int32)
+    max_blocks = sum(int(table.blocks_per_projection.sum()) for table in tables) + 3
+    index = RankBlockDirectory(max_slots=len(ranks), max_blocks=max_blocks)
+    directory = torch.zeros(NUM_LAYERS, max_blocks, 4, dtype=torch.int32)
     weights = []
     for layout, table in zip(layouts, tables, strict=True):
         page_ids = [pages.pop() for _ in range(layout.num_pages)]
-        _, start = index.add(table.groups_per_projection)
+        _, start = index.add(table.blocks_per_projection)
         entries = torch.from_numpy(table.addresses(page_ids))
         directory[:, start : start + entries.shape[1]] = entries
         weights.append(_fill(pool, layout, page_ids, sites, generator))
@@ -159,7 +158,7 @@ def make_world(
             [SiteShape(site.name, site.in_features, site.out_features) for site in sites],
             num_layers=NUM_LAYERS,
             limits=limits,
-            launch=replace(launch, is_short=is_short),
+            launch=replace(launch, is_fp12=is_fp12),
             device=pool.device,
         ),
         sites=sites,
@@ -183,7 +182,7 @@ def _places(
 
 def _fill(
     pool: Tensor,
-    layout: GroupedLayout,
+    layout: RankBlockLayout,
     page_ids: Sequence[int],
     sites: Sequence[Site],
     generator: torch.Generator,
@@ -195,20 +194,35 @@ def _fill(
         for name, out in zip(site.projections, site.out_features, strict=True)
     }
     weights: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
-    for (layer, name), groups in layout.groups.items():
+    for (layer, name), groups in layout.blocks.items():
         sides: list[Tensor] = []
         for side, width in enumerate(shapes[name]):
             blocks = []
             for group in groups:
                 block = torch.randn(group.num_ranks, width, generator=generator) / 4
                 form = block = block.clamp(-1.9, 1.9).to(pool.dtype)
-                if layout.is_short and side == 0:
-                    words = shorten(block)
+                if layout.is_fp12 and side == 0:
+                    words = pack_fp12(block)
                     form = words.view(pool.dtype)
-                    block = lengthen(words)[: group.num_ranks].to(pool.dtype)
+                    block = unpack_fp12(words)[: group.num_ranks].to(pool.dtype)
                 page, start = divmod((group.a_offset, group.b_offset)[side], layout.page_elements)
                 pool[page_ids[page], start : start + form.numel()] = form.reshape(-1)
                 blocks.append(block)
             sides.append(torch.cat(blocks))
         weights[layer, name] = (sides[0], sides[1])
     return weights
+
+
+SEGMENTED = LoraMode(LoraPath.SEGMENTED)
+SEGMENTED_ATTENTION = LoraMode(LoraPath.SEGMENTED, sites=ATTENTION_SITES)
+AUGMENTED = LoraMode(LoraPath.AUGMENTED)
+AUGMENTED_NARROW = LoraMode(LoraPath.AUGMENTED, num_blocks=8)
+AUGMENTED_ATTENTION = LoraMode(LoraPath.AUGMENTED, sites=ATTENTION_SITES)
+LORA_MODES = (
+    AUGMENTED,
+    AUGMENTED_NARROW,
+    AUGMENTED_ATTENTION,
+    SEGMENTED,
+    SEGMENTED_ATTENTION,
+)
+"""All modes with adapters, in the order of capture."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from loramux.adapters.catalog import KnownAdapter
-from loramux.adapters.packed.dense import AdapterLayout, Site, plan_layout
+from loramux.adapters.packed.dense import DenseLayout, Site, plan_dense
 from loramux.adapters.packed.image import AdapterImage
-from loramux.adapters.packed.packing import StackedPacking
+from loramux.adapters.packed.packing import DensePacking
 from loramux.errors import AdapterNotFound, AdapterRefused
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.host_tier import HostTier
@@ -27,14 +27,14 @@ from loramux.memory.records import LowerTiers
 from loramux.memory.residency import AdapterResidency
 
 SITES = (Site(name="o", in_features=8, projections=("o_proj",), out_features=(8,)),)
-PACKING = StackedPacking(SITES, torch.float32)
+PACKING = DensePacking(SITES, torch.float32)
 # One rank of an adapter is one page: 16 elements of float32.
 PAGE_ELEMENTS = 16
 RANK_BYTES = 64
 
 
-def layout_of_rank(rank: int) -> AdapterLayout:
-    return plan_layout(SITES, {(0, "o_proj"): rank})
+def layout_of_rank(rank: int) -> DenseLayout:
+    return plan_dense(SITES, {(0, "o_proj"): rank})
 
 
 def cid_of(number: int, rank: int = 1) -> str:

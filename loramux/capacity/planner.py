@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, fused_sites, plan_layout
+from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, fused_sites, plan_dense
 from loramux.capacity.advice import advise
 from loramux.capacity.plan import (
     DEFAULT_KV_TOKENS,
@@ -160,7 +160,7 @@ def _adapter_size(base: PlannedBase, fleet: Fleet, rank: int) -> AdapterSize:
         if target not in shapes:
             raise InvalidRequest(f"The base {base.name} has no {target}.", param="targets")
     ranks = {(layer, t): rank for layer in range(base.shapes.num_layers) for t in fleet.targets}
-    num_bytes = plan_layout(fused_sites(shapes), ranks).num_elements * base.element_bytes
+    num_bytes = plan_dense(fused_sites(shapes), ranks).num_elements * base.element_bytes
     pages = math.ceil(num_bytes / base.page_bytes)
     rounds, rest = divmod(fleet.num_adapters, len(fleet.ranks))
     return AdapterSize(

@@ -12,7 +12,7 @@ import torch
 
 from loramux.adapters.catalog import AdapterRules
 from loramux.adapters.packed.dense import Site, sites_of
-from loramux.adapters.packed.packing import GroupedPacking, Packing, StackedPacking
+from loramux.adapters.packed.packing import DensePacking, Packing, PagedPacking
 from loramux.config.engine import EngineConfig, SchedulerConfig
 from loramux.engine.engine import Engine
 from loramux.engine.memory import Clock, build_memory
@@ -125,8 +125,8 @@ def _packing(
             allocate = HostBuffers(
                 spare_bytes=budget_bytes // _SPARE_PARTS, budget_bytes=budget_bytes
             ).allocate
-        return StackedPacking(sites, dtype, allocate)
-    return GroupedPacking(sites, dtype, pool.geometry.page_elements, allocate)
+        return DensePacking(sites, dtype, allocate)
+    return PagedPacking(sites, dtype, pool.geometry.page_elements, allocate)
 
 
 def _merge_controller(
@@ -154,12 +154,12 @@ def _geometry(model: LoadedModel, config: EngineConfig) -> KVGeometry:
 
 def _device_plan(model: LoadedModel, config: EngineConfig, sites: tuple[Site, ...]) -> DevicePlan:
     from loramux.engine.build_device import DevicePlan
-    from loramux.models.augmented_linear import BLOCK_ROWS, add_tails
+    from loramux.models.augmented_linear import BLOCK_ROWS, augment_linears
     from loramux.runner.gpu_runner import BatchLimits
 
     if config.lora_augmented_ranks:
         # Before anything is measured: it is part of the weights.
-        add_tails(model.decoder, config.lora_augmented_ranks // BLOCK_ROWS)
+        augment_linears(model.decoder, config.lora_augmented_ranks // BLOCK_ROWS)
     limits = BatchLimits(
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,

@@ -54,7 +54,7 @@ class DevicePlan:
             self.sites,
             num_layers=self.geometry.num_layers,
             max_adapters=max_adapters,
-            max_groups=_GROUPS_PER_ADAPTER * max_adapters,
+            max_blocks=_GROUPS_PER_ADAPTER * max_adapters,
             device=pool.device,
         )
         return GpuRunner(

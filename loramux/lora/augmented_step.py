@@ -1,10 +1,9 @@
-"""Decode steps whose adapters are all in the tail: their work list, and what a site is told."""
+"""Steps whose adapters all have their A in augmented weights: work list and layer calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from enum import Enum, auto
 from typing import Any
 
 import numpy as np
@@ -13,62 +12,52 @@ from torch import Tensor
 from loramux.kernels.gpu.lora.tables import LoraTables
 from loramux.kernels.gpu.lora.work_list import (
     BASE,
-    GROUP_RANKS,
+    RANK_BLOCK,
     RowTiles,
     WorkListFull,
-    build_work,
+    build_work_list,
     gather_tiles,
     map_rows,
     plain_tiles,
 )
-from loramux.kernels.gpu.lora_augmented.tables import TailLaunch, TailSite, make_store, tail_launch
-from loramux.lora.augmented import AdapterTail
-from loramux.lora.segmented import Ints, LoraWork
+from loramux.kernels.gpu.lora_augmented.tables import (
+    AugmentedLaunch,
+    AugmentedSite,
+    augmented_launch,
+    make_augmented_weights,
+)
+from loramux.lora.augmented import AugmentedCache
+from loramux.lora.segmented import Ints, SegmentedWork
 from loramux.types.request import Selection
 
 
-class TailWidth(Enum):
-    """How much of the tail a step's products compute."""
-
-    WHOLE = auto()
-    NARROW = auto()
-
-
-class TailWork:
-    """Shares the tables of steps without a tail: a list is in one of the two shapes."""
+class AugmentedWork:
+    """Fills the work list of the segmented path's tables for steps on augmented weights."""
 
     def __init__(
         self,
-        work: LoraWork,
-        tail: AdapterTail,
-        launch_of: Callable[[int], TailLaunch] = tail_launch,
-        width: TailWidth = TailWidth.WHOLE,
+        work: SegmentedWork,
+        cache: AugmentedCache,
+        launch_of: Callable[[int], AugmentedLaunch] = augmented_launch,
     ) -> None:
         self._work = work
-        self._tail = tail
+        self.cache = cache
         self.launch_of = launch_of
-        """By the number of rows that a graph has."""
-        self._width = width
+        """Launch parameters by the number of rows of a graph."""
 
     def warm_up(self) -> None:
-        """Before there are adapters: no step waits for a compiler."""
-        self._tail.warm_up()
+        """Compiles the copy kernel before there are adapters, so that no step waits for it."""
+        self.cache.warm_up()
 
-    def over(self, work: LoraWork) -> TailWork:
-        """The same tail for another kind of step, with tables of its own."""
-        return TailWork(work, self._tail, self.launch_of, self._width)
+    def over(self, work: SegmentedWork) -> AugmentedWork:
+        """Returns the same cache over the tables, and the sites, of another kind of step."""
+        return AugmentedWork(work, self.cache, self.launch_of)
 
-    def of_width(self, width: TailWidth) -> TailWork:
-        return TailWork(self._work, self._tail, self.launch_of, width)
-
-    def has_narrow(self, num_rows: int) -> bool:
-        """Are there two widths of steps of so many rows?"""
+    def narrow_blocks(self, num_rows: int) -> int | None:
+        """The smaller number of rank blocks that a step may compute; None: there is no choice."""
         launch = self._launch(num_rows)
-        return launch.narrow_blocks is not None and launch.narrow_blocks < launch.max_blocks
-
-    def at_sites(self, sites: Collection[int]) -> TailWork:
-        """The same, for steps whose adapters change nothing elsewhere."""
-        return self.over(self._work.at_sites(sites))
+        narrow = launch.narrow_blocks
+        return narrow if narrow is not None and narrow < launch.max_blocks else None
 
     def fill(
         self,
@@ -76,49 +65,52 @@ class TailWork:
         lengths: Sequence[int],
         num_rows: int,
         out: Ints,
-    ) -> TailWidth | None:
-        """Writes the list of a graph of num_rows rows; None: this is not a step for it.
+    ) -> int | None:
+        """Writes the work list of a graph of num_rows rows; None: not all adapters are augmented.
 
-        lengths[i]: rows of selections[i]; what is left is padding.
+        Returns the number of rank blocks that the step's GEMMs must compute. Selection i applies to
+        the next lengths[i] rows; the remaining rows are padding.
         """
         directory = self._work.directory
         slots = [directory.slots_of(selection) for selection in selections]
         launch = self._launch(num_rows)
-        width = self._place({slot for pairs in slots for slot, _ in pairs}, num_rows)
-        if width is None:
+        num_blocks = self._place({slot for pairs in slots for slot, _ in pairs}, num_rows)
+        if num_blocks is None:
             return None
         limits = self._tables(launch).limits
         tiles = _tiles([*slots, ()], [*lengths, num_rows - sum(lengths)], launch)
         try:
-            build_work(tiles, directory.groups, limits, out, self._tail.blocks)
+            build_work_list(tiles, directory.blocks, limits, out, self.cache.blocks)
         except WorkListFull:
             return None
         map_rows(limits, out)
-        return width
+        return num_blocks
 
-    def _place(self, slots: Collection[int], num_rows: int) -> TailWidth | None:
-        launch, tail = self._launch(num_rows), self._tail
-        narrow = launch.narrow_blocks
-        if narrow is None or not self.has_narrow(num_rows) or tail.num_needed(slots) > narrow:
-            return TailWidth.WHOLE if tail.place(slots, launch.max_blocks) else None
-        if tail.place(slots, narrow):
-            return TailWidth.NARROW
-        # They move when they have been asked for once more.
-        return TailWidth.WHOLE if tail.is_within(slots, launch.max_blocks) else None
+    def _place(self, slots: Collection[int], num_rows: int) -> int | None:
+        """Brings the adapters into as few leading rank blocks as a graph has a mode for."""
+        cache, max_blocks = self.cache, self._launch(num_rows).max_blocks
+        narrow = self.narrow_blocks(num_rows)
+        if narrow is None or cache.num_needed(slots) > narrow:
+            return max_blocks if cache.place(slots, max_blocks) else None
+        if cache.place(slots, narrow):
+            return narrow
+        # They move to the leading blocks when the next steps need them, too.
+        return max_blocks if cache.is_within(slots, max_blocks) else None
 
-    def for_decodes(self, num_rows: int) -> TailStep:
+    def step(self, num_rows: int, num_blocks: int | None = None) -> AugmentedStep:
+        """Returns what the layers of a graph call; num_blocks: fewer than the launch's."""
         launch = self._launch(num_rows)
-        if self._width is TailWidth.NARROW and launch.narrow_blocks is not None:
-            launch = replace(launch, max_blocks=launch.narrow_blocks)
-        return TailStep(self._work, self._tables(launch), launch)
+        if num_blocks is not None:
+            launch = replace(launch, max_blocks=num_blocks)
+        return AugmentedStep(self._work, self._tables(launch), launch)
 
-    def _launch(self, num_rows: int) -> TailLaunch:
-        """With no more blocks than there are."""
+    def _launch(self, num_rows: int) -> AugmentedLaunch:
+        """The launch for num_rows rows, with no more rank blocks than the weights have."""
         launch = self.launch_of(num_rows)
-        return replace(launch, max_blocks=min(launch.max_blocks, self._tail.num_blocks))
+        return replace(launch, max_blocks=min(launch.max_blocks, self.cache.num_blocks))
 
-    def _tables(self, launch: TailLaunch) -> LoraTables:
-        """Where every row is in a tile, a row alone is a tile too."""
+    def _tables(self, launch: AugmentedLaunch) -> LoraTables:
+        """The tables with the launch's tile size; with tiles, a single row is a tile as well."""
         tables = self._work.tables
         if launch.tile_rows > 1:
             limits = replace(tables.limits, alone_rows=0, tile_rows=launch.tile_rows)
@@ -126,20 +118,23 @@ class TailWork:
         return tables
 
 
-def tail_work(
-    work: LoraWork, tails: Sequence[Sequence[Tensor]] | None, kernels: Any
-) -> TailWork | None:
-    """tails [layers][sites] of [blocks, slices, 16, in]; None: the weights have none."""
-    if tails is None:
+def augmented_work(
+    work: SegmentedWork, appended: Sequence[Sequence[Tensor]] | None, kernels: Any
+) -> AugmentedWork | None:
+    """Returns None where the base weights have no appended rows.
+
+    appended [layers][sites] of [blocks, slices, 16, in]
+    """
+    if appended is None:
         return None
-    store = make_store(tails, work.pool, is_short=work.tables.is_short)
-    return TailWork(work, AdapterTail(kernels, store, work.directory, work.pool))
+    weights = make_augmented_weights(appended, work.pool, is_fp12=work.tables.is_fp12)
+    return AugmentedWork(work, AugmentedCache(kernels, weights, work.directory, work.pool))
 
 
-class TailStep:
+class AugmentedStep:
     """What the runner's layers call in one graph."""
 
-    def __init__(self, work: LoraWork, tables: LoraTables, launch: TailLaunch) -> None:
+    def __init__(self, work: SegmentedWork, tables: LoraTables, launch: AugmentedLaunch) -> None:
         self._work = work
         self._tables = tables
         self.launch = launch
@@ -148,20 +143,20 @@ class TailStep:
         self._work.resolve()
 
     def covers(self, site: int) -> bool:
-        """Whether a step may change the site; if not, its product has no tail."""
+        """Whether the step may change the site; if not, its GEMM skips the appended rows."""
         return self._work.covers(site)
 
-    def at(self, layer: int, site: int) -> TailSite:
-        return TailSite(self._tables, self._work.pool, self.launch, layer, site)
+    def at(self, layer: int, site: int) -> AugmentedSite:
+        return AugmentedSite(self._tables, self._work.pool, self.launch, layer, site)
 
-    def num_tail_rows(self, site: int) -> int:
-        """Of a site's weight: what the step's product computes beside its outputs."""
+    def num_appended_rows(self, site: int) -> int:
+        """Appended rows of a site's weight that the step's GEMM computes beside the outputs."""
         num_slices = len(self._tables.sites[site].shape.out_features)
-        return self.launch.max_blocks * num_slices * GROUP_RANKS
+        return self.launch.max_blocks * num_slices * RANK_BLOCK
 
 
 def _tiles(
-    slots: Sequence[tuple[tuple[int, float], ...]], lengths: Sequence[int], launch: TailLaunch
+    slots: Sequence[tuple[tuple[int, float], ...]], lengths: Sequence[int], launch: AugmentedLaunch
 ) -> RowTiles:
     if all(len(pairs) == 0 or (len(pairs) == 1 and pairs[0][1] == 1.0) for pairs in slots):
         single = np.array([pairs[0][0] if pairs else BASE for pairs in slots], dtype=np.int32)

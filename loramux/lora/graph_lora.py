@@ -1,96 +1,110 @@
-"""How the adapters of a graph's step are added: from the tail, by a list, or not at all."""
+"""Chooses how the adapters of a graph's step are applied: augmented weights, SGMV, or none."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import numpy as np
 
 from loramux.adapters.packed.dense import ATTENTION_SITES
 from loramux.kernels.gpu.lora.work_list import WorkListFull
-from loramux.lora.augmented_step import TailStep, TailWidth, TailWork
-from loramux.lora.segmented import Ints, LoraWork
+from loramux.lora.augmented_step import AugmentedStep, AugmentedWork
+from loramux.lora.segmented import Ints, SegmentedWork
 from loramux.types.request import Selection
 
 
-class LoraKind(Enum):
-    TAIL = auto()
-    NARROW_TAIL = auto()
-    """Only the first blocks of the tail are computed: the step's adapters are there."""
-    TAIL_ATTENTION = auto()
-    """From the tail, by adapters that change attention alone: other sites have no tail."""
-    LISTS = auto()
-    ATTENTION = auto()
-    """Lists of adapters that change attention alone: nothing is launched at other sites."""
+class LoraPath(Enum):
     NONE = auto()
+    SEGMENTED = auto()
+    """SGMV: a shrink and an expand kernel per fused linear, driven by the step's work list."""
+    AUGMENTED = auto()
+    """LoRA A is appended to the base weights: the base GEMM computes the shrink as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraMode:
+    """What a captured graph computes for its adapters; part of the graph's key."""
+
+    path: LoraPath
+    num_blocks: int | None = None
+    """Rank blocks of augmented weights that the GEMMs compute; None: all that the launch allows."""
+    sites: tuple[str, ...] | None = None
+    """Fused linears that have LoRA kernels; None: all."""
+
+    def __str__(self) -> str:
+        parts = [self.path.name.lower()]
+        parts += [] if self.num_blocks is None else [f"{self.num_blocks} blocks"]
+        return " ".join([*parts, *(self.sites or ())])
+
+
+BASE_MODE = LoraMode(LoraPath.NONE)
 
 
 class GraphLora:
-    """Tail and lists share a place for their work: a step goes one of the two ways."""
+    """Both paths write their work list to the same words: a step takes one of them."""
 
-    def __init__(self, lists: LoraWork, tail: TailWork | None) -> None:
-        self.lists = lists
-        self.tail = tail
-        sites = lists.tables.sites
-        self._attention = frozenset(
-            i for i, cut in enumerate(sites) if cut.shape.name in ATTENTION_SITES
-        )
-        others = set(range(len(sites))) - self._attention
-        words = [word for site in others for word in lists.tables.used_words(site)]
-        self._other_words = np.array(words, dtype=np.intp)
+    def __init__(self, segmented: SegmentedWork, augmented: AugmentedWork | None) -> None:
+        self.segmented = segmented
+        self.augmented = augmented
+        tables = segmented.tables
+        others = [i for i, cut in enumerate(tables.sites) if cut.shape.name not in ATTENTION_SITES]
+        words = [word for site in others for word in tables.used_words(site)]
+        self._mlp_words = np.array(words, dtype=np.intp)
 
-    def kinds(self, num_rows: int) -> list[LoraKind]:
-        """Those that a step of a graph of num_rows rows can be of."""
-        has_tail, has_others = self.tail is not None, self._other_words.size > 0
-        possible = {
-            LoraKind.TAIL: has_tail,
-            LoraKind.NARROW_TAIL: self.tail is not None and self.tail.has_narrow(num_rows),
-            LoraKind.TAIL_ATTENTION: has_tail and has_others,
-            LoraKind.ATTENTION: has_others,
-        }
-        return [kind for kind in LoraKind if possible.get(kind, True)]
+    def modes(self, num_rows: int) -> list[LoraMode]:
+        """All modes that a step of a graph of num_rows rows can have, in the order of capture."""
+        partial = [ATTENTION_SITES] if self._mlp_words.size else []
+        found: list[LoraMode] = []
+        if self.augmented is not None:
+            narrow = self.augmented.narrow_blocks(num_rows)
+            found.append(LoraMode(LoraPath.AUGMENTED))
+            found += [] if narrow is None else [LoraMode(LoraPath.AUGMENTED, num_blocks=narrow)]
+            found += [LoraMode(LoraPath.AUGMENTED, sites=sites) for sites in partial]
+        found.append(LoraMode(LoraPath.SEGMENTED))
+        found += [LoraMode(LoraPath.SEGMENTED, sites=sites) for sites in partial]
+        return [*found, BASE_MODE]
 
     @property
     def num_words(self) -> int:
-        return self.lists.tables.limits.num_words
+        return self.segmented.tables.limits.num_words
 
     def fill(
         self, selections: Sequence[Selection], lengths: Sequence[int], num_rows: int, out: Ints
-    ) -> LoraKind | None:
-        """Writes the work of a graph of num_rows rows; None: it is more than a list holds.
+    ) -> LoraMode | None:
+        """Writes the work list of a graph of num_rows rows; None: the list has no room for it.
 
-        lengths[i]: rows of selections[i]; what is left is padding.
+        Selection i applies to the next lengths[i] rows; the remaining rows are padding.
         """
         if not any(selections):
-            return LoraKind.NONE
-        width = None if self.tail is None else self.tail.fill(selections, lengths, num_rows, out)
-        if width is not None:
-            if self._is_attention(out):
-                return LoraKind.TAIL_ATTENTION
-            return LoraKind.TAIL if width is TailWidth.WHOLE else LoraKind.NARROW_TAIL
+            return BASE_MODE
+        if self.augmented is not None:
+            num_blocks = self.augmented.fill(selections, lengths, num_rows, out)
+            if num_blocks is not None:
+                if self._is_attention_only(out):
+                    return LoraMode(LoraPath.AUGMENTED, sites=ATTENTION_SITES)
+                is_narrow = num_blocks == self.augmented.narrow_blocks(num_rows)
+                return LoraMode(LoraPath.AUGMENTED, num_blocks=num_blocks if is_narrow else None)
         try:
-            self.lists.fill(selections, lengths, out)
+            self.segmented.fill(selections, lengths, out)
         except WorkListFull:
             return None
-        return LoraKind.ATTENTION if self._is_attention(out) else LoraKind.LISTS
+        sites = ATTENTION_SITES if self._is_attention_only(out) else None
+        return LoraMode(LoraPath.SEGMENTED, sites=sites)
 
-    def begin(self, kind: LoraKind, num_rows: int) -> LoraWork | TailStep | None:
-        """What a graph's layers call, after its first kernel: the work with its addresses."""
-        ways: dict[LoraKind, LoraWork | TailWork | None] = {
-            LoraKind.TAIL: self.tail,
-            LoraKind.NARROW_TAIL: self.tail and self.tail.of_width(TailWidth.NARROW),
-            LoraKind.TAIL_ATTENTION: self.tail and self.tail.at_sites(self._attention),
-            LoraKind.LISTS: self.lists,
-            LoraKind.ATTENTION: self.lists.at_sites(self._attention),
-        }
-        work = ways.get(kind)
-        if work is None:
+    def begin(self, mode: LoraMode, num_rows: int) -> SegmentedWork | AugmentedStep | None:
+        """Launches a graph's first LoRA kernel; returns what its layers call (None: base only)."""
+        if mode.path is LoraPath.NONE:
             return None
-        step = work.for_decodes(num_rows) if isinstance(work, TailWork) else work
+        work = self.segmented if mode.sites is None else self.segmented.at_sites(mode.sites)
+        step: SegmentedWork | AugmentedStep = work
+        if mode.path is LoraPath.AUGMENTED:
+            assert self.augmented is not None, "the base weights are not augmented"
+            step = self.augmented.over(work).step(num_rows, mode.num_blocks)
         step.resolve()
         return step
 
-    def _is_attention(self, words: Ints) -> bool:
-        """Do a list's adapters leave other sites alone, and are there any?"""
-        return self._other_words.size > 0 and not words.take(self._other_words).any()
+    def _is_attention_only(self, words: Ints) -> bool:
+        """Whether the list's adapters change attention alone, and the model has other sites."""
+        return self._mlp_words.size > 0 and not words.take(self._mlp_words).any()

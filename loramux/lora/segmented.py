@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.adapters.packed.dense import Site
-from loramux.adapters.packed.fp12 import shortens
-from loramux.adapters.packed.paged import GroupedLayout, GroupTable, tabulate
+from loramux.adapters.packed.fp12 import uses_fp12
+from loramux.adapters.packed.paged import RankBlockLayout, RankBlockTable, tabulate
 from loramux.errors import DoesNotFit
 from loramux.kernels.gpu.lora.tables import (
     PROMPT,
@@ -24,12 +24,12 @@ from loramux.kernels.gpu.lora.tables import (
     make_tables,
 )
 from loramux.kernels.gpu.lora.work_list import (
-    GroupDirectory,
+    RankBlockDirectory,
     RowTiles,
     SiteShape,
     WorkLimits,
     WorkListFull,
-    build_work,
+    build_work_list,
     gather_tiles,
     plain_tiles,
 )
@@ -56,21 +56,21 @@ class DeviceDirectory:
         *,
         num_layers: int,
         max_adapters: int,
-        max_groups: int,
+        max_blocks: int,
         device: torch.device,
     ) -> None:
         self.sites = tuple(sites)
         self._projections = [name for site in sites for name in site.projections]
         self._num_layers = num_layers
         self.max_adapters = max_adapters
-        self.groups = GroupDirectory(max_slots=max_adapters, max_groups=max_groups)
-        self.addresses = torch.zeros(num_layers, max_groups, 4, dtype=torch.int32, device=device)
-        self.slots = torch.zeros(self.groups.slots.shape, dtype=torch.int32, device=device)
+        self.blocks = RankBlockDirectory(max_slots=max_adapters, max_blocks=max_blocks)
+        self.addresses = torch.zeros(num_layers, max_blocks, 4, dtype=torch.int32, device=device)
+        self.slots = torch.zeros(self.blocks.slots.shape, dtype=torch.int32, device=device)
         self._slot_of: dict[str, int] = {}
         # What slots_of has found since adapters last moved: it is asked twice a row and step.
         self._found: dict[Selection, tuple[tuple[int, float], ...]] = {}
         # Layouts repeat: most adapters of a server have the same ranks at the same places.
-        self._tables: dict[Any, GroupTable] = {}
+        self._tables: dict[Any, RankBlockTable] = {}
         self.on_remove: list[Callable[[int], None]] = []
         """Who keeps something by slot."""
 
@@ -93,25 +93,25 @@ class DeviceDirectory:
     def add(self, adapter: ResidentAdapter) -> None:
         """Raises DoesNotFit when the tables are full."""
         layout = adapter.layout
-        assert isinstance(layout, GroupedLayout)
+        assert isinstance(layout, RankBlockLayout)
         table = self._tables.get(layout.key)
         if table is None:
             table = tabulate(layout, projections=self._projections, num_layers=self._num_layers)
             self._tables[layout.key] = table
         try:
-            slot, start = self.groups.add(table.groups_per_projection)
+            slot, start = self.blocks.add(table.blocks_per_projection)
         except WorkListFull as error:
             raise DoesNotFit(str(error)) from error
         self._slot_of[adapter.cid] = slot
         self._found.clear()
         entries = send(torch.from_numpy(table.addresses(adapter.page_ids)), self.slots.device)
         self.addresses[:, start : start + entries.shape[1]].copy_(entries)
-        self.slots[slot].copy_(send(torch.from_numpy(self.groups.slots[slot]), self.slots.device))
+        self.slots[slot].copy_(send(torch.from_numpy(self.blocks.slots[slot]), self.slots.device))
 
     def remove(self, cid: str) -> None:
         slot = self._slot_of.pop(cid, None)
         if slot is not None:
-            self.groups.remove(slot)
+            self.blocks.remove(slot)
             self._found.clear()
             for tell in self.on_remove:
                 tell(slot)
@@ -126,13 +126,13 @@ class LoraDevice:
     directory: DeviceDirectory
     num_layers: int
     pool: Tensor
-    num_multiprocessors: int
+    num_sms: int
 
     @property
-    def is_short(self) -> bool:
+    def is_fp12(self) -> bool:
         """Do adapters have their A in twelve bits here?"""
         widths = (site.in_features for site in self.directory.sites)
-        return shortens(widths, self.pool.dtype, self.pool.shape[1])
+        return uses_fp12(widths, self.pool.dtype, self.pool.shape[1])
 
     def tables(self, limits: WorkLimits, launch: LaunchShape) -> LoraTables:
         shapes = [
@@ -143,21 +143,22 @@ class LoraDevice:
             shapes,
             num_layers=self.num_layers,
             limits=limits,
-            launch=replace(launch, is_short=self.is_short),
+            launch=replace(launch, is_fp12=self.is_fp12),
             device=self.pool.device,
-            num_sms=self.num_multiprocessors,
+            num_sms=self.num_sms,
         )
 
 
-class LoraWork:
+class SegmentedWork:
     """Tables of one kind of step, refilled for each; what the runner's linear layers call."""
 
     def __init__(
-        self, device: LoraDevice, tables: LoraTables, sites: Collection[int] | None = None
+        self, device: LoraDevice, tables: LoraTables, sites: Collection[str] | None = None
     ) -> None:
+        """sites: names of the fused linears that steps may change; None: all."""
         self._device = device
         self.tables = tables
-        self._sites = range(len(tables.sites)) if sites is None else sites
+        self._sites = sites
 
     @property
     def directory(self) -> DeviceDirectory:
@@ -175,20 +176,20 @@ class LoraWork:
         """Takes a part of a larger buffer as the place of the work list."""
         self.tables = replace(self.tables, work=words)
 
-    def at_sites(self, sites: Collection[int]) -> LoraWork:
-        """The same tables, for steps whose adapters change nothing elsewhere."""
-        return LoraWork(self._device, self.tables, sites)
+    def at_sites(self, sites: Collection[str]) -> SegmentedWork:
+        """Returns the same tables for steps whose adapters change these sites alone."""
+        return SegmentedWork(self._device, self.tables, sites)
 
     def covers(self, site: int) -> bool:
-        """Whether a step may change the site; if not, nothing is to be launched there."""
-        return site in self._sites
+        """Whether a step may change the site; if not, no LoRA kernel is launched there."""
+        return self._sites is None or self.tables.sites[site].shape.name in self._sites
 
     def fill(self, selections: Sequence[Selection], num_rows: Sequence[int], out: Ints) -> int:
         """Writes the work list into `out`; returns how many words count. Raises WorkListFull."""
         directory, limits = self._device.directory, self.tables.limits
         slots = [directory.slots_of(selection) for selection in selections]
         tiles = _tiles(slots, num_rows, limits.tile_rows)
-        return build_work(tiles, directory.groups, limits, out)
+        return build_work_list(tiles, directory.blocks, limits, out)
 
     def fill_now(self, selections: Sequence[Selection], num_rows: Sequence[int]) -> None:
         """Makes the tables as large as the step needs, and the step's list on the device."""
@@ -215,42 +216,42 @@ class LoraWork:
     def expand(self, y: Tensor, layer: int, site: int) -> None:
         self._device.kernels.expand(self.tables, self._device.pool, y, layer, site)
 
-    def expand_activate(self, y: Tensor, activation: str, layer: int, site: int) -> Tensor:
-        mixed: Tensor = self._device.kernels.expand_activate(
+    def expand_swiglu(self, y: Tensor, activation: str, layer: int, site: int) -> Tensor:
+        mixed: Tensor = self._device.kernels.expand_swiglu(
             self.tables, self._device.pool, y, activation, layer, site
         )
         return mixed
 
 
-def decode_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork:
+def decode_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> SegmentedWork:
     limits = _graph_limits(device, _DECODE_UNITS, max_rows)
-    return LoraWork(device, device.tables(limits, decode_launch(use_pdl=use_pdl)))
+    return SegmentedWork(device, device.tables(limits, decode_launch(use_pdl=use_pdl)))
 
 
-def row_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> LoraWork:
+def prefill_graph_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> SegmentedWork:
     """For graphs of steps with prompts: kernels that take single rows and runs of rows alike."""
     limits = _graph_limits(device, _PROMPT_UNITS, max_rows)
-    return LoraWork(device, device.tables(limits, decode_launch(use_pdl=use_pdl)))
+    return SegmentedWork(device, device.tables(limits, decode_launch(use_pdl=use_pdl)))
 
 
-def prompt_work(device: LoraDevice, max_rows: int) -> LoraWork:
+def prefill_work(device: LoraDevice, max_rows: int) -> SegmentedWork:
     limits = WorkLimits(
-        max_units=_PROMPT_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows, alone_rows=0
+        max_items=_PROMPT_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows, alone_rows=0
     )
-    return LoraWork(device, device.tables(limits, PROMPT))
+    return SegmentedWork(device, device.tables(limits, PROMPT))
 
 
-def _graph_limits(device: LoraDevice, max_units: int, max_rows: int) -> WorkLimits:
+def _graph_limits(device: LoraDevice, max_items: int, max_rows: int) -> WorkLimits:
     return WorkLimits(
-        max_units=max_units,
+        max_items=max_items,
         max_h_rows=_GROUPS_PER_ROW * max_rows,
-        small_rows=SMALL_ROWS if device.is_short else 0,
+        small_rows=SMALL_ROWS if device.is_fp12 else 0,
         max_rows=max_rows,
     )
 
 
 def _wider(limits: WorkLimits) -> WorkLimits:
-    return replace(limits, max_units=2 * limits.max_units, max_h_rows=2 * limits.max_h_rows)
+    return replace(limits, max_items=2 * limits.max_items, max_h_rows=2 * limits.max_h_rows)
 
 
 def _tiles(

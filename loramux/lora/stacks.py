@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loramux.adapters.packed.dense import AdapterLayout
+from loramux.adapters.packed.dense import DenseLayout
 from loramux.kernels.ops import LoraSlice, LoraWeights
 from loramux.memory.device import zeros
 from loramux.memory.pool import PagePool
@@ -33,7 +33,7 @@ SiteKey = tuple[int, str]
 class Stack:
     """Row i of storage is the adapter slots[i], page after page, if it was copied."""
 
-    layout: AdapterLayout
+    layout: DenseLayout
     num_pages: int
     storage: Tensor
     addresses: NDArray[np.int64]

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Protocol
 
 from loramux.adapters.catalog import KnownAdapter
-from loramux.adapters.packed.dense import AdapterLayout
-from loramux.adapters.packed.paged import GroupedLayout
+from loramux.adapters.packed.dense import DenseLayout
+from loramux.adapters.packed.paged import RankBlockLayout
 from loramux.errors import LoramuxError
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.host_tier import HostTier
@@ -34,7 +34,7 @@ class ResidentAdapter:
     """An adapter whose weights are all in pages."""
 
     cid: str
-    layout: AdapterLayout | GroupedLayout
+    layout: DenseLayout | RankBlockLayout
     page_ids: list[int]
     num_leases: int = 0
     is_one_run: bool = field(init=False)
@@ -44,9 +44,9 @@ class ResidentAdapter:
         self.is_one_run = all(b - a == 1 for a, b in pairwise(self.page_ids))
 
     @property
-    def stacked(self) -> AdapterLayout:
+    def stacked(self) -> DenseLayout:
         """The layout, for kernels that work on copies."""
-        assert isinstance(self.layout, AdapterLayout)
+        assert isinstance(self.layout, DenseLayout)
         return self.layout
 
 

@@ -13,7 +13,7 @@ BLOCK_ROWS = 16
 SLICES = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}
 
 
-class TailLinear(Linear):
+class AugmentedLinear(Linear):
     """As Linear: `weight` is a view of `extended`, and so are the rows behind it."""
 
     def __init__(self, linear: Linear, num_rows: int) -> None:
@@ -27,37 +27,37 @@ class TailLinear(Linear):
         self.extended_bias = None if bias is None else F.pad(bias.data, (0, num_rows))
 
     @property
-    def tail(self) -> Tensor:
+    def appended(self) -> Tensor:
         """[rows, in]"""
         return self.extended[self.out_features :]
 
-    def with_tail(self, num_rows: int) -> tuple[Tensor, Tensor | None]:
+    def with_appended(self, num_rows: int) -> tuple[Tensor, Tensor | None]:
         """Weight [out + num_rows, in] and bias, with the first num_rows of the tail."""
         stop = self.out_features + num_rows
         bias = None if self.extended_bias is None else self.extended_bias[:stop]
         return self.extended[:stop], bias
 
 
-def add_tails(decoder: Decoder, num_blocks: int) -> None:
+def augment_linears(decoder: Decoder, num_blocks: int) -> None:
     """Every linear layer gets so many blocks of 16 rows for each of its slices."""
     for layer in decoder.layers:
         for name, num_slices in SLICES.items():
             linear = getattr(layer, name)
             assert isinstance(linear, Linear), "a linear layer was packed or wrapped"
             num_rows = num_blocks * num_slices * BLOCK_ROWS
-            if not isinstance(linear, TailLinear) or len(linear.tail) != num_rows:
-                setattr(layer, name, TailLinear(linear, num_rows))
+            if not isinstance(linear, AugmentedLinear) or len(linear.appended) != num_rows:
+                setattr(layer, name, AugmentedLinear(linear, num_rows))
         # Or all weights would be there twice before the first is given back.
         release_cached(decoder.norm.weight.device)
 
 
-def tails_of(decoder: Decoder) -> list[list[Tensor]] | None:
+def appended_rows(decoder: Decoder) -> list[list[Tensor]] | None:
     """[layers][sites] of [blocks, slices, 16, in]; None: the layers have no tails."""
     found = [
         [
-            linear.tail.view(-1, num_slices, BLOCK_ROWS, linear.in_features)
+            linear.appended.view(-1, num_slices, BLOCK_ROWS, linear.in_features)
             for name, num_slices in SLICES.items()
-            if isinstance(linear := getattr(layer, name), TailLinear)
+            if isinstance(linear := getattr(layer, name), AugmentedLinear)
         ]
         for layer in decoder.layers
     ]

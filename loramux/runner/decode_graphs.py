@@ -1,4 +1,4 @@
-"""Decode steps without the host: one CUDA graph for each size of batch and kind of LoRA."""
+"""Decode steps without the host: one CUDA graph for each size of batch and mode of LoRA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loramux.lora.graph_lora import GraphLora, LoraKind
+from loramux.lora.graph_lora import BASE_MODE, GraphLora, LoraMode
 from loramux.runner.decode_inputs import DecodeInputs
 from loramux.runner.device_sampler import Draws
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
@@ -64,37 +64,37 @@ class DecodeGraphs:
             num_lora_words=lora.num_words,
             device=device,
         )
-        lora.lists.read_from(self._inputs.lora_words[: lora.num_words])
+        lora.segmented.read_from(self._inputs.lora_words[: lora.num_words])
         self._page_table = torch.zeros(most, limits.max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(most)
         self._plans = {size: self._plan(size) for size in self._sizes}
         self._steps = StepGraphs(decoder.products, device)
-        self.last_kind = LoraKind.NONE
+        self.last_mode = BASE_MODE
         """Of the last step."""
 
     @property
     def num_sizes(self) -> int:
-        """Of every kind."""
+        """Of every mode."""
         return len(self._todo)
 
     @property
-    def _todo(self) -> list[tuple[int, LoraKind]]:
-        return [(size, kind) for size in reversed(self._sizes) for kind in self.lora.kinds(size)]
+    def _todo(self) -> list[tuple[int, LoraMode]]:
+        return [(size, mode) for size in reversed(self._sizes) for mode in self.lora.modes(size)]
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> None:
         """The largest first: the others fit into the memory that it took. On a CPU, nothing."""
         todo = self._todo
-        for number, (size, kind) in enumerate(todo):
-            self._step(size, kind)
+        for number, (size, mode) in enumerate(todo):
+            self._step(size, mode)
             if progress is not None:
                 progress("Capturing decode graphs", (number + 1) / len(todo))
 
     @torch.inference_mode()
     def capture_largest(self) -> None:
-        """Of every kind, as the first ones of `capture`."""
-        for kind in self.lora.kinds(self._sizes[-1]):
-            self._step(self._sizes[-1], kind)
+        """Of every mode, as the first ones of `capture`."""
+        for mode in self.lora.modes(self._sizes[-1]):
+            self._step(self._sizes[-1], mode)
 
     @property
     def feed(self) -> TokenBuffer:
@@ -114,19 +114,19 @@ class DecodeGraphs:
         size = next(size for size in self._sizes if size >= len(chunks))
         selections = [chunk.selection for chunk in chunks]
         lengths = [1] * len(chunks)
-        kind = self.lora.fill(selections, lengths, size, self._inputs.host_lora_words)
-        if kind is None:
+        mode = self.lora.fill(selections, lengths, size, self._inputs.host_lora_words)
+        if mode is None:
             return None
         self._inputs.fill(chunks, draws.temperatures, draws.noise)
         self._inputs.send()
-        work = partial(self._compute, size, kind)
-        self._steps.run((size, kind), work, launches_early=size <= _MOST_EARLY_ROWS)
-        self.last_kind = kind
+        work = partial(self._compute, size, mode)
+        self._steps.run((size, mode), work, launches_early=size <= _MOST_EARLY_ROWS)
+        self.last_mode = mode
         return self._logits[: len(chunks)]
 
-    def _step(self, size: int, kind: LoraKind) -> Callable[[], None]:
-        work = partial(self._compute, size, kind)
-        return self._steps.get((size, kind), work, launches_early=size <= _MOST_EARLY_ROWS)
+    def _step(self, size: int, mode: LoraMode) -> Callable[[], None]:
+        work = partial(self._compute, size, mode)
+        return self._steps.get((size, mode), work, launches_early=size <= _MOST_EARLY_ROWS)
 
     def _plan(self, size: int) -> Any:
         """The attention's; its shape depends on the number of rows alone."""
@@ -138,13 +138,13 @@ class DecodeGraphs:
             self._page_table[:size], layout, q, self._decoder.windows
         )
 
-    def _compute(self, size: int, kind: LoraKind) -> None:
+    def _compute(self, size: int, mode: LoraMode) -> None:
         """Nothing here asks the device for a value: it is captured once and run again."""
         inputs, plan = self._inputs, self._plans[size]
         num_tokens = inputs.num_tokens[:size]
         inputs.pages.write_table(self._page_table[:size])
         self._kernels.attention.refresh(plan, num_tokens)
-        lora = self.lora.begin(kind, size)
+        lora = self.lora.begin(mode, size)
         hidden = self._decoder.hidden(inputs.token_ids(size), num_tokens - 1, plan, lora)
         logits: Tensor = self._logits[:size]
         self._decoder.write_logits(hidden, logits)

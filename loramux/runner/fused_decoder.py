@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from loramux.errors import UnsupportedModel
 from loramux.kernels.ops import AttendArgs, PagedLayout
 from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
-from loramux.lora.augmented_step import TailStep
-from loramux.models.augmented_linear import TailLinear, tails_of
+from loramux.lora.augmented_step import AugmentedStep
+from loramux.models.augmented_linear import AugmentedLinear, appended_rows
 from loramux.models.decoder import Decoder, DecoderLayer
 from loramux.models.layers import Linear, RMSNorm, Rotary
 from loramux.runner.gemm.dispatch import Gated, open_products
@@ -23,10 +23,10 @@ from loramux.runner.linear_ops import (
     GATE_UP,
     OUT,
     QKV,
+    AugmentedOps,
     LoraStep,
     PlainOps,
     SiteOps,
-    TailOps,
     add_norm_behind,
 )
 
@@ -39,7 +39,7 @@ class DeviceKernels:
     fused: Any
     gate_up: Any
     lora: Any
-    tail: Any
+    augmented: Any
     sampling: Any
     num_multiprocessors: int
     overlaps_launches: bool
@@ -58,7 +58,7 @@ def device_kernels(device: torch.device) -> DeviceKernels:
         from loramux.kernels.gpu.attention import ops as attention_triton
         from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
         from loramux.kernels.gpu.lora import segmented as lora_triton
-        from loramux.kernels.gpu.lora_augmented import ops as tail_triton
+        from loramux.kernels.gpu.lora_augmented import ops as augmented_gpu
     except ImportError as error:
         raise UnsupportedModel(
             f"Serving on {device} needs Triton, which cannot be imported ({error}). "
@@ -66,8 +66,8 @@ def device_kernels(device: torch.device) -> DeviceKernels:
         ) from error
     if device.type == "cpu":
         from loramux.kernels.reference import elementwise as fused_torch
-        from loramux.kernels.reference import lora_augmented as tail_torch
-        from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+        from loramux.kernels.reference import lora_augmented as augmented_reference
+        from loramux.kernels.reference import lora_segmented
         from loramux.kernels.reference import sampling as sampling_torch
         from loramux.kernels.reference import swiglu as gate_up_torch
 
@@ -75,8 +75,8 @@ def device_kernels(device: torch.device) -> DeviceKernels:
             attention=attention_triton,
             fused=fused_torch,
             gate_up=gate_up_torch,
-            lora=lora_grouped_torch,
-            tail=tail_torch,
+            lora=lora_segmented,
+            augmented=augmented_reference,
             sampling=sampling_torch,
             num_multiprocessors=1,
             overlaps_launches=False,
@@ -86,7 +86,7 @@ def device_kernels(device: torch.device) -> DeviceKernels:
         fused=fused_triton,
         gate_up=gate_up_triton,
         lora=lora_triton,
-        tail=tail_triton,
+        augmented=augmented_gpu,
         sampling=sampling_triton,
         num_multiprocessors=launch_triton.num_multiprocessors(device.type),
         overlaps_launches=launch_triton.overlaps_launches(device.type),
@@ -148,16 +148,16 @@ class FusedDecoder:
         return {layer.sliding_window for layer in self._layers}
 
     @property
-    def tails(self) -> list[list[Tensor]] | None:
+    def appended(self) -> list[list[Tensor]] | None:
         """[layers][sites] of [blocks, slices, 16, in]: room for adapters behind the weights."""
-        return tails_of(self._decoder)
+        return appended_rows(self._decoder)
 
     def hidden(
         self,
         token_ids: Tensor,
         positions: Tensor,
         plan: Any,
-        lora: LoraStep | TailStep | None,
+        lora: LoraStep | AugmentedStep | None,
     ) -> Tensor:
         """The normed hidden state of every row. token_ids, positions [rows] int32"""
         fused, ops = self._kernels.fused, self._ops(lora)
@@ -229,10 +229,10 @@ class FusedDecoder:
         attended: Tensor = self._kernels.attention.attend(self._storage, plan, q, args)
         return attended
 
-    def _ops(self, lora: LoraStep | TailStep | None) -> SiteOps:
+    def _ops(self, lora: LoraStep | AugmentedStep | None) -> SiteOps:
         kernels = self._kernels
-        if isinstance(lora, TailStep):
-            return TailOps(kernels.fused, kernels.tail, lora, self.products)
+        if isinstance(lora, AugmentedStep):
+            return AugmentedOps(kernels.fused, kernels.augmented, lora, self.products)
         return PlainOps(kernels.fused, lora, self.products)
 
 
@@ -266,7 +266,7 @@ def _families(decoder: Decoder, layers: Sequence[_Layer]) -> list[list[Tensor]]:
     return [
         *(
             [
-                linear.extended if isinstance(linear, TailLinear) else linear.weight
+                linear.extended if isinstance(linear, AugmentedLinear) else linear.weight
                 for linear in site
             ]
             for site in sites

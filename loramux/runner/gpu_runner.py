@@ -11,9 +11,15 @@ from torch import Tensor
 from loramux.errors import DoesNotFit
 from loramux.kernels.gpu.transfer import send
 from loramux.kernels.ops import PagedLayout, SequenceRows
-from loramux.lora.augmented_step import tail_work
+from loramux.lora.augmented_step import augmented_work
 from loramux.lora.graph_lora import GraphLora
-from loramux.lora.segmented import DeviceDirectory, LoraDevice, decode_work, prompt_work, row_work
+from loramux.lora.segmented import (
+    DeviceDirectory,
+    LoraDevice,
+    decode_work,
+    prefill_graph_work,
+    prefill_work,
+)
 from loramux.memory.device import (
     device_memory_bytes,
     is_out_of_memory,
@@ -67,16 +73,16 @@ class GpuRunner:
             directory=directory,
             num_layers=geometry.num_layers,
             pool=pool.storage,
-            num_multiprocessors=kernels.num_multiprocessors,
+            num_sms=kernels.num_multiprocessors,
         )
-        self._prompt_lora = prompt_work(lora, limits.max_batch_tokens)
+        self._prompt_lora = prefill_work(lora, limits.max_batch_tokens)
         decodes = decode_work(lora, limits.max_sequences, use_pdl=kernels.overlaps_launches)
-        rows = row_work(lora, limits.max_batch_tokens, use_pdl=kernels.overlaps_launches)
-        self._tail = tail_work(decodes, self._decoder.tails, kernels.tail)
+        rows = prefill_graph_work(lora, limits.max_batch_tokens, use_pdl=kernels.overlaps_launches)
+        self._augmented = augmented_work(decodes, self._decoder.appended, kernels.augmented)
         self._graphs = DecodeGraphs(
             self._decoder,
             kernels,
-            GraphLora(decodes, self._tail),
+            GraphLora(decodes, self._augmented),
             DecodeLimits(max_sequences=limits.max_sequences, max_pages=limits.max_pages),
             pool.device,
         )
@@ -84,7 +90,7 @@ class GpuRunner:
         self._rows = RowGraphs(
             self._decoder,
             kernels,
-            GraphLora(rows, None if self._tail is None else self._tail.over(rows)),
+            GraphLora(rows, None if self._augmented is None else self._augmented.over(rows)),
             self._feed,
             pool.device,
             max_rows=limits.max_batch_tokens,
@@ -117,8 +123,8 @@ class GpuRunner:
 
     def capture(self, progress: Progress | None = None) -> None:
         """Makes the graphs of decode steps; without it each is made when first needed."""
-        if self._tail is not None:
-            self._tail.warm_up()
+        if self._augmented is not None:
+            self._augmented.warm_up()
         sizes = self._rows.sizes
         num_decodes = self._graphs.num_sizes
         todo = num_decodes + len(sizes)

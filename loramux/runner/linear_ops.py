@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
-from loramux.lora.augmented_step import TailStep
-from loramux.models.augmented_linear import TailLinear
+from loramux.lora.augmented_step import AugmentedStep
+from loramux.models.augmented_linear import AugmentedLinear
 from loramux.models.layers import Linear
 from loramux.runner.gemm.autotune import Follower
 from loramux.runner.gemm.dispatch import Products
@@ -34,7 +34,7 @@ class LoraStep(Protocol):
 
     def expand(self, y: Tensor, layer: int, site: int) -> None: ...
 
-    def expand_activate(self, y: Tensor, activation: str, layer: int, site: int) -> Tensor:
+    def expand_swiglu(self, y: Tensor, activation: str, layer: int, site: int) -> Tensor:
         """Of gate and up, with the activation behind them."""
 
 
@@ -85,7 +85,7 @@ class PlainOps:
     def gated(self, linear: Linear, x: Tensor, activation: str, place: Place) -> Tensor:
         if self.lora is not None and self.lora.covers(place[1]):
             y = self._shrunk(self.lora, linear, x, place)
-            return self.lora.expand_activate(y, activation, *place)
+            return self.lora.expand_swiglu(y, activation, *place)
         mixed: Tensor | None = self.products.gated(x, linear.weight, linear.bias)
         if mixed is None:
             mixed = self.fused.activate_mul(self.linear(linear, x, place), activation)
@@ -100,30 +100,30 @@ class PlainOps:
 
 
 @dataclass(frozen=True, slots=True)
-class TailOps:
+class AugmentedOps:
     """y has the tail's h behind its outputs, until an operation or an expand has used it."""
 
     fused: Any
-    tail: Any
+    augmented: Any
     """loramux.kernels.gpu.lora_augmented.ops, or its twin."""
-    lora: TailStep
+    lora: AugmentedStep
     products: Products
 
     def linear(self, linear: Linear, x: Tensor, place: Place) -> Tensor:
         if not self.lora.covers(place[1]):
             return _product(self.products, x, place, linear.weight, linear.bias)
-        assert isinstance(linear, TailLinear), "a linear layer has no tail"
-        with_tail = linear.with_tail(self.lora.num_tail_rows(place[1]))
-        y = _product(self.products, x, place, *with_tail)
+        assert isinstance(linear, AugmentedLinear), "a linear layer has no tail"
+        with_appended = linear.with_appended(self.lora.num_appended_rows(place[1]))
+        y = _product(self.products, x, place, *with_appended)
         if self._is_added_later(place[1]):
             return y
-        expanded: Tensor = self.tail.expand(y, self.lora.at(*place))
+        expanded: Tensor = self.augmented.expand(y, self.lora.at(*place))
         return expanded
 
     def rotate_write(self, y: Tensor, rotation: Rotation, target: KVTarget, place: Place) -> Tensor:
         q: Tensor
         if self._is_added_later(place[1]):
-            q = self.tail.rotate_write(y, rotation, target, self.lora.at(*place))
+            q = self.augmented.rotate_write(y, rotation, target, self.lora.at(*place))
         else:
             q = self.fused.rotate_write(y, rotation, target)
         return q
@@ -132,7 +132,7 @@ class TailOps:
         mixed: Tensor | None
         if self._is_added_later(place[1]):
             y = self.linear(linear, x, place)
-            mixed = self.tail.activate_mul(y, activation, self.lora.at(*place))
+            mixed = self.augmented.activate_mul(y, activation, self.lora.at(*place))
         else:
             mixed = self.products.gated(x, linear.weight, linear.bias)
         if mixed is None:
@@ -144,14 +144,14 @@ class TailOps:
     ) -> Tensor:
         normed: Tensor
         if self._is_added_later(place[1]):
-            normed = self.tail.add_norm(y, residual, norm, after, self.lora.at(*place))
+            normed = self.augmented.add_norm(y, residual, norm, after, self.lora.at(*place))
         else:
             normed = self.fused.add_norm(y, residual, norm, after)
         return normed
 
     def _is_added_later(self, site: int) -> bool:
         """By the operation behind the product."""
-        return self.lora.covers(site) and (self.lora.launch.folds_norm or site in (QKV, GATE_UP))
+        return self.lora.covers(site) and (self.lora.launch.fuses_norm or site in (QKV, GATE_UP))
 
 
 def add_norm_behind(fused: Any, norm: Norm, dtype: torch.dtype) -> Follower:

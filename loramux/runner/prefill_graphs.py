@@ -1,4 +1,4 @@
-"""Steps with prompts without the host: one CUDA graph for each number of rows and kind of LoRA."""
+"""Steps with prompts without the host: one CUDA graph for each number of rows and mode of LoRA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from loramux.kernels.gpu.attention.split_kv import StepRows
-from loramux.lora.graph_lora import GraphLora, LoraKind
+from loramux.lora.graph_lora import GraphLora, LoraMode
 from loramux.runner.device_sampler import Draws
 from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
 from loramux.runner.prefill_inputs import RowInputs, RowLimits
@@ -68,26 +68,26 @@ class RowGraphs:
             num_lora_words=lora.num_words,
         )
         self._inputs = RowInputs(limits, feed, device)
-        lora.lists.read_from(self._inputs.lora_words[: limits.num_lora_words])
+        lora.segmented.read_from(self._inputs.lora_words[: limits.num_lora_words])
         self._page_table = torch.zeros(max_sequences, max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(min(most, max_sequences))
         self._plan = self._largest_plan()
         self._steps = StepGraphs(decoder.products, device)
 
     @property
-    def sizes(self) -> list[tuple[int, LoraKind]]:
+    def sizes(self) -> list[tuple[int, LoraMode]]:
         """The largest first: the others fit into its memory."""
         return [
-            (count, kind) for count in reversed(self._counts) for kind in self.lora.kinds(count)
+            (count, mode) for count in reversed(self._counts) for mode in self.lora.modes(count)
         ]
 
     @property
-    def largest(self) -> list[tuple[int, LoraKind]]:
-        return [(self._counts[-1], kind) for kind in self.lora.kinds(self._counts[-1])]
+    def largest(self) -> list[tuple[int, LoraMode]]:
+        return [(self._counts[-1], mode) for mode in self.lora.modes(self._counts[-1])]
 
     @torch.inference_mode()
-    def make(self, num_rows: int, kind: LoraKind) -> Callable[[], None]:
-        return self._steps.get((num_rows, kind), partial(self._compute, num_rows, kind))
+    def make(self, num_rows: int, mode: LoraMode) -> Callable[[], None]:
+        return self._steps.get((num_rows, mode), partial(self._compute, num_rows, mode))
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk], draws: Draws) -> Tensor | None:
@@ -106,12 +106,12 @@ class RowGraphs:
             return None
         self._inputs.begin()
         selections = [chunk.selection for chunk in chunks]
-        kind = self.lora.fill(selections, lengths, count, self._inputs.host_lora_words)
-        if kind is None:
+        mode = self.lora.fill(selections, lengths, count, self._inputs.host_lora_words)
+        if mode is None:
             return None
         self._inputs.fill(chunks, draws, items)
         self._inputs.send()
-        self._steps.run((count, kind), partial(self._compute, count, kind))
+        self._steps.run((count, mode), partial(self._compute, count, mode))
         return self._logits[: len(draws.noise)]
 
     def _most_items(self, num_rows: int) -> list[int]:
@@ -141,13 +141,13 @@ class RowGraphs:
             self._page_table, inputs.slots, self._q, self._decoder.layout, items
         )
 
-    def _compute(self, num_rows: int, kind: LoraKind) -> None:
+    def _compute(self, num_rows: int, mode: LoraMode) -> None:
         """Nothing here asks the device for a value: it is captured once and run again."""
         inputs = self._inputs
         num_logits = min(num_rows, self._logits.shape[0])
         inputs.pages.write_table(self._page_table)
         plan = self._kernels.attention.first_rows(self._plan, num_rows, self._num_items[num_rows])
-        lora = self.lora.begin(kind, num_rows)
+        lora = self.lora.begin(mode, num_rows)
         hidden = self._decoder.hidden(
             inputs.token_ids(num_rows),
             inputs.positions[:num_rows],

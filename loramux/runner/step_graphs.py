@@ -1,4 +1,4 @@
-"""The graphs of steps, one for each number of rows and kind of LoRA."""
+"""The graphs of steps, one for each number of rows and mode of LoRA."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from loramux.lora.graph_lora import LoraKind
+from loramux.lora.graph_lora import LoraMode
 from loramux.memory.device import GraphMaker
 from loramux.runner.gemm.dispatch import Products
 
 Work = Callable[[], None]
-Key = tuple[int, LoraKind]
-"""Rows, and the kind of LoRA."""
+Key = tuple[int, LoraMode]
+"""Rows, and the mode of LoRA."""
 
 
 class StepGraphs:

@@ -72,7 +72,7 @@ class SitePlace:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterLayout:
+class DenseLayout:
     """Offsets in elements. Adapters of the same ranks at the same places have the same layout."""
 
     places: dict[tuple[int, str], SitePlace]
@@ -84,7 +84,7 @@ class AdapterLayout:
         return max(rank for _, _, ranks in self.key for rank in ranks)
 
 
-def plan_layout(sites: tuple[Site, ...], ranks: dict[tuple[int, str], int]) -> AdapterLayout:
+def plan_dense(sites: tuple[Site, ...], ranks: dict[tuple[int, str], int]) -> DenseLayout:
     """`ranks`: (layer, projection) -> rank of what the adapter changes; the rest takes no room."""
     places: dict[tuple[int, str], SitePlace] = {}
     key: list[tuple[int, str, tuple[int, ...]]] = []
@@ -99,7 +99,7 @@ def plan_layout(sites: tuple[Site, ...], ranks: dict[tuple[int, str], int]) -> A
             key.append((layer, site.name, site_ranks))
             offset += sum(site_ranks) * site.in_features
             offset += sum(r * out for r, out in zip(site_ranks, site.out_features, strict=True))
-    return AdapterLayout(places=places, num_elements=offset, key=tuple(key))
+    return DenseLayout(places=places, num_elements=offset, key=tuple(key))
 
 
 def _place_site(site: Site, ranks: tuple[int, ...], offset: int) -> SitePlace:

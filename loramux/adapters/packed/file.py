@@ -11,10 +11,10 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, AdapterLayout
+from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, DenseLayout
 from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer
 from loramux.adapters.packed.packing import Packing
-from loramux.adapters.packed.paged import GroupedLayout
+from loramux.adapters.packed.paged import RankBlockLayout
 from loramux.errors import AdapterRefused
 
 _MAGIC = b"loramux image 1\n"
@@ -36,9 +36,9 @@ class KnownLayouts:
 
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
-        self._layouts: dict[str, AdapterLayout | GroupedLayout] = {}
+        self._layouts: dict[str, DenseLayout | RankBlockLayout] = {}
 
-    def find(self, key: Sequence[Any]) -> AdapterLayout | GroupedLayout:
+    def find(self, key: Sequence[Any]) -> DenseLayout | RankBlockLayout:
         text = json.dumps(key)
         layout = self._layouts.get(text)
         if layout is None:

@@ -36,17 +36,17 @@ _EACH_HIGH = 0x0FFFFFFF
 _TOO_LARGE = 0x4000
 
 
-def shortens(in_features: Iterable[int], dtype: torch.dtype, page_elements: int) -> bool:
+def uses_fp12(in_features: Iterable[int], dtype: torch.dtype, page_elements: int) -> bool:
     """Do adapters of such a base have their A in twelve bits?"""
     widths = list(in_features)
     return (
         dtype == torch.bfloat16
         and all(width % BLOCK_COLUMNS == 0 for width in widths)
-        and short_elements(_GROUP_RANKS, max(widths, default=0)) <= page_elements
+        and fp12_elements(_GROUP_RANKS, max(widths, default=0)) <= page_elements
     )
 
 
-def short_elements(num_rows: int, width: int) -> int:
+def fp12_elements(num_rows: int, width: int) -> int:
     """Of bfloat16, that rows take; octets are whole."""
     return -(-num_rows // OCTET) * WORDS_PER_COLUMN * 2 * width
 
@@ -59,12 +59,12 @@ def row_exponents(rows: Tensor) -> Tensor:
     return exponents.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
 
 
-def can_shorten(rows: Tensor) -> bool:
+def fits_fp12(rows: Tensor) -> bool:
     """Are all of them below 2, as what is shortened must be?"""
     return bool((rows.to(torch.bfloat16).view(torch.int16) & 0x7FFF).max() < _TOO_LARGE)
 
 
-def shorten(rows: Tensor) -> Tensor:
+def pack_fp12(rows: Tensor) -> Tensor:
     """int32 [octets, 3, width] of rows [n, width] below 2; what an octet lacks is zero."""
     num_rows, width = rows.shape
     num_octets = -(-num_rows // OCTET)

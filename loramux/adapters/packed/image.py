@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from loramux.adapters.packed.dense import AdapterLayout, Site, plan_layout
+from loramux.adapters.packed.dense import DenseLayout, Site, plan_dense
 from loramux.errors import AdapterRefused
 
 if TYPE_CHECKING:
-    from loramux.adapters.packed.paged import GroupedLayout
+    from loramux.adapters.packed.paged import RankBlockLayout
     from loramux.adapters.peft.reader import CheckedAdapter
 
 
@@ -25,7 +25,7 @@ Allocate = Callable[[int, torch.dtype], torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class AdapterImage:
     cid: str
-    layout: AdapterLayout | GroupedLayout
+    layout: DenseLayout | RankBlockLayout
     buffer: torch.Tensor
     """[num_elements], in the base's dtype, the scale folded into B."""
 
@@ -56,14 +56,14 @@ def mapped_buffer(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=num_elements)
 
 
-def pack_adapter(
+def pack_dense(
     adapter: CheckedAdapter,
     sites: tuple[Site, ...],
     dtype: torch.dtype,
     allocate: Allocate = mapped_buffer,
 ) -> AdapterImage:
     modules = {(m.target.layer, m.target.projection): m for m in adapter.modules}
-    layout = plan_layout(sites, {place: module.rank for place, module in modules.items()})
+    layout = plan_dense(sites, {place: module.rank for place, module in modules.items()})
     buffer = allocate(layout.num_elements, dtype)
     projections = {site.name: site.projections for site in sites}
     for (layer, site_name), place in layout.places.items():

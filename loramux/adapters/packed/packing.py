@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from loramux.adapters.packed.dense import AdapterLayout, Site, plan_layout
-from loramux.adapters.packed.fp12 import shortens
-from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer, pack_adapter
-from loramux.adapters.packed.paged import GroupedLayout, Place, pack_groups, plan_groups
+from loramux.adapters.packed.dense import DenseLayout, Site, plan_dense
+from loramux.adapters.packed.fp12 import uses_fp12
+from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer, pack_dense
+from loramux.adapters.packed.paged import Place, RankBlockLayout, pack_rank_blocks, plan_rank_blocks
 
 if TYPE_CHECKING:
     from loramux.adapters.peft.reader import CheckedAdapter
@@ -37,13 +37,13 @@ class Packing(Protocol):
 
     def pack(self, adapter: CheckedAdapter) -> AdapterImage: ...
 
-    def layout_of(self, key: Sequence[Any]) -> AdapterLayout | GroupedLayout:
+    def layout_of(self, key: Sequence[Any]) -> DenseLayout | RankBlockLayout:
         """The layout again from its key, which may come from a file."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class StackedPacking:
+class DensePacking:
     """For kernels that work on copies: A as [in, ranks], B as [rank, out], without gaps."""
 
     sites: tuple[Site, ...]
@@ -55,9 +55,9 @@ class StackedPacking:
         return _digest("stacked", self.sites, self.dtype)
 
     def pack(self, adapter: CheckedAdapter) -> AdapterImage:
-        return pack_adapter(adapter, self.sites, self.dtype, self.allocate)
+        return pack_dense(adapter, self.sites, self.dtype, self.allocate)
 
-    def layout_of(self, key: Sequence[Any]) -> AdapterLayout:
+    def layout_of(self, key: Sequence[Any]) -> DenseLayout:
         projections = {site.name: site.projections for site in self.sites}
         ranks = {
             (layer, projection): rank
@@ -65,11 +65,11 @@ class StackedPacking:
             for projection, rank in zip(projections[name], site_ranks, strict=True)
             if rank
         }
-        return plan_layout(self.sites, ranks)
+        return plan_dense(self.sites, ranks)
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedPacking:
+class PagedPacking:
     """For kernels that follow addresses into pages: groups of ranks, none across a page."""
 
     sites: tuple[Site, ...]
@@ -79,26 +79,26 @@ class GroupedPacking:
     """Pinned, where buffers are copied to a GPU."""
 
     @property
-    def is_short(self) -> bool:
+    def is_fp12(self) -> bool:
         widths = (site.in_features for site in self.sites)
-        return shortens(widths, self.dtype, self.page_elements)
+        return uses_fp12(widths, self.dtype, self.page_elements)
 
     @property
     def fingerprint(self) -> str:
-        form = "grouped, A in 12 bits" if self.is_short else "grouped"
+        form = "grouped, A in 12 bits" if self.is_fp12 else "grouped"
         return _digest(form, self.sites, self.dtype, self.page_elements)
 
-    def plan(self, ranks: Mapping[Place, int]) -> GroupedLayout:
-        return plan_groups(self.sites, ranks, self.page_elements, is_short=self.is_short)
+    def plan(self, ranks: Mapping[Place, int]) -> RankBlockLayout:
+        return plan_rank_blocks(self.sites, ranks, self.page_elements, is_fp12=self.is_fp12)
 
     def pack(self, adapter: CheckedAdapter) -> AdapterImage:
         ranks = {(m.target.layer, m.target.projection): m.rank for m in adapter.modules}
         layout = self.plan(ranks)
         buffer = self.allocate(layout.num_elements, self.dtype)
-        pack_groups(adapter, layout, buffer)
+        pack_rank_blocks(adapter, layout, buffer)
         return AdapterImage(cid=adapter.cid, layout=layout, buffer=buffer)
 
-    def layout_of(self, key: Sequence[Any]) -> GroupedLayout:
+    def layout_of(self, key: Sequence[Any]) -> RankBlockLayout:
         ranks = {(layer, projection): rank for layer, projection, rank in key}
         return self.plan(ranks)
 

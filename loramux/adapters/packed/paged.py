@@ -1,6 +1,6 @@
 """An adapter's weights over pages as a GPU reads them: groups of rank rows, none across a page.
 
-A group is up to GROUP_RANKS ranks of one projection: A as [ranks, in] and B as [ranks, out], each
+A group is up to RANK_BLOCK ranks of one projection: A as [ranks, in] and B as [ranks, out], each
 one contiguous block inside a page. Pages are filled from their start; only their ends stay empty.
 A may be shortened to twelve bits a weight (short_floats): the scale of its rows is then in B.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from loramux.adapters.packed.fp12 import can_shorten, row_exponents, short_elements, shorten
+from loramux.adapters.packed.fp12 import fits_fp12, fp12_elements, pack_fp12, row_exponents
 from loramux.errors import AdapterRefused, DoesNotFit
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from loramux.adapters.packed.dense import Site
     from loramux.adapters.peft.reader import CheckedAdapter, LoraModule
 
-GROUP_RANKS = 16
+RANK_BLOCK = 16
 # Blocks begin at multiples of this many elements, the unit of the addresses in a group table.
 ALIGN_ELEMENTS = 64
 
@@ -33,7 +33,7 @@ Place = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankBlock:
     """Ranks rank_start.. of one projection. Offsets are in elements of the adapter's buffer."""
 
     rank_start: int
@@ -43,13 +43,13 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedLayout:
-    groups: Mapping[Place, tuple[Group, ...]]
+class RankBlockLayout:
+    blocks: Mapping[Place, tuple[RankBlock, ...]]
     page_elements: int
     num_pages: int
     num_weights: int
     """Elements that hold weights; the rest of num_elements is padding."""
-    is_short: bool
+    is_fp12: bool
     """Is A shortened?"""
     key: tuple[tuple[int, str, int], ...]
     """(layer, projection, rank): adapters of one key have one layout."""
@@ -64,14 +64,14 @@ class GroupedLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupTable:
+class RankBlockTable:
     """A layout as arrays, the groups of all projections in a row, the same in every layer."""
 
     offsets: NDArray[np.int64]
     """[layers, groups, 2] of A and B in the adapter's buffer."""
     num_ranks: NDArray[np.int32]
     """[layers, groups]; 0: the adapter leaves this layer alone there."""
-    groups_per_projection: NDArray[np.int32]
+    blocks_per_projection: NDArray[np.int32]
     """[projections], the most that any layer has."""
     page_elements: int
 
@@ -111,75 +111,77 @@ class _Pages:
         return page * self.page_elements + start
 
 
-def plan_groups(
-    sites: Sequence[Site], ranks: Mapping[Place, int], page_elements: int, *, is_short: bool = False
-) -> GroupedLayout:
+def plan_rank_blocks(
+    sites: Sequence[Site], ranks: Mapping[Place, int], page_elements: int, *, is_fp12: bool = False
+) -> RankBlockLayout:
     """`ranks`: what the adapter changes. Layers come in order, so that a copy can follow them."""
     if page_elements % ALIGN_ELEMENTS:
         raise ValueError(f"a page of {page_elements} elements is no multiple of {ALIGN_ELEMENTS}")
     shapes = _shapes(sites)
     pages = _Pages(page_elements)
-    groups: dict[Place, tuple[Group, ...]] = {}
+    groups: dict[Place, tuple[RankBlock, ...]] = {}
     num_weights = 0
     for layer in sorted({layer for layer, _ in ranks}):
         wanted = {name: ranks[layer, name] for name in shapes if ranks.get((layer, name), 0)}
-        blocks = _blocks(wanted, shapes, page_elements, is_short=is_short)
+        blocks = _blocks(wanted, shapes, page_elements, is_fp12=is_fp12)
         placed = _place_layer(blocks, pages)
         groups.update({(layer, name): found for name, found in placed.items()})
         num_weights += sum(a_size + b_size for _, _, a_size, b_size in chain(*blocks.values()))
-    return GroupedLayout(
-        groups=groups,
+    return RankBlockLayout(
+        blocks=groups,
         page_elements=page_elements,
         num_pages=pages.num_pages,
         num_weights=num_weights,
-        is_short=is_short,
+        is_fp12=is_fp12,
         key=tuple((layer, name, ranks[layer, name]) for layer, name in groups),
     )
 
 
-def tabulate(layout: GroupedLayout, *, projections: Sequence[str], num_layers: int) -> GroupTable:
+def tabulate(
+    layout: RankBlockLayout, *, projections: Sequence[str], num_layers: int
+) -> RankBlockTable:
     """`projections` of all sites, in the order in which the sites' slices come."""
     per_projection = [
-        max((len(groups) for (_, p), groups in layout.groups.items() if p == name), default=0)
+        max((len(groups) for (_, p), groups in layout.blocks.items() if p == name), default=0)
         for name in projections
     ]
     first = dict(zip(projections, np.cumsum([0, *per_projection]), strict=False))
     offsets = np.zeros((num_layers, sum(per_projection), 2), dtype=np.int64)
     num_ranks = np.zeros((num_layers, sum(per_projection)), dtype=np.int32)
-    for (layer, name), groups in layout.groups.items():
+    for (layer, name), groups in layout.blocks.items():
         for index, group in enumerate(groups, start=first[name]):
             offsets[layer, index] = group.a_offset, group.b_offset
             num_ranks[layer, index] = group.num_ranks
-    return GroupTable(
+    return RankBlockTable(
         offsets=offsets,
         num_ranks=num_ranks,
-        groups_per_projection=np.array(per_projection, dtype=np.int32),
+        blocks_per_projection=np.array(per_projection, dtype=np.int32),
         page_elements=layout.page_elements,
     )
 
 
-def pack_groups(adapter: CheckedAdapter, layout: GroupedLayout, out: torch.Tensor) -> None:
+def pack_rank_blocks(adapter: CheckedAdapter, layout: RankBlockLayout, out: torch.Tensor) -> None:
     """out [num_elements], pinned or not: the adapter's pages, the scale folded into B."""
     out.zero_()
     for module in adapter.modules:
-        a, b = _matrices(module, out.dtype, is_short=layout.is_short)
+        a, b = _matrices(module, out.dtype, is_fp12=layout.is_fp12)
         # In the dtype that is served: a value that was finite may overflow in float16.
-        if not _is_finite(b) or not _is_finite(a) or (layout.is_short and not can_shorten(a)):
+        if not _is_finite(b) or not _is_finite(a) or (layout.is_fp12 and not fits_fp12(a)):
             raise AdapterRefused(
                 "overflow",
                 f"Its weights, times their scale, are too large for {out.dtype}.",
-                fix=f"Serve with dtype {'' if layout.is_short else 'bfloat16 or '}float32.",
+                fix=f"Serve with dtype {'' if layout.is_fp12 else 'bfloat16 or '}float32.",
             )
-        for group in layout.groups[module.target.layer, module.target.projection]:
-            _pack_group(a, b, group, out, is_short=layout.is_short)
+        for group in layout.blocks[module.target.layer, module.target.projection]:
+            _pack_group(a, b, group, out, is_fp12=layout.is_fp12)
 
 
 def _matrices(
-    module: LoraModule, dtype: torch.dtype, *, is_short: bool
+    module: LoraModule, dtype: torch.dtype, *, is_fp12: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A [rank, in] and B [rank, out], as they are served; in a short A rows begin at 1 or above."""
     a, b = module.a.to(dtype), module.b.t().float() * module.scale
-    if is_short:
+    if is_fp12:
         # Of what is rounded already: it may have become the next power of two.
         exponents = row_exponents(a)
         a, b = torch.ldexp(a.float(), -exponents).to(dtype), torch.ldexp(b, exponents)
@@ -191,10 +193,10 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 def _pack_group(
-    a: torch.Tensor, b: torch.Tensor, group: Group, out: torch.Tensor, *, is_short: bool
+    a: torch.Tensor, b: torch.Tensor, group: RankBlock, out: torch.Tensor, *, is_fp12: bool
 ) -> None:
     ranks = slice(group.rank_start, group.rank_start + group.num_ranks)
-    a_block = shorten(a[ranks]).view(out.dtype) if is_short else a[ranks]
+    a_block = pack_fp12(a[ranks]).view(out.dtype) if is_fp12 else a[ranks]
     for offset, block in ((group.a_offset, a_block), (group.b_offset, b[ranks])):
         out[offset : offset + block.numel()].view(block.shape).copy_(block)
 
@@ -208,7 +210,7 @@ def _blocks(
     shapes: Mapping[str, tuple[int, int]],
     page_elements: int,
     *,
-    is_short: bool,
+    is_fp12: bool,
 ) -> dict[str, list[Piece]]:
     """The groups of a layer, and how large they are."""
     blocks: dict[str, list[Piece]] = {}
@@ -218,7 +220,7 @@ def _blocks(
             (
                 start,
                 num_ranks,
-                short_elements(num_ranks, width_in) if is_short else num_ranks * width_in,
+                fp12_elements(num_ranks, width_in) if is_fp12 else num_ranks * width_in,
                 num_ranks * width_out,
             )
             for start, num_ranks in _cut(rank, shapes[name], page_elements)
@@ -228,7 +230,7 @@ def _blocks(
 
 def _place_layer(
     pieces: Mapping[str, Sequence[Piece]], pages: _Pages
-) -> dict[str, tuple[Group, ...]]:
+) -> dict[str, tuple[RankBlock, ...]]:
     """The largest blocks first, so that the small ones fill the ends of pages."""
     blocks = [
         (piece[2 + side], name, index, side)
@@ -240,7 +242,7 @@ def _place_layer(
     offsets = {block[1:]: pages.place(block[0]) for block in blocks}
     return {
         name: tuple(
-            Group(start, num_ranks, offsets[name, index, 0], offsets[name, index, 1])
+            RankBlock(start, num_ranks, offsets[name, index, 0], offsets[name, index, 1])
             for index, (start, num_ranks, _, _) in enumerate(of_name)
         )
         for name, of_name in pieces.items()
@@ -249,7 +251,7 @@ def _place_layer(
 
 def _cut(rank: int, shape: tuple[int, int], page_elements: int) -> list[tuple[int, int]]:
     """(first rank, number of ranks) of each group; A and B are cut alike."""
-    per_group = min(GROUP_RANKS, page_elements // max(shape))
+    per_group = min(RANK_BLOCK, page_elements // max(shape))
     if per_group == 0:
         raise DoesNotFit(
             f"One rank of an adapter has rows of {max(shape)} elements, and a page has "

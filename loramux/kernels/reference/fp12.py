@@ -19,7 +19,7 @@ _HIGH_BITS = 0x87878787
 _WORD = 0xFFFFFFFF
 
 
-def lengthen(words: Tensor) -> Tensor:
+def unpack_fp12(words: Tensor) -> Tensor:
     """float32 [octets * 8, width] of int32 [octets, 3, width]."""
     num_octets, _, width = words.shape
     # octet, plane, block, row, lane, word pair, word
@@ -36,12 +36,12 @@ def lengthen(words: Tensor) -> Tensor:
     return _values(codes)
 
 
-def read_short(pool: Tensor, start: int, num_rows: int, width: int) -> Tensor:
+def read_fp12(pool: Tensor, start: int, num_rows: int, width: int) -> Tensor:
     """float32 [num_rows, width] from element `start` of a pool on."""
     num_octets = -(-num_rows // OCTET)
     num_elements = num_octets * WORDS_PER_COLUMN * 2 * width
     words = pool.view(-1)[start : start + num_elements].view(torch.int32)
-    return lengthen(words.view(num_octets, WORDS_PER_COLUMN, width))[:num_rows]
+    return unpack_fp12(words.view(num_octets, WORDS_PER_COLUMN, width))[:num_rows]
 
 
 def _values(codes: Tensor) -> Tensor:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from loramux.kernels.gpu.lora.work_list import ALIGN_ELEMENTS
-from loramux.kernels.gpu.lora_augmented.tables import TailSite, TailStore
+from loramux.kernels.gpu.lora_augmented.tables import AugmentedSite, AugmentedWeights
 from loramux.kernels.reference import elementwise as fused_torch
-from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.kernels.reference import lora_segmented
 from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
-from loramux.kernels.reference.fp12 import read_short
+from loramux.kernels.reference.fp12 import read_fp12
 
 
 def copy_block(  # noqa: PLR0913
-    store: TailStore,
+    store: AugmentedWeights,
     pool: Tensor,
     directory: Tensor,
     slots: Tensor,
     *,
-    group: tuple[int, int],
+    rank_block: tuple[int, int],
     block: int,
 ) -> None:
     """Block `block` of every tail becomes A of one group of ranks: (slot, place in its chain).
@@ -26,7 +26,7 @@ def copy_block(  # noqa: PLR0913
     What the adapter leaves alone is zero.   pool [pages, elements]
     directory int32 [layers, groups, 4]   slots int32 [slots, 8 projections, 2]
     """
-    slot, chain = group
+    slot, chain = rank_block
     flat = pool.view(-1)
     for layer, of_layer in enumerate(store.weights):
         projection = 0
@@ -39,14 +39,16 @@ def copy_block(  # noqa: PLR0913
                 if chain < count:
                     address, _, ranks, _ = directory[layer, first + chain].tolist()
                     start, width = address * ALIGN_ELEMENTS, target.shape[1]
-                    if store.is_short:
-                        target[:ranks] = read_short(pool, start, ranks, width)
+                    if store.is_fp12:
+                        target[:ranks] = read_fp12(pool, start, ranks, width)
                     else:
                         rows = flat[start : start + ranks * width]
                         target[:ranks] = rows.view(ranks, width)
 
 
-def add_norm(y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: TailSite) -> Tensor:
+def add_norm(
+    y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: AugmentedSite
+) -> Tensor:
     """fused's add_norm of y with its adapters. y [rows, outputs + tail]
 
     y may be parts of the product, float32 [parts, rows, outputs + tail]
@@ -54,7 +56,7 @@ def add_norm(y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: 
     return fused_torch.add_norm(_expanded(y, lora), residual, norm, after)
 
 
-def expand(y: Tensor, lora: TailSite) -> Tensor:
+def expand(y: Tensor, lora: AugmentedSite) -> Tensor:
     """y with its adapters [rows, outputs], in place; for a site of one projection.
 
     y [rows, outputs + tail], or its parts float32 [parts, rows, outputs + tail], which stay
@@ -62,18 +64,18 @@ def expand(y: Tensor, lora: TailSite) -> Tensor:
     return _expanded(y, lora)
 
 
-def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: TailSite) -> Tensor:
+def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: AugmentedSite) -> Tensor:
     """fused's rotate_write of y with its adapters. y [rows, outputs + tail]"""
     return fused_torch.rotate_write(_expanded(y, lora), rotation, target)
 
 
-def activate_mul(y: Tensor, activation: str, lora: TailSite) -> Tensor:
+def activate_mul(y: Tensor, activation: str, lora: AugmentedSite) -> Tensor:
     """fused's activate_mul of y with its adapters. y [rows, outputs + tail]"""
     return fused_torch.activate_mul(_expanded(y, lora), activation)
 
 
-def _expanded(y: Tensor, lora: TailSite) -> Tensor:
+def _expanded(y: Tensor, lora: AugmentedSite) -> Tensor:
     if y.ndim == 3:
         y = fused_torch.sum_of_parts(y, lora.pool.dtype)
-    lora_grouped_torch.expand_tail(lora.tables, lora.pool, y, lora.layer, lora.site)
+    lora_segmented.expand_augmented(lora.tables, lora.pool, y, lora.layer, lora.site)
     return y[:, : lora.num_outputs]

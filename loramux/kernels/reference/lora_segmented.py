@@ -13,10 +13,10 @@ from loramux.kernels.gpu.lora.work_list import (
     ALIGN_ELEMENTS,
     B_ADDRESS,
     CHAIN,
-    GROUP_RANKS,
     H_START,
     HEADER_WORDS,
     NUM_ROWS,
+    RANK_BLOCK,
     ROW_START,
     ROW_UNITS,
     SLOT,
@@ -25,7 +25,7 @@ from loramux.kernels.gpu.lora.work_list import (
     WEIGHT,
 )
 from loramux.kernels.reference.elementwise import activate_mul
-from loramux.kernels.reference.fp12 import read_short
+from loramux.kernels.reference.fp12 import read_fp12
 
 
 def resolve(tables: LoraTables, directory: Tensor, slots: Tensor) -> None:
@@ -57,7 +57,7 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
         for part in range(len(cut.shape.out_features)):
             record = unit[cut.first_projection + part]
             ranks, num_rows = _unpack(record[NUM_ROWS])
-            read_a = _short_block if tables.is_short else _block
+            read_a = _short_block if tables.is_fp12 else _block
             a = read_a(pool, record[A_ADDRESS], ranks, cut.shape.in_features)
             rows = x[record[ROW_START] : record[ROW_START] + num_rows].float()
             target = tables.partials[record[H_START] : record[H_START] + num_rows, part]
@@ -77,7 +77,7 @@ def expand(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -
     y.copy_(_sum(tables, pool, y, (layer, site), _read_partials(tables)))
 
 
-def expand_activate(  # noqa: PLR0913
+def expand_swiglu(  # noqa: PLR0913
     tables: LoraTables, pool: Tensor, y: Tensor, activation: str, layer: int, site: int
 ) -> Tensor:
     """activation(gate) * up of y as `expand` would leave it, rounded once: [rows, inner]
@@ -88,7 +88,7 @@ def expand_activate(  # noqa: PLR0913
     return activate_mul(total, activation).to(y.dtype)
 
 
-def expand_tail(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -> None:
+def expand_augmented(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -> None:
     """As expand, with h in blocks of 16 columns of y behind its outputs, slice by slice.
 
     H_START is a unit's block.   pool [pages, elements]   y [rows, out + tail]
@@ -96,9 +96,9 @@ def expand_tail(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: i
     outs = tables.sites[site].shape.out_features
 
     def read(record: list[int], num_rows: int, part: int) -> Tensor:
-        start = sum(outs) + (record[H_START] * len(outs) + part) * GROUP_RANKS
+        start = sum(outs) + (record[H_START] * len(outs) + part) * RANK_BLOCK
         rows = slice(record[ROW_START], record[ROW_START] + num_rows)
-        return y[rows, start : start + GROUP_RANKS].float()
+        return y[rows, start : start + RANK_BLOCK].float()
 
     y.copy_(_sum(tables, pool, y, (layer, site), read))
 
@@ -158,4 +158,4 @@ def _block(pool: Tensor, address: int, ranks: int, width: int) -> Tensor:
 
 
 def _short_block(pool: Tensor, address: int, ranks: int, width: int) -> Tensor:
-    return read_short(pool, address * ALIGN_ELEMENTS, ranks, width)
+    return read_fp12(pool, address * ALIGN_ELEMENTS, ranks, width)

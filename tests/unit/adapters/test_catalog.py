@@ -8,8 +8,8 @@ import torch
 
 from loramux.adapters.catalog import AdapterCatalog, AdapterRules
 from loramux.adapters.packed.dense import sites_of
-from loramux.adapters.packed.image import AdapterImage, pack_adapter
-from loramux.adapters.packed.packing import StackedPacking
+from loramux.adapters.packed.image import AdapterImage, pack_dense
+from loramux.adapters.packed.packing import DensePacking
 from loramux.adapters.peft.reader import read_adapter
 from loramux.errors import AdapterNotFound, AdapterRefused
 from tests.adapter_factory import (
@@ -24,7 +24,7 @@ BASE = tiny_base_info(tiny_llama_config())
 
 
 def make_catalog(dtype: torch.dtype = torch.float32) -> AdapterCatalog:
-    return AdapterCatalog(AdapterRules(base=BASE, packing=StackedPacking(sites_of(BASE), dtype)))
+    return AdapterCatalog(AdapterRules(base=BASE, packing=DensePacking(sites_of(BASE), dtype)))
 
 
 def write(folder: Path, seed: int = 0, **config: Any) -> Path:
@@ -64,7 +64,7 @@ def test_registration_hands_on_the_image_that_a_later_read_would_give(tmp_path: 
     catalog.on_image = heard.append
     known = catalog.register(write(tmp_path / "a"))
     catalog.register(tmp_path / "a")
-    expected = pack_adapter(read_adapter(tmp_path / "a", BASE), sites_of(BASE), torch.float32)
+    expected = pack_dense(read_adapter(tmp_path / "a", BASE), sites_of(BASE), torch.float32)
     assert len(heard) == 1 and heard[0].cid == known.cid
     assert torch.equal(heard[0].buffer, expected.buffer)
     assert torch.equal(catalog.read(known.cid).buffer, expected.buffer)
@@ -109,7 +109,7 @@ def test_weights_that_overflow_the_serving_dtype_are_refused(tmp_path: Path) -> 
 def test_the_scale_is_folded_into_b(tmp_path: Path) -> None:
     plain = read_adapter(write(tmp_path / "a", lora_alpha=4), BASE)
     scaled = read_adapter(write(tmp_path / "b", lora_alpha=12), BASE)
-    images = [pack_adapter(a, sites_of(BASE), torch.float32) for a in (plain, scaled)]
+    images = [pack_dense(a, sites_of(BASE), torch.float32) for a in (plain, scaled)]
     place = images[0].layout.places[0, "qkv"]
     a_size = place.in_features * place.total_rank
     first, second = (image.buffer[place.a_offset :][:a_size] for image in images)

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from loramux.adapters.packed.dense import fused_sites, sites_of
 from loramux.adapters.packed.paged import (
     ALIGN_ELEMENTS,
-    GROUP_RANKS,
-    GroupedLayout,
-    pack_groups,
-    plan_groups,
+    RANK_BLOCK,
+    RankBlockLayout,
+    pack_rank_blocks,
+    plan_rank_blocks,
     tabulate,
 )
 from loramux.adapters.peft.reader import CheckedAdapter, read_adapter
 from loramux.errors import AdapterRefused, DoesNotFit
-from loramux.kernels.reference.fp12 import read_short
+from loramux.kernels.reference.fp12 import read_fp12
 from tests.adapter_factory import make_peft_adapter, tiny_base_info, tiny_llama_config
 
 BASE = tiny_base_info(tiny_llama_config())
@@ -44,11 +44,11 @@ LLAMA_8B = {
 PAGE_OF_2_MIB = 1 << 20
 
 
-def blocks_of(layout: GroupedLayout) -> list[tuple[int, int]]:
+def blocks_of(layout: RankBlockLayout) -> list[tuple[int, int]]:
     """(offset, elements) of every block of weights."""
     return [
         (offset, group.num_ranks * width)
-        for (_, name), groups in layout.groups.items()
+        for (_, name), groups in layout.blocks.items()
         for group in groups
         for offset, width in zip((group.a_offset, group.b_offset), SHAPES[name], strict=True)
     ]
@@ -73,18 +73,18 @@ def read_tiny(folder: Path, rank_pattern: dict[str, int] | None = None) -> Check
     )
 )
 def test_no_block_overlaps_another_or_crosses_a_page(ranks: dict[tuple[int, str], int]) -> None:
-    layout = plan_groups(SITES, ranks, PAGE_ELEMENTS)
+    layout = plan_rank_blocks(SITES, ranks, PAGE_ELEMENTS)
     blocks = sorted(blocks_of(layout))
     for (offset, size), (following, _) in zip(blocks, blocks[1:], strict=False):
         assert offset + size <= following
     for offset, size in blocks:
         assert offset % ALIGN_ELEMENTS == 0
         assert offset // PAGE_ELEMENTS == (offset + size - 1) // PAGE_ELEMENTS < layout.num_pages
-    for (layer, name), groups in layout.groups.items():
+    for (layer, name), groups in layout.blocks.items():
         starts = np.cumsum([0, *(group.num_ranks for group in groups)])
         assert [group.rank_start for group in groups] == starts[:-1].tolist()
         assert starts[-1] == ranks[layer, name]
-        assert all(group.num_ranks <= GROUP_RANKS for group in groups)
+        assert all(group.num_ranks <= RANK_BLOCK for group in groups)
 
 
 @pytest.mark.parametrize("rank", [8, 16, 32, 64])
@@ -93,7 +93,7 @@ def test_an_adapter_of_a_real_base_takes_no_page_more_than_its_bytes(
     rank: int, names: tuple[str, ...]
 ) -> None:
     ranks = {(layer, name): rank for layer in range(4) for name in names}
-    layout = plan_groups(fused_sites(LLAMA_8B), ranks, PAGE_OF_2_MIB)
+    layout = plan_rank_blocks(fused_sites(LLAMA_8B), ranks, PAGE_OF_2_MIB)
     assert layout.num_pages == -(-layout.num_weights // PAGE_OF_2_MIB)
 
 
@@ -101,15 +101,15 @@ def test_weights_can_be_read_back_through_the_table(tmp_path: Path) -> None:
     """Catches a group at another one's place, a wrong page, and a scale that was lost."""
     adapter = read_tiny(tmp_path / "a", {"v_proj": 19})
     ranks = {(m.target.layer, m.target.projection): m.rank for m in adapter.modules}
-    layout = plan_groups(SITES, ranks, PAGE_ELEMENTS)
+    layout = plan_rank_blocks(SITES, ranks, PAGE_ELEMENTS)
     buffer = torch.empty(layout.num_elements)
-    pack_groups(adapter, layout, buffer)
+    pack_rank_blocks(adapter, layout, buffer)
     page_ids = torch.randperm(layout.num_pages + 3)[: layout.num_pages].tolist()
     pool = torch.full((layout.num_pages + 3, PAGE_ELEMENTS), float("nan"))
     pool[page_ids] = buffer.view(-1, PAGE_ELEMENTS)
     table = tabulate(layout, projections=PROJECTIONS, num_layers=BASE.num_layers)
     entries = table.addresses(page_ids)
-    first = np.cumsum([0, *table.groups_per_projection])
+    first = np.cumsum([0, *table.blocks_per_projection])
     for module in adapter.modules:
         name, layer = module.target.projection, module.target.layer
         change = torch.zeros(SHAPES[name][1], SHAPES[name][0])
@@ -124,29 +124,29 @@ def test_weights_can_be_read_back_through_the_table(tmp_path: Path) -> None:
 
 
 def test_what_an_adapter_leaves_alone_has_no_ranks_in_the_table() -> None:
-    layout = plan_groups(SITES, {(1, "k_proj"): 17, (2, "k_proj"): 3}, PAGE_ELEMENTS)
+    layout = plan_rank_blocks(SITES, {(1, "k_proj"): 17, (2, "k_proj"): 3}, PAGE_ELEMENTS)
     table = tabulate(layout, projections=PROJECTIONS, num_layers=3)
-    assert table.groups_per_projection.tolist() == [0, 2, 0, 0, 0, 0, 0]
+    assert table.blocks_per_projection.tolist() == [0, 2, 0, 0, 0, 0, 0]
     assert table.num_ranks.tolist() == [[0, 0], [16, 1], [3, 0]]
 
 
 def test_a_page_too_small_for_one_rank_is_refused() -> None:
     with pytest.raises(DoesNotFit, match="larger block size"):
-        plan_groups(fused_sites(LLAMA_8B), {(0, "down_proj"): 1}, 8192)
+        plan_rank_blocks(fused_sites(LLAMA_8B), {(0, "down_proj"): 1}, 8192)
 
 
 def test_a_page_that_addresses_cannot_reach_is_an_error() -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
-        plan_groups(SITES, {(0, "q_proj"): 1}, 100)
+        plan_rank_blocks(SITES, {(0, "q_proj"): 1}, 100)
 
 
 def test_weights_that_overflow_the_served_dtype_are_refused(tmp_path: Path) -> None:
     adapter = read_tiny(tmp_path / "a")
     adapter.modules[0].b.fill_(1e30)
     ranks = {(m.target.layer, m.target.projection): m.rank for m in adapter.modules}
-    layout = plan_groups(SITES, ranks, PAGE_ELEMENTS)
+    layout = plan_rank_blocks(SITES, ranks, PAGE_ELEMENTS)
     with pytest.raises(AdapterRefused, match="float16"):
-        pack_groups(adapter, layout, torch.empty(layout.num_elements, dtype=torch.float16))
+        pack_rank_blocks(adapter, layout, torch.empty(layout.num_elements, dtype=torch.float16))
 
 
 def random_adapter(scale: float = 0.5, size: float = 0.02) -> Any:
@@ -167,12 +167,12 @@ WIDE_SITES = fused_sites({"o_proj": (256, 64)})
 def test_short_weights_change_what_the_adapter_does_by_less_than_bfloat16_does() -> None:
     """The scale of A's rows is in B; both are read back."""
     adapter = random_adapter()
-    layout = plan_groups(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_short=True)
+    layout = plan_rank_blocks(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_fp12=True)
     buffer = torch.empty(layout.num_elements, dtype=torch.bfloat16)
-    pack_groups(adapter, layout, buffer)
+    pack_rank_blocks(adapter, layout, buffer)
     change = torch.zeros(64, 256)
-    for group in layout.groups[0, "o_proj"]:
-        a = read_short(buffer, group.a_offset, group.num_ranks, 256)
+    for group in layout.blocks[0, "o_proj"]:
+        a = read_fp12(buffer, group.a_offset, group.num_ranks, 256)
         size = group.num_ranks * 64
         b = buffer[group.b_offset : group.b_offset + size].view(group.num_ranks, 64).float()
         change += b.t() @ a
@@ -185,33 +185,33 @@ def test_a_row_whose_largest_weight_is_rounded_up_keeps_it() -> None:
     """Just below a power of two in float32, and that power in bfloat16."""
     adapter = random_adapter()
     adapter.modules[0].a[0, 7] = 7.9999
-    layout = plan_groups(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_short=True)
+    layout = plan_rank_blocks(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_fp12=True)
     buffer = torch.empty(layout.num_elements, dtype=torch.bfloat16)
-    pack_groups(adapter, layout, buffer)
-    assert read_short(buffer, layout.groups[0, "o_proj"][0].a_offset, 16, 256)[0, 7] == 1.0
+    pack_rank_blocks(adapter, layout, buffer)
+    assert read_fp12(buffer, layout.blocks[0, "o_proj"][0].a_offset, 16, 256)[0, 7] == 1.0
 
 
 def test_short_weights_take_three_quarters_and_whole_octets() -> None:
     places = {(0, "o_proj"): 19}
-    long = plan_groups(WIDE_SITES, places, 8192)
-    short = plan_groups(WIDE_SITES, places, 8192, is_short=True)
+    long = plan_rank_blocks(WIDE_SITES, places, 8192)
+    short = plan_rank_blocks(WIDE_SITES, places, 8192, is_fp12=True)
     assert long.num_weights == 19 * (256 + 64)
     assert short.num_weights == 24 * 256 * 3 // 4 + 19 * 64
-    for group, next_group in pairwise(short.groups[0, "o_proj"]):
+    for group, next_group in pairwise(short.blocks[0, "o_proj"]):
         assert next_group.a_offset != group.a_offset
 
 
 @pytest.mark.parametrize("size", [1e20, 1e30])
 def test_rows_that_no_scale_shortens_are_refused(size: float) -> None:
     adapter = random_adapter(size=size)
-    layout = plan_groups(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_short=True)
+    layout = plan_rank_blocks(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_fp12=True)
     with pytest.raises(AdapterRefused, match="too large"):
-        pack_groups(adapter, layout, torch.empty(layout.num_elements, dtype=torch.bfloat16))
+        pack_rank_blocks(adapter, layout, torch.empty(layout.num_elements, dtype=torch.bfloat16))
 
 
 def test_rows_that_matter_to_nobody_become_zeros() -> None:
     adapter = random_adapter(size=1e-36)
-    layout = plan_groups(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_short=True)
+    layout = plan_rank_blocks(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_fp12=True)
     buffer = torch.empty(layout.num_elements, dtype=torch.bfloat16)
-    pack_groups(adapter, layout, buffer)
-    assert not read_short(buffer, layout.groups[0, "o_proj"][0].a_offset, 16, 256).any()
+    pack_rank_blocks(adapter, layout, buffer)
+    assert not read_fp12(buffer, layout.blocks[0, "o_proj"][0].a_offset, 16, 256).any()

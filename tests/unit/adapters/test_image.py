@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loramux.adapters.packed.dense import sites_of
-from loramux.adapters.packed.image import mapped_buffer, pack_adapter
+from loramux.adapters.packed.image import mapped_buffer, pack_dense
 from loramux.adapters.peft.reader import read_adapter
 from tests.adapter_factory import make_peft_adapter, tiny_base_info, tiny_llama_config
 
@@ -24,7 +24,7 @@ def test_every_projection_can_be_read_back_from_its_place(tmp_path: Path) -> Non
     )
     adapter = read_adapter(folder, BASE)
     sites = sites_of(BASE)
-    image = pack_adapter(adapter, sites, torch.float32)
+    image = pack_dense(adapter, sites, torch.float32)
     projections = {site.name: site.projections for site in sites}
     modules = {(m.target.layer, m.target.projection): m for m in adapter.modules}
     assert len(image.layout.places) == 2 * BASE.num_layers
@@ -41,7 +41,7 @@ def test_every_projection_can_be_read_back_from_its_place(tmp_path: Path) -> Non
 
 def test_an_image_takes_its_elements_and_no_more(tmp_path: Path) -> None:
     adapter = read_adapter(make_peft_adapter(tmp_path / "a", tiny_llama_config()), BASE)
-    image = pack_adapter(adapter, sites_of(BASE), torch.float32)
+    image = pack_dense(adapter, sites_of(BASE), torch.float32)
     assert image.num_bytes == 4 * image.layout.num_elements
     assert image.num_bytes == sum(4 * (m.a.numel() + m.b.numel()) for m in adapter.modules)
 

@@ -6,22 +6,22 @@ import pytest
 import torch
 
 from loramux.adapters.packed import file as image_file
-from loramux.adapters.packed.dense import Site, plan_layout
+from loramux.adapters.packed.dense import Site, plan_dense
 from loramux.adapters.packed.file import KnownLayouts, read_image, write_image
 from loramux.adapters.packed.image import AdapterImage, mapped_buffer
-from loramux.adapters.packed.packing import StackedPacking
+from loramux.adapters.packed.packing import DensePacking
 from loramux.errors import AdapterRefused
 
 SITES = (
     Site("qkv", 8, ("q_proj", "k_proj", "v_proj"), (8, 4, 4)),
     Site("o", 8, ("o_proj",), (8,)),
 )
-PACKING = StackedPacking(SITES, torch.float32)
+PACKING = DensePacking(SITES, torch.float32)
 RANKS = {(0, "q_proj"): 3, (0, "v_proj"): 1, (2, "o_proj"): 5}
 
 
 def make_image(dtype: torch.dtype) -> AdapterImage:
-    layout = plan_layout(SITES, RANKS)
+    layout = plan_dense(SITES, RANKS)
     generator = torch.Generator().manual_seed(3)
     buffer = torch.randn(layout.num_elements, generator=generator).to(dtype)
     return AdapterImage("cidv1:sha256:ab", layout, buffer)
@@ -72,7 +72,7 @@ def test_adapters_of_one_layout_share_it_and_others_do_not(tmp_path: Path) -> No
     first, second = (read_image(tmp_path / "x.image", image.cid, layouts) for _ in range(2))
     assert first.layout is second.layout
     other = layouts.find([[0, "o", [5]]])
-    assert other == plan_layout(SITES, {(0, "o_proj"): 5})
+    assert other == plan_dense(SITES, {(0, "o_proj"): 5})
 
 
 def test_a_file_of_another_adapter_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.packed.dense import Site, plan_layout
+from loramux.adapters.packed.dense import Site, plan_dense
 
 SITES = (
     Site(
@@ -18,7 +18,7 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def test_what_an_adapter_does_not_change_takes_no_room() -> None:
-    layout = plan_layout(SITES, {(3, "v_proj"): 5})
+    layout = plan_dense(SITES, {(3, "v_proj"): 5})
     assert layout.num_elements == 5 * 6 + 5 * 2
     assert list(layout.places) == [(3, "qkv")]
     (piece,) = layout.places[3, "qkv"].slices
@@ -34,7 +34,7 @@ def test_what_an_adapter_does_not_change_takes_no_room() -> None:
     )
 )
 def test_the_pieces_fill_the_buffer_exactly_once(ranks: dict[tuple[int, str], int]) -> None:
-    layout = plan_layout(SITES, ranks)
+    layout = plan_dense(SITES, ranks)
     used = [0] * layout.num_elements
     for place in layout.places.values():
         spans = [(place.a_offset, place.in_features * place.total_rank)]
@@ -44,4 +44,4 @@ def test_the_pieces_fill_the_buffer_exactly_once(ranks: dict[tuple[int, str], in
                 used[index] += 1
     assert set(used) == {1}
     assert layout.max_rank == max(ranks.values())
-    assert layout.key == plan_layout(SITES, dict(reversed(ranks.items()))).key
+    assert layout.key == plan_dense(SITES, dict(reversed(ranks.items()))).key

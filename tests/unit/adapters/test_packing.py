@@ -8,7 +8,7 @@ import torch
 
 from loramux.adapters.packed.dense import fused_sites, sites_of
 from loramux.adapters.packed.image import mapped_buffer
-from loramux.adapters.packed.packing import GroupedPacking, Packing, StackedPacking
+from loramux.adapters.packed.packing import DensePacking, Packing, PagedPacking
 from loramux.adapters.peft.reader import read_adapter
 from tests.adapter_factory import (
     lora_config_dict,
@@ -20,8 +20,8 @@ from tests.adapter_factory import (
 
 BASE = tiny_base_info(tiny_llama_config())
 SITES = sites_of(BASE)
-STACKED = StackedPacking(SITES, torch.float32)
-GROUPED = GroupedPacking(SITES, torch.float32, 4096, mapped_buffer)
+STACKED = DensePacking(SITES, torch.float32)
+GROUPED = PagedPacking(SITES, torch.float32, 4096, mapped_buffer)
 
 
 @pytest.mark.parametrize("packing", [STACKED, GROUPED])
@@ -37,21 +37,20 @@ def test_what_makes_other_buffers_has_another_fingerprint() -> None:
     others = [
         STACKED,
         GROUPED,
-        StackedPacking(SITES, torch.bfloat16),
-        GroupedPacking(SITES, torch.float32, 8192, mapped_buffer),
-        StackedPacking(SITES[:1], torch.float32),
+        DensePacking(SITES, torch.bfloat16),
+        PagedPacking(SITES, torch.float32, 8192, mapped_buffer),
+        DensePacking(SITES[:1], torch.float32),
     ]
     assert len({packing.fingerprint for packing in others}) == len(others)
-    assert StackedPacking(SITES, torch.float32).fingerprint == STACKED.fingerprint
+    assert DensePacking(SITES, torch.float32).fingerprint == STACKED.fingerprint
 
 
 def test_adapters_of_a_wide_base_in_bfloat16_have_a_short_a() -> None:
     sites = fused_sites({"o_proj": (256, 64)})
     packings = [
-        GroupedPacking(sites, dtype, 4096, mapped_buffer)
-        for dtype in (torch.bfloat16, torch.float32)
+        PagedPacking(sites, dtype, 4096, mapped_buffer) for dtype in (torch.bfloat16, torch.float32)
     ]
-    assert [packing.is_short for packing in packings] == [True, False]
-    assert [p.plan({(0, "o_proj"): 8}).is_short for p in packings] == [True, False]
-    assert packings[0].layout_of([(0, "o_proj", 8)]).is_short
+    assert [packing.is_fp12 for packing in packings] == [True, False]
+    assert [p.plan({(0, "o_proj"): 8}).is_fp12 for p in packings] == [True, False]
+    assert packings[0].layout_of([(0, "o_proj", 8)]).is_fp12
     assert packings[0].fingerprint != packings[1].fingerprint

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from loramux.adapters.packed import fp12 as short_floats
 from loramux.adapters.packed.fp12 import (
-    can_shorten,
+    fits_fp12,
+    fp12_elements,
+    pack_fp12,
     row_exponents,
-    short_elements,
-    shorten,
-    shortens,
+    uses_fp12,
 )
-from loramux.kernels.reference.fp12 import lengthen
+from loramux.kernels.reference.fp12 import unpack_fp12
 
 
 def random_rows(num_rows: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -27,10 +27,10 @@ def test_what_is_shortened_comes_back(num_rows: int, blocks: int, seed: int) -> 
     """Numbers of at least 2^-14 with all their bits, smaller ones to 2^-22, and zeros for the
     rows that an octet lacks."""
     rows = random_rows(num_rows, blocks * 128, seed)
-    words = shorten(rows)
+    words = pack_fp12(rows)
     assert words.dtype == torch.int32
-    assert words.numel() * 2 == short_elements(num_rows, blocks * 128)
-    found = lengthen(words)
+    assert words.numel() * 2 == fp12_elements(num_rows, blocks * 128)
+    found = unpack_fp12(words)
     error = (found[:num_rows] - rows.float()).abs()
     assert error[rows.abs() >= 2.0**-14].sum() == 0
     assert error.max() <= 2.0**-22
@@ -43,7 +43,7 @@ def test_what_is_shortened_comes_back(num_rows: int, blocks: int, seed: int) -> 
 def test_numbers_that_have_a_short_form(value: float) -> None:
     rows = torch.zeros(3, 128, dtype=torch.bfloat16)
     rows[1, 77] = value
-    assert torch.equal(lengthen(shorten(rows))[:3], rows.float())
+    assert torch.equal(unpack_fp12(pack_fp12(rows))[:3], rows.float())
 
 
 def test_small_numbers_are_rounded_to_the_nearest() -> None:
@@ -51,7 +51,7 @@ def test_small_numbers_are_rounded_to_the_nearest() -> None:
     step = 2.0**-21
     rows = torch.zeros(1, 128)
     rows[0, :4] = torch.tensor([0.49, 0.51, -1.75, 127.75]) * step
-    found = lengthen(shorten(rows.to(torch.bfloat16)))[0, :4] / step
+    found = unpack_fp12(pack_fp12(rows.to(torch.bfloat16)))[0, :4] / step
     assert found.tolist() == [0.0, 1.0, -2.0, 128.0]
 
 
@@ -60,7 +60,7 @@ def test_every_bit_has_its_place() -> None:
     for row in range(8):
         rows = torch.zeros(8, 128, dtype=torch.bfloat16)
         rows[row] = random_rows(1, 128, row)[0]
-        assert torch.equal(lengthen(shorten(rows)).abs() > 0, rows.float().abs() >= 2.0**-22)
+        assert torch.equal(unpack_fp12(pack_fp12(rows)).abs() > 0, rows.float().abs() >= 2.0**-22)
 
 
 @given(exponent=st.integers(-70, 70))
@@ -87,7 +87,7 @@ def test_a_row_is_scaled_to_its_largest_number(exponent: int) -> None:
 def test_which_bases_have_short_adapters(
     widths: tuple[int, ...], dtype: torch.dtype, page: int, expected: bool
 ) -> None:
-    assert shortens(widths, dtype, page) is expected
+    assert uses_fp12(widths, dtype, page) is expected
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_what_can_be_shortened_is_below_two_when_it_is_rounded(
 ) -> None:
     rows = torch.zeros(2, 128)
     rows[1, 3] = value
-    assert can_shorten(rows) is expected
+    assert fits_fp12(rows) is expected

@@ -20,7 +20,7 @@ from loramux.kernels.gpu import sampling as sampling_triton
 from loramux.kernels.gpu.attention import ops as attention_triton
 from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
 from loramux.kernels.gpu.lora import segmented as lora_triton
-from loramux.kernels.gpu.lora_augmented import ops as tail_triton
+from loramux.kernels.gpu.lora_augmented import ops as augmented_gpu
 from loramux.runner.fused_decoder import DeviceKernels, device_kernels  # noqa: E402
 from loramux.types.request import Request
 from tests.device_factory import device_engine, two_adapters  # noqa: E402
@@ -48,7 +48,7 @@ def interpreted(device: torch.device) -> DeviceKernels:
         fused=fused_triton,
         gate_up=gate_up_triton,
         lora=lora_triton,
-        tail=tail_triton,
+        augmented=augmented_gpu,
         sampling=sampling_triton,
     )
 
@@ -134,18 +134,18 @@ def test_rows_that_are_none_do_not_count() -> None:
 def test_the_kernel_whose_last_row_is_wrong_is_named(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    activate = tail_triton.activate_mul
+    activate = augmented_gpu.activate_mul
 
     def wrong_last_row(*args: Any) -> torch.Tensor:
         mixed = activate(*args)
         mixed[-1] *= 1.01
         return mixed
 
-    monkeypatch.setattr(tail_triton, "activate_mul", wrong_last_row)
+    monkeypatch.setattr(augmented_gpu, "activate_mul", wrong_last_row)
     check = check_traffic(lambda: make(128), requests, interpreted)
-    assert check.wrong and all("tail.activate_mul is 1.0e-02" in line for line in check.wrong)
-    assert "TAIL" in check.wrong[0]
-    assert {"tail.add_norm", "tail.rotate_write"} <= set(check.worst)
+    assert check.wrong and all("augmented.activate_mul is 1.0e-02" in line for line in check.wrong)
+    assert "augmented" in check.wrong[0]
+    assert {"augmented.add_norm", "augmented.rotate_write"} <= set(check.worst)
 
 
 def test_what_one_of_them_changed_is_compared() -> None:

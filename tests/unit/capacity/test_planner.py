@@ -10,7 +10,7 @@ import torch
 
 from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, sites_of
 from loramux.adapters.packed.file import write_image
-from loramux.adapters.packed.image import pack_adapter
+from loramux.adapters.packed.image import pack_dense
 from loramux.adapters.peft.reader import read_adapter
 from loramux.backend import BaseShapes, ProjectionShape
 from loramux.capacity.plan import Budgets, Fleet, MemoryPlan, PlannedBase, parse_targets
@@ -88,7 +88,7 @@ def test_bytes_and_pages_are_those_of_a_packed_adapter(
         lora_config_dict(r=16, target_modules=list(targets)),
         lora_tensors(config, r=16, names=targets),
     )
-    image = pack_adapter(read_adapter(folder, base), sites_of(base), torch.float32)
+    image = pack_dense(read_adapter(folder, base), sites_of(base), torch.float32)
     told = planned(as_json)
     [size] = plan(told, {"ranks": (16,), "targets": targets}).sizes
     assert size.bytes == pytest.approx(image.num_bytes, rel=0.01)

@@ -61,7 +61,7 @@ JOBS = [
     )),
     *((kernel, LISTS) for kernel in (
         lora_shrink_triton.shrink_kernel, lora_shrink_triton.shrink_tiles_kernel,
-        lora_expand_triton.expand_kernel, lora_gate_triton.expand_activate_kernel,
+        lora_expand_triton.expand_kernel, lora_gate_triton.expand_swiglu_kernel,
     )),
     (lora_shrink_triton.shrink_kernel, {**LISTS, **SHORT}),
     *((attend_items, {**ATTENTION, "CAUSAL": is_causal}) for is_causal in (False, True)),

@@ -10,7 +10,7 @@ from tests.lora_factory import LIMITS, Selection, make_world, random_rows
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
 from loramux.kernels.gpu.lora import segmented as lora_triton
-from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.kernels.reference import lora_segmented
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 PAIR = ((0, 0.5), (1, -2.0))
@@ -24,11 +24,11 @@ def test_sums_of_the_same_parts_equal_the_reference(alone_rows: int) -> None:
     world = make_world([dict.fromkeys(ALL, 3), dict.fromkeys(ALL, 18)], limits=limits)
     world.plan(ROWS)
     x, y = random_rows(len(ROWS), site=0)
-    lora_grouped_torch.shrink(world.tables, world.pool, x, 1, 0)
+    lora_segmented.shrink(world.tables, world.pool, x, 1, 0)
     found = {}
-    for kernels in (lora_grouped_torch, lora_triton):
+    for kernels in (lora_segmented, lora_triton):
         found[kernels] = y.clone()
         kernels.expand(world.tables, world.pool, found[kernels], 1, 0)
-    expected = found[lora_grouped_torch]
+    expected = found[lora_segmented]
     torch.testing.assert_close(found[lora_triton], expected, atol=1e-5, rtol=1e-5)
     assert not torch.equal(expected, y)

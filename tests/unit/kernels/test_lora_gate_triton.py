@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 
 from loramux.kernels.gpu.lora import segmented as lora_triton
 from loramux.kernels.reference import elementwise as fused_torch
-from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.kernels.reference import lora_segmented
 from loramux.kernels.reference.elementwise import ACTIVATIONS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("both_orders")
@@ -32,7 +32,7 @@ def check(world: LoraWorld, rows: list[Selection], activation: str = "silu") -> 
     x, y = random_rows(len(rows), GATE_UP, dtype=world.pool.dtype)
     expected = fused_torch.activate_mul(world.expected(y, x, rows, 1, GATE_UP), activation)
     lora_triton.shrink(world.tables, world.pool, x, 1, GATE_UP)
-    found = lora_triton.expand_activate(world.tables, world.pool, y, activation, 1, GATE_UP)
+    found = lora_triton.expand_swiglu(world.tables, world.pool, y, activation, 1, GATE_UP)
     limit = 1e-4 if world.pool.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found.double(), expected, atol=limit, rtol=limit)
 
@@ -86,13 +86,13 @@ def test_small_tiles_in_twelve_bits_equal_the_twin(small_rows: int) -> None:
     """In parts that are a row's, beside tiles and chains of both kinds."""
     limits = replace(LIMITS, small_rows=small_rows)
     ranks = [dict.fromkeys(BOTH, 3), dict.fromkeys(BOTH, 20), dict.fromkeys(BOTH, 40)]
-    world = make_world(ranks, is_short=True, limits=limits)
+    world = make_world(ranks, is_fp12=True, limits=limits)
     rows = of(0) + of(1, 2) + of(2, 5) + of(1, 12) + [PAIR] * 3 + [()] + of(2, 9)
     world.plan(rows)
     x, y = random_rows(len(rows), GATE_UP, dtype=torch.bfloat16, sites=world.sites)
     x /= 20
     sums = []
-    for kernels in (lora_grouped_torch, lora_triton):
+    for kernels in (lora_segmented, lora_triton):
         world.tables.partials.fill_(float("nan"))
         kernels.shrink(world.tables, world.pool, x, 1, GATE_UP)
         sums.append(world.tables.partials.nan_to_num(0.0))
@@ -100,6 +100,6 @@ def test_small_tiles_in_twelve_bits_equal_the_twin(small_rows: int) -> None:
     # The interpreter's products of bfloat16 are wrong, so what follows is in float32.
     known = LoraWorld(**{**vars(world), "pool": world.pool.float()})
     y = y.float()
-    expected = lora_grouped_torch.expand_activate(known.tables, known.pool, y, "silu", 1, GATE_UP)
-    found = lora_triton.expand_activate(known.tables, known.pool, y, "silu", 1, GATE_UP)
+    expected = lora_segmented.expand_swiglu(known.tables, known.pool, y, "silu", 1, GATE_UP)
+    found = lora_triton.expand_swiglu(known.tables, known.pool, y, "silu", 1, GATE_UP)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

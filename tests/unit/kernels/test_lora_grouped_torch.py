@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.kernels.reference import lora_segmented
 from tests.lora_factory import NUM_LAYERS, SITES, LoraWorld, Selection, make_world, random_rows
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
@@ -38,20 +38,20 @@ def test_every_mix_and_rank(rank: int, popularity: str) -> None:
     counts, num_base = POPULARITIES[popularity]
     rows: list[Selection] = [((slot, 1.0),) for slot, n in enumerate(counts) for _ in range(n)]
     world = make_world([dict.fromkeys(ALL, rank)] * len(counts))
-    check(world, lora_grouped_torch, rows + [()] * num_base)
+    check(world, lora_segmented, rows + [()] * num_base)
 
 
 def test_adapters_that_leave_projections_and_layers_alone() -> None:
     world = make_world(
         [{"q_proj": 3}, {"k_proj": 20, "up_proj": 1}, dict.fromkeys(ALL, 4)], skip=[(2, 1)]
     )
-    check(world, lora_grouped_torch, [((0, 1.0),), ((1, 1.0),), ((2, 1.0),), ((2, 1.0),)])
+    check(world, lora_segmented, [((0, 1.0),), ((1, 1.0),), ((2, 1.0),), ((2, 1.0),)])
 
 
 def test_several_weighted_adapters_on_one_row_add_up() -> None:
     world = make_world([dict.fromkeys(ALL, 3), dict.fromkeys(ALL, 17), {"v_proj": 2}])
     pair = ((0, 0.5), (1, -2.0))
-    check(world, lora_grouped_torch, [pair, pair, ((1, 1.0),), (), ((2, 3.0), (0, 1.0))])
+    check(world, lora_segmented, [pair, pair, ((1, 1.0),), (), ((2, 3.0), (0, 1.0))])
 
 
 def test_base_rows_keep_their_bits() -> None:
@@ -60,7 +60,7 @@ def test_base_rows_keep_their_bits() -> None:
     world.plan(rows)
     x, y = random_rows(len(rows), site=0)
     before = y.clone()
-    lora_grouped_torch.shrink(world.tables, world.pool, x, 0, 0)
-    lora_grouped_torch.expand(world.tables, world.pool, y, 0, 0)
+    lora_segmented.shrink(world.tables, world.pool, x, 0, 0)
+    lora_segmented.expand(world.tables, world.pool, y, 0, 0)
     assert torch.equal(y[[0, 2]], before[[0, 2]])
     assert not torch.equal(y, before)

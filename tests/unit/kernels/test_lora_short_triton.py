@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loramux.adapters.packed.fp12 import shorten
+from loramux.adapters.packed.fp12 import pack_fp12
 from tests.lora_factory import LIMITS, SHORT_SITES, LoraWorld, Selection, make_world, random_rows
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
 from loramux.kernels.gpu.lora import segmented as lora_triton
-from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.kernels.reference import lora_segmented
 
 pytestmark = pytest.mark.usefixtures("both_orders")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
@@ -36,11 +36,11 @@ def check_sums(world: LoraWorld, rows: list[Selection], site: int) -> None:
     world.plan(rows)
     x, _ = random_rows(len(rows), site, dtype=torch.bfloat16, sites=SHORT_SITES)
     found = {}
-    for kernels in (lora_grouped_torch, lora_triton):
+    for kernels in (lora_segmented, lora_triton):
         world.tables.partials.fill_(float("nan"))
         kernels.shrink(world.tables, world.pool, x, 1, site)
         found[kernels] = written(world)
-    torch.testing.assert_close(found[lora_triton], found[lora_grouped_torch], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found[lora_triton], found[lora_segmented], atol=1e-4, rtol=1e-4)
     assert found[lora_triton].any()
 
 
@@ -51,7 +51,7 @@ def check_sums(world: LoraWorld, rows: list[Selection], site: int) -> None:
     ids=["distinct", "rank 3", "rank 8", "rank 20", "rank 64", "rank 200"],
 )
 def test_sums_of_few_rows_equal_the_reference(counts: list[int], rank: int, site: int) -> None:
-    world = make_world([dict.fromkeys(ALL, rank)] * len(counts), is_short=True)
+    world = make_world([dict.fromkeys(ALL, rank)] * len(counts), is_fp12=True)
     check_sums(world, rows_of(counts), site)
 
 
@@ -60,14 +60,14 @@ def test_sums_of_few_rows_equal_the_reference(counts: list[int], rank: int, site
 @pytest.mark.parametrize("alone_rows", [2, 0], ids=["beside rows", "prompts"])
 def test_sums_of_tiles_equal_the_reference(rank: int, alone_rows: int, site: int) -> None:
     limits = replace(LIMITS, alone_rows=alone_rows)
-    world = make_world([dict.fromkeys(ALL, rank), {"v_proj": 18}], is_short=True, limits=limits)
+    world = make_world([dict.fromkeys(ALL, rank), {"v_proj": 18}], is_fp12=True, limits=limits)
     check_sums(world, rows_of([19, 5]), site)
 
 
 def test_rows_get_what_their_adapters_add() -> None:
     """Beside base rows, composed, and where an adapter leaves a projection or layer alone."""
     world = make_world(
-        [dict.fromkeys(ALL, 3), {"v_proj": 20}, dict.fromkeys(ALL, 4)], skip=[(2, 1)], is_short=True
+        [dict.fromkeys(ALL, 3), {"v_proj": 20}, dict.fromkeys(ALL, 4)], skip=[(2, 1)], is_fp12=True
     )
     rows: list[Selection] = [((0, 1.0),), (), ((1, 0.5), (0, -2.0)), ((2, 1.0),), ((1, 1.0),)]
     world.plan(rows)
@@ -82,10 +82,10 @@ def test_rows_get_what_their_adapters_add() -> None:
 @pytest.mark.parametrize("num_rows", [1, 19], ids=["row", "tiles"])
 def test_small_weights_count(num_rows: int) -> None:
     """Below the smallest normal number, where a matrix unit might see zeros."""
-    world = make_world([{"o_proj": 8}], is_short=True)
+    world = make_world([{"o_proj": 8}], is_fp12=True)
     rows = torch.randint(-127, 128, (8, 128)) * 2.0**-21
     group = world.directory[0, 0]
-    words = shorten(rows.to(torch.bfloat16)).view(torch.bfloat16).flatten()
+    words = pack_fp12(rows.to(torch.bfloat16)).view(torch.bfloat16).flatten()
     start = int(group[0]) * 64
     world.pool.view(-1)[start : start + words.numel()] = words
     world.plan([((0, 1.0),)] * num_rows)

@@ -10,7 +10,7 @@ from tests.lora_factory import LIMITS, Selection, make_world, random_rows
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
 from loramux.kernels.gpu.lora import segmented as lora_triton
-from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.kernels.reference import lora_segmented
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 ROWS: list[Selection] = [((0, 1.0),), ((1, 1.0),), ((1, 1.0),), ()]
@@ -24,10 +24,10 @@ def test_partial_sums_equal_the_reference(alone_rows: int) -> None:
     world.plan(ROWS)
     x, _ = random_rows(len(ROWS), site=0)
     found = {}
-    for kernels in (lora_grouped_torch, lora_triton):
+    for kernels in (lora_segmented, lora_triton):
         world.tables.partials.zero_()
         kernels.shrink(world.tables, world.pool, x, 1, 0)
         found[kernels] = world.tables.partials.clone()
-    expected = found[lora_grouped_torch]
+    expected = found[lora_segmented]
     torch.testing.assert_close(found[lora_triton], expected, atol=1e-5, rtol=1e-5)
     assert expected.any()

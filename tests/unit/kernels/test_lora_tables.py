@@ -20,7 +20,7 @@ SITES = (
     SiteShape("o", 4096, (4096,)),
     SiteShape("down", 14336, (4096,)),
 )
-LIMITS = WorkLimits(max_units=4, max_h_rows=8)
+LIMITS = WorkLimits(max_items=4, max_h_rows=8)
 
 
 def tables_of(

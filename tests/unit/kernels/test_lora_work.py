@@ -27,32 +27,32 @@ from loramux.kernels.gpu.lora.work_list import (
     TILE_UNITS,
     UNIT_WORDS,
     WEIGHT,
-    GroupDirectory,
     Ints,
+    RankBlockDirectory,
     RowTiles,
     WorkLimits,
     WorkListFull,
-    build_work,
+    build_work_list,
     gather_tiles,
     map_rows,
     plain_tiles,
 )
 
-LIMITS = WorkLimits(max_units=200, max_h_rows=2000)
+LIMITS = WorkLimits(max_items=200, max_h_rows=2000)
 Pairs = tuple[tuple[int, float], ...]
 
 
-def directory_of(num_groups: list[list[int]]) -> GroupDirectory:
+def directory_of(num_groups: list[list[int]]) -> RankBlockDirectory:
     """num_groups[slot]: of each projection."""
-    directory = GroupDirectory(max_slots=len(num_groups), max_groups=100)
+    directory = RankBlockDirectory(max_slots=len(num_groups), max_blocks=100)
     for groups in num_groups:
         directory.add(np.array(groups, dtype=np.int32))
     return directory
 
 
-def build(tiles: RowTiles, directory: GroupDirectory, limits: WorkLimits = LIMITS) -> Ints:
+def build(tiles: RowTiles, directory: RankBlockDirectory, limits: WorkLimits = LIMITS) -> Ints:
     out = np.full(limits.num_words, 7, dtype=np.int32)
-    used = build_work(tiles, directory, limits, out)
+    used = build_work_list(tiles, directory, limits, out)
     assert used == HEADER_WORDS + UNIT_WORDS * (out[ROW_UNITS] + out[TILE_UNITS] + out[BASE_TILES])
     return out
 
@@ -167,7 +167,7 @@ def test_a_tail_block_takes_the_place_of_partial_sums() -> None:
     out = np.zeros(LIMITS.num_words, dtype=np.int32)
     tiles = plain_tiles(np.array([0, 1], dtype=np.int32), 16)
     blocks = np.array([[5, 0], [8, 3]], dtype=np.int32)
-    build_work(tiles, directory_of([[1], [2]]), LIMITS, out, blocks)
+    build_work_list(tiles, directory_of([[1], [2]]), LIMITS, out, blocks)
     units = units_of(out)
     assert sorted(units[:, H_START].tolist()) == [3, 5, 8]
 
@@ -187,7 +187,7 @@ def test_heads_with_most_behind_them_come_first() -> None:
 
 @pytest.mark.parametrize(
     "limits",
-    [WorkLimits(max_units=3, max_h_rows=2000), WorkLimits(max_units=200, max_h_rows=3)],
+    [WorkLimits(max_items=3, max_h_rows=2000), WorkLimits(max_items=200, max_h_rows=3)],
     ids=["units", "rows"],
 )
 def test_more_work_than_the_tables_hold_is_an_error(limits: WorkLimits) -> None:
@@ -204,7 +204,7 @@ def test_a_step_without_adapters_has_no_work() -> None:
 
 class TestGroupDirectory:
     def test_gives_ranges_that_do_not_overlap_and_takes_them_back(self) -> None:
-        directory = GroupDirectory(max_slots=3, max_groups=10)
+        directory = RankBlockDirectory(max_slots=3, max_blocks=10)
         assert directory.add(np.array([2, 1], dtype=np.int32)) == (0, 0)
         assert directory.add(np.array([0, 4], dtype=np.int32)) == (1, 3)
         assert directory.slots[1, :2].tolist() == [[3, 0], [3, 4]]
@@ -215,7 +215,7 @@ class TestGroupDirectory:
 
     @pytest.mark.parametrize("groups", [[11], [1]], ids=["no room", "no slot"])
     def test_a_full_table_is_an_error(self, groups: list[int]) -> None:
-        directory = GroupDirectory(max_slots=1, max_groups=10)
+        directory = RankBlockDirectory(max_slots=1, max_blocks=10)
         if groups == [1]:
             directory.add(np.array([1], dtype=np.int32))
         with pytest.raises(WorkListFull, match="evict an adapter"):
@@ -224,7 +224,7 @@ class TestGroupDirectory:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=60))
 def test_no_two_adapters_ever_share_a_row_and_none_is_lost(moves: list[tuple[bool, int]]) -> None:
-    directory = GroupDirectory(max_slots=4, max_groups=12)
+    directory = RankBlockDirectory(max_slots=4, max_blocks=12)
     held: dict[int, set[int]] = {}
     for is_new, number in moves:
         if is_new or not held:
@@ -262,7 +262,7 @@ def test_the_list_says_which_projections_anybody_changes() -> None:
 def test_a_list_that_names_all_rows_has_one_head_for_each(slots: list[int], tile_rows: int) -> None:
     """Catches rows that a kernel would not compute, and base rows that find weights."""
     limits = WorkLimits(
-        max_units=200, max_h_rows=0, alone_rows=int(tile_rows == 1), max_rows=len(slots)
+        max_items=200, max_h_rows=0, alone_rows=int(tile_rows == 1), max_rows=len(slots)
     )
     out = np.zeros(limits.num_words, dtype=np.int32)
     tiles = plain_tiles(np.array(slots, dtype=np.int32), tile_rows, keeps_base=True)
@@ -271,7 +271,7 @@ def test_a_list_that_names_all_rows_has_one_head_for_each(slots: list[int], tile
     assert tiles.slot.tolist() == gathered.slot.tolist()
     num_groups = [1, 2, 0]
     blocks = np.array([[4, 0], [2, 3], [0, 0]], dtype=np.int32)
-    build_work(tiles, directory_of([[count] for count in num_groups]), limits, out, blocks)
+    build_work_list(tiles, directory_of([[count] for count in num_groups]), limits, out, blocks)
     map_rows(limits, out)
     units = units_of(out)
     for row, slot in enumerate(slots):

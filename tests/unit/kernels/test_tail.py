@@ -13,15 +13,15 @@ import torch
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels.gpu.lora_augmented import ops as tail_triton
-from loramux.kernels.gpu.lora_augmented.tables import TailLaunch  # noqa: E402
+from loramux.kernels.gpu.lora_augmented import ops as augmented_gpu
+from loramux.kernels.gpu.lora_augmented.tables import AugmentedLaunch  # noqa: E402
 from loramux.kernels.ops import PagedLayout  # noqa: E402
 from loramux.kernels.reference import elementwise as fused_torch
-from loramux.kernels.reference import lora_augmented as tail_torch
+from loramux.kernels.reference import lora_augmented as augmented_reference
 from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation  # noqa: E402
 from tests.attention_factory import random_angles  # noqa: E402
+from tests.augmented_factory import LONG_TILE, ROW, TILE, AugmentedWorld, make_augmented_world  # noqa: E402
 from tests.lora_factory import NUM_LAYERS, SITES, Selection, random_rows  # noqa: E402
-from tests.tail_factory import LONG_TILE, ROW, TILE, TailWorld, make_tail_world  # noqa: E402
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 QKV, O_PROJ, GATE_UP = range(3)
@@ -49,7 +49,9 @@ MIXES: dict[str, tuple[list[dict[str, int]], list[Selection]]] = {
     "rank 200": ([dict.fromkeys(ALL, 200)], [((0, 1.0),), ()]),
     "no adapters": ([dict.fromkeys(ALL, 4)], [(), ()]),
 }
-each_kernel = pytest.mark.parametrize("kernels", [tail_torch, tail_triton], ids=["torch", "triton"])
+each_kernel = pytest.mark.parametrize(
+    "kernels", [augmented_reference, augmented_gpu], ids=["torch", "triton"]
+)
 each_launch = pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 # A norm takes a row at a time, however long tiles are.
 each_norm = pytest.mark.parametrize("launch", [ROW, TILE], ids=["rows", "tiles"])
@@ -58,22 +60,22 @@ each_mix = pytest.mark.parametrize("mix", MIXES)
 
 
 def world_of(
-    mix: str, launch: TailLaunch, dtype: torch.dtype = torch.float32
-) -> tuple[TailWorld, list[Selection]]:
+    mix: str, launch: AugmentedLaunch, dtype: torch.dtype = torch.float32
+) -> tuple[AugmentedWorld, list[Selection]]:
     ranks, rows = MIXES[mix]
-    world = make_tail_world(ranks, tail_torch, dtype=dtype, skip=[(2, 1)])
+    world = make_augmented_world(ranks, augmented_reference, dtype=dtype, skip=[(2, 1)])
     world.step(rows, launch)
     return world, rows
 
 
 @each_kernel
-@pytest.mark.parametrize("is_short", [False, True], ids=["as it is", "twelve bits"])
+@pytest.mark.parametrize("is_fp12", [False, True], ids=["as it is", "twelve bits"])
 def test_a_block_is_an_adapters_group_and_zero_where_it_has_none(
-    kernels: ModuleType, is_short: bool
+    kernels: ModuleType, is_fp12: bool
 ) -> None:
     """Catches what the last owner of a block left there, and rows beyond a rank."""
     ranks = [{"q_proj": 3, "v_proj": 20}]
-    world = make_tail_world(ranks, kernels, skip=[(0, 1)], is_short=is_short)
+    world = make_augmented_world(ranks, kernels, skip=[(0, 1)], is_fp12=is_fp12)
     assert world.blocks[0, :2].tolist() == [2, 1]
     a = world.lora.weights[0][0, "v_proj"][0]
     tail = world.store.weights[0][QKV]
@@ -90,7 +92,7 @@ def test_a_block_is_an_adapters_group_and_zero_where_it_has_none(
 @each_kernel
 @each_norm
 @each_mix
-def test_add_norm(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
+def test_add_norm(mix: str, launch: AugmentedLaunch, kernels: ModuleType) -> None:
     world, rows = world_of(mix, launch)
     layer = NUM_LAYERS - 1
     x, _ = random_rows(len(rows), O_PROJ)
@@ -110,7 +112,7 @@ def test_add_norm(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
 @each_kernel
 @each_norm
 @each_mix
-def test_add_norm_of_parts(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
+def test_add_norm_of_parts(mix: str, launch: AugmentedLaunch, kernels: ModuleType) -> None:
     world, rows = world_of(mix, launch)
     x, _ = random_rows(len(rows), O_PROJ)
     size = sum(SITES[O_PROJ].out_features)
@@ -127,7 +129,7 @@ def test_add_norm_of_parts(mix: str, launch: TailLaunch, kernels: ModuleType) ->
 @each_kernel
 @each_tile
 @each_mix
-def test_expand_of_parts(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
+def test_expand_of_parts(mix: str, launch: AugmentedLaunch, kernels: ModuleType) -> None:
     """Every row is written, with an adapter or without, and none of the parts."""
     world, rows = world_of(mix, launch)
     x, _ = random_rows(len(rows), O_PROJ)
@@ -140,7 +142,7 @@ def test_expand_of_parts(mix: str, launch: TailLaunch, kernels: ModuleType) -> N
 
 
 @each_launch
-def test_parts_in_float16_are_rounded_as_a_whole_product_is(launch: TailLaunch) -> None:
+def test_parts_in_float16_are_rounded_as_a_whole_product_is(launch: AugmentedLaunch) -> None:
     world, rows = world_of("weighted", launch, torch.float16)
     x, _ = random_rows(len(rows), O_PROJ, dtype=torch.float16)
     site = world.at(0, O_PROJ, launch)
@@ -148,12 +150,12 @@ def test_parts_in_float16_are_rounded_as_a_whole_product_is(launch: TailLaunch) 
     size = sum(SITES[O_PROJ].out_features)
     norm = Norm(torch.ones(size), 1e-5)
     sums = torch.zeros(2, len(rows), size, dtype=torch.float16)
-    tail_triton.add_norm(parts, sums[0], norm, None, site)
-    tail_triton.add_norm(parts.sum(0).half(), sums[1], norm, None, site)
+    augmented_gpu.add_norm(parts, sums[0], norm, None, site)
+    augmented_gpu.add_norm(parts.sum(0).half(), sums[1], norm, None, site)
     torch.testing.assert_close(sums[0], sums[1], **LIMITS[torch.float16])
     assert rows[-1] == () and torch.equal(sums[0, -1], sums[1, -1])
     if launch.tile_rows > 1:
-        for kernels in (tail_triton, tail_torch):
+        for kernels in (augmented_gpu, augmented_reference):
             y = kernels.expand(parts, site)
             torch.testing.assert_close(y, sums[1], **LIMITS[torch.float16])
             assert torch.equal(y[-1], sums[1, -1])
@@ -162,7 +164,7 @@ def test_parts_in_float16_are_rounded_as_a_whole_product_is(launch: TailLaunch) 
 @each_kernel
 @each_tile
 @each_mix
-def test_expand(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
+def test_expand(mix: str, launch: AugmentedLaunch, kernels: ModuleType) -> None:
     """Catches programs of a tile's last rows that go on into the next tile, or beyond the step."""
     world, rows = world_of(mix, launch)
     x, _ = random_rows(len(rows), O_PROJ)
@@ -182,7 +184,7 @@ def test_expand(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
 @each_kernel
 @each_launch
 @each_mix
-def test_activate_mul(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
+def test_activate_mul(mix: str, launch: AugmentedLaunch, kernels: ModuleType) -> None:
     activation = "gelu" if mix == "weighted" else "silu"
     world, rows = world_of(mix, launch)
     x, _ = random_rows(len(rows), GATE_UP)
@@ -193,7 +195,11 @@ def test_activate_mul(mix: str, launch: TailLaunch, kernels: ModuleType) -> None
 
 
 def rotated(
-    world: TailWorld, rows: list[Selection], launch: TailLaunch, kernels: ModuleType, norm: bool
+    world: AugmentedWorld,
+    rows: list[Selection],
+    launch: AugmentedLaunch,
+    kernels: ModuleType,
+    norm: bool,
 ) -> None:
     dtype, num_rows = world.lora.pool.dtype, len(rows)
     head_dim, kv_heads = 16, 1
@@ -219,24 +225,24 @@ def rotated(
 @each_kernel
 @each_launch
 @each_mix
-def test_rotate_write(mix: str, launch: TailLaunch, kernels: ModuleType) -> None:
+def test_rotate_write(mix: str, launch: AugmentedLaunch, kernels: ModuleType) -> None:
     world, rows = world_of(mix, launch)
     rotated(world, rows, launch, kernels, norm=mix == "weighted")
 
 
 @each_launch
-def test_float16(launch: TailLaunch) -> None:
+def test_float16(launch: AugmentedLaunch) -> None:
     world, rows = world_of("weighted", launch, torch.float16)
-    rotated(world, rows, launch, tail_triton, norm=True)
+    rotated(world, rows, launch, augmented_gpu, norm=True)
 
 
 @each_launch
-def test_base_rows_keep_their_bits(launch: TailLaunch) -> None:
+def test_base_rows_keep_their_bits(launch: AugmentedLaunch) -> None:
     world, rows = world_of("rank 1 beside base rows", launch)
     x, _ = random_rows(len(rows), GATE_UP)
     y = world.product(x, 0, GATE_UP)
     plain = fused_torch.activate_mul(y[:, : sum(SITES[GATE_UP].out_features)].clone(), "silu")
-    actual = tail_triton.activate_mul(y, "silu", world.at(0, GATE_UP, launch))
-    twin = tail_torch.activate_mul(y, "silu", world.at(0, GATE_UP, launch))
+    actual = augmented_gpu.activate_mul(y, "silu", world.at(0, GATE_UP, launch))
+    twin = augmented_reference.activate_mul(y, "silu", world.at(0, GATE_UP, launch))
     torch.testing.assert_close(actual[[0, 2]], plain[[0, 2]])
     assert torch.equal(twin[[0, 2]], plain[[0, 2]])

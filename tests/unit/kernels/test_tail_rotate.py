@@ -8,15 +8,15 @@ triton = pytest.importorskip("triton", reason="triton is installed with torch fo
 import triton.language as tl  # noqa: E402
 
 from loramux.kernels.gpu.lora.mma_layout import order_columns, order_rows  # noqa: E402
-from loramux.kernels.gpu.lora_augmented import ops as tail_triton
+from loramux.kernels.gpu.lora_augmented import ops as augmented_gpu
 from loramux.kernels.gpu.lora_augmented.rotary_tiles import norm_halves  # noqa: E402
 from loramux.kernels.ops import PagedLayout  # noqa: E402
 from loramux.kernels.reference import elementwise as fused_torch
-from loramux.kernels.reference import lora_augmented as tail_torch
+from loramux.kernels.reference import lora_augmented as augmented_reference
 from loramux.kernels.reference.elementwise import KVTarget, Rotation  # noqa: E402
 from tests.attention_factory import random_angles  # noqa: E402
+from tests.augmented_factory import TILE, make_augmented_world, two_programs  # noqa: E402
 from tests.lora_factory import NUM_LAYERS, Selection, random_rows  # noqa: E402
-from tests.tail_factory import TILE, make_tail_world, two_programs  # noqa: E402
 
 QKV = 0
 each_order = pytest.mark.parametrize("is_early", [True, False], ids=["B first", "y first"])
@@ -31,7 +31,9 @@ def test_more_tiles_than_programs_that_rotate(
     Adapter 1 has two groups of ranks, which only a program's second tile has.
     """
     names = ("q_proj", "k_proj", "v_proj")
-    world = make_tail_world([dict.fromkeys(names, 2), dict.fromkeys(names, 20)], tail_torch)
+    world = make_augmented_world(
+        [dict.fromkeys(names, 2), dict.fromkeys(names, 20)], augmented_reference
+    )
     rows: list[Selection] = [((0, 1.0),), (), ((1, 1.0),), ((0, 1.0),), ((1, 1.0),)]
     world.step(rows, TILE)
     two_programs(monkeypatch, is_early=is_early)
@@ -42,7 +44,7 @@ def test_more_tiles_than_programs_that_rotate(
     found, known = (KVTarget(storage.clone(), slots, layout, 1) for _ in range(2))
     x, _ = random_rows(len(rows), QKV)
     y = world.product(x, 1, QKV)
-    actual = tail_triton.rotate_write(y, rotation, found, world.at(1, QKV, TILE))
+    actual = augmented_gpu.rotate_write(y, rotation, found, world.at(1, QKV, TILE))
     expected = fused_torch.rotate_write(world.expected(x, rows, 1, QKV), rotation, known)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found.storage, known.storage, atol=1e-4, rtol=1e-4)

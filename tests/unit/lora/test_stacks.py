@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.packed.dense import Site, plan_layout
+from loramux.adapters.packed.dense import Site, plan_dense
 from loramux.lora.stacks import LoraStacks
 from loramux.memory.pool import KVGeometry, PagePool
 from loramux.memory.records import ResidentAdapter
@@ -34,7 +34,7 @@ class Shelf:
         self, cid: str, ranks: dict[tuple[int, str], int], *, is_one_run: bool = False
     ) -> ResidentAdapter:
         """The same CID again: the same weights in other pages."""
-        layout = plan_layout(SITES, ranks)
+        layout = plan_dense(SITES, ranks)
         num_pages = self.pool.pages_for_elements(layout.num_elements)
         page_ids = list(range(self._next_page, self._next_page - num_pages, -1))
         if is_one_run:

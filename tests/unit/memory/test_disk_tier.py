@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.adapters.packed.packing import StackedPacking
+from loramux.adapters.packed.packing import DensePacking
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.policies import LruPolicy
 from tests.memory_factory import SITES, cid_of, image_of
@@ -18,7 +18,7 @@ def make_tier(folder: Path, num_files: int = 8, dtype: torch.dtype = torch.float
     return DiskTier(
         folder,
         budget_bytes=num_files * FILE_BYTES,
-        packing=StackedPacking(SITES, dtype),
+        packing=DensePacking(SITES, dtype),
         policy=LruPolicy(),
     )
 

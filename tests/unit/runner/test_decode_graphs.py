@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.lora.graph_lora import LoraKind
+from loramux.lora.graph_lora import BASE_MODE, LoraMode
 from loramux.memory.device import GraphMaker
 from loramux.runner.decode_graphs import BATCH_SIZES, DecodeLimits, is_decode
 from loramux.runner.gpu_runner import GpuRunner
@@ -24,14 +24,22 @@ from tests.device_factory import (
     two_adapters,
 )
 from tests.engine_factory import make_prompt
+from tests.lora_factory import (
+    AUGMENTED,
+    AUGMENTED_ATTENTION,
+    AUGMENTED_NARROW,
+    LORA_MODES,
+    SEGMENTED,
+    SEGMENTED_ATTENTION,
+)
 from tests.model_factory import tiny_transformers_model
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
-TAIL_RANKS = {LoraKind.TAIL: 128, LoraKind.TAIL_ATTENTION: 128, LoraKind.NARROW_TAIL: 256}
+TAIL_RANKS = {AUGMENTED: 128, AUGMENTED_ATTENTION: 128, AUGMENTED_NARROW: 256}
 # Of steps with few rows, for which a tail has one width.
-OF_FEW_ROWS = [kind for kind in LoraKind if kind is not LoraKind.NARROW_TAIL]
-OF_ATTENTION = (LoraKind.ATTENTION, LoraKind.TAIL_ATTENTION)
+OF_FEW_ROWS = [mode for mode in (*LORA_MODES, BASE_MODE) if mode != AUGMENTED_NARROW]
+OF_ATTENTION = (SEGMENTED_ATTENTION, AUGMENTED_ATTENTION)
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (5, [1, 2, 4, 5]), (999, list(BATCH_SIZES))])
@@ -47,17 +55,16 @@ def test_only_a_chunk_of_one_row_with_a_sample_is_a_decode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [("llama", kind) for kind in LoraKind if kind is not LoraKind.NONE]
-    + [("gemma3", LoraKind.TAIL), ("gemma3", LoraKind.LISTS)],
+    ("family", "mode"),
+    [("llama", mode) for mode in LORA_MODES] + [("gemma3", AUGMENTED), ("gemma3", SEGMENTED)],
 )
 def test_a_decode_step_equals_the_same_rows_computed_one_by_one(
-    family: str, kind: LoraKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, mode: LoraMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model(family)
-    places = ATTENTION if kind in OF_ATTENTION else ALL_LINEAR
+    places = ATTENTION if mode in OF_ATTENTION else ALL_LINEAR
     folders = two_adapters(model, tmp_path, places=places)
-    settings = {"max_sequences": 6, "lora_augmented_ranks": TAIL_RANKS.get(kind, 0)}
+    settings = {"max_sequences": 6, "lora_augmented_ranks": TAIL_RANKS.get(mode, 0)}
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **settings)
     selections = mixed_selections(engine, folders)[:5]
     lease(engine, *selections)
@@ -72,7 +79,7 @@ def test_a_decode_step_equals_the_same_rows_computed_one_by_one(
     # One is a padding row short of the size that fits.
     chunks = [decode(i, 40 + i, lengths[i], pages[i], s) for i, s in enumerate(selections)]
     result = runner.run(StepPlan(tuple(chunks)))
-    assert runner._graphs.last_kind is kind
+    assert runner._graphs.last_mode == mode
     order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
     graph_logits = runner._graphs._logits[: len(chunks)].clone()
     for place, chunk in enumerate(order):
@@ -93,12 +100,12 @@ def steps_of_kinds(
     runner: GpuRunner,
     selections: dict[str, Selection],
     pages: dict[str, list[int]],
-    kinds: tuple[LoraKind, LoraKind],
+    modes: tuple[LoraMode, LoraMode],
 ) -> dict[str, torch.Tensor]:
-    """Steps of one kind after another; the logits of their last rows, by adapter."""
+    """Steps of one mode after another; the logits of their last rows, by adapter."""
     found = {}
-    whole, partial = kinds
-    for names, kind in (
+    whole, partial = modes
+    for names, mode in (
         (["attention", "query"], partial),
         (["attention", "query", "all"], whole),
         (["base", "query"], partial),
@@ -109,7 +116,7 @@ def steps_of_kinds(
         # Twice: an adapter is brought to the tail when it is asked for again.
         for _ in range(2):
             runner.run(StepPlan(tuple(chunks)))
-        assert runner._graphs.last_kind is kind
+        assert runner._graphs.last_mode == mode
         order = sorted(names, key=lambda name: runner.directory.order(selections[name]))
         for place, name in enumerate(order):
             logits = runner._graphs._logits[place].float()
@@ -118,12 +125,12 @@ def steps_of_kinds(
 
 
 @pytest.mark.parametrize(
-    "kinds",
-    [(LoraKind.LISTS, LoraKind.ATTENTION), (LoraKind.TAIL, LoraKind.TAIL_ATTENTION)],
+    "modes",
+    [(SEGMENTED, SEGMENTED_ATTENTION), (AUGMENTED, AUGMENTED_ATTENTION)],
     ids=["lists", "tail"],
 )
 def test_every_kind_gives_what_peft_gives(
-    kinds: tuple[LoraKind, LoraKind], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    modes: tuple[LoraMode, LoraMode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches an adapter of the MLP, were it in one layer alone, in a graph that leaves it out."""
     from peft import PeftModel
@@ -138,7 +145,7 @@ def test_every_kind_gives_what_peft_gives(
         model,
         tmp_path / "model",
         max_sequences=3,
-        lora_augmented_ranks=TAIL_RANKS.get(kinds[0], 0),
+        lora_augmented_ranks=TAIL_RANKS.get(modes[0], 0),
     )
     selections: dict[str, Selection] = {
         name: ((engine.register_adapter(folder).cid, 1.0),) for name, folder in folders.items()
@@ -150,7 +157,7 @@ def test_every_kind_gives_what_peft_gives(
     prompt = make_prompt(5, seed=3)
     for name, selection in selections.items():
         runner.logits(StepPlan((Chunk(0, prompt, 0, pages[name], selection, sample=None),)))
-    found = steps_of_kinds(runner, selections, pages, kinds)
+    found = steps_of_kinds(runner, selections, pages, modes)
     assert set(found) == set(selections)
     for name, logits in found.items():
         oracle: Any = copy.deepcopy(model)
@@ -161,7 +168,7 @@ def test_every_kind_gives_what_peft_gives(
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     # The last step's list in a graph that is not for it: there something is left out indeed.
     before = runner._graphs._logits[:2].clone()
-    runner._graphs._step(2, kinds[1])()
+    runner._graphs._step(2, modes[1])()
     assert (runner._graphs._logits[:2] - before).abs().max() > 1e-2
 
 
@@ -186,9 +193,11 @@ def test_capture_makes_every_size_and_says_how_far_it_is(
     told: list[float] = []
     runner.capture(lambda _, share: told.append(share))
     assert told == pytest.approx([number / 27 for number in range(1, 28)])
-    assert list(runner._rows._steps.made) == [(n, kind) for n in (40, 32) for kind in LoraKind]
+    assert list(runner._rows._steps.made) == [
+        (n, mode) for n in (40, 32) for mode in (*LORA_MODES, BASE_MODE)
+    ]
     assert list(runner._graphs._steps.made) == [
-        (n, kind) for n in (3, 2, 1) for kind in OF_FEW_ROWS
+        (n, mode) for n in (3, 2, 1) for mode in OF_FEW_ROWS
     ]
 
 
@@ -200,8 +209,8 @@ def test_the_memory_of_graphs_is_measured_with_the_largest_of_every_kind(
     runner._rows._steps.made.clear()
     runner._graphs._steps.made.clear()
     runner.capture_largest()
-    assert list(runner._rows._steps.made) == [(40, kind) for kind in LoraKind]
-    assert list(runner._graphs._steps.made) == [(3, kind) for kind in OF_FEW_ROWS]
+    assert list(runner._rows._steps.made) == [(40, mode) for mode in (*LORA_MODES, BASE_MODE)]
+    assert list(runner._graphs._steps.made) == [(3, mode) for mode in OF_FEW_ROWS]
 
 
 def test_a_graph_that_is_made_in_a_step_runs_once_for_it(

@@ -234,8 +234,8 @@ def test_a_step_with_more_lora_work_than_a_graph_holds_is_still_right(
     last = engine.pages.num_pages - 1
     chunks = tuple(decode(i, 5 + i, 0, [last - i], s) for i, s in enumerate(selections))
     expected = runner.run(StepPlan(chunks))
-    for work in (runner._graphs.lora.lists, runner._prompt_lora):
-        limits = replace(work.tables.limits, max_units=1)
+    for work in (runner._graphs.lora.segmented, runner._prompt_lora):
+        limits = replace(work.tables.limits, max_items=1)
         work.tables = replace(work.tables, limits=limits)
     assert runner.run(StepPlan(chunks)).token_ids == expected.token_ids
 

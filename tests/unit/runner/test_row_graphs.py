@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.lora.graph_lora import LoraKind
+from loramux.lora.graph_lora import LoraMode
 from loramux.runner.prefill_graphs import ROW_COUNTS, row_counts
 from loramux.types.step import Chunk, StepPlan
 from tests.adapter_factory import ATTENTION
@@ -20,12 +20,20 @@ from tests.device_factory import (
     two_adapters,
 )
 from tests.engine_factory import make_prompt
+from tests.lora_factory import (
+    AUGMENTED,
+    AUGMENTED_ATTENTION,
+    AUGMENTED_NARROW,
+    LORA_MODES,
+    SEGMENTED,
+    SEGMENTED_ATTENTION,
+)
 from tests.model_factory import tiny_transformers_model
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
-TAIL_RANKS = {LoraKind.TAIL: 128, LoraKind.TAIL_ATTENTION: 128, LoraKind.NARROW_TAIL: 256}
-OF_ATTENTION = (LoraKind.ATTENTION, LoraKind.TAIL_ATTENTION)
+TAIL_RANKS = {AUGMENTED: 128, AUGMENTED_ATTENTION: 128, AUGMENTED_NARROW: 256}
+OF_ATTENTION = (SEGMENTED_ATTENTION, AUGMENTED_ATTENTION)
 
 
 @pytest.mark.parametrize(("most", "counts"), [(7, [7]), (64, [32, 64]), (9999, list(ROW_COUNTS))])
@@ -34,18 +42,17 @@ def test_counts_end_with_the_most_rows_that_can_come(most: int, counts: list[int
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [("llama", kind) for kind in LoraKind if kind is not LoraKind.NONE]
-    + [("gemma3", LoraKind.TAIL), ("gemma3", LoraKind.LISTS)],
+    ("family", "mode"),
+    [("llama", mode) for mode in LORA_MODES] + [("gemma3", AUGMENTED), ("gemma3", SEGMENTED)],
 )
 def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
-    family: str, kind: LoraKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, mode: LoraMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model(family)
-    places = ATTENTION if kind in OF_ATTENTION else ALL_LINEAR
+    places = ATTENTION if mode in OF_ATTENTION else ALL_LINEAR
     folders = two_adapters(model, tmp_path, places=places)
     settings: dict[str, Any] = {"max_sequences": 6, "max_batch_tokens": 40}
-    settings["lora_augmented_ranks"] = TAIL_RANKS.get(kind, 0)
+    settings["lora_augmented_ranks"] = TAIL_RANKS.get(mode, 0)
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **settings)
     selections = mixed_selections(engine, folders)
     lease(engine, *selections)
@@ -63,12 +70,12 @@ def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
         Chunk(4, make_prompt(2, seed=7), before[4], pages[4], selections[4], sample=row()),
         decode(5, 43, before[5], pages[5], selections[5]),
     ]
-    if kind in TAIL_RANKS:
+    if mode in TAIL_RANKS:
         # An adapter is brought to the tail when it is asked for again.
         runner.run(StepPlan(tuple(chunks)))
     runner._rows._steps.made.clear()
     result = runner.run(StepPlan(tuple(chunks)))
-    assert set(runner._rows._steps.made) == {(32, kind)}
+    assert set(runner._rows._steps.made) == {(32, mode)}
     order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
     sampled = [chunk for chunk in order if chunk.sample is not None]
     graph_logits = runner._rows._logits[: len(sampled)].clone()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.kernels.gpu.lora_augmented.tables import TailLaunch
+from loramux.kernels.gpu.lora_augmented.tables import AugmentedLaunch
 from loramux.kernels.reference import elementwise as fused_torch
 from loramux.kernels.reference.elementwise import Norm
-from loramux.lora.graph_lora import LoraKind
+from loramux.lora.graph_lora import BASE_MODE, LoraMode
 from loramux.models.layers import Linear
 from loramux.runner.gemm.dispatch import Products
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
@@ -21,6 +21,7 @@ from loramux.runner.step_graphs import Key, Work
 from loramux.types.request import Selection
 from loramux.types.step import Chunk, StepPlan
 from tests.adapter_factory import make_peft_adapter
+from tests.augmented_factory import ROW, TILE
 from tests.device_factory import (
     ALL_LINEAR,
     ProductsInParts,
@@ -32,24 +33,24 @@ from tests.device_factory import (
     two_adapters,
 )
 from tests.engine_factory import make_prompt, make_request, run_all
+from tests.lora_factory import AUGMENTED, AUGMENTED_ATTENTION, SEGMENTED, SEGMENTED_ATTENTION
 from tests.model_factory import tiny_transformers_model
-from tests.tail_factory import ROW, TILE
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
 PATIENCE = 2
-APART = replace(TILE, folds_norm=False)
+APART = replace(TILE, fuses_norm=False)
 """Norms and adapters of o and down."""
 
 
-def use(runner: GpuRunner, launch: TailLaunch) -> None:
-    assert runner._graphs.lora.tail is not None
-    runner._graphs.lora.tail.launch_of = lambda _: launch
+def use(runner: GpuRunner, launch: AugmentedLaunch) -> None:
+    assert runner._graphs.lora.augmented is not None
+    runner._graphs.lora.augmented.launch_of = lambda _: launch
 
 
-def kinds_of(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> list[LoraKind]:
-    """The kinds of all graphs that run from now on."""
-    found: list[LoraKind] = []
+def modes_of(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> list[LoraMode]:
+    """The modes of all graphs that run from now on."""
+    found: list[LoraMode] = []
     run = runner._graphs._steps.run
 
     def watch(key: Key, work: Work, *, launches_early: bool = False) -> None:
@@ -68,7 +69,7 @@ def kinds_of(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> list[LoraKin
 )
 def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
     family: str,
-    launch: TailLaunch,
+    launch: AugmentedLaunch,
     in_parts: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -77,7 +78,7 @@ def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
     folders = two_adapters(model, tmp_path)
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", max_sequences=6)
     use(runner, launch)
-    kinds = kinds_of(runner, monkeypatch)
+    modes = modes_of(runner, monkeypatch)
     selections = mixed_selections(engine, folders)[:5]
     lease(engine, *selections)
     last = engine.pages.num_pages - 1
@@ -95,10 +96,10 @@ def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
     for _ in range(PATIENCE):
         result = runner.run(StepPlan(tuple(chunks)))
     runner._decoder.products = whole
-    has_tail = [n > model.config.hidden_size for n in in_two.num_outputs]
+    has_augmented = [n > model.config.hidden_size for n in in_two.num_outputs]
     # The adapters of the first step come from lists: they need whole products.
-    assert has_tail == [True] * (2 * model.config.num_hidden_layers if in_parts else 0)
-    assert kinds == [LoraKind.LISTS] * (PATIENCE - 1) + [LoraKind.TAIL]
+    assert has_augmented == [True] * (2 * model.config.num_hidden_layers if in_parts else 0)
+    assert modes == [SEGMENTED] * (PATIENCE - 1) + [AUGMENTED]
     order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
     graph_logits = runner._graphs._logits[: len(chunks)].clone()
     for place, chunk in enumerate(order):
@@ -113,12 +114,12 @@ def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
     ids=["rows", "tiles", "apart", "rows in parts", "apart in parts"],
 )
 def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
-    launch: TailLaunch, in_parts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: AugmentedLaunch, in_parts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from loramux.kernels.gpu import elementwise as fused_triton
     from loramux.kernels.gpu import sampling as sampling_triton
     from loramux.kernels.gpu.lora import segmented as lora_triton
-    from loramux.kernels.gpu.lora_augmented import ops as tail_triton
+    from loramux.kernels.gpu.lora_augmented import ops as augmented_gpu
 
     model = tiny_transformers_model("llama", num_hidden_layers=1, vocab_size=64)
     few = make_peft_adapter(tmp_path / "few", model, r=3, seed=1)
@@ -128,9 +129,9 @@ def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     engine, runner = device_engine(
         monkeypatch, model, tmp_path / "model", max_sequences=2, lora_augmented_ranks=16
     )
-    selections: dict[LoraKind, Selection] = {
-        LoraKind.TAIL_ATTENTION: ((engine.register_adapter(few).cid, 1.0),),
-        LoraKind.TAIL: ((engine.register_adapter(everywhere).cid, 1.0),),
+    selections: dict[LoraMode, Selection] = {
+        AUGMENTED_ATTENTION: ((engine.register_adapter(few).cid, 1.0),),
+        AUGMENTED: ((engine.register_adapter(everywhere).cid, 1.0),),
     }
     lease(engine, *selections.values())
     kernels = replace(
@@ -138,7 +139,7 @@ def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
         fused=fused_triton,
         lora=lora_triton,
         sampling=sampling_triton,
-        tail=tail_triton,
+        augmented=augmented_gpu,
     )
     limits = BatchLimits(max_batch_tokens=8, max_sequences=2, max_pages=2)
     fast = GpuRunner(
@@ -151,14 +152,14 @@ def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     use(fast, launch)
     if in_parts:
         fast._decoder.products = ProductsInParts(4)
-    kinds = kinds_of(fast, monkeypatch)
+    modes = modes_of(fast, monkeypatch)
     last = engine.pages.num_pages - 1
-    for kind, selection in selections.items():
+    for mode, selection in selections.items():
         step = StepPlan((decode(0, 7, 0, [last], selection), decode(1, 8, 0, [last - 1], ())))
         expected = runner.run(step).token_ids
         for _ in range(PATIENCE):
             assert fast.run(step).token_ids == expected
-        assert kinds[-1] is kind
+        assert modes[-1] == mode
         found, known = fast._graphs._logits, runner._graphs._logits
         torch.testing.assert_close(found, known, atol=1e-4, rtol=1e-4)
 
@@ -193,16 +194,16 @@ def test_adapters_that_come_and_go_and_do_not_all_fit_get_the_tokens_of_the_refe
             for i, s in enumerate(chosen * 2)
         ]
         if number:
-            runner: Any = engine.executor
-            kinds = kinds_of(runner, monkeypatch)
+            runner: Any = engine.runner
+            modes = modes_of(runner, monkeypatch)
         answers.append(run_all(engine, requests))
         # By itself, whatever the loads of the others let run together: more ranks than a tail.
         both = ((cids[1], 1.0), (cids[-1], 1.0))
         alone = make_request("alone", make_prompt(3, seed=9), both, max_tokens=4)
         answers[-1] |= run_all(engine, [alone])
     assert answers[0] == answers[1]
-    assert set(kinds) >= {LoraKind.TAIL, LoraKind.LISTS}
-    tail = runner._graphs.lora.tail._tail
+    assert set(modes) >= {AUGMENTED, SEGMENTED}
+    tail = runner._graphs.lora.augmented.cache
     tail.check_integrity()
     assert tail.num_copies > 4
 
@@ -213,8 +214,8 @@ def test_without_room_behind_the_weights_there_are_no_graphs_for_it(
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=1, lora_augmented_ranks=0)[1]
     runner.capture()
-    kinds = (LoraKind.LISTS, LoraKind.ATTENTION, LoraKind.NONE)
-    assert list(runner._graphs._steps.made) == [(1, kind) for kind in kinds]
+    modes = (SEGMENTED, SEGMENTED_ATTENTION, BASE_MODE)
+    assert list(runner._graphs._steps.made) == [(1, mode) for mode in modes]
 
 
 def test_nothing_is_launched_at_sites_that_a_step_does_not_cover() -> None:
@@ -230,7 +231,7 @@ def test_nothing_is_launched_at_sites_that_a_step_does_not_cover() -> None:
         def expand(self, y: torch.Tensor, layer: int, site: int) -> None:
             launched.append(("expand", layer, site))
 
-        def expand_activate(
+        def expand_swiglu(
             self, y: torch.Tensor, activation: str, layer: int, site: int
         ) -> torch.Tensor:
             raise AssertionError("gate and up are not covered")
@@ -254,7 +255,7 @@ def test_products_behind_which_parts_are_added_up_may_come_in_parts() -> None:
 
         def expand(self, y: torch.Tensor, layer: int, site: int) -> None: ...
 
-        def expand_activate(
+        def expand_swiglu(
             self, y: torch.Tensor, activation: str, layer: int, site: int
         ) -> torch.Tensor:
             raise AssertionError("gate and up are not covered")
@@ -299,7 +300,7 @@ def test_gate_and_up_are_at_once_unless_adapters_are_added_to_them(
         def expand(self, y: torch.Tensor, layer: int, site: int) -> None:
             raise AssertionError("with the activation, not alone")
 
-        def expand_activate(
+        def expand_swiglu(
             self, y: torch.Tensor, activation: str, layer: int, site: int
         ) -> torch.Tensor:
             return fused_torch.activate_mul(y + 1, activation)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.lora.graph_lora import LoraKind
+from loramux.lora.graph_lora import BASE_MODE
 from loramux.memory.device import GraphMaker
 from loramux.runner.gemm.dispatch import Products
 from loramux.runner.step_graphs import StepGraphs
+from tests.lora_factory import SEGMENTED
 
 CPU = torch.device("cpu")
 
@@ -42,9 +43,9 @@ def test_a_step_runs_once_whether_or_not_it_is_new(has_run: bool) -> None:
     graphs = StepGraphs(Products(None, []), CPU)
     graphs.maker = Maker(runs, has_run)
     for _ in range(2):
-        graphs.run((4, LoraKind.NONE), lambda: runs.append("run"))
+        graphs.run((4, BASE_MODE), lambda: runs.append("run"))
     assert runs == ["made", "run", "run"]
-    graphs.get((4, LoraKind.NONE), lambda: runs.append("other"))()
+    graphs.get((4, BASE_MODE), lambda: runs.append("other"))()
     assert runs[3:] == ["run"]
 
 
@@ -52,7 +53,7 @@ def test_each_size_and_kind_has_its_own() -> None:
     runs: list[str] = []
     graphs = StepGraphs(Products(None, []), CPU)
     graphs.maker = Maker(runs, has_run=False)
-    keys = [(4, LoraKind.NONE), (8, LoraKind.NONE), (4, LoraKind.LISTS)]
+    keys = [(4, BASE_MODE), (8, BASE_MODE), (4, SEGMENTED)]
     for key in keys:
         graphs.get(key, lambda: None, launches_early=key[0] == 4)
     assert list(graphs.made) == keys
@@ -72,5 +73,5 @@ def test_products_are_searched_while_a_graph_is_made(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(products, "searching", searching)
     for _ in range(2):
-        graphs.run((1, LoraKind.NONE), lambda: seen.append("run"))
+        graphs.run((1, BASE_MODE), lambda: seen.append("run"))
     assert seen == ["begun", "ended", "run", "run"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.lora.tables import OUTPUTS_OF_A_LANE
+from loramux.kernels.gpu.lora.tables import OUTPUTS_PER_THREAD
 from loramux.kernels.gpu.lora_augmented.rank_block import load_group
 from loramux.kernels.gpu.pdl import LANES_FIRST, axis
 
-_SIDE: tl.constexpr = tl.constexpr(OUTPUTS_OF_A_LANE)
+_SIDE: tl.constexpr = tl.constexpr(OUTPUTS_PER_THREAD)
 
 
 @triton.jit

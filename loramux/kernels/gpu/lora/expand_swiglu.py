@@ -128,7 +128,7 @@ def _activate_base(  # noqa: PLR0913
 
 
 @triton.jit
-def expand_activate_kernel(  # noqa: PLR0913
+def expand_swiglu_kernel(  # noqa: PLR0913
     pool,
     records,
     work,

@@ -15,7 +15,7 @@ import triton.language as tl
 from loramux.kernels.gpu.pdl import LANES_FIRST
 
 # Four bits of an exponent make numbers of 2^-126 to 2^-111 where 2^-14 to 2^1 are meant.
-SHORT_SCALE: tl.constexpr = tl.constexpr(2.0**112)
+FP12_SCALE: tl.constexpr = tl.constexpr(2.0**112)
 
 # $8 .. $13: two neighbouring words of each plane; $0 .. $7: eight pairs of bfloat16.
 _PAIRS: tl.constexpr = tl.constexpr("""
@@ -49,10 +49,10 @@ def load_planes(at, num_columns, mask, EVICTION: tl.constexpr):
 
 
 @triton.jit
-def lengthen(
+def unpack_fp12(
     planes, WARPS: tl.constexpr, OCTETS: tl.constexpr, BLOCKS: tl.constexpr, COMPILED: tl.constexpr
 ):
-    """[WARPS, OCTETS * 8, BLOCKS * 128] / SHORT_SCALE of words as above.
+    """[WARPS, OCTETS * 8, BLOCKS * 128] / FP12_SCALE of words as above.
 
     In bfloat16; in float32 where nothing is compiled, whose matrix product is right there.
     """

@@ -1,7 +1,7 @@
 """LoRA on a GPU: persistent kernels that take their tiles from a step's work list.
 
 For each site of each layer: the base's matrix product, then `shrink`, then `expand`, or for gate
-and up `expand_activate`, of which all that is said of an `expand` holds. With use_pdl a kernel lets
+and up `expand_swiglu`, of which all that is said of an `expand` holds. With use_pdl a kernel lets
 its successor start at once and, before it waits for its predecessor, reads its records and weights.
 So the product must wait for all that was written before it, and only then let a successor start,
 as a launch without PDL and `begin_after_previous` do. Then that much (from `resolve`, from a copy
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from loramux.kernels.gpu.lora.expand import expand_kernel
 from loramux.kernels.gpu.lora.expand_mma import TILE_ROWS
-from loramux.kernels.gpu.lora.expand_swiglu import expand_activate_kernel
+from loramux.kernels.gpu.lora.expand_swiglu import expand_swiglu_kernel
 from loramux.kernels.gpu.lora.shrink import shrink_kernel, shrink_tiles_kernel
 from loramux.kernels.gpu.lora.shrink_fp12 import MOST_FEW_ROWS
 from loramux.kernels.gpu.lora.tables import LoraTables
-from loramux.kernels.gpu.lora.work_list import GROUP_RANKS, MAX_SLICES
+from loramux.kernels.gpu.lora.work_list import MAX_SLICES, RANK_BLOCK
 
 _RESOLVE_UNITS = 16
 # Of reads under way in the shrink of a tile of rows.
@@ -37,8 +37,8 @@ def resolve(tables: LoraTables, directory: Tensor, slots: Tensor) -> None:
     directory int32 [layers, groups, 4]: addresses of A and B, number of ranks
     slots int32 [slots, 8 projections, 2]: first group, number of groups
     """
-    num_layers, max_units = tables.records.shape[:2]
-    grid = (min(triton.cdiv(max_units, _RESOLVE_UNITS), tables.num_sms), num_layers)
+    num_layers, max_items = tables.records.shape[:2]
+    grid = (min(triton.cdiv(max_items, _RESOLVE_UNITS), tables.num_sms), num_layers)
     _resolve_kernel[grid](
         tables.work,
         directory,
@@ -63,7 +63,7 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
     shape = {
         "IN": cut.shape.in_features,
         "SLICES": num_slices,
-        "SHORT": tables.is_short,
+        "SHORT": tables.is_fp12,
         "TILE_K": cut.tile_k,
         "STEP_K": launch.step_k,
         "STAGES": _SHRINK_STAGES,
@@ -79,10 +79,10 @@ def shrink(tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -
         return
     few_rows = max(limits.alone_rows, limits.small_rows)
     assert few_rows <= MOST_FEW_ROWS, "more rows than a product has"
-    assert tables.is_short or few_rows == limits.alone_rows, "small tiles are for matrix units"
-    ranks = GROUP_RANKS if tables.is_short else launch.row_ranks(cut.row_k, x.itemsize)
+    assert tables.is_fp12 or few_rows == limits.alone_rows, "small tiles are for matrix units"
+    ranks = RANK_BLOCK if tables.is_fp12 else launch.row_ranks(cut.row_k, x.itemsize)
     # Enough programs for one group of ranks per row; more work is looped over.
-    parts = max(cut.row_splits * GROUP_RANKS // ranks, cut.tile_splits // (limits.alone_rows + 1))
+    parts = max(cut.row_splits * RANK_BLOCK // ranks, cut.tile_splits // (limits.alone_rows + 1))
     tiles = x.shape[0] * num_slices * parts
     shrink_kernel[(min(most, max(tiles, tables.num_sms)),)](
         *buffers,
@@ -116,7 +116,7 @@ def expand(tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -
     )
 
 
-def expand_activate(  # noqa: PLR0913
+def expand_swiglu(  # noqa: PLR0913
     tables: LoraTables, pool: Tensor, y: Tensor, activation: str, layer: int, site: int
 ) -> Tensor:
     """activation(gate) * up of y as `expand` would leave it: [rows, inner]
@@ -126,7 +126,7 @@ def expand_activate(  # noqa: PLR0913
     """
     inner = tables.sites[site].shape.out_features[0]
     out = y.new_empty(len(y), inner)
-    expand_activate_kernel[_expand_grid(tables, y, (inner,))](
+    expand_swiglu_kernel[_expand_grid(tables, y, (inner,))](
         pool,
         tables.records,
         tables.work,

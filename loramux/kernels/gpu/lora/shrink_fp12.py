@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.lora.fp12 import SHORT_SCALE, lengthen, load_planes
+from loramux.kernels.gpu.lora.fp12 import FP12_SCALE, load_planes, unpack_fp12
 from loramux.kernels.gpu.lora.work_item import find_few, load_word, skip
 from loramux.kernels.gpu.pdl import JOINED_IN_FOURS, LANES_FIRST, axis
 
@@ -35,7 +35,7 @@ def _named(x, LINES: tl.constexpr, K: tl.constexpr):
 @triton.jit
 def _lengthened(planes, OCTETS: tl.constexpr, BLOCKS: tl.constexpr, COMPILED: tl.constexpr):
     """[_WARPS, OCTETS * 8, BLOCKS * 128], columns by their names"""
-    weights = lengthen(planes, _WARPS, OCTETS, BLOCKS, COMPILED)
+    weights = unpack_fp12(planes, _WARPS, OCTETS, BLOCKS, COMPILED)
     weights = tl.reshape(weights, (_WARPS * OCTETS * 8, BLOCKS * 128))
     weights = _named(weights, _WARPS * OCTETS * 8, BLOCKS * 128)
     return tl.reshape(weights, (_WARPS, OCTETS * 8, BLOCKS * 128))
@@ -86,7 +86,7 @@ def sum_few_short(  # noqa: PLR0913
         values = tl.broadcast_to(values, (_WARPS, COLUMNS, _MOST_ROWS // ROWS, ROWS))
         values = tl.reshape(values, (_WARPS, COLUMNS, _MOST_ROWS))
         weights = _lengthened(planes, 2, COLUMNS // 128, COMPILED)
-        sums = tl.sum(tl.dot(weights, values, input_precision="ieee"), 0) * SHORT_SCALE
+        sums = tl.sum(tl.dot(weights, values, input_precision="ieee"), 0) * FP12_SCALE
         row = tl.arange(0, _MOST_ROWS)[None, :]
         out = partials + h_start.to(tl.int64) * H_STRIDE
         out += (slice_index * MAX_SPLITS + split) * 16 + tl.arange(0, 16)[:, None]
@@ -146,4 +146,4 @@ def sum_tile_short(  # noqa: PLR0913
     row = tl.arange(0, TILE_M)[None, :]
     out = partials + load_word(record + 4).to(tl.int64) * H_STRIDE + split * 16
     out += row * H_STRIDE + line // 16 * (MAX_SPLITS * 16) + line % 16
-    tl.store(out, total * SHORT_SCALE, mask=(row < num_rows) & (line // 16 < SLICES))
+    tl.store(out, total * FP12_SCALE, mask=(row < num_rows) & (line // 16 < SLICES))

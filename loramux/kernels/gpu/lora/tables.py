@@ -10,9 +10,9 @@ from torch import Tensor
 
 from loramux.kernels.gpu.lora.work_list import (
     FIRST_USED,
-    GROUP_RANKS,
     MAX_PROJECTIONS,
     MAX_SLICES,
+    RANK_BLOCK,
     UNIT_WORDS,
     SiteShape,
     WorkLimits,
@@ -29,7 +29,7 @@ class LaunchShape:
     """Weights, of two bytes each, that it reads at once: of so many ranks as that makes."""
     tile_k: int = 512
     """Inputs that one shrink of a tile of rows sums; more where there are many."""
-    short_row_k: int = 1024
+    fp12_row_k: int = 1024
     """As row_k, where A is in twelve bits: by matrix units, for all ranks of a group at once."""
     step_k: int = 64
     """Of them, those that are read at once."""
@@ -40,7 +40,7 @@ class LaunchShape:
     shrink_registers: int = 128
     """Of a thread; the compiler takes up to 255 where it may, and fewer programs fit."""
     expand_registers: int = 128
-    is_short: bool = False
+    is_fp12: bool = False
     """Is A in twelve bits?"""
     use_pdl: bool = False
     """Kernels start while the one before ends, and wait for it after reading their weights."""
@@ -48,7 +48,7 @@ class LaunchShape:
     @property
     def row_outputs(self) -> int:
         """That an expand of few rows writes."""
-        return self.expand_warps * 32 * OUTPUTS_OF_A_LANE
+        return self.expand_warps * 32 * OUTPUTS_PER_THREAD
 
     def tile_outputs(self, num_bytes: int) -> int:
         """The same for a tile of rows; num_bytes: of an output, a lane reads 16 at once."""
@@ -56,7 +56,7 @@ class LaunchShape:
 
     def row_ranks(self, row_k: int, num_bytes: int) -> int:
         """Ranks that a shrink of few rows takes at once; num_bytes: of a weight."""
-        return max(1, min(GROUP_RANKS, self.row_values * 2 // num_bytes // row_k))
+        return max(1, min(RANK_BLOCK, self.row_values * 2 // num_bytes // row_k))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +87,16 @@ class LoraTables:
     num_sms: int
     max_splits: int
     work: Tensor
-    """int32 [limits.num_words]: the step's list, as build_work wrote it."""
+    """int32 [limits.num_words]: the step's list, as build_work_list wrote it."""
     records: Tensor
     """int32 [layers, max units, 8 projections, 8]: the units with their addresses, by resolve."""
     partials: Tensor
     """float32 [max h rows, slices, max splits, 16]: sums over a part of the inputs."""
 
     @property
-    def is_short(self) -> bool:
+    def is_fp12(self) -> bool:
         """Do adapters have their A in twelve bits?"""
-        return self.launch.is_short
+        return self.launch.is_fp12
 
     def record_start(self, layer: int, site: int) -> int:
         """Of a layer's first unit at a site's first projection, in words."""
@@ -120,8 +120,8 @@ def make_tables(
 ) -> LoraTables:
     cuts = _cuts(sites, launch)
     max_splits = _most_splits(cuts)
-    records = (num_layers, limits.max_units, MAX_PROJECTIONS, UNIT_WORDS)
-    partials = (limits.max_h_rows, MAX_SLICES, max_splits, GROUP_RANKS)
+    records = (num_layers, limits.max_items, MAX_PROJECTIONS, UNIT_WORDS)
+    partials = (limits.max_h_rows, MAX_SLICES, max_splits, RANK_BLOCK)
     return LoraTables(
         sites=cuts,
         limits=limits,
@@ -138,11 +138,9 @@ def _cuts(sites: Iterable[SiteShape], launch: LaunchShape) -> tuple[SiteCut, ...
     cuts: list[SiteCut] = []
     first = 0
     for site in sites:
-        row_k = _row_inputs(
-            site.in_features, launch.short_row_k if launch.is_short else launch.row_k
-        )
+        row_k = _row_inputs(site.in_features, launch.fp12_row_k if launch.is_fp12 else launch.row_k)
         tile_k = _tile_inputs(site.in_features, launch.tile_k)
-        if launch.is_short:
+        if launch.is_fp12:
             row_k, tile_k = (max(size, _LEAST_SHORT_INPUTS) for size in (row_k, tile_k))
         cuts.append(SiteCut(site, first, row_k, tile_k))
         first += len(site.out_features)
@@ -167,7 +165,7 @@ def _tile_inputs(num_inputs: int, least: int) -> int:
     return max(least, 1 << (-(-num_inputs // _MOST_TILE_PARTS) - 1).bit_length())
 
 
-OUTPUTS_OF_A_LANE = 4
+OUTPUTS_PER_THREAD = 4
 """Of an expand of few rows."""
 SMALL_ROWS = 8
 """Of a small tile: A in twelve bits goes to matrix units as for single rows."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 
-GROUP_RANKS = 16
+RANK_BLOCK = 16
 ALIGN_ELEMENTS = 64
 MAX_SLICES = 3
 MAX_PROJECTIONS = 8
@@ -60,7 +60,7 @@ class SiteShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkLimits:
-    max_units: int
+    max_items: int
     max_h_rows: int
     """Sum over all units of their rows."""
     tile_rows: int = 16
@@ -75,7 +75,7 @@ class WorkLimits:
 
     @property
     def row_map_start(self) -> int:
-        return HEADER_WORDS + self.max_units * UNIT_WORDS
+        return HEADER_WORDS + self.max_items * UNIT_WORDS
 
     @property
     def num_words(self) -> int:
@@ -157,27 +157,27 @@ def plain_tiles(slots: Ints, tile_rows: int, *, keeps_base: bool = False) -> Row
     return RowTiles(start, num_rows, slot, None)
 
 
-class GroupDirectory:
-    """Which rows of the device's table of groups belong to which adapter slot.
+class RankBlockDirectory:
+    """Allocates rows of the device's table of rank blocks to adapter slots.
 
-    That table is [layers, max_groups, 4], as GroupTable.addresses makes its rows; beside it stands
-    `slots`. Whoever adds an adapter copies both to the device.
+    That table is [layers, max_blocks, 4], rows as in RankBlockTable.addresses; `slots` is copied
+    to the device beside it when an adapter is added.
     """
 
-    def __init__(self, *, max_slots: int, max_groups: int) -> None:
+    def __init__(self, *, max_slots: int, max_blocks: int) -> None:
         self.slots: Ints = np.zeros((max_slots, MAX_PROJECTIONS, 2), dtype=np.int32)
         """First group and number of groups of each projection."""
-        self.num_chained: Ints = np.zeros(max_slots, dtype=np.int32)
+        self.num_blocks: Ints = np.zeros(max_slots, dtype=np.int32)
         """The most groups that any projection of the slot's adapter has."""
-        self._max_groups = max_groups
+        self._max_groups = max_blocks
         self._ranges: dict[int, tuple[int, int]] = {}
         self._free_slots = list(range(max_slots - 1, -1, -1))
         # Rows of the table that nobody has, in order; neighbours are one gap.
-        self._gaps: list[tuple[int, int]] = [(0, max_groups)] if max_groups else []
+        self._gaps: list[tuple[int, int]] = [(0, max_blocks)] if max_blocks else []
 
-    def add(self, groups_per_projection: Ints) -> tuple[int, int]:
+    def add(self, blocks_per_projection: Ints) -> tuple[int, int]:
         """(slot, first row of the table) for as many rows as there are groups."""
-        num_groups = int(groups_per_projection.sum())
+        num_groups = int(blocks_per_projection.sum())
         gap = next((i for i, (a, b) in enumerate(self._gaps) if b - a >= num_groups), None)
         if not self._free_slots or (gap is None and num_groups > 0):
             raise WorkListFull(
@@ -188,17 +188,17 @@ class GroupDirectory:
         slot = self._free_slots.pop()
         start = 0 if gap is None else self._take(gap, num_groups)
         self._ranges[slot] = (start, start + num_groups)
-        mine = self.slots[slot, : len(groups_per_projection)]
-        mine[:, 0] = start + np.cumsum(groups_per_projection) - groups_per_projection
-        mine[:, 1] = groups_per_projection
-        self.num_chained[slot] = groups_per_projection.max()
+        mine = self.slots[slot, : len(blocks_per_projection)]
+        mine[:, 0] = start + np.cumsum(blocks_per_projection) - blocks_per_projection
+        mine[:, 1] = blocks_per_projection
+        self.num_blocks[slot] = blocks_per_projection.max()
         return slot, start
 
     def remove(self, slot: int) -> None:
         self._give_back(*self._ranges.pop(slot))
         self._free_slots.append(slot)
         self.slots[slot] = 0
-        self.num_chained[slot] = 0
+        self.num_blocks[slot] = 0
 
     def _take(self, gap: int, num_groups: int) -> int:
         start, stop = self._gaps[gap]
@@ -217,22 +217,22 @@ class GroupDirectory:
         self._gaps.insert(at, (start, stop))
 
 
-def build_work(
+def build_work_list(
     tiles: RowTiles,
-    directory: GroupDirectory,
+    directory: RankBlockDirectory,
     limits: WorkLimits,
     out: Ints,
-    tail_blocks: Ints | None = None,
+    augmented_blocks: Ints | None = None,
 ) -> int:
     """Fills out, which has limits.num_words; returns how many words are used.
 
     Rows that no adapter changes, of slot BASE or of adapters without any group, are base tiles.
-    tail_blocks[slot, i]: for kernels that read h from the base product, where the slot's i-th
+    augmented_blocks[slot, i]: for kernels that read h from the base product, where the slot's i-th
     group of ranks is in every tail. Such a list has a unit for each entry of `tiles`.
     """
-    chained = directory.num_chained.take(tiles.slot)
+    chained = directory.num_blocks.take(tiles.slot)
     base = None
-    if tail_blocks is not None:
+    if augmented_blocks is not None:
         chained = np.where(tiles.slot == BASE, 1, np.maximum(chained, 1))
     elif (chained == 0).any() or (tiles.slot == BASE).any():
         chained = np.where(tiles.slot == BASE, 0, chained)
@@ -247,7 +247,7 @@ def build_work(
         chain = (np.arange(len(entry)) - first[entry]).astype(np.int32)
         start, num_rows, slot = start[entry], num_rows[entry], slot[entry]
         weight = weight if tiles.weight is None else weight[entry]
-    h_rows = 0 if tail_blocks is not None else int(np.add.reduce(num_rows))
+    h_rows = 0 if augmented_blocks is not None else int(np.add.reduce(num_rows))
     num_base = 0 if base is None else len(base)
     _check(len(slot) + num_base, h_rows, limits)
     units = np.zeros((len(slot), UNIT_WORDS), dtype=np.int32)
@@ -257,14 +257,14 @@ def build_work(
     units[:, WEIGHT] = weight
     if chain is not None:
         units[:, CHAIN] = chain
-    if tail_blocks is not None:
-        _name_blocks(units, tail_blocks)
+    if augmented_blocks is not None:
+        _name_blocks(units, augmented_blocks)
     # Programs deal the units out among them, so the longest come first; `map_rows` needs rows.
-    dealt = tail_blocks is None
+    dealt = augmented_blocks is None
     units = _sort(units, chain is not None, limits, out[:HEADER_WORDS], longest_first=dealt)
     used = directory.slots[slot[slot != BASE], :, 1].any(axis=0)
     out[FIRST_USED : FIRST_USED + MAX_PROJECTIONS] = used
-    if tail_blocks is None:
+    if augmented_blocks is None:
         num_rows = units[:, NUM_ROWS]
         units[:, H_START] = np.cumsum(num_rows) - num_rows
     if base is not None:
@@ -300,10 +300,10 @@ def map_rows(limits: WorkLimits, out: Ints) -> None:
     out[limits.row_map_start : limits.row_map_start + len(units)] = units
 
 
-def _name_blocks(units: Ints, tail_blocks: Ints) -> None:
+def _name_blocks(units: Ints, augmented_blocks: Ints) -> None:
     is_base = units[:, SLOT] == BASE
     units[is_base, SLOT] = 0
-    units[:, H_START] = tail_blocks[units[:, SLOT], units[:, CHAIN]]
+    units[:, H_START] = augmented_blocks[units[:, SLOT], units[:, CHAIN]]
     units[is_base, CHAIN] = NO_GROUP
     units[is_base, H_START] = 0
 
@@ -342,9 +342,9 @@ def _sort(
 
 
 def _check(num_units: int, num_h_rows: int, limits: WorkLimits) -> None:
-    if num_units > limits.max_units or num_h_rows > limits.max_h_rows:
+    if num_units > limits.max_items or num_h_rows > limits.max_h_rows:
         raise WorkListFull(
             f"The step has {num_units} units of LoRA work with {num_h_rows} rows together; the "
-            f"tables hold {limits.max_units} and {limits.max_h_rows}. Run fewer rows or lower "
+            f"tables hold {limits.max_items} and {limits.max_h_rows}. Run fewer rows or lower "
             "ranks in one step, or make the tables larger."
         )

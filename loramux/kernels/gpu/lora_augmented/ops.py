@@ -11,14 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from loramux.kernels.gpu.gemm.small_m import MOST_ROWS
-from loramux.kernels.gpu.lora.fp12 import SHORT_SCALE, lengthen, load_planes
+from loramux.kernels.gpu.lora.fp12 import FP12_SCALE, load_planes, unpack_fp12
 from loramux.kernels.gpu.lora_augmented.rotary_tiles import rotate_tiles_kernel
 from loramux.kernels.gpu.lora_augmented.rows import (
     activate_mul_kernel,
     add_norm_kernel,
     rotate_write_kernel,
 )
-from loramux.kernels.gpu.lora_augmented.tables import TailSite, TailStore
+from loramux.kernels.gpu.lora_augmented.tables import AugmentedSite, AugmentedWeights
 from loramux.kernels.gpu.lora_augmented.tiles import activate_tiles_kernel, expand_kernel
 from loramux.kernels.gpu.pdl import LANES_FIRST, axis, overlap_options
 from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
@@ -34,12 +34,12 @@ _SHORT_BYTES = 2
 
 
 def copy_block(  # noqa: PLR0913
-    store: TailStore,
+    store: AugmentedWeights,
     pool: Tensor,
     directory: Tensor,
     slots: Tensor,
     *,
-    group: tuple[int, int],
+    rank_block: tuple[int, int],
     block: int,
 ) -> None:
     """Block `block` of every tail becomes A of one group of ranks: (slot, place in its chain).
@@ -48,8 +48,8 @@ def copy_block(  # noqa: PLR0913
     directory int32 [layers, groups, 4]   slots int32 [slots, 8 projections, 2]
     """
     num_layers, num_projections = store.places.shape
-    slot, chain = group
-    copy, rows = (_copy_short_block, 8) if store.is_short else (_copy_block, 1)
+    slot, chain = rank_block
+    copy, rows = (_copy_short_block, 8) if store.is_fp12 else (_copy_block, 1)
     copy[(16 // rows, num_projections, num_layers)](
         *(pool, directory, slots, store.places, store.shapes, directory.stride(0)),
         *(slot, chain, block),
@@ -60,7 +60,9 @@ def copy_block(  # noqa: PLR0913
     )
 
 
-def add_norm(y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: TailSite) -> Tensor:
+def add_norm(
+    y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: AugmentedSite
+) -> Tensor:
     """fused's add_norm of y with its adapters. y [rows, outputs + tail]
 
     y may be parts of the product, contiguous float32 [parts, rows, outputs + tail]
@@ -81,7 +83,7 @@ def add_norm(y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: 
     return out
 
 
-def expand(y: Tensor, lora: TailSite) -> Tensor:
+def expand(y: Tensor, lora: AugmentedSite) -> Tensor:
     """y with its adapters [rows, outputs], in place; for a site of one projection.
 
     y [rows, outputs + tail], or its parts, contiguous float32 [parts, rows, outputs + tail],
@@ -103,7 +105,7 @@ def expand(y: Tensor, lora: TailSite) -> Tensor:
     return out
 
 
-def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: TailSite) -> Tensor:
+def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: AugmentedSite) -> Tensor:
     """fused's rotate_write of y with its adapters. y [rows, outputs + tail]"""
     layout, num_rows = target.layout, y.shape[0]
     num_heads = lora.num_outputs // layout.head_dim
@@ -129,7 +131,7 @@ def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: TailSite
     return y[:, : num_queries * layout.head_dim].view(num_rows, num_queries, layout.head_dim)
 
 
-def activate_mul(y: Tensor, activation: str, lora: TailSite) -> Tensor:
+def activate_mul(y: Tensor, activation: str, lora: AugmentedSite) -> Tensor:
     """fused's activate_mul of y with its adapters. y [rows, outputs + tail]"""
     num_rows, inner = y.shape[0], lora.num_outputs // 2
     out = y.new_empty(num_rows, inner)
@@ -151,7 +153,7 @@ def activate_mul(y: Tensor, activation: str, lora: TailSite) -> Tensor:
     return out
 
 
-def _tile_options(lora: TailSite, y: Tensor, num_columns: int) -> dict[str, int]:
+def _tile_options(lora: AugmentedSite, y: Tensor, num_columns: int) -> dict[str, int]:
     """Of a launch whose programs have a tile and num_columns, a power of two, or more."""
     num_columns = max(_MIN_DOT, num_columns)
     # Of a lane: as many as it reads at once.
@@ -235,7 +237,7 @@ def _copy_short_block(  # noqa: PLR0913
     word += axis(BLOCK // (128 * WARPS), 2, 4, LANES_FIRST) * 128
     for first in range(0, num_inputs, BLOCK):
         planes = load_planes(words + first + word, num_inputs, first + word < num_copied, "")
-        rows = lengthen(planes, WARPS, 1, BLOCK // (128 * WARPS), COMPILED)
-        rows = tl.reshape(tl.permute(rows, (1, 0, 2)), (8, BLOCK)).to(tl.float32) * SHORT_SCALE
+        rows = unpack_fp12(planes, WARPS, 1, BLOCK // (128 * WARPS), COMPILED)
+        rows = tl.reshape(tl.permute(rows, (1, 0, 2)), (8, BLOCK)).to(tl.float32) * FP12_SCALE
         column = first + tl.arange(0, BLOCK)[None, :]
         tl.store(target + column, rows.to(pool.dtype.element_ty), mask=column < num_inputs)

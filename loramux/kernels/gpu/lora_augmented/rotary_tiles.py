@@ -1,4 +1,4 @@
-"""rotate_write of tail_triton for tiles of rows that share their adapters; see tail_tile_triton."""
+"""rotate_write for tiles of rows that share their adapters (tensor cores)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of tail_triton for steps of few rows: each program takes a row, and reads B first.
+"""The kernels of augmented_gpu for steps of few rows: each program takes a row, and reads B first.
 
 They are launched as those for tiles are: `work`, which has the number of tiles, is among what they
 are given.

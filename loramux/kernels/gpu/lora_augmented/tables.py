@@ -18,7 +18,7 @@ from loramux.kernels.gpu.lora.tables import LoraTables, SiteCut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TailLaunch:
+class AugmentedLaunch:
     """How kernels that run anyway add h @ B to what they read of y."""
 
     tile_rows: int
@@ -28,7 +28,7 @@ class TailLaunch:
     """Blocks that the product computes, from the first on: few where bytes or sums are dear."""
     narrow_blocks: int | None = None
     """The same for steps whose adapters need no more; None: there is no such difference."""
-    folds_norm: bool = True
+    fuses_norm: bool = True
     """Without it o and down have a launch of their own, for tiles alone."""
     rotate_warps: int = 1
     """For a row, as all that follows."""
@@ -39,32 +39,32 @@ class TailLaunch:
 
     def __post_init__(self) -> None:
         assert self.tile_rows == 1 or self.tile_rows % 16 == 0, "matrix units have 16 rows"
-        assert self.folds_norm or self.tile_rows > 1, "a row alone is added where it is normed"
+        assert self.fuses_norm or self.tile_rows > 1, "a row alone is added where it is normed"
 
 
 # On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_tail.py.
-_LEAST_ROWS = TailLaunch(tile_rows=1, max_blocks=4)
-_FEW_ROWS = TailLaunch(tile_rows=1, narrow_blocks=8)
-_SOME_ROWS = TailLaunch(tile_rows=16, narrow_blocks=8)
-_MORE_ROWS = replace(_SOME_ROWS, max_blocks=8, narrow_blocks=None, folds_norm=False)
+_LEAST_ROWS = AugmentedLaunch(tile_rows=1, max_blocks=4)
+_FEW_ROWS = AugmentedLaunch(tile_rows=1, narrow_blocks=8)
+_SOME_ROWS = AugmentedLaunch(tile_rows=16, narrow_blocks=8)
+_MORE_ROWS = replace(_SOME_ROWS, max_blocks=8, narrow_blocks=None, fuses_norm=False)
 _MOST_ROWS = replace(_MORE_ROWS, tile_rows=64)
 # The most rows of each.
 _LAUNCHES = ((4, _LEAST_ROWS), (16, _FEW_ROWS), (192, _SOME_ROWS), (384, _MORE_ROWS))
 
 
-def tail_launch(num_rows: int) -> TailLaunch:
+def augmented_launch(num_rows: int) -> AugmentedLaunch:
     """For steps of up to num_rows rows."""
     return next((launch for most, launch in _LAUNCHES if num_rows <= most), _MOST_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
-class TailSite:
-    """One site of one layer, in a step whose list was made by build_work with tail_blocks."""
+class AugmentedSite:
+    """One site of one layer, in a step whose work list names blocks of augmented weights."""
 
     tables: LoraTables
     pool: Tensor
     """[pages, elements]"""
-    launch: TailLaunch
+    launch: AugmentedLaunch
     layer: int
     site: int
 
@@ -86,7 +86,7 @@ class TailSite:
         if self.launch.tile_rows > 1:
             tiles = min(num_rows, num_rows // self.launch.tile_rows + _USUAL_RUNS)
         # A program reads the record of one tile more than it has.
-        assert 2 * tiles <= self.tables.limits.max_units, "the tables are too small for the step"
+        assert 2 * tiles <= self.tables.limits.max_items, "the tables are too small for the step"
         return tiles
 
 
@@ -97,7 +97,7 @@ _MOST_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class TailStore:
+class AugmentedWeights:
     """The tails of all weights."""
 
     weights: tuple[tuple[Tensor, ...], ...]
@@ -108,7 +108,7 @@ class TailStore:
     """int32 [projections, 2]: inputs, and slices of the site."""
     alignment: int
     """Divides all inputs and places: as many elements may be read at once."""
-    is_short: bool
+    is_fp12: bool
     """Is A in twelve bits where it is copied from?"""
 
     @property
@@ -116,9 +116,9 @@ class TailStore:
         return self.weights[0][0].shape[0]
 
 
-def make_store(
-    weights: Sequence[Sequence[Tensor]], pool: Tensor, *, is_short: bool = False
-) -> TailStore:
+def make_augmented_weights(
+    weights: Sequence[Sequence[Tensor]], pool: Tensor, *, is_fp12: bool = False
+) -> AugmentedWeights:
     places, shapes = [], []
     for of_layer in weights:
         places.append([_elements_from(pool, w[0, i]) for w in of_layer for i in range(w.shape[1])])
@@ -126,12 +126,12 @@ def make_store(
         num_slices, _, num_inputs = weight.shape[1:]
         shapes += [[num_inputs, num_slices]] * num_slices
     numbers = [number for row in places for number in row] + [inputs for inputs, _ in shapes]
-    return TailStore(
+    return AugmentedWeights(
         weights=tuple(tuple(of_layer) for of_layer in weights),
         places=torch.tensor(places, dtype=torch.int64).to(pool.device),
         shapes=torch.tensor(shapes, dtype=torch.int32).to(pool.device),
         alignment=math.gcd(_MOST_AT_ONCE, *numbers),
-        is_short=is_short,
+        is_fp12=is_fp12,
     )
 
 

@@ -1,4 +1,4 @@
-"""Kernels of tail_triton for tiles of rows that share their adapters: expand and activate_mul.
+"""Kernels of augmented_gpu for tiles of rows that share their adapters: expand and activate_mul.
 
 Tiles are the second axis of a grid: programs that find none come last. A tile's record is read
 beside the number of tiles, not behind it: a program that has none has read what nobody uses. A tile

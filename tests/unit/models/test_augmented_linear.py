@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from loramux.models.architectures import parse_config
-from loramux.models.augmented_linear import SLICES, TailLinear, add_tails, tails_of
+from loramux.models.augmented_linear import SLICES, AugmentedLinear, appended_rows, augment_linears
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
 
@@ -35,22 +35,22 @@ def test_what_stands_before_the_tail_is_computed_as_ever(has_bias: bool) -> None
     plain = Linear(8, 6, bias=has_bias, dtype=torch.float32)
     for parameter in plain.parameters():
         parameter.data.normal_()
-    linear = TailLinear(plain, 32)
-    linear.tail.normal_()
+    linear = AugmentedLinear(plain, 32)
+    linear.appended.normal_()
     x = torch.randn(3, 8)
     assert torch.equal(linear(x), plain(x))
     for num_rows in (32, 16):
-        y = F.linear(x, *linear.with_tail(num_rows))
+        y = F.linear(x, *linear.with_appended(num_rows))
         torch.testing.assert_close(y[:, :6], plain(x))
-        torch.testing.assert_close(y[:, 6:], x @ linear.tail[:num_rows].t())
+        torch.testing.assert_close(y[:, 6:], x @ linear.appended[:num_rows].t())
 
 
 def test_every_layer_gets_blocks_for_each_of_its_slices() -> None:
     decoder = make_decoder()
-    assert tails_of(decoder) is None
+    assert appended_rows(decoder) is None
     before = [parameter.clone() for parameter in decoder.parameters()]
-    add_tails(decoder, 2)
-    tails = tails_of(decoder)
+    augment_linears(decoder, 2)
+    tails = appended_rows(decoder)
     assert tails is not None and len(tails) == 2
     assert [tuple(tail.shape[:3]) for tail in tails[0]] == [(2, n, 16) for n in SLICES.values()]
     assert [tail.shape[3] for tail in tails[0]] == [32, 32, 32, 48]
@@ -61,21 +61,21 @@ def test_every_layer_gets_blocks_for_each_of_its_slices() -> None:
 
 def test_tails_of_the_same_size_are_kept() -> None:
     decoder = make_decoder()
-    add_tails(decoder, 1)
+    augment_linears(decoder, 1)
     first = decoder.layers[0].qkv
-    add_tails(decoder, 1)
+    augment_linears(decoder, 1)
     assert decoder.layers[0].qkv is first
-    add_tails(decoder, 2)
-    tails = tails_of(decoder)
+    augment_linears(decoder, 2)
+    tails = appended_rows(decoder)
     assert tails is not None and tails[0][0].shape[0] == 2
 
 
 def test_writing_the_tail_changes_no_weight() -> None:
     decoder = make_decoder()
-    add_tails(decoder, 1)
+    augment_linears(decoder, 1)
     linear = decoder.layers[1].down
     weight = linear.weight.clone()
-    tails = tails_of(decoder)
+    tails = appended_rows(decoder)
     assert tails is not None
     tails[1][3].fill_(5.0)
-    assert torch.equal(linear.weight, weight) and bool((linear.tail == 5.0).all())
+    assert torch.equal(linear.weight, weight) and bool((linear.appended == 5.0).all())

@@ -6,40 +6,42 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels.gpu.lora_augmented.tables import TailLaunch
-from loramux.kernels.reference import lora_augmented as tail_torch
-from loramux.lora.augmented_step import TailWork, tail_work
+from loramux.kernels.gpu.lora_augmented.tables import AugmentedLaunch
+from loramux.kernels.reference import lora_augmented as augmented_reference
+from loramux.lora.augmented_step import AugmentedWork, augmented_work
 from loramux.lora.segmented import decode_work
 from loramux.types.request import Selection
+from tests.augmented_factory import ROW, TILE
 from tests.lora_factory import NUM_LAYERS, SITES
-from tests.tail_factory import ROW, TILE
-from tests.unit.lora.test_device_work import BOTH, A, World
-from tests.unit.lora.test_tail import make_tail
+from tests.unit.lora.test_augmented_cache import make_augmented_cache
+from tests.unit.lora.test_segmented import BOTH, A, World
 
 MAX_ROWS = 8
 
 
-def make_work(world: World, launch: TailLaunch, *, num_blocks: int = 4) -> tuple[TailWork, Ints]:
+def make_work(
+    world: World, launch: AugmentedLaunch, *, num_blocks: int = 4
+) -> tuple[AugmentedWork, Ints]:
     for cid in ("a", "b", "c"):
         world.directory.add(world.residents[cid])
     lists = decode_work(world.device(), MAX_ROWS, use_pdl=False)
     words = np.full(lists.tables.limits.num_words, 77, dtype=np.int32)
     lists.read_from(torch.from_numpy(words))
-    return TailWork(lists, make_tail(world, num_blocks), lambda _: launch), words
+    return AugmentedWork(lists, make_augmented_cache(world, num_blocks), lambda _: launch), words
 
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
-def expand(work: TailWork, x: torch.Tensor) -> torch.Tensor:
+def expand(work: AugmentedWork, x: torch.Tensor) -> torch.Tensor:
     """What site o of the last layer adds: with a base of zeros."""
-    step = work.for_decodes(len(x))
+    step = work.step(len(x))
     step.resolve()
     layer, site = NUM_LAYERS - 1, 1
-    tail = work._tail._store.weights[layer][site].reshape(-1, x.shape[1])
+    tail = work.cache._weights.weights[layer][site].reshape(-1, x.shape[1])
     num_outputs = SITES[site].out_features[0]
     y = torch.cat((torch.zeros(len(x), num_outputs), x @ tail.t()), dim=1)
-    tail_torch.expand(y, step.at(layer, site))
+    augmented_reference.expand(y, step.at(layer, site))
     assert step.at(layer, site).num_outputs == num_outputs
     return y[:, :num_outputs]
 
@@ -47,7 +49,7 @@ def expand(work: TailWork, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("launch", [ROW, TILE], ids=["rows", "tiles"])
 @pytest.mark.parametrize("selections", [[A, A, ()], [A, (), BOTH, BOTH]], ids=["plain", "weighted"])
 def test_rows_get_their_own_adapters_and_base_and_padding_rows_none(
-    selections: list[Selection], launch: TailLaunch
+    selections: list[Selection], launch: AugmentedLaunch
 ) -> None:
     world = World()
     work, words = make_work(world, launch)
@@ -58,7 +60,7 @@ def test_rows_get_their_own_adapters_and_base_and_padding_rows_none(
 
 
 @pytest.mark.parametrize("launch", [ROW, TILE], ids=["rows", "tiles"])
-def test_every_row_of_a_graph_finds_its_unit(launch: TailLaunch) -> None:
+def test_every_row_of_a_graph_finds_its_unit(launch: AugmentedLaunch) -> None:
     """Padding included: a graph computes it, with what an earlier step has left in the tables."""
     world = World()
     work, words = make_work(world, launch)
@@ -69,7 +71,7 @@ def test_every_row_of_a_graph_finds_its_unit(launch: TailLaunch) -> None:
     for row, head in enumerate(heads):
         first, count = units[head, 3], units[head, 2]
         assert first <= row < first + count
-    assert work.for_decodes(5).launch == replace(launch, max_blocks=4), "as many as there are"
+    assert work.step(5).launch == replace(launch, max_blocks=4), "as many as there are"
 
 
 def test_a_step_that_does_not_fit_is_left_to_others() -> None:
@@ -78,16 +80,16 @@ def test_a_step_that_does_not_fit_is_left_to_others() -> None:
     assert not work.fill([BOTH], [1], 1, words), "three blocks"
     assert work.fill([A], [1], 1, words)
     tables = work._work.tables
-    work._work.tables = replace(tables, limits=replace(tables.limits, max_units=1))
+    work._work.tables = replace(tables, limits=replace(tables.limits, max_items=1))
     assert not work.fill([A, A], [1, 1], 2, words), "more units than the tables hold"
 
 
 def test_weights_without_a_tail_have_no_work() -> None:
     world = World()
     lists = decode_work(world.device(), 2, use_pdl=False)
-    assert tail_work(lists, None, tail_torch) is None
+    assert augmented_work(lists, None, augmented_reference) is None
     tails = [
         [torch.zeros(1, len(s.projections), 16, s.in_features) for s in SITES]
         for _ in range(NUM_LAYERS)
     ]
-    assert tail_work(lists, tails, tail_torch) is not None
+    assert augmented_work(lists, tails, augmented_reference) is not None

@@ -5,20 +5,22 @@ import random
 import pytest
 import torch
 
-from loramux.kernels.gpu.lora_augmented.tables import make_store
-from loramux.kernels.reference import lora_augmented as tail_torch
-from loramux.lora.augmented import AdapterTail
+from loramux.kernels.gpu.lora_augmented.tables import make_augmented_weights
+from loramux.kernels.reference import lora_augmented as augmented_reference
+from loramux.lora.augmented import AugmentedCache
 from tests.lora_factory import NUM_LAYERS, SITES
-from tests.unit.lora.test_device_work import World
+from tests.unit.lora.test_segmented import World
 
 
-def make_tail(world: World, num_blocks: int, *, patience: int = 1) -> AdapterTail:
+def make_augmented_cache(world: World, num_blocks: int, *, copy_after: int = 1) -> AugmentedCache:
     tails = [
         [torch.full((num_blocks, len(s.projections), 16, s.in_features), 9.0) for s in SITES]
         for _ in range(NUM_LAYERS)
     ]
-    store = make_store(tails, world.pool)
-    return AdapterTail(tail_torch, store, world.directory, world.pool, patience=patience)
+    store = make_augmented_weights(tails, world.pool)
+    return AugmentedCache(
+        augmented_reference, store, world.directory, world.pool, copy_after=copy_after
+    )
 
 
 def slots_of(world: World, *cids: str) -> list[int]:
@@ -35,7 +37,7 @@ def world() -> World:
 
 
 def test_an_adapter_is_brought_after_it_was_asked_for_often_enough_in_a_row(world: World) -> None:
-    tail = make_tail(world, 4, patience=2)
+    tail = make_augmented_cache(world, 4, copy_after=2)
     (a, b) = slots_of(world, "a", "b")
     assert [tail.place([a]), tail.place([b]), tail.place([a])] == [False] * 3, "never twice"
     assert tail.place([a, a]) and tail.num_copies == 1
@@ -45,7 +47,7 @@ def test_an_adapter_is_brought_after_it_was_asked_for_often_enough_in_a_row(worl
 
 
 def test_who_was_used_last_stays_and_nobody_of_the_batch_goes(world: World) -> None:
-    tail = make_tail(world, 3)
+    tail = make_augmented_cache(world, 3)
     (a, b, c) = slots_of(world, "a", "b", "c")
     assert tail.place([a]) and tail.place([c]) and tail.place([a])
     assert tail.place([b]), "two of three blocks: c goes, a was used since"
@@ -58,7 +60,7 @@ def test_who_was_used_last_stays_and_nobody_of_the_batch_goes(world: World) -> N
 
 def test_a_step_that_computes_few_blocks_finds_its_adapters_among_them(world: World) -> None:
     """Catches a step that reads h of a block behind those that its product computes."""
-    tail = make_tail(world, 4)
+    tail = make_augmented_cache(world, 4)
     (a, b, c) = slots_of(world, "a", "b", "c")
     assert tail.place([a]) and tail.place([a, b]) and tail.place([c])
     assert max(tail.held[c]) == 3
@@ -73,7 +75,7 @@ def test_a_step_that_computes_few_blocks_finds_its_adapters_among_them(world: Wo
 
 def test_an_adapter_that_leaves_the_device_leaves_its_blocks(world: World) -> None:
     """Catches blocks that the next adapter of the slot would take for its own."""
-    tail = make_tail(world, 2)
+    tail = make_augmented_cache(world, 2)
     (b,) = slots_of(world, "b")
     assert tail.place([b]) and tail.num_copies == 1
     world.directory.remove("b")
@@ -86,7 +88,7 @@ def test_an_adapter_that_leaves_the_device_leaves_its_blocks(world: World) -> No
 
 
 def test_blocks_have_the_weights_of_who_holds_them_after_any_moves(world: World) -> None:
-    tail = make_tail(world, 3)
+    tail = make_augmented_cache(world, 3)
     chance = random.Random(1)
     for _ in range(40):
         batch = chance.sample("abc", chance.randint(1, 2))
@@ -101,15 +103,15 @@ def test_blocks_have_the_weights_of_who_holds_them_after_any_moves(world: World)
             (slot,) = slots_of(world, cid)
             blocks = tail.blocks[slot, : len(tail.held[slot])]
             assert tuple(blocks) == tail.held[slot]
-            weight = tail._store.weights[NUM_LAYERS - 1][1]
+            weight = tail._weights.weights[NUM_LAYERS - 1][1]
             ranks = {"a": 3, "b": 20, "c": 16}[cid]
             a = torch.cat([weight[int(block), 0] for block in blocks])
             assert torch.equal(a[:ranks], world.first_of(cid)) and not a[ranks:].any()
 
 
 def test_the_first_copy_is_made_before_there_is_anything_to_copy() -> None:
-    tail = make_tail(World(), 2)
+    tail = make_augmented_cache(World(), 2)
     tail.warm_up()
-    assert all(not weight[0].any() for layer in tail._store.weights for weight in layer)
+    assert all(not weight[0].any() for layer in tail._weights.weights for weight in layer)
     assert tail.held == {} and tail.num_copies == 0
     tail.check_integrity()

@@ -11,25 +11,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from loramux.kernels.gpu.lora.work_list import build_work, gather_tiles, map_rows
-from loramux.kernels.gpu.lora_augmented.tables import TailLaunch, TailSite, TailStore, make_store
-from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.kernels.gpu.lora.work_list import build_work_list, gather_tiles, map_rows
+from loramux.kernels.gpu.lora_augmented.tables import (
+    AugmentedLaunch,
+    AugmentedSite,
+    AugmentedWeights,
+    make_augmented_weights,
+)
+from loramux.kernels.reference import lora_segmented
 from tests.lora_factory import LIMITS, NUM_LAYERS, LoraWorld, Selection, make_world
 
-ROW = TailLaunch(tile_rows=1, activate_n=32, activate_warps=1, norm_warps=1)
+ROW = AugmentedLaunch(tile_rows=1, activate_n=32, activate_warps=1, norm_warps=1)
 TILE = replace(ROW, tile_rows=16)
 LONG_TILE = replace(ROW, tile_rows=64)
 
 
 @dataclass
-class TailWorld:
+class AugmentedWorld:
     lora: LoraWorld
     bases: list[list[Tensor]]
     """[layers][sites] of [out, in]"""
-    store: TailStore
+    store: AugmentedWeights
     blocks: np.ndarray[tuple[int, int], np.dtype[np.int32]]
 
-    def step(self, rows: Sequence[Selection], launch: TailLaunch) -> None:
+    def step(self, rows: Sequence[Selection], launch: AugmentedLaunch) -> None:
         """The step's work, in the tables; every row has a unit."""
         tables = self.lora.tables
         limits = replace(
@@ -37,13 +42,13 @@ class TailWorld:
         )
         host = np.full(limits.num_words, 99, dtype=np.int32)
         tiles = gather_tiles(rows, [1] * len(rows), launch.tile_rows, keeps_base=True)
-        build_work(tiles, self.lora.index, limits, host, self.blocks)
+        build_work_list(tiles, self.lora.index, limits, host, self.blocks)
         map_rows(limits, host)
         self.lora.tables = replace(tables, limits=limits, work=torch.tensor(host))
-        lora_grouped_torch.resolve(self.lora.tables, self.lora.directory, self.lora.slots)
+        lora_segmented.resolve(self.lora.tables, self.lora.directory, self.lora.slots)
 
-    def at(self, layer: int, site: int, launch: TailLaunch) -> TailSite:
-        return TailSite(self.lora.tables, self.lora.pool, launch, layer, site)
+    def at(self, layer: int, site: int, launch: AugmentedLaunch) -> AugmentedSite:
+        return AugmentedSite(self.lora.tables, self.lora.pool, launch, layer, site)
 
     def product(self, x: Tensor, layer: int, site: int) -> Tensor:
         """[rows, outputs + tail]: what the base's own product gives."""
@@ -63,19 +68,19 @@ class TailWorld:
         return self.lora.expected(y, x, rows, layer, site).to(x.dtype)
 
 
-def make_tail_world(
+def make_augmented_world(
     ranks: Sequence[dict[str, int]],
     kernels: ModuleType,
     *,
     dtype: torch.dtype = torch.float32,
     skip: Sequence[tuple[int, int]] = (),
-    is_short: bool = False,
-) -> TailWorld:
+    is_fp12: bool = False,
+) -> AugmentedWorld:
     """Every adapter in the tail, the last block first; blocks that nobody has are not numbers."""
-    lora = make_world(ranks, dtype=dtype, skip=skip, is_short=is_short)
+    lora = make_world(ranks, dtype=dtype, skip=skip, is_fp12=is_fp12)
     dtype = lora.pool.dtype
-    num_chained = lora.index.num_chained
-    num_blocks = int(num_chained.sum()) + 2
+    num_blocks = lora.index.num_blocks
+    num_blocks = int(num_blocks.sum()) + 2
     generator = torch.Generator().manual_seed(5)
     bases, tails = [], []
     for _ in range(NUM_LAYERS):
@@ -91,22 +96,22 @@ def make_tail_world(
                 for site in lora.sites
             ]
         )
-    store = make_store(tails, lora.pool, is_short=is_short)
+    store = make_augmented_weights(tails, lora.pool, is_fp12=is_fp12)
     blocks = np.zeros((len(ranks), num_blocks), dtype=np.int32)
     block = num_blocks - 2
     for slot in range(len(ranks)):
-        for chain in range(num_chained[slot]):
+        for chain in range(num_blocks[slot]):
             blocks[slot, chain] = block
             kernels.copy_block(
-                store, lora.pool, lora.directory, lora.slots, group=(slot, chain), block=block
+                store, lora.pool, lora.directory, lora.slots, rank_block=(slot, chain), block=block
             )
             block -= 1
-    return TailWorld(lora, bases, store, blocks)
+    return AugmentedWorld(lora, bases, store, blocks)
 
 
 def two_programs(monkeypatch: pytest.MonkeyPatch, *, is_early: bool) -> None:
     """For the tiles of a step; as behind a product of few rows, or of many."""
-    from loramux.kernels.gpu.lora_augmented import ops as tail_triton
+    from loramux.kernels.gpu.lora_augmented import ops as augmented_gpu
 
-    monkeypatch.setattr(TailSite, "max_tiles", lambda *_: 2)
-    monkeypatch.setattr(tail_triton, "_reads_b_early", lambda _: is_early)
+    monkeypatch.setattr(AugmentedSite, "max_tiles", lambda *_: 2)
+    monkeypatch.setattr(augmented_gpu, "_reads_b_early", lambda _: is_early)

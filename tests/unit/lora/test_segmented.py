@@ -9,17 +9,17 @@ import torch
 
 from loramux.adapters.packed.dense import Site
 from loramux.adapters.packed.image import mapped_buffer
-from loramux.adapters.packed.packing import GroupedPacking
-from loramux.adapters.packed.paged import pack_groups
+from loramux.adapters.packed.packing import PagedPacking
+from loramux.adapters.packed.paged import pack_rank_blocks
 from loramux.errors import DoesNotFit
-from loramux.kernels.reference import lora_segmented as lora_grouped_torch
+from loramux.kernels.reference import lora_segmented
 from loramux.lora.segmented import (
     DeviceDirectory,
     LoraDevice,
-    LoraWork,
+    SegmentedWork,
     decode_work,
-    prompt_work,
-    row_work,
+    prefill_graph_work,
+    prefill_work,
 )
 from loramux.memory.records import ResidentAdapter
 from loramux.types.request import Selection
@@ -61,18 +61,18 @@ class World:
     """Adapters a, b, c of ranks 3, 20 and 16 in pages of a pool."""
 
     def __init__(
-        self, *, max_adapters: int = 4, max_groups: int = 32, is_short: bool = False
+        self, *, max_adapters: int = 4, max_blocks: int = 32, is_fp12: bool = False
     ) -> None:
         self.sites, page_elements, dtype = SITES, PAGE_ELEMENTS, torch.float32
-        if is_short:
+        if is_fp12:
             self.sites, page_elements, dtype = SHORT_SITES, SHORT_PAGE_ELEMENTS, torch.bfloat16
-        packing = GroupedPacking(self.sites, dtype, page_elements, mapped_buffer)
+        packing = PagedPacking(self.sites, dtype, page_elements, mapped_buffer)
         self.pool = torch.full((64, page_elements), float("nan"), dtype=dtype)
         self.directory = DeviceDirectory(
             self.sites,
             num_layers=NUM_LAYERS,
             max_adapters=max_adapters,
-            max_groups=max_groups,
+            max_blocks=max_blocks,
             device=CPU,
         )
         self.weights: dict[str, torch.Tensor] = {}
@@ -83,11 +83,11 @@ class World:
         for cid, rank in (("a", 3), ("b", 20), ("c", 16)):
             adapter = random_adapter(rank, self.sites, generator)
             layout = packing.plan({(i, name): rank for i in range(NUM_LAYERS) for name in NAMES})
-            assert layout.is_short == is_short
+            assert layout.is_fp12 == is_fp12
             page_ids = list(range(first, first + layout.num_pages))
             first += layout.num_pages
             pages = self.pool[page_ids[0] : first]
-            pack_groups(adapter, layout, pages.view(-1))
+            pack_rank_blocks(adapter, layout, pages.view(-1))
             last = adapter.modules[-1]
             self._a[cid] = last.a
             a, b = (part.to(dtype).float() for part in (last.a, last.scale * last.b))
@@ -100,11 +100,11 @@ class World:
 
     def device(self) -> LoraDevice:
         return LoraDevice(
-            kernels=lora_grouped_torch,
+            kernels=lora_segmented,
             directory=self.directory,
             num_layers=NUM_LAYERS,
             pool=self.pool,
-            num_multiprocessors=1,
+            num_sms=1,
         )
 
     def expected(self, x: torch.Tensor, rows: Sequence[Selection]) -> torch.Tensor:
@@ -120,7 +120,7 @@ A: Selection = (("a", 1.0),)
 BOTH: Selection = (("a", 0.5), ("b", -2.0))
 
 
-def added(world: World, work: LoraWork, x: torch.Tensor) -> torch.Tensor:
+def added(world: World, work: SegmentedWork, x: torch.Tensor) -> torch.Tensor:
     y = torch.zeros(x.shape[0], world.sites[1].out_features[0])
     work.shrink(x, NUM_LAYERS - 1, 1)
     work.expand(y, NUM_LAYERS - 1, 1)
@@ -129,18 +129,18 @@ def added(world: World, work: LoraWork, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["decode", "rows", "prompt"])
 @pytest.mark.parametrize("selections", [[A, A, ()], [A, (), BOTH]], ids=["plain", "weighted"])
-@pytest.mark.parametrize("is_short", [False, True], ids=["float32", "twelve bits"])
+@pytest.mark.parametrize("is_fp12", [False, True], ids=["float32", "twelve bits"])
 def test_rows_get_their_own_adapters_and_base_rows_none(
-    kind: str, selections: list[Selection], is_short: bool
+    kind: str, selections: list[Selection], is_fp12: bool
 ) -> None:
-    world = World(is_short=is_short)
+    world = World(is_fp12=is_fp12)
     for cid in ("b", "a"):
         world.directory.add(world.residents[cid])
     device = world.device()
     works = {
         "decode": lambda: decode_work(device, 4, use_pdl=False),
-        "rows": lambda: row_work(device, 8, use_pdl=False),
-        "prompt": lambda: prompt_work(device, 4),
+        "rows": lambda: prefill_graph_work(device, 8, use_pdl=False),
+        "prompt": lambda: prefill_work(device, 4),
     }
     work = works[kind]()
     num_rows = [1, 1, 1] if kind == "decode" else [1, 4, 2]
@@ -155,7 +155,7 @@ def test_tables_that_are_too_small_grow() -> None:
     world = World()
     for resident in world.residents.values():
         world.directory.add(resident)
-    work = prompt_work(world.device(), 1)
+    work = prefill_work(world.device(), 1)
     selections: list[Selection] = [BOTH, (("c", 1.0),)] * 20
     work.fill_now(selections, [1] * 40)
     x = torch.randn(40, SITES[1].in_features)
@@ -173,7 +173,7 @@ def test_an_adapter_that_left_makes_room_and_its_place_is_taken_by_the_next() ->
     world.directory.remove("a")
     assert "a" not in world.directory
     world.directory.add(world.residents["c"])
-    work = prompt_work(world.device(), 4)
+    work = prefill_work(world.device(), 4)
     work.fill_now([(("c", 1.0),)], [2])
     x = torch.randn(2, SITES[1].in_features)
     expected = world.expected(x, [(("c", 1.0),)] * 2)
@@ -205,13 +205,13 @@ def test_tables_know_in_which_form_adapters_are(
     sites: tuple[Site, ...], dtype: torch.dtype, expected: bool
 ) -> None:
     directory = DeviceDirectory(
-        sites, num_layers=NUM_LAYERS, max_adapters=4, max_groups=32, device=CPU
+        sites, num_layers=NUM_LAYERS, max_adapters=4, max_blocks=32, device=CPU
     )
     device = LoraDevice(
-        kernels=lora_grouped_torch,
+        kernels=lora_segmented,
         directory=directory,
         num_layers=NUM_LAYERS,
         pool=torch.zeros(4, SHORT_PAGE_ELEMENTS, dtype=dtype),
-        num_multiprocessors=1,
+        num_sms=1,
     )
-    assert decode_work(device, 8, use_pdl=False).tables.is_short is expected
+    assert decode_work(device, 8, use_pdl=False).tables.is_fp12 is expected
