@@ -13,13 +13,12 @@ from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine
 from loramux.engine.engine import Engine
 from loramux.memory.device import total_memory_bytes
-from loramux.models.architectures import parse_config
+from loramux.models.architectures import base_info, parse_config
 from loramux.models.decoder import Decoder
 from loramux.models.dtypes import resolve_dtype
 from loramux.models.layers import HeadNorm, RMSNorm
 from loramux.models.loader import LoadedModel
 from loramux.models.packed_linear import pack_linears
-from loramux.models.shapes import base_shapes
 
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {
@@ -117,7 +116,7 @@ def shape_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def dtype_of(arguments: argparse.Namespace) -> torch.dtype:
-    shapes = base_shapes(parse_config(llama_settings(shape_of(arguments))))
+    shapes = base_info(parse_config(llama_settings(shape_of(arguments))), "random")
     return resolve_dtype(arguments.dtype, arguments.device, num_parameters=shapes.num_parameters)
 
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from loramux.errors import AdapterRefused, DoesNotFit, LoramuxError, RequestTimeout
+from loramux.types.model import BaseModelInfo
 from loramux.types.request import FinishReason, RequestFacts, TokenLogprob
 from loramux.types.sampling import SamplingParams
 
@@ -19,27 +20,6 @@ class Health(StrEnum):
     """The engine died or hung; a new one is coming up. Requests are refused with 503 until then."""
     DRAINING = "draining"
     STOPPED = "stopped"
-
-
-@dataclass(frozen=True, slots=True)
-class ProjectionShape:
-    """A linear layer that adapters may change; the same in every layer of the base."""
-
-    name: str
-    """q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj or down_proj"""
-    in_features: int
-    out_features: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseShapes:
-    """The sizes of a base that decide how many bytes an adapter or a token takes."""
-
-    num_layers: int
-    projections: tuple[ProjectionShape, ...]
-    kv_token_elements: int
-    """Keys and values of one token, over all layers."""
-    num_parameters: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +35,7 @@ class ModelCard:
     pool_bytes: int
     block_tokens: int = 16
     """Tokens of one KV page."""
-    shapes: BaseShapes | None = None
+    shapes: BaseModelInfo | None = None
     max_loras: int | None = None
     """Distinct adapters in one batch; None: as many as fit."""
     host_memory_bytes: int = 0

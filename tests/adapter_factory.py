@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loramux.types.model import BaseModelInfo, TargetModule
+from loramux.types.model import BaseModelInfo, Projection
 
 BASE_NAME = "tiny-llama"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -42,22 +42,15 @@ def tiny_llama(config: LlamaConfig, seed: int = 0) -> LlamaForCausalLM:
 
 def tiny_base_info(config: Any, name: str = BASE_NAME) -> BaseModelInfo:
     """Of any transformers config whose layers are those of Llama."""
-    targets = tuple(
-        TargetModule(
-            path=f"model.layers.{layer}.{'self_attn' if name in ATTENTION else 'mlp'}.{name}",
-            layer=layer,
-            projection=name,
-            in_features=in_features,
-            out_features=out_features,
-        )
-        for layer in range(config.num_hidden_layers)
-        for name, (in_features, out_features) in linear_shapes(config).items()
-    )
+    shapes = linear_shapes(config)
     return BaseModelInfo(
         name=name,
         architecture="LlamaForCausalLM",
         num_layers=config.num_hidden_layers,
-        targets=targets,
+        projections=tuple(Projection(name, *shape) for name, shape in shapes.items()),
+        num_kv_heads=1,
+        head_dim=shapes["k_proj"][1],
+        num_parameters=1,
     )
 
 

@@ -9,8 +9,8 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from loramux.adapters.packed.dense import FUSED_PROJECTIONS
-from loramux.backend import BaseShapes
 from loramux.errors import InvalidRequest, suggest
+from loramux.types.model import BaseModelInfo
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -34,7 +34,7 @@ DEFAULT_KV_TOKENS = 16_384
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBase:
     name: str
-    shapes: BaseShapes
+    shapes: BaseModelInfo
     dtype: str
     block_tokens: int = 16
 

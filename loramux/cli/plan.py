@@ -148,15 +148,15 @@ def planned_base(asked: Asked) -> PlannedBase:
     from loramux.capacity.plan import PlannedBase, parse_dtype
     from loramux.models.default_model import default_model_path
     from loramux.models.dtypes import resolve_dtype
-    from loramux.models.shapes import describe_model
+    from loramux.models.loader import describe_model
 
     model = describe_model(asked.model or default_model_path())
     dtype = asked.dtype
     if dtype == "auto":
-        count = model.shapes.num_parameters
+        count = model.num_parameters
         dtype = str(resolve_dtype("auto", num_parameters=count)).removeprefix("torch.")
     dtype = parse_dtype(dtype)
-    return PlannedBase(name=model.name, shapes=model.shapes, dtype=dtype)
+    return PlannedBase(name=model.name, shapes=model, dtype=dtype)
 
 
 def budgets(asked: Asked, base: PlannedBase) -> Budgets:

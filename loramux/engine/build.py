@@ -28,7 +28,6 @@ from loramux.models.dtypes import resolve_dtype
 from loramux.models.layers import Linear
 from loramux.models.loader import LoadedModel, load_model
 from loramux.models.packed_linear import PackedLinear, pack_linears
-from loramux.models.shapes import base_shapes
 from loramux.runner.cpu_runner import CpuRunner
 from loramux.scheduler.scheduler import Scheduler
 
@@ -43,7 +42,7 @@ def load_base(
     path: Path, config: EngineConfig, *, progress: Callable[[str, float], None] | None = None
 ) -> LoadedModel:
     def dtype(sizes: DecoderConfig) -> torch.dtype:
-        count = base_shapes(sizes).num_parameters
+        count = base_info(sizes, path.name).num_parameters
         return resolve_dtype(config.dtype, config.device, num_parameters=count)
 
     model = load_model(path, dtype=dtype, device=config.device, progress=progress)

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from loramux import errors
-from loramux.backend import AdapterUse, BaseShapes, TierStats
+from loramux.backend import AdapterUse, TierStats
+from loramux.types.model import BaseModelInfo
 from loramux.types.request import Request, TokenEvent
 
 
@@ -117,7 +118,7 @@ class Ready(Message):
     dtype: str
     pool_bytes: int
     block_tokens: int = 16
-    shapes: BaseShapes | None = None
+    shapes: BaseModelInfo | None = None
     max_loras: int | None = None
 
 

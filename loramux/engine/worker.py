@@ -46,8 +46,8 @@ from loramux.engine.report import adapter_uses, take_snapshot
 from loramux.engine.usage import UsageFile
 from loramux.errors import LoramuxError
 from loramux.memory.loader import step_back
+from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
-from loramux.models.shapes import base_shapes
 from loramux.types.request import TokenEvent
 
 _HEARTBEAT_S = 0.5
@@ -282,7 +282,7 @@ def _ready(model: LoadedModel, engine: Engine, path: str) -> Ready:
         dtype=str(engine.executor.dtype).removeprefix("torch."),
         pool_bytes=engine.executor.pool_bytes,
         block_tokens=engine.scheduler.config.block_tokens,
-        shapes=base_shapes(model.config),
+        shapes=base_info(model.config, model.name),
         max_loras=engine.scheduler.config.max_loras,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from loramux.errors import UnsupportedModel
 from loramux.models.rope import RopeConfig, parse_layer_type_rope, parse_rope
-from loramux.types.model import BaseModelInfo, TargetModule
+from loramux.types.model import BaseModelInfo, Projection
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
@@ -303,36 +303,47 @@ def flag(config: Mapping[str, Any], rule: bool | str) -> bool:
     return bool(config[rule]) if isinstance(rule, str) else rule
 
 
-def target_modules(config: DecoderConfig) -> tuple[TargetModule, ...]:
-    """The linear layers of the checkpoint, in its order."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.q_size, config.kv_size
-    projections = (
-        ("self_attn", "q_proj", hidden, q_size),
-        ("self_attn", "k_proj", hidden, kv_size),
-        ("self_attn", "v_proj", hidden, kv_size),
-        ("self_attn", "o_proj", q_size, hidden),
-        ("mlp", "gate_proj", hidden, inner),
-        ("mlp", "up_proj", hidden, inner),
-        ("mlp", "down_proj", inner, hidden),
-    )
-    return tuple(
-        TargetModule(
-            path=f"model.layers.{layer}.{block}.{projection}",
-            layer=layer,
-            projection=projection,
-            in_features=in_features,
-            out_features=out_features,
-        )
-        for layer in range(config.num_layers)
-        for block, projection, in_features, out_features in projections
-    )
-
-
 def base_info(config: DecoderConfig, name: str) -> BaseModelInfo:
+    """Describe the shapes of a model of this config."""
+    projections = projections_of(config)
     return BaseModelInfo(
         name=name,
         architecture=config.architecture,
         num_layers=config.num_layers,
-        targets=target_modules(config),
+        projections=projections,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_parameters=count_parameters(config, projections),
     )
+
+
+def projections_of(config: DecoderConfig) -> tuple[Projection, ...]:
+    """The linear layers of one decoder layer, in the order of the checkpoint."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.q_size, config.kv_size
+    return (
+        Projection("q_proj", hidden, q_size),
+        Projection("k_proj", hidden, kv_size),
+        Projection("v_proj", hidden, kv_size),
+        Projection("o_proj", q_size, hidden),
+        Projection("gate_proj", hidden, inner),
+        Projection("up_proj", hidden, inner),
+        Projection("down_proj", inner, hidden),
+    )
+
+
+def count_parameters(config: DecoderConfig, projections: tuple[Projection, ...]) -> int:
+    hidden = config.hidden_size
+    has_bias = {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+        "o_proj": config.o_bias,
+        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), config.mlp_bias),
+    }
+    linears = sum(
+        linear.out_features * (linear.in_features + has_bias[linear.name]) for linear in projections
+    )
+    norms = hidden * (4 if config.sandwich_norms else 2)
+    # The fused head norm repeats the checkpoint's weight once per head.
+    head_norms = (config.q_size + config.kv_size) if config.qk_norm else 0
+    embeddings = config.vocab_size * hidden * (1 if config.tie_embeddings else 2)
+    return config.num_layers * (linears + norms + head_norms) + embeddings + hidden

@@ -212,3 +212,11 @@ def halves_from_pairs(rows: Array, num_heads: int) -> Array:
     """Row 2i + j of each head becomes row i + j * head_dim / 2."""
     paired = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
     return paired.swapaxes(1, 2).reshape(rows.shape)
+
+
+def read_gguf_config(path: Path) -> Mapping[str, Any]:
+    """Return the config.json settings that the metadata describes, without reading tensors."""
+    reader = open_gguf(path)
+    metadata = Metadata((name, field.contents()) for name, field in reader.fields.items())
+    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    return hf_config(metadata, gguf_architecture(metadata), tied=tied)

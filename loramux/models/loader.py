@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loramux.errors import UnsupportedModel
-from loramux.models.architectures import DecoderConfig, parse_config
+from loramux.models.architectures import DecoderConfig, base_info, parse_config
 from loramux.models.checkpoint import Slot, checkpoint_slots
 from loramux.models.decoder import Decoder
 from loramux.models.digests import model_digest
-from loramux.models.gguf_file import converted_folder
+from loramux.models.gguf_file import converted_folder, read_gguf_config
+from loramux.types.model import BaseModelInfo
 
 Progress = Callable[[str, float], None]
 
@@ -65,6 +66,23 @@ def load_model(
         eos_token_ids=eos_token_ids(folder, hf_config),
         digest=model_digest(folder / "config.json", files),
     )
+
+
+def describe_model(path: Path) -> BaseModelInfo:
+    """Read the shapes of a model folder, a GGUF file or a lone config.json; no weights are read."""
+    name = model_name(path.resolve().parent if path.suffix == ".json" else path)
+    return base_info(parse_config(read_any_config(path)), name)
+
+
+def read_any_config(path: Path) -> Mapping[str, Any]:
+    if not path.exists():
+        raise UnsupportedModel(
+            f"{path} does not exist: give a Hugging Face model folder, its config.json or a "
+            ".gguf file."
+        )
+    if path.suffix == ".gguf":
+        return read_gguf_config(path)
+    return read_config(path) if path.is_dir() else read_json_object(path)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -1,28 +1,74 @@
-"""Description of a base model's linear layers and KV geometry, without weights."""
+"""Shapes of a base model: its linear layers and the geometry of its KV cache, without weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+
+ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, slots=True)
-class TargetModule:
-    """A linear layer of the base that an adapter may change."""
+class Projection:
+    """A linear layer of the checkpoint that adapters may change, present in every layer."""
 
-    path: str
-    """As in the checkpoint: model.layers.3.self_attn.q_proj"""
-    layer: int
-    projection: str
+    name: str
     """q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj or down_proj"""
     in_features: int
     out_features: int
 
+    @property
+    def block(self) -> str:
+        """Submodule of a decoder layer that holds the projection."""
+        return "self_attn" if self.name in ATTENTION_PROJECTIONS else "mlp"
+
 
 @dataclass(frozen=True, slots=True)
+class TargetModule:
+    """One projection of one decoder layer, as adapters address it."""
+
+    path: str
+    """Module path in the checkpoint: model.layers.3.self_attn.q_proj"""
+    layer: int
+    projection: str
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModelInfo:
-    """What the adapter doctor must know of a base, without its weights."""
+    """The shapes of a base model that adapter checks, capacity plans and the engine share."""
 
     name: str
     architecture: str
     num_layers: int
-    targets: tuple[TargetModule, ...]
+    projections: tuple[Projection, ...]
+    """In the order of the checkpoint."""
+    num_kv_heads: int
+    head_dim: int
+    num_parameters: int
+
+    @property
+    def targets(self) -> tuple[TargetModule, ...]:
+        """The projections of every layer, layer by layer."""
+        return _targets(self.num_layers, self.projections)
+
+    @property
+    def kv_token_elements(self) -> int:
+        """Elements of one token's keys and values over all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim
+
+
+@lru_cache(maxsize=8)
+def _targets(num_layers: int, projections: tuple[Projection, ...]) -> tuple[TargetModule, ...]:
+    return tuple(
+        TargetModule(
+            path=f"model.layers.{layer}.{projection.block}.{projection.name}",
+            layer=layer,
+            projection=projection.name,
+            in_features=projection.in_features,
+            out_features=projection.out_features,
+        )
+        for layer in range(num_layers)
+        for projection in projections
+    )

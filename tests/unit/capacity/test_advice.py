@@ -9,16 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.backend import BaseShapes, ProjectionShape
 from loramux.capacity.advice import flag_size
 from loramux.capacity.plan import Budgets, Fleet, MemoryPlan, PlannedBase
 from loramux.capacity.planner import plan_memory
 from loramux.config.fields import parse_bytes
+from loramux.types.model import BaseModelInfo, Projection
 
-SHAPES = BaseShapes(
+SHAPES = BaseModelInfo(
+    name="base",
+    architecture="LlamaForCausalLM",
     num_layers=4,
-    projections=tuple(ProjectionShape(f"{name}_proj", 640, 640) for name in "qkvo"),
-    kv_token_elements=2048,
+    projections=tuple(Projection(f"{name}_proj", 640, 640) for name in "qkvo"),
+    num_kv_heads=4,
+    head_dim=64,
     num_parameters=10**6,
 )
 BASE = PlannedBase(name="base", shapes=SHAPES, dtype="bfloat16")

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import msgspec
 
-from loramux.backend import BaseShapes, ProjectionShape
 from loramux.capacity.plan import Budgets, EvictedNow, Fleet, MemoryPlan, PlannedBase
 from loramux.capacity.planner import plan_memory
+from loramux.types.model import BaseModelInfo, Projection
 
-SHAPES = BaseShapes(
+SHAPES = BaseModelInfo(
+    name="base",
+    architecture="LlamaForCausalLM",
     num_layers=2,
-    projections=tuple(ProjectionShape(f"{name}_proj", 64, 64) for name in "qkvo"),
-    kv_token_elements=256,
+    projections=tuple(Projection(f"{name}_proj", 64, 64) for name in "qkvo"),
+    num_kv_heads=2,
+    head_dim=32,
     num_parameters=1000,
 )
 

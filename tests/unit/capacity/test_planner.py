@@ -12,14 +12,13 @@ from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, sites_of
 from loramux.adapters.packed.file import write_image
 from loramux.adapters.packed.image import pack_dense
 from loramux.adapters.peft.reader import read_adapter
-from loramux.backend import BaseShapes, ProjectionShape
 from loramux.capacity.plan import Budgets, Fleet, MemoryPlan, PlannedBase, parse_targets
 from loramux.capacity.planner import plan_memory
 from loramux.engine.report import tier_stats
 from loramux.errors import InvalidRequest
 from loramux.memory.pool import KVGeometry, PagePool
 from loramux.models.architectures import DecoderConfig, base_info, parse_config
-from loramux.models.shapes import base_shapes
+from loramux.types.model import BaseModelInfo, Projection
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request, run_all
 from tests.model_factory import MODEL_CLASSES, tiny_config, tiny_transformers_model
@@ -48,7 +47,7 @@ LLAMA_8B = {
 
 
 def planned(config: dict[str, Any], dtype: str = "float32") -> PlannedBase:
-    return PlannedBase(name="base", shapes=base_shapes(parse_config(config)), dtype=dtype)
+    return PlannedBase(name="base", shapes=base_info(parse_config(config), "base"), dtype=dtype)
 
 
 def plan(base: PlannedBase, fleet: dict[str, Any] | None = None, **budgets: Any) -> MemoryPlan:
@@ -176,10 +175,13 @@ def test_fraction_limits_what_adapters_take_of_the_pool() -> None:
 
 
 def test_a_pool_smaller_than_a_page_holds_nothing() -> None:
-    shapes = BaseShapes(
+    shapes = BaseModelInfo(
+        name="base",
+        architecture="LlamaForCausalLM",
         num_layers=1,
-        projections=tuple(ProjectionShape(name, 4, 4) for name in QKVO),
-        kv_token_elements=8,
+        projections=tuple(Projection(name, 4, 4) for name in QKVO),
+        num_kv_heads=1,
+        head_dim=4,
         num_parameters=16,
     )
     base = PlannedBase(name="b", shapes=shapes, dtype="float32")

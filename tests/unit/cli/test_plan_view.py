@@ -4,15 +4,18 @@ import io
 
 from rich.console import Console
 
-from loramux.backend import BaseShapes, ProjectionShape
 from loramux.capacity.plan import Budgets, Fleet, PlannedBase
 from loramux.capacity.planner import plan_memory
 from loramux.cli.plan_view import show_plan
+from loramux.types.model import BaseModelInfo, Projection
 
-SHAPES = BaseShapes(
+SHAPES = BaseModelInfo(
+    name="base",
+    architecture="LlamaForCausalLM",
     num_layers=4,
-    projections=tuple(ProjectionShape(f"{name}_proj", 640, 640) for name in "qkvo"),
-    kv_token_elements=2048,
+    projections=tuple(Projection(f"{name}_proj", 640, 640) for name in "qkvo"),
+    num_kv_heads=4,
+    head_dim=64,
     num_parameters=10**6,
 )
 

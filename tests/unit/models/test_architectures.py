@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from loramux.errors import UnsupportedModel
-from loramux.models.architectures import ARCHITECTURES, base_info, parse_config, target_modules
+from loramux.models.architectures import ARCHITECTURES, base_info, parse_config
 from tests.model_factory import FAMILIES, MODEL_CLASSES, tiny_config, tiny_transformers_model
 
 
@@ -77,7 +77,7 @@ def test_targets_are_the_linear_layers_of_the_checkpoint(family: str) -> None:
         for name, parameter in model.named_parameters()
         if name.endswith("_proj.weight")
     }
-    targets = target_modules(parse_config(hf_config(family)))
+    targets = base_info(parse_config(hf_config(family)), "tiny").targets
     assert {t.path: (t.out_features, t.in_features) for t in targets} == shapes
     assert [t.path for t in targets] == list(shapes)
     assert all(t.path.split(".")[2] == str(t.layer) for t in targets)

@@ -13,24 +13,25 @@ from loramux.adapters.identity import CID_PREFIX
 from loramux.backend import (
     AdapterCard,
     AdapterUse,
-    BaseShapes,
     Delta,
     EngineStats,
     Health,
     Job,
     ModelCard,
-    ProjectionShape,
 )
 from loramux.errors import AdapterNotFound, InvalidRequest
+from loramux.types.model import BaseModelInfo, Projection
 from loramux.types.request import FinishReason, TokenLogprob
 
-SHAPES = BaseShapes(
+SHAPES = BaseModelInfo(
+    name="base",
+    architecture="LlamaForCausalLM",
     num_layers=2,
     projections=tuple(
-        ProjectionShape(f"{name}_proj", 32, 32)
-        for name in ("q", "k", "v", "o", "gate", "up", "down")
+        Projection(f"{name}_proj", 32, 32) for name in ("q", "k", "v", "o", "gate", "up", "down")
     ),
-    kv_token_elements=2 * 2 * 32,
+    num_kv_heads=2,
+    head_dim=16,
     num_parameters=20_000,
 )
 CARD = ModelCard(
