@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from loramux.adapters.identity import CID_PREFIX, FileDigest, parse_cid
-from loramux.errors import AdapterRefused, StoreFull
+from loramux.adapters.identity import CID_PREFIX, FileDigest, is_digest, parse_cid
+from loramux.errors import AdapterRefused, StoreDamaged, StoreFull
 from loramux.progress import SILENT, ByteSink
 from loramux.store.record import Record, decode_record
 
@@ -157,6 +157,24 @@ class StoreLayout:
         return all(
             size_of(view / name, absent=-1) == digest.size for name, digest in record.files.items()
         )
+
+
+def find_record(folder: Path) -> Record | None:
+    """Returns the record of an adapter folder that a store has made (a view), else None.
+
+    The record names the CID, the config and the size and digest of each file. The store hashed the
+    files when it made the view; this function only compares their sizes, so it reads no weights and
+    needs no torch. None also stands for a damaged record or view: the caller then hashes the files.
+    """
+    view = folder.resolve()
+    layout = StoreLayout(view.parent.parent)
+    if view.parent != layout.views or not is_digest(view.name) or not layout.lock.exists():
+        return None
+    try:
+        record = layout.read_record(CID_PREFIX + view.name)
+    except (StoreDamaged, OSError):
+        return None
+    return record if record is not None and layout.is_whole(record) else None
 
 
 def size_of(path: Path, *, absent: int = 0) -> int:

@@ -1,7 +1,8 @@
-"""The files of an adapter folder, opened without leaving it."""
+"""Opens the files of an adapter folder, and knows the layout of the Hugging Face cache."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,9 +10,12 @@ from pathlib import Path
 from loramux.adapters.peft.refusals import RefusalCode
 from loramux.errors import AdapterNotFound, AdapterRefused
 
+# models--owner--name/snapshots/<commit>, the folder of a repository in the Hugging Face cache.
+HUB_SNAPSHOT = re.compile(r"models--(?:[^/]+--)?(?P<name>[^/]+)/snapshots(?:/|$)")
+
 
 def open_folder(folder: Path) -> Path:
-    """The folder's real path."""
+    """Returns the real path of an adapter folder; raises AdapterNotFound if there is none."""
     if not folder.is_dir():
         raise AdapterNotFound(
             f"No adapter folder at {folder}. Give the folder that holds adapter_config.json."
@@ -20,7 +24,10 @@ def open_folder(folder: Path) -> Path:
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """The real path of `name`, None when the folder has no such entry."""
+    """Returns the real path of a file of the folder, or None if the folder has no such entry.
+
+    Refuses links that lead out of the folder, except links into the Hugging Face cache's blobs.
+    """
     entry = folder / name
     if not entry.is_symlink() and not entry.exists():
         return None
@@ -42,7 +49,7 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def is_hub_blob(folder: Path, path: Path) -> bool:
-    """The Hugging Face cache keeps snapshots/<commit>/... as links into blobs/ beside it."""
+    """Returns whether the path is a blob of the Hugging Face cache that the folder is part of."""
     return any(
         parent.name == "snapshots"
         and parent.parent.name.startswith("models--")
@@ -51,8 +58,19 @@ def is_hub_blob(folder: Path, path: Path) -> bool:
     )
 
 
+def short_base_name(name: str) -> str:
+    """Returns the name of a base model without its owner and folders, in lower case.
+
+    Takes a repository id, a path, or a folder or file of the Hugging Face cache.
+    """
+    path = name.replace("\\", "/").rstrip("/")
+    cached = HUB_SNAPSHOT.search(path)
+    return (cached["name"] if cached else path.rsplit("/", 1)[-1]).lower()
+
+
 @contextmanager
 def refusing_os_errors(path: Path) -> Iterator[None]:
+    """Turns OSErrors into a refusal of the adapter."""
     try:
         yield
     # resolve() reports a loop of links as RuntimeError before Python 3.13.

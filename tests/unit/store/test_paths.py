@@ -6,7 +6,7 @@ import pytest
 
 from loramux.adapters.identity import FileDigest
 from loramux.errors import InvalidRequest, StoreDamaged
-from loramux.store.files import StoreLayout, size_of
+from loramux.store.files import StoreLayout, find_record, size_of
 from loramux.store.store import ContentStore
 from tests.store_factory import write_tiny
 
@@ -54,3 +54,24 @@ def test_sizes(tmp_path: Path) -> None:
     store = ContentStore(tmp_path / "store")
     cid = store.put_folder(write_tiny(tmp_path / "a"))
     assert StoreLayout(tmp_path / "store").size_bytes() == store.read(cid).size_bytes
+
+
+def test_the_record_of_a_view_is_found_from_its_folder(tmp_path: Path) -> None:
+    store = ContentStore(tmp_path / "store")
+    given = write_tiny(tmp_path / "a")
+    view = store.materialize(store.put_folder(given))
+    record = find_record(view)
+    assert record is not None and record == store.read(record.cid)
+    assert find_record(given) is None
+    assert find_record(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("broken", ["view", "record"])
+def test_a_damaged_view_or_record_is_not_trusted(tmp_path: Path, broken: str) -> None:
+    store, layout = ContentStore(tmp_path / "store"), StoreLayout(tmp_path / "store")
+    cid = store.put_folder(write_tiny(tmp_path / "a"))
+    view = store.materialize(cid)
+    path = view / "adapter_config.json" if broken == "view" else layout.record(cid)
+    path.chmod(0o644)
+    path.write_bytes(b"{")
+    assert find_record(view) is None

@@ -13,7 +13,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.peft.reader import LoraModule, has_effect, read_adapter, short_name
+from loramux.adapters.peft.folder import short_base_name
+from loramux.adapters.peft.reader import (
+    LoraModule,
+    has_effect,
+    hash_adapter,
+    inspect_adapter,
+    read_adapter,
+)
 from loramux.errors import AdapterNotFound, AdapterRefused
 from tests.adapter_factory import (
     load_with_peft,
@@ -154,6 +161,23 @@ def test_the_facts_of_a_sound_adapter(tmp_path: Path) -> None:
     assert adapter.tensors_unused == adapter.warnings == ()
 
 
+def test_an_inspection_tells_the_same_without_reading_a_tensor(tmp_path: Path) -> None:
+    write_adapter(tmp_path, lora_config_dict(), lora_tensors(CONFIG))
+    found, adapter = inspect_adapter(tmp_path, BASE), read_adapter(tmp_path, BASE)
+    assert found.config == adapter.config and found.warnings == adapter.warnings
+    assert found.size_bytes == adapter.size_bytes
+    assert found.ranks == {
+        (module.target.layer, module.target.projection): module.rank for module in adapter.modules
+    }
+    assert hash_adapter(found) == adapter.cid
+
+
+def test_an_inspection_refuses_what_the_header_shows(tmp_path: Path) -> None:
+    write_adapter(tmp_path, lora_config_dict(), lora_tensors(CONFIG))
+    with pytest.raises(AdapterRefused, match="at most 1"):
+        inspect_adapter(tmp_path, BASE, max_rank=1)
+
+
 @pytest.mark.parametrize(
     ("recorded", "same"),
     [
@@ -177,7 +201,7 @@ def test_the_recorded_base_is_compared_by_its_own_name(
 
 
 def test_a_hub_cache_name_without_owner() -> None:
-    assert short_name("/x/models--gpt2/snapshots/abc") == "gpt2"
+    assert short_base_name("/x/models--gpt2/snapshots/abc") == "gpt2"
 
 
 def test_an_unrecorded_base_and_another_task_are_warned_of(tmp_path: Path) -> None:
