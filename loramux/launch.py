@@ -11,17 +11,16 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from loramux.compose import LibraryOptions, open_library, store_limits
 from loramux.config.engine import EngineConfig
 from loramux.config.fields import NONE
 from loramux.config.paths import (
-    FETCH_FOLDER,
     REGISTRY_FILE,
     REGISTRY_VARIABLE,
     DataPlaces,
@@ -36,16 +35,12 @@ from loramux.models.default_model import cache_folder, default_model_path
 from loramux.receipts.signing import read_private_key
 from loramux.receipts.writer import ReceiptWriter
 from loramux.registry.records import Resolved
-from loramux.registry.registry import Registry
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
-from loramux.server.local_sources import fetched_folder
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.serving import ReceiptDesk
 from loramux.server.warming import find_prewarmed, prewarm
 from loramux.sources.config import SourceConfig, source_config
-from loramux.store.intake import StoreLimits
-from loramux.store.library import AdapterLibrary, open_store
 
 RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 SECONDS_PER_DAY = 86_400.0
@@ -156,27 +151,19 @@ def opened_registry(
     if places is None:
         yield None, desk
         return
-    limits = StoreLimits(
-        max_file_bytes=config.max_adapter_size,
-        max_adapter_bytes=config.max_adapter_size,
-        max_store_bytes=config.store_space,
-    )
-    sources = sources or source_config(config, environment)
-    store = open_store(places, sources, limits=limits)
-    open_source = partial(
-        fetched_folder,
-        roots=config.allowed_roots,
-        config=sources,
-        area=places.store.parent / FETCH_FOLDER,
+    library_options = LibraryOptions(
+        home_tenant=config.home_tenant,
+        sources=sources or source_config(config, environment),
+        limits=store_limits(config.max_adapter_size, config.store_space),
     )
     with contextlib.ExitStack() as stack:
-        registry = stack.enter_context(Registry(places.registry, home_tenant=config.home_tenant))
-        adapters = RegistryAdapters(AdapterLibrary(store, registry, open_source=open_source))
+        library = stack.enter_context(open_library(places, library_options))
+        adapters = RegistryAdapters(library)
         stack.callback(adapters.close)
         adapters.start()
         days = config.receipt_retention_days
         max_age_s = None if days is None else days * SECONDS_PER_DAY
-        writer = stack.enter_context(ReceiptWriter(registry, max_age_s=max_age_s))
+        writer = stack.enter_context(ReceiptWriter(library.registry, max_age_s=max_age_s))
         yield adapters, replace(desk, writer=writer)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from pathlib import Path
@@ -42,17 +41,11 @@ def collect_remote(
     is_empty_right: bool,
 ) -> None:
     with open_registry(registry, data) as opened:
-        from loramux.sources.config import SourceConfig, read_environment
-        from loramux.store.bucket import ObjectTier
+        from loramux.compose import open_bucket
         from loramux.store.gc import collect_bucket, plan_bucket
-        from loramux.store.library import refuse_credentials
 
         since = time.time() - parse_duration(older_than)
-        url = find_places(registry=registry, data=data, remote_store=remote_store).remote_store
-        if url is None:
-            raise InvalidRequest("Say which bucket, with --remote-store or LORAMUX_REMOTE_STORE.")
-        refuse_credentials(url)
-        bucket = ObjectTier(url, read_environment(os.environ, SourceConfig()))
+        bucket = open_bucket(find_places(registry=registry, data=data, remote_store=remote_store))
         with working("Looking"):
             plan = plan_bucket(bucket, lambda: referred_cids(opened, since), older_than=since)
         if not is_empty_right:

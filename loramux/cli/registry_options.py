@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +14,7 @@ from rich.progress import Progress as ProgressBar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from loramux.cli.serve_view import show_error
-from loramux.config.paths import FETCH_FOLDER, find_places
+from loramux.config.paths import find_places
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.progress import SILENT, ByteSink
 
@@ -72,25 +70,25 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object, n
 
 @contextmanager
 def open_registry(registry: str | None, data: Path | None) -> Iterator[Registry]:
-    """What goes wrong inside ends the command with a sentence and an exit status."""
+    """Open the registry; an error inside ends the command with a message and an exit status."""
     with reporting_errors():
-        # Imported here and below, because a database driver takes time that `--help` should not.
-        from loramux.registry.registry import Registry
+        # Imported here and below: a database driver slows down `--help`.
+        from loramux import compose
 
-        with Registry(find_places(registry=registry, data=data).registry) as opened:
+        with compose.open_registry(find_places(registry=registry, data=data)) as opened:
             yield opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """What a command may say of its store."""
+    """How a command opens the adapter store."""
 
     shared_cache: str | None = None
     remote_store: str | None = None
     max_adapter_bytes: int | None = None
     sink: ByteSink = SILENT
     sources: SourceConfig | None = None
-    """Where what the store has lost may be fetched from again; None: from nowhere."""
+    """Sources from which missing adapters are fetched again; None: from none."""
     on_fetch: Callable[[Progress], None] | None = None
 
 
@@ -101,10 +99,10 @@ NO_OPTIONS = StoreOptions()
 def open_library(
     registry: str | None, data: Path | None, options: StoreOptions = NO_OPTIONS
 ) -> Iterator[AdapterLibrary]:
-    with open_registry(registry, data) as opened:
-        from loramux.sources.config import SourceConfig, read_environment
+    """Open registry and store; an error inside ends the command like in open_registry."""
+    with reporting_errors():
+        from loramux import compose
         from loramux.store.intake import StoreLimits
-        from loramux.store.library import AdapterLibrary, open_store
 
         places = find_places(
             registry=registry,
@@ -113,25 +111,14 @@ def open_library(
             remote_store=options.remote_store,
         )
         size = options.max_adapter_bytes
-        limits = (
-            StoreLimits()
-            if size is None
-            else StoreLimits(max_file_bytes=size, max_adapter_bytes=size)
+        library_options = compose.LibraryOptions(
+            sources=options.sources,
+            limits=StoreLimits() if size is None else compose.store_limits(size),
+            sink=options.sink,
+            on_fetch=options.on_fetch,
         )
-        sources = options.sources or read_environment(os.environ, SourceConfig())
-        store = open_store(places, sources, limits=limits, sink=options.sink)
-        open_source = None
-        if options.sources is not None:
-            from loramux.server.local_sources import fetched_folder
-
-            open_source = partial(
-                fetched_folder,
-                roots=list(map(str, sources.allowed_roots)),
-                config=sources,
-                area=places.store.parent / FETCH_FOLDER,
-                progress=options.on_fetch,
-            )
-        yield AdapterLibrary(store, opened, open_source=open_source)
+        with compose.open_library(places, library_options) as library:
+            yield library
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from loramux import __version__
 from loramux.backend import Backend, StoreTierStats
 from loramux.metrics.server import Metrics
-from loramux.metrics.store import StoreCollector
+from loramux.metrics.store import ReceiptCollector, StoreCollector
 from loramux.server.adapters import adapter_routes
 from loramux.server.chat import chat_routes
 from loramux.server.completions import completion_routes
@@ -70,11 +70,13 @@ def create_app(
         labels_of=(lambda name: (name,)) if registry is None else registry.labels_of,
     )
     metrics.registry.register(StoreCollector(lambda: _tier_stats(registry)))
+    receipts = receipts or ReceiptDesk()
+    metrics.registry.register(ReceiptCollector(lambda: receipts.num_dropped))
     context = Context(
         backend=backend,
         options=options,
         metrics=metrics,
-        receipts=receipts or ReceiptDesk(),
+        receipts=receipts,
         registry=registry,
     )
     for routes in ROUTES:

@@ -29,8 +29,11 @@ MAX_REASON_CHARACTERS = 300
 NO_FACTS = RequestFacts(None, 0.0, 0, 0.0, 0)
 
 
-class Keeper(Protocol):
-    """ReceiptWriter, as far as answers know it."""
+class ReceiptQueue(Protocol):
+    """The part of a ReceiptWriter that the server uses."""
+
+    @property
+    def num_dropped(self) -> int: ...
 
     def add(self, receipt: Receipt) -> None: ...
 
@@ -55,8 +58,13 @@ class ReceiptDesk:
     home_tenant: str = DEFAULT_TENANT
     """Of requests that name no tenant."""
     key: Ed25519PrivateKey | None = None
-    writer: Keeper | None = None
+    writer: ReceiptQueue | None = None
     """None: they are given to the client, and not kept."""
+
+    @property
+    def num_dropped(self) -> int:
+        """Receipts that could not be stored."""
+        return 0 if self.writer is None else self.writer.num_dropped
 
     @property
     def keeps_refusals(self) -> bool:

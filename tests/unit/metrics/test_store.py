@@ -3,10 +3,10 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 
 from loramux.backend import StoreTierStats
-from loramux.metrics.store import StoreCollector
+from loramux.metrics.store import ReceiptCollector, StoreCollector
 
 
-def test_each_tier_has_its_counts_and_none_is_no_fault() -> None:
+def test_every_tier_has_its_counters_and_there_may_be_no_tier() -> None:
     tiers = [StoreTierStats(tier="shared_cache", hits=3, misses=2, failures=1)]
     registry = CollectorRegistry()
     registry.register(StoreCollector(lambda: tiers))
@@ -15,3 +15,9 @@ def test_each_tier_has_its_counts_and_none_is_no_fault() -> None:
         assert f'loramux:store_tier_{name}_total{{tier="shared_cache"}} {value}' in scraped
     tiers.clear()
     assert "# TYPE loramux:store_tier_hits_total counter" in generate_latest(registry).decode()
+
+
+def test_dropped_receipts_are_counted() -> None:
+    registry = CollectorRegistry()
+    registry.register(ReceiptCollector(lambda: 3))
+    assert "loramux:receipts_dropped_total 3.0" in generate_latest(registry).decode()

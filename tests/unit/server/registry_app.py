@@ -35,6 +35,8 @@ class KeptAtOnce:
         self.receipts.append(receipt)
         self._registry.add_receipts([to_record(receipt)])
 
+    num_dropped = 0
+
     def find(self, receipt_id: str) -> Receipt | None:
         return None
 

@@ -34,6 +34,8 @@ class Kept(list[Receipt]):
     def add(self, receipt: Receipt) -> None:
         self.append(receipt)
 
+    num_dropped = 0
+
     def find(self, receipt_id: str) -> Receipt | None:
         return None
 

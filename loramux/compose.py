@@ -1,0 +1,79 @@
+"""Composition root of registry, adapter store and sources, for the server and for the commands.
+
+`launch.py` adds the engine and the HTTP application. Nothing else opens a registry or a store.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from loramux.config.paths import FETCH_FOLDER, DataPlaces
+from loramux.errors import InvalidRequest
+from loramux.progress import SILENT, ByteSink
+from loramux.registry.names import DEFAULT_TENANT
+from loramux.registry.registry import Registry
+from loramux.server.local_sources import fetched_folder
+from loramux.sources.config import SourceConfig, read_environment
+from loramux.sources.download import Progress
+from loramux.store.bucket import ObjectTier
+from loramux.store.intake import StoreLimits
+from loramux.store.library import AdapterLibrary, OpenSource, open_store, refuse_credentials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryOptions:
+    """How an AdapterLibrary is opened; the defaults are those of a command."""
+
+    home_tenant: str = DEFAULT_TENANT
+    sources: SourceConfig | None = None
+    """Sources from which missing adapters are fetched again; None: from none."""
+    limits: StoreLimits = field(default_factory=StoreLimits)
+    sink: ByteSink = SILENT
+    on_fetch: Callable[[Progress], None] | None = None
+
+
+@contextmanager
+def open_registry(places: DataPlaces) -> Iterator[Registry]:
+    with Registry(places.registry) as registry:
+        yield registry
+
+
+@contextmanager
+def open_library(places: DataPlaces, options: LibraryOptions) -> Iterator[AdapterLibrary]:
+    """The adapter library of a data folder; its registry is closed with the context."""
+    with Registry(places.registry, home_tenant=options.home_tenant) as registry:
+        sources = options.sources or read_environment(os.environ, SourceConfig())
+        store = open_store(places, sources, limits=options.limits, sink=options.sink)
+        yield AdapterLibrary(store, registry, open_source=_open_source(places, options))
+
+
+def open_bucket(places: DataPlaces) -> ObjectTier:
+    """The remote store as a bucket of its own, for garbage collection."""
+    if places.remote_store is None:
+        raise InvalidRequest("Name the bucket with --remote-store or LORAMUX_REMOTE_STORE.")
+    refuse_credentials(places.remote_store)
+    return ObjectTier(places.remote_store, read_environment(os.environ, SourceConfig()))
+
+
+def store_limits(max_adapter_bytes: int, max_store_bytes: int | None = None) -> StoreLimits:
+    return StoreLimits(
+        max_file_bytes=max_adapter_bytes,
+        max_adapter_bytes=max_adapter_bytes,
+        max_store_bytes=max_store_bytes,
+    )
+
+
+def _open_source(places: DataPlaces, options: LibraryOptions) -> OpenSource | None:
+    if options.sources is None:
+        return None
+    return partial(
+        fetched_folder,
+        roots=list(map(str, options.sources.allowed_roots)),
+        config=options.sources,
+        area=places.store.parent / FETCH_FOLDER,
+        progress=options.on_fetch,
+    )
