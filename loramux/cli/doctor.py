@@ -1,23 +1,101 @@
-"""`loramux doctor`: may this adapter be served, and what does it hold?"""
+"""`loramux doctor`: check whether an adapter can be served, and show its contents."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from loramux.cli.doctor_view import show_report
+from loramux.cli.console import printable, say, size_text
 from loramux.errors import LoramuxError
 
 if TYPE_CHECKING:
-    from loramux.adapters.peft.doctor import Report
+    from loramux.adapters.peft.doctor import ModuleReport, Report
     from loramux.types.model import BaseModelInfo
+
+MODULE_PATH = re.compile(r"(?:.*\.)?layers\.(?P<layer>\d+)\.(?P<module>.+)")
+MAX_UNUSED_SHOWN = 8
+
+
+def show_report(report: Report, console: Console) -> None:
+    for name, value in facts(report):
+        say(console, f"{name:<9}", value, style="bold")
+    if report.modules:
+        console.print(module_table(report.modules))
+    for warning in report.warnings:
+        say(console, "warning: ", warning, style="bold yellow")
+    if report.refusal is None:
+        say(console, "OK: ", "this adapter can be served.", style="bold green")
+    else:
+        say(console, f"REFUSED ({report.refusal.code}): ", report.refusal.reason, style="bold red")
+        if report.refusal.fix:
+            say(console, "Fix: ", report.refusal.fix, style="bold")
+
+
+def facts(report: Report) -> Iterator[tuple[str, str]]:
+    yield "Adapter", report.folder
+    yield "Base", report.base
+    if report.cid is not None:
+        yield "CID", report.cid
+    if report.size_bytes is not None:
+        yield "Size", size_text(report.size_bytes)
+        yield "Tensors", tensors_text(report)
+        yield "Logits", logits_text(report.max_logit_change)
+
+
+def tensors_text(report: Report) -> str:
+    unused = report.tensors_unused
+    shown = ", ".join(unused[:MAX_UNUSED_SHOWN])
+    more = len(unused) - MAX_UNUSED_SHOWN
+    names = f": {shown}{f' and {more} more' if more > 0 else ''}" if unused else ""
+    return f"{report.tensors_used} used, {len(unused)} unused{names}"
+
+
+def logits_text(change: float | None) -> str:
+    return "not measured" if change is None else f"change by up to {change:.4g} on fixed tokens"
+
+
+def module_table(modules: Iterable[ModuleReport]) -> Table:
+    """A table with one row for all layers in which a module has the same rank, scale and dtype."""
+    table = Table("module", "layers")
+    for column in ("rank", "alpha", "scale"):
+        table.add_column(column, justify="right")
+    table.add_column("dtype")
+    for (module, *values), layers in group_by_layers(modules).items():
+        table.add_row(Text(printable(module)), layer_ranges(layers), *values)
+    return table
+
+
+def group_by_layers(modules: Iterable[ModuleReport]) -> dict[tuple[str, ...], list[int]]:
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for module in modules:
+        found = MODULE_PATH.fullmatch(module.path)
+        name = found["module"] if found else module.path
+        values = (str(module.rank), f"{module.alpha:.6g}", f"{module.scale:.6g}", module.dtype)
+        groups[name, *values] += [int(found["layer"])] if found else []
+    return groups
+
+
+def layer_ranges(layers: Iterable[int]) -> str:
+    """Format layer numbers as ranges: [0, 1, 2, 5] becomes 0-2, 5."""
+    ranges: list[list[int]] = []
+    for layer in sorted(layers):
+        if ranges and layer == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], layer]
+        else:
+            ranges.append([layer])
+    return ", ".join("-".join(map(str, ends)) for ends in ranges)
+
 
 Progress = Callable[[str, float], None]
 
@@ -32,21 +110,21 @@ def doctor(
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, nothing else.")
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
     strict_base: Annotated[
         bool,
-        typer.Option("--strict-base", help="Refuse an adapter that records another base's name."),
+        typer.Option("--strict-base", help="Refuse an adapter whose config names another base."),
     ] = False,
     max_rank: Annotated[
-        int | None, typer.Option(min=1, help="Refuse an adapter with a larger rank.")
+        int | None, typer.Option(min=1, help="Refuse an adapter with a higher rank.")
     ] = None,
     probe: Annotated[
         bool,
-        typer.Option(help="Run the model to measure how far the adapter moves its logits."),
+        typer.Option(help="Run the model to measure how much the adapter changes its logits."),
     ] = True,
 ) -> None:
-    """Check a LoRA adapter as the engine does, and show what it holds.
+    """Check a LoRA adapter like the engine does, and show its contents.
 
     The exit status is 0 only if the adapter can be served.
     """
@@ -77,8 +155,8 @@ def diagnose(
     max_rank: int | None,
     progress: Progress | None = None,
 ) -> Report:
-    """What the adapter's files say; needs the base's config but not its weights."""
-    # Imported here and below, because torch takes seconds that `--help` should not.
+    """Check the adapter's files; this needs the base's config but not its weights."""
+    # Imported here and below: torch takes seconds to import, and `--help` needs none of it.
     from loramux.adapters.peft.doctor import examine
 
     try:
@@ -89,7 +167,7 @@ def diagnose(
 
 
 def measure(report: Report, model: Path | None) -> Report:
-    """Adds the largest change of a logit; a model that cannot run, or NaN, is a refusal."""
+    """Add the largest change of a logit; refuse if the model cannot run or a logit is NaN."""
     from loramux.engine.probe import max_logit_change
     from loramux.models.default_model import default_model_path
 
@@ -102,7 +180,7 @@ def measure(report: Report, model: Path | None) -> Report:
         return refuse(Path(report.folder), report.base, "not_finite", reason)
     warnings = report.warnings
     if change == 0:
-        warnings += ("No logit changed on the fixed tokens: the adapter is as good as none.",)
+        warnings += ("No logit changed on the fixed tokens: the adapter has no effect.",)
     return replace(report, max_logit_change=change, warnings=warnings)
 
 

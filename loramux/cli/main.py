@@ -12,12 +12,12 @@ from loramux.cli import (
     bench,
     chat,
     doctor,
+    gc,
     plan,
     pull,
     push,
     receipts,
-    registry_changes,
-    registry_questions,
+    registry,
     serve,
     top,
 )
@@ -26,14 +26,14 @@ from loramux.process_environment import set_process_environment
 REGISTRY_COMMANDS: dict[str, Callable[..., None]] = {
     "push": push.push,
     "pull": pull.pull,
-    "list": registry_questions.list_adapters,
-    "show": registry_questions.show,
-    "promote": registry_changes.promote,
-    "rollback": registry_changes.rollback,
-    "split": registry_changes.split,
-    "rm": registry_changes.remove,
-    "gc": registry_changes.collect,
-    "verify": registry_questions.verify,
+    "list": registry.list_adapters,
+    "show": registry.show,
+    "promote": registry.promote,
+    "rollback": registry.rollback,
+    "split": registry.split,
+    "rm": registry.remove,
+    "gc": gc.collect,
+    "verify": registry.verify,
 }
 REGISTRY_PANEL = "Names and versions"
 

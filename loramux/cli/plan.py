@@ -1,7 +1,8 @@
-"""`loramux plan`: how many adapters fit where, and what requests will feel of it."""
+"""`loramux plan`: how many adapters fit in which tier, and the expected hit rates."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,17 +10,88 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from loramux.cli.plan_view import show_plan
-from loramux.cli.serve_view import show_error
+from loramux.cli.console import say, show_error, size_text
 from loramux.config.fields import parse_bytes
 from loramux.errors import InvalidRequest, LoramuxError
 
 if TYPE_CHECKING:
-    from loramux.capacity.plan import Budgets, MemoryPlan, PlannedBase
+    from loramux.capacity.plan import AdapterSize, Budgets, MemoryPlan, PlannedBase, TierPlan
 
-# The rest is for activations and whatever else the device must hold.
-USABLE_SHARE = 0.9
+
+def show_plan(plan: MemoryPlan, console: Console) -> None:
+    for name, value in facts(plan):
+        say(console, f"{name:<9}", value, style="bold")
+    console.print(size_table(plan.sizes))
+    console.print(tier_table(plan))
+    say(console, "KV cache ", kv_text(plan), style="bold")
+    if plan.evicted.adapters:
+        say(console, "Evicted  ", evicted_text(plan), style="bold")
+    for sentence in plan.advice:
+        is_good = plan.evicted.adapters == 0
+        say(console, "→ ", sentence, style="bold green" if is_good else "bold yellow")
+
+
+def facts(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
+    base = plan.base
+    yield "Base", f"{base.name}, {base.num_layers} layers, {base.dtype}"
+    yield "Weights", f"{size_text(base.weight_bytes)}, besides the pool"
+    pages = f"{size_text(base.page_bytes)} each, {base.block_tokens} tokens of KV cache"
+    yield "Pages", f"{pages} ({size_text(base.kv_token_bytes)} a token)"
+    yield "Adapters", f"{plan.adapters} on {', '.join(plan.targets)}"
+
+
+def size_table(sizes: list[AdapterSize]) -> Table:
+    table = Table()
+    for column in ("rank", "adapters", "bytes", "pages", "on the device"):
+        table.add_column(column, justify="right")
+    for size in sizes:
+        table.add_row(
+            str(size.rank),
+            str(size.count),
+            size_text(size.bytes),
+            str(size.pages),
+            size_text(size.device_bytes),
+        )
+    return table
+
+
+def tier_table(plan: MemoryPlan) -> Table:
+    table = Table("tier", title="hit rates by tier", title_justify="left")
+    columns = ("budget", "adapters", "used")
+    for column in (*columns, f"Zipf {plan.zipf:g}", "with LRU", "uniform", "with LRU"):
+        table.add_column(column, justify="right")
+    for tier in plan.tiers:
+        table.add_row(Text(tier.tier), *tier_cells(tier))
+    return table
+
+
+def tier_cells(tier: TierPlan) -> Iterator[str]:
+    yield "" if tier.budget_bytes is None else size_text(tier.budget_bytes)
+    yield str(tier.adapters)
+    yield size_text(tier.used_bytes)
+    for rate in (tier.zipf.ideal, tier.zipf.lru, tier.uniform.ideal, tier.uniform.lru):
+        yield f"{rate:.1%}"
+
+
+def kv_text(plan: MemoryPlan) -> str:
+    kept = plan.kv_tokens_reserved
+    return f"{plan.kv_tokens_left} tokens left beside these adapters; {kept} were reserved"
+
+
+def evicted_text(plan: MemoryPlan) -> str:
+    evicted = plan.evicted
+    return (
+        f"the {evicted.adapters} least popular adapters are not on the device: "
+        f"{evicted.zipf_share:.1%} of the requests by Zipf {plan.zipf:g}, "
+        f"{evicted.uniform_share:.1%} if all are equal"
+    )
+
+
+# The rest of the device's memory is for activations and other allocations.
+USABLE_FRACTION = 0.9
 
 ModelFlag = Annotated[
     Path | None,
@@ -28,24 +100,26 @@ ModelFlag = Annotated[
         "are read. Default: the installed SmolLM2-135M-Instruct."
     ),
 ]
-AdaptersFlag = Annotated[int, typer.Option(help="How many adapters.")]
-RankFlag = Annotated[str, typer.Option(help="One rank, or several to deal out: 8,16,32,64.")]
+AdaptersFlag = Annotated[int, typer.Option(help="Number of adapters.")]
+RankFlag = Annotated[
+    str, typer.Option(help="One rank, or several that the adapters take in turn: 8,16,32,64.")
+]
 TargetsFlag = Annotated[
-    str, typer.Option(help="What they change: q,k,v,o, attention, mlp, all, or any projections.")
+    str, typer.Option(help="Target modules: q,k,v,o, attention, mlp, all, or any projections.")
 ]
 PoolFlag = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="The page pool, as for `loramux serve`, such as 8GiB. Default: what serve would take.",
+        help="Size of the page pool, such as 8GiB. Default: that of `loramux serve`.",
     ),
 ]
 TotalFlag = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="In place of --device-memory: all memory of the device, such as 80GiB. The pool is "
-        "then what the weights leave of 90 % of it.",
+        help="Instead of --device-memory: total memory of the device, such as 80GiB. The pool is "
+        "then 90 % of it minus the weights.",
     ),
 ]
 HostFlag = Annotated[str, typer.Option(metavar="SIZE", help="Host memory for adapters.")]
@@ -57,19 +131,21 @@ KvFlag = Annotated[
     ),
 ]
 FractionFlag = Annotated[
-    float, typer.Option(help="Largest share of the pool that adapters may take.")
+    float, typer.Option(help="Largest fraction of the pool that adapters may take.")
 ]
 ZipfFlag = Annotated[
-    float, typer.Option(help="How unequal the adapters' popularity is; 0: all equal.")
+    float, typer.Option(help="Zipf exponent of the adapters' popularity; 0: all equal.")
 ]
 DtypeFlag = Annotated[
     str, typer.Option(help="auto, bfloat16 (bf16), float16 (fp16) or float32 (fp32).")
 ]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PlanArguments:
+    """The flags of the command."""
+
     model: Path | None
     adapters: int
     rank: str
@@ -99,12 +175,12 @@ def plan(  # noqa: PLR0913  (one for each flag)
     dtype: DtypeFlag = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Say how many adapters fit on the device, in host memory and on disk.
+    """Compute how many adapters fit on the device, in host memory and on disk.
 
-    Sizes are those that serving takes, to the byte. Hit rates are expected shares of requests, for
-    a Zipf popularity and for an equal one: at best, and under least-recently-used eviction.
+    Sizes are exact. Hit rates are expected fractions of requests, for a Zipf and for a uniform
+    popularity: the optimum, and with least-recently-used eviction.
     """
-    asked = Asked(
+    arguments = PlanArguments(
         model=model,
         adapters=adapters,
         rank=rank,
@@ -119,7 +195,7 @@ def plan(  # noqa: PLR0913  (one for each flag)
         dtype=dtype,
     )
     try:
-        made = make_plan(asked)
+        made = make_plan(arguments)
     except (LoramuxError, OSError) as error:
         show_error(Console(stderr=True), str(error))
         raise typer.Exit(2 if isinstance(error, InvalidRequest) else 1) from error
@@ -129,29 +205,31 @@ def plan(  # noqa: PLR0913  (one for each flag)
         show_plan(made, Console())
 
 
-def make_plan(asked: Asked) -> MemoryPlan:
-    # Imported here and below, because numpy and torch take time that `--help` should not.
+def make_plan(arguments: PlanArguments) -> MemoryPlan:
+    # Imported here and below: numpy and torch slow down `--help`.
     from loramux.capacity.plan import Fleet, parse_targets
     from loramux.capacity.planner import plan_memory
 
     fleet = Fleet(
-        num_adapters=asked.adapters,
-        ranks=parse_ranks(asked.rank),
-        targets=parse_targets([name.strip() for name in asked.targets.split(",") if name.strip()]),
-        zipf=asked.zipf,
+        num_adapters=arguments.adapters,
+        ranks=parse_ranks(arguments.rank),
+        targets=parse_targets(
+            [name.strip() for name in arguments.targets.split(",") if name.strip()]
+        ),
+        zipf=arguments.zipf,
     )
-    base = planned_base(asked)
-    return plan_memory(base, fleet, budgets(asked, base))
+    base = planned_base(arguments)
+    return plan_memory(base, fleet, budgets(arguments, base))
 
 
-def planned_base(asked: Asked) -> PlannedBase:
+def planned_base(arguments: PlanArguments) -> PlannedBase:
     from loramux.capacity.plan import PlannedBase, parse_dtype
     from loramux.models.default_model import default_model_path
     from loramux.models.dtypes import resolve_dtype
     from loramux.models.loader import describe_model
 
-    model = describe_model(asked.model or default_model_path())
-    dtype = asked.dtype
+    model = describe_model(arguments.model or default_model_path())
+    dtype = arguments.dtype
     if dtype == "auto":
         count = model.num_parameters
         dtype = str(resolve_dtype("auto", num_parameters=count)).removeprefix("torch.")
@@ -159,29 +237,29 @@ def planned_base(asked: Asked) -> PlannedBase:
     return PlannedBase(name=model.name, shapes=model, dtype=dtype)
 
 
-def budgets(asked: Asked, base: PlannedBase) -> Budgets:
+def budgets(arguments: PlanArguments, base: PlannedBase) -> Budgets:
     from loramux.capacity.plan import Budgets
 
     return Budgets(
-        device_bytes=pool_bytes(asked, base),
-        host_bytes=parse_bytes(asked.host_memory),
-        disk_bytes=parse_bytes(asked.disk_space),
-        kv_tokens=asked.kv_tokens,
-        adapter_fraction=asked.adapter_memory_fraction,
+        device_bytes=pool_bytes(arguments, base),
+        host_bytes=parse_bytes(arguments.host_memory),
+        disk_bytes=parse_bytes(arguments.disk_space),
+        kv_tokens=arguments.kv_tokens,
+        adapter_fraction=arguments.adapter_memory_fraction,
     )
 
 
-def pool_bytes(asked: Asked, base: PlannedBase) -> int:
-    if asked.device_memory is not None and asked.device_total is not None:
+def pool_bytes(arguments: PlanArguments, base: PlannedBase) -> int:
+    if arguments.device_memory is not None and arguments.device_total is not None:
         raise InvalidRequest("Give either --device-memory or --device-total.", param="device_total")
-    if asked.device_memory is not None:
-        return parse_bytes(asked.device_memory)
-    if asked.device_total is not None:
-        left = int(USABLE_SHARE * parse_bytes(asked.device_total)) - base.weight_bytes
+    if arguments.device_memory is not None:
+        return parse_bytes(arguments.device_memory)
+    if arguments.device_total is not None:
+        left = int(USABLE_FRACTION * parse_bytes(arguments.device_total)) - base.weight_bytes
         if left <= 0:
             raise InvalidRequest(
                 f"The weights alone take {base.weight_bytes} bytes in {base.dtype}, more than "
-                f"{USABLE_SHARE:.0%} of {asked.device_total}.",
+                f"{USABLE_FRACTION:.0%} of {arguments.device_total}.",
                 param="device_total",
             )
         return left

@@ -1,4 +1,4 @@
-"""`loramux pull`: a stored adapter as a PEFT folder."""
+"""`loramux pull`: copy a stored adapter into a PEFT folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from loramux.cli.byte_view import ByteView
-from loramux.cli.doctor_view import say
+from loramux.cli.console import ByteView, say
 from loramux.cli.registry_options import (
     DataFlag,
     RegistryFlag,
@@ -26,7 +25,7 @@ from loramux.config.file import load_serve_config
 from loramux.config.serve import SETTINGS
 from loramux.sources.config import SOURCE_SETTINGS, source_config
 
-SOURCES_PANEL = "Where it may be fetched from again (lists: one flag for each value)"
+SOURCES_PANEL = "Sources for missing files (lists: repeat the flag)"
 
 
 def pull(
@@ -44,10 +43,10 @@ def pull(
     data: DataFlag = None,
     **flags: Any,
 ) -> None:
-    """Copy an adapter out of the store, every byte checked: all of it or nothing.
+    """Copy an adapter out of the store; every byte is verified, and the copy is atomic.
 
-    What is not in the data folder comes from the shared cache or the remote store, else from
-    where it was pushed from, as far as these options allow it.
+    Files missing from the data folder are read from the shared cache or the remote store, else
+    from the source that was pushed, if these options allow it.
     """
     with reporting_errors():
         given = {name: value for name, value in flags.items() if value is not None}
@@ -72,7 +71,7 @@ def pull(
 
 
 def pull_signature() -> inspect.Signature:
-    """With the settings of `serve` that say what may be fetched."""
+    """The signature of `pull`, with the settings of `serve` that limit what may be fetched."""
     own = inspect.signature(pull, eval_str=True).parameters.values()
     limits = [flag_parameter(SETTINGS[name], panel=SOURCES_PANEL) for name in SOURCE_SETTINGS]
     kept = [one for one in own if one.kind is not inspect.Parameter.VAR_KEYWORD]

@@ -1,24 +1,20 @@
-"""`loramux push`: an adapter folder becomes a version that never changes."""
+"""`loramux push`: store an adapter folder as an immutable version."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 
-from loramux.cli.byte_view import ByteView
-from loramux.cli.doctor import diagnose, measure
-from loramux.cli.doctor_view import say, show_report, size_text
-from loramux.cli.push_source import (
-    FetchOptions,
-    FetchTimeoutFlag,
-    FetchWorkersFlag,
-    MaxSizeFlag,
-    PrivateHostsFlag,
-    source_folder,
-)
+from loramux.cli.console import ByteView, say, size_text
+from loramux.cli.doctor import diagnose, measure, show_report
 from loramux.cli.registry_options import (
     FAILED,
     DataFlag,
@@ -31,10 +27,85 @@ from loramux.cli.registry_options import (
 )
 from loramux.cli.registry_view import show_alias
 from loramux.config.fields import parse_bytes
+from loramux.config.paths import FETCH_FOLDER, find_places
 from loramux.registry.names import check_alias, parse_push_reference
+from loramux.sources.config import FetchLimits, HttpConfig, SourceConfig
 
 if TYPE_CHECKING:
     from loramux.store.library import Pushed
+
+MaxSizeFlag = Annotated[str, typer.Option(metavar="SIZE", help="Refuse larger adapters.")]
+FetchTimeoutFlag = Annotated[
+    float, typer.Option(min=0.001, metavar="SECONDS", help="Timeout of a download.")
+]
+FetchWorkersFlag = Annotated[
+    int, typer.Option(min=1, help="Number of parts of a file that are downloaded in parallel.")
+]
+PrivateHostsFlag = Annotated[
+    list[str] | None,
+    typer.Option(metavar="HOST", help="Hosts of https:// sources whose address may be private."),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchOptions:
+    """Limits of a download."""
+
+    data: Path | None
+    max_adapter_bytes: int
+    timeout_s: float
+    num_workers: int
+    private_hosts: tuple[str, ...] = ()
+
+
+@contextmanager
+def source_folder(source: str, options: FetchOptions, view: ByteView) -> Iterator[tuple[Path, str]]:
+    """The folder of the adapter's files within the context, and the source to record."""
+    # Imported here: HTTP clients slow down `--help`.
+    from loramux.sources.parse import is_remote, parse_source
+
+    if not is_remote(source):
+        yield Path(source), str(Path(source).resolve())
+        return
+    from loramux.sources.config import read_environment
+    from loramux.sources.fetch import Fetcher, fetched
+
+    config = read_environment(os.environ, source_config(source, options))
+    parsed = parse_source(source, config)
+    view.begin(f"Fetching {parsed}", None)
+    area = find_places(data=options.data).store.parent / FETCH_FOLDER
+    with fetched(
+        Fetcher(config),
+        parsed,
+        area,
+        progress=lambda now: view.set_done(now.received_bytes, now.total_bytes),
+    ) as folder:
+        yield folder, str(parsed)
+
+
+def source_config(source: str, options: FetchOptions) -> SourceConfig:
+    """The source policy of a push: the given host is allowed, a private address needs a flag."""
+    return SourceConfig(
+        http=HttpConfig(allowed_hosts=typed_hosts(source), private_hosts=options.private_hosts),
+        limits=FetchLimits(
+            max_file_bytes=options.max_adapter_bytes,
+            max_total_bytes=options.max_adapter_bytes,
+            timeout_s=options.timeout_s,
+            num_workers=options.num_workers,
+        ),
+    )
+
+
+def typed_hosts(source: str) -> tuple[str, ...]:
+    """The host in an HTTP source, without credentials; these are refused later."""
+    if not source.startswith(("http://", "https://")):
+        return ()
+    try:
+        host = urlsplit(source).netloc.rpartition("@")[2]
+    # An invalid URL is refused when the source is parsed.
+    except ValueError:
+        return ()
+    return (host,) if host else ()
 
 
 SourceArgument = Annotated[
@@ -59,7 +130,7 @@ CheckBaseFlag = Annotated[
     Path | None,
     typer.Option(
         metavar="MODEL",
-        help="First check it on this base model, all that `loramux doctor` does.",
+        help="First check it on this base model, like `loramux doctor` does.",
     ),
 ]
 
@@ -80,8 +151,8 @@ def push(  # noqa: PLR0913  (one for each flag)
 ) -> None:
     """Store an adapter and give it a name and a version.
 
-    What is no sound LoRA adapter is refused. The same bytes are stored once, whoever pushes them;
-    a version never changes. Exit status 0: it is there; 1: refused; 2: wrong usage.
+    Invalid LoRA adapters are refused. The same bytes are stored once for all tenants; a version
+    never changes. Exit status 0: stored; 1: refused; 2: wrong usage.
 
     [bold]Example[/bold]
 
@@ -90,7 +161,7 @@ def push(  # noqa: PLR0913  (one for each flag)
     loramux push hf:alice/refund-flagger alice/refund-flagger --remote-store s3://adapters/prod
     """
     with reporting_errors():
-        # Before anything is copied or a model is read.
+        # Checked before anything is copied or a model is read.
         parse_push_reference(reference)
         if alias is not None:
             check_alias(alias)

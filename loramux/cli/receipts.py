@@ -1,21 +1,24 @@
-"""`loramux receipts`: what served each request, how slow it was and why."""
+"""`loramux receipts`: list, show and verify receipts of served requests."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from loramux.adapters.identity import CID_PREFIX, is_digest
-from loramux.cli.doctor_view import say
-from loramux.cli.receipts_verify import verify
-from loramux.cli.receipts_view import receipt_lines, receipt_table
+from loramux.cli.console import printable, say, show_error
 from loramux.cli.registry_options import (
     FAILED,
     DataFlag,
@@ -24,14 +27,198 @@ from loramux.cli.registry_options import (
     open_registry,
     reporting_errors,
 )
-from loramux.cli.serve_view import show_error
-from loramux.errors import InvalidRequest
-from loramux.receipts.signing import make_key_files, public_key_path
+from loramux.cli.registry_view import short_cid, time_text
+from loramux.errors import InvalidRequest, LoramuxError
+from loramux.receipts.receipt import Verdict, check
+from loramux.receipts.signing import make_key_files, public_key_path, read_public_key
 from loramux.registry.names import CidReference, NameReference
-from loramux.registry.records import ReceiptFilter
+from loramux.registry.records import Receipt, ReceiptFilter
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
     from loramux.registry.registry import Registry
+
+REFUSED = "refused"
+TIMES = ("load_ms", "queue_ms", "ttft_ms", "latency_ms")
+
+
+def receipt_table(found: Iterable[Receipt]) -> Table:
+    table = Table("time (UTC)", "id", "tenant", "adapter", "found on")
+    for column in ("load", "queue", "first", "total ms", "tokens"):
+        table.add_column(column, justify="right")
+    for receipt in found:
+        body = receipt.body
+        table.add_row(
+            time_text(receipt.created_at),
+            Text(printable(receipt.id), overflow="fold"),
+            Text(printable(receipt.tenant), overflow="fold"),
+            Text(adapters_text(body), overflow="fold"),
+            found_text(receipt),
+            *(milliseconds(body.get(name)) for name in TIMES),
+            tokens_text(body),
+        )
+    return table
+
+
+def receipt_lines(body: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """The fields of a receipt as text, including fields unknown to this version."""
+    for name, value in body.items():
+        if name == "adapters" and isinstance(value, list):
+            for adapter in value:
+                yield "adapter", adapter_text(adapter)
+        elif name == "time" and isinstance(value, int | float):
+            yield name, time_text(value)
+        else:
+            yield name, "–" if value is None else str(value)
+
+
+def found_text(receipt: Receipt) -> Text:
+    tier = receipt.body.get("tier_found")
+    return Text(
+        "–" if tier is None else printable(str(tier)), style="yellow" if receipt.is_cold else ""
+    )
+
+
+def adapters_text(body: Mapping[str, object]) -> str:
+    if body.get("status") == REFUSED:
+        return printable(f"{body.get('asked', '–')} refused: {body.get('http_status', '–')}")
+    adapters = body.get("adapters")
+    if not isinstance(adapters, list) or not adapters:
+        cid = body.get("adapter_cid")
+        return short_cid(cid) if isinstance(cid, str) else "base"
+    return " + ".join(map(adapter_text, adapters))
+
+
+def adapter_text(adapter: Mapping[str, Any]) -> str:
+    cid, name, weight = str(adapter.get("cid")), adapter.get("name"), adapter.get("weight", 1.0)
+    factor = "" if weight == 1 else f"{weight}*"
+    if name is None:
+        return printable(factor + short_cid(cid))
+    alias = adapter.get("alias")
+    via = f" ({alias})" if alias else ""
+    version = adapter.get("version")
+    path = f"{adapter.get('tenant')}/{name}" if adapter.get("tenant") else str(name)
+    return printable(f"{factor}{path}{f'@{version}' if version else ''}{via}")
+
+
+def milliseconds(value: object) -> str:
+    return f"{value:.0f}" if isinstance(value, int | float) else "–"
+
+
+def tokens_text(body: Mapping[str, object]) -> str:
+    """Prompt and completion tokens: 17+5."""
+    return f"{body.get('prompt_tokens', '–')}+{body.get('completion_tokens', '–')}"
+
+
+STDIN = Path("-")
+MAX_RECEIPTS = 10_000
+MAX_SHOWN = 20
+SSE_PREFIX = "data:"
+# A receipt has at least one of these fields, even a manipulated one.
+RECEIPT_FIELDS = ("signature", "adapter_cid", "key_id")
+REASONS = {
+    Verdict.UNSIGNED: "is not signed.",
+    Verdict.OTHER_KEY: "was signed with another key.",
+    Verdict.CHANGED: "is not what was signed.",
+}
+Found = Iterable[tuple[str, Verdict]]
+
+
+def verify(
+    key: Annotated[Path, typer.Option(metavar="PUB", help="Public key, FILE.pub of keygen.")],
+    receipt_id: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="One receipt of the registry.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="F",
+            help="JSON file with receipts, replies or a recorded stream; - for stdin.",
+        ),
+    ] = None,
+    is_all: Annotated[
+        bool, typer.Option("--all", help="The newest 10000 receipts of the registry.")
+    ] = False,
+    registry: RegistryFlag = None,
+    data: DataFlag = None,
+) -> None:
+    """Verify signatures. The exit status is 0 only if this key signed every receipt unchanged."""
+    with reporting_errors():
+        if [receipt_id is not None, file is not None, is_all].count(True) != 1:
+            raise InvalidRequest("Give an ID, --file F, or --all.")
+        public_key = read_public_key(key)
+        if file is not None:
+            raise typer.Exit(show_verdicts(check_file(file, public_key), Console()))
+    with open_registry(registry, data) as opened:
+        verdicts = list(check_stored(opened, receipt_id, public_key))
+    raise typer.Exit(show_verdicts(verdicts, Console()))
+
+
+def check_stored(
+    registry: Registry, receipt_id: str | None, key: Ed25519PublicKey
+) -> Iterator[tuple[str, Verdict]]:
+    """Verify one stored receipt, or all of them without an id."""
+    if receipt_id is None:
+        found = registry.find_receipts(ReceiptFilter(limit=MAX_RECEIPTS))
+    else:
+        receipt = registry.receipt(receipt_id)
+        if receipt is None:
+            raise LoramuxError(f"No receipt {receipt_id} is in the registry.")
+        found = [receipt]
+    for receipt in found:
+        # The body of another receipt stored under this id would verify, too.
+        is_own = receipt.body.get("id") == receipt.id
+        yield receipt.id, check(receipt.body, key) if is_own else Verdict.CHANGED
+
+
+def check_file(file: Path, key: Ed25519PublicKey) -> list[tuple[str, Verdict]]:
+    # Bytes that are not UTF-8 were never signed.
+    text = sys.stdin.read() if file == STDIN else file.read_text("utf-8", errors="replace")
+    bodies = [body for value in parse_values(text) for body in find_bodies(value)]
+    if not bodies:
+        raise InvalidRequest(f"{file} contains no receipt.")
+    return [(str(body.get("id", "a receipt")), check(body, key)) for body in bodies]
+
+
+def parse_values(text: str) -> list[Any]:
+    """Parse one JSON value, or one per line or per server-sent event; empty if it is no JSON."""
+    try:
+        return [json.loads(text)]
+    except (ValueError, RecursionError):
+        lines = [line.strip().removeprefix(SSE_PREFIX).strip() for line in text.splitlines()]
+    try:
+        return [json.loads(line) for line in lines if line.startswith("{")]
+    except (ValueError, RecursionError):
+        return []
+
+
+def find_bodies(value: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, list):
+        for item in value:
+            yield from find_bodies(item)
+    elif isinstance(value, dict):
+        if any(name in value for name in RECEIPT_FIELDS):
+            yield value
+            return
+        for name in ("serving", "receipts", "data"):
+            if isinstance(value.get(name), dict | list):
+                yield from find_bodies(value[name])
+
+
+def show_verdicts(verdicts: Found, console: Console) -> int:
+    """Print the verdicts, and return the exit status."""
+    counts: Counter[Verdict] = Counter()
+    for receipt_id, verdict in verdicts:
+        counts[verdict] += 1
+        num_bad = counts.total() - counts[Verdict.VALID]
+        if verdict is not Verdict.VALID and num_bad <= MAX_SHOWN:
+            say(console, f"{receipt_id} ", REASONS[verdict], style="bold red")
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict])
+    is_sound = counts.total() == counts[Verdict.VALID]
+    say(console, "Verified " if is_sound else "FAILED   ", summary or "none", style="bold")
+    return 0 if is_sound else FAILED
+
 
 SLOW = "--slow"
 ANY_LATENCY = "0"
@@ -46,7 +233,7 @@ class ReceiptsGroup(TyperGroup):
 
 
 def with_latency(args: list[str]) -> list[str]:
-    """--slow without a number -> --slow 0"""
+    """Replace --slow without a number by --slow 0."""
     expanded: list[str] = []
     for arg, following in zip(args, [*args, ""][1:], strict=True):
         is_bare = arg == SLOW and not NUMBER.fullmatch(following)
@@ -65,25 +252,25 @@ def receipts(  # noqa: PLR0913  (one for each flag)
         str | None,
         typer.Option(
             metavar="REF",
-            help="Only of these bytes: tenant/name, tenant/name@prod or cidv1:sha256:….",
+            help="Only receipts of this adapter: tenant/name, tenant/name@prod or cidv1:sha256:….",
         ),
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="Only requests of this tenant.")] = None,
     slow: Annotated[
         float | None,
         typer.Option(
-            SLOW, min=0, metavar="[MS]", help="Slowest first, and only those of MS or more."
+            SLOW, min=0, metavar="[MS]", help="Slowest first, only latencies of MS or more."
         ),
     ] = None,
     since: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Only of the last 30s, 15m, 1h or 7d.")
+        str | None, typer.Option(metavar="TIME", help="Only the last 30s, 15m, 1h or 7d.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="How many at most.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of receipts.")] = 50,
     as_json: JsonFlag = False,
     registry: RegistryFlag = None,
     data: DataFlag = None,
 ) -> None:
-    """Show what served each request: newest first, or the slowest.
+    """List receipts, newest first or slowest first.
 
     [bold]Examples[/bold]
 
@@ -113,16 +300,18 @@ def receipts(  # noqa: PLR0913  (one for each flag)
 
 @app.command("show")
 def show(
-    receipt_id: Annotated[str, typer.Argument(metavar="ID", help="As x-loramux-receipt gave it.")],
+    receipt_id: Annotated[
+        str, typer.Argument(metavar="ID", help="Id from the x-loramux-receipt header.")
+    ],
     as_json: JsonFlag = False,
     registry: RegistryFlag = None,
     data: DataFlag = None,
 ) -> None:
-    """Show all of one receipt."""
+    """Show all fields of one receipt."""
     with open_registry(registry, data) as opened:
         receipt = opened.receipt(receipt_id)
     if receipt is None:
-        message = f"No receipt {receipt_id} is in the registry; it may be older than is kept."
+        message = f"No receipt {receipt_id} is in the registry; it may have expired."
         show_error(Console(stderr=True), message)
         raise typer.Exit(FAILED)
     if as_json:
@@ -134,9 +323,9 @@ def show(
 
 @app.command("keygen")
 def keygen(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the private key goes.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of the private key.")],
 ) -> None:
-    """Make a key to sign receipts with: FILE for the server, FILE.pub for those who verify."""
+    """Create a signing key: FILE for the server, FILE.pub for verification."""
     with reporting_errors():
         key_id = make_key_files(file)
     say(Console(), "Private key  ", f"{file} (keep it secret)", style="bold")
@@ -145,7 +334,7 @@ def keygen(
 
 
 def find_cids(registry: Registry, adapter: str) -> tuple[str, ...]:
-    """Also of versions that were removed, where a name or a whole CID is given."""
+    """CIDs of an adapter; a name or a full CID includes removed versions."""
     parsed = registry.parse(adapter)
     if isinstance(parsed, CidReference) and is_digest(parsed.digest_start):
         return (CID_PREFIX + parsed.digest_start,)
@@ -157,5 +346,5 @@ def find_cids(registry: Registry, adapter: str) -> tuple[str, ...]:
 def parse_duration_s(text: str) -> float:
     match = DURATION.fullmatch(text.strip())
     if match is None:
-        raise InvalidRequest(f"{text!r} is no time. Write it like 30s, 15m, 1h or 7d.")
+        raise InvalidRequest(f"{text!r} is not a duration. Write it like 30s, 15m, 1h or 7d.")
     return float(match[1]) * UNIT_S[match[2]]

@@ -1,4 +1,4 @@
-"""What all commands about the registry share: their options, and how they fail."""
+"""Options and error handling that the registry commands share."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress as ProgressBar
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from loramux.cli.serve_view import show_error
+from loramux.cli.console import show_error
 from loramux.config.paths import find_places
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.progress import SILENT, ByteSink
@@ -41,7 +39,7 @@ DataFlag = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",
-        help="Where adapters are stored. Default: $LORAMUX_DATA, else "
+        help="Data folder with the adapter store. Default: $LORAMUX_DATA, else "
         "$XDG_DATA_HOME/loramux or ~/.local/share/loramux.",
         show_default=False,
     ),
@@ -50,7 +48,7 @@ SharedCacheFlag = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Redis that servers share as a cache, such as redis://host:6379/0. Default: "
+        help="Redis used by several servers as a cache, such as redis://host:6379/0. Default: "
         "$LORAMUX_SHARED_CACHE, else none.",
         show_default=False,
     ),
@@ -59,13 +57,13 @@ RemoteStoreFlag = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Bucket that keeps every adapter too: s3://bucket/folder, gs://… or az://…. Default: "
-        "$LORAMUX_REMOTE_STORE, else none.",
+        help="Bucket that also stores every adapter: s3://bucket/folder, gs://… or az://…. "
+        "Default: $LORAMUX_REMOTE_STORE, else none.",
         show_default=False,
     ),
 ]
-AliasFlag = Annotated[str, typer.Option(help="The alias to move.")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
+AliasFlag = Annotated[str, typer.Option(help="Alias to move.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 @contextmanager
@@ -135,15 +133,3 @@ def reporting_errors() -> Iterator[None]:
         message = f"{error.name} is not installed. Run: pip install 'loramux[registry]'"
         show_error(Console(stderr=True), message)
         raise typer.Exit(FAILED) from error
-
-
-@contextmanager
-def working(stage: str) -> Iterator[None]:
-    """On a terminal, what is being done and for how long; elsewhere nothing."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with ProgressBar(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        bar.add_task(stage, total=None)
-        yield

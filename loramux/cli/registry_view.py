@@ -1,4 +1,4 @@
-"""How the registry's adapters, versions and aliases look on a terminal and in JSON."""
+"""Formats adapters, versions and aliases of the registry for the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loramux.adapters.identity import CID_PREFIX
-from loramux.cli.doctor_view import printable, say, size_text
+from loramux.cli.console import printable, say, size_text
 from loramux.registry.records import (
     AdapterInfo,
     AliasState,
@@ -28,11 +28,13 @@ SHORT_CID_DIGITS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionDetails:
+    """Everything that `loramux show` prints of a version."""
+
     resolved: Resolved
     share: int
-    """Of the alias's requests, in proportion to the other shares."""
+    """Share of the alias's requests, relative to the other versions' shares."""
     names: tuple[str, ...]
-    """All that the same bytes have."""
+    """All names of the same bytes."""
     manifest: Mapping[str, object]
     usage: Usage | None
     """None: never used."""
@@ -96,7 +98,7 @@ def detail_lines(details: VersionDetails) -> Iterator[tuple[str, str]]:
 
 
 def manifest_config(manifest: Mapping[str, object]) -> Mapping[str, object]:
-    """What the adapter's config sets."""
+    """The fields of the adapter's config that are set."""
     config = manifest.get("config")
     values = config if isinstance(config, Mapping) else {}
     return {name: value for name, value in values.items() if value not in (None, False, [], {})}
@@ -109,7 +111,7 @@ def show_alias(adapter: str, state: AliasState, console: Console) -> None:
 
 
 def targets_text(targets: tuple[Target, ...]) -> str:
-    """1.4.2, or 1.4.2 90%, 1.5.0 10%"""
+    """Format the targets of an alias: 1.4.2, or 1.4.2 90%, 1.5.0 10%."""
     if len(targets) == 1:
         return targets[0].version
     total = sum(target.weight for target in targets)
@@ -124,12 +126,12 @@ def reference_text(resolved: Resolved) -> str:
 
 
 def short_cid(cid: str) -> str:
-    """As many digits as a reference needs."""
+    """The first digits of a CID, enough for a reference."""
     return cid.removeprefix(CID_PREFIX)[:SHORT_CID_DIGITS]
 
 
 def time_text(seconds: float) -> str:
-    """UTC"""
+    """Format a time in UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 

@@ -1,24 +1,120 @@
-"""`loramux serve`: settings from flags and a file, then the server until it is told to stop."""
+"""`loramux serve`: read the settings and run the server until it is stopped."""
 
 from __future__ import annotations
 
 import inspect
+import json
+import shlex
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from types import TracebackType
+from typing import Annotated, Any, Protocol, Self
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 from typer.core import TyperCommand
 
-from loramux.cli.serve_view import ServeView, show_error
+from loramux.cli.console import printable, say, show_error, size_text
 from loramux.config.fields import Kind, Setting, flag
 from loramux.config.file import load_serve_config
 from loramux.config.serve import SETTINGS, ServeConfig
 from loramux.errors import InvalidRequest, LoramuxError
 
-# As a shell reports a process that died of the signal.
+MAX_NAMES_SHOWN = 20
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+
+
+class ServeView:
+    """Prints the settings, the progress of the start, and how to call the server."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bars.add_task("", total=1.0)
+        self._stage: str | None = None
+        self.is_ready = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop_progress()
+
+    def show_plan(self, config: ServeConfig) -> None:
+        say(self._console, "Base      ", config.model or "the default model", style="bold")
+        for module in config.lora_modules[:MAX_NAMES_SHOWN]:
+            say(self._console, "Adapter   ", f"{module.name} from {module.path}", style="bold")
+        hidden = len(config.lora_modules) - MAX_NAMES_SHOWN
+        if hidden > 0:
+            say(self._console, "          ", f"and {hidden} more adapters", style="bold")
+        pool_bytes = config.engine.device_memory_bytes
+        memory = size_text(pool_bytes) if pool_bytes else "default size"
+        say(self._console, "Page pool ", memory, style="bold")
+
+    def progress(self, stage: str, done: float) -> None:
+        """Show a stage and its progress in [0, 1]; without a terminal print one line per stage."""
+        if self.is_ready:
+            return
+        self._bars.update(self._task, description=escape(printable(stage)), completed=done)
+        if self._console.is_terminal:
+            self._bars.start()
+        elif stage != self._stage:
+            self._console.print(Text(f"{printable(stage)} …"), soft_wrap=True)
+        self._stage = stage
+
+    def stop_progress(self) -> None:
+        self._bars.stop()
+
+    def show_ready(
+        self, host: str, port: int, base_name: str, adapter_names: Sequence[str]
+    ) -> None:
+        self.is_ready = True
+        self.stop_progress()
+        url = server_url(host, port)
+        say(self._console, "\nListening on ", url, style="bold green")
+        say(self._console, "Models       ", base_name, style="bold")
+        for name in adapter_names[:MAX_NAMES_SHOWN]:
+            say(self._console, "             ", name, style="bold")
+        hidden = len(adapter_names) - MAX_NAMES_SHOWN
+        if hidden > 0:
+            say(self._console, "             ", f"and {hidden} more: GET /v1/models", style="bold")
+        say(self._console, "\nTry it, here or in another terminal:", "", style="bold")
+        command = curl_command(url, adapter_names[0] if adapter_names else base_name)
+        self._console.print(Text(command), soft_wrap=True)
+        self._console.print(Text(f"loramux chat --url {url}\n"), soft_wrap=True)
+
+
+def server_url(host: str, port: int) -> str:
+    """The URL of the server; for a wildcard address, that of the loopback interface."""
+    host = EVERYWHERE.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def curl_command(url: str, model: str) -> str:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": model, "messages": messages, "temperature": 0, "max_tokens": 64})
+    return (
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    )
+
+
+# Exit statuses that a shell reports for these signals.
 STOPPED_BY_CTRL_C, STOPPED_BY_SIGTERM = 130, 143
 FLAG_TYPES: dict[Kind, Any] = {
     Kind.COUNT: int,
@@ -39,7 +135,7 @@ LIST_FLAGS = {
 
 
 class Launch(Protocol):
-    """Prepares the model, calls on_ready when requests are taken, returns the exit status."""
+    """Starts the server, calls on_ready when it accepts requests, and returns the exit status."""
 
     def __call__(
         self,
@@ -51,12 +147,14 @@ class Launch(Protocol):
 
 
 class ServeCommand(TyperCommand):
+    """A command whose list flags take several values."""
+
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         return super().parse_args(ctx, one_value_per_flag(args))
 
 
 def one_value_per_flag(args: Sequence[str]) -> list[str]:
-    """--lora-modules a=x b=y -> --lora-modules a=x --lora-modules b=y"""
+    """Repeat list flags: --lora-modules a=x b=y becomes --lora-modules a=x --lora-modules b=y."""
     expanded: list[str] = []
     list_flag: str | None = None
     num_values = 0
@@ -73,7 +171,7 @@ def one_value_per_flag(args: Sequence[str]) -> list[str]:
 def serve(config: Path | None = None, **flags: Any) -> None:
     """Serve a base model and its LoRA adapters over an OpenAI-style HTTP API.
 
-    Requests choose an adapter by its name in `model`; all adapters share one batch.
+    Requests select an adapter by its name in `model`; all adapters share one batch.
 
     [bold]Examples[/bold]
 
@@ -83,11 +181,11 @@ def serve(config: Path | None = None, **flags: Any) -> None:
 
     loramux serve --config serve.toml --port 9000
 
-    Every option may stand in the TOML file (port = 9000, lora-modules = ["sql=./sql-lora"]); a
+    Every option may be set in the TOML file (port = 9000, lora-modules = ["sql=./sql-lora"]); a
     flag replaces the file's value, and relative paths in the file start at its folder.
 
-    Ctrl-C or SIGTERM: running requests get --drain-s seconds to end. Exit status 0 after a clean
-    stop, 1 if the server could not start or failed, 2 for a wrong setting.
+    Ctrl-C or SIGTERM: running requests get --drain-s seconds to finish. Exit status 0 after a clean
+    stop, 1 if the server could not start or failed, 2 for an invalid setting.
     """
     console = Console()
     try:
@@ -142,7 +240,7 @@ vars(serve)["__signature__"] = serve_signature()
 
 
 def import_launch() -> Launch:
-    # Imported late, because torch takes seconds that `--help` and a wrong flag should not.
+    # Imported late: torch takes seconds to import, and `--help` needs none of it.
     from loramux import launch
 
     return launch.serve
@@ -167,9 +265,9 @@ def run(config: ServeConfig, console: Console, find_launch: Callable[[], Launch]
 
 
 class Stopped(SystemExit):
-    """SIGTERM, as an exception: what was begun is unwound. asyncio lets a SystemExit pass."""
+    """Raised by SIGTERM, so that the start is unwound. asyncio lets a SystemExit pass."""
 
 
 def stop(signal_number: int, frame: object) -> None:
-    """While the model is prepared. uvicorn has its own, and calls this one after the drain."""
+    """Signal handler during the start. uvicorn replaces it, and calls it after the drain."""
     raise Stopped(STOPPED_BY_SIGTERM)

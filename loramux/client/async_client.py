@@ -1,4 +1,4 @@
-"""The client for asyncio programs."""
+"""The asyncio Python client."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from loramux.client.wire import Call, Messages, Prompt, Target
 
 
 class AsyncClient:
-    """As `Client`, for asyncio. Streams: `async for chunk in client.stream_chat(...)`."""
+    """`Client` for asyncio; streams are read with `async for chunk in client.stream_chat(...)`."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class AsyncClient:
         adapter_weights: Sequence[float] | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[ChatChunk, None]:
-        """Raises at the end if the answer is not whole. Closing it early aborts the request."""
+        """Stream chunks; raises if the reply is incomplete. Closing it early aborts the request."""
         target = Target(model, adapters, adapter_weights)
         call = wire.chat_call(messages, target, sampling, stream=True)
         return self._stream(call, ChatChunk)
@@ -111,22 +111,22 @@ class AsyncClient:
         adapter_weights: Sequence[float] | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[CompletionChunk, None]:
-        """Raises at the end if the answer is not whole. Closing it early aborts the request."""
+        """Stream chunks; raises if the reply is incomplete. Closing it early aborts the request."""
         target = Target(model, adapters, adapter_weights)
         call = wire.completion_call(prompt, target, sampling, stream=True)
         return self._stream(call, CompletionChunk)
 
     async def models(self) -> list[ModelCard]:
-        """The base first, then its adapters."""
+        """The models of the server: the base first, then its adapters."""
         return list(wire.decode(await self._send(wire.get("/v1/models")), ModelList).data)
 
     async def adapters(self, *, busiest: int | None = None) -> list[AdapterInfo]:
-        """Every adapter with its tier and use; `busiest`: only that many, the busiest first."""
+        """All adapters with tier and traffic; with `busiest`, only that many, busiest first."""
         call = wire.adapters_call(busiest=busiest)
         return list(wire.decode(await self._send(call), AdapterList).data)
 
     async def warm(self, name: str) -> AdapterInfo:
-        """Loads the adapter and uses it once, so that nobody waits for it later."""
+        """Load the adapter and use it once, so that later requests do not wait for it."""
         return wire.decode(await self._send(wire.warm_call(name)), AdapterInfo)
 
     async def stats(self) -> EngineInfo:
@@ -149,7 +149,7 @@ class AsyncClient:
         ).prompt
 
     async def health(self, *, deep: bool = False) -> HealthReply:
-        """Never retried, and 503 is an answer; `deep` really generates and loads an adapter."""
+        """Health of the server, without retries; `deep` generates a token and loads an adapter."""
         with wire.transport_errors(self.base_url):
             response = await self._http.send(self._request(wire.health_call(deep=deep)))
         return wire.health_reply(response.status_code, response.content)
@@ -172,7 +172,7 @@ class AsyncClient:
         reader.check_complete()
 
     async def _open(self, call: Call) -> httpx2.Response:
-        """A good status; the body is still to be read, and after it nothing is retried."""
+        """Send with retries until status 200; the body is not read yet and is never retried."""
         num_failures = 0
         while True:
             try:

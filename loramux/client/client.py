@@ -1,4 +1,4 @@
-"""The client for ordinary programs."""
+"""The synchronous Python client."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from loramux.client.wire import Call, Messages, Prompt, Target
 
 
 class Client:
-    """Talks to one server. `**sampling` takes the fields of the HTTP API: temperature, seed, …
+    """Client of one server. `**sampling` takes the fields of the HTTP API: temperature, seed, …
 
-    A refused request (429, 503, nobody listens) is sent again up to max_retries times. timeout_s
-    limits the wait for the next bytes, not the whole answer.
+    A refused request (429, 503, connection refused) is retried up to max_retries times. timeout_s
+    limits the wait for the next bytes, not the whole reply.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Client:
         adapter_weights: Sequence[float] | None = None,
         **sampling: Any,
     ) -> Generator[ChatChunk, None, None]:
-        """Raises at the end if the answer is not whole. Closing it early aborts the request."""
+        """Stream chunks; raises if the reply is incomplete. Closing it early aborts the request."""
         target = Target(model, adapters, adapter_weights)
         call = wire.chat_call(messages, target, sampling, stream=True)
         return self._stream(call, ChatChunk)
@@ -115,22 +115,22 @@ class Client:
         adapter_weights: Sequence[float] | None = None,
         **sampling: Any,
     ) -> Generator[CompletionChunk, None, None]:
-        """Raises at the end if the answer is not whole. Closing it early aborts the request."""
+        """Stream chunks; raises if the reply is incomplete. Closing it early aborts the request."""
         target = Target(model, adapters, adapter_weights)
         call = wire.completion_call(prompt, target, sampling, stream=True)
         return self._stream(call, CompletionChunk)
 
     def models(self) -> list[ModelCard]:
-        """The base first, then its adapters."""
+        """The models of the server: the base first, then its adapters."""
         return list(wire.decode(self._send(wire.get("/v1/models")), ModelList).data)
 
     def adapters(self, *, busiest: int | None = None) -> list[AdapterInfo]:
-        """Every adapter with its tier and use; `busiest`: only that many, the busiest first."""
+        """All adapters with tier and traffic; with `busiest`, only that many, busiest first."""
         call = wire.adapters_call(busiest=busiest)
         return list(wire.decode(self._send(call), AdapterList).data)
 
     def warm(self, name: str) -> AdapterInfo:
-        """Loads the adapter and uses it once, so that nobody waits for it later."""
+        """Load the adapter and use it once, so that later requests do not wait for it."""
         return wire.decode(self._send(wire.warm_call(name)), AdapterInfo)
 
     def stats(self) -> EngineInfo:
@@ -151,7 +151,7 @@ class Client:
         return wire.decode(self._send(wire.detokenize_call(tokens, model)), Detokenized).prompt
 
     def health(self, *, deep: bool = False) -> HealthReply:
-        """Never retried, and 503 is an answer; `deep` really generates and loads an adapter."""
+        """Health of the server, without retries; `deep` generates a token and loads an adapter."""
         with wire.transport_errors(self.base_url):
             response = self._http.send(self._request(wire.health_call(deep=deep)))
         return wire.health_reply(response.status_code, response.content)
@@ -175,7 +175,7 @@ class Client:
         reader.check_complete()
 
     def _open(self, call: Call) -> httpx2.Response:
-        """A good status; the body is still to be read, and after it nothing is retried."""
+        """Send with retries until status 200; the body is not read yet and is never retried."""
         num_failures = 0
         while True:
             try:

@@ -10,7 +10,10 @@ from loramux.errors import LoramuxError
 
 
 class ClientError(LoramuxError):
-    """`status` is None when no HTTP answer came; `param` is the field that the server refused."""
+    """Base of all errors of the client.
+
+    `status` is None without an HTTP reply; `param` is the field that the server refused.
+    """
 
     def __init__(
         self, message: str, *, status: int | None = None, param: str | None = None, body: str = ""
@@ -22,18 +25,18 @@ class ClientError(LoramuxError):
 
 
 class Retryable(ClientError):
-    """Nothing was done for the request; the same one may succeed later."""
+    """The request was not processed; the same request may succeed later."""
 
     retry_after_s: float | None = None
-    """How long the server asked to wait."""
+    """Wait that the server requested."""
 
 
 class ConnectFailed(Retryable):
-    """No server listens there: it is down, restarting, or somewhere else."""
+    """The connection failed: the server is down, restarting, or at another address."""
 
 
 class RateLimited(Retryable):
-    """429: too many requests wait already."""
+    """429: the queue of the server is full."""
 
 
 class Unavailable(Retryable):
@@ -57,23 +60,23 @@ class ServerError(ClientError):
 
 
 class ConnectionLost(ClientError):
-    """The connection broke before the whole reply was here."""
+    """The connection broke before the reply was complete."""
 
 
 class TimedOut(ClientError):
-    """Nothing came for timeout_s; or 408: the request's own `timeout` was over."""
+    """No bytes arrived for timeout_s; or 408: the request's own `timeout` expired."""
 
 
 class BadReply(ClientError):
-    """What came is not what this kind of server sends."""
+    """The reply does not have the expected format."""
 
 
 class StreamError(ClientError):
-    """The server ended the stream with an error; the text so far is not a whole answer."""
+    """The server ended the stream with an error; the text so far is incomplete."""
 
 
 class IncompleteStream(ClientError):
-    """The stream stopped without saying that it was over; the text so far is not a whole answer."""
+    """The stream stopped without its end marker; the text so far is incomplete."""
 
 
 BY_STATUS: dict[int, type[ClientError]] = {
@@ -95,7 +98,7 @@ def error_for_status(status: int, body: str) -> ClientError:
 
 
 def read_error(body: str) -> tuple[str, str | None]:
-    """Message and field name out of OpenAI's error shape, FastAPI's, or plain text."""
+    """Message and field name of an error in OpenAI's format, FastAPI's, or plain text."""
     try:
         reply: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeEncodeError):

@@ -1,4 +1,4 @@
-"""What a server answers, as far as this client reads it; other fields are ignored."""
+"""Replies of a server: the fields that this client reads; others are ignored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the server had computed before."""
+        """Prompt tokens found in the prefix cache."""
         details = self.prompt_tokens_details
         return 0 if details is None else details.cached_tokens or 0
 
@@ -46,7 +46,7 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """Text of the first choice."""
         return self.choices[0].message.content or ""
 
 
@@ -67,7 +67,7 @@ class CompletionReply(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """Text of the first choice."""
         return self.choices[0].text
 
 
@@ -85,11 +85,11 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     created: int = 0
     choices: tuple[ChatChunkChoice, ...]
     usage: Usage | None = None
-    """With the last chunk, which has no choices."""
+    """Set in the last chunk, which has no choices."""
 
     @property
     def text(self) -> str:
-        """What is new in choice 0."""
+        """New text of choice 0."""
         return "".join(choice.delta.content or "" for choice in self.choices if choice.index == 0)
 
 
@@ -107,11 +107,11 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     created: int = 0
     choices: tuple[CompletionChunkChoice, ...]
     usage: Usage | None = None
-    """With the last chunk, which has no choices."""
+    """Set in the last chunk, which has no choices."""
 
     @property
     def text(self) -> str:
-        """What is new in choice 0."""
+        """New text of choice 0."""
         return "".join(choice.text for choice in self.choices if choice.index == 0)
 
 
@@ -120,9 +120,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int = 0
     owned_by: str | None = None
     root: str | None = None
-    """Where the weights came from."""
+    """Path or id of the weights."""
     parent: str | None = None
-    """The base, for an adapter."""
+    """Name of the base model, for an adapter."""
     max_model_len: int | None = None
 
     @property
@@ -135,7 +135,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One adapter of a loramux server: where it is, and who uses it."""
+    """Residency and traffic of one adapter."""
 
     id: str
     names: tuple[str, ...] = ()
@@ -144,7 +144,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     bytes: int
     tier: str
-    """The fastest that has its bytes: device, host, disk or source; loading while they move."""
+    """Fastest tier that holds it: device, host, disk or source; loading during a load."""
     pinned: bool = False
     hits: int = 0
     misses: int = 0
@@ -178,7 +178,7 @@ class TierInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A loramux server's engine at a glance; counters grow from the start."""
+    """State and counters of the engine; counters start at 0 with the server."""
 
     model: str
     status: str
@@ -210,7 +210,7 @@ class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Made by the client: the status counts, and the body differs between servers."""
+    """Made by the client from the HTTP status; the body differs between servers."""
 
     is_healthy: bool
     status: int

@@ -1,4 +1,4 @@
-"""When to send a refused request again."""
+"""Delays between the attempts of a refused request."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from loramux.client.errors import Retryable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
+    """Exponential backoff with jitter that respects Retry-After."""
+
     max_retries: int = 3
     first_delay_s: float = 0.5
     max_delay_s: float = 30.0
-    """A server that asks for a longer wait is not waited for."""
+    """No retry if the server requests a longer wait."""
     draw: Callable[[], float] = random.random
-    """In [0, 1): spreads out clients that were refused together."""
+    """Jitter in [0, 1), which spreads clients that were refused together."""
 
     def delay_s(self, num_failures: int, error: Retryable) -> float | None:
-        """None: give up."""
+        """The delay before the next attempt; None means no further attempt."""
         asked_s = error.retry_after_s
         if num_failures > self.max_retries or (asked_s or 0) > self.max_delay_s:
             return None
@@ -32,7 +34,7 @@ class RetryPolicy:
 
 
 def parse_retry_after(text: str | None, clock: Callable[[], float] = time.time) -> float | None:
-    """Seconds, or a date, as HTTP allows both; None if it is neither."""
+    """Parse a Retry-After header, which is seconds or a date; None if it is neither."""
     if text is None:
         return None
     try:

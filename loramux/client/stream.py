@@ -1,4 +1,4 @@
-"""The events of one streamed answer, and whether it is whole."""
+"""Reads the events of a streamed reply and checks that it is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ChunkT = TypeVar("ChunkT", ChatChunk, CompletionChunk)
 
 
 class StreamReader(Generic[ChunkT]):
-    """`read` each event; when `is_over` or the bytes end, `check_complete`."""
+    """Decodes events: `read` each one, then call `check_complete` at the end of the stream."""
 
     def __init__(self, chunk_type: type[ChunkT], num_choices: int) -> None:
         self.is_over = False
@@ -25,7 +25,7 @@ class StreamReader(Generic[ChunkT]):
         self._unfinished = set(range(num_choices))
 
     def read(self, event: ServerSentEvent) -> ChunkT | None:
-        """None: the event carries no chunk."""
+        """The chunk of an event; None if it contains none."""
         if event.data == END:
             self.is_over = True
             return None
@@ -66,7 +66,7 @@ class StreamReader(Generic[ChunkT]):
 
 
 def _is_error(data: str) -> bool:
-    # Most chunks do not even hold the word, and are decoded once.
+    # Most chunks do not contain the word: skip the second decoding.
     if '"error"' not in data:
         return False
     try:

@@ -1,4 +1,4 @@
-"""What the sync and the async client share: bodies to send, how replies and failures are read."""
+"""Request bodies, reply decoding and error mapping of both clients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Who shall answer. `model` may be an adapter's name; adapters=[] asks for the base."""
+    """The model of a request. `model` may be an adapter's name; adapters=[] selects the base."""
 
     model: str | None = None
     adapters: Sequence[str] | None = None
@@ -56,6 +56,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
+    """One HTTP request."""
+
     method: str
     path: str
     body: bytes | None = None
@@ -124,7 +126,7 @@ def health_call(*, deep: bool) -> Call:
 
 
 def client_options(base_url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
-    """For httpx2's clients. The URL may end with /v1, as OpenAI's client wants it."""
+    """Arguments of httpx2's clients. The URL may end with /v1, like that of OpenAI's client."""
     if not base_url.startswith(("http://", "https://")):
         raise InvalidRequest(
             f"{base_url!r} is not a server's address. Write it like {DEFAULT_URL}.",
@@ -137,14 +139,14 @@ def client_options(base_url: str, api_key: str | None, timeout_s: float) -> dict
         "base_url": base_url.rstrip("/").removesuffix("/v1"),
         "headers": headers,
         "timeout": httpx2.Timeout(timeout_s, connect=min(timeout_s, MAX_CONNECT_S), pool=None),
-        # A thousand streams may be open at once; the server says when it has enough.
+        # Thousands of streams may be open at once; the server limits them with 429.
         "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=100),
     }
 
 
 @contextmanager
 def transport_errors(base_url: str, *, streaming: bool = False) -> Iterator[None]:
-    """Turns httpx2's exceptions into ours."""
+    """Convert httpx2's exceptions into those of this package."""
     try:
         yield
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
@@ -163,7 +165,7 @@ def transport_errors(base_url: str, *, streaming: bool = False) -> Iterator[None
 
 
 def error_of(response: httpx2.Response) -> ClientError:
-    """For a response whose body has been read."""
+    """The error of a response whose body has been read."""
     error = error_for_status(response.status_code, response.text)
     if isinstance(error, Retryable):
         error.retry_after_s = parse_retry_after(response.headers.get("retry-after"))
@@ -181,10 +183,10 @@ def decode(body: bytes, reply_type: type[T]) -> T:
 
 
 def decode_answer(body: bytes, reply_type: type[ReplyT]) -> ReplyT:
-    """Refuses an answer that the server itself calls broken off."""
+    """Decode a reply; raise if a choice ended with an error or an abort."""
     reply = decode(body, reply_type)
     if not reply.choices:
-        raise BadReply("The reply holds no choices.", body=body.decode(errors="replace"))
+        raise BadReply("The reply has no choices.", body=body.decode(errors="replace"))
     for choice in reply.choices:
         if choice.finish_reason in ("error", "abort"):
             raise ServerError(

@@ -112,7 +112,7 @@ def test_a_terminal_gets_history_completion_and_ctrl_c(server: ScriptedServer) -
             if select.select([mine], [], [], 3)[0]:
                 break
         # Not before readline has the terminal again: until then Ctrl-D is not a key.
-        assert "leaves." in read_until(mine, "pirate> ")
+        assert "ends the chat." in read_until(mine, "pirate> ")
         os.write(mine, b"\x04")
         assert program.wait(20) == 0
     finally:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from loramux.cli.chat_session import ChatSession
-from loramux.cli.chat_view import ChatView
+from loramux.cli.chat import ChatSession, ChatView
 from loramux.client.client import Client
 from tests.scripted_server import (
     DONE,

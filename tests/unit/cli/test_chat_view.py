@@ -5,7 +5,7 @@ import io
 import msgspec
 from rich.console import Console
 
-from loramux.cli.chat_view import Answer, ChatView, without_controls
+from loramux.cli.chat import Answer, ChatView, without_controls
 from loramux.client.replies import ChatChunk, ModelCard
 from tests.scripted_server import chat_chunk, usage_chunk
 

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from loramux.adapters.peft.doctor import ModuleReport, Refusal, Report
-from loramux.cli.doctor_view import layer_ranges, show_report, size_text
+from loramux.cli.console import size_text
+from loramux.cli.doctor import layer_ranges, show_report
 
 
 def rendered(report: Report, **console: Any) -> str:

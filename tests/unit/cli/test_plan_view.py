@@ -6,7 +6,7 @@ from rich.console import Console
 
 from loramux.capacity.plan import Budgets, Fleet, PlannedBase
 from loramux.capacity.planner import plan_memory
-from loramux.cli.plan_view import show_plan
+from loramux.cli.plan import show_plan
 from loramux.types.model import BaseModelInfo, Projection
 
 SHAPES = BaseModelInfo(

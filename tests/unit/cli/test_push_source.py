@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loramux.cli.byte_view import ByteView
-from loramux.cli.push_source import FetchOptions, source_config, source_folder, typed_hosts
+from loramux.cli.console import ByteView
+from loramux.cli.push import FetchOptions, source_config, source_folder, typed_hosts
 from loramux.errors import LoramuxError
 
 OPTIONS = FetchOptions(data=None, max_adapter_bytes=1000, timeout_s=3, num_workers=2)

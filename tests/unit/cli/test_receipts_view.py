@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from loramux.cli.receipts_view import (
+from loramux.cli.receipts import (
     adapter_text,
     adapters_text,
     milliseconds,

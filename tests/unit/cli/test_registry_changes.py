@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.cli.registry_changes import parse_shares
+from loramux.cli.registry import parse_shares
 from loramux.errors import InvalidRequest
 from tests.cli_factory import NAME, Shell
 

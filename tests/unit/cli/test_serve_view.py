@@ -9,7 +9,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from loramux.cli.serve_view import ServeView, curl_command, server_url, show_error
+from loramux.cli.console import show_error
+from loramux.cli.serve import ServeView, curl_command, server_url
 from loramux.config.fields import LoraModule
 from loramux.config.serve import ServeConfig
 

@@ -20,8 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from loramux.cli.main import app
-from loramux.cli.top import watch
-from loramux.cli.top_view import Frame
+from loramux.cli.top import Frame, watch
 from loramux.client.errors import ClientError, ConnectFailed
 from loramux.client.replies import EngineInfo
 from tests.scripted_server import (

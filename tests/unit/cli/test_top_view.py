@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from loramux.cli.top_view import Frame, age_text, frame_view
+from loramux.cli.top import Frame, age_text, frame_view
 from loramux.client.replies import AdapterInfo, EngineInfo, TierInfo
 
 

@@ -4,7 +4,7 @@ from uuid import uuid4
 
 import pytest
 
-from loramux.cli.bucket_gc import parse_duration
+from loramux.cli.gc import parse_duration
 from loramux.errors import InvalidRequest
 from loramux.receipts.writer import to_record
 from loramux.store.library import AdapterLibrary

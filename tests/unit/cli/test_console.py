@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from loramux.cli.byte_view import LINE_EVERY_S, ByteView
+from loramux.cli.console import LINE_EVERY_S, ByteView
 from tests.registry_factory import FakeClock
 
 MEBIBYTE = 2**20

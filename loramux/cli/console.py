@@ -1,9 +1,10 @@
-"""Bytes on their way: a bar on a terminal; elsewhere a line now and then, when it takes long."""
+"""Output helpers of the commands: escaped text, sizes, errors and progress."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -19,15 +20,51 @@ from rich.progress import (
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
+from rich.progress import Progress as ProgressBar
 from rich.text import Text
 
-from loramux.cli.doctor_view import printable, size_text
+
+def say(console: Console, label: str, text: str, *, style: str) -> None:
+    console.print(Text(label, style), Text(printable(text)), sep="", soft_wrap=True)
+
+
+def size_text(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}" if unit != "bytes" else f"{num_bytes} bytes"
+
+
+def printable(text: str) -> str:
+    """Escape control characters: names from adapter files could contain terminal sequences."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def show_error(console: Console, message: str) -> None:
+    say(console, "error: ", message, style="bold red")
+
+
+@contextmanager
+def working(stage: str) -> Iterator[None]:
+    """Show a spinner with the stage and its duration; outside a terminal show nothing."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with ProgressBar(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        bar.add_task(stage, total=None)
+        yield
+
 
 LINE_EVERY_S = 5.0
 
 
 class ByteView:
-    """A ByteSink. What is drawn goes when the work has ended; lines stay."""
+    """A ByteSink with a progress bar on a terminal, and a line every few seconds elsewhere."""
 
     def __init__(
         self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
