@@ -56,8 +56,8 @@ def time_prompt(num_sequences: int, num_tokens: int) -> float:
     plan = attention.plan(sequences, layout, DEVICE)
     q = torch.randn(num_sequences * num_tokens, HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE)
     args = AttendArgs(layer=1, scale=HEAD_DIM**-0.5)
-    attention.attend(storage, plan, q, args)
-    return replay_times(lambda: attention.attend(storage, plan, q, args), num_replays=6)[1]
+    plan.attend(storage, q, args)
+    return replay_times(lambda: plan.attend(storage, q, args), num_replays=6)[1]
 
 
 def time_sdpa(num_sequences: int, num_tokens: int, backend: SDPBackend) -> float:
@@ -80,11 +80,11 @@ def time_decode(lengths: torch.Tensor) -> float:
     qkv = torch.randn(num_sequences, heads, HEAD_DIM, dtype=DTYPE, device=DEVICE)
     q = qkv[:, :HEADS]
     plan = attention.plan_decodes(pages, layout, q)
-    attention.refresh(plan, lengths)
+    plan.partition(lengths)
 
     def work() -> None:
         for layer in range(num_layers):
-            attention.attend(storage, plan, q, AttendArgs(layer=layer, scale=0.09))
+            plan.attend(storage, q, AttendArgs(layer=layer, scale=0.09))
 
     return replay_times(work, num_replays=4)[1] / num_layers
 

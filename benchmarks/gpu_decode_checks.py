@@ -19,12 +19,18 @@ from loramux.kernels.gpu.attention import split_kv_device as attention_items_tri
 from loramux.kernels.gpu.attention.split_kv import Cut
 from loramux.kernels.gpu.gemm import small_m as product_triton
 from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
-from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.ops import (
+    ACTIVATIONS,
+    AttendArgs,
+    KVTarget,
+    Norm,
+    PagedLayout,
+    Rotation,
+    SequenceRows,
+)
 from loramux.kernels.reference import attention as attention_torch
 from loramux.kernels.reference import elementwise as fused_torch
 from loramux.kernels.reference import sampling as sampling_torch
-from loramux.kernels.reference import swiglu as gate_up_torch
-from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
 
 DEVICE = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -90,17 +96,17 @@ def check_attention(dtype: torch.dtype, shape: tuple[int, int, int]) -> Errors:
         q, k, v = wide.split([group * kv_heads, kv_heads, kv_heads], dim=1)
         for name, args in variants.items():
             plan = attention_triton.plan(sequences, layout, DEVICE)
-            attention_triton.write_kv(storage, plan, args.layer, k, v)
+            plan.write_kv(storage, args.layer, k, v)
             twin_storage, twin_plan = (
                 storage.double(),
                 attention_torch.plan(sequences, layout, DEVICE),
             )
-            attention_torch.write_kv(twin_storage, twin_plan, args.layer, k.double(), v.double())
+            twin_plan.write_kv(twin_storage, args.layer, k.double(), v.double())
             assert torch.equal(twin_storage.to(dtype), storage)
-            expected = attention_torch.attend(twin_storage, twin_plan, q.double(), args)
+            expected = twin_plan.attend(twin_storage, q.double(), args)
             # Twice: the counters of the first must be back at zero.
             for _ in range(2):
-                add(errors, name, attention_triton.attend(storage, plan, q, args), expected)
+                add(errors, name, plan.attend(storage, q, args), expected)
     return errors
 
 
@@ -127,10 +133,10 @@ def check_decode_graph(dtype: torch.dtype, shape: tuple[int, int, int]) -> Error
     outs: list[Tensor] = []
 
     def work() -> None:
-        attention_triton.refresh(plan, num_tokens)
+        plan.partition(num_tokens)
         target = KVTarget(storage, plan.slots, layout, 1)
         q = fused_triton.rotate_write(qkv.clone(), rotation, target)
-        outs.append(attention_triton.attend(storage, plan, q, args))
+        outs.append(plan.attend(storage, q, args))
 
     graph = capture(work)
     for some in lengths:
@@ -143,7 +149,7 @@ def check_decode_graph(dtype: torch.dtype, shape: tuple[int, int, int]) -> Error
         rows = [i for i, n in enumerate(some) if n]
         sequences = [SequenceRows(i, 1, some[i] - 1, pages[i].tolist()) for i in rows]
         twin_plan = attention_torch.plan(sequences, layout, DEVICE)
-        expected = attention_torch.attend(twin_storage.double(), twin_plan, q.double(), args)
+        expected = twin_plan.attend(twin_storage.double(), q.double(), args)
         add(errors, "decode graph", outs[-1][rows], expected[rows])
         add(errors, "decode graph, pages", storage, twin_storage)
     return errors
@@ -180,7 +186,7 @@ def check_fused(dtype: torch.dtype) -> Errors:
                 outs.append((normed, own))
             add(errors, "add_norm", outs[0][0], outs[1][0])
             add(errors, "add_norm, residual", outs[0][1], outs[1][1])
-        for activation in fused_torch.ACTIVATIONS:
+        for activation in ACTIVATIONS:
             gate_up = random(rows, 2 * hidden)
             expected = fused_torch.activate_mul(gate_up, activation)
             add(errors, activation, fused_triton.activate_mul(gate_up, activation), expected)
@@ -200,10 +206,10 @@ def check_products(dtype: torch.dtype) -> Errors:
             add(errors, "product of few rows", y, x.double() @ weight.double().t())
         for rows in (33, 64, 65, 128):
             x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
-            if gate_up_triton.fits(x, weight):
-                for activation in fused_torch.ACTIVATIONS:
-                    expected = gate_up_torch.gate_up(x, weight, activation)
-                    found = gate_up_triton.gate_up(x, weight, activation)
+            if gate_up_triton.supports(x, weight):
+                for activation in ACTIVATIONS:
+                    expected = fused_torch.linear_swiglu(x, weight, activation)
+                    found = gate_up_triton.linear_swiglu(x, weight, activation)
                     add(errors, f"gate and up, {activation}", found, expected)
     return errors
 

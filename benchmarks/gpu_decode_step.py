@@ -19,8 +19,7 @@ from benchmarks.gpu_timing import print_table, replay_times, time_by_kernel
 from loramux.kernels.gpu import elementwise as fused
 from loramux.kernels.gpu.attention import ops as attention
 from loramux.kernels.gpu.sampling import choose_tokens
-from loramux.kernels.ops import AttendArgs, PagedLayout
-from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
+from loramux.kernels.ops import AttendArgs, KVTarget, Norm, PagedLayout, Rotation
 
 HIDDEN, INNER, VOCAB = 4096, 14336, 128256
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
@@ -121,7 +120,7 @@ class DecodeStep:
     def run(self) -> None:
         model = self.model
         self.num_tokens.add_(1)
-        attention.refresh(self.plan, self.num_tokens)
+        self.plan.partition(self.num_tokens)
         rotation = Rotation(
             *fused.rotation(self.num_tokens - 1, model.frequencies, model.signs, 1.0)
         )
@@ -133,7 +132,7 @@ class DecodeStep:
             target = KVTarget(self.storage, self.plan.slots, self.layout, index)
             q = fused.rotate_write(qkv, rotation, target)
             args = AttendArgs(layer=index, scale=HEAD_DIM**-0.5)
-            attended = attention.attend(self.storage, self.plan, q, args)
+            attended = self.plan.attend(self.storage, q, args)
             normed = fused.add_norm(F.linear(attended, layer.o), hidden, layer.mlp_norm)
             mixed = fused.activate_mul(F.linear(normed, layer.gate_up), "silu")
             normed = fused.add_norm(F.linear(mixed, layer.down), hidden, following[index])

@@ -46,7 +46,7 @@ from loramux.kernels.gpu.lora.work_list import (
     gather_tiles,
     plain_tiles,
 )
-from loramux.kernels.gpu.pdl import overlaps_launches
+from loramux.kernels.gpu.pdl import supports_pdl
 from loramux.kernels.reference import lora_segmented
 
 Selection = tuple[tuple[int, float], ...]
@@ -308,7 +308,7 @@ def measure_read_tbps() -> float:
 
 
 def device_launch() -> LaunchShape:
-    return decode_launch(use_pdl=overlaps_launches(DEVICE.type))
+    return decode_launch(use_pdl=supports_pdl(DEVICE.type))
 
 
 def checked_launches() -> list[LaunchShape]:

@@ -39,20 +39,19 @@ from benchmarks.machine import describe_machine
 from benchmarks.report import Table
 from loramux.engine import build_device
 from loramux.engine.engine import Engine
-from loramux.kernels.ops import AttendArgs, SequenceRows
+from loramux.kernels.ops import AttendArgs, DeviceKernels, SequenceRows
 from loramux.kernels.reference import attention as attention_torch
 from loramux.kernels.reference import elementwise as fused_torch
 from loramux.kernels.reference import lora_augmented as augmented_reference
 from loramux.kernels.reference import lora_segmented
 from loramux.kernels.reference import sampling as sampling_torch
-from loramux.kernels.reference import swiglu as gate_up_torch
-from loramux.runner.fused_decoder import DeviceKernels, device_kernels
+from loramux.kernels.select import select_device_kernels
 from loramux.runner.gemm.dispatch import Products
 from loramux.types.request import Request
 
 TWINS: dict[str, ModuleType] = {
-    "fused": fused_torch,
-    "gate_up": gate_up_torch,
+    "elementwise": fused_torch,
+    "swiglu": fused_torch,
     "augmented": augmented_reference,
     "sampling": sampling_torch,
 }
@@ -97,7 +96,8 @@ class TwinCheck:
         }
         for name in ("attention", "lora"):
             found[name] = SimpleNamespace(**_public(getattr(kernels, name)))
-        found["attention"].attend = self._attend_of(kernels.attention)
+        for name in ("plan", "plan_decodes", "plan_steps"):
+            setattr(found["attention"], name, self._planned(getattr(kernels.attention, name)))
         found["lora"].shrink = self._shrink_of(kernels.lora)
         found["lora"].expand = self._expand_of(kernels.lora)
         found["lora"].expand_swiglu = self._expand_activate_of(kernels.lora)
@@ -157,17 +157,17 @@ class TwinCheck:
             kept = [x[rows].masked_fill(is_same[rows], 0.0) for x in (found, expected)]
             self.compare(f"{name}, in place", *kept)
 
-    def _attend_of(self, attention: Any) -> Callable[..., Tensor]:
-        def attend(storage: Tensor, plan: Any, q: Tensor, args: AttendArgs) -> Tensor:
-            found: Tensor = attention.attend(storage, plan, q, args)
-            if self._is_on:
-                sequences = sequences_of(plan, args.sliding_window)
-                known = attention_torch.plan(sequences, plan.layout, q.device)
-                expected = attention_torch.attend(storage.float(), known, q.float(), args)
-                self.compare("attention.attend", found, expected.to(found.dtype))
-            return found
+    def _planned(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: _CheckedPlan(self, make(*args))
 
-        return attend
+    def compare_attention(
+        self, plan: Any, found: Tensor, storage: Tensor, q: Tensor, args: AttendArgs
+    ) -> None:
+        if self._is_on:
+            sequences = sequences_of(plan, args.sliding_window)
+            known = attention_torch.plan(sequences, plan.layout, q.device)
+            expected = known.attend(storage.float(), q.float(), args)
+            self.compare("attention.attend", found, expected.to(found.dtype))
 
     def _shrink_of(self, lora: Any) -> Callable[..., None]:
         """Twins leave h in another form: both halves are compared behind the second."""
@@ -213,6 +213,25 @@ class TwinCheck:
         known = copy.deepcopy(tables)
         lora_segmented.shrink(known, pool, self._x, layer, site)
         return known
+
+
+@dataclasses.dataclass(frozen=True)
+class _CheckedPlan:
+    """A plan of attention whose results are compared with the reference's."""
+
+    check: TwinCheck
+    plan: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plan, name)
+
+    def first_rows(self, *args: Any) -> _CheckedPlan:
+        return _CheckedPlan(self.check, self.plan.first_rows(*args))
+
+    def attend(self, storage: Tensor, q: Tensor, args: AttendArgs) -> Tensor:
+        found: Tensor = self.plan.attend(storage, q, args)
+        self.check.compare_attention(self.plan, found, storage, q, args)
+        return found
 
 
 def sequences_of(plan: Any, window: int | None) -> list[SequenceRows]:
@@ -306,18 +325,18 @@ def kernels_of_large_steps() -> Iterator[None]:
 def check_traffic(
     make: Callable[[], Engine],
     requests: Callable[[Sequence[str]], Sequence[Request]],
-    kernels: Callable[[torch.device], DeviceKernels] = device_kernels,
+    kernels: Callable[[torch.device], DeviceKernels] = select_device_kernels,
 ) -> TwinCheck:
     """make: an engine on a device's kernels, with adapters   requests: of their ids"""
     check = TwinCheck()
     module: Any = build_device
-    own = module.device_kernels
+    own = module.select_device_kernels
     with kernels_of_large_steps():
-        module.device_kernels = lambda device: check.watch(kernels(device))
+        module.select_device_kernels = lambda device: check.watch(kernels(device))
         try:
             engine = make()
         finally:
-            module.device_kernels = own
+            module.select_device_kernels = own
         runner: Any = engine.executor
         watch_graphs(runner._graphs, runner._feed, check, "decode")
         watch_graphs(runner._rows, runner._feed, check, "step")

@@ -30,7 +30,8 @@ from loramux.adapters.catalog import KnownAdapter
 from loramux.adapters.packed.dense import DenseLayout
 from loramux.adapters.packed.image import AdapterImage
 from loramux.config.engine import SchedulerConfig
-from loramux.kernels.gpu.attention.split_kv import Cut, StepRows, cut_sequences
+from loramux.kernels.gpu.attention.split_kv import Cut, cut_sequences
+from loramux.kernels.ops import StepRows
 from loramux.memory.host_tier import HostTier
 from loramux.memory.loader import AdapterLoader
 from loramux.memory.pages import PageAllocator

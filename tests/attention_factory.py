@@ -50,8 +50,8 @@ def run(kernels: Any, mix: list[tuple[int, int]], args: AttendArgs) -> tuple[tor
     q = torch.randn(num_rows, NUM_HEADS, 8, generator=generator)
     k, v = (torch.randn(num_rows, 2, 8, generator=generator) for _ in range(2))
     plan = kernels.plan(sequences, LAYOUT, CPU)
-    kernels.write_kv(storage, plan, args.layer, k, v)
-    return kernels.attend(storage, plan, q, args), storage
+    plan.write_kv(storage, args.layer, k, v)
+    return plan.attend(storage, q, args), storage
 
 
 def check_against_reference(kernels: Any, mix: list[tuple[int, int]], args: AttendArgs) -> None:

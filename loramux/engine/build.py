@@ -17,7 +17,7 @@ from loramux.config.engine import EngineConfig, SchedulerConfig
 from loramux.engine.engine import Engine
 from loramux.engine.memory import Clock, build_memory
 from loramux.errors import DoesNotFit
-from loramux.kernels.ops import select_kernels
+from loramux.kernels.select import select_kernels
 from loramux.lora.merge import LinearKinds, MergeSource, PageDeltas
 from loramux.lora.merge_controller import MergeController
 from loramux.memory.device import default_pool_bytes, host_buffer, total_memory_bytes

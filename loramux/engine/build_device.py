@@ -11,6 +11,7 @@ from loramux.adapters.packed.dense import Site
 from loramux.config.engine import EngineConfig
 from loramux.engine.memory import EngineMemory
 from loramux.errors import DoesNotFit
+from loramux.kernels.select import select_device_kernels
 from loramux.lora.segmented import DeviceDirectory
 from loramux.memory.device import (
     device_memory_bytes,
@@ -19,7 +20,6 @@ from loramux.memory.device import (
 )
 from loramux.memory.pool import KVGeometry, PagePool
 from loramux.models.loader import LoadedModel
-from loramux.runner.fused_decoder import device_kernels
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow, StepPlan
@@ -61,7 +61,7 @@ class DevicePlan:
             decoder=self.model.decoder,
             pool=pool,
             directory=directory,
-            kernels=device_kernels(pool.device),
+            kernels=select_device_kernels(pool.device),
             limits=self.limits,
         )
 

@@ -1,15 +1,269 @@
-"""What the kernels take and give. Each has a plain torch version that the others must equal."""
+"""Types and Protocols of the op sets; every implementation is tested against kernels.reference.
+
+This module imports none of the implementations. `kernels.select` chooses among them, once at start.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from loramux.kernels.gpu.lora.tables import LoraTables
+    from loramux.kernels.gpu.lora_augmented.tables import AugmentedSite, AugmentedWeights
+
+Array = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+
+
+# ---- Attention ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayout:
+    """Shape of a KV page: [layers, 2, block_tokens, kv_heads, head_dim]."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRows:
+    """One sequence in a step: rows row_start.. are its tokens at positions position_start.."""
+
+    row_start: int
+    num_rows: int
+    position_start: int
+    page_ids: Sequence[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.position_start + self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of each sequence of a step, [sequences] each; rows of a sequence are adjacent."""
+
+    lengths: Ints
+    row_starts: Ints
+    positions: Ints
+    """Position of each sequence's first row."""
+
+    @classmethod
+    def of_lengths(cls, lengths: Iterable[int], positions: Iterable[int]) -> StepRows:
+        """Places the sequences' rows one behind the other."""
+        counts = np.fromiter(lengths, dtype=np.int32)
+        starts = np.cumsum(counts, dtype=np.int32) - counts
+        return cls(counts, starts, np.fromiter(positions, dtype=np.int32, count=len(counts)))
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceRows]) -> StepRows:
+        columns = [(s.num_rows, s.row_start, s.position_start) for s in sequences]
+        return cls(*np.array(columns, dtype=np.int32).reshape(-1, 3).T)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttendArgs:
+    layer: int
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+
+def kv_slots(sequences: Sequence[SequenceRows], block_tokens: int) -> list[int]:
+    """KV slot of each row of a step: page * block_tokens + token."""
+    return [
+        sequence.page_ids[position // block_tokens] * block_tokens + position % block_tokens
+        for sequence in sequences
+        for position in range(sequence.position_start, sequence.num_tokens)
+    ]
+
+
+class AttentionPlan(Protocol):
+    """Index tensors of a step, made once and used by every layer."""
+
+    def write_kv(self, storage: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
+        """Stores the step's keys and values in their pages.
+
+        storage [pages, layers * 2 * block * kv heads * dim]   k, v [rows, kv heads, dim]
+        """
+
+    def attend(self, storage: Tensor, q: Tensor, args: AttendArgs) -> Tensor:
+        """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V.
+
+        q [rows, heads, dim] -> [rows, heads * dim]
+        """
+
+
+class AttentionOps(Protocol):
+    def plan(
+        self, sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device
+    ) -> AttentionPlan:
+        """Builds the index tensors of a step."""
+
+
+class DeviceAttentionPlan(AttentionPlan, Protocol):
+    @property
+    def slots(self) -> Tensor:
+        """[rows] int32: page * block_tokens + token; a row with a negative slot is not stored."""
+
+    @property
+    def layout(self) -> PagedLayout: ...
+
+    def partition(self, num_tokens: Tensor) -> None:
+        """Partitions a decode plan's KV into work items, on the device.
+
+        num_tokens [sequences] int32, 0 for padding
+        attend reads the items before its PDL wait: at least one other kernel must run in between.
+        """
+
+    def first_rows(self, num_rows: int, num_items: Sequence[int]) -> DeviceAttentionPlan:
+        """The same buffers for a smaller graph: num_rows rows, and num_items of each tile shape."""
+
+
+class DeviceAttentionOps(Protocol):
+    def plan(
+        self, sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device
+    ) -> DeviceAttentionPlan:
+        """Builds the index tensors of a step."""
+
+    def plan_decodes(
+        self,
+        page_table: Tensor,
+        layout: PagedLayout,
+        q: Tensor,
+        windows: Iterable[int | None] = (None,),
+    ) -> DeviceAttentionPlan:
+        """A plan of fixed shape for a CUDA graph: one row per sequence; `partition` fills it.
+
+        page_table [sequences, pages] int32   q: any tensor of the queries' shape and dtype
+        """
+
+    def plan_steps(
+        self,
+        page_table: Tensor,
+        slots: Tensor,
+        q: Tensor,
+        layout: PagedLayout,
+        items: Mapping[int | None, Sequence[Tensor]],
+    ) -> DeviceAttentionPlan:
+        """A plan of fixed shape for a CUDA graph of any step; `partition_steps` makes the items.
+
+        page_table [sequences, pages], slots [rows] int32   q: as in plan_decodes
+        """
+
+    def max_items(
+        self, num_rows: int, num_sequences: int, q: Tensor, layout: PagedLayout
+    ) -> list[int]:
+        """Most work items of each tile shape that `partition_steps` makes for such a step.
+
+        A step with very many prefills may have more.
+        """
+
+    def partition_steps(
+        self, rows: StepRows, window: int | None, q: Tensor, layout: PagedLayout
+    ) -> list[Tensor]:
+        """[items, 8] int32 on the CPU: work items of sequences with many rows, and with few."""
+
+
+# ---- Elementwise ops between GEMMs ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm: y = x / rms(x) * weight. weight [size], or [heads, size] for one norm per head"""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary embedding of queries and keys, and the norm of each head before it."""
+
+    cos: Tensor
+    sin: Tensor
+    """[rows, head_dim] each: both halves equal, but sin is negated in the first one."""
+    head_norm: Norm | None = None
+    """weight [heads + kv_heads, head_dim]"""
+
+
+@dataclass(frozen=True, slots=True)
+class KVTarget:
+    """The pages that a step's keys and values are written to."""
+
+    storage: Tensor
+    slots: Tensor
+    """[rows] int32: page * block_tokens + token; a row with a negative slot is not stored."""
+    layout: PagedLayout
+    layer: int
+
+
+class ElementwiseOps(Protocol):
+    """The ops between a decoder's GEMMs, computed in float32."""
+
+    def rotation(
+        self, positions: Tensor, frequencies: Tensor, signs: Tensor, factor: float
+    ) -> tuple[Tensor, Tensor]:
+        """cos * factor and sin * signs of positions * frequencies: [rows, head_dim] float32 each.
+
+        positions [rows] int32   frequencies, signs [head_dim] float32
+        """
+
+    def rotate_write(self, qkv: Tensor, rotation: Rotation, target: KVTarget) -> Tensor:
+        """Rotates queries in place and returns them; writes rotated keys and values to pages.
+
+        qkv [rows, (heads + 2 * kv_heads) * head_dim] -> [rows, heads, head_dim], a view of it
+        """
+
+    def add_norm(
+        self, x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None
+    ) -> Tensor:
+        """residual += x, in place; returns norm(residual). With `after`, x is normed first.
+
+        x, residual [rows, hidden]
+        x may be a split-K GEMM's partial sums, float32 [splits, rows, hidden]: they are reduced
+        and rounded first (on a GPU and in the reference)
+        """
+
+    def activate_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up. gate_up [rows, 2 * inner], gate first -> [rows, inner]"""
+
+
+class SwigluOps(Protocol):
+    """The gate_up GEMM with its activation in the epilogue."""
+
+    def supports(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether `linear_swiglu` takes tensors of these shapes, types and strides."""
+
+    def linear_swiglu(self, x: Tensor, weight: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up, where x @ weight.T is gate and up side by side; rounded once.
+
+        x [rows, inputs]   weight [2 * inner, inputs] -> [rows, inner]
+        """
+
+
+class SamplingOps(Protocol):
+    def choose_tokens(self, logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor:
+        """One token per row: the argmax at temperature 0, else by inverse CDF in vocabulary order.
+
+        logits [rows, vocab]   temperatures [rows] float32   noise [rows] float64 in [0, 1)
+        returns [rows] int64
+        """
+
+
+# ---- LoRA on a CPU --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +288,7 @@ class LoraWeights:
     where adapters do not stand a whole number of rows apart."""
     addresses: NDArray[np.int64] | None = None
     """Where each adapter begins, for kernels that read it there; None: in the memory of a."""
-    prepared: list[Any] = field(default_factory=list)
+    prepared: list[tuple[NDArray[np.int64], NDArray[np.int64], int]] = field(default_factory=list)
     """What a kernel has made of the above, for its next call."""
 
 
@@ -84,19 +338,6 @@ class LoraRows:
     """Of that loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The same memory twice: to make one of the other takes as long as many a compiled loop."""
-
-    tensor: Tensor
-    array: NDArray[np.float32]
-
-
-def empty_rows(num_rows: int, width: int) -> Rows:
-    array = np.empty((num_rows, width), dtype=np.float32)
-    return Rows(torch.from_numpy(array), array)
-
-
 class LoraKernels(Protocol):
     READS_ADDRESSES: bool
     """Of LoraWeights: adapters may lie anywhere, and slots that no row uses cost nothing."""
@@ -111,107 +352,232 @@ class LoraKernels(Protocol):
         ...
 
 
+# ---- LoRA on a GPU --------------------------------------------------------------------------
+
+
+class SegmentedLoraOps(Protocol):
+    """LoRA by a step's work list (SGMV). pool [pages, elements]"""
+
+    def resolve(self, tables: LoraTables, directory: Tensor, slots: Tensor) -> None:
+        """Writes the addresses of A and B of each work item, layer and projection.
+
+        directory int32 [layers, groups, 4]   slots int32 [slots, 8 projections, 2]
+        """
+
+    def shrink(self, tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -> None:
+        """h = x @ A.T for every work item. x [rows, in]"""
+
+    def expand(self, tables: LoraTables, pool: Tensor, y: Tensor, layer: int, site: int) -> None:
+        """y += weight * h @ B for every work item. y [rows, out]"""
+
+    def expand_swiglu(  # noqa: PLR0913
+        self, tables: LoraTables, pool: Tensor, y: Tensor, activation: str, layer: int, site: int
+    ) -> Tensor:
+        """activation(gate) * up of y as `expand` would leave it: [rows, inner]"""
+
+
+class AugmentedLoraOps(Protocol):
+    """LoRA whose A is appended to the base weights: y has h behind its outputs."""
+
+    def copy_block(  # noqa: PLR0913
+        self,
+        store: AugmentedWeights,
+        pool: Tensor,
+        directory: Tensor,
+        slots: Tensor,
+        *,
+        rank_block: tuple[int, int],
+        block: int,
+    ) -> None:
+        """Copies A of one rank block of one adapter behind every weight."""
+
+    def expand(self, y: Tensor, lora: AugmentedSite) -> Tensor:
+        """y += h @ B, in place: [rows, outputs]. y [rows, outputs + ranks]"""
+
+    def rotate_write(
+        self, y: Tensor, rotation: Rotation, target: KVTarget, lora: AugmentedSite
+    ) -> Tensor:
+        """`ElementwiseOps.rotate_write` of y with its adapters."""
+
+    def add_norm(
+        self, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: AugmentedSite
+    ) -> Tensor:
+        """`ElementwiseOps.add_norm` of y with its adapters."""
+
+    def activate_mul(self, y: Tensor, activation: str, lora: AugmentedSite) -> Tensor:
+        """`ElementwiseOps.activate_mul` of y with its adapters."""
+
+
+# ---- Compiled CPU loops (float32) -----------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class SequenceRows:
-    """One sequence in a step: rows row_start.. are its tokens at positions position_start.."""
+class Rows:
+    """A buffer as tensor and as array: converting takes as long as many a compiled loop."""
 
-    row_start: int
-    num_rows: int
-    position_start: int
-    page_ids: Sequence[int]
+    tensor: Tensor
+    array: Array
 
+
+def empty_rows(num_rows: int, width: int) -> Rows:
+    array = np.empty((num_rows, width), dtype=np.float32)
+    return Rows(torch.from_numpy(array), array)
+
+
+@dataclass(frozen=True, slots=True)
+class NormArrays:
+    """`Norm` as the compiled loops read it."""
+
+    weight: Array
+    eps: np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class RotateWriteArrays:
+    """`Rotation` and `KVTarget` as the compiled loops read them."""
+
+    cos: Array
+    sin: Array
+    slots: Ints
+    storage: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """An op that a compiled GEMM applies to each row of y as soon as the row is complete."""
+
+    kind: int
+    source: Array
+    out: Array
+    weight: Array
+    eps: np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A weight in the panel layout of the compiled GEMM."""
+
+    in_features: int
+    out_features: int
+    depth: int
+    """Inputs in one block of K."""
+    panels: Array
+    """[blocks of K, panels, depth, tile width], zero behind the last column."""
+    start: Array
+    """Initial value of y: the bias or zeros, as wide as all panels."""
+
+
+class JitAttentionPlan(AttentionPlan, Protocol):
     @property
-    def num_tokens(self) -> int:
-        return self.position_start + self.num_rows
+    def slots(self) -> Tensor:
+        """[rows] int32: page * block_tokens + token."""
+
+    def attend_into(self, out: Rows, storage: Tensor, q: Tensor, args: AttendArgs) -> None:
+        """`attend`, written to `out`."""
 
 
-@dataclass(frozen=True, slots=True)
-class PagedLayout:
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_tokens: int
+class JitAttentionOps(Protocol):
+    def plan(
+        self, sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device
+    ) -> JitAttentionPlan:
+        """Builds the index tensors of a step."""
+
+
+class JitElementwiseOps(ElementwiseOps, Protocol):
+    def norm_arrays(self, norm: Norm) -> NormArrays: ...
+
+    def add_norm_into(
+        self,
+        x: Array | None,
+        residual: Array,
+        norms: tuple[NormArrays, NormArrays | None],
+        out: Array,
+    ) -> None:
+        """`add_norm`, written to `out`; with a second norm, x is overwritten."""
+
+    def rotate_write_into(
+        self,
+        qkv: Array,
+        head_norm: NormArrays | None,
+        arrays: RotateWriteArrays,
+        layout: PagedLayout,
+        layer: int,
+    ) -> None:
+        """`rotate_write` in place."""
+
+    def add_norm_epilogue(self, residual: Array, norm: NormArrays, out: Array) -> Epilogue:
+        """`add_norm_into` of each row of a GEMM."""
+
+    def silu_mul_epilogue(self, out: Array) -> Epilogue:
+        """silu(gate) * up of each row of a GEMM, written to `out`."""
+
+    def run_epilogue(self, epilogue: Epilogue, y: Array) -> None:
+        """Applies the epilogue to all rows of y, which another GEMM has computed."""
+
+
+class JitLoraOps(LoraKernels, Protocol):
+    def add_lora_rows(self, y: Array, x: Array, weights: LoraWeights, rows: LoraRows) -> None:
+        """`add_lora` of contiguous arrays."""
+
+
+class JitGemmOps(Protocol):
+    """GEMM over a weight that was packed once."""
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> PackedMatrix:
+        """weight [out, in], bias [out]"""
+
+    def multiply(self, x: Tensor, matrix: PackedMatrix) -> Tensor:
+        """x [rows, in] -> [rows, out]"""
+
+
+class JitLinearOps(Protocol):
+    """GEMM, adapters and epilogue in one parallel loop."""
+
+    def linear_into(
+        self,
+        x: Array,
+        matrix: PackedMatrix,
+        adapters: Sequence[tuple[LoraWeights, LoraRows]],
+        y: Array,
+        epilogue: Epilogue | None = None,
+    ) -> None:
+        """y = x @ matrix + what the adapters add, then the epilogue. x, y contiguous"""
+
+
+# ---- What is selected at start --------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttendArgs:
-    layer: int
-    scale: float
-    sliding_window: int | None = None
-    softcap: float | None = None
+class JitKernels:
+    attention: JitAttentionOps
+    elementwise: JitElementwiseOps
+    lora: JitLoraOps
+    linear: JitLinearOps | None
+    """None: this platform has no compiled GEMM, torch computes it."""
 
 
-def kv_slots(sequences: Sequence[SequenceRows], block_tokens: int) -> list[int]:
-    """Where each row of a step keeps its keys and values: page * block_tokens + token."""
-    return [
-        sequence.page_ids[position // block_tokens] * block_tokens + position % block_tokens
-        for sequence in sequences
-        for position in range(sequence.position_start, sequence.num_tokens)
-    ]
-
-
-class AttentionKernels(Protocol):
-    def plan(
-        self, sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device
-    ) -> Any:
-        """Index tensors of a step, made once and used by every layer."""
-        ...
-
-    def write_kv(self, storage: Tensor, plan: Any, layer: int, k: Tensor, v: Tensor) -> None:
-        """Stores the step's keys and values in their pages.
-
-        storage [pages, layers * 2 * block * kv heads * dim]   k, v [rows, kv heads, dim]
-        """
-        ...
-
-    def attend(self, storage: Tensor, plan: Any, q: Tensor, args: AttendArgs) -> Tensor:
-        """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V.
-
-        q [rows, heads, dim] -> [rows, heads * dim]
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
+    """The op sets of a CPU, or of the reference on any device."""
+
+    name: str
+    attention: AttentionOps
     lora: LoraKernels
-    attention: AttentionKernels
-    name: str = field(default="torch")
-    fused: Any = None
-    """The operations between matrix products, as fused_torch has them; None: the model's own."""
+    jit: JitKernels | None = None
+    """The compiled loops of the whole layer; None: the model's own torch ops run between GEMMs."""
 
 
-def select_kernels(
-    device_type: str, *, reference: bool, dtype: torch.dtype, may_compile: bool = True
-) -> Kernels:
-    """Chosen once, at start; there is no other switch between implementations."""
-    from loramux.kernels.reference import attention as attention_torch
-    from loramux.kernels.reference import lora as lora_torch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKernels:
+    """The op sets of a GPU, and what its driver says about it."""
 
-    if reference:
-        return Kernels(lora=lora_torch, attention=attention_torch, name="torch")
-    if may_compile and device_type == "cpu" and dtype == torch.float32:
-        compiled = _compiled_kernels()
-        if compiled is not None:
-            return compiled
-    from loramux.kernels.cpu import attention as attention_cpu
-    from loramux.kernels.cpu import lora as lora_cpu
-
-    return Kernels(lora=lora_cpu, attention=attention_cpu, name="cpu")
-
-
-def _compiled_kernels() -> Kernels | None:
-    """Compiled here, or read from the cache of an earlier start; None: numba is not installed."""
-    try:
-        from loramux.kernels.cpu_jit import attention as attention_numba
-        from loramux.kernels.cpu_jit import elementwise as fused_numba
-        from loramux.kernels.cpu_jit import lora as lora_numba
-        from loramux.kernels.cpu_jit import runtime as math_numba
-        from loramux.kernels.cpu_jit import thread_affinity as pin_numba
-    except ModuleNotFoundError as error:
-        if error.name != "numba":
-            raise
-        return None
-    math_numba.use_threads(torch.get_num_threads())
-    pin_numba.pin_workers(torch.get_num_threads())
-    return Kernels(lora=lora_numba, attention=attention_numba, fused=fused_numba, name="numba")
+    attention: DeviceAttentionOps
+    elementwise: ElementwiseOps
+    swiglu: SwigluOps | None
+    """None: GEMM and activation run one after the other."""
+    lora: SegmentedLoraOps
+    augmented: AugmentedLoraOps
+    sampling: SamplingOps
+    num_sms: int
+    supports_pdl: bool
+    """Programmatic dependent launch: a kernel may start before the one ahead of it ends."""

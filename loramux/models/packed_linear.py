@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import platform
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loramux.kernels.ops import PackedMatrix
+from loramux.kernels.select import select_jit_gemm
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
-
-if TYPE_CHECKING:
-    from loramux.kernels.cpu_jit.gemm import PackedMatrix
 
 SITES = ("qkv", "o", "gate_up", "down")
 # A single row is a vector product, which the plain weight serves 1.3 to 2.5 times as fast; in
@@ -36,10 +33,9 @@ class PackedLinear(nn.Module):
         """For the compiled product; None: oneDNN computes it, from `packed`."""
         self.packed: Tensor | None = None
         self.max_plain_rows = 0 if linear.weight.dtype == torch.bfloat16 else MAX_PLAIN_ROWS
-        if has_compiled_product(linear.weight.dtype):
-            from loramux.kernels.cpu_jit import gemm as gemm_numba
-
-            self.matrix = gemm_numba.pack(linear.weight.data, linear.bias)
+        self._gemm = select_jit_gemm(linear.weight.dtype)
+        if self._gemm is not None:
+            self.matrix = self._gemm.pack(linear.weight.data, linear.bias)
         else:
             weight = linear.weight.data
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
@@ -47,10 +43,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[0] <= self.max_plain_rows:
             return F.linear(x, self.weight, self.bias)
-        if self.matrix is not None:
-            from loramux.kernels.cpu_jit.gemm import multiply
-
-            return multiply(x, self.matrix)
+        if self._gemm is not None and self.matrix is not None:
+            return self._gemm.multiply(x, self.matrix)
         return cast(
             Tensor,
             torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], ""),
@@ -59,15 +53,6 @@ class PackedLinear(nn.Module):
     def matrix_for(self, num_rows: int) -> PackedMatrix | None:
         """What a compiled product of so many rows reads; None: `forward` has a faster way."""
         return None if num_rows <= self.max_plain_rows else self.matrix
-
-
-def has_compiled_product(dtype: torch.dtype) -> bool:
-    """With numba, where it was measured to be the faster one, at 32 rows against oneDNN.
-
-    aarch64 1.2 times; x86_64 with AVX-512 1.3, with AVX2 1.6 (a whole decoding step)
-    """
-    is_measured = platform.system() == "Linux" and platform.machine() in ("aarch64", "x86_64")
-    return is_measured and dtype == torch.float32 and importlib.util.find_spec("numba") is not None
 
 
 def pack_linears(decoder: Decoder, *, byte_limit: int) -> int:

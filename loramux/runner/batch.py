@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from loramux.kernels.gpu.transfer import send
-from loramux.kernels.ops import AttendArgs, AttentionKernels, PagedLayout, SequenceRows
+from loramux.kernels.ops import AttendArgs, AttentionPlan, PagedLayout, SequenceRows
 from loramux.memory.pool import PagePool
 from loramux.runner.sampler import prompt_logprobs
 from loramux.types.request import TokenLogprob
@@ -34,6 +34,13 @@ class StepBatch:
     def rows(self, index: int) -> range:
         start = self.row_starts[index]
         return range(start, start + len(self.chunks[index].token_ids))
+
+    @property
+    def sequences(self) -> list[SequenceRows]:
+        return [
+            SequenceRows(start, len(chunk.token_ids), chunk.start, chunk.page_ids)
+            for start, chunk in zip(self.row_starts, self.chunks, strict=True)
+        ]
 
     @property
     def sampled_rows(self) -> list[int]:
@@ -71,14 +78,9 @@ def layout_of(pool: PagePool) -> PagedLayout:
 class PagedAttention:
     """What the decoder calls in each layer: stores keys and values in pages, then attends."""
 
-    def __init__(self, batch: StepBatch, pool: PagePool, kernels: AttentionKernels) -> None:
-        self._kernels = kernels
-        self._storage = pool.storage
-        sequences = [
-            SequenceRows(start, len(chunk.token_ids), chunk.start, chunk.page_ids)
-            for start, chunk in zip(batch.row_starts, batch.chunks, strict=True)
-        ]
-        self.plan = kernels.plan(sequences, layout_of(pool), pool.storage.device)
+    def __init__(self, plan: AttentionPlan, storage: Tensor) -> None:
+        self._plan = plan
+        self._storage = storage
 
     def attend(  # noqa: PLR0913  (the decoder's protocol)
         self,
@@ -91,9 +93,9 @@ class PagedAttention:
         sliding_window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        self._kernels.write_kv(self._storage, self.plan, layer, k, v)
+        self._plan.write_kv(self._storage, layer, k, v)
         args = AttendArgs(layer=layer, scale=scale, sliding_window=sliding_window, softcap=softcap)
-        return self._kernels.attend(self._storage, self.plan, q, args)
+        return self._plan.attend(self._storage, q, args)
 
 
 def half_filled_pages(chunks: Sequence[Chunk], block_tokens: int) -> list[int]:

@@ -45,12 +45,13 @@ class CpuRunner:
         self._pool = pool
         self._adapters = adapters
         self._kernels = kernels
+        self._layout = layout_of(pool)
         self._stacks = LoraStacks(pool, in_place=kernels.lora.READS_ADDRESSES)
         self._lora = attach(decoder.layers, site_names, kernels.lora)
         self._compiled = (
             None
-            if kernels.fused is None
-            else JitDecoder(decoder, kernels, layout_of(pool), pool.storage)
+            if kernels.jit is None
+            else JitDecoder(decoder, kernels.jit, self._layout, pool.storage)
         )
 
     @property
@@ -117,16 +118,17 @@ class CpuRunner:
         self, batch: StepBatch, lora: LoraBatch | None, rows: Sequence[int] | None
     ) -> Tensor:
         """The hidden states of these rows; None: of all."""
-        inputs = batch.token_ids, batch.positions
-        attention = PagedAttention(batch, self._pool, self._kernels.attention)
+        inputs, device = (batch.token_ids, batch.positions), self._pool.device
         self._lora.batch = lora
         try:
             if self._compiled is None:
                 assert rows is None, "only the compiled decoder picks rows"
+                plan = self._kernels.attention.plan(batch.sequences, self._layout, device)
+                attention = PagedAttention(plan, self._pool.storage)
                 return cast(Tensor, self._decoder(*inputs, attention))
             if lora is not None and rows is not None:
                 lora.keep_rows(rows, self._compiled.last_sites, self._kernels.lora)
-            return self._compiled.hidden(*inputs, attention.plan, rows)
+            return self._compiled.hidden(*inputs, batch.sequences, rows)
         finally:
             self._lora.batch = None
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from loramux.kernels.ops import DeviceAttentionPlan, DeviceKernels
 from loramux.lora.graph_lora import BASE_MODE, GraphLora, LoraMode
 from loramux.runner.decode_inputs import DecodeInputs
 from loramux.runner.device_sampler import Draws
-from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
+from loramux.runner.fused_decoder import FusedDecoder
 from loramux.runner.step_graphs import StepGraphs
 from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import Chunk
@@ -128,7 +128,7 @@ class DecodeGraphs:
         work = partial(self._compute, size, mode)
         return self._steps.get((size, mode), work, launches_early=size <= _MOST_EARLY_ROWS)
 
-    def _plan(self, size: int) -> Any:
+    def _plan(self, size: int) -> DeviceAttentionPlan:
         """The attention's; its shape depends on the number of rows alone."""
         layout = self._decoder.layout
         q = self._logits.new_empty(
@@ -143,7 +143,7 @@ class DecodeGraphs:
         inputs, plan = self._inputs, self._plans[size]
         num_tokens = inputs.num_tokens[:size]
         inputs.pages.write_table(self._page_table[:size])
-        self._kernels.attention.refresh(plan, num_tokens)
+        plan.partition(num_tokens)
         lora = self.lora.begin(mode, size)
         hidden = self._decoder.hidden(inputs.token_ids(size), num_tokens - 1, plan, lora)
         logits: Tensor = self._logits[:size]

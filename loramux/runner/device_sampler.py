@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from loramux.kernels.gpu.transfer import send
+from loramux.kernels.ops import SamplingOps
 from loramux.runner.penalties import changes_logits
 from loramux.runner.sampler import SampleOutput, sample, uniform
 from loramux.types.request import TokenLogprob
@@ -47,12 +47,11 @@ def draw(rows: Sequence[SampleRow]) -> Draws:
     return Draws(temperatures, noise, others)
 
 
-def choose(logits: Tensor, draws: Draws, kernels: Any) -> Tensor:
+def choose(logits: Tensor, draws: Draws, ops: SamplingOps) -> Tensor:
     """One token per row, [rows]; any for those that need the full sampler. logits [rows, vocab]"""
     numbers = torch.tensor([draws.temperatures, draws.noise], dtype=torch.float64)
     temperatures, noise = send(numbers, logits.device)
-    chosen: Tensor = kernels.choose_tokens(logits, temperatures.float(), noise)
-    return chosen
+    return ops.choose_tokens(logits, temperatures.float(), noise)
 
 
 def finish(

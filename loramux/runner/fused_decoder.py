@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from loramux.errors import UnsupportedModel
-from loramux.kernels.ops import AttendArgs, PagedLayout
-from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
+from loramux.kernels.ops import (
+    AttendArgs,
+    DeviceAttentionPlan,
+    DeviceKernels,
+    KVTarget,
+    Norm,
+    PagedLayout,
+    Rotation,
+)
 from loramux.lora.augmented_step import AugmentedStep
 from loramux.models.augmented_linear import AugmentedLinear, appended_rows
 from loramux.models.decoder import Decoder, DecoderLayer
@@ -29,68 +34,6 @@ from loramux.runner.linear_ops import (
     SiteOps,
     add_norm_behind,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceKernels:
-    """Modules of loramux.kernels, and what they found out about the device; chosen once."""
-
-    attention: Any
-    fused: Any
-    gate_up: Any
-    lora: Any
-    augmented: Any
-    sampling: Any
-    num_multiprocessors: int
-    overlaps_launches: bool
-    """A kernel may start while the one ahead of it ends."""
-
-
-def device_kernels(device: torch.device) -> DeviceKernels:
-    """Triton's; on a CPU, where its interpreter runs them, the torch twins wherever there is one.
-
-    That is for tests of what stands above the kernels.
-    """
-    try:
-        from loramux.kernels.gpu import elementwise as fused_triton
-        from loramux.kernels.gpu import pdl as launch_triton
-        from loramux.kernels.gpu import sampling as sampling_triton
-        from loramux.kernels.gpu.attention import ops as attention_triton
-        from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
-        from loramux.kernels.gpu.lora import segmented as lora_triton
-        from loramux.kernels.gpu.lora_augmented import ops as augmented_gpu
-    except ImportError as error:
-        raise UnsupportedModel(
-            f"Serving on {device} needs Triton, which cannot be imported ({error}). "
-            "Install a torch build for this GPU, or serve with --device cpu."
-        ) from error
-    if device.type == "cpu":
-        from loramux.kernels.reference import elementwise as fused_torch
-        from loramux.kernels.reference import lora_augmented as augmented_reference
-        from loramux.kernels.reference import lora_segmented
-        from loramux.kernels.reference import sampling as sampling_torch
-        from loramux.kernels.reference import swiglu as gate_up_torch
-
-        return DeviceKernels(
-            attention=attention_triton,
-            fused=fused_torch,
-            gate_up=gate_up_torch,
-            lora=lora_segmented,
-            augmented=augmented_reference,
-            sampling=sampling_torch,
-            num_multiprocessors=1,
-            overlaps_launches=False,
-        )
-    return DeviceKernels(
-        attention=attention_triton,
-        fused=fused_triton,
-        gate_up=gate_up_triton,
-        lora=lora_triton,
-        augmented=augmented_gpu,
-        sampling=sampling_triton,
-        num_multiprocessors=launch_triton.num_multiprocessors(device.type),
-        overlaps_launches=launch_triton.overlaps_launches(device.type),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +69,7 @@ class FusedDecoder:
         self.products = open_products(
             storage.device,
             _families(decoder, self._layers),
-            add_norm_behind(kernels.fused, self._final_norm, storage.dtype),
+            add_norm_behind(kernels.elementwise, self._final_norm, storage.dtype),
             _gated(kernels, config.activation),
         )
 
@@ -156,14 +99,14 @@ class FusedDecoder:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        plan: Any,
+        plan: DeviceAttentionPlan,
         lora: LoraStep | AugmentedStep | None,
     ) -> Tensor:
         """The normed hidden state of every row. token_ids, positions [rows] int32"""
-        fused, ops = self._kernels.fused, self._ops(lora)
+        elementwise, ops = self._kernels.elementwise, self._ops(lora)
         rotations = self._rotations(positions)
         hidden: Tensor = self._decoder.embed_tokens(token_ids)
-        normed: Tensor = fused.add_norm(None, hidden, self._layers[0].attention_norm)
+        normed = elementwise.add_norm(None, hidden, self._layers[0].attention_norm)
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, layer in enumerate(self._layers):
             attended = self._attend(index, layer, normed, rotations, plan, ops)
@@ -201,10 +144,9 @@ class FusedDecoder:
         return whole, whole if local is None else self._rotation(local, positions)
 
     def _rotation(self, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self._kernels.fused.rotation(
+        return self._kernels.elementwise.rotation(
             positions, rotary.frequencies, rotary.signs, rotary.attention_factor
         )
-        return found
 
     def _attend(  # noqa: PLR0913
         self,
@@ -212,7 +154,7 @@ class FusedDecoder:
         layer: _Layer,
         normed: Tensor,
         rotations: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
-        plan: Any,
+        plan: DeviceAttentionPlan,
         ops: SiteOps,
     ) -> Tensor:
         place = (index, QKV)
@@ -226,21 +168,22 @@ class FusedDecoder:
             sliding_window=layer.sliding_window,
             softcap=self._softcap,
         )
-        attended: Tensor = self._kernels.attention.attend(self._storage, plan, q, args)
-        return attended
+        return plan.attend(self._storage, q, args)
 
     def _ops(self, lora: LoraStep | AugmentedStep | None) -> SiteOps:
         kernels = self._kernels
         if isinstance(lora, AugmentedStep):
-            return AugmentedOps(kernels.fused, kernels.augmented, lora, self.products)
-        return PlainOps(kernels.fused, lora, self.products)
+            return AugmentedOps(kernels.elementwise, kernels.augmented, lora, self.products)
+        return PlainOps(kernels.elementwise, lora, self.products)
 
 
-def _gated(kernels: DeviceKernels, activation: str) -> Gated:
+def _gated(kernels: DeviceKernels, activation: str) -> Gated | None:
+    if kernels.swiglu is None:
+        return None
     return Gated(
-        fits=kernels.gate_up.fits,
-        at_once=partial(kernels.gate_up.gate_up, activation=activation),
-        activate=partial(kernels.fused.activate_mul, activation=activation),
+        fits=kernels.swiglu.supports,
+        at_once=partial(kernels.swiglu.linear_swiglu, activation=activation),
+        activate=partial(kernels.elementwise.activate_mul, activation=activation),
     )
 
 

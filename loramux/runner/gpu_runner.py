@@ -10,7 +10,7 @@ from torch import Tensor
 
 from loramux.errors import DoesNotFit
 from loramux.kernels.gpu.transfer import send
-from loramux.kernels.ops import PagedLayout, SequenceRows
+from loramux.kernels.ops import DeviceKernels, PagedLayout, SequenceRows
 from loramux.lora.augmented_step import augmented_work
 from loramux.lora.graph_lora import GraphLora
 from loramux.lora.segmented import (
@@ -31,7 +31,7 @@ from loramux.models.decoder import Decoder
 from loramux.runner.batch import StepBatch, build_batch, prompt_logprobs_of
 from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits, Progress, is_decode
 from loramux.runner.device_sampler import Draws, choose, draw, finish, is_plain
-from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
+from loramux.runner.fused_decoder import FusedDecoder
 from loramux.runner.in_flight import FinishedStep, LaunchedStep
 from loramux.runner.prefill_graphs import RowGraphs
 from loramux.runner.sampler import SampleOutput
@@ -73,11 +73,11 @@ class GpuRunner:
             directory=directory,
             num_layers=geometry.num_layers,
             pool=pool.storage,
-            num_sms=kernels.num_multiprocessors,
+            num_sms=kernels.num_sms,
         )
         self._prompt_lora = prefill_work(lora, limits.max_batch_tokens)
-        decodes = decode_work(lora, limits.max_sequences, use_pdl=kernels.overlaps_launches)
-        rows = prefill_graph_work(lora, limits.max_batch_tokens, use_pdl=kernels.overlaps_launches)
+        decodes = decode_work(lora, limits.max_sequences, use_pdl=kernels.supports_pdl)
+        rows = prefill_graph_work(lora, limits.max_batch_tokens, use_pdl=kernels.supports_pdl)
         self._augmented = augmented_work(decodes, self._decoder.appended, kernels.augmented)
         self._graphs = DecodeGraphs(
             self._decoder,

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from loramux.kernels.ops import (
+    Array,
     AttendArgs,
-    Kernels,
+    Epilogue,
+    JitAttentionPlan,
+    JitKernels,
     LoraRows,
     LoraWeights,
+    Norm,
+    NormArrays,
     PagedLayout,
+    RotateWriteArrays,
     Rows,
+    SequenceRows,
     empty_rows,
 )
-from loramux.kernels.reference.elementwise import Norm
 from loramux.lora.attach import LoraLinear
 from loramux.models.decoder import Decoder, DecoderLayer
-from loramux.models.layers import RMSNorm, Rotary
-from loramux.models.packed_linear import SITES, PackedLinear, has_compiled_product
+from loramux.models.layers import HeadNorm, RMSNorm, Rotary
+from loramux.models.packed_linear import SITES, PackedLinear
 
 # Those behind the attention: what they compute of a row in the last layer, no other row reads.
 _SITES_BEHIND_ATTENTION = ("o", "gate_up", "down")
@@ -37,11 +40,11 @@ class _Layer:
     o: nn.Module
     gate_up: nn.Module
     down: nn.Module
-    attention_norm: Any
-    mlp_norm: Any
-    after_attention: Any
-    after_mlp: Any
-    head_norm: Any
+    attention_norm: NormArrays
+    mlp_norm: NormArrays
+    after_attention: NormArrays | None
+    after_mlp: NormArrays | None
+    head_norm: NormArrays | None
     args: AttendArgs
 
 
@@ -61,13 +64,10 @@ class JitDecoder:
     """Made when all linear layers have been packed and wrapped: it calls them as they are then."""
 
     def __init__(
-        self, decoder: Decoder, kernels: Kernels, layout: PagedLayout, storage: Tensor
+        self, decoder: Decoder, kernels: JitKernels, layout: PagedLayout, storage: Tensor
     ) -> None:
         self._decoder = decoder
-        self._fused: Any = kernels.fused
-        self._attention: Any = kernels.attention
-        self._lora: Any = kernels.lora
-        self._sites = _compiled_sites(decoder)
+        self._kernels = kernels
         self._layout = layout
         self._storage = storage
         self._activation = decoder.config.activation
@@ -75,19 +75,24 @@ class JitDecoder:
         self._norms = [layer.attention_norm for layer in self._layers[1:]]
         self._norms.append(self._arrays(decoder.norm))
         first = decoder.layers[0]
-        self._widths = {site: _base(getattr(first, site)).weight.shape for site in SITES}
+        self._widths = {site: _weight(getattr(first, site)).shape for site in SITES}
         last = len(self._layers) - 1
         self.last_sites = tuple((last, site) for site in _SITES_BEHIND_ATTENTION)
         """Where `hidden` computes no rows but those that it returns."""
 
     def hidden(
-        self, token_ids: Tensor, positions: Tensor, plan: Any, rows: Sequence[int] | None = None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        sequences: Sequence[SequenceRows],
+        rows: Sequence[int] | None = None,
     ) -> Tensor:
         """As Decoder.forward: the normed hidden state of `rows`, in their order; None: of all.
 
-        plan: of the attention. Keys and values are stored of all rows.
+        Keys and values are stored of all rows.
         """
-        fused = self._fused
+        elementwise = self._kernels.elementwise
+        plan = self._kernels.attention.plan(sequences, self._layout, self._storage.device)
         whole = self._places(self._decoder.rotary, positions, plan)
         local = self._decoder.rotary_local
         places = whole, whole if local is None else self._places(local, positions, plan)
@@ -95,24 +100,24 @@ class JitDecoder:
         hidden, buffers = embedded.numpy(), self._buffers(len(token_ids))
         q = self._queries(buffers.qkv.tensor)
         norms = self._layers[0].attention_norm, None
-        fused.add_norm_into(None, hidden, norms, buffers.normed.array)
+        elementwise.add_norm_into(None, hidden, norms, buffers.normed.array)
         for layer, next_norm in zip(self._layers, self._norms, strict=True):
             place = places[layer.args.sliding_window is not None]
             self._product(layer.qkv, buffers.normed, buffers.qkv)
-            fused.rotate_write_into(
+            elementwise.rotate_write_into(
                 buffers.qkv.array, layer.head_norm, place, self._layout, layer.args.layer
             )
             picked = rows if layer is self._layers[-1] else None
             if picked is not None and not len(picked):
                 return embedded[:0]
-            self._attention.attend_into(buffers.attended, self._storage, plan, q, layer.args)
+            plan.attend_into(buffers.attended, self._storage, q, layer.args)
             if picked is not None:
                 hidden, buffers = self._pick(hidden, buffers, picked)
             self._add_attended(layer, next_norm, hidden, buffers)
         return buffers.normed.tensor
 
     def _add_attended(
-        self, layer: _Layer, next_norm: Any, hidden: NDArray[np.float32], buffers: _Buffers
+        self, layer: _Layer, next_norm: NormArrays, hidden: Array, buffers: _Buffers
     ) -> None:
         """Adds the rest of the layer to `hidden`, and makes what the next one reads."""
         norms = layer.mlp_norm, layer.after_attention
@@ -126,51 +131,54 @@ class JitDecoder:
         module: nn.Module,
         x: Rows,
         buffers: _Buffers,
-        hidden: NDArray[np.float32],
-        norms: tuple[Any, Any],
+        hidden: Array,
+        norms: tuple[NormArrays, NormArrays | None],
     ) -> None:
         """hidden += module(x); buffers.normed = norm(hidden)"""
+        elementwise = self._kernels.elementwise
         norm, after = norms
         if after is None:
-            work = self._fused.add_norm_work(hidden, norm, buffers.normed.array)
-            self._product(module, x, buffers.added, work)
+            epilogue = elementwise.add_norm_epilogue(hidden, norm, buffers.normed.array)
+            self._product(module, x, buffers.added, epilogue)
             return
         self._product(module, x, buffers.added)
-        self._fused.add_norm_into(buffers.added.array, hidden, norms, buffers.normed.array)
+        elementwise.add_norm_into(buffers.added.array, hidden, norms, buffers.normed.array)
 
     def _add_activated(self, module: nn.Module, buffers: _Buffers) -> None:
         """buffers.mixed = activation(gate) * up, both of them module(buffers.normed)"""
         if self._activation == "silu":
-            work = self._fused.silu_mul_work(buffers.mixed.array)
-            self._product(module, buffers.normed, buffers.gate_up, work)
+            epilogue = self._kernels.elementwise.silu_mul_epilogue(buffers.mixed.array)
+            self._product(module, buffers.normed, buffers.gate_up, epilogue)
             return
         self._product(module, buffers.normed, buffers.gate_up)
-        mixed = self._fused.activate_mul(buffers.gate_up.tensor, self._activation)
+        mixed = self._kernels.elementwise.activate_mul(buffers.gate_up.tensor, self._activation)
         buffers.mixed.tensor.copy_(mixed)
 
     def _pick(
-        self, hidden: NDArray[np.float32], buffers: _Buffers, rows: Sequence[int]
-    ) -> tuple[NDArray[np.float32], _Buffers]:
+        self, hidden: Array, buffers: _Buffers, rows: Sequence[int]
+    ) -> tuple[Array, _Buffers]:
         """Those rows of what the rest of a layer reads."""
         picked = self._buffers(len(rows))
         picked.attended.array[:] = buffers.attended.array[rows]
         return hidden[rows], picked
 
-    def _product(self, module: nn.Module, x: Rows, y: Rows, work: Any = None) -> None:
-        """y = module(x), and then the work on its rows."""
+    def _product(
+        self, module: nn.Module, x: Rows, y: Rows, epilogue: Epilogue | None = None
+    ) -> None:
+        """y = module(x), and then the epilogue."""
         linear: nn.Module = module
         adapters: Sequence[tuple[LoraWeights, LoraRows]] = ()
         if isinstance(module, LoraLinear):
             linear, adapters = module.current, module.adapters
         matrix = linear.matrix_for(len(x.array)) if isinstance(linear, PackedLinear) else None
-        if matrix is not None:
-            self._sites.multiply_add_into(x.array, matrix, adapters, y.array, work)
+        if matrix is not None and self._kernels.linear is not None:
+            self._kernels.linear.linear_into(x.array, matrix, adapters, y.array, epilogue)
             return
         y.tensor.copy_(linear(x.tensor))
         for weights, rows in adapters:
-            self._lora.add_lora_rows(y.array, x.array, weights, rows)
-        if work is not None:
-            self._fused.run_work(work, y.array)
+            self._kernels.lora.add_lora_rows(y.array, x.array, weights, rows)
+        if epilogue is not None:
+            self._kernels.elementwise.run_epilogue(epilogue, y.array)
 
     def _buffers(self, num_rows: int) -> _Buffers:
         widths = self._widths
@@ -187,12 +195,14 @@ class JitDecoder:
         heads = qkv.view(qkv.shape[0], -1, self._layout.head_dim)
         return heads[:, : heads.shape[1] - 2 * self._layout.num_kv_heads]
 
-    def _places(self, rotary: Rotary, positions: Tensor, plan: Any) -> Any:
-        cos, sin = self._fused.rotation(
+    def _places(
+        self, rotary: Rotary, positions: Tensor, plan: JitAttentionPlan
+    ) -> RotateWriteArrays:
+        cos, sin = self._kernels.elementwise.rotation(
             positions, rotary.frequencies, rotary.signs, rotary.attention_factor
         )
         arrays = cos.numpy(), sin.numpy(), plan.slots.numpy(), self._storage.numpy()
-        return self._fused.RowPlaces(*arrays)
+        return RotateWriteArrays(*arrays)
 
     def _layer(self, layer: DecoderLayer) -> _Layer:
         head_norm, after_attention = layer.head_norm, layer.after_attention_norm
@@ -215,18 +225,11 @@ class JitDecoder:
             ),
         )
 
-    def _arrays(self, norm: RMSNorm | Any) -> Any:
-        return self._fused.arrays_of(Norm(norm.weight, norm.eps))
+    def _arrays(self, norm: RMSNorm | HeadNorm) -> NormArrays:
+        return self._kernels.elementwise.norm_arrays(Norm(norm.weight, norm.eps))
 
 
-def _compiled_sites(decoder: Decoder) -> Any:
-    """The products that know of adapters; None: others compute them."""
-    if not has_compiled_product(decoder.dtype):
-        return None
-    from loramux.kernels.cpu_jit import linear as site_numba
-
-    return site_numba
-
-
-def _base(module: nn.Module) -> Any:
-    return module.base if isinstance(module, LoraLinear) else module
+def _weight(module: nn.Module) -> Tensor:
+    base = module.base if isinstance(module, LoraLinear) else module
+    assert isinstance(base.weight, Tensor)
+    return base.weight

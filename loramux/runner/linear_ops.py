@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
+from loramux.kernels.ops import AugmentedLoraOps, ElementwiseOps, KVTarget, Norm, Rotation
 from loramux.lora.augmented_step import AugmentedStep
 from loramux.models.augmented_linear import AugmentedLinear
 from loramux.models.layers import Linear
@@ -60,7 +60,7 @@ class SiteOps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainOps:
-    fused: Any
+    elementwise: ElementwiseOps
     lora: LoraStep | None
     products: Products
 
@@ -79,8 +79,7 @@ class PlainOps:
 
     def rotate_write(self, y: Tensor, rotation: Rotation, target: KVTarget, place: Place) -> Tensor:
         del place
-        q: Tensor = self.fused.rotate_write(y, rotation, target)
-        return q
+        return self.elementwise.rotate_write(y, rotation, target)
 
     def gated(self, linear: Linear, x: Tensor, activation: str, place: Place) -> Tensor:
         if self.lora is not None and self.lora.covers(place[1]):
@@ -88,24 +87,22 @@ class PlainOps:
             return self.lora.expand_swiglu(y, activation, *place)
         mixed: Tensor | None = self.products.gated(x, linear.weight, linear.bias)
         if mixed is None:
-            mixed = self.fused.activate_mul(self.linear(linear, x, place), activation)
+            mixed = self.elementwise.activate_mul(self.linear(linear, x, place), activation)
         return mixed
 
     def add_norm(
         self, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, place: Place
     ) -> Tensor:
         del place
-        normed: Tensor = self.fused.add_norm(y, residual, norm, after)
-        return normed
+        return self.elementwise.add_norm(y, residual, norm, after)
 
 
 @dataclass(frozen=True, slots=True)
 class AugmentedOps:
     """y has the tail's h behind its outputs, until an operation or an expand has used it."""
 
-    fused: Any
-    augmented: Any
-    """loramux.kernels.gpu.lora_augmented.ops, or its twin."""
+    elementwise: ElementwiseOps
+    augmented: AugmentedLoraOps
     lora: AugmentedStep
     products: Products
 
@@ -117,16 +114,12 @@ class AugmentedOps:
         y = _product(self.products, x, place, *with_appended)
         if self._is_added_later(place[1]):
             return y
-        expanded: Tensor = self.augmented.expand(y, self.lora.at(*place))
-        return expanded
+        return self.augmented.expand(y, self.lora.at(*place))
 
     def rotate_write(self, y: Tensor, rotation: Rotation, target: KVTarget, place: Place) -> Tensor:
-        q: Tensor
         if self._is_added_later(place[1]):
-            q = self.augmented.rotate_write(y, rotation, target, self.lora.at(*place))
-        else:
-            q = self.fused.rotate_write(y, rotation, target)
-        return q
+            return self.augmented.rotate_write(y, rotation, target, self.lora.at(*place))
+        return self.elementwise.rotate_write(y, rotation, target)
 
     def gated(self, linear: Linear, x: Tensor, activation: str, place: Place) -> Tensor:
         mixed: Tensor | None
@@ -136,25 +129,22 @@ class AugmentedOps:
         else:
             mixed = self.products.gated(x, linear.weight, linear.bias)
         if mixed is None:
-            mixed = self.fused.activate_mul(self.linear(linear, x, place), activation)
+            mixed = self.elementwise.activate_mul(self.linear(linear, x, place), activation)
         return mixed
 
     def add_norm(
         self, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, place: Place
     ) -> Tensor:
-        normed: Tensor
         if self._is_added_later(place[1]):
-            normed = self.augmented.add_norm(y, residual, norm, after, self.lora.at(*place))
-        else:
-            normed = self.fused.add_norm(y, residual, norm, after)
-        return normed
+            return self.augmented.add_norm(y, residual, norm, after, self.lora.at(*place))
+        return self.elementwise.add_norm(y, residual, norm, after)
 
     def _is_added_later(self, site: int) -> bool:
         """By the operation behind the product."""
         return self.lora.covers(site) and (self.lora.launch.fuses_norm or site in (QKV, GATE_UP))
 
 
-def add_norm_behind(fused: Any, norm: Norm, dtype: torch.dtype) -> Follower:
+def add_norm_behind(elementwise: ElementwiseOps, norm: Norm, dtype: torch.dtype) -> Follower:
     """What stands behind a product that may come in parts, for measurements."""
     size = len(norm.weight)
 
@@ -163,7 +153,7 @@ def add_norm_behind(fused: Any, norm: Norm, dtype: torch.dtype) -> Follower:
 
         def run() -> None:
             # What a tail has is little beside it.
-            fused.add_norm(y[..., :size], residual, norm)
+            elementwise.add_norm(y[..., :size], residual, norm)
 
         return run
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from loramux.kernels.gpu.attention.split_kv import StepRows
+from loramux.kernels.ops import DeviceAttentionPlan, DeviceKernels, StepRows
 from loramux.lora.graph_lora import GraphLora, LoraMode
 from loramux.runner.device_sampler import Draws
-from loramux.runner.fused_decoder import DeviceKernels, FusedDecoder
+from loramux.runner.fused_decoder import FusedDecoder
 from loramux.runner.prefill_inputs import RowInputs, RowLimits
 from loramux.runner.step_graphs import StepGraphs
 from loramux.runner.token_buffer import TokenBuffer
@@ -115,22 +114,21 @@ class RowGraphs:
         return self._logits[: len(draws.noise)]
 
     def _most_items(self, num_rows: int) -> list[int]:
-        found: list[int] = self._kernels.attention.most_items(
+        return self._kernels.attention.max_items(
             num_rows, self._max_sequences, self._q, self._decoder.layout
         )
-        return found
 
     def _items(self, chunks: Sequence[Chunk], lengths: Sequence[int]) -> list[Tensor]:
         rows = StepRows.of_lengths(lengths, [chunk.start for chunk in chunks])
         return [
             items
             for window in self._windows
-            for items in self._kernels.attention.cut_steps(
+            for items in self._kernels.attention.partition_steps(
                 rows, window, self._q, self._decoder.layout
             )
         ]
 
-    def _largest_plan(self) -> Any:
+    def _largest_plan(self) -> DeviceAttentionPlan:
         inputs = self._inputs
         kinds = len(self._num_items[self._counts[-1]])
         items = {
@@ -146,7 +144,7 @@ class RowGraphs:
         inputs = self._inputs
         num_logits = min(num_rows, self._logits.shape[0])
         inputs.pages.write_table(self._page_table)
-        plan = self._kernels.attention.first_rows(self._plan, num_rows, self._num_items[num_rows])
+        plan = self._plan.first_rows(num_rows, self._num_items[num_rows])
         lora = self.lora.begin(mode, num_rows)
         hidden = self._decoder.hidden(
             inputs.token_ids(num_rows),

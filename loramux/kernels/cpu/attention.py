@@ -39,6 +39,28 @@ class Plan:
     """[rows] layer 0's keys, as rows of [pages * layers * 2 * block, heads * dim]."""
     layout: PagedLayout
 
+    def write_kv(self, storage: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
+        """Stores the step's keys and values in their pages."""
+        layout = self.layout
+        tokens = storage.view(-1, layout.num_kv_heads * layout.head_dim)
+        first = layer * 2 * layout.block_tokens
+        tokens[first:].index_copy_(0, self.write_rows, k.flatten(1))
+        tokens[first + layout.block_tokens :].index_copy_(0, self.write_rows, v.flatten(1))
+
+    def attend(self, storage: Tensor, q: Tensor, args: AttendArgs) -> Tensor:
+        """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
+        num_rows, num_heads, head_dim = q.shape
+        if len(self.groups) == 1 and isinstance(self.groups[0].rows, slice):
+            return _attend_group(storage, self, self.groups[0], q, args)
+        out = torch.empty(num_rows, num_heads * head_dim, dtype=q.dtype, device=q.device)
+        self.attend_into(out, storage, q, args)
+        return out
+
+    def attend_into(self, out: Tensor, storage: Tensor, q: Tensor, args: AttendArgs) -> None:
+        """As attend, for the rows of the plan's sequences; other rows of `out` are untouched."""
+        for group in self.groups:
+            out[group.rows] = _attend_group(storage, self, group, q[group.rows], args)
+
 
 def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
     block = layout.block_tokens
@@ -53,31 +75,6 @@ def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.d
         write_rows=torch.tensor(write_rows, device=device),
         layout=layout,
     )
-
-
-def write_kv(storage: Tensor, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
-    """Stores the step's keys and values in their pages."""
-    layout = plan.layout
-    tokens = storage.view(-1, layout.num_kv_heads * layout.head_dim)
-    first = layer * 2 * layout.block_tokens
-    tokens[first:].index_copy_(0, plan.write_rows, k.flatten(1))
-    tokens[first + layout.block_tokens :].index_copy_(0, plan.write_rows, v.flatten(1))
-
-
-def attend(storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> Tensor:
-    """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
-    num_rows, num_heads, head_dim = q.shape
-    if len(plan.groups) == 1 and isinstance(plan.groups[0].rows, slice):
-        return _attend_group(storage, plan, plan.groups[0], q, args)
-    out = torch.empty(num_rows, num_heads * head_dim, dtype=q.dtype, device=q.device)
-    attend_into(out, storage, plan, q, args)
-    return out
-
-
-def attend_into(out: Tensor, storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> None:
-    """As attend, for the rows of the plan's sequences; other rows of `out` are untouched."""
-    for group in plan.groups:
-        out[group.rows] = _attend_group(storage, plan, group, q[group.rows], args)
 
 
 def _attend_group(storage: Tensor, plan: Plan, group: Group, q: Tensor, args: AttendArgs) -> Tensor:

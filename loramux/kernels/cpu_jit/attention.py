@@ -49,6 +49,44 @@ class Plan:
     """The chunks that attend as matrices; None: there is none."""
     num_threads: int
 
+    def write_kv(self, storage: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
+        """Stores the step's keys and values in their pages."""
+        layout = self.layout
+        shape = (layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
+        pages = storage.view(-1, *shape)
+        slots = self.slots.long()
+        page, token = slots // layout.block_tokens, slots % layout.block_tokens
+        pages[page, layer, 0, token] = k
+        pages[page, layer, 1, token] = v
+
+    def attend(self, storage: Tensor, q: Tensor, args: AttendArgs) -> Tensor:
+        """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
+        out = empty_rows(q.shape[0], q.shape[1] * q.shape[2])
+        self.attend_into(out, storage, q, args)
+        return out.tensor
+
+    def attend_into(self, out: Rows, storage: Tensor, q: Tensor, args: AttendArgs) -> None:
+        layout = self.layout
+        if self.shared is not None:
+            self.shared.attend_into(out.tensor, storage, q, args)
+        if not len(self.rows):
+            return
+        # Few rows leave threads without work, unless each kind of key heads is a piece of its own.
+        is_few = len(self.rows) < 2 * self.num_threads
+        num_tokens = self.page_table.shape[1] * layout.block_tokens + TOKENS
+        scores = np.empty((self.num_threads, q.shape[1] * num_tokens), dtype=np.float32)
+        _attend_rows(
+            (storage.data_ptr(), q.data_ptr(), out.tensor.data_ptr()),
+            (storage.stride(0), q.stride(0), out.tensor.stride(0)),
+            (self.page_table, self.rows),
+            scores,
+            np.zeros(1, dtype=np.int64),
+            (layout.num_kv_heads, q.shape[1] // layout.num_kv_heads, layout.head_dim),
+            (layout.block_tokens, args.layer, args.sliding_window or 0),
+            layout.num_kv_heads if is_few else 1,
+            (args.scale, args.softcap or 0.0),
+        )
+
 
 def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
     block = layout.block_tokens
@@ -70,46 +108,6 @@ def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.d
         page_table=page_table,
         shared=attention_cpu.plan(others, layout, device) if others else None,
         num_threads=get_num_threads(),
-    )
-
-
-def write_kv(storage: Tensor, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
-    """Stores the step's keys and values in their pages."""
-    layout = plan.layout
-    shape = (layout.num_layers, 2, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
-    pages = storage.view(-1, *shape)
-    page, token = plan.slots.long() // layout.block_tokens, plan.slots.long() % layout.block_tokens
-    pages[page, layer, 0, token] = k
-    pages[page, layer, 1, token] = v
-
-
-def attend(storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> Tensor:
-    """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
-    out = empty_rows(q.shape[0], q.shape[1] * q.shape[2])
-    attend_into(out, storage, plan, q, args)
-    return out.tensor
-
-
-def attend_into(out: Rows, storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> None:
-    layout = plan.layout
-    if plan.shared is not None:
-        attention_cpu.attend_into(out.tensor, storage, plan.shared, q, args)
-    if not len(plan.rows):
-        return
-    # Few rows leave threads without work, unless each kind of key heads is a piece of its own.
-    is_few = len(plan.rows) < 2 * plan.num_threads
-    num_tokens = plan.page_table.shape[1] * layout.block_tokens + TOKENS
-    scores = np.empty((plan.num_threads, q.shape[1] * num_tokens), dtype=np.float32)
-    _attend_rows(
-        (storage.data_ptr(), q.data_ptr(), out.tensor.data_ptr()),
-        (storage.stride(0), q.stride(0), out.tensor.stride(0)),
-        (plan.page_table, plan.rows),
-        scores,
-        np.zeros(1, dtype=np.int64),
-        (layout.num_kv_heads, q.shape[1] // layout.num_kv_heads, layout.head_dim),
-        (layout.block_tokens, args.layer, args.sliding_window or 0),
-        layout.num_kv_heads if is_few else 1,
-        (args.scale, args.softcap or 0.0),
     )
 
 

@@ -2,56 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numba import float32, njit, prange
-from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.kernels.cpu_jit.runtime import EXACT, OPTIONS, exp, floats_at
 from loramux.kernels.cpu_jit.tiles import FLOAT_BYTES
-from loramux.kernels.ops import PagedLayout
+from loramux.kernels.ops import (
+    Array,
+    Epilogue,
+    KVTarget,
+    Norm,
+    NormArrays,
+    PagedLayout,
+    RotateWriteArrays,
+    Rotation,
+)
 from loramux.kernels.reference import elementwise as fused_torch
-from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
 
 rotation = fused_torch.rotation
-
-Array = NDArray[np.float32]
 
 # With fewer elements than this, waking the other threads takes longer than the work.
 _PARALLEL_ELEMENTS = 65536
 _PARALLEL_EXPS = 20480
 
 _ADD_NORM_ROWS, _SILU_MUL_ROWS = range(1, 3)
-
-
-@dataclass(frozen=True, slots=True)
-class NormArrays:
-    weight: Array
-    eps: np.float32
-
-
-@dataclass(frozen=True, slots=True)
-class RowWork:
-    """What is done with each row of a product as soon as it is complete; see `work_on_rows`."""
-
-    kind: int
-    source: Array
-    out: Array
-    weight: Array
-    eps: np.float32
-
-
-@dataclass(frozen=True, slots=True)
-class RowPlaces:
-    """As Rotation and KVTarget have them."""
-
-    cos: Array
-    sin: Array
-    slots: NDArray[np.int32]
-    storage: Array
 
 
 def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None) -> Tensor:
@@ -63,7 +39,7 @@ def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None 
     rows = None if x is None else x.contiguous().numpy()
     if rows is not None and after is not None:
         rows = rows.copy()
-    norms = arrays_of(norm), None if after is None else arrays_of(after)
+    norms = norm_arrays(norm), None if after is None else norm_arrays(after)
     add_norm_into(rows, residual.contiguous().numpy(), norms, out.numpy())
     return out
 
@@ -82,22 +58,22 @@ def add_norm_into(
     run(x, residual, norm.weight, norm.eps, out)
 
 
-def add_norm_work(residual: Array, norm: NormArrays, out: Array) -> RowWork:
+def add_norm_epilogue(residual: Array, norm: NormArrays, out: Array) -> Epilogue:
     """As add_norm_into of the product's rows."""
-    return RowWork(_ADD_NORM_ROWS, residual, out, norm.weight, norm.eps)
+    return Epilogue(_ADD_NORM_ROWS, residual, out, norm.weight, norm.eps)
 
 
-def silu_mul_work(out: Array) -> RowWork:
+def silu_mul_epilogue(out: Array) -> Epilogue:
     """As silu_mul_into of the product's rows."""
-    return RowWork(_SILU_MUL_ROWS, out, out, out[0, :0], np.float32(0))
+    return Epilogue(_SILU_MUL_ROWS, out, out, out[0, :0], np.float32(0))
 
 
-def run_work(work: RowWork, product: Array) -> None:
-    if work.kind == _ADD_NORM_ROWS:
-        norms = NormArrays(work.weight, work.eps), None
-        add_norm_into(product, work.source, norms, work.out)
+def run_epilogue(epilogue: Epilogue, y: Array) -> None:
+    if epilogue.kind == _ADD_NORM_ROWS:
+        norms = NormArrays(epilogue.weight, epilogue.eps), None
+        add_norm_into(y, epilogue.source, norms, epilogue.out)
     else:
-        silu_mul_into(product, work.out)
+        silu_mul_into(y, epilogue.out)
 
 
 def rotate_write(qkv: Tensor, rotation: Rotation, target: KVTarget) -> Tensor:
@@ -106,8 +82,8 @@ def rotate_write(qkv: Tensor, rotation: Rotation, target: KVTarget) -> Tensor:
     qkv [rows, (heads + 2 * kv_heads) * head_dim] -> [rows, heads, head_dim], a view of it
     """
     layout = target.layout
-    head_norm = None if rotation.head_norm is None else arrays_of(rotation.head_norm)
-    place = RowPlaces(
+    head_norm = None if rotation.head_norm is None else norm_arrays(rotation.head_norm)
+    place = RotateWriteArrays(
         rotation.cos.numpy(), rotation.sin.numpy(), target.slots.numpy(), target.storage.numpy()
     )
     rotate_write_into(qkv.numpy(), head_norm, place, layout, target.layer)
@@ -116,7 +92,11 @@ def rotate_write(qkv: Tensor, rotation: Rotation, target: KVTarget) -> Tensor:
 
 
 def rotate_write_into(
-    qkv: Array, head_norm: NormArrays | None, place: RowPlaces, layout: PagedLayout, layer: int
+    qkv: Array,
+    head_norm: NormArrays | None,
+    place: RotateWriteArrays,
+    layout: PagedLayout,
+    layer: int,
 ) -> None:
     num_queries = qkv.shape[1] // layout.head_dim - 2 * layout.num_kv_heads
     if head_norm is not None:
@@ -140,7 +120,7 @@ def silu_mul_into(gate_up: Array, out: Array) -> None:
     run(gate_up, out)
 
 
-def arrays_of(norm: Norm) -> NormArrays:
+def norm_arrays(norm: Norm) -> NormArrays:
     return NormArrays(norm.weight.numpy(), np.float32(norm.eps))
 
 
@@ -252,7 +232,7 @@ def _silu_mul_parallel(gate_up, out):
 
 
 @njit("void(int64, UniTuple(int64, 4), UniTuple(int64, 2), UniTuple(int64, 2), float32)", **OPTIONS)
-def work_on_rows(kind, places, widths, rows, eps):
+def apply_epilogue(kind, places, widths, rows, eps):
     """places: product, source, out, weight; widths: of the product, of out; rows: first, stop."""
     product, source, out, weight = places
     width, out_width = widths

@@ -6,8 +6,6 @@ panel is one thread's, and a row has the same bits among any others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numba import njit, prange
@@ -31,6 +29,7 @@ from loramux.kernels.cpu_jit.tiles import (
     packed_tile,
     rows_at,
 )
+from loramux.kernels.ops import PackedMatrix
 
 # So many rows of x stay in the second cache while all panels go by.
 _BLOCK_ROWS = 256
@@ -41,18 +40,6 @@ _PIECES = 4
 _TAKEN_PACKS, _DONE_PACKS, _DONE_PANELS = 0, 64, 128
 TAKEN_RUNS, DONE_RUNS, TAKEN_ROWS = 192, 256, 320
 _NUM_COUNTERS = 48
-
-
-@dataclass(frozen=True, slots=True)
-class PackedMatrix:
-    in_features: int
-    out_features: int
-    depth: int
-    """Of one part of the inner dimension."""
-    panels: NDArray[np.float32]
-    """The parts, in each the panels, in each [depth, WIDTH]; zeros behind the last column."""
-    start: NDArray[np.float32]
-    """What y begins with: the bias, or zeros, as wide as all panels."""
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> PackedMatrix:

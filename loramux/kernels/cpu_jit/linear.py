@@ -10,24 +10,20 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numba import njit, prange
-from numpy.typing import NDArray
 
 from loramux.kernels.cpu_jit import gemm as gemm_numba
 from loramux.kernels.cpu_jit import lora as lora_numba
-from loramux.kernels.cpu_jit.elementwise import RowWork, run_work, work_on_rows
+from loramux.kernels.cpu_jit.elementwise import apply_epilogue, run_epilogue
 from loramux.kernels.cpu_jit.gemm import (
     DONE_RUNS,
     TAKEN_ROWS,
     TAKEN_RUNS,
-    PackedMatrix,
     take_product,
 )
 from loramux.kernels.cpu_jit.lora import take_runs
 from loramux.kernels.cpu_jit.runtime import OPTIONS, add_done, take_next, wait_for
 from loramux.kernels.cpu_jit.tiles import FLOAT_BYTES
-from loramux.kernels.ops import LoraRows, LoraWeights
-
-Array = NDArray[np.float32]
+from loramux.kernels.ops import Array, Epilogue, LoraRows, LoraWeights, PackedMatrix
 
 # Rows that a thread takes at once, of what is done behind the adapters.
 _WORK_ROWS = 4
@@ -35,15 +31,17 @@ _NO_ADDRESSES = np.zeros(0, dtype=np.int64)
 _NO_SITE = np.zeros((1, 5), dtype=np.int64)
 _NO_RUNS = np.zeros((0, 3), dtype=np.int64)
 _NO_FLOATS = np.zeros(0, dtype=np.float32)
-_NO_WORK = RowWork(0, _NO_FLOATS.reshape(0, 0), _NO_FLOATS.reshape(0, 0), _NO_FLOATS, np.float32(0))
+_NO_EPILOGUE = Epilogue(
+    0, _NO_FLOATS.reshape(0, 0), _NO_FLOATS.reshape(0, 0), _NO_FLOATS, np.float32(0)
+)
 
 
-def multiply_add_into(
+def linear_into(
     x: Array,
     matrix: PackedMatrix,
     adapters: Sequence[tuple[LoraWeights, LoraRows]],
     y: Array,
-    work: RowWork | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """y = x @ matrix, and what the adapters add to it, and then the work on its rows.
 
@@ -59,17 +57,17 @@ def multiply_add_into(
         runs, run_weights = rows.rounds[0]
         num_threads = rows.num_threads
     else:
-        _one_by_one(x, matrix, adapters, y, work)
+        _one_by_one(x, matrix, adapters, y, epilogue)
         return
     packed, counters = gemm_numba.scratch_of(len(x), matrix)
-    behind = work or _NO_WORK
+    after = epilogue or _NO_EPILOGUE
     _multiply_add(
-        (x, y, lora_numba.scratch_of(width, num_threads), behind.source, behind.out),
-        (packed, matrix.panels, matrix.start, run_weights, behind.weight),
+        (x, y, lora_numba.scratch_of(width, num_threads), after.source, after.out),
+        (packed, matrix.panels, matrix.start, run_weights, after.weight),
         (addresses, counters),
         (site, runs),
-        (matrix.depth, behind.kind),
-        behind.eps,
+        (matrix.depth, after.kind),
+        after.eps,
     )
 
 
@@ -78,13 +76,13 @@ def _one_by_one(
     matrix: PackedMatrix,
     adapters: Sequence[tuple[LoraWeights, LoraRows]],
     y: Array,
-    work: RowWork | None,
+    epilogue: Epilogue | None,
 ) -> None:
     gemm_numba.multiply_into(x, matrix, y)
     for weights, rows in adapters:
         lora_numba.add_lora_rows(y, x, weights, rows)
-    if work is not None:
-        run_work(work, y)
+    if epilogue is not None:
+        run_epilogue(epilogue, y)
 
 
 @njit("void(int64, UniTuple(int64, 4), UniTuple(int64, 3), int64, float32)", **OPTIONS)
@@ -93,7 +91,7 @@ def _take_rows(kind, places, shape, counter, eps):
     row = take_next(counter) * _WORK_ROWS
     while row < num_rows:
         bounds = row, min(row + _WORK_ROWS, num_rows)
-        work_on_rows(kind, places, (width, out_width), bounds, eps)
+        apply_epilogue(kind, places, (width, out_width), bounds, eps)
         row = take_next(counter) * _WORK_ROWS
 
 

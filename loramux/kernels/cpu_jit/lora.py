@@ -121,8 +121,7 @@ def prepared(weights: LoraWeights) -> tuple[NDArray[np.int64], NDArray[np.int64]
             first = a.untyped_storage().data_ptr()
             addresses = first + distance * np.arange(len(a), dtype=np.int64)
         weights.prepared.append((addresses, np.array(lines, dtype=np.int64), a.shape[2]))
-    found: tuple[NDArray[np.int64], NDArray[np.int64], int] = weights.prepared[0]
-    return found
+    return weights.prepared[0]
 
 
 @njit("void(UniTuple(int64, 5))", **OPTIONS)

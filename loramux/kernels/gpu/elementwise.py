@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from loramux.kernels.gpu.pdl import (
-    begin_after_previous,
-    overlap_options,
+    pdl_options,
+    pdl_wait_and_launch,
 )
-from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
+from loramux.kernels.ops import KVTarget, Norm, Rotation
 
 _HEADS_PER_PROGRAM = 16
 
@@ -37,7 +37,7 @@ def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None 
         BLOCK=triton.next_power_of_2(size),
         PARTS=1 if x is None or x.ndim == 2 else len(x),
         num_warps=4 if size <= 2048 else 8,
-        **overlap_options(residual.device.type),
+        **pdl_options(residual.device.type),
     )
     return out
 
@@ -61,7 +61,7 @@ def rotation(
         SIZE=head_dim,
         BLOCK=triton.next_power_of_2(head_dim),
         num_warps=1,
-        **overlap_options(positions.device.type),
+        **pdl_options(positions.device.type),
     )
     return cos, sin
 
@@ -93,7 +93,7 @@ def rotate_write(qkv: Tensor, rotation: Rotation, target: KVTarget) -> Tensor:
         HEADS=_HEADS_PER_PROGRAM,
         HALF=triton.next_power_of_2(layout.head_dim // 2),
         num_warps=4,
-        **overlap_options(qkv.device.type),
+        **pdl_options(qkv.device.type),
     )
     return heads[:, :num_queries]
 
@@ -111,7 +111,7 @@ def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
         ACTIVATION=activation,
         BLOCK=block,
         num_warps=4,
-        **overlap_options(gate_up.device.type),
+        **pdl_options(gate_up.device.type),
     )
     return out
 
@@ -154,7 +154,7 @@ def _add_norm(  # noqa: PLR0913
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -162,11 +162,11 @@ def _add_norm(  # noqa: PLR0913
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if x_ptr is None:
         # The kernel ahead may have written it.
-        begin_after_previous(OVERLAP)
+        pdl_wait_and_launch(PDL)
         total = load_residual(residual_ptr + at, inside)
     else:
         total = load_residual(residual_ptr + at, inside)
-        begin_after_previous(OVERLAP)
+        pdl_wait_and_launch(PDL)
         x_row = x_ptr + tl.program_id(0).to(tl.int64) * x_stride
         part_step = tl.num_programs(0).to(tl.int64) * x_stride
         x = load_sum(x_row + column, inside, part_step, residual_ptr.dtype.element_ty, PARTS)
@@ -191,14 +191,14 @@ def _rotation(  # noqa: PLR0913
     factor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     frequency = tl.load(frequencies_ptr + column, mask=inside)
     sign = tl.load(signs_ptr + column, mask=inside)
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     angle = tl.load(positions_ptr + row).to(tl.float32) * frequency
     at = row * SIZE + column
     tl.store(cos_ptr + at, tl.cos(angle) * factor, mask=inside)
@@ -223,7 +223,7 @@ def _rotate_write(  # noqa: PLR0913
     BLOCK_TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     MIDDLE: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0).to(tl.int64)
@@ -234,7 +234,7 @@ def _rotate_write(  # noqa: PLR0913
     angles = load_angles(cos_ptr, sin_ptr, row * HEAD_DIM + dim, dim < MIDDLE, MIDDLE)
     slot = tl.load(slots_ptr + row)
     at = qkv_ptr + row * qkv_stride + head * HEAD_DIM + dim
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     low = tl.load(at, mask=inside, other=0.0)
     high = tl.load(at + MIDDLE, mask=inside, other=0.0)
     rotated_low, rotated_high = rotate_halves(
@@ -296,14 +296,14 @@ def _activate_mul(  # noqa: PLR0913
     INNER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = None if INNER % BLOCK == 0 else column < INNER
     gate_at = gate_up_ptr + row * stride + column
     out_at = out_ptr + row * INNER + column
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     gate = tl.load(gate_at, mask=inside).to(tl.float32)
     up = tl.load(gate_at + INNER, mask=inside).to(tl.float32)
     mixed = activate(gate, ACTIVATION) * up

@@ -21,7 +21,7 @@ JOINED_IN_FOURS: tl.constexpr = tl.constexpr(_VERSION < (3, 8))
 
 
 @functools.cache
-def overlaps_launches(device_type: str) -> bool:
+def supports_pdl(device_type: str) -> bool:
     """May a kernel start before the one ahead of it ends (programmatic dependent launch)?"""
     if device_type != "cuda":
         return False
@@ -29,21 +29,21 @@ def overlaps_launches(device_type: str) -> bool:
     return bool(target.backend == "cuda" and target.arch >= HOPPER)
 
 
-def overlap_options(device_type: str) -> dict[str, bool]:
-    """Keyword arguments of a launch whose kernel calls begin_after_previous."""
-    if overlaps_launches(device_type):
-        return {"OVERLAP": True, "launch_pdl": True}
-    return {"OVERLAP": False}
+def pdl_options(device_type: str) -> dict[str, bool]:
+    """Keyword arguments of a launch whose kernel calls pdl_wait_and_launch."""
+    if supports_pdl(device_type):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 @functools.cache
-def copies_tiles(device_type: str) -> bool:
+def supports_tma(device_type: str) -> bool:
     """Are there units that copy a tile by its descriptor? The interpreter does as they do."""
-    return device_type != "cuda" or overlaps_launches(device_type)
+    return device_type != "cuda" or supports_pdl(device_type)
 
 
 @functools.cache
-def num_multiprocessors(device_type: str) -> int:
+def num_sms(device_type: str) -> int:
     """Of the device; a few for the interpreter, so that long spans are cut there as well."""
     return 8 if device_type != "cuda" else _property("multiprocessor_count")
 
@@ -60,19 +60,19 @@ def _property(name: str) -> int:
 
 
 @triton.jit
-def begin_after_previous(OVERLAP: tl.constexpr):
+def pdl_wait_and_launch(PDL: tl.constexpr):
     """Waits for the kernel ahead, then lets the next one start.
 
     In this order, so that what was written two kernels ago or earlier is complete when a kernel
     starts: that much may be read before the call.
     """
-    if OVERLAP:
+    if PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_previous(PDL: tl.constexpr):
+def pdl_wait(PDL: tl.constexpr):
     """Waits for the kernel ahead; where it is waited for again, there is nothing to wait for.
 
     All programs must, or the next kernel might not have it behind it.

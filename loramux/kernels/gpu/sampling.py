@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loramux.kernels.gpu.pdl import begin_after_previous, overlap_options
+from loramux.kernels.gpu.pdl import pdl_options, pdl_wait_and_launch
 
 PART = 4096
 # Columns that a thread reads at once, and whose best is taken before it is told from others.
@@ -28,7 +28,7 @@ def choose_tokens(logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor
     place = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
     sums = torch.empty(num_rows, num_parts, dtype=torch.float64, device=logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    options = overlap_options(logits.device.type)
+    options = pdl_options(logits.device.type)
     _sum_parts[(num_rows, num_parts)](
         logits,
         temperatures,
@@ -104,13 +104,13 @@ def _sum_parts(  # noqa: PLR0913
     vocab,
     num_parts,
     PART: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Of one part of one row: the best, where its group begins, and the sum of the weights."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     target = row * num_parts + part
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     _, logits = _load_part(logits_ptr + row * stride, part * PART, vocab, PART)
     temperature = tl.load(temperatures_ptr + row)
     bests = _nan_as_highest(_best_of_groups(logits, PART))
@@ -142,14 +142,14 @@ def _choose(  # noqa: PLR0913
     num_parts,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     is_part = part < num_parts
     at = row * num_parts + part
     row_ptr = logits_ptr + row * stride
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     bests = tl.load(best_ptr + at, mask=is_part, other=float("-inf"))
     best = tl.max(bests, 0)
     temperature = tl.load(temperatures_ptr + row)

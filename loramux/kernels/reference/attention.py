@@ -16,42 +16,40 @@ class Plan:
     sequences: tuple[SequenceRows, ...]
     layout: PagedLayout
 
+    def write_kv(self, storage: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
+        """Stores the step's keys and values in their pages."""
+        pages = _pages(storage, self.layout)
+        block = self.layout.block_tokens
+        for sequence in self.sequences:
+            for i in range(sequence.num_rows):
+                page, token = divmod(sequence.position_start + i, block)
+                pages[sequence.page_ids[page], layer, 0, token] = k[sequence.row_start + i]
+                pages[sequence.page_ids[page], layer, 1, token] = v[sequence.row_start + i]
+
+    def attend(self, storage: Tensor, q: Tensor, args: AttendArgs) -> Tensor:
+        """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
+        pages = _pages(storage, self.layout)
+        num_rows, num_heads, head_dim = q.shape
+        out = torch.empty(num_rows, num_heads, head_dim, dtype=q.dtype, device=q.device)
+        repeat = num_heads // self.layout.num_kv_heads
+        for sequence in self.sequences:
+            kv = pages[list(sequence.page_ids), args.layer]
+            k, v = (
+                kv[:, i].reshape(-1, self.layout.num_kv_heads, head_dim)[: sequence.num_tokens]
+                for i in (0, 1)
+            )
+            k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+            rows = slice(sequence.row_start, sequence.row_start + sequence.num_rows)
+            scores = torch.einsum("qhd,khd->hqk", q[rows], k).float() * args.scale
+            if args.softcap is not None:
+                scores = args.softcap * torch.tanh(scores / args.softcap)
+            scores.masked_fill_(~_visible(sequence, args.sliding_window, q.device), float("-inf"))
+            out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1).to(q.dtype), v)
+        return out.view(num_rows, num_heads * head_dim)
+
 
 def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
     return Plan(sequences=tuple(sequences), layout=layout)
-
-
-def write_kv(storage: Tensor, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
-    """Stores the step's keys and values in their pages."""
-    pages = _pages(storage, plan.layout)
-    block = plan.layout.block_tokens
-    for sequence in plan.sequences:
-        for i in range(sequence.num_rows):
-            page, token = divmod(sequence.position_start + i, block)
-            pages[sequence.page_ids[page], layer, 0, token] = k[sequence.row_start + i]
-            pages[sequence.page_ids[page], layer, 1, token] = v[sequence.row_start + i]
-
-
-def attend(storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> Tensor:
-    """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
-    pages = _pages(storage, plan.layout)
-    num_rows, num_heads, head_dim = q.shape
-    out = torch.empty(num_rows, num_heads, head_dim, dtype=q.dtype, device=q.device)
-    repeat = num_heads // plan.layout.num_kv_heads
-    for sequence in plan.sequences:
-        kv = pages[list(sequence.page_ids), args.layer]
-        k, v = (
-            kv[:, i].reshape(-1, plan.layout.num_kv_heads, head_dim)[: sequence.num_tokens]
-            for i in (0, 1)
-        )
-        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-        rows = slice(sequence.row_start, sequence.row_start + sequence.num_rows)
-        scores = torch.einsum("qhd,khd->hqk", q[rows], k).float() * args.scale
-        if args.softcap is not None:
-            scores = args.softcap * torch.tanh(scores / args.softcap)
-        scores.masked_fill_(~_visible(sequence, args.sliding_window, q.device), float("-inf"))
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1).to(q.dtype), v)
-    return out.view(num_rows, num_heads * head_dim)
 
 
 def _visible(sequence: SequenceRows, window: int | None, device: torch.device) -> Tensor:

@@ -2,45 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loramux.kernels.ops import PagedLayout
-
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """y = x / rms(x) * weight. weight [size], or [heads, size] for one norm per head"""
-
-    weight: Tensor
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """What is done to queries and keys before they meet."""
-
-    cos: Tensor
-    sin: Tensor
-    """[rows, head_dim] each: two halves alike, but that sin is negated in its first one."""
-    head_norm: Norm | None = None
-    """weight [heads + kv_heads, head_dim]: they are normed before they are rotated."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVTarget:
-    """Where a step's keys and values go."""
-
-    storage: Tensor
-    slots: Tensor
-    """[rows] int32: page * block_tokens + token; below 0 the row is not stored."""
-    layout: PagedLayout
-    layer: int
+from loramux.kernels.ops import KVTarget, Norm, Rotation
 
 
 def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None) -> Tensor:
@@ -97,6 +63,14 @@ def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
     else:
         gate = F.gelu(gate, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
     return (gate * up).to(gate_up.dtype)
+
+
+def linear_swiglu(x: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up, where x @ weight.T is gate and up side by side; rounded once.
+
+    x [rows, inputs]   weight [2 * inner, inputs] -> [rows, inner]
+    """
+    return activate_mul(F.linear(x.float(), weight.float()), activation).to(x.dtype)
 
 
 def sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:

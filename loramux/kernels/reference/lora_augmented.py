@@ -6,9 +6,9 @@ from torch import Tensor
 
 from loramux.kernels.gpu.lora.work_list import ALIGN_ELEMENTS
 from loramux.kernels.gpu.lora_augmented.tables import AugmentedSite, AugmentedWeights
+from loramux.kernels.ops import KVTarget, Norm, Rotation
 from loramux.kernels.reference import elementwise as fused_torch
 from loramux.kernels.reference import lora_segmented
-from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
 from loramux.kernels.reference.fp12 import read_fp12
 
 

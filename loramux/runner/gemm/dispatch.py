@@ -314,7 +314,7 @@ def open_few_rows(device: torch.device) -> FewRows | None:
     from loramux.kernels.gpu import pdl as launch_triton
     from loramux.kernels.gpu.gemm import small_m as product_triton
 
-    if not launch_triton.overlaps_launches(device.type):
+    if not launch_triton.supports_pdl(device.type):
         return None
     if launch_triton.shared_bytes(device.type) < product_triton.SHARED_BYTES:
         return None

@@ -21,7 +21,8 @@ from loramux.kernels.gpu.attention import ops as attention_triton
 from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
 from loramux.kernels.gpu.lora import segmented as lora_triton
 from loramux.kernels.gpu.lora_augmented import ops as augmented_gpu
-from loramux.runner.fused_decoder import DeviceKernels, device_kernels  # noqa: E402
+from loramux.kernels.ops import DeviceKernels
+from loramux.kernels.select import select_device_kernels  # noqa: E402
 from loramux.types.request import Request
 from tests.device_factory import device_engine, two_adapters  # noqa: E402
 from tests.model_factory import tiny_transformers_model  # noqa: E402
@@ -34,9 +35,9 @@ pytestmark = [
 
 COMPILED = {
     "attention.attend",
-    "fused.add_norm",
-    "fused.rotate_write",
-    "fused.activate_mul",
+    "elementwise.add_norm",
+    "elementwise.rotate_write",
+    "elementwise.activate_mul",
     "sampling.choose_tokens",
 }
 
@@ -44,9 +45,9 @@ COMPILED = {
 def interpreted(device: torch.device) -> DeviceKernels:
     """All of a GPU's, where a CPU has twins."""
     return replace(
-        device_kernels(device),
-        fused=fused_triton,
-        gate_up=gate_up_triton,
+        select_device_kernels(device),
+        elementwise=fused_triton,
+        swiglu=gate_up_triton,
         lora=lora_triton,
         augmented=augmented_gpu,
         sampling=sampling_triton,
@@ -81,7 +82,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_every_kernel_is_compared_and_none_is_wrong(make: Any) -> None:
     check = check_traffic(lambda: make(0), requests, interpreted)
     assert check.wrong == []
-    assert {"graph", "lora.shrink and expand", "fused.add_norm, in place"} <= set(check.worst)
+    assert {"graph", "lora.shrink and expand", "elementwise.add_norm, in place"} <= set(check.worst)
     assert set(check.worst) >= COMPILED
     assert "0 wrong" in section_of(check, "float32").notes[0]
 
@@ -99,19 +100,19 @@ def test_sixteen_bits_have_the_kernels_of_large_steps(
     monkeypatch.setattr(attention_triton, "_launch_decodes", counted)
     check = check_traffic(lambda: make(0, "float16"), requests, interpreted)
     assert check.wrong == [] and 0 < check.worst["attention.attend"] < 1e-3
-    assert check.worst["gate_up.gate_up"] < 1e-3
+    assert check.worst["swiglu.linear_swiglu"] < 1e-3
     assert launched
 
 
 def test_attention_that_is_wrong_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = attention_triton.attend
+    attend = attention_triton.Plan.attend
 
     def wrong_first_row(*args: Any) -> torch.Tensor:
         found = attend(*args)
         found[0] *= 1.01
         return found
 
-    monkeypatch.setattr(attention_triton, "attend", wrong_first_row)
+    monkeypatch.setattr(attention_triton.Plan, "attend", wrong_first_row)
     check = check_traffic(lambda: make(0), requests, interpreted)
     assert check.wrong and all("attention.attend is 1.0e-02" in line for line in check.wrong)
     assert {line.split()[0] for line in check.wrong} == {"decode", "step"}

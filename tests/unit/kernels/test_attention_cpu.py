@@ -52,6 +52,6 @@ def test_a_row_never_sees_another_sequence() -> None:
         rows = slice(sequence.row_start, sequence.row_start + sequence.num_rows)
         alone = SequenceRows(0, sequence.num_rows, sequence.position_start, sequence.page_ids)
         plan = attention_cpu.plan([alone], LAYOUT, CPU)
-        attention_cpu.write_kv(storage, plan, 0, k[rows], v[rows])
-        out = attention_cpu.attend(storage, plan, q[rows], args)
+        plan.write_kv(storage, 0, k[rows], v[rows])
+        out = plan.attend(storage, q[rows], args)
         torch.testing.assert_close(together[rows], out, atol=1e-5, rtol=1e-4)

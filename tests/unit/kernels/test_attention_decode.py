@@ -48,10 +48,10 @@ def decode(
             tokens[page, :, :, min(max(length - place * 16, 0), 16) :] = torch.nan
     plan = attention_triton.plan_decodes(pages, layout, q)
     (work,) = plan.work[None]
-    assert attention_triton._copies_tiles(plan, work, q)
-    attention_triton.refresh(plan, torch.tensor(LENGTHS, dtype=torch.int32))
+    assert attention_triton._uses_tma(plan, work, q)
+    plan.partition(torch.tensor(LENGTHS, dtype=torch.int32))
     assert work.items[:, 6].max() > 1, "no span was cut"
-    found = attention_triton.attend(storage, plan, q, args)
+    found = plan.attend(storage, q, args)
     assert work.arrivals.count_nonzero() == 0
     sequences = [
         SequenceRows(i, 1, length - 1, own)
@@ -59,7 +59,7 @@ def decode(
         if length
     ]
     reference = attention_torch.plan(sequences, layout, DEVICE)
-    wanted = attention_torch.attend(storage.nan_to_num(0.0).float(), reference, q.float(), args)
+    wanted = reference.attend(storage.nan_to_num(0.0).float(), q.float(), args)
     rows = [i for i, length in enumerate(LENGTHS) if length]
     return found[rows].float(), wanted[rows]
 
@@ -126,7 +126,7 @@ def test_other_steps_keep_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         q = torch.zeros(4, num_heads, layout.head_dim, dtype=dtype)
         plan = attention_triton.plan_decodes(pages, layout, q, (window,))
         (work,) = plan.work[window]
-        return attention_triton._copies_tiles(plan, work, q)
+        return attention_triton._uses_tma(plan, work, q)
 
     assert copies(make_layout())
     assert not copies(make_layout(), dtype=torch.float32)
@@ -136,9 +136,9 @@ def test_other_steps_keep_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not copies(make_layout(), window=20)
     monkeypatch.setattr(attention_triton, "_COPIED_PER_MULTIPROCESSOR", 1)
     assert not copies(make_layout())
-    monkeypatch.setattr(attention_triton, "num_multiprocessors", lambda _: 7)
+    monkeypatch.setattr(attention_triton, "num_sms", lambda _: 7)
     assert copies(make_layout())
-    monkeypatch.setattr(attention_triton, "copies_tiles", lambda _: False)
+    monkeypatch.setattr(attention_triton, "supports_tma", lambda _: False)
     assert not copies(make_layout())
 
 
@@ -151,7 +151,7 @@ from loramux.kernels.gpu.attention.decode_tma import attend_decodes
 
 known = {
     "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "HAS_SOFTCAP": False, "ROWS": 16, "MERGED": 2048,
-    "OVERLAP": True,
+    "PDL": True,
 }
 types = {"tiles": "tensordesc<bf16[1,16,128]>", "scale": "fp32", "softcap": "fp32"}
 types |= dict.fromkeys(("q_ptr", "out_ptr"), "*bf16")

@@ -41,16 +41,16 @@ def decode(
             written = min(max(length - place * layout.block_tokens, 0), layout.block_tokens)
             tokens[page, :, :, written:] = torch.nan
     plan = attention_triton.plan_decodes(pages, layout, q, (args.sliding_window,))
-    attention_triton.refresh(plan, torch.tensor(LENGTHS, dtype=torch.int32))
+    plan.partition(torch.tensor(LENGTHS, dtype=torch.int32))
     # Reading it waits, as attend needs another kernel ahead of it.
     assert all(slot >= 0 for slot in plan.slots.tolist())
-    found = attention_triton.attend(storage, plan, q, args)
+    found = plan.attend(storage, q, args)
     sequences = [
         SequenceRows(i, 1, length - 1, own)
         for i, (length, own) in enumerate(zip(LENGTHS, pages.tolist(), strict=True))
     ]
     reference = attention_torch.plan(sequences, layout, DEVICE)
-    wanted = attention_torch.attend(storage.nan_to_num(0.0), reference, q, args)
+    wanted = reference.attend(storage.nan_to_num(0.0), q, args)
     torch.testing.assert_close(found, wanted, atol=atol, rtol=1e-4)
     return found
 

@@ -45,10 +45,8 @@ def test_any_shape_of_tiles_equals_the_reference(
     q = torch.randn(9, 6, 16)
     args = AttendArgs(layer=1, scale=0.3, sliding_window=window)
     plan = attention_triton.plan(sequences, LAYOUT, DEVICE)
-    actual = attention_triton.attend(storage, plan, q, args)
-    expected = attention_torch.attend(
-        storage, attention_torch.plan(sequences, LAYOUT, DEVICE), q, args
-    )
+    actual = plan.attend(storage, q, args)
+    expected = attention_torch.plan(sequences, LAYOUT, DEVICE).attend(storage, q, args)
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
@@ -71,7 +69,7 @@ def test_parts_of_decodes_add_up(
     q = torch.randn(4, 2 * group, head_dim)
     args = AttendArgs(layer=0, scale=0.3)
     plan = attention_triton.plan_decodes(pages, layout, q)
-    attention_triton.refresh(plan, torch.tensor(lengths, dtype=torch.int32))
+    plan.partition(torch.tensor(lengths, dtype=torch.int32))
     assert plan.work[None][0].items[:, 6].max() == 12
     live = [row for row, length in enumerate(lengths) if length]
     sequences = [
@@ -79,10 +77,10 @@ def test_parts_of_decodes_add_up(
         for place, row in enumerate(live)
     ]
     reference = attention_torch.plan(sequences, layout, DEVICE)
-    expected = attention_torch.attend(storage, reference, q[live], args)
+    expected = reference.attend(storage, q[live], args)
     # A second time, as what arrives is counted from zero again.
     for _ in range(2):
-        actual = attention_triton.attend(storage, plan, q, args)[live]
+        actual = plan.attend(storage, q, args)[live]
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
@@ -98,14 +96,14 @@ def test_parts_of_sixteen_bits(dtype: torch.dtype) -> None:
         q = torch.randn(num_rows, 8, 128).to(dtype)
         args = AttendArgs(layer=0, scale=0.1)
         plan = attention_triton.plan_decodes(pages, layout, q)
-        attention_triton.refresh(plan, lengths)
+        plan.partition(lengths)
         sequences = [
             SequenceRows(row, 1, length - 1, pages[row].tolist())
             for row, length in enumerate(lengths.tolist())
         ]
         reference = attention_torch.plan(sequences, layout, DEVICE)
-        actual = attention_triton.attend(storage, plan, q, args).float()
-        expected = attention_torch.attend(storage.float(), reference, q.float(), args)
+        actual = plan.attend(storage, q, args).float()
+        expected = reference.attend(storage.float(), q.float(), args)
         torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
 
 
@@ -127,6 +125,6 @@ def test_rows_without_a_slot_are_not_stored() -> None:
         page_table=torch.zeros(2, 1, dtype=torch.int32),
         slots=torch.tensor([-1, 17], dtype=torch.int32),
     )
-    attention_triton.write_kv(storage, plan, 0, torch.ones(2, 2, 16), torch.ones(2, 2, 16))
+    plan.write_kv(storage, 0, torch.ones(2, 2, 16), torch.ones(2, 2, 16))
     assert storage.count_nonzero() == 2 * 2 * 16
     assert storage[1].count_nonzero() == 2 * 2 * 16

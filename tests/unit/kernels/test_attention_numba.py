@@ -62,10 +62,10 @@ def test_heads_of_whole_tiles_equal_the_reference(args: AttendArgs, block_tokens
     for sequence in everything:
         k, v = torch.randn(2, sequence.num_tokens, 2, MIX_WIDTH)
         plan = attention_torch.plan([sequence], layout, CPU)
-        attention_torch.write_kv(storage, plan, args.layer, k, v)
+        plan.write_kv(storage, args.layer, k, v)
     q = torch.randn(row, NUM_HEADS, MIX_WIDTH)
     expected, actual = (
-        kernels.attend(storage, kernels.plan(sequences, layout, CPU), q, args)
+        kernels.plan(sequences, layout, CPU).attend(storage, q, args)
         for kernels in (attention_torch, attention_numba)
     )
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
@@ -76,11 +76,11 @@ def test_a_decode_has_the_same_bits_alone_and_among_others() -> None:
     storage, args = torch.randn(num_pages, PAGE), AttendArgs(layer=0, scale=0.35)
     q = torch.randn(40, NUM_HEADS, 8)
     plan = attention_numba.plan(sequences, LAYOUT, CPU)
-    together = attention_numba.attend(storage, plan, q, args)
+    together = plan.attend(storage, q, args)
     for row, sequence in enumerate(sequences):
         alone = SequenceRows(0, 1, sequence.position_start, sequence.page_ids)
         plan = attention_numba.plan([alone], LAYOUT, CPU)
-        out = attention_numba.attend(storage, plan, q[row : row + 1], args)
+        out = plan.attend(storage, q[row : row + 1], args)
         assert torch.equal(out[0], together[row])
 
 
@@ -90,8 +90,8 @@ def test_queries_may_have_keys_and_values_between_their_rows() -> None:
     qkv = torch.randn(2, NUM_HEADS + 4, 8)
     plan = attention_numba.plan(sequences, LAYOUT, CPU)
     q = qkv[:, :NUM_HEADS]
-    expected = attention_numba.attend(storage, plan, q.contiguous(), args)
-    assert torch.equal(attention_numba.attend(storage, plan, q, args), expected)
+    expected = plan.attend(storage, q.contiguous(), args)
+    assert torch.equal(plan.attend(storage, q, args), expected)
 
 
 def test_what_an_earlier_owner_left_in_the_last_page_is_never_read() -> None:
@@ -99,7 +99,7 @@ def test_what_an_earlier_owner_left_in_the_last_page_is_never_read() -> None:
     storage, args = torch.randn(num_pages, PAGE), AttendArgs(layer=0, scale=0.35)
     q = torch.randn(1, NUM_HEADS, 8)
     plan = attention_numba.plan(sequences, LAYOUT, CPU)
-    expected = attention_numba.attend(storage, plan, q, args)
+    expected = plan.attend(storage, q, args)
     pages = storage.view(num_pages, 3, 2, 4, 16)
     pages[sequences[0].page_ids[2], :, :, 2:] = float("nan")
-    assert torch.equal(attention_numba.attend(storage, plan, q, args), expected)
+    assert torch.equal(plan.attend(storage, q, args), expected)

@@ -15,8 +15,8 @@ def test_chunks_over_pages_equal_dense_causal_attention() -> None:
     for start, stop in ((0, 3), (3, 4), (4, 5)):
         sequence = SequenceRows(0, stop - start, start, [3, 0, 2])
         plan = attention_torch.plan([sequence], layout, torch.device("cpu"))
-        attention_torch.write_kv(storage, plan, 0, k[start:stop], v[start:stop])
-        outs.append(attention_torch.attend(storage, plan, q[start:stop], args))
+        plan.write_kv(storage, 0, k[start:stop], v[start:stop])
+        outs.append(plan.attend(storage, q[start:stop], args))
     dense = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1),
         k.transpose(0, 1).expand(2, 5, 4),

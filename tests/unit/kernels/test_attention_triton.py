@@ -60,7 +60,7 @@ def fill_pages(
     for sequence in earlier:
         shape = (sequence.num_rows, layout.num_kv_heads, layout.head_dim)
         plan = attention_torch.plan([sequence], layout, DEVICE)
-        attention_torch.write_kv(storage, plan, layer, torch.randn(shape), torch.randn(shape))
+        plan.write_kv(storage, layer, torch.randn(shape), torch.randn(shape))
 
 
 def check(
@@ -82,8 +82,8 @@ def check(
     for kernels in (attention_torch, attention_triton):
         own = storage.clone()
         plan = kernels.plan(sequences, layout, DEVICE)
-        kernels.write_kv(own, plan, args.layer, k, v)
-        outs.append((kernels.attend(own, plan, q, args), own))
+        plan.write_kv(own, args.layer, k, v)
+        outs.append((plan.attend(own, q, args), own))
     assert torch.equal(outs[0][1].nan_to_num(), outs[1][1].nan_to_num())
     limit = {"atol": 2e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 0}
     torch.testing.assert_close(outs[1][0], outs[0][0], **limit)
@@ -123,15 +123,13 @@ def test_a_decode_plan_follows_the_lengths_on_the_device(window: int | None) -> 
     q = torch.randn(3, NUM_HEADS, layout.head_dim)
     plan = attention_triton.plan_decodes(pages, layout, q, (window,))
     for lengths in ([90, 0, 16], [1, 70, 0]):
-        attention_triton.refresh(plan, torch.tensor(lengths, dtype=torch.int32))
+        plan.partition(torch.tensor(lengths, dtype=torch.int32))
         # Reading it waits, as attend needs another kernel ahead of it.
         assert [slot < 0 for slot in plan.slots.tolist()] == [n == 0 for n in lengths]
-        actual = attention_triton.attend(storage, plan, q, args)
+        actual = plan.attend(storage, q, args)
         rows = [i for i, length in enumerate(lengths) if length]
         sequences = [SequenceRows(i, 1, lengths[i] - 1, pages[i].tolist()) for i in rows]
-        expected = attention_torch.attend(
-            storage, attention_torch.plan(sequences, layout, DEVICE), q, args
-        )
+        expected = attention_torch.plan(sequences, layout, DEVICE).attend(storage, q, args)
         torch.testing.assert_close(actual[rows], expected[rows], atol=2e-5, rtol=1e-4)
 
 
@@ -141,9 +139,9 @@ def test_counters_of_cut_spans_are_back_at_zero() -> None:
     pages = torch.arange(20, dtype=torch.int32).view(1, 20)
     q = torch.randn(1, NUM_HEADS, layout.head_dim)
     plan = attention_triton.plan_decodes(pages, layout, q)
-    attention_triton.refresh(plan, torch.tensor([300], dtype=torch.int32))
+    plan.partition(torch.tensor([300], dtype=torch.int32))
     (work,) = plan.work[None]
     assert work.items[0, 6] > 1
-    attention_triton.attend(make_storage(20, layout).normal_(), plan, q, ARGS["plain"])
+    plan.attend(make_storage(20, layout).normal_(), q, ARGS["plain"])
     assert work.arrivals is not None
     assert work.arrivals.count_nonzero() == 0

@@ -13,9 +13,8 @@ import torch
 pytest.importorskip("numba", reason="no numba on this machine")
 
 from loramux.kernels.cpu_jit import elementwise as fused_numba
-from loramux.kernels.ops import PagedLayout
+from loramux.kernels.ops import ACTIVATIONS, KVTarget, Norm, PagedLayout, Rotation
 from loramux.kernels.reference import elementwise as fused_torch
-from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
 
 LAYOUT = PagedLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=4)
 HIDDEN = 40
@@ -75,7 +74,7 @@ def test_rotate_write_equals_the_reference(has_norm: bool) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, FEW, MANY])
-@pytest.mark.parametrize("activation", fused_torch.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activate_mul_equals_the_reference(activation: str, num_rows: int) -> None:
     gate_up = torch.randn(num_rows, 2 * HIDDEN) * 8
     expected = fused_torch.activate_mul(gate_up, activation)
@@ -111,7 +110,7 @@ for size in (33, 40, 100, 200):
     fused_numba._add_norm(x[None], residual[None].copy(), weight, eps, found[1])
     behind = residual.copy()
     places = [array.ctypes.data for array in (x, behind, found[2], weight)]
-    fused_numba.work_on_rows(1, tuple(places), (size, size), (0, 1), eps)
+    fused_numba.apply_epilogue(1, tuple(places), (size, size), (0, 1), eps)
     assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2]), size
 """
 

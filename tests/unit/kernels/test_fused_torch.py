@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from loramux.kernels.ops import PagedLayout, SequenceRows
+from loramux.kernels.ops import ACTIVATIONS, KVTarget, Norm, PagedLayout, Rotation, SequenceRows
 from loramux.kernels.reference import attention as attention_torch
 from loramux.kernels.reference import elementwise as fused_torch
-from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
 from loramux.models.layers import HeadNorm, RMSNorm, Rotary, rotate_
 from loramux.models.rope import RopeConfig
 
@@ -46,7 +45,7 @@ def test_add_norm_without_a_sum_leaves_the_residual() -> None:
     torch.testing.assert_close(normed, module(before))
 
 
-@pytest.mark.parametrize("activation", fused_torch.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_are_those_of_the_decoder(activation: str) -> None:
     functions = {
         "silu": F.silu,
@@ -71,7 +70,7 @@ def test_rotate_write_rotates_and_stores_as_the_decoder_does(has_norm: bool) -> 
     qk = rotate_(qk, *rotary(positions, torch.float32))
     plan = attention_torch.plan([SequenceRows(0, num_rows, 2, [3, 1])], LAYOUT, torch.device("cpu"))
     expected = torch.zeros(4, 2 * 2 * 4 * 2 * dim)
-    attention_torch.write_kv(expected, plan, 1, qk[:, num_heads:], qkv[:, -2:])
+    plan.write_kv(expected, 1, qk[:, num_heads:], qkv[:, -2:])
 
     cos, sin = fused_torch.rotation(positions.int(), rotary.frequencies, rotary.signs, 1.0)
     norm = Norm(head_norm.weight, 1e-6) if has_norm else None

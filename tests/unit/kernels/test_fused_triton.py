@@ -8,9 +8,14 @@ import torch
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
 from loramux.kernels.gpu import elementwise as fused_triton
-from loramux.kernels.ops import PagedLayout  # noqa: E402
+from loramux.kernels.ops import (  # noqa: E402
+    ACTIVATIONS,
+    KVTarget,
+    Norm,
+    PagedLayout,  # noqa: E402
+    Rotation,
+)
 from loramux.kernels.reference import elementwise as fused_torch
-from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation  # noqa: E402
 from tests.attention_factory import random_angles  # noqa: E402
 
 LIMITS = {
@@ -64,7 +69,7 @@ def assert_normed(actual: torch.Tensor, residual: torch.Tensor, norm: Norm) -> N
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("activation", fused_torch.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activate_mul_equals_its_twin(activation: str, dtype: torch.dtype) -> None:
     gate_up = torch.randn(3, 2 * 48, dtype=dtype)
     actual = fused_triton.activate_mul(gate_up, activation)

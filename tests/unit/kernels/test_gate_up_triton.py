@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 from loramux.kernels.gpu.gemm import small_m as product_triton
 from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
 from loramux.kernels.gpu.gemm.swiglu import LAUNCHES, GateUpLaunch  # noqa: E402
-from loramux.kernels.reference import swiglu as gate_up_torch
-from loramux.kernels.reference.elementwise import ACTIVATIONS  # noqa: E402
+from loramux.kernels.ops import ACTIVATIONS  # noqa: E402
+from loramux.kernels.reference import elementwise
 from tests.unit.kernels.conftest import output_of_compiler  # noqa: E402
 
 COMPILE = """
@@ -31,7 +31,7 @@ for launch in LAUNCHES:
     rows, outputs = launch.most_rows, launch.num_outputs
     known = {
         "INNER": 14336, "INPUTS": 4096, "ACTIVATION": "silu", "ROWS": rows, "N": outputs, "K": 64,
-        "STAGES": launch.num_stages, "OVERLAP": True,
+        "STAGES": launch.num_stages, "PDL": True,
     }
     kinds = {
         "x_tiles": f"tensordesc<bf16[{rows},64]>", "out_ptr": "*bf16", "num_rows": "i32",
@@ -55,9 +55,9 @@ SHAPES = [(128, 64), (100, 200), (24, 8), (200, 456)]
 
 def check(inner: int, x: torch.Tensor, activation: str = "silu") -> None:
     weight = (torch.randn(2 * inner, x.shape[1]) / x.shape[1] ** 0.5).to(x.dtype)
-    assert gate_up_triton.fits(x, weight)
-    found = gate_up_triton.gate_up(x, weight, activation)
-    expected = gate_up_torch.gate_up(x, weight, activation)
+    assert gate_up_triton.supports(x, weight)
+    found = gate_up_triton.linear_swiglu(x, weight, activation)
+    expected = elementwise.linear_swiglu(x, weight, activation)
     limit = LIMITS[x.dtype]
     torch.testing.assert_close(found, expected, atol=limit, rtol=limit)
 
@@ -95,20 +95,20 @@ def test_what_lies_behind_the_rows_does_not_matter() -> None:
 )
 def test_what_it_is_not_made_for(num_rows: int, num_inputs: int, dtype: torch.dtype) -> None:
     weight = torch.ones(8, num_inputs, dtype=dtype)
-    assert not gate_up_triton.fits(torch.ones(num_rows, num_inputs, dtype=dtype), weight)
+    assert not gate_up_triton.supports(torch.ones(num_rows, num_inputs, dtype=dtype), weight)
 
 
 def test_rows_and_weights_with_gaps_do_not_fit() -> None:
     x, weight = torch.ones(64, 64).half(), torch.ones(8, 64).half()
-    assert gate_up_triton.fits(x, weight)
-    assert not gate_up_triton.fits(torch.ones(64, 128).half()[:, :64], weight)
-    assert not gate_up_triton.fits(x, torch.ones(16, 64).half()[::2])
+    assert gate_up_triton.supports(x, weight)
+    assert not gate_up_triton.supports(torch.ones(64, 128).half()[:, :64], weight)
+    assert not gate_up_triton.supports(x, torch.ones(16, 64).half()[::2])
 
 
 def test_a_device_with_too_little_memory_has_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.ones(64, 64).half(), torch.ones(8, 64).half()
     monkeypatch.setattr(gate_up_triton, "shared_bytes", lambda _: 64 * 1024)
-    assert not gate_up_triton.fits(x, weight)
+    assert not gate_up_triton.supports(x, weight)
 
 
 def test_launches_are_in_the_order_of_their_rows() -> None:

@@ -15,11 +15,11 @@ from loramux.kernels.gpu.pdl import opaque  # noqa: E402
 
 
 def test_kernels_wait_for_each_other_without_a_gpu() -> None:
-    assert launch_triton.overlap_options("cpu") == {"OVERLAP": False}
+    assert launch_triton.pdl_options("cpu") == {"PDL": False}
 
 
 def test_the_interpreter_counts_as_several_multiprocessors() -> None:
-    assert launch_triton.num_multiprocessors("cpu") > 1
+    assert launch_triton.num_sms("cpu") > 1
     assert launch_triton.shared_bytes("cpu") > 2**20, "as much as any kernel needs"
 
 

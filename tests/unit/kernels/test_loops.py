@@ -41,7 +41,7 @@ TYPES = {name: kind for kind, *names in map(str.split, KINDS) for name in names}
 TAIL = {
     "SIZE": 512, "INNER": 512, "PARTS": 1, "NUM_QUERIES": 4, "KV_HEADS": 2, "HEAD_DIM": 64,
     "BLOCK_TOKENS": 16, "WARPS": 1, "J": 8, "ACTIVATION": "silu", "EARLY_B": False,
-    "OVERLAP": True, "norm_ptr": None,
+    "PDL": True, "norm_ptr": None,
 }
 LISTS = {
     "IN": 512, "SLICES": 3, "SHORT": False, "ROWS": 2, "ROW_K": 256, "ROW_RANKS": 4,
@@ -53,7 +53,7 @@ SHORT = {"SHORT": True, "SMALL": 8, "ROW_K": 512, "ROW_RANKS": 16, "TILE_K": 512
 ATTENTION = {
     "KV_HEADS": 2, "GROUP": 4, "HEAD_DIM": 64, "BLOCK_TOKENS": 16, "WINDOW": 0,
     "HAS_SOFTCAP": False, "TWO_PHASES": True, "ROWS": 16, "TILES": 1, "TOKENS": 16, "DIM": 64,
-    "MERGED": 1024, "PRECISION": "tf32", "OVERLAP": True,
+    "MERGED": 1024, "PRECISION": "tf32", "PDL": True,
 }
 JOBS = [
     *((kernel, {**TAIL, "LOOPS": loops}) for loops in (False, True) for kernel in (

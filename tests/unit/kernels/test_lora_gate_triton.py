@@ -12,9 +12,9 @@ from tests.lora_factory import LAUNCH, LIMITS, LoraWorld, Selection, make_world,
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
 from loramux.kernels.gpu.lora import segmented as lora_triton
+from loramux.kernels.ops import ACTIVATIONS  # noqa: E402
 from loramux.kernels.reference import elementwise as fused_torch
 from loramux.kernels.reference import lora_segmented
-from loramux.kernels.reference.elementwise import ACTIVATIONS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("both_orders")
 BOTH = ("gate_proj", "up_proj")

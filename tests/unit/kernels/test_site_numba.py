@@ -12,8 +12,7 @@ from loramux.kernels.cpu_jit import elementwise as fused_numba
 from loramux.kernels.cpu_jit import gemm as gemm_numba
 from loramux.kernels.cpu_jit import linear as site_numba
 from loramux.kernels.cpu_jit import lora as lora_numba
-from loramux.kernels.cpu_jit.elementwise import NormArrays
-from loramux.kernels.ops import LoraRows, LoraWeights, Segment
+from loramux.kernels.ops import LoraRows, LoraWeights, NormArrays, Segment
 from tests.unit.kernels.test_lora_numba import IN_FEATURES, make_weights
 
 Adapters = list[tuple[LoraWeights, LoraRows]]
@@ -26,7 +25,7 @@ def both(num_rows: int, out: int, adapters: Adapters) -> tuple[torch.Tensor, tor
     for weights, rows in adapters:
         lora_numba.add_lora(expected, x, weights, rows)
     y = torch.full_like(expected, float("nan"))
-    site_numba.multiply_add_into(x.numpy(), matrix, adapters, y.numpy())
+    site_numba.linear_into(x.numpy(), matrix, adapters, y.numpy())
     return expected, y
 
 
@@ -81,12 +80,12 @@ def test_the_work_behind_has_the_bits_of_its_own_loops(num_rows: int, stacks: st
     x = torch.randn(num_rows, IN_FEATURES).numpy()
     matrix = gemm_numba.pack(torch.randn(40, IN_FEATURES), None)
     y, work_y = np.empty((2, num_rows, 40), np.float32)
-    site_numba.multiply_add_into(x, matrix, adapters, y)
+    site_numba.linear_into(x, matrix, adapters, y)
 
     mixed, work_mixed = np.empty((2, num_rows, 20), np.float32)
     fused_numba.silu_mul_into(y, mixed)
-    work = fused_numba.silu_mul_work(work_mixed)
-    site_numba.multiply_add_into(x, matrix, adapters, work_y, work)
+    work = fused_numba.silu_mul_epilogue(work_mixed)
+    site_numba.linear_into(x, matrix, adapters, work_y, work)
     assert np.array_equal(work_mixed, mixed)
 
     norm = NormArrays(np.random.default_rng(0).random(40, np.float32), np.float32(1e-5))
@@ -94,6 +93,6 @@ def test_the_work_behind_has_the_bits_of_its_own_loops(num_rows: int, stacks: st
     work_hidden = hidden.copy()
     normed, work_normed = np.empty((2, num_rows, 40), np.float32)
     fused_numba.add_norm_into(y, hidden, (norm, None), normed)
-    work = fused_numba.add_norm_work(work_hidden, norm, work_normed)
-    site_numba.multiply_add_into(x, matrix, adapters, work_y, work)
+    work = fused_numba.add_norm_epilogue(work_hidden, norm, work_normed)
+    site_numba.linear_into(x, matrix, adapters, work_y, work)
     assert np.array_equal(work_normed, normed) and np.array_equal(work_hidden, hidden)

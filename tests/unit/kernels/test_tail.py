@@ -15,10 +15,14 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 
 from loramux.kernels.gpu.lora_augmented import ops as augmented_gpu
 from loramux.kernels.gpu.lora_augmented.tables import AugmentedLaunch  # noqa: E402
-from loramux.kernels.ops import PagedLayout  # noqa: E402
+from loramux.kernels.ops import (  # noqa: E402
+    KVTarget,
+    Norm,
+    PagedLayout,  # noqa: E402
+    Rotation,
+)
 from loramux.kernels.reference import elementwise as fused_torch
 from loramux.kernels.reference import lora_augmented as augmented_reference
-from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation  # noqa: E402
 from tests.attention_factory import random_angles  # noqa: E402
 from tests.augmented_factory import LONG_TILE, ROW, TILE, AugmentedWorld, make_augmented_world  # noqa: E402
 from tests.lora_factory import NUM_LAYERS, SITES, Selection, random_rows  # noqa: E402

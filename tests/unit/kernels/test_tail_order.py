@@ -61,7 +61,7 @@ from triton.compiler import ASTSource
 from loramux.kernels.gpu.lora_augmented.tiles import expand_kernel
 
 types = {"y_ptr": "*bf16", "out_ptr": "*bf16", "pool": "*bf16", "records": "*i32", "work": "*i32"}
-constants = {"SIZE": 4096, "WARPS": 2, "J": 8, "PARTS": 1, "EARLY_B": False, "OVERLAP": True}
+constants = {"SIZE": 4096, "WARPS": 2, "J": 8, "PARTS": 1, "EARLY_B": False, "PDL": True}
 for loops in (False, True):
     known = {**constants, "LOOPS": loops}
     names = expand_kernel.arg_names

@@ -10,10 +10,13 @@ import triton.language as tl  # noqa: E402
 from loramux.kernels.gpu.lora.mma_layout import order_columns, order_rows  # noqa: E402
 from loramux.kernels.gpu.lora_augmented import ops as augmented_gpu
 from loramux.kernels.gpu.lora_augmented.rotary_tiles import norm_halves  # noqa: E402
-from loramux.kernels.ops import PagedLayout  # noqa: E402
+from loramux.kernels.ops import (  # noqa: E402
+    KVTarget,
+    PagedLayout,  # noqa: E402
+    Rotation,
+)
 from loramux.kernels.reference import elementwise as fused_torch
 from loramux.kernels.reference import lora_augmented as augmented_reference
-from loramux.kernels.reference.elementwise import KVTarget, Rotation  # noqa: E402
 from tests.attention_factory import random_angles  # noqa: E402
 from tests.augmented_factory import TILE, make_augmented_world, two_programs  # noqa: E402
 from tests.lora_factory import NUM_LAYERS, Selection, random_rows  # noqa: E402

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from loramux.models import packed_linear
+from loramux.kernels import select
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
 from loramux.models.loader import load_model
@@ -37,7 +37,7 @@ def test_packed_equals_plain(num_rows: int, bias: bool) -> None:
 
 
 def test_without_the_compiled_product_onednn_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "has_compiled_product", lambda dtype: False)
+    monkeypatch.setattr(select, "has_jit_gemm", lambda dtype: False)
     linear = Linear(96, 80, bias=True, dtype=torch.float32)
     for parameter in linear.parameters():
         parameter.copy_(torch.randn(parameter.shape) / 10)
@@ -54,7 +54,7 @@ def test_a_compiled_product_is_for_more_rows_than_a_vector(
 ) -> None:
     if is_compiled:
         pytest.importorskip("numba", reason="no numba on this machine")
-    monkeypatch.setattr(packed_linear, "has_compiled_product", lambda dtype: is_compiled)
+    monkeypatch.setattr(select, "has_jit_gemm", lambda dtype: is_compiled)
     packed = PackedLinear(Linear(24, 40, bias=False, dtype=torch.float32))
     assert packed.matrix_for(1) is None
     assert packed.matrix_for(2) is packed.matrix and (packed.matrix is not None) == is_compiled

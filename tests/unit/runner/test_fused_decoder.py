@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from loramux.kernels.gpu.attention import ops as interpreted_attention
+from loramux.kernels.reference import elementwise, lora_segmented
+from loramux.kernels.select import select_device_kernels
 from loramux.runner.fused_decoder import FusedDecoder
 from loramux.types.step import Chunk, StepPlan
 from tests.device_factory import ProductsInParts, device_engine, reference_engine
@@ -56,3 +59,9 @@ def test_a_packed_layer_is_refused_and_not_computed_without_its_weights(
     fused._decoder.layers[0].qkv = torch.nn.Identity()
     with pytest.raises(AssertionError, match="packed or wrapped"):
         FusedDecoder(fused._decoder, runner._kernels, fused.layout, fused._storage)
+
+
+def test_on_a_cpu_only_attention_goes_through_the_interpreter() -> None:
+    kernels = select_device_kernels(torch.device("cpu"))
+    assert kernels.attention is interpreted_attention
+    assert (kernels.lora, kernels.elementwise) == (lora_segmented, elementwise)

@@ -165,7 +165,6 @@ class ScarceMemory:
     def __init__(self, attention: Any, max_rows: int) -> None:
         self._attention = attention
         self._max_rows = max_rows
-        self.attend = attention.attend
 
     def plan(self, sequences: Any, *others: Any) -> Any:
         if sum(sequence.num_rows for sequence in sequences) > self._max_rows:
@@ -253,7 +252,7 @@ def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     few = mixed_selections(engine, folders)[1]
     lease(engine, few)
     kernels = replace(
-        runner._kernels, fused=fused_triton, lora=lora_triton, sampling=sampling_triton
+        runner._kernels, elementwise=fused_triton, lora=lora_triton, sampling=sampling_triton
     )
     limits = BatchLimits(max_batch_tokens=8, max_sequences=2, max_pages=2)
     decoder, pool = runner._decoder._decoder, engine.memory.pool

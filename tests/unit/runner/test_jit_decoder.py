@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loramux.runner.batch import PagedAttention, build_batch
+from loramux.runner.batch import build_batch
 from loramux.runner.cpu_runner import CpuRunner
 from loramux.runner.jit_decoder import JitDecoder
 from loramux.types.step import Chunk, StepPlan
@@ -75,11 +75,10 @@ def test_picked_rows_are_those_of_all_and_every_row_keeps_its_keys(
         [Chunk(i, make_prompt(20, seed=i), 0, [5 + i, 1 + i], (), sample=None) for i in range(2)],
         storage.device,
     )
-    plan = PagedAttention(batch, runner._pool, runner._kernels.attention).plan
 
     def hidden(rows: list[int] | None) -> Tensor:
         storage.zero_()
-        return runner._compiled.hidden(batch.token_ids, batch.positions, plan, rows)
+        return runner._compiled.hidden(batch.token_ids, batch.positions, batch.sequences, rows)
 
     expected, stored = hidden(None), storage.clone()
     for rows in ([39, 4, 11], [19], []):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from loramux.kernels.gpu.lora_augmented.tables import AugmentedLaunch
+from loramux.kernels.ops import Norm
 from loramux.kernels.reference import elementwise as fused_torch
-from loramux.kernels.reference.elementwise import Norm
 from loramux.lora.graph_lora import BASE_MODE, LoraMode
 from loramux.models.layers import Linear
 from loramux.runner.gemm.dispatch import Products
@@ -136,7 +136,7 @@ def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     lease(engine, *selections.values())
     kernels = replace(
         runner._kernels,
-        fused=fused_triton,
+        elementwise=fused_triton,
         lora=lora_triton,
         sampling=sampling_triton,
         augmented=augmented_gpu,

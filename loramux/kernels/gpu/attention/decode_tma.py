@@ -12,7 +12,7 @@ import triton.language as tl
 
 from loramux.kernels.gpu.attention.kernel import leave_item, load_item
 from loramux.kernels.gpu.attention.online_softmax import LOG2_E, ROOM, capped
-from loramux.kernels.gpu.pdl import LANES_FIRST, axis, begin_after_previous
+from loramux.kernels.gpu.pdl import LANES_FIRST, axis, pdl_wait_and_launch
 
 TOKENS: tl.constexpr = tl.constexpr(16)
 """Of a tile, which is a whole page of one layer."""
@@ -42,7 +42,7 @@ def attend_decodes(  # noqa: PLR0913
     HAS_SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     MERGED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """As attend_items, for items of one row that sees all of their tokens.
 
@@ -53,7 +53,7 @@ def attend_decodes(  # noqa: PLR0913
     kv_head = tl.program_id(0) % KV_HEADS
     sequence, first_row, num_rows, _, begin, end, num_items, first_item = load_item(items_ptr, item)
     pages_ptr = page_table_ptr + sequence.to(tl.int64) * page_table_stride + begin // TOKENS
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     if num_rows == 0:
         return
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.gpu.attention.online_softmax import fold, fold_seen, load_ordered_q
-from loramux.kernels.gpu.pdl import LANES_FIRST, axis, begin_after_previous
+from loramux.kernels.gpu.pdl import LANES_FIRST, axis, pdl_wait_and_launch
 
 _MERGED_ROWS: tl.constexpr = tl.constexpr(4)
 """Rows of partial results that are added up at once; four times as many of large tiles."""
@@ -46,7 +46,7 @@ def attend_items(  # noqa: PLR0913
     DIM: tl.constexpr,
     MERGED: tl.constexpr,
     PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out = softmax(q K^T * scale) V for the item's rows, over the item's tokens."""
     item = tl.program_id(0) // KV_HEADS
@@ -56,7 +56,7 @@ def attend_items(  # noqa: PLR0913
     )
     keys_ptr = storage_ptr + layer_start + kv_head * HEAD_DIM
     pages_ptr = page_table_ptr + sequence.to(tl.int64) * page_table_stride
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     if num_rows == 0:
         return
 
@@ -319,10 +319,10 @@ def write_rows(  # noqa: PLR0913
     BLOCK_TOKENS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The keys and values of one row into its slot; a slot below 0 is no slot."""
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     if slot >= 0:

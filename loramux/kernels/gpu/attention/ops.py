@@ -14,10 +14,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from loramux.kernels.gpu.attention import decode_tma as attention_decode_triton
 from loramux.kernels.gpu.attention import split_kv_device as attention_items_triton
 from loramux.kernels.gpu.attention.kernel import attend_items, write_rows
-from loramux.kernels.gpu.attention.split_kv import Cut, StepRows, cut_sequences
-from loramux.kernels.gpu.pdl import copies_tiles, num_multiprocessors, overlap_options
+from loramux.kernels.gpu.attention.split_kv import Cut, cut_sequences
+from loramux.kernels.gpu.pdl import num_sms, pdl_options, supports_tma
 from loramux.kernels.gpu.transfer import send
-from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows, kv_slots
+from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows, StepRows, kv_slots
 
 # Prompts in one step before it has more items than a graph was made for.
 _MAX_PROMPTS = 64
@@ -83,6 +83,57 @@ class Plan:
     work: dict[int | None, tuple[Work, ...]] = field(default_factory=dict)
     """By sliding window; made on first use when `sequences` are known."""
 
+    def first_rows(self, num_rows: int, num_items: Sequence[int]) -> Plan:
+        """The same buffers for a smaller graph: so many rows, and items of each kind."""
+        work = {
+            window: tuple(
+                replace(kind, items=kind.items[:count])
+                for kind, count in zip(kinds, num_items, strict=True)
+            )
+            for window, kinds in self.work.items()
+        }
+        return replace(self, slots=self.slots[:num_rows], work=work)
+
+    def partition(self, num_tokens: Tensor) -> None:
+        """Cuts a decode plan's work anew. num_tokens [sequences] int32, 0 for padding.
+
+        attend reads it before it waits for the kernel ahead: there must be another one in between.
+        """
+        attention_items_triton.last_slots(num_tokens, self.page_table, self.layout, self.slots)
+        for window, works in self.work.items():
+            for work in works:
+                cut = _cut(work.tiles, self.layout, work.items.device, window, group=1)
+                attention_items_triton.cut_decodes(num_tokens, cut, work.items)
+
+    def write_kv(self, storage: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
+        """Stores the step's keys and values in their pages."""
+        layout = self.layout
+        size = layout.num_kv_heads * layout.head_dim
+        write_rows[(k.shape[0],)](
+            k,
+            v,
+            storage,
+            self.slots,
+            k.stride(0),
+            v.stride(0),
+            storage.stride(0),
+            layer * 2 * layout.block_tokens * size,
+            BLOCK_TOKENS=layout.block_tokens,
+            SIZE=size,
+            BLOCK=triton.next_power_of_2(size),
+            **pdl_options(k.device.type),
+        )
+
+    def attend(self, storage: Tensor, q: Tensor, args: AttendArgs) -> Tensor:
+        """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
+        if args.sliding_window not in self.work:
+            self.work[args.sliding_window] = _make_work(self, q, args.sliding_window)
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+        for work in self.work[args.sliding_window]:
+            launch = _launch_decodes if _uses_tma(self, work, q) else _launch
+            launch(storage, self, work, q, args, out)
+        return out
+
 
 def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
     slots = kv_slots(sequences, layout.block_tokens)
@@ -103,13 +154,13 @@ def plan_decodes(
     q: Tensor,
     windows: Iterable[int | None] = (None,),
 ) -> Plan:
-    """A plan of fixed shape for a CUDA graph: one row per sequence; `refresh` fills it.
+    """A plan of fixed shape for a CUDA graph: one row per sequence; `partition` fills it.
 
     page_table [sequences, pages] int32   q: any tensor of the queries' shape and dtype
     """
     num_sequences, device = page_table.shape[0], page_table.device
     group, num_programs = q.shape[1] // layout.num_kv_heads, num_sequences * layout.num_kv_heads
-    each = num_programs / num_multiprocessors(device.type)
+    each = num_programs / num_sms(device.type)
     tiles = decode_tiles(group, layout, q.dtype, per_multiprocessor=each)
     num_items = num_sequences + _num_shares(tiles, layout, device)
     items = torch.zeros(num_items, 8, dtype=torch.int32, device=device)
@@ -129,7 +180,7 @@ def plan_steps(
     layout: PagedLayout,
     items: Mapping[int | None, Sequence[Tensor]],
 ) -> Plan:
-    """A plan of fixed shape for a CUDA graph of any step; `cut_steps` makes what `items` hold.
+    """A plan of fixed shape for a CUDA graph of any step; `partition_steps` makes the items.
 
     page_table [sequences, pages], slots [rows] int32   q: as in plan_decodes
     """
@@ -141,20 +192,8 @@ def plan_steps(
     return Plan(layout=layout, page_table=page_table, slots=slots, work=work)
 
 
-def first_rows(plan: Plan, num_rows: int, num_items: Sequence[int]) -> Plan:
-    """The same buffers for a smaller graph: so many rows, and items of each kind."""
-    work = {
-        window: tuple(
-            replace(kind, items=kind.items[:count])
-            for kind, count in zip(kinds, num_items, strict=True)
-        )
-        for window, kinds in plan.work.items()
-    }
-    return replace(plan, slots=plan.slots[:num_rows], work=work)
-
-
-def most_items(num_rows: int, num_sequences: int, q: Tensor, layout: PagedLayout) -> list[int]:
-    """For as many rows of as many sequences, of each kind that cut_steps makes, at most.
+def max_items(num_rows: int, num_sequences: int, q: Tensor, layout: PagedLayout) -> list[int]:
+    """For as many rows of as many sequences, of each kind that partition_steps makes, at most.
 
     But for steps of very many prompts: those have more.
     """
@@ -165,7 +204,9 @@ def most_items(num_rows: int, num_sequences: int, q: Tensor, layout: PagedLayout
     return [blocks + shares[0], min(num_sequences, num_rows) + shares[1]]
 
 
-def cut_steps(rows: StepRows, window: int | None, q: Tensor, layout: PagedLayout) -> list[Tensor]:
+def partition_steps(
+    rows: StepRows, window: int | None, q: Tensor, layout: PagedLayout
+) -> list[Tensor]:
     """[items, 8] int32 on the CPU: of sequences with many rows, and of those with few."""
     group = q.shape[1] // layout.num_kv_heads
     many, few = step_tiles(group, layout, q.dtype)
@@ -175,49 +216,6 @@ def cut_steps(rows: StepRows, window: int | None, q: Tensor, layout: PagedLayout
         cut_sequences(rows, members, _cut(tiles, layout, q.device, window, group))
         for tiles, members in ((many, ~is_short), (few, is_short))
     ]
-
-
-def refresh(plan: Plan, num_tokens: Tensor) -> None:
-    """Cuts a decode plan's work anew. num_tokens [sequences] int32, 0 for padding.
-
-    attend reads it before it waits for the kernel ahead: there must be another one in between.
-    """
-    attention_items_triton.last_slots(num_tokens, plan.page_table, plan.layout, plan.slots)
-    for window, works in plan.work.items():
-        for work in works:
-            cut = _cut(work.tiles, plan.layout, work.items.device, window, group=1)
-            attention_items_triton.cut_decodes(num_tokens, cut, work.items)
-
-
-def write_kv(storage: Tensor, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
-    """Stores the step's keys and values in their pages."""
-    layout = plan.layout
-    size = layout.num_kv_heads * layout.head_dim
-    write_rows[(k.shape[0],)](
-        k,
-        v,
-        storage,
-        plan.slots,
-        k.stride(0),
-        v.stride(0),
-        storage.stride(0),
-        layer * 2 * layout.block_tokens * size,
-        BLOCK_TOKENS=layout.block_tokens,
-        SIZE=size,
-        BLOCK=triton.next_power_of_2(size),
-        **overlap_options(k.device.type),
-    )
-
-
-def attend(storage: Tensor, plan: Plan, q: Tensor, args: AttendArgs) -> Tensor:
-    """Row i attends to its own sequence's tokens up to itself: softmax(q K^T * scale) V."""
-    if args.sliding_window not in plan.work:
-        plan.work[args.sliding_window] = _make_work(plan, q, args.sliding_window)
-    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
-    for work in plan.work[args.sliding_window]:
-        launch = _launch_decodes if _copies_tiles(plan, work, q) else _launch
-        launch(storage, plan, work, q, args, out)
-    return out
 
 
 def _launch(  # noqa: PLR0913
@@ -255,14 +253,14 @@ def _launch(  # noqa: PLR0913
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **overlap_options(q.device.type),
+        **pdl_options(q.device.type),
     )
 
 
-def _copies_tiles(plan: Plan, work: Work, q: Tensor) -> bool:
+def _uses_tma(plan: Plan, work: Work, q: Tensor) -> bool:
     """Decodes that fill the device."""
     layout, device_type = plan.layout, q.device.type
-    least = _COPIED_PER_MULTIPROCESSOR * num_multiprocessors(device_type)
+    least = _COPIED_PER_MULTIPROCESSOR * num_sms(device_type)
     return (
         not (plan.is_causal or work.window)
         and len(plan.page_table) * layout.num_kv_heads > least
@@ -270,7 +268,7 @@ def _copies_tiles(plan: Plan, work: Work, q: Tensor) -> bool:
         and q.shape[1] <= attention_decode_triton.MOST_ROWS.value * layout.num_kv_heads
         and layout.head_dim in (64, 128)
         and layout.block_tokens == attention_decode_triton.TOKENS.value
-        and copies_tiles(device_type)
+        and supports_tma(device_type)
     )
 
 
@@ -303,7 +301,7 @@ def _launch_decodes(  # noqa: PLR0913
         num_warps=tiles.num_warps,
         # A page ahead of its tile; programs are so many that no tile is copied ahead.
         num_stages=3,
-        **overlap_options(q.device.type),
+        **pdl_options(q.device.type),
     )
 
 
@@ -340,7 +338,7 @@ def step_tiles(group: int, layout: PagedLayout, dtype: torch.dtype) -> tuple[Til
 def _make_work(plan: Plan, q: Tensor, window: int | None) -> tuple[Work, ...]:
     layout = plan.layout
     tiles = step_tiles(q.shape[1] // layout.num_kv_heads, layout, q.dtype)
-    kinds = cut_steps(StepRows.of(plan.sequences), window, q, layout)
+    kinds = partition_steps(StepRows.of(plan.sequences), window, q, layout)
     return tuple(
         _work(send(items, q.device), kind, layout, window)
         for items, kind in zip(kinds, tiles, strict=True)
@@ -361,7 +359,7 @@ def _cut(
 
 
 def _num_shares(tiles: Tiles, layout: PagedLayout, device: torch.device) -> int:
-    programs = num_multiprocessors(device.type) * tiles.shares_per_multiprocessor
+    programs = num_sms(device.type) * tiles.shares_per_multiprocessor
     return max(1, programs // layout.num_kv_heads)
 
 

@@ -5,7 +5,6 @@ A block of rows of one sequence looks at a span of tokens; long spans are shared
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loramux.kernels.ops import PagedLayout, SequenceRows
+from loramux.kernels.ops import PagedLayout, StepRows
 
 Ints = NDArray[np.signedinteger[Any]]
 Flags = NDArray[np.bool_]
@@ -34,28 +33,6 @@ class Cut:
     window: int | None = None
     least_tokens: int = 1
     """And where it is longer than this: to add up what several items found costs time as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """Which rows are whose, [sequences] int32 each; a sequence's rows follow each other."""
-
-    lengths: Ints
-    row_starts: Ints
-    positions: Ints
-    """Of each sequence's first row."""
-
-    @classmethod
-    def of_lengths(cls, lengths: Iterable[int], positions: Iterable[int]) -> StepRows:
-        """Of sequences whose rows follow each other as well."""
-        counts = np.fromiter(lengths, dtype=np.int32)
-        starts = np.cumsum(counts, dtype=np.int32) - counts
-        return cls(counts, starts, np.fromiter(positions, dtype=np.int32, count=len(counts)))
-
-    @classmethod
-    def of(cls, sequences: Sequence[SequenceRows]) -> StepRows:
-        columns = [(s.num_rows, s.row_start, s.position_start) for s in sequences]
-        return cls(*np.array(columns, dtype=np.int32).reshape(-1, 3).T)
 
 
 def cut_sequences(rows: StepRows, members: Flags, cut: Cut) -> Tensor:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loramux.kernels.gpu.attention.split_kv import ITEM_FIELDS, Cut
-from loramux.kernels.gpu.pdl import begin_after_previous, overlap_options
+from loramux.kernels.gpu.pdl import pdl_options, pdl_wait_and_launch
 from loramux.kernels.ops import PagedLayout
 
 _ITEMS_PER_PROGRAM = 16
@@ -30,7 +30,7 @@ def cut_decodes(num_tokens: Tensor, cut: Cut, out: Tensor | None = None) -> Tens
         LEAST=cut.least_tokens,
         SEQUENCES=triton.next_power_of_2(num_sequences),
         ITEMS=_ITEMS_PER_PROGRAM,
-        **overlap_options(num_tokens.device.type),
+        **pdl_options(num_tokens.device.type),
     )
     return items
 
@@ -49,7 +49,7 @@ def last_slots(
         page_table.stride(0),
         BLOCK_TOKENS=layout.block_tokens,
         SEQUENCES=triton.next_power_of_2(num_sequences),
-        **overlap_options(num_tokens.device.type),
+        **pdl_options(num_tokens.device.type),
     )
     return slots
 
@@ -63,9 +63,9 @@ def _last_slots(  # noqa: PLR0913
     page_table_stride,
     BLOCK_TOKENS: tl.constexpr,
     SEQUENCES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     place = tl.arange(0, SEQUENCES)
     inside = place < num_sequences
     num_tokens = tl.load(num_tokens_ptr + place, mask=inside, other=0)
@@ -88,9 +88,9 @@ def _cut_decodes(  # noqa: PLR0913
     LEAST: tl.constexpr,
     SEQUENCES: tl.constexpr,
     ITEMS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     index = tl.arange(0, SEQUENCES)
     end = tl.load(num_tokens_ptr + index, mask=index < num_sequences, other=0)
     # The longest first; of equals the first. Padding comes last.

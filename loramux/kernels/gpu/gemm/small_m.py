@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loramux.kernels.gpu.pdl import begin_after_previous, overlap_options
+from loramux.kernels.gpu.pdl import pdl_options, pdl_wait_and_launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def product(x: Tensor, weight: Tensor, y: Tensor) -> None:
         "N": launch.num_outputs,
         "K": min(most_inputs, max(16, triton.next_power_of_2(num_inputs))),
         "num_warps": 4,
-        **overlap_options(x.device.type),
+        **pdl_options(x.device.type),
     }
     if launch.num_stages is None:
         rows_kernel[grid](x, weight, y, num_outputs, ROWS=num_rows, **options)
@@ -109,12 +109,12 @@ def rows_kernel(  # noqa: PLR0913
     INPUTS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     IS_WHOLE: tl.constexpr = INPUTS % K == 0
     output, at = _locate(weight_ptr, num_outputs, INPUTS, N, K)
     weights = _load(at, INPUTS, K, IS_WHOLE)
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     sums = ()
     for row in tl.static_range(ROWS):
         first_sum = _add_products(weights, x_ptr + row * INPUTS, INPUTS, N, K, IS_WHOLE)
@@ -145,7 +145,7 @@ def tile_kernel(  # noqa: PLR0913
     N: tl.constexpr,
     K: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     IS_WHOLE: tl.constexpr = INPUTS % K == 0
     output, at = _locate(weight_ptr, num_outputs, INPUTS, N, K)
@@ -153,7 +153,7 @@ def tile_kernel(  # noqa: PLR0913
     k = tl.arange(0, K)
     x_at = x_ptr + row[:, None] * INPUTS + k[None, :]
     is_row = row[:, None] < num_rows
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     sums = tl.zeros((N, ROWS), tl.float32)
     for first in tl.range(0, INPUTS, K, num_stages=STAGES):
         weights = _load(at + first, INPUTS - first, K, IS_WHOLE)

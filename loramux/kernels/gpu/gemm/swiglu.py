@@ -18,10 +18,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from loramux.kernels.gpu.elementwise import activate
 from loramux.kernels.gpu.gemm.small_m import MOST_ROWS as FEWER_ROWS  # Which are left to that.
 from loramux.kernels.gpu.pdl import (
-    begin_after_previous,
-    copies_tiles,
-    overlap_options,
+    pdl_options,
+    pdl_wait_and_launch,
     shared_bytes,
+    supports_tma,
 )
 
 _INPUTS = 64
@@ -52,8 +52,8 @@ LAUNCHES = (
 )
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
-    """Is gate_up made for them? Whether it is faster depends on the device and the model."""
+def supports(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear_swiglu` takes them; it is not faster on every device and model."""
     device_type = x.device.type
     return (
         FEWER_ROWS < len(x) <= LAUNCHES[-1].most_rows
@@ -61,12 +61,12 @@ def fits(x: Tensor, weight: Tensor) -> bool:
         and x.shape[1] % 8 == 0
         and x.is_contiguous()
         and weight.is_contiguous()
-        and copies_tiles(device_type)
+        and supports_tma(device_type)
         and _launch_for(len(x)).shared_bytes <= shared_bytes(device_type)
     )
 
 
-def gate_up(x: Tensor, weight: Tensor, activation: str) -> Tensor:
+def linear_swiglu(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, where x @ weight.T is gate and up side by side.
 
     x [rows, inputs], up to 128 rows   weight [2 * inner, inputs], both without gaps, from addresses
@@ -90,7 +90,7 @@ def gate_up(x: Tensor, weight: Tensor, activation: str) -> Tensor:
         K=_INPUTS,
         STAGES=launch.num_stages,
         num_warps=launch.num_warps,
-        **overlap_options(x.device.type),
+        **pdl_options(x.device.type),
     )
     return out
 
@@ -112,7 +112,7 @@ def gate_up_kernel(  # noqa: PLR0913
     N: tl.constexpr,
     K: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """x_tiles, weight_tiles: descriptors that copy [ROWS, K], and [2, N, K] of gate and up, with
     zeros past the end
@@ -120,7 +120,7 @@ def gate_up_kernel(  # noqa: PLR0913
     Both are one product: half of the matrix instructions, each with twice the outputs.
     """
     first = tl.program_id(0) * N
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     sums = tl.zeros((ROWS, 2 * N), tl.float32)
     for k in tl.range(0, INPUTS, K, num_stages=STAGES):
         weights = tl.reshape(weight_tiles.load([0, first, k]), (2 * N, K))

@@ -14,7 +14,7 @@ from loramux.kernels.gpu.lora.mma_layout import load_ordered_b
 from loramux.kernels.gpu.lora.tile_schedule import place_behind_turns, tile_of_turn
 from loramux.kernels.gpu.lora.work_item import is_site_used, load_word
 from loramux.kernels.gpu.lora_augmented.rank_block import load_followers, load_head
-from loramux.kernels.gpu.pdl import wait_for_previous
+from loramux.kernels.gpu.pdl import pdl_wait
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _expand_few(  # noqa: PLR0913
     group, num_rows, row_start = load_head(record)
     followers = load_followers(record)
     b = load_few_b(pool, group, first, width, N)
-    wait_for_previous(PDL)
+    pdl_wait(PDL)
     num_rows = _changed_rows(group, followers, tl.where(head < num_heads, num_rows, 0))
     partials += slice_index * (MAX_SPLITS * 16)
     y += row_start * y_stride + out_start
@@ -102,7 +102,7 @@ def _expand_tile(  # noqa: PLR0913
     group, num_rows, row_start = load_head(record)
     followers = load_followers(record)
     b = load_ordered_b(pool, group, first, width - first, width, WARPS, J)
-    wait_for_previous(PDL)
+    pdl_wait(PDL)
     changed = _changed_rows(group, followers, num_rows)
     row, column, inside = tile_places(changed, first, width, WARPS, J)
     at = y + (row_start + row) * y_stride + out_start + column
@@ -160,4 +160,4 @@ def expand_kernel(  # noqa: PLR0913
             tile, pool, records, records + row_units * 64, partials, y, y_stride,
             width0, width1, width2, WARPS, J, MAX_SPLITS, TILE_SPLITS, ROW_SPLITS, SMALL_ROWS, PDL,
         )  # fmt: skip
-    wait_for_previous(PDL)
+    pdl_wait(PDL)

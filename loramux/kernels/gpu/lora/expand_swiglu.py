@@ -15,7 +15,7 @@ from loramux.kernels.gpu.lora.mma_layout import load_ordered_b
 from loramux.kernels.gpu.lora.tile_schedule import place_behind, place_behind_turns, tile_of_turn
 from loramux.kernels.gpu.lora.work_item import BASE_TILES, HEADER_WORDS, load_word
 from loramux.kernels.gpu.lora_augmented.rank_block import load_followers, load_group, load_head
-from loramux.kernels.gpu.pdl import wait_for_previous
+from loramux.kernels.gpu.pdl import pdl_wait
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _expand_few(  # noqa: PLR0913
         load_few_b(pool, groups[0], first, INNER, N),
         load_few_b(pool, groups[1], first, INNER, N),
     )
-    wait_for_previous(PDL)
+    pdl_wait(PDL)
     num_rows = tl.where(head < num_heads, num_rows, 0)
     y += row_start * y_stride
     out += row_start * INNER
@@ -91,7 +91,7 @@ def _expand_tile(  # noqa: PLR0913
     up_more = load_followers(record + 8)
     b_gate = load_ordered_b(pool, of_gate, first, INNER - first, INNER, WARPS, J)
     b_up = load_ordered_b(pool, of_up, first, INNER - first, INNER, WARPS, J)
-    wait_for_previous(PDL)
+    pdl_wait(PDL)
     row, column, inside = tile_places(num_rows, first, INNER, WARPS, J)
     at = y + (row_start + row) * y_stride + column
     gate = tl.load(at, mask=inside, other=0.0)
@@ -173,7 +173,7 @@ def expand_swiglu_kernel(  # noqa: PLR0913
             tile, pool, records, records + row_units * 64, partials, y, out, y_stride,
             INNER, ACTIVATION, WARPS, J, MAX_SPLITS, TILE_SPLITS, ROW_SPLITS, SMALL_ROWS, PDL,
         )  # fmt: skip
-    wait_for_previous(PDL)
+    pdl_wait(PDL)
     units = work + HEADER_WORDS + (row_units + tile_units) * 8
     place = place_behind(place, num_tiles)
     for tile in tl.range(place, num_base * chunks, programs, num_stages=1):

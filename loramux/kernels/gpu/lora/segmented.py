@@ -4,7 +4,7 @@ For each site of each layer: the base's matrix product, then `shrink`, then `exp
 and up `expand_swiglu`, of which all that is said of an `expand` holds. With use_pdl a kernel lets
 its successor start at once and, before it waits for its predecessor, reads its records and weights.
 So the product must wait for all that was written before it, and only then let a successor start,
-as a launch without PDL and `begin_after_previous` do. Then that much (from `resolve`, from a copy
+as a launch without PDL and `pdl_wait_and_launch` do. Then that much (from `resolve`, from a copy
 of an adapter's pages) is complete when a `shrink` starts, and a kernel behind an `expand` may read
 it, and no more, before its own wait.
 """

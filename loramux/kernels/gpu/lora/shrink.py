@@ -15,7 +15,7 @@ from loramux.kernels.gpu.lora.work_item import (
     load_word,
     skip,
 )
-from loramux.kernels.gpu.pdl import opaque, wait_for_previous
+from loramux.kernels.gpu.pdl import opaque, pdl_wait
 
 
 @triton.jit
@@ -162,13 +162,13 @@ def shrink_kernel(  # noqa: PLR0913
             loaded = load_few_short(
                 tile, num_tiles, pool, records, num_units, (0, 0), IN, SLICES, ROW_K
             )
-            wait_for_previous(PDL)
+            pdl_wait(PDL)
             sum_few_short(loaded, x, x_stride, partials, IN, ROW_K, ROWS, MAX_SPLITS, COMPILED)
         else:
             loaded = _load_few(
                 tile, num_tiles, pool, records, num_units, IN, SLICES, ROW_K, ROW_RANKS
             )
-            wait_for_previous(PDL)
+            pdl_wait(PDL)
             _sum_few(loaded, x, x_stride, partials, IN, ROW_K, ROW_RANKS, MAX_SPLITS, COMPILED)
     # From the other end: the last programs have had the fewest tiles of few rows.
     place = programs - 1 - program
@@ -181,9 +181,9 @@ def shrink_kernel(  # noqa: PLR0913
         gap = small_heads, large_heads
         for tile in tl.range(place, num_tiles, programs, num_stages=1):
             loaded = load_few_short(tile, num_tiles, pool, tiles, num_units, gap, IN, SLICES, ROW_K)
-            wait_for_previous(PDL)
+            pdl_wait(PDL)
             sum_few_short(loaded, x, x_stride, partials, IN, ROW_K, SMALL, MAX_SPLITS, COMPILED)
-    wait_for_previous(PDL)
+    pdl_wait(PDL)
     place = place_behind(place, num_tiles)
     num_tiles = (tile_units - small_units) * is_used * TILE_SPLITS
     tiles = records + (row_units + small_heads) * 64

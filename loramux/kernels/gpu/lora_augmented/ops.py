@@ -20,8 +20,8 @@ from loramux.kernels.gpu.lora_augmented.rows import (
 )
 from loramux.kernels.gpu.lora_augmented.tables import AugmentedSite, AugmentedWeights
 from loramux.kernels.gpu.lora_augmented.tiles import activate_tiles_kernel, expand_kernel
-from loramux.kernels.gpu.pdl import LANES_FIRST, axis, overlap_options
-from loramux.kernels.reference.elementwise import KVTarget, Norm, Rotation
+from loramux.kernels.gpu.pdl import LANES_FIRST, axis, pdl_options
+from loramux.kernels.ops import KVTarget, Norm, Rotation
 
 _COPY_BLOCK = 1024
 _MIN_DOT = 16
@@ -78,7 +78,7 @@ def add_norm(
         BLOCK=triton.next_power_of_2(size),
         PARTS=1 if y.ndim == 2 else len(y),
         num_warps=lora.launch.norm_warps,
-        **overlap_options(y.device.type),
+        **pdl_options(y.device.type),
     )
     return out
 
@@ -100,7 +100,7 @@ def expand(y: Tensor, lora: AugmentedSite) -> Tensor:
         SIZE=size,
         PARTS=1 if y.ndim == 2 else len(y),
         **options,
-        **overlap_options(y.device.type),
+        **pdl_options(y.device.type),
     )
     return out
 
@@ -126,7 +126,7 @@ def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: Augmente
         HEAD_DIM=layout.head_dim,
         BLOCK_TOKENS=layout.block_tokens,
         **options,
-        **overlap_options(y.device.type),
+        **pdl_options(y.device.type),
     )
     return y[:, : num_queries * layout.head_dim].view(num_rows, num_queries, layout.head_dim)
 
@@ -148,7 +148,7 @@ def activate_mul(y: Tensor, activation: str, lora: AugmentedSite) -> Tensor:
         INNER=inner,
         ACTIVATION=activation,
         **options,
-        **overlap_options(y.device.type),
+        **pdl_options(y.device.type),
     )
     return out
 

@@ -22,7 +22,7 @@ from loramux.kernels.gpu.lora_augmented.rank_block import (
     load_head,
     store_halves,
 )
-from loramux.kernels.gpu.pdl import begin_after_previous
+from loramux.kernels.gpu.pdl import pdl_wait_and_launch
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def rotate_tiles_kernel(  # noqa: PLR0913
     J: tl.constexpr,
     LOOPS: tl.constexpr,
     EARLY_B: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program has one head: its first and its second half, which are rotated by each other."""
     MIDDLE: tl.constexpr = HEAD_DIM // 2
@@ -125,7 +125,7 @@ def rotate_tiles_kernel(  # noqa: PLR0913
             b_low = load_ordered_b(pool, of_b[0], first, MIDDLE, width, WARPS, J)
             b_high = load_ordered_b(pool, of_b[0], first + MIDDLE, MIDDLE, width, WARPS, J)
         if tile == begin:
-            begin_after_previous(OVERLAP)
+            pdl_wait_and_launch(PDL)
         if not EARLY_B:
             b_low = load_ordered_b(pool, of_b[0], first, MIDDLE, width, WARPS, J)
             b_high = load_ordered_b(pool, of_b[0], first + MIDDLE, MIDDLE, width, WARPS, J)

@@ -29,7 +29,7 @@ from loramux.kernels.gpu.lora_augmented.rank_block import (
     load_head,
     store_halves,
 )
-from loramux.kernels.gpu.pdl import begin_after_previous
+from loramux.kernels.gpu.pdl import pdl_wait_and_launch
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def add_norm_kernel(  # noqa: PLR0913
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     records += record_start
@@ -80,7 +80,7 @@ def add_norm_kernel(  # noqa: PLR0913
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     at = row * SIZE + column
     total = load_residual(residual_ptr + at, inside)
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     y = y_ptr + row * y_stride
     part_step = tl.num_programs(0).to(tl.int64) * y_stride
     x = load_sum(y + column, inside, part_step, residual_ptr.dtype.element_ty, PARTS)[None, :]
@@ -108,7 +108,7 @@ def activate_mul_kernel(  # noqa: PLR0913
     INNER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     first = tl.program_id(0) * BLOCK
     count = INNER - first
@@ -122,7 +122,7 @@ def activate_mul_kernel(  # noqa: PLR0913
     inside = column < tl.where(num_rows > 0, count, 0)
     b_gate = load_b(pool, of_gate, first, count, INNER, BLOCK)
     b_up = load_b(pool, of_up, first, count, INNER, BLOCK)
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     y = y_ptr + row * y_stride
     tail = y + 2 * INNER
     gate = tl.load(y + first + column, mask=inside, other=0.0)
@@ -163,7 +163,7 @@ def rotate_write_kernel(  # noqa: PLR0913
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HALF: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program has one head: its first and its second half, which are rotated by each other."""
     MIDDLE: tl.constexpr = HEAD_DIM // 2
@@ -180,7 +180,7 @@ def rotate_write_kernel(  # noqa: PLR0913
     slot = tl.load(slots_ptr + row, mask=row < row_start + num_rows, other=-1)
     b_low = load_b(pool, group, first, MIDDLE, width, HALF)
     b_high = load_b(pool, group, first + MIDDLE, MIDDLE, width, HALF)
-    begin_after_previous(OVERLAP)
+    pdl_wait_and_launch(PDL)
     y = y_ptr + row_start * y_stride
     tail = y + OUTPUTS + slice_index * 16
     at = y + head * HEAD_DIM + dim

@@ -21,7 +21,7 @@ from loramux.kernels.gpu.lora.mma_layout import (
 )
 from loramux.kernels.gpu.lora.work_item import load_word
 from loramux.kernels.gpu.lora_augmented.rank_block import load_followers, load_head
-from loramux.kernels.gpu.pdl import begin_after_previous
+from loramux.kernels.gpu.pdl import pdl_wait_and_launch
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _expand_rows(  # noqa: PLR0913
 def _expand_tile(  # noqa: PLR0913
     head, followers, is_first, y_ptr, out_ptr, pool, records, part_step, y_stride, out_stride,
     first, SIZE: tl.constexpr, WARPS: tl.constexpr, J: tl.constexpr, PARTS: tl.constexpr,
-    LOOPS: tl.constexpr, EARLY_B: tl.constexpr, OVERLAP: tl.constexpr,
+    LOOPS: tl.constexpr, EARLY_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     group, num_rows, row_start = head
     if PARTS == 1:
@@ -71,7 +71,7 @@ def _expand_tile(  # noqa: PLR0913
     if EARLY_B:
         b = load_ordered_b(pool, group, first, SIZE - first, SIZE, WARPS, J)
     if is_first:
-        begin_after_previous(OVERLAP)
+        pdl_wait_and_launch(PDL)
     if not EARLY_B:
         b = load_ordered_b(pool, group, first, SIZE - first, SIZE, WARPS, J)
     if LOOPS:
@@ -104,7 +104,7 @@ def expand_kernel(  # noqa: PLR0913
     PARTS: tl.constexpr,
     LOOPS: tl.constexpr,
     EARLY_B: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y with its adapters; a whole one in place: what they do not change is not touched."""
     begin = tl.program_id(1)
@@ -118,7 +118,7 @@ def expand_kernel(  # noqa: PLR0913
         followers = load_followers(records + tile * 64)
         _expand_tile(
             head, followers, tile == begin, y_ptr, out_ptr, pool, records, part_step, y_stride,
-            out_stride, first, SIZE, WARPS, J, PARTS, LOOPS, EARLY_B, OVERLAP,
+            out_stride, first, SIZE, WARPS, J, PARTS, LOOPS, EARLY_B, PDL,
         )  # fmt: skip
         head = load_head(records + (tile + step) * 64)
 
@@ -162,14 +162,14 @@ def _activate_rows(  # noqa: PLR0913
 def _activate_tile(  # noqa: PLR0913
     of_gate, of_up, followers, is_first, y_ptr, out_ptr, pool, records, y_stride, first,
     INNER: tl.constexpr, ACTIVATION: tl.constexpr, WARPS: tl.constexpr, J: tl.constexpr,
-    LOOPS: tl.constexpr, EARLY_B: tl.constexpr, OVERLAP: tl.constexpr,
+    LOOPS: tl.constexpr, EARLY_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     count = INNER - first
     if EARLY_B:
         b_gate = load_ordered_b(pool, of_gate[0], first, count, INNER, WARPS, J)
         b_up = load_ordered_b(pool, of_up[0], first, count, INNER, WARPS, J)
     if is_first:
-        begin_after_previous(OVERLAP)
+        pdl_wait_and_launch(PDL)
     if not EARLY_B and not LOOPS:
         b_gate = load_ordered_b(pool, of_gate[0], first, count, INNER, WARPS, J)
         b_up = load_ordered_b(pool, of_up[0], first, count, INNER, WARPS, J)
@@ -212,7 +212,7 @@ def activate_tiles_kernel(  # noqa: PLR0913
     J: tl.constexpr,
     LOOPS: tl.constexpr,
     EARLY_B: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     begin = tl.program_id(1)
     step = tl.num_programs(1)
@@ -227,7 +227,7 @@ def activate_tiles_kernel(  # noqa: PLR0913
         followers = load_followers(record), load_followers(record + 8)
         _activate_tile(
             of_gate, of_up, followers, tile == begin, y_ptr, out_ptr, pool, records, y_stride,
-            first, INNER, ACTIVATION, WARPS, J, LOOPS, EARLY_B, OVERLAP,
+            first, INNER, ACTIVATION, WARPS, J, LOOPS, EARLY_B, PDL,
         )  # fmt: skip
         record = records + (tile + step) * 64
         of_gate = load_head(record)
