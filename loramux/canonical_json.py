@@ -1,4 +1,4 @@
-"""JSON in the one form that RFC 8785 gives each value, so that equal values have equal digests."""
+"""Encodes values as canonical JSON (RFC 8785), so that equal values have equal digests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_EXACT_INTEGER = 2**53
 
 
 def canonical_json(value: object) -> bytes:
-    """UTF-8. Raises ValueError for what has no such form: NaN, large integers, half surrogates."""
+    """Returns UTF-8. Raises ValueError for NaN, integers over 2^53 and unpaired surrogates."""
     return write(value).encode("utf-8")
 
 
@@ -32,7 +32,7 @@ def write(value: object) -> str:
 def write_object(value: Mapping[object, object]) -> str:
     names = [name for name in value if isinstance(name, str)]
     if len(names) != len(value):
-        raise TypeError("names in a JSON object are texts")
+        raise TypeError("names in a JSON object are strings")
     names.sort(key=utf16)
     return "{" + ",".join(f"{write_text(name)}:{write(value[name])}" for name in names) + "}"
 
@@ -42,12 +42,12 @@ def utf16(text: str) -> bytes:
 
 
 def write_text(text: str) -> str:
-    # json escapes just what the RFC asks for: quote, backslash and what lies under U+0020.
+    # json escapes exactly what the RFC requires: quote, backslash and characters below U+0020.
     return json.dumps(text, ensure_ascii=False)
 
 
 def write_number(value: float) -> str:
-    """As ECMAScript writes a double: shortest digits, an exponent from 1e21 on and under 1e-6."""
+    """Formats a number like ECMAScript: shortest digits, exponents from 1e21 and below 1e-6."""
     if not math.isfinite(value):
         raise ValueError(f"{value} has no JSON form")
     if isinstance(value, int):
@@ -63,7 +63,7 @@ def write_number(value: float) -> str:
 
 
 def place_point(digits: str, point: int) -> str:
-    """`point`: how many digits stand before the decimal point."""
+    """Inserts the decimal point after the first `point` digits; it may lie outside the digits."""
     if len(digits) <= point <= 21:
         return digits + "0" * (point - len(digits))
     if 0 < point <= 21:

@@ -1,4 +1,4 @@
-"""Bytes on their way, told to whoever shows them."""
+"""The interface for reporting the progress of transfers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from typing import Protocol
 
 
 class ByteSink(Protocol):
+    """Receives the number of bytes as they are transferred."""
+
     def begin(self, what: str, total_bytes: int | None) -> None:
-        """The bytes that follow belong to this; None: nobody knows how many."""
+        """Starts a transfer; `total_bytes` is None if its size is not known."""
         ...
 
-    def add(self, num_bytes: int) -> None: ...
+    def add(self, num_bytes: int) -> None:
+        """Adds bytes to the transfer that was started last."""
+        ...
 
 
 class SilentSink:
+    """A sink that ignores its input."""
+
     def begin(self, what: str, total_bytes: int | None) -> None:
         pass
 

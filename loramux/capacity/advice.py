@@ -1,4 +1,4 @@
-"""What to change so that more requests find their adapter where it is fast. No torch."""
+"""Derives advice from a memory plan: which flags to change for better hit rates."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def advise(plan: MemoryPlan) -> list[str]:
-    """Sentences; those that name a flag give a value with which it would do."""
+    """Returns sentences of advice; those that name a flag give a sufficient value."""
     return [*_device(plan), *_host(plan), *_disk(plan), *_kv(plan)]
 
 
 def flag_size(num_bytes: int) -> str:
-    """Rounded up, and written as the flags take it."""
+    """Rounds a size up and formats it as the flags expect it."""
     for unit, size in UNITS:
         if num_bytes >= size:
             return f"{math.ceil(num_bytes / size * 10) / 10:g}{unit}"
@@ -35,7 +35,7 @@ def _device(plan: MemoryPlan) -> Iterator[str]:
     if largest.device_bytes > (device.budget_bytes or 0):
         yield (
             f"One adapter of rank {largest.rank} takes {flag_size(largest.device_bytes)}, more "
-            "than the whole pool: it could not be served at all."
+            "than the whole pool: it cannot be served."
         )
     yield (
         f"Raise --device-memory to {flag_size(device.needed_bytes)} to keep all "
@@ -51,7 +51,7 @@ def _smaller_rank(plan: MemoryPlan, device: TierPlan) -> Iterator[str]:
         return
     [size] = plan.sizes
     pages_each = (device.room_bytes or 0) // plan.base.page_bytes // plan.adapters
-    # Bytes are proportional to the rank.
+    # The size is proportional to the rank.
     rank = pages_each * plan.base.page_bytes * size.rank // size.bytes
     if rank >= 1:
         yield f"Or use adapters of rank {rank} or less: all of them would fit."
@@ -63,7 +63,7 @@ def _host(plan: MemoryPlan) -> Iterator[str]:
     if largest.bytes > (host.budget_bytes or 0):
         yield (
             f"Every load goes through host memory, and an adapter of rank {largest.rank} takes "
-            f"more than there is: --host-memory must be {flag_size(largest.bytes)} at least."
+            f"more than the budget: --host-memory must be {flag_size(largest.bytes)} at least."
         )
     if device.adapters == plan.adapters:
         return

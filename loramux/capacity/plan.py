@@ -1,4 +1,7 @@
-"""What a plan for adapter memory says; the JSON of `loramux plan` and POST /v1/adapters/plan."""
+"""The input and output of capacity planning.
+
+`MemoryPlan` is the JSON of `loramux plan` and POST /v1/adapters/plan.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ MAX_ADAPTERS = 100_000
 MAX_RANK = 65_536
 MAX_ZIPF = 10.0
 MAX_BYTES = 2**60
-# What a plan keeps free for KV unless told otherwise; half the pool at most.
+# The default KV reservation of a plan, limited to half the pool.
 DEFAULT_KV_TOKENS = 16_384
 
 
@@ -61,11 +64,11 @@ class Fleet:
 
     num_adapters: int
     ranks: tuple[int, ...]
-    """Dealt out in turn, beginning with the most popular adapter."""
+    """The ranks, assigned in turn, beginning with the most popular adapter."""
     targets: tuple[str, ...]
-    """Projections, as `parse_targets` gives them."""
+    """The adapted projections, from `parse_targets`."""
     zipf: float = 1.0
-    """Popularity: the i-th most popular gets 1 / i ** zipf as many requests as the first."""
+    """The Zipf exponent: requests for the i-th most popular adapter are ~ 1 / i ** zipf."""
 
     def __post_init__(self) -> None:
         _require(
@@ -87,9 +90,9 @@ class Budgets:
     host_bytes: int = 0
     disk_bytes: int = 0
     kv_tokens: int | None = None
-    """Kept free for running requests; None: 16384, or half the pool if that is less."""
+    """KV tokens reserved for running requests; None means 16384, or half the pool if less."""
     adapter_fraction: float = 1.0
-    """Largest share of the pool that adapters may take."""
+    """The largest fraction of the pool that adapters may use."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -104,7 +107,7 @@ class Budgets:
 
 
 def parse_targets(names: Sequence[str]) -> tuple[str, ...]:
-    """q, v_proj, attention, mlp, all, … -> projections, in the order of a layer."""
+    """Expands names such as q, v_proj, attention, mlp or all to projections, in layer order."""
     wanted: set[str] = set()
     for name in names:
         if name not in TARGET_GROUPS:
@@ -136,7 +139,7 @@ class BaseSizes(Struct, kw_only=True, frozen=True):
     dtype: str
     num_layers: int
     weight_bytes: int
-    """One copy of the weights; not part of the pool."""
+    """The size of the base weights, which are not part of the pool."""
     kv_token_bytes: int
     block_tokens: int
     page_bytes: int
@@ -146,54 +149,54 @@ class AdapterSize(Struct, kw_only=True, frozen=True):
     rank: int
     count: int
     bytes: int
-    """In host memory."""
+    """The size in host memory."""
     disk_bytes: int
-    """With the header of its file."""
+    """The size of the file on disk, with its header."""
     pages: int
     device_bytes: int
-    """Whole pages."""
+    """The size on the device, in whole pages."""
 
 
 class HitRate(Struct, kw_only=True, frozen=True):
     ideal: float
-    """With the most popular adapters in each tier."""
+    """The hit rate with the most popular adapters in each tier."""
     lru: float
-    """With the most recently used ones, by Che's approximation."""
+    """The hit rate of LRU eviction, by Che's approximation."""
 
 
 class TierPlan(Struct, kw_only=True, frozen=True):
     tier: Tier
     budget_bytes: int | None
-    """None: not limited."""
+    """None if the tier is not limited."""
     room_bytes: int | None
-    """What of the budget adapters may take; on the device KV cache takes the rest."""
+    """The part of the budget for adapters; on the device, KV cache uses the rest."""
     needed_bytes: int
-    """The budget with which all adapters would fit."""
+    """The budget that would fit all adapters."""
     used_bytes: int
     adapters: int
-    """How many fit. A slower tier also holds what the faster ones have."""
+    """The number of adapters that fit; a slower tier also holds those of the faster ones."""
     zipf: HitRate
-    """Shares of the requests that find their adapter here, and in no faster tier."""
+    """The fraction of requests that find their adapter here and in no faster tier."""
     uniform: HitRate
 
 
 class Eviction(Struct, kw_only=True, frozen=True):
-    """The adapters that are not on the device: the least popular ones."""
+    """The adapters that do not fit on the device, which are the least popular ones."""
 
     adapters: int
     zipf_share: float
-    """Of the requests: each of them waits for a load."""
+    """The fraction of requests for them; each waits for a load."""
     uniform_share: float
 
 
 class EvictedNow(Struct, kw_only=True, frozen=True):
-    """Of the adapters now on a running server's device: those that would make room."""
+    """The adapters on the device of a running server that would be evicted."""
 
     adapters: int
     names: list[str]
-    """The first of them to go, at most twenty."""
+    """The first of them to be evicted, at most twenty."""
     is_enough: bool
-    """False: cached prompts, or running requests, would have to give room as well."""
+    """False if cached prefixes or running requests would have to be evicted too."""
 
 
 class MemoryPlan(Struct, kw_only=True, frozen=True):
@@ -205,7 +208,7 @@ class MemoryPlan(Struct, kw_only=True, frozen=True):
     tiers: list[TierPlan]
     kv_tokens_reserved: int
     kv_tokens_left: int
-    """Beside the adapters that fit; idle adapters give way when more are needed."""
+    """KV tokens beside the adapters that fit; idle adapters are evicted for more."""
     evicted: Eviction
     evicted_now: EvictedNow | UnsetType = UNSET
     advice: list[str]

@@ -1,4 +1,4 @@
-"""How many adapters of which size fit where, and what that does to requests. No torch."""
+"""Plans adapter memory: sizes, the adapters that fit in each tier, and hit rates. No torch."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def plan_memory(base: PlannedBase, fleet: Fleet, budgets: Budgets) -> MemoryPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Cache:
+class _TierSizes:
     tier: Tier
     budget_bytes: int | None
     room_bytes: int | None
     needed_bytes: int
     sizes: Array
-    """Of each adapter in this tier, the most popular first."""
+    """The size of each adapter in this tier, the most popular first."""
 
     @property
     def capacity(self) -> float:
@@ -76,13 +76,13 @@ def _caches(
     *,
     sizes: Sequence[AdapterSize],
     kv_tokens: int,
-) -> list[_Cache]:
+) -> list[_TierSizes]:
     by_rank = {size.rank: size for size in sizes}
     ranks = [by_rank[rank] for rank in fleet.ranks]
-    host_sizes = _dealt([size.bytes for size in ranks], fleet.num_adapters)
-    disk_sizes = _dealt([size.disk_bytes for size in ranks], fleet.num_adapters)
-    page_sizes = _dealt([size.device_bytes for size in ranks], fleet.num_adapters)
-    device = _Cache(
+    host_sizes = _repeated([size.bytes for size in ranks], fleet.num_adapters)
+    disk_sizes = _repeated([size.disk_bytes for size in ranks], fleet.num_adapters)
+    page_sizes = _repeated([size.device_bytes for size in ranks], fleet.num_adapters)
+    device = _TierSizes(
         tier="device",
         budget_bytes=budgets.device_bytes,
         room_bytes=_device_room_bytes(base, budgets, kv_tokens),
@@ -95,7 +95,9 @@ def _caches(
         ("source", None, host_sizes),
     )
     return [device] + [
-        _Cache(tier=tier, budget_bytes=b, room_bytes=b, needed_bytes=int(each.sum()), sizes=each)
+        _TierSizes(
+            tier=tier, budget_bytes=b, room_bytes=b, needed_bytes=int(each.sum()), sizes=each
+        )
         for tier, b, each in others
     ]
 
@@ -108,7 +110,7 @@ def _device_room_bytes(base: PlannedBase, budgets: Budgets, kv_tokens: int) -> i
 
 
 def _needed_device_bytes(base: PlannedBase, budgets: Budgets, adapter_bytes: int) -> int:
-    """The smallest pool that keeps all adapters and the KV tokens that it would reserve."""
+    """Returns the smallest pool for all adapters and the KV tokens it would reserve."""
     if budgets.kv_tokens is not None:
         num_kv_pages = math.ceil(budgets.kv_tokens / base.block_tokens)
     else:
@@ -121,12 +123,12 @@ def _needed_device_bytes(base: PlannedBase, budgets: Budgets, adapter_bytes: int
     return num_pages * base.page_bytes
 
 
-def _tier_plans(fleet: Fleet, caches: Sequence[_Cache]) -> list[TierPlan]:
-    """Each tier's own share is what it finds beyond all faster ones."""
+def _tier_plans(fleet: Fleet, caches: Sequence[_TierSizes]) -> list[TierPlan]:
+    """Returns the plan of each tier; its hit rate excludes the hits of faster tiers."""
     by_zipf = _hit_rates(zipf_shares(fleet.num_adapters, fleet.zipf), caches)
-    by_chance = _hit_rates(zipf_shares(fleet.num_adapters, 0.0), caches)
+    by_uniform = _hit_rates(zipf_shares(fleet.num_adapters, 0.0), caches)
     plans = []
-    for cache, zipf, uniform in zip(caches, by_zipf, by_chance, strict=True):
+    for cache, zipf, uniform in zip(caches, by_zipf, by_uniform, strict=True):
         fits = num_kept(cache.sizes, cache.capacity)
         plans.append(
             TierPlan(
@@ -143,7 +145,7 @@ def _tier_plans(fleet: Fleet, caches: Sequence[_Cache]) -> list[TierPlan]:
     return plans
 
 
-def _hit_rates(shares: Array, caches: Sequence[_Cache]) -> list[HitRate]:
+def _hit_rates(shares: Array, caches: Sequence[_TierSizes]) -> list[HitRate]:
     rates = []
     ideal = lru = 0.0
     for cache in caches:
@@ -191,7 +193,7 @@ def _reserved_tokens(base: PlannedBase, budgets: Budgets, num_pages: int) -> int
     return min(DEFAULT_KV_TOKENS, num_pages * base.block_tokens // 2)
 
 
-def _dealt(sizes: Sequence[int], num_adapters: int) -> Array:
+def _repeated(sizes: Sequence[int], num_adapters: int) -> Array:
     return np.resize(np.array(sizes, dtype=np.float64), num_adapters)
 
 
@@ -206,34 +208,34 @@ PRECISION = 1e-9
 
 
 def zipf_shares(num_adapters: int, exponent: float) -> Array:
-    """Share of all requests that ask for the i-th most popular: ~ 1 / i ** exponent; 0: equal."""
+    """Returns the fraction of requests for each adapter, proportional to 1 / i ** exponent."""
     weights: Array = np.arange(1, num_adapters + 1, dtype=np.float64) ** -exponent
     shares: Array = weights / weights.sum()
     return shares
 
 
 def num_kept(sizes: Array, capacity: float) -> int:
-    """How many of the most popular fit, in order of popularity."""
+    """Returns how many adapters fit, in order of popularity."""
     return int(np.searchsorted(np.cumsum(sizes), capacity, side="right"))
 
 
 def ideal_hit_rate(shares: Array, sizes: Array, capacity: float) -> float:
-    """Of a cache that knows the popularities and keeps the most popular."""
+    """Returns the hit rate of a cache that keeps the most popular adapters."""
     return float(shares[: num_kept(sizes, capacity)].sum())
 
 
 def lru_hit_rate(shares: Array, sizes: Array, capacity: float) -> float:
-    """Che's approximation for independent requests.
+    """Returns the hit rate of an LRU cache by Che's approximation for independent requests.
 
-    An item stays as long as it is asked for again within a time T that is the same for all;
-    T is such that what is expected to be there fills the cache.
+    An item stays if it is requested again within the characteristic time T, which is the same for
+    all items; T is the time for which the expected content fills the cache.
     """
     kept = num_kept(sizes, capacity)
     if kept == len(sizes):
         return 1.0
     filled = float(sizes[:kept].sum())
     time = 0.0
-    # What is there is a concave function of T: Newton's steps from below never go too far.
+    # The expected content is a concave function of T, so Newton's method from below converges.
     for _ in range(MAX_STEPS):
         absent = np.exp(-shares * time)
         missing = filled - float((1 - absent) @ sizes)

@@ -1,4 +1,4 @@
-"""What a receipt says about one answer, and how it is signed and checked."""
+"""The receipt of one response, its signature and its verification."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ SHORT_DIGEST_DIGITS = 7
 class ServingStatus(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
-    """The engine or the adapter failed, or the request's time was over."""
+    """The engine or the adapter failed, or the request timed out."""
     ABORTED = "aborted"
-    """The client left before the end."""
+    """The client disconnected before the end."""
     REFUSED = "refused"
-    """It never ran: wrong, for something that is not here, or too much at once."""
+    """The request did not run: it was invalid, named an unknown model, or exceeded a limit."""
 
 
 class ServedAdapter(Struct, frozen=True, kw_only=True):
-    """One adapter of the selection. Without a name: the request gave a content id."""
+    """One adapter of the selection; it has no name if the request gave a CID."""
 
     cid: str
     weight: float = 1.0
@@ -47,48 +47,48 @@ class ServedAdapter(Struct, frozen=True, kw_only=True):
 
 
 class Receipt(Struct, frozen=True, kw_only=True):
-    """The object that stands under `serving` in an answer. Times are measured in the server."""
+    """The object under `serving` in a response. Times are measured in the server."""
 
     format: str = FORMAT
     id: str
     time: float
-    """Arrival, in seconds since 1970."""
+    """The time of arrival in seconds since 1970."""
     tenant: str
     base_model: str
     base_digest: str
     adapter_cid: str | None
-    """The first of `adapters`; None: the base answered."""
+    """The CID of the first of `adapters`; None if the base alone answered."""
     adapters: tuple[ServedAdapter, ...] = ()
     pool_id: str
     tier_found: str | None = None
-    """device, host, disk or source; None: no adapter was needed."""
+    """device, host, disk or source; None if no adapter was needed."""
     cold_miss: bool
-    """The adapter was not on the device when the request came."""
+    """Whether the adapter was not on the device when the request arrived."""
     load_ms: float = 0.0
     queue_depth: int
-    """Requests that waited when this one came."""
+    """The number of waiting requests at the arrival of this one."""
     queue_ms: float = 0.0
     ttft_ms: float | None = None
-    """None: there was no first token."""
+    """The time to the first token; None if there was none."""
     latency_ms: float
     prompt_tokens: int
     completion_tokens: int
     reused_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
+    """The number of prompt tokens from the prefix cache."""
     distinct_adapters: int = 0
-    """In the batch that made the first token."""
+    """The number of distinct adapters in the batch that produced the first token."""
     status: ServingStatus = ServingStatus.COMPLETED
     asked: str | UnsetType = UNSET
-    """Of a refused request: what it named."""
+    """The model that a refused request named."""
     http_status: int | UnsetType = UNSET
     reason: str | UnsetType = UNSET
-    """Why it was refused, or failed."""
+    """The reason of a refusal or failure."""
     key_id: str | UnsetType = UNSET
     signature: str | UnsetType = UNSET
-    """Base64 of the Ed25519 signature over the canonical JSON of all other fields."""
+    """The Ed25519 signature of the canonical JSON of all other fields, in Base64."""
 
     def body(self) -> dict[str, Any]:
-        """As JSON gives it back."""
+        """Returns the receipt as decoded JSON."""
         body: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return body
 
@@ -97,18 +97,18 @@ class Verdict(StrEnum):
     VALID = "valid"
     UNSIGNED = "unsigned"
     OTHER_KEY = "other key"
-    """Signed, but with another key than the one given."""
+    """The receipt is signed with a different key."""
     CHANGED = "changed"
-    """Not what the key's owner signed."""
+    """The receipt was changed after it was signed."""
 
 
 def base_label(name: str, digest: str) -> str:
-    """qwen2.5-7b-instruct@a1b2c3d"""
+    """Returns a label such as qwen2.5-7b-instruct@a1b2c3d."""
     return f"{name}@{digest.rpartition(':')[2][:SHORT_DIGEST_DIGITS]}"
 
 
 def signed(receipt: Receipt, key: Ed25519PrivateKey) -> Receipt:
-    """The receipt with the key's id and a signature over all of it."""
+    """Returns the receipt with the id of the key and a signature of all fields."""
     named = msgspec.structs.replace(receipt, key_id=key_id_of(key.public_key()), signature=UNSET)
     return msgspec.structs.replace(named, signature=sign(named.body(), key))
 
@@ -118,19 +118,19 @@ def sign(body: Mapping[str, object], key: Ed25519PrivateKey) -> str:
 
 
 def verify(body: Mapping[str, object], signature: str, public_key: Ed25519PublicKey) -> bool:
-    """Whether the key's owner signed this body; a signature inside the body does not count."""
+    """Returns whether the signature is valid for this body without its own signature field."""
     from cryptography.exceptions import InvalidSignature
 
     try:
         public_key.verify(base64.b64decode(signature, validate=True), signed_bytes(body))
-    # What has no canonical form was never signed.
+    # A body without a canonical form cannot have been signed.
     except (InvalidSignature, binascii.Error, ValueError, TypeError, RecursionError):
         return False
     return True
 
 
 def check(body: Mapping[str, object], public_key: Ed25519PublicKey) -> Verdict:
-    """Of a receipt as it was given to a client, its signature inside."""
+    """Verifies a receipt that contains its signature."""
     signature = body.get(SIGNATURE)
     if not isinstance(signature, str):
         return Verdict.UNSIGNED

@@ -1,4 +1,4 @@
-"""Ed25519 keys in PEM files. Needs cryptography, which is imported when a key is used."""
+"""Reads and writes Ed25519 keys in PEM files; cryptography is imported on first use."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 KEY_ID_DIGITS = 16
 PUBLIC_SUFFIX = ".pub"
-# What a key file of any kind stays far below.
+# Far above the size of any key file.
 MAX_KEY_BYTES = 2**16
 PRIVATE_MODE, PUBLIC_MODE = 0o600, 0o644
 
 
 def key_id_of(public_key: Ed25519PublicKey) -> str:
-    """The first digits of the sha256 of the key's 32 bytes."""
+    """Returns the id of a key: the first digits of the SHA-256 of its 32 bytes."""
     return hashlib.sha256(public_key.public_bytes_raw()).hexdigest()[:KEY_ID_DIGITS]
 
 
 def make_key_files(path: Path) -> str:
-    """The new key's id. The public key is put beside the private one, as FILE.pub."""
+    """Writes a new key to FILE and its public key to FILE.pub; returns the key id."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -73,7 +73,7 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
 
     try:
         key = load_pem_private_key(read_pem(path), password=None)
-    # Without its cause, which may quote what is in the file.
+    # Raised without its cause, which may quote the file.
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise not_a_key(path, "private") from None
     if not isinstance(key, Ed25519PrivateKey):
@@ -102,6 +102,6 @@ def read_pem(path: Path) -> bytes:
 
 def not_a_key(path: Path, kind: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{path} holds no {kind} Ed25519 key in PEM without a password. "
+        f"{path} does not hold an unencrypted {kind} Ed25519 key in PEM format. "
         "Make a pair with `loramux receipts keygen FILE`."
     )

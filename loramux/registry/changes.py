@@ -1,4 +1,4 @@
-"""Every change of a name: each is one transaction, and changes happen one after another."""
+"""Changes of names; each is one transaction, and all changes are serialized."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHANNEL = "loramux_registry"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A transaction that no other change runs beside."""
+    """A transaction with the exclusive right to change names."""
 
     connection: Connection
     revision: int
@@ -26,7 +26,7 @@ class Change:
     def push(
         self, adapter: AdapterName, version: str | None, content: Content
     ) -> tuple[VersionInfo, bool]:
-        """The version, and whether it is new. No version given: the next free one."""
+        """Adds a version, by default the next free one; returns it and whether it is new."""
         connection = self.connection
         row = adapter_rows.make_adapter(connection, adapter, revision=self.revision, now=self.now)
         if version is None:
@@ -63,7 +63,7 @@ class Change:
         ]
         if users:
             raise RegistryConflict(
-                f"{adapter}@{version} is what {', '.join(users)} names. Promote another version "
+                f"{adapter}@{version} is a target of {', '.join(users)}. Promote another version "
                 "first, or remove the alias."
             )
         adapter_rows.set_removed(self.connection, [found.id], self.now)
@@ -106,7 +106,7 @@ class Change:
         self._add(row.id, alias, (), action=AliasAction.REMOVE, parent_revision=current.revision)
 
     def rollback(self, adapter: AdapterName, alias: str, *, if_revision: int | None) -> AliasState:
-        """Each one goes a state further back, until something else is promoted."""
+        """Moves the alias to its parent state; each call goes one state further back."""
         row = adapter_rows.get_adapter(self.connection, adapter)
         current = alias_rows.current_row(self.connection, row.id, alias)
         alias_rows.refuse_stale(adapter, alias, current, if_revision)
@@ -152,6 +152,6 @@ class Change:
     def _note(self, adapter_id: int) -> None:
         adapter_rows.touch_adapter(self.connection, adapter_id, revision=self.revision)
         if self.connection.dialect.name == "postgresql":
-            # Wakes the watchers when this is committed; they look for themselves what changed.
+            # Wakes the watchers at the commit; they then query what changed.
             notify = text("SELECT pg_notify(:channel, '')")
             self.connection.execute(notify, {"channel": CHANNEL})

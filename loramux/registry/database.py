@@ -1,4 +1,4 @@
-"""One database, SQLite or PostgreSQL, with the transactions that the registry needs."""
+"""The registry's database, SQLite or PostgreSQL, and its transactions."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from loramux.errors import InvalidRequest, RegistryUnavailable
 from loramux.registry import schema
 
 BUSY_TIMEOUT_S = 30.0
-# SQLite answers "locked" at once, without waiting, to whoever loses the race to switch to WAL.
+# SQLite fails with "locked" without waiting when two processes switch to WAL at once.
 WAL_ATTEMPTS = 200
 WAL_RETRY_S = 0.05
 WRITES = "loramux_writes"
 SNAPSHOT = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-# Any number that other programs in the same database are unlikely to lock.
+# An arbitrary key that other programs in the same database are unlikely to lock.
 MIGRATION_LOCK = 0x6C6F7261
 
 _log = logging.getLogger(__name__)
 
 
 class Database:
-    """Safe to use from any thread. A process that was forked must open its own."""
+    """A database for all threads of a process; a forked process must open its own."""
 
     def __init__(self, url: str | Path) -> None:
-        """A path means a SQLite file, which is created."""
+        """Opens the database; a path means a SQLite file, which is created."""
         self.url = parse_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._engine = self._open_sqlite() if self.is_sqlite else self._open_postgresql()
@@ -50,13 +50,13 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """One consistent state, whatever is written meanwhile."""
+        """Begins a read transaction, which sees one consistent snapshot."""
         with self._reporting(), self._reader.begin() as connection:
             yield connection
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """All or nothing. SQLite has one writer at a time."""
+        """Begins a write transaction; SQLite allows one at a time."""
         with self._reporting(), self._writer.begin() as connection:
             yield connection
 
@@ -128,14 +128,14 @@ def parse_url(url: str | Path) -> URL:
         parsed = make_url(url)
         backend = parsed.get_backend_name()
     except ArgumentError:
-        # Without its cause, which may quote the URL and its password.
+        # Raised without its cause, which may quote the URL with its password.
         raise InvalidRequest("The registry's address is not a database URL.") from None
     if backend in ("postgresql", "postgres"):
         return parsed.set(drivername="postgresql+psycopg")
     if backend == "sqlite":
         return parsed.set(drivername="sqlite")
     raise InvalidRequest(
-        f"The registry cannot be kept in {backend}. Give a path, sqlite:///… or postgresql://…."
+        f"The registry does not support {backend}. Give a path, sqlite:///… or postgresql://…."
     )
 
 
@@ -153,20 +153,20 @@ def set_wal(engine: Engine) -> None:
 
 
 def prepare_sqlite(connection: sqlite3.Connection, _: Any) -> None:
-    # Transactions begin where begin_sqlite says, not where the driver guesses.
+    # begin_sqlite starts transactions, not the driver.
     connection.isolation_level = None
     for pragma in ("foreign_keys = ON", "synchronous = FULL"):
         connection.execute(f"PRAGMA {pragma}")
 
 
 def begin_sqlite(connection: Connection) -> None:
-    # A writer that began as a reader could not wait for its turn: it would fail at once.
+    # A transaction that starts as a reader cannot wait for the write lock; it would fail.
     writes = connection.get_execution_options().get(WRITES)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
 def insert_into(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
-    """An insert that knows ON CONFLICT, in the words of the connection's database."""
+    """Returns an INSERT with ON CONFLICT support in the dialect of the connection."""
     if connection.dialect.name == "sqlite":
         return sqlite.insert(table)
     return postgresql.insert(table)

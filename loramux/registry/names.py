@@ -1,4 +1,4 @@
-"""How adapters are named: one strict pattern for each part, and the forms of a reference."""
+"""Parses the names of adapters: references, versions, aliases and tenants."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class SemanticVersion:
         return self._precedence() < other._precedence()
 
     def next_patch(self) -> SemanticVersion:
-        """The smallest release that is higher."""
+        """Returns the next higher release."""
         patch = self.patch if self.prerelease else self.patch + 1
         return SemanticVersion(self.major, self.minor, patch)
 
     def _precedence(self) -> tuple[object, ...]:
-        # Numbers stand before words, and a release after all that lead to it.
+        # Numbers sort before words, and a release after its prereleases.
         words = tuple((0, int(w), "") if w.isdigit() else (1, 0, w) for w in self.prerelease)
         return (self.major, self.minor, self.patch, not self.prerelease, words)
 
@@ -63,7 +63,7 @@ def parse_version(text: str) -> SemanticVersion:
 
 
 def highest(versions: list[SemanticVersion]) -> SemanticVersion | None:
-    """A release if there is one; what leads to a release is never chosen before it."""
+    """Returns the highest release, or the highest prerelease if there is no release."""
     releases = [version for version in versions if not version.prerelease]
     return max(releases or versions, default=None)
 
@@ -90,7 +90,7 @@ class AdapterName:
 
 @dataclass(frozen=True, slots=True)
 class NameReference:
-    """At most one of version and alias is given."""
+    """`tenant/name`, with at most one of version and alias."""
 
     adapter: AdapterName
     version: SemanticVersion | None = None
@@ -103,6 +103,8 @@ class NameReference:
 
 @dataclass(frozen=True, slots=True)
 class CidReference:
+    """A CID, or the start of one."""
+
     digest_start: str
 
     def __str__(self) -> str:
@@ -113,7 +115,7 @@ Reference = NameReference | CidReference
 
 
 def parse_reference(text: str, *, home_tenant: str = DEFAULT_TENANT) -> Reference:
-    """`name` is looked for in the home tenant; hex digits of a CID may stand without its prefix."""
+    """Parses a name, of the home tenant by default, or a CID, with or without its prefix."""
     if len(text) > MAX_REFERENCE_CHARACTERS:
         raise InvalidRequest(
             f"The adapter's name has {len(text)} characters; at most {MAX_REFERENCE_CHARACTERS} "
@@ -142,11 +144,11 @@ def parse_name_reference(text: str, *, home_tenant: str = DEFAULT_TENANT) -> Nam
 
 
 def parse_push_reference(text: str, *, home_tenant: str = DEFAULT_TENANT) -> NameReference:
-    """With a version or without: an alias is no place to push to."""
+    """Parses the reference of a push, which has a version or none, but no alias."""
     parsed = parse_name_reference(text, home_tenant=home_tenant)
     if parsed.alias is not None:
         raise InvalidRequest(
-            f"{text!r} ends with an alias. Push under a version such as 1.4.2, or under none."
+            f"{text!r} ends with an alias. Push under a version such as 1.4.2, or without one."
         )
     return parsed
 
@@ -173,7 +175,7 @@ def check_name(text: str, kind: str) -> str:
 
 
 def check_alias(text: str) -> str:
-    """One that may be moved: `latest` moves by itself."""
+    """Returns a valid alias; refuses `latest`, which cannot be moved."""
     if text == LATEST:
         raise InvalidRequest(
             f"{LATEST} always names the highest version and cannot be moved. Use an alias such "

@@ -1,4 +1,4 @@
-"""What the registry takes and gives; plain values that outlive the database's connection."""
+"""The plain values that the registry takes and returns."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from loramux.registry.names import AdapterName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What a version is a name of."""
+    """The content that a version names."""
 
     cid: str
     manifest: Mapping[str, object]
     size_bytes: int
     base_model: str | None = None
-    """As the adapter's config records it; belongs to the version, not to the CID."""
+    """The base that the adapter's config records; it belongs to the version, not to the CID."""
     source: str | None = None
-    """Where the bytes may be fetched again; belongs to the version too."""
+    """The source from which the files can be fetched again; it belongs to the version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class VersionInfo:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One version behind an alias, and its share of the requests."""
+    """One version of an alias, and its weight in a split."""
 
     version: str
     weight: int = 1
@@ -51,10 +51,10 @@ class AliasAction(StrEnum):
 class AliasState:
     alias: str
     revision: int
-    """1 for the first state of an alias; never used twice."""
+    """1 for the first state of an alias, and higher for each later one."""
     action: AliasAction
     targets: tuple[Target, ...]
-    """Empty after a removal."""
+    """The versions of the alias; empty after a removal."""
     created_at: float
 
 
@@ -62,16 +62,16 @@ class AliasState:
 class AdapterInfo:
     adapter: AdapterName
     latest: str | None
-    """None: all its versions were removed."""
+    """None if all versions were removed."""
     versions: tuple[VersionInfo, ...]
-    """Highest first."""
+    """All versions, the highest first."""
     aliases: tuple[AliasState, ...]
     revision: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """What a reference means now. A CID alone has no name: several tenants may share it."""
+    """The current meaning of a reference; a CID has no name, as several tenants may share it."""
 
     cid: str
     tenant: str | None = None
@@ -83,7 +83,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """What to add to the statistics of a CID."""
+    """One use of a CID, to be added to its statistics."""
 
     cid: str
     num_requests: int = 1
@@ -107,16 +107,16 @@ class Receipt:
     created_at: float
     tenant: str
     cid: str | None
-    """None: the base served."""
+    """None if the base alone served the request."""
     latency_ms: float
     is_cold: bool
     body: Mapping[str, object]
-    """All of the receipt, as it was given to the client."""
+    """The complete receipt, as the client got it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiptFilter:
-    """What is None does not restrict."""
+    """Conditions on receipts; a condition that is None does not apply."""
 
     tenant: str | None = None
     cids: tuple[str, ...] | None = None
@@ -124,5 +124,5 @@ class ReceiptFilter:
     min_latency_ms: float | None = None
     is_cold: bool | None = None
     slowest_first: bool = False
-    """Otherwise the newest."""
+    """Sorts by latency instead of by time."""
     limit: int = 100

@@ -1,4 +1,4 @@
-"""Names, versions and aliases of adapters -> content ids; statistics and receipts beside them."""
+"""The registry: maps names, versions and aliases to CIDs; keeps statistics and receipts."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ from loramux.registry.watch import DEFAULT_POLL_S, Watch
 
 
 class Registry:
-    """Safe to use from any thread. Every change is one transaction, whole or not at all.
+    """A registry for all threads of a process; every change is one transaction.
 
-    Adapters are named as texts: `name` (of the home tenant) or `tenant/name`.
+    Adapters are named `name` (of the home tenant) or `tenant/name`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Registry:
         home_tenant: str = DEFAULT_TENANT,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """A path means a SQLite file. The schema is made or upgraded."""
+        """Opens the registry and upgrades its schema; a path means a SQLite file."""
         self._home_tenant = home_tenant
         self._clock = clock
         self._database = Database(url)
@@ -77,9 +77,9 @@ class Registry:
     # Versions
 
     def push(self, reference: str, content: Content) -> tuple[VersionInfo, bool]:
-        """The version, and whether it is new; without a number the next free one is taken.
+        """Adds a version, by default the next free one; returns it and whether it is new.
 
-        The same bytes again are fine. Raises RegistryConflict for other bytes.
+        A second push of the same content is accepted; other content raises RegistryConflict.
         """
         parsed = parse_push_reference(reference, home_tenant=self._home_tenant)
         parse_cid(content.cid)
@@ -88,7 +88,7 @@ class Registry:
             return change.push(parsed.adapter, version, content)
 
     def remove(self, reference: str) -> None:
-        """A version, an alias, or the adapter with all of both."""
+        """Removes a version, an alias, or an adapter with all its versions and aliases."""
         parsed = self._parse_name(reference)
         with self._changing() as change:
             if parsed.version is not None:
@@ -98,7 +98,7 @@ class Registry:
             else:
                 change.remove_adapter(parsed.adapter)
 
-    # Aliases; `if_revision`: RegistryConflict unless the alias is still at this revision
+    # Aliases; with `if_revision`, RegistryConflict unless the alias is at this revision
 
     def promote(
         self, adapter: str, version: str, *, alias: str, if_revision: int | None = None
@@ -114,19 +114,19 @@ class Registry:
         alias: str,
         if_revision: int | None = None,
     ) -> AliasState:
-        """Weights such as {"1.4.2": 90, "1.5.0": 10}."""
+        """Splits the alias by weights such as {"1.4.2": 90, "1.5.0": 10}."""
         named = [(str(parse_version(version)), weight) for version, weight in weights.items()]
         targets = check_targets(named)
         return self._move(adapter, alias, targets, AliasAction.SPLIT, if_revision)
 
     def rollback(self, adapter: str, *, alias: str, if_revision: int | None = None) -> AliasState:
-        """To the state before; once more: to the one before that."""
+        """Moves the alias back to its previous state; repeated calls go further back."""
         name = self._parse_adapter(adapter)
         with self._changing() as change:
             return change.rollback(name, check_alias(alias), if_revision=if_revision)
 
     def previous(self, adapter: str, *, alias: str) -> tuple[AliasState, AliasState]:
-        """What the alias is now, and what a rollback would make it."""
+        """Returns the current state of the alias, and the state that a rollback would restore."""
         name = self._parse_adapter(adapter)
         with self._database.reading() as connection:
             row = adapter_rows.get_adapter(connection, name)
@@ -135,18 +135,18 @@ class Registry:
             return current, previous
 
     def history(self, adapter: str, *, alias: str) -> list[AliasState]:
-        """Newest first."""
+        """Returns all states of the alias, the newest first."""
         name = self._parse_adapter(adapter)
         with self._database.reading() as connection:
             row = adapter_rows.get_adapter(connection, name)
             return alias_rows.alias_history(connection, row.id, check_alias(alias))
 
-    # Questions
+    # Queries
 
     def resolve(
         self, reference: str, *, sticky_key: str | None = None, home_tenant: str | None = None
     ) -> Resolved:
-        """The same sticky key always gets the same side of a split; none: a side by chance."""
+        """Resolves a reference; a sticky key fixes the side of a split, else it is random."""
         route = self.route(self.parse(reference, home_tenant=home_tenant))
         return route.choose(secrets.token_hex(16) if sticky_key is None else sticky_key)
 
@@ -177,16 +177,16 @@ class Registry:
         with self._database.reading() as connection:
             manifest = adapter_rows.get_manifest(connection, cid)
         if manifest is None:
-            raise AdapterNotFound(f"The registry has never known {cid}.")
+            raise AdapterNotFound(f"The registry has no record of {cid}.")
         return manifest
 
     def cids(self) -> set[str]:
-        """All that some version names."""
+        """Returns the CIDs of all current versions."""
         with self._database.reading() as connection:
             return adapter_rows.named_cids(connection)
 
     def cids_of(self, adapter: str) -> set[str]:
-        """All that the adapter's versions ever named: what its receipts are found by."""
+        """Returns the CIDs of all versions of an adapter, also of removed ones."""
         name = self._parse_adapter(adapter)
         with self._database.reading() as connection:
             row = adapter_rows.find_adapter(connection, name)
@@ -195,22 +195,22 @@ class Registry:
             return adapter_rows.cids_of(connection, row.id)
 
     def names_of(self, cid: str) -> list[tuple[AdapterName, str]]:
-        """Every (adapter, version) with this content."""
+        """Returns every (adapter, version) with this CID."""
         with self._database.reading() as connection:
             return adapter_rows.names_of(connection, cid)
 
     def sources_of(self, cid: str) -> list[str]:
-        """Where its versions came from, the newest first."""
+        """Returns the sources of the versions with this CID, the newest first."""
         with self._database.reading() as connection:
             return adapter_rows.sources_of(connection, cid)
 
     def verify(self) -> tuple[str, ...]:
-        """A sentence for each rule of the registry that its rows break."""
+        """Returns one sentence for each violated invariant of the registry."""
         with self._database.reading() as connection:
             return tuple(find_faults(connection))
 
     def watch(self, *, poll_s: float = DEFAULT_POLL_S) -> Watch:
-        """The adapters that change from now on."""
+        """Returns a feed of the adapters that change from now on."""
         return Watch(self._database, poll_s=poll_s)
 
     # Statistics
@@ -246,14 +246,14 @@ class Registry:
             return receipt_rows.find_receipts(connection, wanted)
 
     def receipt_cids(self) -> set[str]:
-        """All that a receipt which is still kept names."""
+        """Returns the CIDs of all stored receipts."""
         with self._database.reading() as connection:
             return receipt_rows.receipt_cids(connection)
 
     def prune_receipts(
         self, *, max_age_s: float | None = None, max_count: int | None = None
     ) -> int:
-        """How many were removed."""
+        """Removes old receipts and returns their number."""
         older_than = None if max_age_s is None else self._clock() - max_age_s
         with self._database.writing() as connection:
             return receipt_rows.prune_receipts(
@@ -289,7 +289,10 @@ MAX_ROUTES = 100_000
 
 
 class RouteCache:
-    """Whoever watches the registry calls forget() with what changed. Misses are not kept."""
+    """Caches resolved references; the watcher of the registry calls forget() after a change.
+
+    Failed lookups are not cached.
+    """
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -304,14 +307,14 @@ class RouteCache:
         return route.choose(secrets.token_hex(16) if sticky_key is None else sticky_key)
 
     def peek(self, reference: Reference) -> Route | None:
-        """Without a query."""
+        """Returns the cached route, or None, without a query."""
         return self._routes.get(reference)
 
     def forget(self, adapters: Iterable[AdapterName]) -> None:
         changed = set(adapters)
         with self._lock:
             self._num_changes += 1
-            # A content id has no adapter: any change may end it, or make its prefix ambiguous.
+            # A CID has no adapter: any change may remove it, or make its start ambiguous.
             self._routes = {
                 reference: route
                 for reference, route in self._routes.items()
@@ -325,7 +328,7 @@ class RouteCache:
         before = self._num_changes
         route = self._registry.route(reference)
         with self._lock:
-            # What was read before a change must not outlive it.
+            # A route that was read before a change must not be cached after it.
             if before == self._num_changes and len(self._routes) < MAX_ROUTES:
                 self._routes[reference] = route
         return route

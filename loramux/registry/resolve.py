@@ -1,4 +1,4 @@
-"""From a reference to the content ids that may answer it."""
+"""Resolves references to CIDs, and chooses a version of a split alias."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ DIGEST_BITS = 64
 
 
 def choose(targets: Iterable[tuple[str, int]], *, salt: str, key: str) -> str:
-    """Weighted rendezvous hashing: a change of one target's weight moves keys to or from that
-    target only, and the order of the targets does not count.
+    """Chooses a target by weighted rendezvous hashing.
+
+    A change of one target's weight moves keys only to or from this target, and the order of the
+    targets has no effect.
     """
     return max((score(salt, key, version, weight), version) for version, weight in targets)[1]
 
@@ -39,7 +41,7 @@ def choose(targets: Iterable[tuple[str, int]], *, salt: str, key: str) -> str:
 def score(salt: str, key: str, version: str, weight: int) -> float:
     text = "\0".join((salt, version, key))
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    # In (0, 1): neither end is reached, so that the logarithm is finite and not zero.
+    # In the open interval (0, 1), so that the logarithm is finite and not zero.
     uniform = (int.from_bytes(digest[: DIGEST_BITS // 8], "big") >> 11) + 0.5
     return -weight / math.log(uniform / 2.0**53)
 
@@ -59,13 +61,15 @@ def check_targets(weights: Iterable[tuple[str, int]]) -> tuple[Target, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
+    """One CID of a route and its weight."""
+
     resolved: Resolved
     weight: int
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """All that a reference can mean now; one choice unless its alias is a split."""
+    """The CIDs that a reference may resolve to; more than one only for a split alias."""
 
     adapter: AdapterName | None
     choices: tuple[Choice, ...]
@@ -80,7 +84,7 @@ class Route:
 
 
 def find_route(connection: Connection, reference: Reference) -> Route:
-    """Raises AdapterNotFound."""
+    """Returns the route of a reference; raises AdapterNotFound."""
     if isinstance(reference, CidReference):
         return route_of_cid(connection, reference)
     return route_of_name(connection, reference)
@@ -108,7 +112,7 @@ def route_of_name(connection: Connection, reference: NameReference) -> Route:
 def find_targets(
     connection: Connection, row: adapter_rows.AdapterRow, reference: NameReference
 ) -> tuple[str | None, tuple[Target, ...]]:
-    """The alias that was used, and what it names. A name alone means `prod`, else `latest`."""
+    """Returns the alias and its targets; a plain name means `prod`, or `latest` without one."""
     if reference.version is not None:
         return None, (Target(str(reference.version)),)
     if reference.alias != LATEST:

@@ -1,4 +1,4 @@
-"""The tables. Times are seconds since 1970; the migrations are what makes them."""
+"""The tables of the registry and their migrations. Times are seconds since 1970."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ metadata = MetaData(
     }
 )
 
-# One row. Whoever changes a name updates it first, so that changes happen one after another
-# and become visible in the order of their numbers.
+# One row. A change of names updates it first, so that changes are serialized and become visible
+# in the order of their revisions.
 registry_state = Table(
     "registry_state",
     metadata,
@@ -80,7 +80,7 @@ adapters = Table(
     UniqueConstraint("tenant_id", "name"),
 )
 
-# A removed version keeps its row, so that its name can never mean other bytes.
+# A removed version keeps its row, so that its name cannot get other content.
 versions = Table(
     "versions",
     metadata,
@@ -95,7 +95,7 @@ versions = Table(
     UniqueConstraint("adapter_id", "version"),
 )
 
-# Every state that an alias was ever in; parent_revision is where a rollback leads.
+# All states of all aliases; parent_revision is the target of a rollback.
 alias_states = Table(
     "alias_states",
     metadata,
@@ -147,9 +147,9 @@ receipts = Table(
 
 
 FOLDER = Path(__file__).parent / "migrations"
-# Not alembic's own default, so that another program's migrations may share the database.
+# Not alembic's default, so that other programs may use alembic in the same database.
 VERSION_TABLE = "loramux_registry_schema"
-# alembic keeps the migration that runs in a global of the process.
+# alembic keeps the running migration in a global variable.
 ALEMBIC_LOCK = threading.Lock()
 
 
@@ -158,7 +158,7 @@ def open_scripts() -> ScriptDirectory:
 
 
 def is_current(connection: Connection) -> bool:
-    """Raises RegistryUnavailable for a schema that a later loramux has made."""
+    """Returns whether the schema is current; raises RegistryUnavailable if it is too new."""
     scripts = open_scripts()
     context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
     found = context.get_current_revision()
@@ -173,7 +173,7 @@ def is_current(connection: Connection) -> bool:
 
 
 def upgrade(connection: Connection) -> None:
-    """Inside the caller's transaction, which must keep others from doing the same."""
+    """Runs the migrations in the caller's transaction, which must exclude other upgrades."""
     scripts = open_scripts()
 
     def steps(found: Any, _: MigrationContext) -> Any:

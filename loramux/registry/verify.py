@@ -1,4 +1,4 @@
-"""The rules that all rows keep together, beyond what the database enforces."""
+"""Checks the invariants of the registry that the database does not enforce."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def alias_faults(connection: Connection, row: adapter_rows.AdapterRow) -> Iterat
     for state in alias_rows.list_aliases(connection, row.id):
         for target in state.targets:
             if target.version not in live:
-                yield f"{row.name}@{state.alias} names {target.version}, which is not there."
+                yield f"{row.name}@{state.alias} names {target.version}, which does not exist."
 
 
 def history_faults(connection: Connection) -> Iterator[str]:
-    """Revisions count from 1 without a gap, and the last one is current."""
+    """Checks that revisions count from 1 without a gap, and that the last one is current."""
     columns = alias_states.c
     statement = select(columns.adapter_id, columns.alias, columns.revision, columns.is_current)
     groups: dict[tuple[int, str], list[tuple[int, bool]]] = {}

@@ -1,4 +1,4 @@
-"""A feed of changed adapters: PostgreSQL wakes its watchers, SQLite is asked again and again."""
+"""A feed of changed adapters, by LISTEN/NOTIFY on PostgreSQL and by polling on SQLite."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from loramux.registry.names import AdapterName
 from loramux.registry.rows import adapters as adapter_rows
 
 DEFAULT_POLL_S = 0.5
-# How often PostgreSQL is asked although nothing was announced: a proxy may drop announcements.
+# PostgreSQL is also polled at this interval, because a proxy may drop notifications.
 LISTEN_POLL_S = 15.0
 RETRY_S = 1.0
-# A server that vanished without a word is noticed after this.
+# The TCP keepalive time after which a lost server is detected.
 KEEPALIVE_S = 10
 
 _log = logging.getLogger(__name__)
 
 
 class Waiter(Protocol):
-    """Returns when something may have changed, or at the latest when asked to stop."""
+    """Blocks until adapters may have changed, or until the stop signal."""
 
     def wait(self) -> None: ...
 
@@ -36,13 +36,13 @@ class Waiter(Protocol):
 
 
 class Watch:
-    """Iterate over it for tuples of names, oldest change first; close() ends the iteration."""
+    """Iterates over tuples of changed names, the oldest first; close() ends the iteration."""
 
     def __init__(self, database: Database, *, poll_s: float = DEFAULT_POLL_S) -> None:
         self._database = database
         self._poll_s = poll_s
         self._stop = StopSignal()
-        # What is changed between here and the thread's first look is not missed.
+        # Read here, so that changes before the thread's first query are not missed.
         with database.reading() as connection:
             self._revision, _ = adapter_rows.changed_since(connection, 0)
         self._changes: queue.SimpleQueue[tuple[AdapterName, ...] | None] = queue.SimpleQueue()
@@ -52,11 +52,11 @@ class Watch:
     def __iter__(self) -> Iterator[tuple[AdapterName, ...]]:
         while (names := self._changes.get()) is not None:
             yield names
-        # Wakes the next one who iterates.
+        # Wakes the next iterating thread.
         self._changes.put(None)
 
     def next(self, *, timeout_s: float) -> tuple[AdapterName, ...] | None:
-        """None: no change within the time, or closed."""
+        """Returns the next changed names, or None after a timeout or close()."""
         try:
             names = self._changes.get(timeout=timeout_s)
         except queue.Empty:
@@ -89,7 +89,7 @@ class Watch:
                 except LoramuxError as error:
                     _log.warning("The registry's watch starts again: %s", error)
                     self._stop.wait(RETRY_S)
-                # A watch that died would leave its server on old versions without a word.
+                # Without a watch, the server would keep old versions unnoticed.
                 except Exception:
                     _log.exception("The registry's watch failed and starts again")
                     self._stop.wait(RETRY_S)
@@ -119,7 +119,7 @@ class Watch:
 
 
 class StopSignal:
-    """An event that can be waited for beside a socket."""
+    """An event that can be waited for together with a socket."""
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
@@ -135,7 +135,7 @@ class StopSignal:
         return self._event.is_set()
 
     def wait(self, timeout_s: float, *descriptors: int) -> None:
-        """Until it is set, or one of the descriptors is readable, or the time is over."""
+        """Blocks until the event is set, a descriptor is readable, or the timeout."""
         poll = select.poll()
         for descriptor in (self._reader, *descriptors):
             poll.register(descriptor, select.POLLIN)
@@ -161,7 +161,7 @@ class Pause:
 
 
 class Listener:
-    """LISTEN on a connection of its own."""
+    """Waits for notifications of PostgreSQL on its own connection."""
 
     def __init__(self, database: Database, stop: StopSignal) -> None:
         import psycopg

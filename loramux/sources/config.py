@@ -1,4 +1,4 @@
-"""What may be fetched from where, with which credentials and within which limits."""
+"""Settings of adapter sources: what may be fetched, with which credentials and limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN = "***"
 
 
 class Secret:
-    """Only `reveal` shows it; its text and repr are stars."""
+    """A credential. Only `reveal` returns its value; str and repr show stars."""
 
     __slots__ = ("_value",)
 
@@ -47,9 +47,9 @@ class Secret:
 
 
 def scrub(text: str, secrets: Iterable[Secret]) -> str:
-    """The text without the secrets, as they are or as URLs and headers write them."""
+    """Replaces the secrets in a text, also in their URL-encoded and header forms."""
     forms = {form for secret in secrets for form in written_forms(secret.reveal())}
-    # Longest first: one secret may be a part of another.
+    # The longest secret comes first, because it may contain another.
     for form in sorted(forms, key=len, reverse=True):
         text = text.replace(form, HIDDEN)
     return text
@@ -78,16 +78,16 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 class FetchLimits:
     max_file_bytes: int = 8 * GIBIBYTE
     max_total_bytes: int = 8 * GIBIBYTE
-    """Of all files of one adapter."""
+    """The limit for all files of one adapter together."""
     timeout_s: float = 1800.0
-    """For the whole of a fetch."""
+    """The time limit of a complete fetch."""
     connect_timeout_s: float = 10.0
     read_timeout_s: float = 30.0
-    """Longest silence of a source."""
+    """The longest time without data from the source."""
     max_attempts: int = 5
-    """Tries in a row that bring nothing."""
+    """The limit of consecutive attempts that transfer nothing."""
     num_workers: int = 4
-    """Parts of a file that are read at once."""
+    """The number of parts of a file that are downloaded in parallel."""
     part_bytes: int = 32 * MEBIBYTE
 
     def __post_init__(self) -> None:
@@ -99,11 +99,11 @@ class FetchLimits:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubConfig:
     endpoint: str | None = None
-    """Default: what huggingface_hub uses."""
+    """The URL of the hub; None means the default of huggingface_hub."""
     token: Secret | None = None
-    """Default: the token that huggingface_hub has stored."""
+    """The access token; None means the token that huggingface_hub has stored."""
     allowed_owners: tuple[str, ...] | None = None
-    """None: any."""
+    """The owners whose repositories may be fetched; None means all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,17 +115,17 @@ class S3Config:
     session_token: Secret | None = None
     is_anonymous: bool = False
     allowed_buckets: tuple[str, ...] | None = None
-    """None: any that the credentials may read."""
+    """The buckets that may be read; None means all that the credentials can read."""
     default_bucket: str | None = None
-    """For LoRAX's ids of source `s3`, which may leave the bucket out."""
+    """The bucket of LoRAX ids with source `s3`, which may omit the bucket."""
     etag_is_md5: bool = True
-    """False for buckets encrypted with SSE-KMS or SSE-C, whose ETags only look like MD5."""
+    """Set to False for buckets with SSE-KMS or SSE-C, whose ETags are not MD5 digests."""
 
     def __post_init__(self) -> None:
         if (self.access_key_id is None) != (self.secret_access_key is None):
             raise InvalidRequest(
-                "An S3 key needs both its id and its secret. Give both, or neither to use what "
-                "the machine itself may read.",
+                "An S3 key needs both its id and its secret. Give both, or neither to use "
+                "the credentials of the machine.",
                 param="access_key_id",
             )
 
@@ -133,9 +133,9 @@ class S3Config:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcsConfig:
     credentials_path: str | None = None
-    """A service account's file."""
+    """The path of a service account file."""
     service_account_key: Secret | None = None
-    """The content of such a file."""
+    """The content of a service account file."""
     is_anonymous: bool = False
     allowed_buckets: tuple[str, ...] | None = None
 
@@ -152,17 +152,20 @@ class AzureConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig:
-    """A host is `host`, `host:port` or `*.domain`; without a port, the scheme's own is meant."""
+    """Rules for web servers. A host is `host`, `host:port` or `*.domain`.
+
+    Without a port, the default port of the scheme applies.
+    """
 
     allowed_hosts: tuple[str, ...] = ()
     private_hosts: tuple[str, ...] = ()
-    """Allowed too, and even when they resolve to private, loopback or link-local addresses."""
+    """Hosts that are allowed even at private, loopback or link-local addresses."""
     tokens: tuple[tuple[str, Secret], ...] = ()
-    """(host, bearer token): sent to that host alone, never on to where it redirects."""
+    """(host, bearer token); a token is not sent to the target of a redirect."""
     ca_path: Path | None = None
-    """Certificates to trust besides the system's, for hosts of one's own."""
+    """Additional trusted CA certificates."""
     pbase_url: str | None = None
-    """Where adapters of LoRAX's source `pbase` are kept, as <url>/<name>/<version>/."""
+    """The URL of LoRAX's source `pbase`; adapters are at <url>/<name>/<version>/."""
 
     def __post_init__(self) -> None:
         for entry in (*self.allowed_hosts, *self.private_hosts, *(host for host, _ in self.tokens)):
@@ -185,7 +188,7 @@ class HttpConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
     allowed_roots: tuple[Path, ...] = ()
-    """Local adapters must lie under one of these; none: no local path is read."""
+    """The folders that local adapters must be in; if empty, no local path is read."""
     enabled: tuple[SourceKind, ...] = tuple(SourceKind)
     hub: HubConfig = field(default_factory=HubConfig)
     s3: S3Config = field(default_factory=S3Config)
@@ -236,12 +239,12 @@ def entry_matches(entry: str, scheme: str, host: str, port: int) -> bool:
 
 
 T = TypeVar("T")
-# The last one is LoRAX's.
+# The last name is used by LoRAX.
 S3_ENDPOINT_NAMES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "S3_ENDPOINT_URL")
 
 
 def read_environment(environment: Mapping[str, str], config: SourceConfig) -> SourceConfig:
-    """The config with its gaps filled; what it already says stays."""
+    """Returns the config with unset fields filled from environment variables."""
 
     def text(*names: str) -> str | None:
         return next((environment[name] for name in names if environment.get(name)), None)
@@ -252,7 +255,7 @@ def read_environment(environment: Mapping[str, str], config: SourceConfig) -> So
 
     s3, azure = config.s3, config.azure
     if s3.access_key_id is None and s3.secret_access_key is None:
-        # From one place, all three: a session token fits its own keys only.
+        # All three come from one place, because a session token belongs to its keys.
         s3 = replace(
             s3,
             access_key_id=secret("AWS_ACCESS_KEY_ID"),
@@ -304,6 +307,7 @@ SOURCE_SETTINGS = (
 
 
 def source_config(config: ServeConfig, environment: Mapping[str, str] = os.environ) -> SourceConfig:
+    """Returns the source settings of a server, completed from environment variables."""
     buckets = config.allowed_buckets or None
     found = SourceConfig(
         allowed_roots=tuple(map(Path, config.allowed_roots)),

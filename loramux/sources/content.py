@@ -1,4 +1,4 @@
-"""Whether bytes are what they should be: their first ones before the rest is fetched."""
+"""Checks fetched files: first bytes before the rest is fetched, then sizes and digests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from loramux.sources.source_id import CONFIG_NAME
 MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 16 * 2**20
 LENGTH_BYTES = 8
-# As far as the mark of a tar archive.
+# Enough to contain the magic number of a tar archive.
 HEAD_BYTES = 512
 CHUNK_BYTES = 2**20
-TAR_MARK, TAR_POSITION = b"ustar", 257
+TAR_MAGIC, TAR_POSITION = b"ustar", 257
 PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 ARCHIVES = (
     b"PK\x03\x04",
@@ -28,12 +28,12 @@ ARCHIVES = (
     b"(\xb5/\xfd",
     b"7z\xbc\xaf",
 )
-LFS_MARK = b"version https://git-lfs"
+LFS_MAGIC = b"version https://git-lfs"
 
 
 def check_start(name: str, head: bytes, size_bytes: int | None) -> None:
-    """`head`: the first HEAD_BYTES, or all there are."""
-    if head.startswith(LFS_MARK):
+    """Refuses files of a wrong kind; `head` has the first HEAD_BYTES, or all bytes of the file."""
+    if head.startswith(LFS_MAGIC):
         raise SourceRefused(
             SourceCode.LFS_POINTER,
             f"{name} is a git-lfs pointer, not the file.",
@@ -50,21 +50,21 @@ def check_config_start(name: str, head: bytes) -> None:
         raise SourceRefused(
             SourceCode.NOT_AN_ADAPTER,
             f"{name} is not JSON.",
-            fix="Check that the source gives the file itself, not a page about it.",
+            fix="Check that the source returns the file itself, not a web page about it.",
         )
 
 
 def check_weights_start(name: str, head: bytes, size_bytes: int | None) -> None:
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
-    is_sound = head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{"
+    is_safetensors = head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{"
     fits = size_bytes is None or LENGTH_BYTES + length <= size_bytes
-    if is_sound and length <= MAX_HEADER_BYTES and fits:
+    if is_safetensors and length <= MAX_HEADER_BYTES and fits:
         return
     if head.startswith(PICKLES):
         raise pickle_refused(name)
-    if head.startswith(ARCHIVES) or head[TAR_POSITION:].startswith(TAR_MARK):
+    if head.startswith(ARCHIVES) or head[TAR_POSITION:].startswith(TAR_MAGIC):
         raise archive_refused(name)
-    if is_sound and length > MAX_HEADER_BYTES:
+    if is_safetensors and length > MAX_HEADER_BYTES:
         raise SourceRefused(
             SourceCode.OVERSIZED_HEADER,
             f"{name} says that its header has {length} bytes; at most {MAX_HEADER_BYTES} are "
@@ -73,8 +73,8 @@ def check_weights_start(name: str, head: bytes, size_bytes: int | None) -> None:
         )
     raise SourceRefused(
         SourceCode.NOT_AN_ADAPTER,
-        f"{name} is not a safetensors file, or only the start of one.",
-        fix="Check that the source gives the file itself, and save the adapter again.",
+        f"{name} is not a safetensors file, or is truncated.",
+        fix="Check that the source returns the file itself, and save the adapter again.",
     )
 
 
@@ -85,7 +85,7 @@ def max_bytes_of(name: str, max_file_bytes: int) -> int:
 def check_sizes(
     files: Mapping[str, RemoteFile], *, max_file_bytes: int, max_total_bytes: int
 ) -> None:
-    """What the source says of them, before a byte is fetched."""
+    """Checks the sizes that the source reports, before files are fetched."""
     for name, file in files.items():
         allowed_bytes = max_bytes_of(name, max_file_bytes)
         if (file.size_bytes or 0) > allowed_bytes:
@@ -96,7 +96,7 @@ def check_sizes(
 
 
 def check_file(path: Path, file: RemoteFile, expected_sha256: str | None) -> str:
-    """The SHA-256 of a file that is whole, as it should be, and what the source says it is."""
+    """Checks a complete file against its source's checksum; returns its SHA-256."""
     size_bytes = path.stat().st_size
     sha256, second = hashlib.sha256(), second_hash(file.checksum, size_bytes)
     with path.open("rb") as reader:
@@ -109,14 +109,14 @@ def check_file(path: Path, file: RemoteFile, expected_sha256: str | None) -> str
     found = sha256.hexdigest()
     said = found if second is None else second.hexdigest()
     if file.checksum is not None and said != file.checksum.hexadecimal:
-        raise mismatch(path.name, f"its source says ({file.checksum.algorithm})")
+        raise mismatch(path.name, f"its source reports ({file.checksum.algorithm})")
     if expected_sha256 not in (None, found):
         raise mismatch(path.name, "was expected (sha256)")
     return found
 
 
 def second_hash(checksum: Checksum | None, size_bytes: int) -> hashlib._Hash | None:
-    """For checksums other than SHA-256, which is computed anyway."""
+    """Returns the hash for a checksum other than SHA-256, which is always computed."""
     if checksum is None or checksum.algorithm == "sha256":
         return None
     if checksum.algorithm == "git":
@@ -126,7 +126,7 @@ def second_hash(checksum: Checksum | None, size_bytes: int) -> hashlib._Hash | N
 
 def mismatch(name: str, promised: str) -> SourceFailed:
     return SourceFailed(
-        f"The bytes of {name} are not those that {promised}; they were thrown away. Fetch it "
-        "again; if that fails too, upload the file again.",
+        f"The content of {name} does not match the digest that {promised}; it was discarded. Fetch "
+        "it again; if that fails too, upload the file again.",
         is_temporary=False,
     )

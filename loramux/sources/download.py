@@ -1,4 +1,4 @@
-"""One file from an origin: in parts side by side, each gone on with where it broke off."""
+"""Downloads one file in parallel parts, and resumes each part after a failure."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LOCK_TRIES = 100
 
 @dataclass(slots=True)
 class Part:
-    """A range of a file. One thread at a time fills it, from its start on."""
+    """A range of a file that one thread at a time fills from its start."""
 
     start: int
     end: int | None
-    """None: where the file ends is not known."""
+    """None if the size of the file is not known."""
     done_bytes: int = 0
 
     @property
@@ -66,7 +66,7 @@ class PartialFile:
                 view = view[num_written:]
 
     def rewind(self, part: Part) -> None:
-        """For the only part of a file that cannot be read but from its start."""
+        """Restarts the only part of a file whose origin does not support ranges."""
         os.ftruncate(self._descriptor, part.start)
         part.done_bytes = 0
 
@@ -74,7 +74,7 @@ class PartialFile:
         return os.pread(self._descriptor, num_bytes, 0)
 
     def save(self) -> None:
-        """On the disk before the state that speaks of it."""
+        """Syncs the data to disk, then writes the state that describes it."""
         if self._state["validator"] is None:
             return
         parts = [[part.start, part.end, part.done_bytes] for part in self.parts]
@@ -93,7 +93,7 @@ class PartialFile:
 
 
 def split_parts(part_bytes: int | None, size_bytes: int | None) -> list[Part]:
-    """None: one part, for what cannot be read but from its start."""
+    """Splits a file into parts; without part_bytes, the file is one part."""
     if part_bytes is None or size_bytes is None:
         return [Part(0, size_bytes)]
     starts = range(0, max(size_bytes, 1), part_bytes)
@@ -101,7 +101,7 @@ def split_parts(part_bytes: int | None, size_bytes: int | None) -> list[Part]:
 
 
 def read_parts(path: Path, state_path: Path, state: dict[str, Any]) -> list[Part]:
-    """Of an earlier try for the same bytes; empty: there is none to go on with."""
+    """Returns the parts of an earlier attempt at the same content, or none."""
     try:
         found = json.loads(state_path.read_bytes())
         parts = [Part(*entry) for entry in found.pop("parts")]
@@ -113,7 +113,7 @@ def read_parts(path: Path, state_path: Path, state: dict[str, Any]) -> list[Part
 
 
 class Staging:
-    """Held by one process at a time."""
+    """The folder beside the target where a fetch collects its files; one process holds it."""
 
     def __init__(self, folder: Path) -> None:
         self.target = folder
@@ -124,7 +124,7 @@ class Staging:
     @contextmanager
     def held(self) -> Iterator[None]:
         if self.target.is_symlink() or (self.target.exists() and any_entry(self.target)):
-            raise InvalidRequest(f"{self.target} is there already. Fetch into a new folder.")
+            raise InvalidRequest(f"{self.target} exists already. Fetch into a new folder.")
         if self._root.is_symlink():
             raise InvalidRequest(f"{self._root} is a link. Remove it.")
         descriptor = self._lock()
@@ -152,7 +152,7 @@ class Staging:
             folder.mkdir()
 
     def commit(self, names: frozenset[str]) -> None:
-        """The target has exactly these files, or is not there."""
+        """Renames the staging folder to the target with exactly these files."""
         for path in self._files.iterdir():
             if path.name not in names:
                 path.unlink()
@@ -162,7 +162,9 @@ class Staging:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            raise InvalidRequest(f"{self.target} is there already; another was first.") from error
+            raise InvalidRequest(
+                f"{self.target} exists already; another process fetched it first."
+            ) from error
         finally:
             self.discard()
         sync_folder(self.target.parent)
@@ -188,7 +190,7 @@ class Staging:
             if is_still_at(descriptor, path):
                 return descriptor
             os.close(descriptor)
-        raise SourceFailed(f"{self.target} is being fetched by somebody else. Try again later.")
+        raise SourceFailed(f"{self.target} is being fetched by another process. Try again later.")
 
 
 def is_still_at(descriptor: int, path: Path) -> bool:
@@ -199,7 +201,7 @@ def is_still_at(descriptor: int, path: Path) -> bool:
 
 
 def any_entry(path: Path) -> bool:
-    """A folder with something in it, or something else than a folder."""
+    """Returns whether the path is a non-empty folder, or not a folder."""
     return not path.is_dir() or next(path.iterdir(), None) is not None
 
 
@@ -226,13 +228,13 @@ def reporting_full_disk() -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class Progress:
     received_bytes: int
-    """Of all files, with what an earlier try had left."""
+    """The bytes of all files, including those of an earlier attempt."""
     total_bytes: int | None
-    """None: the source does not say."""
+    """None if the source does not report it."""
 
 
 class Meter:
-    """Reports one at a time, whichever thread the bytes came from."""
+    """Sums the bytes of all threads and serializes the progress reports."""
 
     def __init__(self, total_bytes: int | None, report: Callable[[Progress], None] | None) -> None:
         self._total_bytes = total_bytes
@@ -269,14 +271,14 @@ class Download:
         self._is_start_checked = False
 
     def run(self, *, max_bytes: int) -> None:
-        """What is there when this raises can be gone on with."""
+        """Downloads the file; after an exception, a later call resumes it."""
         if not self._partial.parts:
             part_bytes = self._limits.part_bytes if self._file.can_seek else None
             self._partial.start_over(part_bytes, self._file.size_bytes)
         self._meter.add(sum(part.done_bytes for part in self._partial.parts))
         first, *rest = self._partial.parts
         try:
-            # Alone, since its first bytes tell whether the others are wanted.
+            # The first part comes alone, because its first bytes decide whether to continue.
             self._fill(first, max_bytes)
             if rest:
                 self._partial.save()
@@ -328,7 +330,7 @@ class Download:
                 backoff.wait(error)
 
     def _read_on(self, part: Part, max_bytes: int) -> bool:
-        """True: the part is whole; False: it was told to stop."""
+        """Reads until the part is complete; returns False if the download was stopped."""
         with self._origin.read(self._file, part.position, part.end) as chunks:
             for chunk in chunks:
                 self._deadline.check()

@@ -1,4 +1,4 @@
-"""An adapter's files from wherever they are into a new folder, all of them or none."""
+"""Fetches the files of an adapter from its source into a new folder, all or none."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Fetched:
     folder: Path
     files: tuple[str, ...]
     revision: str | None
-    """The commit, or the ETag of the weights; None: the source has no such thing."""
+    """The commit, or the ETag of the weights; None if the source has neither."""
     digests: dict[str, str]
-    """SHA-256 by file."""
+    """The SHA-256 of each file."""
     size_bytes: int
 
 
 class Fetcher:
-    """May be used by several threads."""
+    """Fetches adapters; several threads may use it."""
 
     def __init__(self, config: SourceConfig, *, timing: Timing = SYSTEM_TIMING) -> None:
         self._config = config
@@ -55,11 +55,12 @@ class Fetcher:
         progress: Callable[[Progress], None] | None = None,
         expected_sha256: Mapping[str, str] | None = None,
     ) -> Fetched:
-        """Raises the Source errors, InvalidRequest when the folder is there, StoreFull.
+        """Fetches a source into a new folder.
 
-        After a failure that may pass, what has come is kept beside the folder, and the next fetch
-        of the same source into the same folder goes on from there. `progress` may be called in
-        other threads; whatever it raises ends the fetch.
+        Raises the Source errors, InvalidRequest if the folder exists, and StoreFull. After a
+        temporary failure the partial files stay beside the folder, and the next fetch of the same
+        source into the same folder resumes them. `progress` may be called in other threads; an
+        exception of it ends the fetch.
         """
         used = limits or self._config.limits
         job = FetchJob(
@@ -102,7 +103,7 @@ class FetchJob:
             size_bytes = sum(staging.path_of(name).stat().st_size for name in digests)
             staging.commit(frozenset(digests))
         except BaseException as error:
-            if not (staging.has_progress and may_pass(error)):
+            if not (staging.has_progress and may_succeed_later(error)):
                 staging.discard()
             raise
         _log.info("Fetched %s: %d bytes", self.source, size_bytes)
@@ -115,7 +116,7 @@ class FetchJob:
         )
 
     def _fetch_unchanged(self, origin: Origin, staging: Staging) -> dict[str, str]:
-        """From the start again when the source changes under our hands."""
+        """Fetches the files, and starts again if the source changes during the fetch."""
         backoff = Backoff(self.deadline, max_attempts=self.limits.max_attempts)
         while True:
             try:
@@ -125,7 +126,7 @@ class FetchJob:
                 backoff.wait(error)
 
     def _fetch_files(self, origin: Origin, staging: Staging) -> dict[str, str]:
-        """The SHA-256 of each file, of which nothing but the rename is missing."""
+        """Downloads and checks all files in the staging folder; returns their SHA-256."""
         files = retrying(
             lambda: find_adapter(self.source, origin),
             self.deadline,
@@ -164,14 +165,14 @@ class FetchJob:
             )
 
 
-def may_pass(error: BaseException) -> bool:
-    """Whether a later try may succeed with what has come so far."""
+def may_succeed_later(error: BaseException) -> bool:
+    """Returns whether a later attempt may succeed and resume the download."""
     if isinstance(error, SourceFailed):
         return error.is_temporary
     return not isinstance(error, LoramuxError)
 
 
-# What nobody came back for goes after this.
+# Partial downloads that are not resumed are removed after this time.
 ABANDONED_S = 7 * 86_400.0
 LOCK_NAME = "lock"
 
@@ -184,7 +185,7 @@ def fetched(
     *,
     progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[Path]:
-    """The source's files for as long as the context lasts."""
+    """Yields a folder with the files of the source, which exists inside the context."""
     area.mkdir(mode=0o700, parents=True, exist_ok=True)
     sweep(area, older_than=time.time() - ABANDONED_S)
     with held(area / source.slug) as place, fetching(place, area) as folder:
@@ -194,7 +195,7 @@ def fetched(
 @contextmanager
 def fetching(place: Path | None, area: Path) -> Iterator[Path]:
     if place is None:
-        # Another fetches the same just now: this one cannot be gone on with later.
+        # Another process fetches the same source now, so this fetch cannot be resumed later.
         with tempfile.TemporaryDirectory(prefix="once-", dir=area) as folder:
             yield Path(folder)
         return
@@ -205,7 +206,7 @@ def fetching(place: Path | None, area: Path) -> Iterator[Path]:
 
 @contextmanager
 def held(place: Path) -> Iterator[Path | None]:
-    """The folder, for this process alone; None: another has it."""
+    """Yields the folder, locked for this process, or None if another process has it."""
     place.mkdir(mode=0o700, exist_ok=True)
     path = place / LOCK_NAME
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

@@ -1,4 +1,4 @@
-"""Text -> SourceId: the form of an id, and whether it is allowed, before anything is fetched."""
+"""Parses the id of a source and checks that it is allowed, before files are fetched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loramux.sources.source_id import (
     SourceId,
     SourceKind,
     check_segment,
-    has_odd_characters,
+    has_invalid_characters,
     split_path,
     split_weights,
 )
@@ -34,7 +34,7 @@ BUCKETS = {
 }
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 FORMS = (
-    "Known are paths under the allowed roots, hf:owner/name[@revision][:file], s3://, gs:// and "
+    "Valid forms: paths under the allowed roots, hf:owner/name[@revision][:file], s3://, gs:// and "
     "az:// with bucket/folder, and https://host/folder."
 )
 HUB_FORM = "Write it as hf:owner/name, hf:owner/name@revision or hf:owner/name@revision:file."
@@ -44,20 +44,20 @@ REMOTE_PREFIXES = ("hf:", "s3://", "gs://", "az://", "http://", "https://")
 
 
 def is_remote(text: str) -> bool:
-    """Whether it names another place than a folder of this machine."""
+    """Returns whether the id names a remote source instead of a local folder."""
     return text.startswith(REMOTE_PREFIXES)
 
 
 def lasting_name(text: str, folder: Path, config: SourceConfig) -> str:
-    """By which the files in the folder, which came from there, can be had again later."""
+    """Returns the name by which the files of the folder can be fetched again later."""
     return str(parse_source(text, config)) if is_remote(text) else str(folder.resolve())
 
 
 def parse_source(text: str, config: SourceConfig, *, adapter_source: str | None = None) -> SourceId:
-    """`adapter_source`: LoRAX's `hub`, `local`, `s3` or `pbase`, for the ids that these have."""
+    """Parses an id; `adapter_source` is LoRAX's `hub`, `local`, `s3` or `pbase`, if given."""
     if not text or len(text) > MAX_ID_CHARS:
         raise bad_form(f"An id has 1 to {MAX_ID_CHARS} characters, not {len(text)}.", fix=FORMS)
-    if has_odd_characters(text) or "\\" in text:
+    if has_invalid_characters(text) or "\\" in text:
         raise bad_form("The id has control or invisible characters, or a backslash.", fix=FORMS)
     parse = find_parser(text, adapter_source)
     source = parse(text, config)
@@ -79,7 +79,7 @@ def find_parser(text: str, adapter_source: str | None) -> Parser:
             raise SourceRefused(
                 SourceCode.UNKNOWN_SOURCE,
                 f"{adapter_source[:40]!r} is not a source of adapters.",
-                fix=f"Use one of {', '.join(LORAX_PARSERS)}, or leave it out and write the id so.",
+                fix=f"Use one of {', '.join(LORAX_PARSERS)}, or omit it and write a complete id.",
             )
         return LORAX_PARSERS[adapter_source]
     if text.startswith("hf:"):
@@ -89,7 +89,7 @@ def find_parser(text: str, adapter_source: str | None) -> Parser:
         return parse_local
     if scheme[1].lower() not in SCHEME_PARSERS:
         raise SourceRefused(
-            SourceCode.UNKNOWN_SOURCE, f"{scheme[1][:40]}:// is not known here.", fix=FORMS
+            SourceCode.UNKNOWN_SOURCE, f"{scheme[1][:40]}:// is not a supported scheme.", fix=FORMS
         )
     return SCHEME_PARSERS[scheme[1].lower()]
 
@@ -109,7 +109,7 @@ def parse_local(text: str, config: SourceConfig) -> SourceId:
 
 
 def parse_hub(text: str, config: SourceConfig) -> SourceId:
-    """`hf:` may be left out."""
+    """Parses `hf:owner/name[@revision][:file]`; `hf:` may be omitted."""
     plain = text.removeprefix("hf:").removeprefix("//")
     repository, _, path = plain.partition(":")
     name, at, revision = repository.partition("@")
@@ -132,13 +132,15 @@ def parse_hub(text: str, config: SourceConfig) -> SourceId:
 
 
 def is_repository_part(part: str) -> bool:
-    odd = "--" in part or ".." in part or part.endswith(".git")
-    return not odd and len(part) <= MAX_REPOSITORY_CHARS and bool(REPOSITORY_PART.fullmatch(part))
+    is_odd = "--" in part or ".." in part or part.endswith(".git")
+    return (
+        not is_odd and len(part) <= MAX_REPOSITORY_CHARS and bool(REPOSITORY_PART.fullmatch(part))
+    )
 
 
 def is_revision(revision: str) -> bool:
-    odd = ".." in revision or revision.endswith((".", ".lock"))
-    return not odd and len(revision) <= MAX_REVISION_CHARS and bool(REVISION.fullmatch(revision))
+    is_odd = ".." in revision or revision.endswith((".", ".lock"))
+    return not is_odd and len(revision) <= MAX_REVISION_CHARS and bool(REVISION.fullmatch(revision))
 
 
 def parse_bucket(text: str, config: SourceConfig) -> SourceId:
@@ -149,7 +151,7 @@ def parse_bucket(text: str, config: SourceConfig) -> SourceId:
 
 
 def parse_bucket_url(text: str) -> SourceId:
-    """The form alone, for buckets that the server's own settings name."""
+    """Parses the URL of a bucket that the server's settings name, without the allow list."""
     scheme, _, rest = text.partition("://")
     bucket, _, path = rest.partition("/")
     kind = next((kind for kind in BUCKET_KINDS if kind == scheme.lower()), None)
@@ -167,7 +169,7 @@ def check_listed(name: str, allowed: tuple[str, ...] | None, *, what: str) -> No
         raise SourceForbidden(
             SourceCode.NOT_ALLOWED,
             f"{what} {name!r} is not allowed on this server.",
-            fix="Ask for one that is, or have it added to the list.",
+            fix="Use an allowed one, or add it to the list.",
         )
 
 
@@ -176,7 +178,7 @@ def parse_http(text: str, config: SourceConfig) -> SourceId:
     scheme, host, port = url.scheme, url.hostname or "", url_port(url)
     check_host_allowed(scheme, host, port, config.http)
     path = url.path.removeprefix("/").removesuffix("/")
-    # What an escaped name stands for is what must be plain: %2e%2e is "..".
+    # The unescaped name is checked, because %2e%2e means "..".
     names = tuple(unquote(part, errors="surrogateescape") for part in path.split("/") if path)
     for name in names:
         check_segment(name, what="The URL")
@@ -190,15 +192,15 @@ def parse_http(text: str, config: SourceConfig) -> SourceId:
 
 
 def split_url(text: str) -> SplitResult:
-    """An http(s) URL of nothing but scheme, host, port and path."""
-    fix = "Write https://host/folder; credentials belong into the server's settings."
+    """Splits an http(s) URL; refuses parts other than scheme, host, port and path."""
+    fix = "Write https://host/folder; credentials belong in the server's settings."
     try:
         url = urlsplit(text)
         url_port(url)
     except ValueError as error:
         raise bad_form("This is not a URL.", fix=fix) from error
     if url.scheme not in DEFAULT_PORTS or not is_host(url.hostname or ""):
-        raise bad_form("The URL has no proper host.", fix=fix)
+        raise bad_form("The URL has no valid host.", fix=fix)
     if "@" in url.netloc:
         raise bad_form("A URL must not hold a user name or password.", fix=fix)
     if "?" in text or "#" in text:
@@ -211,7 +213,7 @@ def url_port(url: SplitResult) -> int:
 
 
 def parse_lorax_s3(text: str, config: SourceConfig) -> SourceId:
-    """`s3://bucket/folder`, `folder` in the default bucket, or without that `bucket/folder`."""
+    """Parses `s3://bucket/folder`, `folder` in the default bucket, or `bucket/folder`."""
     plain = text.removeprefix("s3://")
     if plain == text and config.s3.default_bucket is not None:
         plain = f"{config.s3.default_bucket}/{text}"
@@ -221,7 +223,7 @@ def parse_lorax_s3(text: str, config: SourceConfig) -> SourceId:
 def parse_predibase(text: str, config: SourceConfig) -> SourceId:
     segments = split_path(text, what="The id")
     if len(segments) > 2:
-        raise bad_form("An id of pbase is name/version.", fix="Write it so.")
+        raise bad_form("An id of pbase is name/version.", fix="Write name/version.")
     if config.http.pbase_url is None:
         raise SourceRefused(
             SourceCode.NOT_ENABLED,

@@ -1,4 +1,4 @@
-"""Why a source is refused: stable words for programs."""
+"""The stable codes of the reasons for which a source is refused."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from loramux.errors import SourceRefused
 
 class SourceCode(StrEnum):
     BAD_FORM = "bad_form"
-    """The id is not written as its source's ids are."""
+    """The id does not have the form of its source."""
     UNKNOWN_SOURCE = "unknown_source"
     NOT_ENABLED = "not_enabled"
     NOT_ALLOWED = "not_allowed"
-    """Sound, but outside the allowed roots, hosts, buckets or owners."""
+    """The id is valid, but outside the allowed roots, hosts, buckets or owners."""
     LINK_OUTSIDE = "link_outside"
     PRIVATE_ADDRESS = "private_address"
     BAD_REDIRECT = "bad_redirect"
     NO_ACCESS = "no_access"
-    """The source wants other credentials, or none of ours is enough."""
+    """The source does not accept the server's credentials."""
     TOO_LARGE = "too_large"
     PICKLE = "pickle"
     ARCHIVE = "archive"

@@ -1,4 +1,4 @@
-"""When to try again, and when the time is over."""
+"""Deadlines and retries with exponential backoff."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What a test replaces."""
+    """The clock and the random numbers, which tests replace."""
 
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     draw: Callable[[], float] = random.random
-    """In [0, 1): spreads out those who failed together."""
+    """Returns a number in [0, 1) for the jitter of the delay."""
 
 
 SYSTEM_TIMING = Timing()
@@ -50,7 +50,7 @@ class Deadline:
 
 
 class Backoff:
-    """Counts failures in a row, waits longer after each, and gives up by raising the last one."""
+    """Waits longer after each consecutive failure, and raises the last one when it gives up."""
 
     def __init__(self, deadline: Deadline, *, max_attempts: int) -> None:
         self._deadline = deadline
@@ -86,7 +86,7 @@ def retrying(action: Callable[[], T], deadline: Deadline, *, max_attempts: int) 
 
 
 def parse_retry_after(text: str | None, clock: Callable[[], float] = time.time) -> float | None:
-    """Seconds, or a date, as HTTP allows both; None if it is neither."""
+    """Parses a Retry-After header, which is a number of seconds or a date; else None."""
     if text is None:
         return None
     try:

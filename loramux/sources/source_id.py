@@ -1,4 +1,4 @@
-"""Where an adapter comes from, in one checked form."""
+"""The checked id of an adapter's source."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ BUCKET_KINDS = (SourceKind.S3, SourceKind.GCS, SourceKind.AZURE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceId:
-    """Made by parse_source, which checks every part. Its text holds no credentials."""
+    """A source that parse_source has checked; its string form holds no credentials."""
 
     kind: SourceKind
     place: str
-    """The root's real path, `owner/name`, the bucket, or `https://host[:port]`."""
+    """The real path of the root, `owner/name`, the bucket, or `https://host[:port]`."""
     folder: tuple[str, ...] = ()
-    """Inside the place; empty: its top."""
+    """The path inside the place; empty means its top."""
     weights_name: str | None = None
-    """A single file, whose config need not be there; None: a folder as PEFT writes it."""
+    """The name of a single weights file, or None for a folder that PEFT wrote."""
     revision: str | None = None
 
     @property
@@ -55,7 +55,7 @@ class SourceId:
 
     @property
     def slug(self) -> str:
-        """A folder name of its own, so that a fetch which broke off is found again."""
+        """Returns a unique folder name, by which an interrupted fetch is resumed."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:32]
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class SourceId:
 
 
 def split_path(path: str, *, what: str) -> tuple[str, ...]:
-    """The names between the slashes; a single slash at the end does not matter."""
+    """Splits a path into its names; one slash at the end is ignored."""
     if not path:
         return ()
     segments = tuple(path.removesuffix("/").split("/"))
@@ -83,19 +83,19 @@ def split_path(path: str, *, what: str) -> tuple[str, ...]:
 def check_segment(segment: str, *, what: str) -> None:
     fix = "Use plain names, separated by single slashes."
     if segment in ("", ".", ".."):
-        raise bad_form(f"{what} has {segment!r} for a folder, which could lead elsewhere.", fix=fix)
-    if "\\" in segment or "/" in segment or has_odd_characters(segment):
-        raise bad_form(f"{what} has odd characters in {segment[:80]!r}.", fix=fix)
+        raise bad_form(f"{what} has {segment!r} for a folder, which could lead outside.", fix=fix)
+    if "\\" in segment or "/" in segment or has_invalid_characters(segment):
+        raise bad_form(f"{what} has invalid characters in {segment[:80]!r}.", fix=fix)
     if len(segment.encode()) > MAX_SEGMENT_BYTES:
         raise bad_form(f"{what} has a name of over {MAX_SEGMENT_BYTES} bytes.", fix=fix)
 
 
-def has_odd_characters(text: str) -> bool:
+def has_invalid_characters(text: str) -> bool:
     return any(unicodedata.category(character) in ODD_CATEGORIES for character in text)
 
 
 def split_weights(segments: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
-    """The folder, and the single file when the path names one."""
+    """Splits the segments into the folder and the name of a single weights file, if any."""
     last = segments[-1] if segments else ""
     lowered = last.lower()
     if lowered.endswith(WEIGHTS_SUFFIX) and lowered != WEIGHTS_SUFFIX:

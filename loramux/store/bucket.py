@@ -1,4 +1,4 @@
-"""A bucket behind the content-addressed store."""
+"""The remote tier that keeps adapters in a bucket of S3, Google Cloud or Azure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class StoredObject:
     key: str
     size_bytes: int
     modified_at: float
-    """Seconds since 1970, by the bucket's clock."""
+    """Seconds since 1970 by the clock of the bucket."""
 
 
 class ObjectTier:
-    """Has the methods of the store's RemoteTier.
+    """A RemoteTier in a bucket.
 
-    A bucket that cannot be reached is an error, unlike a key that it does not have: a push must
-    not seem to be kept there, nor an adapter to be missing.
+    A bucket that cannot be reached raises an error, while an absent key does not: otherwise a push
+    would seem to be stored, or an adapter to be missing.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ObjectTier:
         timing: Timing = SYSTEM_TIMING,
         sink: ByteSink = SILENT,
     ) -> None:
-        """`s3://bucket/folder`, `gs://…` or `az://…`."""
+        """Takes a URL such as `s3://bucket/folder`, `gs://…` or `az://…`."""
         place = parse_bucket_url(url)
         self._prefix = place.folder
         self._bucket = f"{place.kind}://{place.place}"
@@ -68,7 +68,7 @@ class ObjectTier:
             return False
 
     def get(self, key: str, destination: Path, *, max_bytes: int) -> bool:
-        """Writes the file; False when the bucket has no such key, or more than max_bytes."""
+        """Downloads an object; returns False if it is absent or larger than max_bytes."""
         try:
             return self._retrying(lambda: self._download(key, destination, max_bytes))
         except SourceNotFound:
@@ -88,7 +88,7 @@ class ObjectTier:
         self._retrying(upload)
 
     def objects(self) -> list[StoredObject]:
-        """All that is in the folder, whoever put it there."""
+        """Lists all objects in the folder, also those that other programs wrote."""
         import obstore
 
         folder = "/".join(self._prefix)
@@ -108,7 +108,7 @@ class ObjectTier:
         return self._retrying(look)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Also those that are gone already."""
+        """Deletes objects; keys that do not exist are ignored."""
         import obstore
 
         def remove() -> None:
@@ -136,7 +136,7 @@ class ObjectTier:
                 writer.write(chunk)
                 self._sink.add(len(chunk))
         if left_bytes != 0:
-            raise SourceFailed(f"{what} has another size than its bucket says. Try again.")
+            raise SourceFailed(f"{what} has a different size than its bucket reports. Try again.")
         return True
 
     def _retrying(self, action: Callable[[], T]) -> T:

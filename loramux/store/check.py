@@ -1,4 +1,4 @@
-"""Every byte of the store against its digest."""
+"""Verifies every file of the store against its digest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StoreReport:
     num_files: int
     size_bytes: int
     damage: tuple[str, ...]
-    """A sentence for each thing that is wrong."""
+    """One sentence for each fault."""
 
     @property
     def is_sound(self) -> bool:
@@ -25,7 +25,10 @@ class StoreReport:
 
 
 def verify_store(layout: StoreLayout) -> StoreReport:
-    """Without the lock, so that a long check stops nobody: what gc took meanwhile is no damage."""
+    """Hashes all files without the store's lock, so that it blocks no other process.
+
+    Files that gc removes during the check do not count as damage.
+    """
     damage: list[str] = []
     found: dict[Path, FileDigest] = {}
     for path in list(layout.all_blobs()):
@@ -34,7 +37,7 @@ def verify_store(layout: StoreLayout) -> StoreReport:
             continue
         found[path] = digest
         if digest.sha256 != path.name:
-            damage.append(f"The file {path.name} holds other bytes ({digest.sha256}).")
+            damage.append(f"The file {path.name} has the wrong content ({digest.sha256}).")
     cids = layout.cids()
     for cid in cids:
         damage += check_adapter(layout, cid, found)
@@ -48,7 +51,7 @@ def check_adapter(layout: StoreLayout, cid: str, found: dict[Path, FileDigest]) 
         if record is None:
             return []
         damage = check_files(layout, record, found)
-        # Gone meanwhile: then its files may be gone too.
+        # If gc removed the record meanwhile, its files may be removed too.
         return damage if layout.record(cid).exists() else []
     except StoreDamaged as error:
         return [str(error)]
@@ -62,7 +65,7 @@ def check_files(layout: StoreLayout, record: Record, found: dict[Path, FileDiges
         if actual is None:
             damage.append(f"{record.cid} lacks {name}.")
         elif actual != digest:
-            damage.append(f"{record.cid} has other bytes as {name}.")
+            damage.append(f"{record.cid} has the wrong content in {name}.")
     if not damage:
         check_config_file(record, layout.blob(record.config_file).read_bytes())
     return damage

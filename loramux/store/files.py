@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, whatever happens to the process or the machine."""
+"""Crash-safe file operations, the folder layout of the store, its lock and its staging area."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from loramux.store.record import Record, decode_record
 CHUNK_BYTES = 2**20
 READ_ONLY = 0o444
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# What a file system answers that cannot link, or not this file once more.
+# Errors of file systems that cannot hard-link, or that reached the limit of links of a file.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 
 
 def copy_hashed(
     source: Path, destination: Path, *, max_bytes: int, sink: ByteSink = SILENT
 ) -> FileDigest:
-    """The digest is of the bytes that were written; they are on the disk when this returns."""
+    """Copies a file and returns the digest of the written bytes, which are synced to disk."""
     digest, size = hashlib.sha256(), 0
     with source.open("rb") as reader, reporting_full_disk(), destination.open("xb") as writer:
         while chunk := reader.read(CHUNK_BYTES):
@@ -49,7 +49,7 @@ def write_file(destination: Path, content: bytes) -> None:
 
 
 def seal(descriptor: int) -> None:
-    """Read-only, since the same bytes may be linked into many folders, and on the disk."""
+    """Makes a file read-only, because many folders may link to it, and syncs it to disk."""
     os.fchmod(descriptor, READ_ONLY)
     os.fsync(descriptor)
 
@@ -61,7 +61,7 @@ def hash_file(path: Path) -> FileDigest:
 
 
 def sync_folder(folder: Path) -> None:
-    """Puts renames into the folder, and removals from it, on the disk."""
+    """Syncs the folder's entries to disk: renames into it and removals from it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -112,7 +112,10 @@ def reporting_full_disk() -> Iterator[None]:
 
 
 class StoreLayout:
-    """blobs/ab/<sha256>, records/<digest>, views/<digest>/<file>, staging/<work in progress>."""
+    """The paths inside a store.
+
+    blobs/ab/<sha256>, records/<digest>, views/<digest>/<file>, staging/<work in progress>.
+    """
 
     def __init__(self, root: Path) -> None:
         self.lock = root / "lock"
@@ -141,7 +144,7 @@ class StoreLayout:
         return sorted(CID_PREFIX + path.name for path in self.records.iterdir())
 
     def read_record(self, cid: str) -> Record | None:
-        """None: no such adapter here. Raises StoreDamaged."""
+        """Returns None if the store has no such adapter; raises StoreDamaged."""
         try:
             content = self.record(cid).read_bytes()
         except FileNotFoundError:
@@ -152,7 +155,7 @@ class StoreLayout:
         return sum(size_of(path) for path in self.all_blobs())
 
     def is_whole(self, record: Record) -> bool:
-        """The adapter's view has all files in their full length."""
+        """Returns whether the view of the adapter has all files in their full size."""
         view = self.view(record.cid)
         return all(
             size_of(view / name, absent=-1) == digest.size for name, digest in record.files.items()
@@ -185,14 +188,14 @@ def size_of(path: Path, *, absent: int = 0) -> int:
 
 
 class StoreLock:
-    """Held by one thread of one process at a time, for renames and removals only."""
+    """A lock across threads and processes, held only for renames and removals."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        # A descriptor of its own each time, so that threads exclude each other too.
+        # Each holder opens its own descriptor, so that the lock excludes threads too.
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -202,7 +205,7 @@ class StoreLock:
 
 
 class StagingArea:
-    """Folders for work in progress; those of dead processes can be told and are swept."""
+    """Temporary folders; each is locked by its process, so that those of dead ones can be swept."""
 
     def __init__(self, parent: Path, *, prefix: str, lock: StoreLock) -> None:
         self._parent = parent
@@ -211,7 +214,7 @@ class StagingArea:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Gone after the block, with what is still in it."""
+        """Yields a new folder and removes it with its content after the block."""
         with self._lock.held():
             path = self._parent / f"{self._prefix}{secrets.token_hex(8)}"
             path.mkdir()
@@ -224,7 +227,7 @@ class StagingArea:
             os.close(descriptor)
 
     def sweep(self) -> int:
-        """Removes what dead processes left; call it with the lock held."""
+        """Removes the folders of dead processes; the caller holds the lock."""
         leftovers = [path for path in self._parent.glob(f"{self._prefix}*") if is_abandoned(path)]
         for path in leftovers:
             shutil.rmtree(path)
@@ -242,5 +245,5 @@ def is_abandoned(folder: Path) -> bool:
         return False
     finally:
         os.close(descriptor)
-    # Its owner may have removed it since it was opened, and ended.
+    # Its owner may have removed it and exited since it was opened.
     return folder.exists()

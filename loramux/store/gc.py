@@ -1,4 +1,4 @@
-"""Removal of what nobody names; in an order that a crash at any point cannot turn into damage."""
+"""Removes unreferenced adapters from the store and the bucket, in a crash-safe order."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Collected:
 
 
 def collect(layout: StoreLayout, kept: AbstractSet[str], *, used_before_ns: int) -> Collected:
-    """Call it with the store's lock held. Records go first, then what only they needed."""
-    doomed = [
+    """Removes records first, then the blobs that only they needed; the caller holds the lock."""
+    removable = [
         cid
         for cid in layout.cids()
         if cid not in kept and layout.record(cid).stat().st_mtime_ns <= used_before_ns
     ]
-    for cid in doomed:
+    for cid in removable:
         layout.record(cid).unlink()
     sync_folder(layout.records)
     remove_views(layout)
@@ -43,14 +43,14 @@ def collect(layout: StoreLayout, kept: AbstractSet[str], *, used_before_ns: int)
         path.unlink()
     for folder in {path.parent for path in blobs}:
         sync_folder(folder)
-    return Collected(len(doomed), len(blobs), freed_bytes)
+    return Collected(len(removable), len(blobs), freed_bytes)
 
 
 def remove_views(layout: StoreLayout) -> None:
     alive = {layout.view(cid).name for cid in layout.cids()}
     for view in list(layout.views.iterdir()):
         if view.name not in alive:
-            # Half a view must never lie under its own name.
+            # A partial view must not keep its final name.
             condemned = layout.staging / f"work-view-{view.name}"
             shutil.rmtree(condemned, ignore_errors=True)
             os.rename(view, condemned)
@@ -58,7 +58,7 @@ def remove_views(layout: StoreLayout) -> None:
 
 
 def unneeded_blobs(layout: StoreLayout) -> list[Path]:
-    """None at all while a record is damaged: nobody knows what that one needs."""
+    """Returns the blobs that no record needs; none while a damaged record hides its needs."""
     needed: set[Path] = set()
     for cid in layout.cids():
         try:
@@ -71,12 +71,12 @@ def unneeded_blobs(layout: StoreLayout) -> list[Path]:
 
 
 FindKept = Callable[[], AbstractSet[str]]
-"""The content ids that somebody refers to, as of now."""
+"""Returns the content ids that are referenced now."""
 RECORDS, BLOBS = "records/", "blobs/"
 
 
 class Bucket(Protocol):
-    """ObjectTier, as far as a gc knows it."""
+    """The part of ObjectTier that the gc uses."""
 
     def objects(self) -> Sequence[StoredObject]: ...
 
@@ -87,14 +87,14 @@ class Bucket(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """What may go."""
+    """The objects that a collection may remove."""
 
     records: list[StoredObject] = field(default_factory=list)
     blobs: list[StoredObject] = field(default_factory=list)
     num_referred: int = 0
-    """Adapters that somebody refers to."""
+    """The number of adapters in the bucket that are referenced."""
     damaged: list[str] = field(default_factory=list)
-    """Content ids that stay with broken records: nobody knows their files, so none are removed."""
+    """Content ids with broken records. Their blobs are unknown, so no blob is removed."""
 
     @property
     def objects(self) -> list[StoredObject]:
@@ -106,27 +106,30 @@ class BucketPlan:
 
 
 def plan_bucket(bucket: Bucket, find_kept: FindKept, *, older_than: float) -> BucketPlan:
-    """Objects that were written at `older_than` or later stay: a push writes names last of all."""
+    """Plans the removal of unreferenced objects that were written before `older_than`.
+
+    Newer ones stay, because a push writes its name to the registry last.
+    """
     found = bucket.objects()
     kept = find_kept()
     records = {cid: one for one in found if (cid := cid_of(one.key)) is not None}
-    doomed = {
+    removable = {
         cid: one for cid, one in records.items() if cid not in kept and one.modified_at < older_than
     }
-    needed, damaged = needed_blobs(bucket, records.keys() - doomed.keys())
+    needed, damaged = needed_blobs(bucket, records.keys() - removable.keys())
     blobs = [
         one
         for one in found
         if is_blob(one.key) and one.key not in needed and one.modified_at < older_than
     ]
     num_referred = len(records.keys() & kept)
-    return BucketPlan(list(doomed.values()), [] if damaged else blobs, num_referred, damaged)
+    return BucketPlan(list(removable.values()), [] if damaged else blobs, num_referred, damaged)
 
 
 def collect_bucket(bucket: Bucket, plan: BucketPlan, find_kept: FindKept) -> BucketPlan:
-    """Removes what was planned, but for what has been named or pushed since; returns what went.
+    """Removes the planned objects and returns them; skips what was named or pushed since.
 
-    Records go first: a tier that has a record has the whole adapter.
+    Records are removed first, because a tier with a record must have all files of the adapter.
     """
     kept = find_kept()
     records = [one for one in plan.records if cid_of(one.key) not in kept]
@@ -139,7 +142,7 @@ def collect_bucket(bucket: Bucket, plan: BucketPlan, find_kept: FindKept) -> Buc
 
 
 def needed_blobs(bucket: Bucket, cids: Iterable[str]) -> tuple[set[str], list[str]]:
-    """The keys that these adapters need, and which of them cannot say."""
+    """Returns the blob keys that the adapters need, and the adapters with damaged records."""
     needed: set[str] = set()
     damaged = []
     with tempfile.TemporaryDirectory(prefix="loramux-gc-") as folder:
@@ -148,7 +151,7 @@ def needed_blobs(bucket: Bucket, cids: Iterable[str]) -> tuple[set[str], list[st
             key = record_key(parse_cid(cid))
             try:
                 if not bucket.get(key, path, max_bytes=MAX_RECORD_BYTES):
-                    raise StoreDamaged(f"The record of {cid} is gone, or too large.")
+                    raise StoreDamaged(f"The record of {cid} is missing or too large.")
                 record = decode_record(path.read_bytes(), cid)
             except StoreDamaged:
                 damaged.append(cid)
@@ -158,7 +161,7 @@ def needed_blobs(bucket: Bucket, cids: Iterable[str]) -> tuple[set[str], list[st
 
 
 def cid_of(key: str) -> str | None:
-    """None: no record's key."""
+    """Returns the CID of a record's key, or None for other keys."""
     digest = key.removeprefix(RECORDS)
     return CID_PREFIX + digest if key.startswith(RECORDS) and is_digest(digest) else None
 

@@ -1,4 +1,4 @@
-"""A folder from outside -> checked copies of its files, and the record that names them."""
+"""Copies an adapter folder into a staging folder, checks the copies and makes their record."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class StoreLimits:
     max_file_bytes: int = 8 * GIBIBYTE
     max_adapter_bytes: int = 8 * GIBIBYTE
     max_store_bytes: int | None = None
-    """Of all files; None: as much as the disk holds."""
+    """The limit for all files together; None means the size of the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedAdapter:
-    """Copies that nobody else writes to: what was checked is what is kept."""
+    """Checked copies of an adapter's files, in a folder that no other process writes to."""
 
     record: Record
     config: PeftLoraConfig
@@ -48,9 +48,9 @@ class StagedAdapter:
 def stage_folder(
     folder: Path, staging: Path, limits: StoreLimits, sink: ByteSink = SILENT
 ) -> StagedAdapter:
-    """Raises AdapterNotFound or AdapterRefused; reads nothing but the two files of an adapter."""
+    """Copies the two files of an adapter; raises AdapterNotFound or AdapterRefused."""
     source = open_folder(folder)
-    # Before the weights are copied: most refusals need no more than this.
+    # Checked before the weights are copied: most refusals need only the config and the header.
     read_config(source)
     weights = find_weights(source)
     check_size(weights, limits)

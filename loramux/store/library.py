@@ -1,4 +1,4 @@
-"""The store's bytes under the registry's names."""
+"""Joins the store and the registry: pushes, pulls and opens adapters by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 DEFAULT_GRACE_S = 3600.0
 T = TypeVar("T")
 OpenSource = Callable[[str], AbstractContextManager[Path]]
-"""A source's files, for as long as the context lasts."""
+"""Opens a source; its files exist as long as the context."""
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +48,7 @@ class Pushed:
     cid: str
     size_bytes: int
     is_new: bool
-    """False: the version was there with the same bytes."""
+    """False if the version already existed with the same content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class LibraryReport:
 
 
 class AdapterLibrary:
-    """Bytes are written before the name that needs them, and removed after it."""
+    """Writes files before the name that needs them, and removes them after it."""
 
     def __init__(
         self,
@@ -70,18 +70,18 @@ class AdapterLibrary:
         open_source: OpenSource | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`open_source`: for what is neither in the store nor behind it; None: it is missing."""
+        """`open_source` fetches adapters again that neither the store nor its tiers have."""
         self.store = store
         self.registry = registry
         self._open_source = open_source
         self._clock = clock
 
     def push(self, folder: Path, reference: str, *, source: str | None = None) -> Pushed:
-        """`tenant/name@1.4.2`, or without a version for the next free one.
+        """Stores a folder under `tenant/name@1.4.2`, or under the next free version without one.
 
-        `source`: where the folder's files came from, and may be had again.
+        `source` is recorded as the place from which the files can be fetched again.
         """
-        # A name that cannot be is refused before anything is copied.
+        # An invalid name is refused before files are copied.
         parse_push_reference(reference)
         pushed: list[Pushed] = []
         self.store.put_folder(
@@ -111,22 +111,22 @@ class AdapterLibrary:
         )
 
     def pull(self, reference: str, folder: Path) -> Resolved:
-        """A copy of the adapter's files in a new folder, all of them or nothing."""
+        """Copies the adapter's files into a new folder, all or none of them."""
         resolved = self.registry.resolve(reference)
         self._from_store(resolved.cid, lambda: self.store.copy_out(resolved.cid, folder))
         return resolved
 
     def open(self, reference: str, *, sticky_key: str | None = None) -> tuple[Resolved, Path]:
-        """What the reference means now, and the folder in the store to load it from."""
+        """Resolves a reference; returns it with the folder in the store to load it from."""
         resolved = self.registry.resolve(reference, sticky_key=sticky_key)
         return resolved, self.materialize(resolved.cid)
 
     def materialize(self, cid: str) -> Path:
-        """The folder in the store to load it from; what is missing comes from its source again."""
+        """Returns the folder in the store to load; a missing adapter is fetched from its source."""
         return self._from_store(cid, lambda: self.store.materialize(cid))
 
     def gc(self, *, grace_s: float = DEFAULT_GRACE_S) -> Collected:
-        """Removes what no version names, unless it was put, opened or used in the last grace_s."""
+        """Removes adapters that no version names and that were not used in the last grace_s."""
         since = self._clock() - grace_s
         return self.store.gc(
             lambda: self.registry.cids() | self.registry.used_since(since), min_age_s=grace_s
@@ -142,7 +142,7 @@ class AdapterLibrary:
         return read()
 
     def _fetch_again(self, cid: str, missing: LoramuxError, open_source: OpenSource) -> None:
-        """Raises what kept its sources from giving the same bytes."""
+        """Fetches an adapter from its sources again; raises if none has the same content."""
         faults: list[LoramuxError] = []
         for source in self.registry.sources_of(cid):
             try:
@@ -151,20 +151,22 @@ class AdapterLibrary:
             except LoramuxError as error:
                 faults.append(error)
                 continue
-            _log.warning("%s was gone from the store and came from %s again", cid, source)
+            _log.warning("%s was missing from the store and was fetched from %s again", cid, source)
             return
         for kind in (AdapterRefused, SourceFailed):
             for fault in faults:
                 if isinstance(fault, kind):
                     raise fault from missing
-        said = "".join(f" Its source did not give it again: {fault}" for fault in faults)
+        said = "".join(
+            f" It could not be fetched from its source again: {fault}" for fault in faults
+        )
         raise type(missing)(f"{missing}{said}") from missing
 
     def verify(self) -> LibraryReport:
-        """Reads every byte of the store and every row of the registry."""
+        """Verifies every file of the store and every row of the registry."""
         found = self.store.verify()
         missing = [
-            f"{name}@{version} needs {cid}, which is neither in the store nor behind it."
+            f"{name}@{version} needs {cid}, which neither the store nor its tiers have."
             for cid in sorted(self.registry.cids())
             if not self.store.is_available(cid)
             for name, version in self.registry.names_of(cid)
@@ -178,9 +180,9 @@ def refuse_other(cid: str, source: str) -> Callable[[StagedAdapter], None]:
         if staged.record.cid != cid:
             raise AdapterRefused(
                 "source_changed",
-                f"{cid} is no longer in the store, and its source {source} now has other bytes: "
+                f"{cid} is no longer in the store, and its source {source} now has other content: "
                 f"{staged.record.cid}.",
-                fix="Push these as a new version, or push the old bytes again.",
+                fix="Push this content as a new version, or push the old content again.",
             )
 
     return check
@@ -196,14 +198,14 @@ def open_store(
     limits: StoreLimits = DEFAULT_LIMITS,
     sink: ByteSink = SILENT,
 ) -> ContentStore:
-    """Asks neither the cache nor the bucket yet: it opens without a network too."""
+    """Opens the store with its tiers; it connects to neither, so it works without a network."""
     return ContentStore(
         places.store, limits=limits, tiers=open_tiers(places, sources, sink), sink=sink
     )
 
 
 def open_tiers(places: DataPlaces, sources: SourceConfig, sink: ByteSink) -> list[CountedTier]:
-    """Nearest first."""
+    """Returns the tiers, the nearest first."""
     tiers = []
     if places.shared_cache is not None:
         cache = RedisTier.from_url(places.shared_cache, sink=sink)
@@ -216,11 +218,11 @@ def open_tiers(places: DataPlaces, sources: SourceConfig, sink: ByteSink) -> lis
 
 
 def refuse_credentials(url: str) -> None:
-    """Before anything shows the URL."""
+    """Refuses a URL with credentials, before any message can show it."""
     if "@" in url or "?" in url:
         raise InvalidRequest(
-            "The URL of the remote store must not hold credentials or a query. Give the keys as "
-            "the cloud's own tools take them, such as AWS_ACCESS_KEY_ID and "
+            "The URL of the remote store must not hold credentials or a query. Give the keys in "
+            "the environment variables of the cloud's tools, such as AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY.",
             param="remote_store",
         )

@@ -1,4 +1,9 @@
-"""What the store keeps of an adapter beside its bytes: one small file that makes it exist."""
+"""The record of an adapter in the store: its manifest and the digest of each file.
+
+An adapter is in the store if and only if its record is. `files.find_record` returns the record of
+an adapter folder inside a store, and with it the CID, the config and the sizes, without torch and
+without hashing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The CID covers the manifest; the config file is kept as it was pushed first."""
+    """The CID covers the manifest; the config file is kept as it was first pushed."""
 
     cid: str
     manifest: Manifest
@@ -43,7 +48,7 @@ def make_record(manifest: Manifest, config_file: FileDigest) -> Record:
 
 
 def decode_record(content: bytes, cid: str) -> Record:
-    """Raises StoreDamaged unless it is a record of just this adapter."""
+    """Decodes a record; raises StoreDamaged unless it belongs to this CID."""
     try:
         fields = json.loads(content.decode("utf-8"))
         record = make_record(fields["manifest"], read_digest(fields["config_file"]))
@@ -60,7 +65,7 @@ def read_files(manifest: Manifest) -> dict[str, FileDigest]:
         raise ValueError("its files are not an object")
     for name in files:
         if not FILE_NAME.fullmatch(name) or name == CONFIG_NAME:
-            raise ValueError(f"{name!r} is no name for a file of weights")
+            raise ValueError(f"{name!r} is not a valid name for a weights file")
     return {name: read_digest(value) for name, value in files.items()}
 
 
@@ -74,11 +79,11 @@ def read_digest(value: Mapping[str, object]) -> FileDigest:
 
 
 def check_config_file(record: Record, content: bytes) -> PeftLoraConfig:
-    """Raises StoreDamaged unless the file means what the CID says."""
+    """Parses the config file; raises StoreDamaged unless it agrees with the manifest."""
     try:
         config = parse_config(decode_json(content))
     except AdapterRefused as error:
         raise StoreDamaged(f"{CONFIG_NAME} of {record.cid} is broken: {error}") from error
     if canonical_json(config.canonical()) != canonical_json(record.manifest["config"]):
-        raise StoreDamaged(f"{CONFIG_NAME} of {record.cid} means something else than its CID says.")
+        raise StoreDamaged(f"{CONFIG_NAME} of {record.cid} does not match the manifest of its CID.")
     return config

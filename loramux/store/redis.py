@@ -1,4 +1,4 @@
-"""A shared cache in Redis: bounded in bytes and time, and never needed."""
+"""The remote tier that caches adapters in Redis, bounded in bytes and age."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from redis import Redis
 
 CHUNK_BYTES = 4 * 2**20
-# An upload that its writer did not finish is gone after this.
+# An unfinished upload expires after this time.
 UPLOAD_TTL_S = 600
 TIMEOUT_S = 5.0
-# After a failure nobody waits for Redis for this long.
+# After a failure, Redis is not asked again for this long.
 AWAY_S = 15.0
 
 # KEYS: upload, key, sizes, used. ARGV: size, ttl_s, max_total_bytes, now.
-# Forgets what has expired, then what was not used for longest, until the sizes fit.
+# Removes expired entries, then the least recently used ones, until the total size fits.
 COMMIT = """
 redis.call('RENAME', KEYS[1], KEYS[2])
 redis.call('EXPIRE', KEYS[2], ARGV[2])
@@ -57,16 +57,16 @@ _log = logging.getLogger(__name__)
 class RedisLimits:
     max_total_bytes: int = 4 * 2**30
     max_object_bytes: int = 512 * 2**20
-    """Larger files are not cached; a value in Redis cannot be larger than this default."""
+    """Larger files are not cached; the default is the largest value that Redis can store."""
     ttl_s: int = 24 * 3600
-    """Since the last use."""
+    """The time to live since the last use."""
 
 
 DEFAULT_LIMITS = RedisLimits()
 
 
 class RedisTier:
-    """A RemoteTier. While Redis is away it has nothing and keeps nothing: serving goes on."""
+    """A RemoteTier in Redis; while Redis cannot be reached, it acts like an empty cache."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -81,7 +81,7 @@ class RedisTier:
         from redis.exceptions import RedisError
 
         self._client = client
-        # One hash slot for all, as the script needs on a cluster.
+        # All keys share one hash slot, which the script needs on a cluster.
         self._prefix = f"{{{prefix}}}"
         self._limits = limits
         self._clock = clock
@@ -104,10 +104,10 @@ class RedisTier:
         try:
             password = urlsplit(url).password
             client = Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
-        # Its text may hold a part of the password.
+        # The text of the error may contain a part of the password.
         except ValueError:
             raise InvalidRequest(
-                "The URL of the shared cache is not one of a Redis. Write redis://host:6379/0, "
+                "The URL of the shared cache is not a Redis URL. Write redis://host:6379/0, "
                 "rediss://user:password@host:6379/0 or unix:///path/of/socket.",
                 param="shared_cache",
             ) from None
@@ -144,9 +144,9 @@ class RedisTier:
                 start = writer.tell()
                 chunk = self._client.getrange(name, start, start + CHUNK_BYTES - 1)
                 if not chunk:
-                    # Evicted meanwhile.
+                    # The entry was evicted during the download.
                     return False
-                assert isinstance(chunk, bytes), "the client must not decode what it gets"
+                assert isinstance(chunk, bytes), "the client must not decode replies"
                 writer.write(chunk)
                 self._sink.add(len(chunk))
         self._client.expire(name, self._limits.ttl_s)
@@ -174,7 +174,10 @@ class RedisTier:
         return f"{self._prefix}:{key}"
 
     def _try(self, what: str, action: Callable[[], bool]) -> bool:
-        """False, at once, while Redis is away; said once for each time that it goes away."""
+        """Runs an action; returns False if Redis failed, at once while it is known to be down.
+
+        Each outage is logged once as a warning.
+        """
         if self._away_until is not None and self._clock() < self._away_until:
             return False
         try:
@@ -183,10 +186,10 @@ class RedisTier:
             self.num_failures += 1
             level = logging.WARNING if self._away_until is None else logging.DEBUG
             said = scrub(str(error), self._secrets)
-            _log.log(level, "The Redis cache failed to %s, and is done without: %s", what, said)
+            _log.log(level, "The Redis cache failed to %s and is bypassed: %s", what, said)
             self._away_until = self._clock() + AWAY_S
             return False
         if self._away_until is not None:
             self._away_until = None
-            _log.info("The Redis cache is there again")
+            _log.info("The Redis cache is available again")
         return done

@@ -1,4 +1,4 @@
-"""Adapters on disk by content: each file once, whole or absent, whoever shares the folder."""
+"""The content-addressed store: adapters on disk by CID, each file once, complete or absent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEFAULT_LIMITS = StoreLimits()
 
 
 class ContentStore:
-    """All methods may run in any thread of any process that shares the folder."""
+    """A store in one folder; any thread of any process that shares it may call any method."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ContentStore:
         sink: ByteSink = SILENT,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Tiers: nearest first; each gets what is put, and is asked for what is missing here."""
+        """`tiers`, the nearest first, get each adapter that is put and supply missing ones."""
         self.root = root.expanduser().resolve()
         self._layout = StoreLayout(self.root)
         self._limits = limits
@@ -70,9 +70,10 @@ class ContentStore:
         check: Callable[[StagedAdapter], None] | None = None,
         then: Callable[[StagedAdapter], None] | None = None,
     ) -> str:
-        """The folder's CID. If `check` raises, nothing is kept.
+        """Stores a folder and returns its CID; an exception of `check` prevents it.
 
-        `then` runs while no gc can: what it names is sure to stay.
+        `then` runs under the lock that gc needs, so that gc cannot remove the adapter before `then`
+        has named it.
         """
         with self._staging.folder() as staging:
             staged = stage_folder(folder, staging, self._limits, self._sink)
@@ -86,11 +87,11 @@ class ContentStore:
         return staged.record.cid
 
     def has(self, cid: str) -> bool:
-        """Here, without asking the tiers."""
+        """Returns whether the adapter is in the folder; the tiers are not asked."""
         return self._layout.record(cid).exists()
 
     def is_available(self, cid: str) -> bool:
-        """Here or in a tier."""
+        """Returns whether the adapter is in the folder or in a tier."""
         key = record_key(parse_cid(cid))
         return self.has(cid) or any(tier.has(key) for tier in self._tiers)
 
@@ -104,7 +105,7 @@ class ContentStore:
         return self._layout.size_bytes()
 
     def read(self, cid: str) -> Record:
-        """Fetched from a tier when it is not here, or damaged."""
+        """Returns the record; an adapter that is missing or damaged is fetched from a tier."""
         record = self._peek(cid)
         if record is not None:
             return record
@@ -112,9 +113,9 @@ class ContentStore:
         return self._must_read(cid)
 
     def materialize(self, cid: str) -> Path:
-        """A PEFT folder inside the store, for reading only; its files are checked when it is made.
+        """Returns a read-only PEFT folder inside the store; its files were hashed when it was made.
 
-        Whoever loads it later hashes what it loads, as read_adapter does.
+        A later reader must hash the files again, as read_adapter does.
         """
         record = self.read(cid)
         if not self._layout.is_whole(record):
@@ -123,7 +124,7 @@ class ContentStore:
         return self._layout.view(cid)
 
     def copy_out(self, cid: str, folder: Path) -> Path:
-        """A copy outside the store, all of it or nothing. The folder must be new or empty."""
+        """Copies all files of an adapter, or none, into a new or empty folder."""
         folder = folder.expanduser().absolute()
         refuse_filled(folder)
         record = self._make_sound(self.read(cid))
@@ -147,13 +148,13 @@ class ContentStore:
         return folder
 
     def verify(self) -> StoreReport:
-        """Reads every byte."""
+        """Hashes every file of the store."""
         return verify_store(self._layout)
 
     def gc(self, find_kept: Callable[[], AbstractSet[str]], *, min_age_s: float = 0.0) -> Collected:
         """Removes adapters that are not kept and were not put or opened in the last min_age_s.
 
-        `find_kept` is asked while nothing can be put, so that its answer is still true.
+        `find_kept` runs under the lock, so that no adapter can be put after its answer.
         """
         with self._lock.held():
             self._staging.sweep()
@@ -163,7 +164,7 @@ class ContentStore:
     def _commit(self, staged: StagedAdapter, then: Callable[[StagedAdapter], None] | None) -> None:
         known = self._peek(staged.record.cid)
         digests = set(staged.record.files.values()) | set(known.files.values() if known else ())
-        # Hashed before the lock is taken, which is held for renames only.
+        # Hashed before the lock is taken, because the lock is held for renames only.
         sound = {digest for digest in digests if self._is_sound(digest)}
         with self._lock.held():
             self._check_room(staged.record)
@@ -173,14 +174,14 @@ class ContentStore:
                 then(staged)
 
     def _peek(self, cid: str) -> Record | None:
-        """None also for a damaged record, which is then replaced."""
+        """Returns the record, or None if it is absent or damaged; a damaged one gets replaced."""
         try:
             return self._layout.read_record(cid)
         except StoreDamaged:
             return None
 
     def _touch_existing(self, cid: str, sound: AbstractSet[FileDigest]) -> bool:
-        """False: the adapter is not here, or not in good state."""
+        """Marks the adapter as used; returns False if it is absent or damaged."""
         existing = self._peek(cid)
         if existing is None or not all(
             digest in sound and self._layout.blob(digest).exists()
@@ -206,7 +207,7 @@ class ContentStore:
         move_into_place(source, destination)
 
     def _drop_views(self, damaged: FileDigest) -> None:
-        """Of a file that is about to be replaced: they hold the damaged bytes by a link."""
+        """Removes the views that link to a damaged file which is about to be replaced."""
         blob = self._layout.blob(damaged)
         for path in list(self._layout.views.glob("*/*")):
             if path.samefile(blob):
@@ -235,7 +236,7 @@ class ContentStore:
         return size_of(path, absent=-1) == digest.size and hash_file(path) == digest
 
     def _make_sound(self, record: Record) -> Record:
-        """Hashes the adapter's files; what is damaged comes anew from a tier."""
+        """Hashes the adapter's files and replaces damaged ones from a tier."""
         if all(self._is_sound(digest) for digest in record.files.values()):
             return record
         self._restore(record.cid)
@@ -262,7 +263,7 @@ class ContentStore:
 
     def _make_view(self, record: Record) -> None:
         with self._staging.folder() as staging, self._lock.held():
-            # A gc may have come first.
+            # gc may have removed it first.
             self._must_read(record.cid)
             if self._layout.is_whole(record):
                 return

@@ -1,4 +1,4 @@
-"""What stands behind the local store: a shared cache, a bucket."""
+"""Remote tiers of the store, and the transfer of adapters between them and the local store."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from loramux.store.record import (
 
 
 class RemoteTier(Protocol):
-    """Keeps files by key. A tier need not be trusted: the store checks what comes back.
+    """Stores files by key. A tier is not trusted: the store checks every file that it returns.
 
-    A key is `blobs/<sha256>` or `records/<digest of a CID>`: lower case, safe as a path. One key
-    always has one meaning, so that a put over an existing key may be skipped.
+    A key is `blobs/<sha256>` or `records/<digest of a CID>`: lower case and safe as a path. A key
+    always means the same content, so a put over an existing key may be skipped.
     """
 
     def has(self, key: str) -> bool: ...
 
     def get(self, key: str, destination: Path, *, max_bytes: int) -> bool:
-        """Writes the file; False when the tier has no such key, or more than max_bytes under it."""
+        """Writes the file; returns False if the key is absent or larger than max_bytes."""
         ...
 
     def put(self, key: str, source: Path) -> None: ...
 
 
 class CountedTier:
-    """A tier that knows how often it had what was asked for."""
+    """A tier that counts its hits and misses."""
 
     def __init__(self, name: str, tier: FailingTier) -> None:
         self._name = name
@@ -90,7 +90,7 @@ _log = logging.getLogger(__name__)
 
 
 def upload(record: Record, paths: dict[str, Path], tiers: Sequence[RemoteTier]) -> None:
-    """The record comes last: a tier that has it has the whole adapter."""
+    """Uploads an adapter; the record last, so that a tier with the record has all files."""
     keys = [(blob_key(digest.sha256), paths[name]) for name, digest in record.files.items()]
     keys.append((record_key(parse_cid(record.cid)), paths[RECORD_NAME]))
     for tier in tiers:
@@ -100,7 +100,7 @@ def upload(record: Record, paths: dict[str, Path], tiers: Sequence[RemoteTier]) 
                 found.append((key, path))
             else:
                 tier.put(key, path)
-        # A gc may have removed them before there was a record that needs them.
+        # gc may have removed them before the record that needs them existed.
         for key, path in found:
             if not tier.has(key):
                 tier.put(key, path)
@@ -109,7 +109,10 @@ def upload(record: Record, paths: dict[str, Path], tiers: Sequence[RemoteTier]) 
 def fetch(
     cid: str, staging: Path, tiers: Sequence[RemoteTier], limits: StoreLimits
 ) -> StagedAdapter | None:
-    """None: no tier has it whole. Tiers nearer than the one that had a file get it too."""
+    """Fetches an adapter; returns None if no tier has all its files.
+
+    Tiers nearer than the one that had a file get a copy.
+    """
     key = record_key(parse_cid(cid))
     path = staging / RECORD_NAME
     if not get_checked(
@@ -133,7 +136,7 @@ def fetch(
 def fetch_blob(tiers: Sequence[RemoteTier], digest: FileDigest, path: Path) -> bool:
     def check() -> None:
         if hash_file(path) != digest:
-            raise StoreDamaged(f"The bytes of {digest.sha256} are not those that it names.")
+            raise StoreDamaged(f"The content of {digest.sha256} does not match its digest.")
 
     return get_checked(tiers, blob_key(digest.sha256), path, max_bytes=digest.size, check=check)
 

@@ -1,4 +1,4 @@
-"""adapter_config.json as PEFT writes it -> the fields that decide what the adapter computes."""
+"""Parses adapter_config.json into the fields that decide what the adapter computes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from loramux.adapters.peft.fields import (
-    BASE_CHANGING_STARTS,
+    BASE_CHANGING_INITIALIZATIONS,
     HARMLESS,
     HONOURED,
-    PLAIN_STARTS,
+    PLAIN_INITIALIZATIONS,
     REFUSED,
 )
 from loramux.adapters.peft.folder import find_file, refusing_os_errors
@@ -32,27 +32,27 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftLoraConfig:
-    """Absent fields have PEFT's defaults."""
+    """The fields of PEFT's LoraConfig that serving honours; absent ones have PEFT's defaults."""
 
     r: int
     lora_alpha: float
     use_rslora: bool
     rank_pattern: tuple[tuple[str, int], ...]
-    """In the file's order: the first pattern that matches a module decides."""
+    """(pattern, rank) in the order of the file: the first pattern that matches a module applies."""
     alpha_pattern: tuple[tuple[str, float], ...]
     target_modules: tuple[str, ...] | str
-    """Names, or a regular expression, or "all-linear"."""
+    """A tuple of names, or one regular expression, or "all-linear"."""
     exclude_modules: tuple[str, ...] | str
     layers_to_transform: tuple[int, ...]
-    """Empty: all layers."""
+    """The layers that are adapted; empty means all layers."""
     layers_pattern: tuple[str, ...]
     base_model_name: str | None
-    """A record only; not part of the adapter's identity."""
+    """The base that PEFT recorded; it is not part of the CID."""
     task_type: str | None
-    """A record only."""
+    """The task that PEFT recorded; it is not part of the CID."""
 
     def canonical(self) -> dict[str, object]:
-        """What the CID is made of: equal for configs that cannot differ in their result."""
+        """Returns the form that the CID covers: equal for configs that compute the same."""
         return {
             "peft_type": "LORA",
             "r": self.r,
@@ -60,18 +60,19 @@ class PeftLoraConfig:
             "use_rslora": self.use_rslora,
             "rank_pattern": [list(pair) for pair in self.rank_pattern],
             "alpha_pattern": [list(pair) for pair in self.alpha_pattern],
-            "target_modules": as_json(self.target_modules),
-            "exclude_modules": as_json(self.exclude_modules),
+            "target_modules": _as_json(self.target_modules),
+            "exclude_modules": _as_json(self.exclude_modules),
             "layers_to_transform": list(self.layers_to_transform),
             "layers_pattern": list(self.layers_pattern) if self.layers_to_transform else [],
         }
 
 
-def as_json(names: tuple[str, ...] | str) -> object:
+def _as_json(names: tuple[str, ...] | str) -> object:
     return names if isinstance(names, str) else list(names)
 
 
 def read_config(folder: Path) -> PeftLoraConfig:
+    """Reads and checks the config of an adapter folder; raises AdapterRefused."""
     path = find_file(folder, CONFIG_NAME)
     if path is None:
         raise AdapterRefused(
@@ -93,7 +94,7 @@ def decode_json(text: bytes) -> dict[str, object]:
         )
     try:
         fields = json.loads(text.decode("utf-8"))
-        # Half of a surrogate pair may be written in JSON, but no text can hold it.
+        # JSON can escape an unpaired surrogate, which UTF-8 cannot encode.
         json.dumps(fields, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise AdapterRefused(
@@ -114,7 +115,7 @@ def parse_config(fields: Mapping[str, object]) -> PeftLoraConfig:
     check_peft_type(fields.get("peft_type"))
     check_unsupported(fields)
     check_unknown(fields)
-    check_start_values(fields.get("init_lora_weights", True))
+    check_initialization(fields.get("init_lora_weights", True))
     config = PeftLoraConfig(
         r=read(fields, "r", rank, DEFAULT_RANK),
         lora_alpha=read(fields, "lora_alpha", number, DEFAULT_ALPHA),
@@ -124,9 +125,9 @@ def parse_config(fields: Mapping[str, object]) -> PeftLoraConfig:
         target_modules=read(fields, "target_modules", names_or_pattern, NO_NAMES),
         exclude_modules=read(fields, "exclude_modules", names_or_pattern, NO_NAMES),
         layers_to_transform=read(fields, "layers_to_transform", layer_indices, ()),
-        layers_pattern=read(fields, "layers_pattern", one_or_more_texts, ()),
-        base_model_name=read(fields, "base_model_name_or_path", optional_text, None),
-        task_type=read(fields, "task_type", optional_text, None),
+        layers_pattern=read(fields, "layers_pattern", one_or_more_strings, ()),
+        base_model_name=read(fields, "base_model_name_or_path", optional_string, None),
+        task_type=read(fields, "task_type", optional_string, None),
     )
     check_targets(config, fields)
     return config
@@ -151,7 +152,7 @@ def check_unsupported(fields: Mapping[str, object]) -> None:
         effects = "; ".join(f"{name}, which {rule.effect}" for name, rule in found)
         raise AdapterRefused(
             RefusalCode.UNSUPPORTED_FIELD,
-            f"The config uses what is not supported yet: {effects}.",
+            f"The config uses features that are not supported yet: {effects}.",
             fix=" ".join(dict.fromkeys(rule.fix for _, rule in found)),
         )
 
@@ -172,21 +173,21 @@ def check_unknown(fields: Mapping[str, object]) -> None:
         )
 
 
-def check_start_values(start: object) -> None:
+def check_initialization(start: object) -> None:
     if start is None or isinstance(start, bool):
         return
     if not isinstance(start, str):
         raise wrong_type("init_lora_weights", "true, false or a name", start)
     name = start.lower()
-    if name.startswith(BASE_CHANGING_STARTS):
+    if name.startswith(BASE_CHANGING_INITIALIZATIONS):
         raise AdapterRefused(
             RefusalCode.CHANGES_BASE,
             f"init_lora_weights is {start!r}: the adapter was trained on a changed copy of the "
-            "base, so that on the base itself it would compute something else.",
+            "base, so it would compute a different result on the original base.",
             fix="Save it with save_pretrained(..., path_initial_model_for_weight_conversion=...), "
             "which turns it into a plain LoRA.",
         )
-    if name not in PLAIN_STARTS:
+    if name not in PLAIN_INITIALIZATIONS:
         raise AdapterRefused(
             RefusalCode.UNSUPPORTED_FIELD,
             f"init_lora_weights is {start!r}, which may have changed the base's weights.",
@@ -195,7 +196,7 @@ def check_start_values(start: object) -> None:
 
 
 def check_targets(config: PeftLoraConfig, fields: Mapping[str, object]) -> None:
-    """The combinations that LoraConfig itself refuses, and targets that it would guess."""
+    """Refuses combinations that LoraConfig refuses too, and targets that PEFT would guess."""
     if not config.target_modules:
         raise AdapterRefused(
             RefusalCode.NO_TARGETS,
@@ -208,7 +209,7 @@ def check_targets(config: PeftLoraConfig, fields: Mapping[str, object]) -> None:
     if isinstance(config.target_modules, str) and layer_fields:
         raise AdapterRefused(
             RefusalCode.BAD_VALUE,
-            f"{layer_fields[0]} cannot be combined with a target_modules that is one text.",
+            f"{layer_fields[0]} cannot be combined with a target_modules that is one string.",
             fix="Make target_modules a list, or name the layers in its pattern.",
         )
     if config.layers_pattern and fields.get("layers_to_transform") is None:
@@ -222,7 +223,7 @@ def check_targets(config: PeftLoraConfig, fields: Mapping[str, object]) -> None:
 def read(
     fields: Mapping[str, object], name: str, parse: Callable[[str, object], Value], default: Value
 ) -> Value:
-    """Null counts as absent."""
+    """Returns the parsed field, or the default if it is absent or null."""
     value = fields.get(name)
     return default if value is None else parse(name, value)
 
@@ -265,29 +266,29 @@ def flag(name: str, value: object) -> bool:
     return value
 
 
-def optional_text(name: str, value: object) -> str | None:
+def optional_string(name: str, value: object) -> str | None:
     if not isinstance(value, str):
-        raise wrong_type(name, "a text", value)
+        raise wrong_type(name, "a string", value)
     return value or None
 
 
-def texts(name: str, value: object) -> tuple[str, ...]:
+def strings(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise wrong_type(name, "a list of texts", value)
+        raise wrong_type(name, "a list of strings", value)
     return tuple(value)
 
 
-def one_or_more_texts(name: str, value: object) -> tuple[str, ...]:
+def one_or_more_strings(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,) if value else ()
-    return texts(name, value)
+    return strings(name, value)
 
 
 def names_or_pattern(name: str, value: object) -> tuple[str, ...] | str:
-    """PEFT makes a set of a list, so that neither order nor repetition counts."""
+    """Returns names sorted and without repeats, because PEFT turns a list into a set."""
     if isinstance(value, str):
         return ALL_LINEAR if value.lower() == ALL_LINEAR else value
-    return tuple(sorted(set(texts(name, value))))
+    return tuple(sorted(set(strings(name, value))))
 
 
 def layer_indices(name: str, value: object) -> tuple[int, ...]:

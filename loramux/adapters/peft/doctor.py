@@ -1,4 +1,4 @@
-"""What `loramux doctor` tells about an adapter, good or bad."""
+"""Makes the report of `loramux doctor` about an adapter folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ModuleReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """With a refusal there are no facts: what is refused was not read to its end."""
+    """The result of an examination; a refused adapter has no facts beside the refusal."""
 
     folder: str
     base: str
@@ -42,21 +42,21 @@ class Report:
     tensors_unused: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     max_logit_change: float | None = None
-    """Against the base on fixed tokens; None: not measured."""
+    """The largest change of a logit of the base on fixed tokens; None if not measured."""
 
     @property
     def ok(self) -> bool:
         return self.refusal is None
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Returns the report as values that JSON can hold."""
         return {"ok": self.ok, **asdict(self)}
 
 
 def examine(
     folder: Path, base: BaseModelInfo, *, max_rank: int | None = None, strict_base: bool = False
 ) -> Report:
-    """Like read_adapter, but a bad adapter is a finding and not an error."""
+    """Reads the adapter and reports a refusal as a finding instead of raising it."""
     try:
         adapter = read_adapter(folder, base, max_rank=max_rank, strict_base=strict_base)
     except AdapterRefused as error:

@@ -1,4 +1,4 @@
-"""What each field of PEFT's LoraConfig means for serving: honoured, harmless or refused."""
+"""Classifies each field of PEFT's LoraConfig for serving: honoured, harmless or refused."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ HARMLESS: dict[str, str] = {
     "auto_mapping": "names the Python class that PEFT would load the base with",
     "corda_config": "read only while init_lora_weights is 'corda', which is refused",
     "ensure_weight_tying": "acts on embeddings and the output head, where LoRA is refused",
-    "eva_config": "chooses the start values; the trained ranks are in rank_pattern",
+    "eva_config": "chooses the initial values; the trained ranks are in rank_pattern",
     "fan_in_fan_out": "PEFT turns it off for torch.nn.Linear, the only layer kind of these bases",
     "inference_mode": "freezes parameters",
     "loftq_config": "read only while init_lora_weights is 'loftq', which is refused",
     "lora_dropout": "acts in training only",
     "lora_ga_config": "read only while init_lora_weights is 'lora_ga', which is refused",
     "megatron_core": "read only with megatron_config, which is refused",
-    "merge_weights": "of PEFT before 0.3: merge into the base for inference, with the same result",
+    "merge_weights": "merges into the base for inference (PEFT before 0.3), with the same result",
     "peft_version": "a record of what wrote the file",
     "qalora_group_size": "read only with use_qalora, which is refused",
     "revision": "names a version of the base; the base is the server's",
@@ -89,7 +89,7 @@ REFUSED: dict[str, Unsupported] = {
     "use_qalora": Unsupported("pools the layer's input (QA-LoRA)", RETRAIN),
 }
 
-# Start values that leave the base as it is; any other one is refused.
-PLAIN_STARTS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
-# Starts for which PEFT subtracts the start values from the base's own weights.
-BASE_CHANGING_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Initializations that do not change the base; all others are refused.
+PLAIN_INITIALIZATIONS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+# Initializations for which PEFT subtracts the initial B @ A from the weights of the base.
+BASE_CHANGING_INITIALIZATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga")

@@ -1,4 +1,7 @@
-"""Regular expressions over module paths. Also run as a script, so it imports nothing of loramux."""
+"""Matches regular expressions to module paths.
+
+It also runs as a script in a child process, so it imports no other module of loramux.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ import re
 import sys
 from collections.abc import Sequence
 
-# Index of the first pattern that matched, and what its group "idx" holds.
+# The index of the first pattern that matched, and the text of its group "idx".
 Hit = tuple[int, str | None]
 
 
 def scan(patterns: Sequence[str], keys: Sequence[str], *, whole: bool) -> list[Hit | None]:
-    """For each key the first pattern that matches at its start (`whole`: all of it)."""
+    """Returns, for each key, the first pattern that matches its start (with `whole`, all of it)."""
     compiled = [re.compile(pattern) for pattern in patterns]
     return [first_hit(compiled, key, whole=whole) for key in keys]
 

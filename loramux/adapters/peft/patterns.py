@@ -1,4 +1,4 @@
-"""An adapter's own regular expressions, matched so that a hostile one cannot stop the server."""
+"""Matches the regular expressions of an adapter config with a bound on the matching time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from loramux.errors import AdapterRefused
 
 MAX_PATTERNS = 4096
 MAX_PATTERN_CHARS = 4096
-# About a second of matching; what might take longer runs in a process that can be killed, because
-# `re` holds the interpreter's lock until it is done.
+# About a second of matching. Patterns that may take longer run in a child process with a timeout,
+# because `re` holds the GIL until it returns.
 MAX_STEPS_HERE = 100_000_000
 MAX_CHILD_SECONDS = 10.0
 ENDLESS = 10**18
@@ -27,7 +27,7 @@ TOKENS = re.compile(
     r"|(?P<open>\(\??)|(?P<option>\?)|(?P<bar>\|)",
     re.DOTALL,
 )
-# Verbose mode may put a space or a comment between a group and its repetition.
+# In verbose mode a space or a comment may separate a group from its quantifier.
 VERBOSE = re.compile(r"\(\?[a-zA-Z-]*x")
 
 
@@ -39,7 +39,7 @@ def first_matches(
     template: str = "{}",
     whole: bool = False,
 ) -> list[Hit | None]:
-    """`scan` with each pattern set into `template`; errors name the config's `field`."""
+    """Runs `scan` with each pattern inserted into `template`; errors name the config's `field`."""
     check_sizes(field, patterns)
     filled = [template.replace("{}", pattern) for pattern in patterns]
     for pattern, expression in zip(patterns, filled, strict=True):
@@ -73,7 +73,7 @@ def check_syntax(field: str, pattern: str, expression: str) -> None:
 
 
 def worst_steps(expression: str, key_length: int) -> int:
-    """An upper bound for the backtracking of one match; counts too much rather than too little."""
+    """Returns an upper bound for the backtracking steps of one match."""
     counts = Counter(token.lastgroup for token in TOKENS.finditer(expression))
     if counts["nested"] or VERBOSE.search(expression):
         return ENDLESS

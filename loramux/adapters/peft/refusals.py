@@ -1,4 +1,4 @@
-"""Every reason for which an adapter is refused, as a stable word for programs."""
+"""The stable codes of the reasons for which an adapter is refused."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ class RefusalCode(StrEnum):
 
 
 def name_some(names: list[str], *, limit: int = 3) -> str:
-    """The first few names, and how many more there are."""
+    """Returns the first few names, followed by the number of the others."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,4 +1,4 @@
-"""The header of a safetensors file from an untrusted place: read and checked without torch."""
+"""Reads and checks the header of an untrusted safetensors file, without torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def find_weights(folder: Path) -> Path:
         return path
     for name in PICKLE_NAMES:
         if find_file(folder, name) is not None:
-            raise pickle_refused(f"The weights are only there as {name}, a pickle")
+            raise pickle_refused(f"The folder has the weights only as {name}, a pickle")
     raise AdapterRefused(
         RefusalCode.WEIGHTS_MISSING,
         f"The folder has no {WEIGHTS_NAME}.",
@@ -53,7 +53,7 @@ def find_weights(folder: Path) -> Path:
 
 
 def read_head(file: BinaryIO, size: int) -> bytes:
-    """The eight bytes of the header's length, and the header."""
+    """Returns the eight bytes of the header's length, followed by the header."""
     start = file.read(LENGTH_BYTES + len(LFS_MAGIC))
     if start.startswith(LFS_MAGIC):
         raise AdapterRefused(
@@ -89,7 +89,7 @@ def explain_bad_length(start: bytes, length: int, size: int) -> AdapterRefused:
 
 
 def parse_header(header: bytes, data_bytes: int) -> tuple[TensorEntry, ...]:
-    """The tensors in the order of their data, which they fill without gap or overlap."""
+    """Returns the tensors in the order of their data; refuses gaps and overlaps."""
     fields = decode_header(header)
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict):
@@ -101,10 +101,10 @@ def parse_header(header: bytes, data_bytes: int) -> tuple[TensorEntry, ...]:
     position = 0
     for entry in entries:
         if entry.start != position:
-            raise broken(f"the data of {entry.name!r} overlaps another's or leaves a gap")
+            raise broken(f"the data of {entry.name!r} overlaps other data or leaves a gap")
         position = entry.end
     if position > data_bytes:
-        raise truncated(f"its tensors need {position} bytes, {data_bytes} are there")
+        raise truncated(f"its tensors need {position} bytes, the file has {data_bytes}")
     if position < data_bytes:
         raise broken(f"{data_bytes - position} bytes at its end belong to no tensor")
     check_dtypes(entries)
@@ -135,11 +135,11 @@ def parse_entry(name: str, entry: object) -> TensorEntry:
         raise broken(f"the entry of {name!r} is not an object")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not is_sizes(shape) or not is_sizes(offsets):
-        raise broken(f"the entry of {name!r} lacks a sound dtype, shape or data_offsets")
+        raise broken(f"the entry of {name!r} lacks a valid dtype, shape or data_offsets")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise broken(f"the data_offsets of {name!r} are not a start and an end")
     parsed = TensorEntry(name, dtype, tuple(shape), offsets[0], offsets[1])
-    # Of a dtype that is refused anyway the size need not be known.
+    # An unsupported dtype is refused later; its size is not checked here.
     expected = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
     if dtype in ITEM_BYTES and parsed.num_bytes != expected:
         raise broken(f"{name!r} needs {expected} bytes and has {parsed.num_bytes}")

@@ -1,4 +1,4 @@
-"""Which modules of the base a config means, and with what rank and scale, by PEFT's rules."""
+"""Finds the modules of the base that a config targets, with rank and scale, by PEFT's rules."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.errors import AdapterRefused
 from loramux.types.model import TargetModule
 
-# Modules beside the targets that PEFT can adapt; "all-linear" leaves both out.
+# Modules outside the layers that PEFT can adapt too; "all-linear" excludes both.
 HEAD_AND_EMBEDDING = ("lm_head", "model.embed_tokens")
-# Without layers_pattern, the first number after a name that is not the first one.
+# Without layers_pattern, the layer is the first number that follows a dotted name.
 ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 NAMED_LAYER = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
 MODULE_PATTERN = r"(.*\.)?({})$"
-# From this many names on, PEFT shortens full paths to common endings before it matches.
-PEFT_SHORTENS_FROM = 20
+# From this many names on, PEFT abbreviates full paths to common suffixes before it matches.
+PEFT_ABBREVIATES_FROM = 20
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
-    """What the config says about one module, before any tensor is looked at."""
+    """The rank and scale that the config gives one module of the base."""
 
     target: TargetModule
     rank: int
     alpha: float
     scale: float
-    """The factor on B @ A."""
+    """The factor of B @ A."""
 
 
 def plan_modules(config: PeftLoraConfig, targets: Sequence[TargetModule]) -> tuple[ModulePlan, ...]:
-    """In the base's order."""
-    check_shortening(config, targets)
+    """Returns the plan of each targeted module, in the order of the base."""
+    check_abbreviation(config, targets)
     check_head_and_embedding(config)
     wanted = targeted_paths(config, [target.path for target in targets])
     chosen = [target for target in targets if target.path in wanted]
     if not chosen:
         raise AdapterRefused(
             RefusalCode.NO_TARGETS,
-            f"target_modules {shorten(config.target_modules)} names no layer of this base.",
+            f"target_modules {abbreviate(config.target_modules)} names no layer of this base.",
             fix="Serve the adapter on the base that it was trained on.",
         )
     paths = [target.path for target in chosen]
@@ -78,7 +78,7 @@ def targeted_paths(config: PeftLoraConfig, paths: Sequence[str]) -> set[str]:
     wanted = matching_paths("target_modules", config.target_modules, left)
     if not config.layers_to_transform:
         return wanted
-    # A module named by its whole path is targeted whatever its layer.
+    # A module named by its full path is targeted in any layer.
     whole = wanted.intersection(config.target_modules)
     return whole | in_chosen_layers(config, sorted(wanted - whole))
 
@@ -89,11 +89,11 @@ def matching_paths(field: str, names: tuple[str, ...] | str, paths: Sequence[str
     if isinstance(names, str):
         hits = first_matches(field, [names], paths, whole=True)
         return {path for path, hit in zip(paths, hits, strict=True) if hit is not None}
-    return {path for path in paths if not endings(path).isdisjoint(names)}
+    return {path for path in paths if not suffixes(path).isdisjoint(names)}
 
 
-def endings(path: str) -> set[str]:
-    """a.b.c -> a.b.c, b.c, c"""
+def suffixes(path: str) -> set[str]:
+    """Returns all dotted suffixes of a path: a.b.c gives a.b.c, b.c and c."""
     parts = path.split(".")
     return {".".join(parts[start:]) for start in range(len(parts))}
 
@@ -118,7 +118,7 @@ def layer_numbers(config: PeftLoraConfig, paths: Sequence[str]) -> list[str | No
 def values_by_pattern(
     field: str, pairs: Sequence[tuple[str, Value]], paths: Sequence[str]
 ) -> list[Value | None]:
-    """The value of the first pattern that matches each path's end."""
+    """Returns, for each path, the value of the first pattern that matches its end."""
     patterns = [pattern for pattern, _ in pairs]
     hits = first_matches(field, patterns, paths, template=MODULE_PATTERN)
     return [pairs[hit[0]][1] if hit else None for hit in hits]
@@ -136,10 +136,18 @@ def check_head_and_embedding(config: PeftLoraConfig) -> None:
         )
 
 
-def check_shortening(config: PeftLoraConfig, targets: Sequence[TargetModule]) -> None:
-    """PEFT matches shortened paths by layer and whole paths not: do not guess which it was."""
+def check_abbreviation(config: PeftLoraConfig, targets: Sequence[TargetModule]) -> None:
+    """Refuses full paths beside layers_to_transform where PEFT may abbreviate them.
+
+    PEFT applies layers_to_transform to abbreviated paths and not to full ones, and the config does
+    not say which of the two it matched.
+    """
     names = config.target_modules
-    if isinstance(names, str) or len(names) < PEFT_SHORTENS_FROM or not config.layers_to_transform:
+    if (
+        isinstance(names, str)
+        or len(names) < PEFT_ABBREVIATES_FROM
+        or not config.layers_to_transform
+    ):
         return
     whole = sorted({target.path for target in targets}.intersection(names))
     if whole:
@@ -151,5 +159,5 @@ def check_shortening(config: PeftLoraConfig, targets: Sequence[TargetModule]) ->
         )
 
 
-def shorten(names: tuple[str, ...] | str) -> str:
+def abbreviate(names: tuple[str, ...] | str) -> str:
     return repr(names[:200]) if isinstance(names, str) else f"[{name_some(list(names), limit=8)}]"

@@ -1,4 +1,4 @@
-"""The names and shapes in an adapter's weights file, held against its config and the base."""
+"""Checks the names and shapes in an adapter's weights file against its config and the base."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYER_NUMBER = re.compile(r"(?:.*?\.)?layers\.(\d+)\.")
 READS_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 OTHER_BASE_FIX = "Serve the adapter on the base that it was trained on."
 
-# What a name that is no lora_A or lora_B holds, by the first of these that it contains.
+# Kinds of tensors other than lora_A and lora_B; the first pattern found in a name decides.
 FOREIGN_KINDS: tuple[tuple[re.Pattern[str], RefusalCode, str, str], ...] = (
     (
         re.compile(r"\.lora_embedding_[AB]"),
@@ -59,7 +59,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class MatchedTensors:
-    """Which tensors make which module; `pairs` go with `plans` one to one."""
+    """The LoRA tensors of each module: `pairs[i]` belongs to `plans[i]`."""
 
     plans: tuple[ModulePlan, ...]
     pairs: tuple[Pair, ...]
@@ -143,7 +143,7 @@ def check_shapes(pairs: dict[str, Pair], targets: dict[str, TargetModule]) -> No
             if len(entry.shape) != 2 or 0 in entry.shape:
                 raise AdapterRefused(
                     RefusalCode.EMPTY_TENSOR,
-                    f"{entry.name} has shape {list(entry.shape)}, which is no matrix.",
+                    f"{entry.name} has shape {list(entry.shape)}, which is not a matrix.",
                     fix="Gather the shards (ZeRO-3, FSDP) before save_pretrained.",
                 )
         target = targets.get(path)

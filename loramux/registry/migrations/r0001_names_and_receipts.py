@@ -1,4 +1,4 @@
-"""Tenants, adapters, versions, aliases, statistics and receipts."""
+"""Creates tenants, adapters, versions, aliases, statistics and receipts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a version's bytes came from."""
+"""Adds the source of a version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters and their versions in the database."""
+"""Queries of adapters and their versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AdapterRow = Row[Any]
 
 
 def begin_change(connection: Connection) -> int:
-    """The number of this change. Other writers wait here until it is committed or undone."""
+    """Begins a change and returns its revision; other changes block until it ends."""
     statement = update(registry_state).values(revision=registry_state.c.revision + 1)
     return int(connection.execute(statement.returning(registry_state.c.revision)).scalar_one())
 
@@ -46,7 +46,7 @@ def get_adapter(connection: Connection, adapter: AdapterName) -> AdapterRow:
 def make_adapter(
     connection: Connection, adapter: AdapterName, *, revision: int, now: float
 ) -> AdapterRow:
-    """The adapter's row, whether it was there or not."""
+    """Returns the row of the adapter, and creates it if needed."""
     row = find_adapter(connection, adapter)
     if row is not None:
         return row
@@ -61,7 +61,7 @@ def make_adapter(
 
 
 def find_version(connection: Connection, adapter_id: int, version: str) -> Row[Any] | None:
-    """Also one that was removed."""
+    """Returns the row of a version, also of a removed one."""
     statement = select(versions).where(
         versions.c.adapter_id == adapter_id, versions.c.version == version
     )
@@ -105,7 +105,7 @@ def set_removed(connection: Connection, version_ids: list[int], removed_at: floa
 
 
 def touch_adapter(connection: Connection, adapter_id: int, *, revision: int) -> None:
-    """Notes the change, and which version is the latest after it."""
+    """Updates the revision and the latest version of an adapter."""
     latest = highest(live_versions(connection, adapter_id))
     values = {"revision": revision, "latest": None if latest is None else str(latest)}
     connection.execute(update(adapters).where(adapters.c.id == adapter_id).values(**values))
@@ -119,7 +119,7 @@ def live_versions(connection: Connection, adapter_id: int) -> list[SemanticVersi
 
 
 def next_version(connection: Connection, adapter_id: int) -> SemanticVersion:
-    """Higher than all that ever were."""
+    """Returns a version higher than all present and removed ones."""
     statement = select(versions.c.version).where(versions.c.adapter_id == adapter_id)
     known = [parse_version(version) for version in connection.scalars(statement)]
     return max(known).next_patch() if known else FIRST_VERSION
@@ -128,13 +128,13 @@ def next_version(connection: Connection, adapter_id: int) -> SemanticVersion:
 def refuse_other_content(adapter: AdapterName, found: Row[Any], content: Content) -> None:
     if found.cid != content.cid:
         raise RegistryConflict(
-            f"{adapter}@{found.version} exists with other bytes ({found.cid}). Versions never "
+            f"{adapter}@{found.version} exists with other content ({found.cid}). Versions never "
             "change, not even removed ones: push under a new number."
         )
 
 
 def list_versions(connection: Connection, adapter: AdapterName) -> list[VersionInfo]:
-    """Highest first."""
+    """Returns the versions, the highest first."""
     rows = connection.execute(
         select(versions, contents.c.size_bytes)
         .join(contents)
@@ -159,7 +159,7 @@ def version_info(adapter: AdapterName, row: Row[Any], size_bytes: int) -> Versio
 
 
 def list_adapters(connection: Connection, tenant: str | None) -> list[AdapterName]:
-    """Those that have a version."""
+    """Returns the adapters that have a version."""
     statement = select(tenants.c.name, adapters.c.name).select_from(adapters).join(tenants)
     if tenant is not None:
         statement = statement.where(tenants.c.name == tenant)
@@ -168,7 +168,7 @@ def list_adapters(connection: Connection, tenant: str | None) -> list[AdapterNam
 
 
 def changed_since(connection: Connection, revision: int) -> tuple[int, list[AdapterName]]:
-    """The last change's number, and the adapters that changed after `revision`, oldest first."""
+    """Returns the last revision, and the adapters changed after `revision`, oldest first."""
     last = connection.scalar(select(registry_state.c.revision))
     assert last is not None
     if last <= revision:
@@ -189,7 +189,7 @@ def named_cids(connection: Connection) -> set[str]:
 
 
 def cids_of(connection: Connection, adapter_id: int) -> set[str]:
-    """Also of versions that were removed."""
+    """Returns the CIDs of all versions, also of removed ones."""
     statement = select(versions.c.cid).where(versions.c.adapter_id == adapter_id)
     return set(connection.scalars(statement))
 
@@ -206,7 +206,7 @@ def names_of(connection: Connection, cid: str) -> list[tuple[AdapterName, str]]:
 
 
 def sources_of(connection: Connection, cid: str) -> list[str]:
-    """Of the versions with this content, the newest first, each once."""
+    """Returns the distinct sources of the versions with this CID, the newest first."""
     statement = (
         select(versions.c.source)
         .where(versions.c.cid == cid, versions.c.source.is_not(None))
@@ -217,5 +217,5 @@ def sources_of(connection: Connection, cid: str) -> list[str]:
 
 
 def get_manifest(connection: Connection, cid: str) -> dict[str, object] | None:
-    """Also of a content that no version names any more."""
+    """Returns a manifest, also of content without a current version."""
     return connection.scalar(select(contents.c.manifest).where(contents.c.cid == cid))

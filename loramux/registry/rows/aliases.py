@@ -1,4 +1,4 @@
-"""Aliases: every state they were ever in, of which at most one is current."""
+"""Queries of aliases and their states, of which at most one is current."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ columns = alias_states.c
 
 
 def current_row(connection: Connection, adapter_id: int, alias: str) -> Row[Any] | None:
-    """Also one of a removed alias, which has no targets."""
+    """Returns the current state; that of a removed alias has no targets."""
     statement = select(alias_states).where(
         columns.adapter_id == adapter_id, columns.alias == alias, columns.is_current
     )
@@ -23,7 +23,7 @@ def current_row(connection: Connection, adapter_id: int, alias: str) -> Row[Any]
 
 
 def current_targets(connection: Connection, adapter_id: int, alias: str) -> tuple[Target, ...]:
-    """Empty: there is no such alias."""
+    """Returns the targets of an alias; none if it does not exist."""
     row = current_row(connection, adapter_id, alias)
     return () if row is None else read_targets(row.targets)
 
@@ -35,7 +35,7 @@ def list_aliases(connection: Connection, adapter_id: int) -> list[AliasState]:
 
 
 def alias_history(connection: Connection, adapter_id: int, alias: str) -> list[AliasState]:
-    """Newest first."""
+    """Returns all states, the newest first."""
     statement = select(alias_states).where(columns.adapter_id == adapter_id, columns.alias == alias)
     rows = connection.execute(statement.order_by(columns.revision.desc()))
     return [alias_state(row) for row in rows]
@@ -51,10 +51,10 @@ def row_of(connection: Connection, adapter_id: int, alias: str, revision: int) -
 def current_and_previous(
     connection: Connection, adapter: AdapterName, adapter_id: int, alias: str
 ) -> tuple[Row[Any], Row[Any]]:
-    """The second is where a rollback leads."""
+    """Returns the current state and the state that a rollback would restore."""
     current = current_row(connection, adapter_id, alias)
     if current is None or current.parent_revision is None:
-        raise RegistryConflict(f"{adapter}@{alias} has no earlier state to go back to.")
+        raise RegistryConflict(f"{adapter}@{alias} has no earlier state.")
     return current, row_of(connection, adapter_id, alias, current.parent_revision)
 
 
@@ -89,8 +89,8 @@ def refuse_stale(
     revision = 0 if current is None else current.revision
     if if_revision is not None and revision != if_revision:
         raise RegistryConflict(
-            f"{adapter}@{alias} is at revision {revision}, not {if_revision}: someone else moved "
-            "it. Look at it again before you do."
+            f"{adapter}@{alias} is at revision {revision}, not {if_revision}: it was "
+            "moved meanwhile. Check it again before you move it."
         )
 
 

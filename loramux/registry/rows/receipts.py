@@ -1,4 +1,4 @@
-"""Receipts: kept for a while, found by who, what and how slow."""
+"""Queries of receipts by tenant, CID, time and latency."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ columns = receipts.c
 
 
 def add_receipts(connection: Connection, new: Iterable[Receipt]) -> None:
-    """One that is there already stays as it is, so that a batch may be sent again."""
+    """Inserts receipts; existing ones stay unchanged, so that a batch may be sent again."""
     values = [receipt_values(receipt) for receipt in new]
     if values:
         connection.execute(insert_into(connection, receipts).on_conflict_do_nothing(), values)
@@ -71,7 +71,7 @@ def receipt_cids(connection: Connection) -> set[str]:
 def prune_receipts(
     connection: Connection, *, older_than: float | None, max_count: int | None
 ) -> int:
-    """How many were removed."""
+    """Removes receipts and returns their number."""
     num_removed = 0
     if older_than is not None:
         old = delete(receipts).where(columns.created_at < older_than)

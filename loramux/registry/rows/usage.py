@@ -1,4 +1,4 @@
-"""Statistics per content id, which tell what to keep warm."""
+"""Queries of the usage statistics of CIDs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_uses(connection: Connection, uses: Iterable[Use]) -> None:
     statement = insert_into(connection, statistics)
     new = statement.excluded
     later = func.max if connection.dialect.name == "sqlite" else func.greatest
-    # In one order everywhere, so that two writers cannot wait for each other's rows.
+    # All writers use one order of rows, which prevents deadlocks.
     connection.execute(
         statement.on_conflict_do_update(
             index_elements=[columns.cid],

@@ -1,4 +1,4 @@
-"""Host names -> addresses that may be connected to: SSRF and DNS rebinding end here."""
+"""Checks hosts and resolves them to allowed addresses: guards against SSRF and DNS rebinding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOST_LABEL = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 
 
 def resolve(host: str, port: int) -> tuple[str, ...]:
-    """Every address of a host, without repeats."""
+    """Returns all addresses of a host without repeats."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -33,13 +33,16 @@ def resolve(host: str, port: int) -> tuple[str, ...]:
 def checked_addresses(
     host: str, port: int, *, may_be_private: bool, resolver: Resolver = resolve
 ) -> tuple[str, ...]:
-    """Connect to these and to no other: asking again might give others."""
+    """Resolves a host and refuses private addresses.
+
+    The caller must connect to these addresses: a second lookup may return others.
+    """
     addresses = resolver(host, port)
     if not may_be_private and not all(is_public(address) for address in addresses):
         raise SourceForbidden(
             SourceCode.PRIVATE_ADDRESS,
             f"The host {host} has a private, loopback or link-local address.",
-            fix="If it is your own, name it among the private hosts.",
+            fix="Add it to the private hosts if it is your own.",
         )
     return addresses
 
@@ -64,7 +67,7 @@ def is_host(host: str) -> bool:
     if ":" in host:
         return is_address(host, IPv6Address)
     labels = host.split(".")
-    # A last label of digits makes an address, which others may read as octal or hexadecimal.
+    # A numeric last label makes an address, which other parsers may read as octal or hexadecimal.
     if labels[-1].isdigit() or labels[-1].startswith("0x"):
         return is_address(host, IPv4Address)
     return len(host) <= 253 and all(HOST_LABEL.fullmatch(label) for label in labels)
@@ -88,5 +91,5 @@ def check_host_allowed(scheme: str, host: str, port: int, config: HttpConfig) ->
         raise SourceForbidden(
             SourceCode.NOT_ALLOWED,
             f"The host {show_host(scheme, host, port)} is not on the list of allowed hosts.",
-            fix="Ask for another, or have it added to the list, with its port.",
+            fix="Use an allowed host, or add this one to the list, with its port.",
         )

@@ -1,4 +1,4 @@
-"""What every kind of source can do: find a file, and read a range of it."""
+"""The interface of an origin: find a file, and read a range of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loramux.errors import SourceFailed, SourceNotFound
 from loramux.sources.refusals import pickle_refused
 from loramux.sources.source_id import CONFIG_NAME, PICKLE_NAMES, WEIGHTS_NAME, SourceId
 
-# What a break loses at most of each transfer.
+# An interrupted transfer loses at most this many bytes.
 CHUNK_BYTES = 64 * 2**10
 MD5_ETAG = re.compile(r'"?([0-9a-f]{32})"?')
 
@@ -27,20 +27,23 @@ class Checksum:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFile:
     path: str
-    """As the origin knows it."""
+    """The path of the file at its origin."""
     size_bytes: int | None
     validator: str | None
-    """Equal as long as the bytes are; None: a transfer that broke off cannot be gone on with."""
+    """Equal for equal content; None means that an interrupted transfer cannot be resumed."""
     can_seek: bool = True
     checksum: Checksum | None = None
 
 
 class Origin(Protocol):
-    """May be used by several threads. Raises the Source errors alone, without secrets."""
+    """Access to the files of one source from several threads.
+
+    It raises only Source errors, whose messages hold no secrets.
+    """
 
     @property
     def revision(self) -> str | None:
-        """Of what was found: a commit, or the weights' ETag."""
+        """The revision of the found files: a commit, or the ETag of the weights."""
         ...
 
     def find(self, name: str) -> RemoteFile | None: ...
@@ -48,14 +51,14 @@ class Origin(Protocol):
     def read(
         self, file: RemoteFile, start: int, end: int | None
     ) -> AbstractContextManager[Iterator[bytes]]:
-        """The bytes from start to before end (None: to the file's), in chunks."""
+        """Yields the bytes from start up to end, or to the end of the file, in chunks."""
         ...
 
     def close(self) -> None: ...
 
 
 class SourceChanged(SourceFailed):
-    """The file is another than the one that was found; what is there of it is of no use."""
+    """The file changed since it was found, so its partial data is useless."""
 
 
 def changed(path: str) -> SourceChanged:
@@ -63,7 +66,7 @@ def changed(path: str) -> SourceChanged:
 
 
 def find_adapter(source: SourceId, origin: Origin) -> dict[str, RemoteFile]:
-    """The files to fetch under the names that they get. The config comes first."""
+    """Returns the files to fetch by their local names, the config first."""
     weights_name = source.weights_name or WEIGHTS_NAME
     weights = origin.find(weights_name)
     if weights is None:

@@ -1,4 +1,4 @@
-"""Files of a bucket."""
+"""Reads files from buckets of S3, Google Cloud and Azure with obstore."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_store(
     from obstore import exceptions, store
 
     options = client_options(limits, endpoint_of(kind, config))
-    # Trying again is up to the caller, who counts and waits for all sources alike.
+    # The caller retries, with the same limits for all sources.
     common: dict[str, Any] = {"client_options": options, "retry_config": {"max_retries": 0}}
     try:
         if kind is SourceKind.S3:
@@ -48,7 +48,7 @@ def open_store(
         return store.AzureStore(bucket, **azure_options(config.azure), **common)
     except exceptions.BaseError:
         raise SourceFailed(
-            f"The settings for {kind}:// are not complete or not sound. Check its keys, account, "
+            f"The settings for {kind}:// are incomplete or invalid. Check its keys, account, "
             "region and endpoint.",
             is_temporary=False,
         ) from None
@@ -70,7 +70,7 @@ def client_options(limits: FetchLimits, endpoint: str | None) -> dict[str, Any]:
     return {
         "connect_timeout": timedelta(seconds=limits.connect_timeout_s),
         "read_timeout": timedelta(seconds=limits.read_timeout_s),
-        # Of one request with its body, which the library would end after 30 seconds.
+        # The timeout of one request with its body; the default of 30 seconds is too short.
         "timeout": timedelta(seconds=limits.timeout_s),
         "allow_http": endpoint is not None and endpoint.startswith("http://"),
     }
@@ -82,13 +82,13 @@ def s3_options(config: S3Config) -> dict[str, Any]:
         region=config.region or DEFAULT_REGION,
         credential_provider=s3_credentials(config),
         skip_signature=config.is_anonymous or None,
-        # Servers other than Amazon's are rarely reached by a name for each bucket.
+        # Servers other than Amazon's rarely support virtual-hosted buckets.
         virtual_hosted_style_request=False if config.endpoint else None,
     )
 
 
 def s3_credentials(config: S3Config) -> Callable[[], S3Credential] | None:
-    """Not as options: to those the library adds what it finds in the environment."""
+    """Returns a credential provider: options would be mixed with those of the environment."""
     key_id, key, token = config.access_key_id, config.secret_access_key, config.session_token
     if key_id is None or key is None:
         return None
@@ -119,7 +119,7 @@ def azure_options(config: AzureConfig) -> dict[str, Any]:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """Those that are set; only here do secrets become text."""
+    """Returns the options that are set, with secrets revealed."""
     return {
         name: value.reveal() if isinstance(value, Secret) else value
         for name, value in options.items()
@@ -129,14 +129,14 @@ def given(**options: Any) -> dict[str, Any]:
 
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
-    """Nothing of the library's own texts is passed on: they hold requests and answers."""
+    """Translates errors of obstore without their texts, which hold requests and responses."""
     require_library()
     from obstore import exceptions
 
     try:
         yield
     except FileNotFoundError:
-        raise SourceNotFound(f"{what} is not there. Check bucket and name.") from None
+        raise SourceNotFound(f"{what} does not exist. Check bucket and name.") from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
         raise SourceForbidden(
             SourceCode.NO_ACCESS,
@@ -148,11 +148,11 @@ def store_errors(what: str) -> Iterator[None]:
     except exceptions.BaseError as error:
         raise generic_error(what, error) from None
     except ValueError:
-        raise bad_form(f"{what} is not a name that buckets have.", fix="Rename it.") from None
+        raise bad_form(f"{what} is not a valid object name.", fix="Rename it.") from None
 
 
 def translated(chunks: Iterable[bytes], what: str) -> Iterator[bytes]:
-    """The chunks, with the library's failures, not the reader's own, in our words."""
+    """Yields the chunks and translates errors of obstore, but not those of the consumer."""
     with store_errors(what):
         yield from chunks
 
@@ -160,7 +160,9 @@ def translated(chunks: Iterable[bytes], what: str) -> Iterator[bytes]:
 def generic_error(what: str, error: Exception) -> SourceFailed:
     found = STATUS.search(str(error))
     if found is None:
-        return SourceFailed(f"{what} could not be reached, or broke off. Try again later.")
+        return SourceFailed(
+            f"{what} could not be reached, or the connection was lost. Try again later."
+        )
     status = int(found[1])
     return SourceFailed(
         f"{what} was answered with status {status}. Try again later, or check the bucket.",
@@ -172,6 +174,8 @@ SHA256_ATTRIBUTE = "sha256"
 
 
 class ObjectOrigin:
+    """The origin of adapters in a bucket."""
+
     def __init__(self, source: SourceId, config: SourceConfig, limits: FetchLimits) -> None:
         self._bucket = f"{source.kind}://{source.place}"
         self._source = source

@@ -1,4 +1,4 @@
-"""Files of a web server."""
+"""Reads files from web servers; each hop of a redirect is checked like the first URL."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from loramux.sources.source_id import SourceId
 TEMPORARY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 522, 524})
 REPR_SHA256 = re.compile(r"(?:^|[,\s])sha-256=:([A-Za-z0-9+/=]+):")
 CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
-# A body is what the file holds, so that ranges and sizes are the file's.
+# Without compression, ranges and sizes are those of the file.
 PLAIN_HEADERS = {"Accept-Encoding": "identity"}
 
 
 @contextmanager
 def transport_errors(what: str) -> Iterator[None]:
-    """Nothing of the client's own texts is passed on: they may hold signed URLs."""
+    """Translates errors of the HTTP client without their texts, which may hold signed URLs."""
     try:
         yield
     except httpx2.TimeoutException:
@@ -68,12 +68,12 @@ def transport_errors(what: str) -> Iterator[None]:
 def status_error(response: httpx2.Response, what: str) -> LoramuxError:
     status = response.status_code
     if status in (404, 410):
-        return SourceNotFound(f"{what} is not there. Check its spelling.")
+        return SourceNotFound(f"{what} does not exist. Check its spelling.")
     if status in (401, 403, 407):
         return SourceForbidden(
             SourceCode.NO_ACCESS,
             f"{what} may not be read with this server's credentials ({status}).",
-            fix="Configure a token for that host which may read it.",
+            fix="Configure a token for this host that may read it.",
         )
     return SourceFailed(
         f"{what} was answered with status {status}. Try again later, or check the source.",
@@ -85,7 +85,7 @@ def status_error(response: httpx2.Response, what: str) -> LoramuxError:
 def hidden_request(
     client: httpx2.Client, method: str, url: httpx2.URL, headers: dict[str, str]
 ) -> httpx2.Request:
-    """The client logs URLs; this one is logged without its path and query, which may be signed."""
+    """Builds a request that the client logs without its path and query, which may be signed."""
     return client.build_request(
         method,
         url.copy_with(raw_path=b"/"),
@@ -104,11 +104,11 @@ def range_headers(file: RemoteFile, start: int, end: int | None) -> dict[str, st
 def check_body(
     response: httpx2.Response, file: RemoteFile, what: str, *, start: int, is_range: bool
 ) -> None:
-    """That the body is the wanted range of the file that was found."""
+    """Checks that the body is the requested range of the found file."""
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise SourceRefused(
             SourceCode.ENCODED_BODY,
-            f"{what} is sent compressed though plain bytes were asked for.",
+            f"{what} is sent compressed although identity encoding was requested.",
             fix="Serve the file as it is.",
         )
     if response.status_code == 200:
@@ -138,8 +138,8 @@ def read_validator(headers: httpx2.Headers) -> str | None:
 
 
 def read_checksum(headers: httpx2.Headers) -> Checksum | None:
-    """What the server itself says of the bytes; an ETag is an MD5 on plain S3 alone."""
-    # A dash marks the checksum of the parts' checksums.
+    """Returns the checksum that the headers declare; an ETag is an MD5 only on plain S3."""
+    # A dash marks the checksum of a multipart upload.
     sha256 = headers.get("x-amz-checksum-sha256")
     declared = REPR_SHA256.search(headers.get("Repr-Digest", ""))
     if sha256 is not None and "-" not in sha256:
@@ -185,12 +185,15 @@ class Hop:
 
     @property
     def shown(self) -> str:
-        """Without path and query, which may be signed."""
+        """The URL without path and query, which may be signed."""
         return f"{self.scheme}://{show_host(self.scheme, self.host, self.port)}"
 
 
 class GuardedClient:
-    """May be used by several threads. Raises httpx2's errors of transport, and Source errors."""
+    """An HTTP client for several threads that connects only to allowed hosts and addresses.
+
+    It raises transport errors of httpx2, and Source errors.
+    """
 
     def __init__(
         self, config: HttpConfig, limits: FetchLimits, *, resolver: Resolver = resolve
@@ -207,7 +210,7 @@ class GuardedClient:
 
     @contextmanager
     def send(self, method: str, url: str, headers: dict[str, str]) -> Iterator[httpx2.Response]:
-        """The answer of the last hop; redirects are followed here, each checked like the first."""
+        """Follows redirects, each checked like the first URL, and yields the last response."""
         hop = self._checked_hop(httpx2.URL(url))
         for _ in range(MAX_REDIRECTS + 1):
             response = self._open(method, hop, headers)
@@ -221,7 +224,7 @@ class GuardedClient:
         raise bad_redirect(f"{url} was redirected over {MAX_REDIRECTS} times.")
 
     def _open(self, method: str, hop: Hop, headers: dict[str, str]) -> httpx2.Response:
-        """Connects to an address that was checked, not to a name that may have got another."""
+        """Connects to a checked address, because the name may resolve differently later."""
         may_be_private = self._config.allows_private(hop.scheme, hop.host, hop.port)
         addresses = checked_addresses(
             hop.host, hop.port, may_be_private=may_be_private, resolver=self._resolver
@@ -234,7 +237,7 @@ class GuardedClient:
         for position, address in enumerate(addresses, start=1):
             url = hop.url.copy_with(host=address, port=hop.port)
             request = hidden_request(client, method, url, sent)
-            # The name that the certificate must be for.
+            # The certificate must be valid for this name.
             request.extensions["sni_hostname"] = hop.host
             try:
                 return client.send(request, stream=True)
@@ -247,11 +250,11 @@ class GuardedClient:
         with self._lock:
             if scheme not in self._clients:
                 self._clients[scheme] = httpx2.Client(
-                    # A proxy would look names up by itself, after they were checked here.
+                    # A proxy would resolve names again, after the check.
                     trust_env=False,
                     follow_redirects=False,
                     timeout=self._timeout,
-                    # They are by address; one that is kept might be used for another name.
+                    # Connections are keyed by address; a kept one might serve another name.
                     limits=httpx2.Limits(max_keepalive_connections=0),
                     verify=trusted_roots(scheme, self._config.ca_path),
                 )
@@ -259,13 +262,13 @@ class GuardedClient:
 
     def _next_hop(self, hop: Hop, location: str | None) -> Hop:
         if not location:
-            raise bad_redirect(f"{hop.shown} redirects to nowhere.")
+            raise bad_redirect(f"{hop.shown} redirects without a location.")
         try:
             url = hop.url.join(location)
         except (httpx2.InvalidURL, ValueError):
-            raise bad_redirect(f"{hop.shown} redirects to what is not a URL.") from None
+            raise bad_redirect(f"{hop.shown} redirects to an invalid URL.") from None
         if url.scheme not in DEFAULT_PORTS or url.userinfo or not is_host(url.host):
-            raise bad_redirect(f"{hop.shown} redirects to what is not a plain URL.")
+            raise bad_redirect(f"{hop.shown} redirects to a URL that is not plain http(s).")
         if hop.scheme == "https" and url.scheme == "http":
             raise bad_redirect(f"{hop.shown} redirects to an unencrypted URL.")
         return self._checked_hop(url)
@@ -278,7 +281,7 @@ class GuardedClient:
 
 def trusted_roots(scheme: str, ca_path: Path | None) -> ssl.SSLContext | bool:
     if scheme == "http":
-        # Trusts nobody, and costs nothing to make: reading the roots takes long.
+        # Trusts no certificate; reading the system's roots would take long.
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if ca_path is None:
         return True
@@ -293,11 +296,13 @@ def bad_redirect(message: str) -> SourceRefused:
     )
 
 
-# Servers that answer so to HEAD may still answer GET.
+# Servers with these replies to HEAD may still support GET.
 NO_HEAD = frozenset({400, 403, 405, 501})
 
 
 class HttpOrigin:
+    """The origin of adapters on a web server."""
+
     def __init__(
         self,
         source: SourceId,

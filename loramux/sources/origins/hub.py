@@ -1,4 +1,4 @@
-"""Files of a repository on the Hugging Face hub, through its own client."""
+"""Reads files of repositories on the Hugging Face hub with its own client."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
 
 
 class HubOrigin:
+    """The origin of adapters on the Hugging Face hub."""
+
     def __init__(self, source: SourceId, config: HubConfig, limits: FetchLimits) -> None:
         import huggingface_hub
 
@@ -38,7 +40,7 @@ class HubOrigin:
         self._token = config.token or stored_token()
         self._api = huggingface_hub.HfApi(
             endpoint=config.endpoint,
-            # False: a request without any token, not with the stored one.
+            # False sends no token at all, instead of the stored one.
             token=self._token.reveal() if self._token else False,
             library_name="loramux",
         )
@@ -59,7 +61,7 @@ class HubOrigin:
                 )
             except EntryNotFoundError:
                 return None
-        # Everything after the first answer is of the same commit.
+        # All files after the first are read at the same commit.
         if self._commit is None and GIT_SHA1.fullmatch(found.commit_hash or ""):
             self._commit = found.commit_hash
         etag = found.etag or ""
@@ -83,7 +85,7 @@ class HubOrigin:
             yield response.iter_raw()
 
     def close(self) -> None:
-        """The session is the client's own."""
+        """Does nothing: huggingface_hub owns the session."""
 
     def _url(self, path: str) -> str:
         from huggingface_hub import hf_hub_url
@@ -97,7 +99,7 @@ class HubOrigin:
 
     @contextmanager
     def _send(self, text: str, headers: dict[str, str]) -> Iterator[httpx2.Response]:
-        """Follows the hub to its storage, where the token is not sent and URLs are signed."""
+        """Follows redirects of the hub to its storage, which does not get the token."""
         from huggingface_hub import get_session
 
         session, url = get_session(), httpx2.URL(text)
@@ -121,7 +123,7 @@ class HubOrigin:
 
     @contextmanager
     def _hub_errors(self) -> Iterator[None]:
-        """Nothing of the client's own texts is passed on: they hold URLs and answers."""
+        """Translates errors of the client without their texts, which hold URLs and responses."""
         from huggingface_hub import errors
 
         try:
@@ -170,7 +172,7 @@ class HubOrigin:
 
 
 def read_etag(etag: str) -> Checksum | None:
-    """Large files carry their SHA-256, the others the SHA-1 of their git blob."""
+    """Returns the checksum in an ETag: SHA-256 of large files, else the SHA-1 of the git blob."""
     if SHA256.fullmatch(etag):
         return Checksum("sha256", etag)
     return Checksum("git", etag) if GIT_SHA1.fullmatch(etag) else None

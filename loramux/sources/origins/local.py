@@ -1,4 +1,4 @@
-"""Files of a folder under an allowed root."""
+"""Reads files of local folders, which must stay under the allowed roots."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from loramux.sources.refusals import SourceCode
 from loramux.sources.source_id import SourceId
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Not blocking: a pipe in the place of a file must not stop the reader.
+# Non-blocking, because opening a named pipe would block.
 FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def find_under_roots(path: Path, roots: Sequence[Path]) -> tuple[Path, Path]:
-    """The root's and the path's real paths. A relative path is looked for in each root."""
+    """Returns the real paths of the root and the path; searches a relative path in all roots."""
     if not roots:
         raise SourceForbidden(
             SourceCode.NOT_ALLOWED,
@@ -31,7 +31,7 @@ def find_under_roots(path: Path, roots: Sequence[Path]) -> tuple[Path, Path]:
         if os.path.lexists(root / path):
             found = real_path(root / path)
             return root_of(found, roots, given=path), found
-    # Only under a root may the answer tell whether something is there.
+    # The reply may reveal what exists only under a root.
     root_of(real_path(roots[0] / path), roots, given=path)
     raise SourceNotFound(
         f"There is no {path} under the allowed roots. Check the path; "
@@ -46,7 +46,7 @@ def root_of(found: Path, roots: Sequence[Path], *, given: Path) -> Path:
             return real_root
     raise SourceForbidden(
         SourceCode.NOT_ALLOWED,
-        f"{given} lies, or links, outside the allowed roots.",
+        f"{given} is outside the allowed roots, or links outside.",
         fix="Copy the adapter under an allowed root, or allow the folder that it is in.",
     )
 
@@ -54,17 +54,17 @@ def root_of(found: Path, roots: Sequence[Path], *, given: Path) -> Path:
 def real_path(path: Path) -> Path:
     try:
         return path.resolve()
-    # A loop of links is a RuntimeError before Python 3.13.
+    # Before Python 3.13, a loop of links raises RuntimeError.
     except (OSError, RuntimeError) as error:
         raise SourceRefused(
             SourceCode.LINK_OUTSIDE,
-            f"The links of {path.name} lead nowhere.",
+            f"The links of {path.name} cannot be resolved.",
             fix="Copy the files themselves into the folder.",
         ) from error
 
 
 def open_under_root(root: Path, path: Path) -> BinaryIO:
-    """Opens a real path folder by folder, so that a link put there meanwhile is not followed."""
+    """Opens a real path folder by folder, so that links created meanwhile are not followed."""
     folder = os.open(root, FOLDER_FLAGS)
     try:
         for name in path.relative_to(root).parts[:-1]:
@@ -85,6 +85,8 @@ def open_under_root(root: Path, path: Path) -> BinaryIO:
 
 
 class LocalOrigin:
+    """The origin of adapters in local folders."""
+
     def __init__(self, source: SourceId) -> None:
         self._root = Path(source.place)
         self._folder = self._root.joinpath(*source.folder)

@@ -82,7 +82,7 @@ def test_a_tier_that_holds_no_more_than_the_one_above_is_called_useless() -> Non
 
 
 def test_an_adapter_that_could_never_be_served_is_told() -> None:
-    assert "could not be served at all" in advice_for(device_bytes=2**18, host_bytes=2**30)
+    assert "it cannot be served" in advice_for(device_bytes=2**18, host_bytes=2**30)
     assert "goes through host memory" in advice_for(device_bytes=2**30, host_bytes=0)
 
 

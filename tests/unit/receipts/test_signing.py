@@ -77,13 +77,13 @@ BAD_KEYS = {
 def test_a_file_that_is_no_key_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(BAD_KEYS[kind])
     for read in (read_private_key, read_public_key):
-        with pytest.raises(InvalidRequest, match="holds no"):
+        with pytest.raises(InvalidRequest, match="does not hold"):
             read(tmp_path / "bad")
 
 
 def test_one_half_of_the_pair_is_not_taken_for_the_other(tmp_path: Path) -> None:
     make_key_files(tmp_path / "key")
-    with pytest.raises(InvalidRequest, match="no public"):
+    with pytest.raises(InvalidRequest, match="unencrypted public"):
         read_public_key(tmp_path / "key")
-    with pytest.raises(InvalidRequest, match="no private"):
+    with pytest.raises(InvalidRequest, match="unencrypted private"):
         read_private_key(public_key_path(tmp_path / "key"))

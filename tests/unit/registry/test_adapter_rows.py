@@ -81,7 +81,7 @@ def test_other_bytes_under_a_taken_number_are_refused(connection: Connection) ->
     found = adapter_rows.find_version(connection, adapter_id, "1.0.0")
     assert found is not None
     adapter_rows.refuse_other_content(SQL, found, make_content(1))
-    with pytest.raises(RegistryConflict, match=r"alice/sql@1\.0\.0 exists with other bytes"):
+    with pytest.raises(RegistryConflict, match=r"alice/sql@1\.0\.0 exists with other content"):
         adapter_rows.refuse_other_content(SQL, found, make_content(2))
 
 

@@ -29,7 +29,7 @@ def test_a_registry_that_was_only_used_as_meant_has_none(registry: Registry) -> 
     [
         ("UPDATE adapters SET latest = '1.0.0'", r"latest is 1\.0\.0, the highest .* 2\.0\.0"),
         ("UPDATE adapters SET revision = 99", "changed at 99, after the last change, 4"),
-        ("UPDATE versions SET removed_at = 1", "prod names 2.0.0, which is not there"),
+        ("UPDATE versions SET removed_at = 1", "prod names 2.0.0, which does not exist"),
         ("DELETE FROM alias_states WHERE revision = 1", "history of the alias prod is broken"),
         ("UPDATE alias_states SET is_current = FALSE", "history of the alias prod is broken"),
     ],

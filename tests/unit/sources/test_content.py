@@ -59,7 +59,7 @@ def test_sound_starts_pass_whether_the_size_is_known_or_not() -> None:
 
 
 def test_a_page_in_the_place_of_the_config_is_refused() -> None:
-    with pytest.raises(SourceRefused, match="not a page about it"):
+    with pytest.raises(SourceRefused, match="not a web page about it"):
         check_start(CONFIG_NAME, b"<!doctype html>", None)
 
 
@@ -94,6 +94,6 @@ def test_other_bytes_fail_each_kind_of_checksum(tmp_path: Path, algorithm: str) 
     path = tmp_path / WEIGHTS_NAME
     path.write_bytes(WEIGHTS)
     file = file_of(WEIGHTS, Checksum(algorithm, "0" * 40))
-    with pytest.raises(SourceFailed, match=rf"source says \({algorithm}\)") as failed:
+    with pytest.raises(SourceFailed, match=rf"source reports \({algorithm}\)") as failed:
         check_file(path, file, None)
     assert not failed.value.is_temporary

@@ -195,7 +195,7 @@ def test_bytes_that_are_not_what_the_server_says_leave_nothing(
     said: str,
 ) -> None:
     web.faults.append(Fault(method="HEAD", path_end=WEIGHTS_NAME, headers=headers))
-    with pytest.raises(SourceFailed, match=rf"source says \({said}\)"):
+    with pytest.raises(SourceFailed, match=rf"source reports \({said}\)"):
         fetch(web_config, f"{web.url}/pirate", tmp_path)
     assert entries(tmp_path) == []
 
@@ -323,7 +323,7 @@ def test_two_fetches_into_one_folder_do_not_meet(
     source = parse_source(f"{web.url}/pirate", web_config)
 
     def fetch_too(_: Progress) -> None:
-        with pytest.raises(SourceFailed, match="somebody else") as failed:
+        with pytest.raises(SourceFailed, match="another process") as failed:
             fetcher.fetch(source, tmp_path / "target")
         errors.append(failed.value)
 

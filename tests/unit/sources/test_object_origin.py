@@ -150,7 +150,7 @@ def test_bytes_that_do_not_match_the_etag_leave_nothing(
         Fault(method="HEAD", path_end=WEIGHTS_NAME, headers=wrong),
         Fault(path_end=WEIGHTS_NAME, answer=Answer(status=206, headers=body, body=WEIGHTS)),
     ]
-    with pytest.raises(SourceFailed, match=r"its source says \(md5\)"):
+    with pytest.raises(SourceFailed, match=r"its source reports \(md5\)"):
         fetch(config, prefix, tmp_path)
     assert entries(tmp_path) == []
 
@@ -159,7 +159,7 @@ def test_an_object_with_a_wrong_digest_of_its_own_leaves_nothing(
     s3_config: SourceConfig, prefix: str, tmp_path: Path
 ) -> None:
     upload(s3_config, adapter_files(prefix), sha256="0" * 64)
-    with pytest.raises(SourceFailed, match=r"its source says \(sha256\)"):
+    with pytest.raises(SourceFailed, match=r"its source reports \(sha256\)"):
         fetch(s3_config, prefix, tmp_path)
     assert entries(tmp_path) == []
     right = hashlib.sha256(WEIGHTS).hexdigest()

@@ -46,7 +46,7 @@ def test_every_kind_of_bucket_opens_with_its_settings() -> None:
 def test_keys_that_are_given_are_not_mixed_with_those_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "of somebody else")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of another account")
     given = S3Config(access_key_id=Secret("key"), secret_access_key=Secret("secret"))
     provider = bucket.s3_credentials(given)
     assert provider is not None
@@ -57,7 +57,7 @@ def test_keys_that_are_given_are_not_mixed_with_those_of_the_environment(
         "expires_at": None,
     }
     store = open_store(SourceKind.S3, "bucket", SourceConfig(s3=given), LIMITS)
-    assert "of somebody else" not in repr(store.config)
+    assert "of another account" not in repr(store.config)
     assert bucket.s3_credentials(S3Config()) is None
 
 

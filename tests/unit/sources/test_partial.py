@@ -128,7 +128,7 @@ def test_a_target_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
         staging.path_of("a").write_text("a")
         (tmp_path / "target").mkdir()
         (tmp_path / "target" / "b").write_text("b")
-        with pytest.raises(InvalidRequest, match="another was first"):
+        with pytest.raises(InvalidRequest, match="another process fetched it first"):
             staging.commit(frozenset({"a"}))
     assert entries(tmp_path) == ["target", "target/b"]
 
@@ -143,14 +143,14 @@ def test_an_empty_target_is_taken_and_a_link_or_a_file_is_not(tmp_path: Path) ->
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "file").write_text("x")
     for name in ("link", "file", "target"):
-        with pytest.raises(InvalidRequest, match="there already"), Staging(tmp_path / name).held():
+        with pytest.raises(InvalidRequest, match="exists already"), Staging(tmp_path / name).held():
             pass
 
 
 def test_only_one_holds_it_at_a_time(tmp_path: Path) -> None:
     with (
         Staging(tmp_path / "target").held(),
-        pytest.raises(SourceFailed, match="somebody else"),
+        pytest.raises(SourceFailed, match="another process"),
         Staging(tmp_path / "target").held(),
     ):
         pass

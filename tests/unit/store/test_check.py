@@ -40,7 +40,7 @@ def test_each_kind_of_damage_is_named(
     layout.blob(store.read(cids[1]).files[WEIGHTS]).unlink()
     damage(layout.record(cids[2]))
     text = "\n".join(store.verify().damage)
-    assert f"{cids[0]} has other bytes as {WEIGHTS}" in text
+    assert f"{cids[0]} has the wrong content in {WEIGHTS}" in text
     assert f"{cids[1]} lacks {WEIGHTS}" in text
     assert f"The record of {cids[2]} is broken" in text
     assert not store.verify().is_sound

@@ -61,7 +61,7 @@ def test_pushing_again_is_fine_and_other_bytes_are_not(
     push(library, tmp_path, "alice/sql@1.0.0", 1)
     again = library.push(write_tiny(tmp_path / "b", seed=1), "alice/sql@1.0.0")
     assert not again.is_new
-    with pytest.raises(RegistryConflict, match="other bytes"):
+    with pytest.raises(RegistryConflict, match="other content"):
         push(library, tmp_path, "alice/sql@1.0.0", 2)
     assert library.registry.cids() == {again.cid}
     assert library.verify().faults == ()
@@ -137,7 +137,7 @@ def test_a_name_whose_bytes_are_gone_is_reported(library: AdapterLibrary, tmp_pa
     cid = push(library, tmp_path, "alice/sql@1.0.0", 1)
     library.store.gc(set)
     assert library.verify().faults == (
-        f"alice/sql@1.0.0 needs {cid}, which is neither in the store nor behind it.",
+        f"alice/sql@1.0.0 needs {cid}, which neither the store nor its tiers have.",
     )
     with pytest.raises(AdapterNotFound):
         library.pull("alice/sql", tmp_path / "out")
@@ -226,7 +226,7 @@ def test_a_source_with_other_bytes_is_refused_by_both_ids_and_nothing_is_kept(
     cid = fetching.push(tmp_path / "a", "alice/sql@1.0.0", source="s3://b/a").cid
     lose(fetching)
     other = ContentStore(tmp_path / "other").put_folder(write_tiny(tmp_path / "a", seed=2))
-    with pytest.raises(AdapterRefused, match="source_changed|other bytes") as refused:
+    with pytest.raises(AdapterRefused, match="source_changed|other content") as refused:
         fetching.materialize(cid)
     assert refused.value.code == "source_changed"
     assert all(text in str(refused.value) for text in (cid, other, "s3://b/a"))

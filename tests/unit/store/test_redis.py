@@ -168,7 +168,7 @@ def test_a_cache_that_comes_back_is_used_again(
     clock.advance(store_redis.AWAY_S)
     with caplog.at_level(logging.INFO):
         put(tier, tmp_path, "blobs/a", b"a")
-    assert tier.has("blobs/a") and "there again" in caplog.text
+    assert tier.has("blobs/a") and "available again" in caplog.text
 
 
 @pytest.mark.parametrize(
