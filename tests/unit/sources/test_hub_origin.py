@@ -164,7 +164,9 @@ def test_bytes_that_the_hub_did_not_promise_leave_nothing(
         hub.storage.answer = (  # type: ignore[method-assign]
             lambda seen: hub.storage.serve(content, seen) if digest in seen.path else Answer()
         )
-    with pytest.raises(SourceFailed, match=f"{name} does not match the digest that its source reports"):
+    with pytest.raises(
+        SourceFailed, match=f"{name} does not match the digest that its source reports"
+    ):
         fetch(hub_config, "hf:acme/pirate", tmp_path)
     assert entries(tmp_path) == []
 
