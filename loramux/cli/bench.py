@@ -1,4 +1,4 @@
-"""`loramux bench`: runs the programs of the repository's benchmarks/ folder."""
+"""`loramux bench`: run the programs of the repository's benchmarks/ folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,40 @@ import typer
 
 import loramux
 
-BENCHMARKS = Path(loramux.__file__).resolve().parents[1] / "benchmarks"
-# Everything after the command's name, --help included, belongs to the benchmark program.
+ROOT = Path(loramux.__file__).resolve().parents[1]
+# Every argument after the command's name, including --help, belongs to the benchmark program.
 PASS_THROUGH = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
     "help_option_names": [],
 }
+PROGRAMS = {
+    "engine": ("benchmarks.engine", "Engine throughput on the base and on 1, 8 and 32 adapters."),
+    "http": ("benchmarks.http", "HTTP throughput against the engine's own."),
+    "step": (
+        "benchmarks.step",
+        "Decode step by batch, adapters and ranks, against the roofline.",
+    ),
+    "trace": ("benchmarks.trace", "S-LoRA and Punica workloads on the engine, against base-only."),
+    "kernels": ("benchmarks.kernels", "LoRA and attention kernels alone, against other servers'."),
+    "goals": ("benchmarks.goals", "Every goal of the GPU engine: measured figure, goal, verdict."),
+    "plot": ("benchmarks.lib.plots", "Plot the JSON record of a benchmark."),
+    "cache-simulation": (
+        "benchmarks.studies.cache_simulation",
+        "Study: eviction policies on simulated traces.",
+    ),
+    "fairness": ("benchmarks.studies.fairness", "Study: waits beside an adapter that floods."),
+    "load-interference": (
+        "benchmarks.studies.load_interference",
+        "Study: inter-token latency while adapters load from disk.",
+    ),
+    "merge-mode": ("benchmarks.studies.merge_mode", "Study: adapter merged into the weights."),
+    "receipt-overhead": ("benchmarks.studies.receipt_overhead", "Study: cost of receipts."),
+    "slow-streams": ("benchmarks.studies.slow_streams", "Study: clients that do not read."),
+    "tier-trace": ("benchmarks.studies.tier_trace", "Study: thousands of adapters in three tiers."),
+    "trace-profile": ("benchmarks.studies.trace_profile", "Study: GPU time of a step by kernel."),
+}
+"""Command: (module, help)."""
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -27,53 +54,28 @@ def bench() -> None:
     """Measure loramux on this machine."""
 
 
-@app.command(context_settings=PASS_THROUGH)
-def engine(context: typer.Context) -> None:
-    """Tokens per second of the engine on the base and on 1, 8 and 32 adapters."""
-    raise typer.Exit(run_benchmark(BENCHMARKS / "engine_throughput.py", context.args))
+def add_command(name: str, module: str, text: str) -> None:
+    @app.command(name, help=text, context_settings=PASS_THROUGH)
+    def command(context: typer.Context) -> None:
+        raise typer.Exit(run_benchmark(module, context.args))
 
 
-@app.command(context_settings=PASS_THROUGH)
-def kernels(context: typer.Context) -> None:
-    """LoRA and attention kernels by themselves, beside other servers' if they are there."""
-    raise typer.Exit(run_benchmark(BENCHMARKS / "bench_kernels.py", context.args))
+for _name, (_module, _text) in PROGRAMS.items():
+    add_command(_name, _module, _text)
 
 
-@app.command(context_settings=PASS_THROUGH)
-def step(context: typer.Context) -> None:
-    """One decode step by batch, adapters, ranks and sites, beside the machine's roofline."""
-    raise typer.Exit(run_benchmark(BENCHMARKS / "bench_step.py", context.args))
-
-
-@app.command(context_settings=PASS_THROUGH)
-def trace(context: typer.Context) -> None:
-    """Workloads of S-LoRA and Punica on the whole engine, beside base-only runs."""
-    raise typer.Exit(run_benchmark(BENCHMARKS / "bench_trace.py", context.args))
-
-
-@app.command(context_settings=PASS_THROUGH)
-def goals(context: typer.Context) -> None:
-    """All that the GPU engine is meant to reach: what was measured, the goal, does it hold."""
-    raise typer.Exit(run_benchmark(BENCHMARKS / "bench_goals.py", context.args))
-
-
-@app.command(context_settings=PASS_THROUGH)
-def plot(context: typer.Context) -> None:
-    """Draw the JSON file of a benchmark that ran elsewhere."""
-    raise typer.Exit(run_benchmark(BENCHMARKS / "plots.py", context.args))
-
-
-def run_benchmark(program: Path, arguments: list[str]) -> int:
-    """The program's exit status. It has a process to itself, so that nothing else is measured."""
+def run_benchmark(module: str, arguments: list[str], root: Path = ROOT) -> int:
+    """Run a program in a process of its own and return its exit status."""
+    program = root.joinpath(*module.split(".")).with_suffix(".py")
     if program.is_file():
-        # So that the programs find each other as `benchmarks.NAME`.
-        paths = [str(program.parent.parent), os.environ.get("PYTHONPATH", "")]
+        # The programs import each other as `benchmarks.NAME` and tests/ for server fixtures.
+        paths = [str(root), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        command = [sys.executable, str(program), *arguments]
+        command = [sys.executable, "-m", module, *arguments]
         return subprocess.run(command, env=environment).returncode
     typer.secho(
-        f"{program.name} is not part of the installed package. "
-        "Get loramux's repository and run `make bench` there.",
+        f"{module} is not part of the installed package. "
+        "Clone loramux's repository and run `make bench` there.",
         fg=typer.colors.RED,
         err=True,
     )

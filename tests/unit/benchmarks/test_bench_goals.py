@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_goals, bench_step
-from benchmarks.bench_goals import (
+from benchmarks import goals as bench_goals
+from benchmarks import step as bench_step
+from benchmarks.goals import (
     PARTS,
     Figure,
     case_figures,
@@ -19,8 +20,8 @@ from benchmarks.bench_goals import (
     trace_figures,
     twin_figures,
 )
-from benchmarks.gpu_twin_check import ERROR
-from benchmarks.lora_cases import Case
+from benchmarks.lib.lora_cases import Case
+from tests.gpu.reference_check import ERROR
 
 CPU = "--device cpu"
 TINY = f"{CPU} --model small --layers 1 --device-memory 64"

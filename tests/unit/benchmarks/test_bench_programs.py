@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_kernels, bench_step, bench_trace, trace_profile
-from benchmarks.lora_cases import Case
+from benchmarks import kernels as bench_kernels
+from benchmarks import step as bench_step
+from benchmarks import trace as bench_trace
+from benchmarks.lib.lora_cases import Case
+from benchmarks.studies import trace_profile
 
 # The last has more rows than the engine of the test runs at once.
 CASES = [(1, "identical"), (4, "identical"), (4, "distinct"), (5, "distinct")]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_report import (
+from benchmarks.lib.report import (
     Panel,
     ReportWriter,
     Section,
@@ -78,7 +78,7 @@ def test_without_matplotlib_the_figures_stay_and_the_way_to_a_plot_is_said(
     out.add(Section(title="T", rows=[{"a": 1}], panels=(PANEL,)))
     out.finish()
     said = capsys.readouterr().out
-    assert "loramux[bench]" in said and f"python -m benchmarks.plots {out.path('json')}" in said
+    assert "loramux[bench]" in said and f"python -m benchmarks.lib.plots {out.path('json')}" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["some.json", "some.md"]
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.cache_policies import (
+from benchmarks.studies.cache_model import (
     POLICIES,
     CachePolicy,
     Chameleon,

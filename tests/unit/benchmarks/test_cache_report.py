@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.cache_report import Cell, compare, hit_rate, p99, report
-from benchmarks.cache_tiers import Outcome
+from benchmarks.studies.cache_model import Outcome
+from benchmarks.studies.cache_simulation import Cell, compare, hit_rate, p99, report
 
 
 def outcome(device: int, host: int, disk: int, *, wait_s: float) -> Outcome:

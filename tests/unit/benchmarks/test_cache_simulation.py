@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.cache_policies import POLICIES
-from benchmarks.cache_simulation import all_workloads, arrivals_of, run_all, simulate
+from benchmarks.studies.cache_model import POLICIES
+from benchmarks.studies.cache_simulation import all_workloads, arrivals_of, run_all, simulate
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,7 +45,7 @@ def test_two_processes_find_what_one_does_in_the_same_order() -> None:
 
 def test_a_run_may_be_of_some_workloads_only_and_none_is_an_error() -> None:
     def program(only: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "benchmarks.cache_simulation", "--only", only]
+        command = [sys.executable, "-m", "benchmarks.studies.cache_simulation", "--only", only]
         return subprocess.run(
             [*command, "--requests", "40", "--seeds", "2"], cwd=ROOT, capture_output=True, text=True
         )
@@ -58,5 +58,5 @@ def test_a_run_may_be_of_some_workloads_only_and_none_is_an_error() -> None:
 
 
 def test_the_program_needs_no_torch() -> None:
-    code = "import sys, benchmarks.cache_simulation; sys.exit('torch' in sys.modules)"
+    code = "import sys, benchmarks.studies.cache_simulation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

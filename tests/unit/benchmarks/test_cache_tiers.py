@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.cache_policies import POLICIES, CachePolicy, Lru, PolicyFactory
-from benchmarks.cache_tiers import (
+from benchmarks.lib.workloads import Arrival, first, slora
+from benchmarks.studies.cache_model import (
     LINKS,
+    POLICIES,
     STEP_S,
+    CachePolicy,
     Link,
+    Lru,
     Outcome,
+    PolicyFactory,
     Simulation,
     adapter_bytes,
     service_s,
 )
-from benchmarks.workloads import Arrival, first, slora
 from loramux.memory.policies import HELD_ABOVE_FACTOR, MISS_RATE_WEIGHT
 
 SIZE = adapter_bytes(16)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.card_power import PowerMeter, visible_device
+from benchmarks.lib.machine import PowerMeter, visible_device
 
 SCRIPT = """#!/bin/sh
 echo "$@" > {folder}/arguments

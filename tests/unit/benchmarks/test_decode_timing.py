@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.decode_timing import StepTime, drift_of, mean_of
+from benchmarks.lib.timing import StepTime, drift_of, mean_of
 
 COLD = StepTime(batch=4, step_s=1.0, graph_s=0.8, context=64.0, prompt_tokens_per_s=9.0)
 

@@ -12,8 +12,6 @@ import torch
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
-from benchmarks.gpu_engine_check import request  # noqa: E402
-from benchmarks.gpu_twin_check import TwinCheck, check_traffic, section_of  # noqa: E402
 from loramux.engine.engine import Engine  # noqa: E402
 from loramux.kernels.gpu import elementwise as fused_triton
 from loramux.kernels.gpu import sampling as sampling_triton
@@ -25,6 +23,8 @@ from loramux.kernels.ops import DeviceKernels
 from loramux.kernels.select import select_device_kernels  # noqa: E402
 from loramux.types.request import Request
 from tests.device_factory import device_engine, two_adapters  # noqa: E402
+from tests.gpu.engine_check import request  # noqa: E402
+from tests.gpu.reference_check import TwinCheck, check_traffic, section_of  # noqa: E402
 from tests.model_factory import tiny_transformers_model  # noqa: E402
 
 # Rows that a graph has beyond its tokens hold whatever lay in memory, and are computed like others.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.kernel_shares import by_rows, kind_of, step_shares
+from benchmarks.studies.trace_profile import by_rows, kind_of, step_shares
 
 STEP_END = "_choose"
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks import cpu_lora_kernels
-from benchmarks.lora_cases import CASES, Case
+from benchmarks.lib import cpu_kernels as cpu_lora_kernels
+from benchmarks.lib.lora_cases import CASES, Case
 
 
 def test_the_nine_cases_have_the_adapters_that_peers_were_measured_with() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.random_model import SHAPES, llama_settings
-from benchmarks.roofline import H200_BYTES_PER_S, H200_FLOPS, measure_cpu, roofline_of
+from benchmarks.lib.random_weights import SHAPES, llama_settings
+from benchmarks.lib.roofline import H200_BYTES_PER_S, H200_FLOPS, measure_cpu, roofline_of
 from loramux.models.architectures import parse_config
 from loramux.models.decoder import Decoder
 from loramux.models.loader import LoadedModel

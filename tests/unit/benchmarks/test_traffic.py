@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.random_adapters import RandomAdapters
-from benchmarks.random_model import SHAPES, random_model
-from benchmarks.traffic import make_requests, percentile, replay, saturate
-from benchmarks.workloads import Arrival
+from benchmarks.lib.random_weights import SHAPES, RandomAdapters, random_model
+from benchmarks.lib.traffic import make_requests, percentile, replay, saturate
+from benchmarks.lib.workloads import Arrival
 from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine
 from loramux.engine.engine import Engine

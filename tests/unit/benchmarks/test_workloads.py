@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.workloads import (
+from benchmarks.lib.workloads import (
     CHAMELEON_RANKS,
     SLORA_RANKS,
     Trace,

@@ -1,4 +1,4 @@
-"""Units whose A is in twelve bits against the reference; on a GPU benchmarks/gpu_lora_kernels.py
+"""Units whose A is in twelve bits against the reference; on a GPU benchmarks/lib/gpu_lora.py
 does it, since matrix units multiply other numbers there than the interpreter does here."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Triton kernels of a work list against dense float64, in the interpreter or on a GPU.
 
 The interpreter's matrix product is wrong for bfloat16, so that is checked on a GPU alone
-(benchmarks/gpu_lora_kernels.py).
+(benchmarks/lib/gpu_lora.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Products of few rows in Triton's interpreter, against torch's.
 
 The interpreter's matrix product is wrong for bfloat16, so tiles are checked in it on a GPU alone
-(benchmarks/gpu_decode_checks.py).
+(tests/gpu/kernel_check.py).
 """
 
 from __future__ import annotations

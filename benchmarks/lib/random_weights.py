@@ -1,0 +1,308 @@
+"""Models of known shapes with random weights, made where they run: no files, no hub."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from loramux.adapters.catalog import KnownAdapter
+from loramux.adapters.packed.dense import DenseLayout, plan_dense
+from loramux.adapters.packed.fp12 import OCTET, fp12_elements, pack_fp12
+from loramux.adapters.packed.image import AdapterImage
+from loramux.adapters.packed.packing import PagedPacking
+from loramux.adapters.packed.paged import RankBlockLayout
+from loramux.config.engine import EngineConfig
+from loramux.engine.build import build_engine
+from loramux.engine.engine import Engine
+from loramux.memory.device import host_buffer, total_memory_bytes
+from loramux.models.architectures import base_info, parse_config
+from loramux.models.decoder import Decoder
+from loramux.models.dtypes import resolve_dtype
+from loramux.models.layers import HeadNorm, RMSNorm
+from loramux.models.loader import LoadedModel
+from loramux.models.packed_linear import pack_linears
+from loramux.types.model import BaseModelInfo
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+    },
+    "smollm2-135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+}
+# More than any machine has: generated adapters have no file to come back from.
+HOST_BYTES = 2**50
+
+
+def llama_settings(shape: dict[str, Any]) -> dict[str, Any]:
+    """As in a config.json."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        **shape,
+    }
+
+
+def random_model(
+    shape: dict[str, Any],
+    dtype: torch.dtype,
+    *,
+    std: float,
+    device: str = "cuda",
+    seed: int = 0,
+) -> LoadedModel:
+    """The same values for one seed, whatever the dtype, but for their rounding."""
+    config = parse_config(llama_settings(shape))
+    decoder = Decoder(config, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for module in decoder.modules():
+        is_norm = isinstance(module, RMSNorm | HeadNorm)
+        for parameter in module.parameters(recurse=False):
+            noise = torch.randn(parameter.shape, device=device, generator=generator)
+            parameter.data.copy_((noise * 0.1 + 1 if is_norm else noise * std).bfloat16())
+    return LoadedModel(
+        decoder=decoder.eval(),
+        config=config,
+        name="random",
+        tokenizer_folder=Path(),
+        eos_token_ids=(),
+        digest=f"random:{seed}",
+    )
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    group.add_argument("--device", default=default)
+    group.add_argument("--model", choices=SHAPES, help="shapes; the weights are random")
+    group.add_argument("--layers", type=int, help="fewer layers than the model has")
+    group.add_argument("--dtype", default="auto")
+    group.add_argument("--max-batch-tokens", type=int, help="rows of one step")
+    group.add_argument("--max-sequences", type=int, default=256)
+    group.add_argument("--max-model-len", type=int, default=2048)
+    group.add_argument("--device-memory", type=int, metavar="MiB", help="of the page pool")
+    group.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
+
+
+def is_gpu(arguments: argparse.Namespace) -> bool:
+    return str(arguments.device).startswith("cuda")
+
+
+def shape_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    shape = SHAPES[arguments.model]
+    return shape if arguments.layers is None else {**shape, "num_hidden_layers": arguments.layers}
+
+
+def dtype_of(arguments: argparse.Namespace) -> torch.dtype:
+    shapes = base_info(parse_config(llama_settings(shape_of(arguments))), "random")
+    return resolve_dtype(arguments.dtype, arguments.device, num_parameters=shapes.num_parameters)
+
+
+def make_engine(arguments: argparse.Namespace) -> tuple[LoadedModel, Engine]:
+    """The engine that the options describe, on random weights."""
+    began = time.perf_counter()
+    dtype = dtype_of(arguments)
+    model = random_model(shape_of(arguments), dtype, std=0.02, device=arguments.device)
+    config = engine_config(arguments)
+    if not config.is_gpu and not config.wants_device_kernels:
+        pack_linears(model.decoder, byte_limit=total_memory_bytes() // 4)
+    made_s = time.perf_counter() - began
+    engine = build_engine(model, config)
+    print(
+        f"{arguments.model}, {dtype}: weights in {made_s:.1f} s, engine in "
+        f"{time.perf_counter() - began - made_s:.1f} s, a pool of "
+        f"{engine.memory.pool.storage.nbytes / 2**30:.1f} GiB",
+        flush=True,
+    )
+    return model, engine
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    memory = arguments.device_memory
+    if memory is None and not is_gpu(arguments):
+        memory = 1024
+    return EngineConfig(
+        device=arguments.device,
+        dtype=arguments.dtype,
+        device_memory_bytes=None if memory is None else memory * 2**20,
+        host_memory_bytes=HOST_BYTES,
+        max_batch_tokens=arguments.max_batch_tokens or (2048 if is_gpu(arguments) else 512),
+        max_sequences=arguments.max_sequences,
+        max_model_len=arguments.max_model_len,
+        prefix_cache=arguments.prefix_cache,
+    )
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+PROJECTIONS = {"qkvo": ATTENTION, "all": (*ATTENTION, "gate_proj", "up_proj", "down_proj")}
+_STD = 0.02
+
+Kind = tuple[int, str]
+"""(rank, sites)"""
+
+
+class RandomAdapters:
+    """Adapters of one kind share up to `num_images` buffers in host memory; nothing else.
+
+    Each has its own id, record and pages, and is moved by itself: ten thousand are ten thousand to
+    the engine, and their weights need not fit into the machine's memory at once.
+    """
+
+    def __init__(self, engine: Engine, *, num_images: int = 16) -> None:
+        self._engine = engine
+        self._num_images = num_images
+        self._layouts: dict[Kind, DenseLayout | RankBlockLayout] = {}
+        self._buffers: dict[Kind, list[torch.Tensor]] = {}
+        self._numbers = count()
+        self._num_made: Counter[Kind] = Counter()
+        self._image_of: dict[str, tuple[Kind, int]] = {}
+
+    def add(self, ranks: Sequence[int], sites: str) -> list[str]:
+        """Registers an adapter for each rank; returns their ids."""
+        return [self._add_one((rank, sites)) for rank in ranks]
+
+    def forget(self, cids: Iterable[str]) -> None:
+        for cid in cids:
+            assert self._engine.forget_adapter(cid), f"{cid} is in use"
+            del self._image_of[cid]
+
+    def num_bytes(self, rank: int, sites: str) -> int:
+        """Of the weights of one adapter, with what its pages leave empty."""
+        return self._layout((rank, sites)).num_elements * self._dtype.itemsize
+
+    def note(self, cids: Sequence[str]) -> str:
+        num_images = len({self._image_of[cid] for cid in cids})
+        return (
+            f"{len(cids)} adapters with an id, a record and pages each; in host memory they share "
+            f"{num_images} byte images of random weights."
+        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._engine.memory.pool.storage.dtype
+
+    def _add_one(self, kind: Kind) -> str:
+        number = self._num_made[kind] % self._num_images
+        self._num_made[kind] += 1
+        layout, buffer = self._layout(kind), self._buffer(kind, number)
+        cid = f"cidv1:sha256:{next(self._numbers):064x}"
+        image = AdapterImage(cid=cid, layout=layout, buffer=buffer)
+        known = KnownAdapter(
+            cid=cid,
+            folder=Path("no-folder"),
+            num_elements=layout.num_elements,
+            num_bytes=image.num_bytes,
+            max_rank=layout.max_rank,
+            warnings=(),
+        )
+        self._engine.catalog._known[cid] = known
+        self._engine.memory.tiers.host.offer(image)
+        self._image_of[cid] = (kind, number)
+        return cid
+
+    def _layout(self, kind: Kind) -> DenseLayout | RankBlockLayout:
+        if kind not in self._layouts:
+            rank, sites = kind
+            catalog = self._engine.catalog
+            packing, num_layers = catalog.rules.packing, catalog.base.num_layers
+            ranks = {(layer, p): rank for layer in range(num_layers) for p in PROJECTIONS[sites]}
+            if isinstance(packing, PagedPacking):
+                self._layouts[kind] = packing.plan(ranks)
+            else:
+                self._layouts[kind] = plan_dense(packing.sites, ranks)
+        return self._layouts[kind]
+
+    def _buffer(self, kind: Kind, number: int) -> torch.Tensor:
+        buffers = self._buffers.setdefault(kind, [])
+        if len(buffers) <= number:
+            device, size = self._engine.memory.pool.device, self._layout(kind).num_elements
+            noise = torch.randn(size, dtype=self._dtype, device=device)
+            buffer = host_buffer(device)(size, self._dtype).copy_(noise.mul_(_STD))
+            self._shorten(kind, buffer)
+            buffers.append(buffer)
+        return buffers[number]
+
+    def _shorten(self, kind: Kind, buffer: torch.Tensor) -> None:
+        """A in twelve bits where kernels want it so; ranks share a few octets of rows."""
+        layout = self._layout(kind)
+        if not isinstance(layout, RankBlockLayout) or not layout.is_fp12:
+            return
+        sites = self._engine.catalog.rules.packing.sites
+        widths = {name: site.in_features for site in sites for name in site.projections}
+        octets = {width: self._octet(width) for width in set(widths.values())}
+        for (_, name), groups in layout.blocks.items():
+            octet = octets[widths[name]]
+            for group in groups:
+                size = fp12_elements(group.num_ranks, widths[name])
+                buffer[group.a_offset : group.a_offset + size].view(-1, octet.numel()).copy_(octet)
+
+    def _octet(self, width: int) -> torch.Tensor:
+        rows = torch.randn(OCTET, width) * _STD
+        return pack_fp12(rows.to(self._dtype)).view(self._dtype).flatten()
+
+
+def make_adapter(  # noqa: PLR0913
+    folder: Path,
+    base: BaseModelInfo,
+    *,
+    rank: int,
+    seed: int,
+    projections: tuple[str, ...] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """All linear layers unless `projections` names some. B is small but not zero."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = [t for t in base.targets if projections is None or t.projection in projections]
+    tensors = {}
+    for target in targets:
+        a = torch.randn(rank, target.in_features, generator=generator)
+        b = torch.randn(target.out_features, rank, generator=generator)
+        key = f"base_model.model.{target.path}"
+        tensors[f"{key}.lora_A.weight"] = (a / target.in_features**0.5).to(dtype)
+        tensors[f"{key}.lora_B.weight"] = (b * 0.02).to(dtype)
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base.name,
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": sorted({target.projection for target in targets}),
+        "task_type": "CAUSAL_LM",
+    }
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder

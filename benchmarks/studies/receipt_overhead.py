@@ -1,0 +1,202 @@
+"""Tokens/s with a receipt of every answer kept in SQLite, beside the same server without.
+
+    python -m benchmarks.studies.receipt_overhead [--blocks 4] [--rounds 5] [--requests 32]
+
+Two servers run at once and rounds on them take turns, so that a busy minute of the machine falls on
+both; each block starts both anew, in the other order, because two processes of the same program may
+differ by more than receipts cost. What counts is the median over pairs of neighbouring rounds. The
+CPU time of the HTTP process, where receipts are written, is told by itself: the engine's does not
+blur it, and it hardly grows when other programs take the cores. It has steps of 10 ms a round, and
+lacks what is written in the quarter of a second after a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.lib.machine import describe_machine
+from benchmarks.lib.raw_stream import RawStream
+from benchmarks.lib.report import Table, parse_arguments, write_table
+from loramux.registry.records import ReceiptFilter
+from loramux.registry.registry import Registry
+from loramux.registry.rows.receipts import MAX_LIMIT
+from tests.serve_factory import RunningServer, running_server
+
+FIRST_TOKEN, LAST_TOKEN = 100, 30_000
+WITHOUT, WITH = "off", "SQLite"
+CONFIDENCE = 0.95
+MS_PER_S = 1000.0
+NUM_RESAMPLES = 4000
+
+Rounds = dict[str, list["Round"]]
+
+
+@dataclass(frozen=True)
+class Round:
+    tokens_per_s: float
+    http_ms: float
+    """CPU time of the HTTP process for a request."""
+    all_ms: float
+    """The engine's too."""
+
+
+def main() -> None:
+    args = options()
+    machine = describe_machine(args.dtype)
+    with tempfile.TemporaryDirectory() as name:
+        rounds: Rounds = {WITHOUT: [], WITH: []}
+        num_kept = sum(run_block(args, Path(name), i, rounds) for i in range(args.blocks))
+    table = summarize(rounds, num_kept)
+    write_table("receipt-overhead", table, machine, args)
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--requests", type=int, default=32, help="in one round")
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--input", type=int, default=16)
+    parser.add_argument("--output", type=int, default=32)
+    parser.add_argument("--blocks", type=int, default=4, help="starts of both servers")
+    parser.add_argument("--rounds", type=int, default=5, help="on each server in a block")
+    return parse_arguments(parser)
+
+
+def run_block(args: argparse.Namespace, folder: Path, block: int, rounds: Rounds) -> int:
+    """Adds to the rounds; returns how many receipts the registry has at the end."""
+    flags = ["--dtype", args.dtype, "--device-memory", "512MiB", "--served-model-name", "base"]
+    flags += ["--no-prefix-cache", *(["--model", args.model] if args.model else [])]
+    data = {kind: folder / f"{kind}-{block}" for kind in rounds}
+    receipts = {WITHOUT: "off", WITH: "on"}
+    with ExitStack() as stack:
+        servers: dict[str, RunningServer] = {}
+        for kind in in_turn(block):
+            own = ["--data", str(data[kind]), "--receipts", receipts[kind]]
+            running = running_server(folder / f"{kind}-{block}.log", *flags, *own)
+            servers[kind] = stack.enter_context(running)
+        for server in servers.values():
+            run_round(server, args, seed=-1)
+        for number in range(args.rounds):
+            for kind in in_turn(number + block):
+                rounds[kind].append(run_round(servers[kind], args, seed=number))
+                show(kind, rounds[kind][-1])
+    with Registry(data[WITH] / "registry.db") as registry:
+        num_kept = len(registry.find_receipts(ReceiptFilter(limit=MAX_LIMIT)))
+    num_asked = (args.rounds + 1) * args.requests
+    assert num_kept == min(num_asked, MAX_LIMIT), f"{num_kept} of {num_asked} receipts were kept"
+    return num_kept
+
+
+def in_turn(number: int) -> list[str]:
+    """Who goes first changes each time."""
+    return [WITHOUT, WITH] if number % 2 == 0 else [WITH, WITHOUT]
+
+
+def show(kind: str, one: Round) -> None:
+    times = f"CPU ms/request: {one.http_ms:.2f} of {one.all_ms:.1f}"
+    print(f"  {kind:8s} {one.tokens_per_s:8.1f} tok/s  {times}", flush=True)
+
+
+def run_round(server: RunningServer, args: argparse.Namespace, *, seed: int) -> Round:
+    source = random.Random(seed)
+    prompts = [
+        [source.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(args.input)]
+        for _ in range(args.requests)
+    ]
+    http_s, all_s = cpu_seconds(server)
+    start_s = time.perf_counter()
+    asyncio.run(ask_all(server.url, prompts, args.output, args.concurrency))
+    elapsed_s = time.perf_counter() - start_s
+    http_end_s, all_end_s = cpu_seconds(server)
+    return Round(
+        args.requests * args.output / elapsed_s,
+        (http_end_s - http_s) * MS_PER_S / args.requests,
+        (all_end_s - all_s) * MS_PER_S / args.requests,
+    )
+
+
+def cpu_seconds(server: RunningServer) -> tuple[float, float]:
+    """Of the HTTP process, and with its engine."""
+    process = psutil.Process(server.process.pid)
+    used = [sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True))]
+    return used[0], sum(used)
+
+
+async def ask_all(url: str, prompts: list[list[int]], num_output: int, concurrency: int) -> None:
+    places = asyncio.Semaphore(concurrency)
+
+    async def ask(prompt: list[int]) -> None:
+        async with places:
+            stream = RawStream(url, body(prompt, num_output))
+            try:
+                await stream.send()
+                await stream.read_all()
+            finally:
+                stream.close()
+            answer = stream.answer()
+            assert answer.is_whole and answer.num_tokens == num_output, answer
+
+    await asyncio.gather(*(ask(prompt) for prompt in prompts))
+
+
+def body(prompt: list[int], num_output: int) -> dict[str, Any]:
+    settings = {"max_tokens": num_output, "temperature": 0, "ignore_eos": True}
+    return {"model": "base", "prompt": prompt, **settings}
+
+
+def summarize(rounds: Rounds, num_kept: int) -> Table:
+    speeds = {kind: [one.tokens_per_s for one in found] for kind, found in rounds.items()}
+    # The engine's share is taken from the same rounds for both: only the HTTP process is compared.
+    engine_ms = [one.all_ms - one.http_ms for one in rounds[WITHOUT]]
+    costs = {
+        kind: [one.http_ms + other_ms for one, other_ms in zip(found, engine_ms, strict=True)]
+        for kind, found in rounds.items()
+    }
+    http = {kind: [one.http_ms for one in found] for kind, found in rounds.items()}
+    rows = {
+        "tokens/s": speeds,
+        "CPU ms/request, HTTP process": http,
+        "CPU ms/request, with the engine's of the same rounds": costs,
+    }
+    return [row(figure, values, num_kept) for figure, values in rows.items()]
+
+
+def row(figure: str, values: dict[str, list[float]], num_kept: int) -> dict[str, object]:
+    ratios = [b / a for a, b in zip(values[WITHOUT], values[WITH], strict=True)]
+    low, high = interval(ratios)
+    return {
+        "figure": figure,
+        "receipts off": round(statistics.median(values[WITHOUT]), 2),
+        "in SQLite": round(statistics.median(values[WITH]), 2),
+        "median of ratios": round(statistics.median(ratios), 4),
+        "95% interval": f"{low:.4f} to {high:.4f}",
+        "rounds": len(ratios),
+        "receipts kept": num_kept,
+    }
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Of the median, by resampling."""
+    source = random.Random(0)
+    medians = sorted(
+        statistics.median(source.choices(ratios, k=len(ratios))) for _ in range(NUM_RESAMPLES)
+    )
+    outside = int(NUM_RESAMPLES * (1 - CONFIDENCE) / 2)
+    return medians[outside], medians[-1 - outside]
+
+
+if __name__ == "__main__":
+    main()

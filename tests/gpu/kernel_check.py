@@ -1,0 +1,262 @@
+"""Every kernel against its torch twin on the GPU, in bfloat16, float16 and float32."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.lib.timing import capture, print_table
+from loramux.kernels.gpu import elementwise as fused_triton
+from loramux.kernels.gpu import sampling as sampling_triton
+from loramux.kernels.gpu.attention import ops as attention_triton
+from loramux.kernels.gpu.attention import split_kv as attention_items
+from loramux.kernels.gpu.attention import split_kv_device as attention_items_triton
+from loramux.kernels.gpu.attention.split_kv import Cut
+from loramux.kernels.gpu.gemm import small_m as product_triton
+from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
+from loramux.kernels.ops import (
+    ACTIVATIONS,
+    AttendArgs,
+    KVTarget,
+    Norm,
+    PagedLayout,
+    Rotation,
+    SequenceRows,
+)
+from loramux.kernels.reference import attention as attention_torch
+from loramux.kernels.reference import elementwise as fused_torch
+from loramux.kernels.reference import sampling as sampling_torch
+
+DEVICE = torch.device("cuda")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
+"""Of |out - twin| / |twin|, the twin in float64 where it can be."""
+
+MIXES = {
+    "decodes": [(511, 1), (3, 1), (0, 1), (1500, 1), (64, 1), (63, 1)],
+    "one long decode": [(9000, 1)],
+    "prompts": [(0, 200), (0, 7), (100, 150)],
+    "short end of a long prompt": [(5000, 40)],
+    "mixed": [(700, 1), (0, 300), (33, 2), (250, 129), (17, 1)],
+}
+SHAPES = [(8, 4, 128), (2, 7, 64), (3, 3, 80), (1, 8, 256), (4, 1, 16)]
+"""kv heads, query heads for each, head dim"""
+
+
+Errors = dict[tuple[str, torch.dtype], float]
+
+
+def check_all() -> None:
+    """Each job in a process of its own: nearly all of the time goes to compiling kernels."""
+    jobs: list[tuple[Any, ...]] = [(check_items,), (check_sampling,)]
+    for dtype in DTYPES:
+        jobs += [(check_attention, dtype, shape) for shape in SHAPES]
+        jobs += [(check_decode_graph, dtype, shape) for shape in SHAPES]
+        jobs += [(check_fused, dtype), (check_products, dtype)]
+    worst: Errors = {}
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for future in [pool.submit(*job) for job in jobs]:
+            for key, error in future.result().items():
+                worst[key] = max(worst.get(key, 0.0), error)
+    names = sorted({name for name, _ in worst})
+    rows = [
+        [name, *(f"{worst[name, d]:.1e}" if (name, d) in worst else "" for d in DTYPES)]
+        for name in names
+    ]
+    print_table(["relative error to the twin", *(str(d)[6:] for d in DTYPES)], rows)
+    bad = [key for key, error in worst.items() if error > LIMITS[key[1]]]
+    if bad:
+        raise SystemExit(f"too far from the twin: {bad}")
+
+
+def add(errors: Errors, name: str, actual: Tensor, expected: Tensor) -> None:
+    error = float((actual.double() - expected.double()).norm() / expected.double().norm())
+    key = (name, actual.dtype)
+    errors[key] = max(errors.get(key, 0.0), error if error == error else math.inf)
+
+
+def check_attention(dtype: torch.dtype, shape: tuple[int, int, int]) -> Errors:
+    errors: Errors = {}
+    kv_heads, group, dim = shape
+    variants = {"attend": AttendArgs(layer=1, scale=0.09)}
+    if shape in SHAPES[:2]:
+        variants["attend, window"] = AttendArgs(layer=0, scale=0.09, sliding_window=100)
+        variants["attend, softcap"] = AttendArgs(layer=1, scale=0.2, softcap=5.0)
+    layout = PagedLayout(2, kv_heads, dim, 16)
+    for mix in MIXES.values():
+        sequences, storage = make_sequences(mix, layout, dtype)
+        num_rows = sum(rows for _, rows in mix)
+        # With gaps between rows, as the decoder hands them over.
+        wide = torch.randn(num_rows, (group + 2) * kv_heads, dim, dtype=dtype, device=DEVICE)
+        q, k, v = wide.split([group * kv_heads, kv_heads, kv_heads], dim=1)
+        for name, args in variants.items():
+            plan = attention_triton.plan(sequences, layout, DEVICE)
+            plan.write_kv(storage, args.layer, k, v)
+            twin_storage, twin_plan = (
+                storage.double(),
+                attention_torch.plan(sequences, layout, DEVICE),
+            )
+            twin_plan.write_kv(twin_storage, args.layer, k.double(), v.double())
+            assert torch.equal(twin_storage.to(dtype), storage)
+            expected = twin_plan.attend(twin_storage, q.double(), args)
+            # Twice: the counters of the first must be back at zero.
+            for _ in range(2):
+                add(errors, name, plan.attend(storage, q, args), expected)
+    return errors
+
+
+def check_decode_graph(dtype: torch.dtype, shape: tuple[int, int, int]) -> Errors:
+    """In a CUDA graph, twice, with other lengths the second time."""
+    errors: Errors = {}
+    kv_heads, group, dim = shape
+    num_rotated = (group + 1) * kv_heads
+    layout = PagedLayout(2, kv_heads, dim, 16)
+    lengths = [[1, 700, 0, 33, 4000, 16, 17], [2, 65, 1200, 0, 18, 64, 700]]
+    batch, width = len(lengths[0]), 4000 // 16 + 1
+    pages = torch.randperm(batch * width, device=DEVICE).int().view(batch, width)
+    page = layout.num_layers * 2 * layout.block_tokens * kv_heads * dim
+    storage = torch.randn(batch * width, page, dtype=dtype, device=DEVICE)
+    qkv = torch.randn(batch, (num_rotated + kv_heads) * dim, dtype=dtype, device=DEVICE)
+    cos, sin = torch.randn(2, batch, dim // 2, device=DEVICE)
+    cos, sin = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
+    norm = Norm(torch.randn(num_rotated, dim, dtype=dtype, device=DEVICE), 1e-6)
+    rotation = Rotation(cos, sin, norm if shape in SHAPES[1:3] else None)
+    args = AttendArgs(layer=1, scale=0.09, sliding_window=300 if shape == SHAPES[1] else None)
+    like = qkv.view(batch, -1, dim)[:, : group * kv_heads]
+    plan = attention_triton.plan_decodes(pages, layout, like, (args.sliding_window,))
+    num_tokens = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+    outs: list[Tensor] = []
+
+    def work() -> None:
+        plan.partition(num_tokens)
+        target = KVTarget(storage, plan.slots, layout, 1)
+        q = fused_triton.rotate_write(qkv.clone(), rotation, target)
+        outs.append(plan.attend(storage, q, args))
+
+    graph = capture(work)
+    for some in lengths:
+        num_tokens.copy_(torch.tensor(some))
+        twin_storage = storage.clone()
+        graph.replay()
+        slots = attention_items.last_slots(num_tokens, pages, layout)
+        target = KVTarget(twin_storage, slots, layout, 1)
+        q = fused_torch.rotate_write(qkv.clone(), rotation, target)
+        rows = [i for i, n in enumerate(some) if n]
+        sequences = [SequenceRows(i, 1, some[i] - 1, pages[i].tolist()) for i in rows]
+        twin_plan = attention_torch.plan(sequences, layout, DEVICE)
+        expected = twin_plan.attend(twin_storage.double(), q.double(), args)
+        add(errors, "decode graph", outs[-1][rows], expected[rows])
+        add(errors, "decode graph, pages", storage, twin_storage)
+    return errors
+
+
+def make_sequences(
+    mix: list[tuple[int, int]], layout: PagedLayout, dtype: torch.dtype
+) -> tuple[list[SequenceRows], Tensor]:
+    needed = [-(-(start + rows) // layout.block_tokens) for start, rows in mix]
+    order = torch.randperm(sum(needed) + 3).tolist()
+    sequences, row = [], 0
+    for (start, rows), num_pages in zip(mix, needed, strict=True):
+        pages, order = order[:num_pages], order[num_pages:]
+        sequences.append(SequenceRows(row, rows, start, pages))
+        row += rows
+    page = layout.num_layers * 2 * layout.block_tokens * layout.num_kv_heads * layout.head_dim
+    return sequences, torch.randn(sum(needed) + 3, page, dtype=dtype, device=DEVICE)
+
+
+def check_fused(dtype: torch.dtype) -> Errors:
+    errors: Errors = {}
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device=DEVICE)
+
+    for rows, hidden in ((1, 4096), (5, 2304), (33, 576)):
+        for x, after in ((None, None), (random(rows, hidden), None), (random(rows, hidden),) * 2):
+            weight, residual = random(hidden), random(rows, hidden)
+            after_norm = None if after is None else Norm(after[0], 1e-6)
+            outs = []
+            for kernels in (fused_triton, fused_torch):
+                own = residual.clone()
+                normed = kernels.add_norm(x, own, Norm(weight, 1e-5), after_norm)
+                outs.append((normed, own))
+            add(errors, "add_norm", outs[0][0], outs[1][0])
+            add(errors, "add_norm, residual", outs[0][1], outs[1][1])
+        for activation in ACTIVATIONS:
+            gate_up = random(rows, 2 * hidden)
+            expected = fused_torch.activate_mul(gate_up, activation)
+            add(errors, activation, fused_triton.activate_mul(gate_up, activation), expected)
+    for kv_heads, group, dim in SHAPES:
+        check_rotate_write(errors, PagedLayout(3, kv_heads, dim, 16), group, dtype)
+    return errors
+
+
+def check_products(dtype: torch.dtype) -> Errors:
+    errors: Errors = {}
+    for outputs, inputs in ((6144, 4096), (576, 1536), (1000, 720)):
+        weight = torch.randn(outputs, inputs, device=DEVICE).to(dtype)
+        for rows in (1, 2, 3, 16, 24, product_triton.MOST_ROWS):
+            x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
+            y = x.new_empty(rows, outputs)
+            product_triton.product(x, weight, y)
+            add(errors, "product of few rows", y, x.double() @ weight.double().t())
+        for rows in (33, 64, 65, 128):
+            x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
+            if gate_up_triton.supports(x, weight):
+                for activation in ACTIVATIONS:
+                    expected = fused_torch.linear_swiglu(x, weight, activation)
+                    found = gate_up_triton.linear_swiglu(x, weight, activation)
+                    add(errors, f"gate and up, {activation}", found, expected)
+    return errors
+
+
+def check_rotate_write(errors: Errors, layout: PagedLayout, group: int, dtype: torch.dtype) -> None:
+    rows, dim = 6, layout.head_dim
+    num_rotated = (group + 1) * layout.num_kv_heads
+    slots = torch.tensor([5, 17, -1, 90, 64, 0], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor([0, 1, 2, 100, 4095, 131_000], dtype=torch.int32, device=DEVICE)
+    frequencies = 500_000.0 ** -(torch.arange(dim, device=DEVICE) % (dim // 2) * 2 / dim)
+    signs = torch.where(torch.arange(dim, device=DEVICE) < dim // 2, -1.0, 1.0)
+    cos, sin = fused_triton.rotation(positions, frequencies, signs, 1.0)
+    twins = fused_torch.rotation(positions, frequencies, signs, 1.0)
+    add(errors, "rotation", torch.cat((cos, sin)), torch.cat(twins))
+    weight = torch.randn(num_rotated, dim, dtype=dtype, device=DEVICE)
+    width = (num_rotated + layout.num_kv_heads) * dim
+    for head_norm in (None, Norm(weight, 1e-6)):
+        qkv = torch.randn(rows, width, dtype=dtype, device=DEVICE)
+        storage = torch.randn(6, 3 * 2 * 16 * layout.num_kv_heads * dim, dtype=dtype, device=DEVICE)
+        outs = []
+        for kernels in (fused_triton, fused_torch):
+            target = KVTarget(storage.clone(), slots, layout, 1)
+            q = kernels.rotate_write(qkv.clone(), Rotation(cos, sin, head_norm), target)
+            outs.append((q, target.storage))
+        add(errors, "rotate_write, q", outs[0][0], outs[1][0])
+        add(errors, "rotate_write, pages", outs[0][1], outs[1][1])
+
+
+def check_items() -> Errors:
+    for window in (None, 100):
+        lengths = [0, 1, 64, 65, 700, 0, 20_000]
+        cut = Cut(rows=1, tile_tokens=64, num_shares=33, window=window)
+        num_tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        actual = attention_items_triton.cut_decodes(num_tokens, cut)
+        assert torch.equal(actual, attention_items.cut_decodes(num_tokens, cut))
+    return {}
+
+
+def check_sampling() -> Errors:
+    rows, vocab = 256, 128_256
+    logits = torch.randn(rows, vocab, device=DEVICE) * 3
+    temperatures = torch.rand(rows, device=DEVICE) * (torch.rand(rows, device=DEVICE) > 0.3)
+    noise = torch.rand(rows, dtype=torch.float64, device=DEVICE)
+    actual = sampling_triton.choose_tokens(logits, temperatures, noise)
+    expected = sampling_torch.choose_tokens(logits, temperatures, noise)
+    print(
+        f"sampled tokens that differ from the twin's: {int((actual != expected).sum())} of {rows}"
+    )
+    assert int((actual != expected).sum()) <= 1
+    return {}
