@@ -1,7 +1,14 @@
-"""Every kernel against its torch twin on the GPU, in bfloat16, float16 and float32."""
+"""Compare every attention, elementwise, GEMM and sampling kernel with its torch reference on a GPU.
+
+    python -m tests.gpu.kernel_check
+
+Each check runs in bfloat16, float16 and float32, and in a process of its own, because most of the
+time is spent compiling kernels. It needs an NVIDIA GPU.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -10,15 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.lib.timing import capture, print_table
-from loramux.kernels.gpu import elementwise as fused_triton
-from loramux.kernels.gpu import sampling as sampling_triton
-from loramux.kernels.gpu.attention import ops as attention_triton
-from loramux.kernels.gpu.attention import split_kv as attention_items
-from loramux.kernels.gpu.attention import split_kv_device as attention_items_triton
+from benchmarks.lib.machine import describe_machine
+from benchmarks.lib.report import Section, Table, parse_arguments, start_report
+from benchmarks.lib.timing import capture
+from loramux.kernels.gpu import elementwise, sampling
+from loramux.kernels.gpu.attention import ops as attention
+from loramux.kernels.gpu.attention import split_kv, split_kv_device
 from loramux.kernels.gpu.attention.split_kv import Cut
-from loramux.kernels.gpu.gemm import small_m as product_triton
-from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
+from loramux.kernels.gpu.gemm import small_m, swiglu
 from loramux.kernels.ops import (
     ACTIVATIONS,
     AttendArgs,
@@ -28,50 +34,63 @@ from loramux.kernels.ops import (
     Rotation,
     SequenceRows,
 )
-from loramux.kernels.reference import attention as attention_torch
-from loramux.kernels.reference import elementwise as fused_torch
-from loramux.kernels.reference import sampling as sampling_torch
+from loramux.kernels.reference import attention as attention_reference
+from loramux.kernels.reference import elementwise as elementwise_reference
+from loramux.kernels.reference import sampling as sampling_reference
 
 DEVICE = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
-"""Of |out - twin| / |twin|, the twin in float64 where it can be."""
+"""Largest |out - reference| / |reference|; the reference is computed in float64 where possible."""
 
 MIXES = {
     "decodes": [(511, 1), (3, 1), (0, 1), (1500, 1), (64, 1), (63, 1)],
     "one long decode": [(9000, 1)],
-    "prompts": [(0, 200), (0, 7), (100, 150)],
-    "short end of a long prompt": [(5000, 40)],
+    "prefill": [(0, 200), (0, 7), (100, 150)],
+    "last chunk of a long prefill": [(5000, 40)],
     "mixed": [(700, 1), (0, 300), (33, 2), (250, 129), (17, 1)],
 }
 SHAPES = [(8, 4, 128), (2, 7, 64), (3, 3, 80), (1, 8, 256), (4, 1, 16)]
-"""kv heads, query heads for each, head dim"""
+"""(KV heads, query heads per KV head, head dimension)"""
 
 
 Errors = dict[tuple[str, torch.dtype], float]
 
 
-def check_all() -> None:
-    """Each job in a process of its own: nearly all of the time goes to compiling kernels."""
+def check_all() -> Errors:
+    """Run all checks and return the largest error of each kernel and dtype."""
     jobs: list[tuple[Any, ...]] = [(check_items,), (check_sampling,)]
     for dtype in DTYPES:
         jobs += [(check_attention, dtype, shape) for shape in SHAPES]
         jobs += [(check_decode_graph, dtype, shape) for shape in SHAPES]
-        jobs += [(check_fused, dtype), (check_products, dtype)]
+        jobs += [(check_elementwise, dtype), (check_gemm, dtype)]
     worst: Errors = {}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         for future in [pool.submit(*job) for job in jobs]:
             for key, error in future.result().items():
                 worst[key] = max(worst.get(key, 0.0), error)
-    names = sorted({name for name, _ in worst})
-    rows = [
-        [name, *(f"{worst[name, d]:.1e}" if (name, d) in worst else "" for d in DTYPES)]
-        for name in names
+    return worst
+
+
+def section_of(worst: Errors) -> Section:
+    rows: Table = [
+        {"kernel": name, **{str(d)[6:]: worst.get((name, d)) for d in DTYPES}}
+        for name in sorted({name for name, _ in worst})
     ]
-    print_table(["relative error to the twin", *(str(d)[6:] for d in DTYPES)], rows)
-    bad = [key for key, error in worst.items() if error > LIMITS[key[1]]]
-    if bad:
-        raise SystemExit(f"too far from the twin: {bad}")
+    return Section(title="Relative error to the torch reference", rows=rows)
+
+
+def main() -> None:
+    arguments = parse_arguments(argparse.ArgumentParser(description=__doc__))
+    if not torch.cuda.is_available():
+        raise SystemExit("The kernels are compared on an NVIDIA GPU, and there is none.")
+    out = start_report("kernel-check", arguments, describe_machine("all", "cuda"))
+    worst = check_all()
+    out.add(section_of(worst))
+    out.finish()
+    wrong = [key for key, error in worst.items() if error > LIMITS[key[1]]]
+    if wrong:
+        raise SystemExit(f"beyond the limit: {wrong}")
 
 
 def add(errors: Errors, name: str, actual: Tensor, expected: Tensor) -> None:
@@ -91,27 +110,27 @@ def check_attention(dtype: torch.dtype, shape: tuple[int, int, int]) -> Errors:
     for mix in MIXES.values():
         sequences, storage = make_sequences(mix, layout, dtype)
         num_rows = sum(rows for _, rows in mix)
-        # With gaps between rows, as the decoder hands them over.
+        # Strided queries, as the decoder passes them.
         wide = torch.randn(num_rows, (group + 2) * kv_heads, dim, dtype=dtype, device=DEVICE)
         q, k, v = wide.split([group * kv_heads, kv_heads, kv_heads], dim=1)
         for name, args in variants.items():
-            plan = attention_triton.plan(sequences, layout, DEVICE)
+            plan = attention.plan(sequences, layout, DEVICE)
             plan.write_kv(storage, args.layer, k, v)
-            twin_storage, twin_plan = (
+            reference_storage, reference_plan = (
                 storage.double(),
-                attention_torch.plan(sequences, layout, DEVICE),
+                attention_reference.plan(sequences, layout, DEVICE),
             )
-            twin_plan.write_kv(twin_storage, args.layer, k.double(), v.double())
-            assert torch.equal(twin_storage.to(dtype), storage)
-            expected = twin_plan.attend(twin_storage, q.double(), args)
-            # Twice: the counters of the first must be back at zero.
+            reference_plan.write_kv(reference_storage, args.layer, k.double(), v.double())
+            assert torch.equal(reference_storage.to(dtype), storage)
+            expected = reference_plan.attend(reference_storage, q.double(), args)
+            # Twice, since the first run must reset the semaphores.
             for _ in range(2):
                 add(errors, name, plan.attend(storage, q, args), expected)
     return errors
 
 
 def check_decode_graph(dtype: torch.dtype, shape: tuple[int, int, int]) -> Errors:
-    """In a CUDA graph, twice, with other lengths the second time."""
+    """Replay a CUDA graph twice, with other lengths the second time."""
     errors: Errors = {}
     kv_heads, group, dim = shape
     num_rotated = (group + 1) * kv_heads
@@ -128,30 +147,30 @@ def check_decode_graph(dtype: torch.dtype, shape: tuple[int, int, int]) -> Error
     rotation = Rotation(cos, sin, norm if shape in SHAPES[1:3] else None)
     args = AttendArgs(layer=1, scale=0.09, sliding_window=300 if shape == SHAPES[1] else None)
     like = qkv.view(batch, -1, dim)[:, : group * kv_heads]
-    plan = attention_triton.plan_decodes(pages, layout, like, (args.sliding_window,))
+    plan = attention.plan_decodes(pages, layout, like, (args.sliding_window,))
     num_tokens = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
     outs: list[Tensor] = []
 
     def work() -> None:
         plan.partition(num_tokens)
         target = KVTarget(storage, plan.slots, layout, 1)
-        q = fused_triton.rotate_write(qkv.clone(), rotation, target)
+        q = elementwise.rotate_write(qkv.clone(), rotation, target)
         outs.append(plan.attend(storage, q, args))
 
     graph = capture(work)
     for some in lengths:
         num_tokens.copy_(torch.tensor(some))
-        twin_storage = storage.clone()
+        reference_storage = storage.clone()
         graph.replay()
-        slots = attention_items.last_slots(num_tokens, pages, layout)
-        target = KVTarget(twin_storage, slots, layout, 1)
-        q = fused_torch.rotate_write(qkv.clone(), rotation, target)
+        slots = split_kv.last_slots(num_tokens, pages, layout)
+        target = KVTarget(reference_storage, slots, layout, 1)
+        q = elementwise_reference.rotate_write(qkv.clone(), rotation, target)
         rows = [i for i, n in enumerate(some) if n]
         sequences = [SequenceRows(i, 1, some[i] - 1, pages[i].tolist()) for i in rows]
-        twin_plan = attention_torch.plan(sequences, layout, DEVICE)
-        expected = twin_plan.attend(twin_storage.double(), q.double(), args)
+        reference_plan = attention_reference.plan(sequences, layout, DEVICE)
+        expected = reference_plan.attend(reference_storage.double(), q.double(), args)
         add(errors, "decode graph", outs[-1][rows], expected[rows])
-        add(errors, "decode graph, pages", storage, twin_storage)
+        add(errors, "decode graph, pages", storage, reference_storage)
     return errors
 
 
@@ -169,7 +188,7 @@ def make_sequences(
     return sequences, torch.randn(sum(needed) + 3, page, dtype=dtype, device=DEVICE)
 
 
-def check_fused(dtype: torch.dtype) -> Errors:
+def check_elementwise(dtype: torch.dtype) -> Errors:
     errors: Errors = {}
 
     def random(*shape: int) -> Tensor:
@@ -180,7 +199,7 @@ def check_fused(dtype: torch.dtype) -> Errors:
             weight, residual = random(hidden), random(rows, hidden)
             after_norm = None if after is None else Norm(after[0], 1e-6)
             outs = []
-            for kernels in (fused_triton, fused_torch):
+            for kernels in (elementwise, elementwise_reference):
                 own = residual.clone()
                 normed = kernels.add_norm(x, own, Norm(weight, 1e-5), after_norm)
                 outs.append((normed, own))
@@ -188,29 +207,29 @@ def check_fused(dtype: torch.dtype) -> Errors:
             add(errors, "add_norm, residual", outs[0][1], outs[1][1])
         for activation in ACTIVATIONS:
             gate_up = random(rows, 2 * hidden)
-            expected = fused_torch.activate_mul(gate_up, activation)
-            add(errors, activation, fused_triton.activate_mul(gate_up, activation), expected)
+            expected = elementwise_reference.activate_mul(gate_up, activation)
+            add(errors, activation, elementwise.activate_mul(gate_up, activation), expected)
     for kv_heads, group, dim in SHAPES:
         check_rotate_write(errors, PagedLayout(3, kv_heads, dim, 16), group, dtype)
     return errors
 
 
-def check_products(dtype: torch.dtype) -> Errors:
+def check_gemm(dtype: torch.dtype) -> Errors:
     errors: Errors = {}
     for outputs, inputs in ((6144, 4096), (576, 1536), (1000, 720)):
         weight = torch.randn(outputs, inputs, device=DEVICE).to(dtype)
-        for rows in (1, 2, 3, 16, 24, product_triton.MOST_ROWS):
+        for rows in (1, 2, 3, 16, 24, small_m.MOST_ROWS):
             x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
             y = x.new_empty(rows, outputs)
-            product_triton.product(x, weight, y)
-            add(errors, "product of few rows", y, x.double() @ weight.double().t())
+            small_m.product(x, weight, y)
+            add(errors, "small-M GEMM", y, x.double() @ weight.double().t())
         for rows in (33, 64, 65, 128):
             x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
-            if gate_up_triton.supports(x, weight):
+            if swiglu.supports(x, weight):
                 for activation in ACTIVATIONS:
-                    expected = fused_torch.linear_swiglu(x, weight, activation)
-                    found = gate_up_triton.linear_swiglu(x, weight, activation)
-                    add(errors, f"gate and up, {activation}", found, expected)
+                    expected = elementwise_reference.linear_swiglu(x, weight, activation)
+                    found = swiglu.linear_swiglu(x, weight, activation)
+                    add(errors, f"SwiGLU GEMM, {activation}", found, expected)
     return errors
 
 
@@ -221,16 +240,16 @@ def check_rotate_write(errors: Errors, layout: PagedLayout, group: int, dtype: t
     positions = torch.tensor([0, 1, 2, 100, 4095, 131_000], dtype=torch.int32, device=DEVICE)
     frequencies = 500_000.0 ** -(torch.arange(dim, device=DEVICE) % (dim // 2) * 2 / dim)
     signs = torch.where(torch.arange(dim, device=DEVICE) < dim // 2, -1.0, 1.0)
-    cos, sin = fused_triton.rotation(positions, frequencies, signs, 1.0)
-    twins = fused_torch.rotation(positions, frequencies, signs, 1.0)
-    add(errors, "rotation", torch.cat((cos, sin)), torch.cat(twins))
+    cos, sin = elementwise.rotation(positions, frequencies, signs, 1.0)
+    expected = elementwise_reference.rotation(positions, frequencies, signs, 1.0)
+    add(errors, "rotation", torch.cat((cos, sin)), torch.cat(expected))
     weight = torch.randn(num_rotated, dim, dtype=dtype, device=DEVICE)
     width = (num_rotated + layout.num_kv_heads) * dim
     for head_norm in (None, Norm(weight, 1e-6)):
         qkv = torch.randn(rows, width, dtype=dtype, device=DEVICE)
         storage = torch.randn(6, 3 * 2 * 16 * layout.num_kv_heads * dim, dtype=dtype, device=DEVICE)
         outs = []
-        for kernels in (fused_triton, fused_torch):
+        for kernels in (elementwise, elementwise_reference):
             target = KVTarget(storage.clone(), slots, layout, 1)
             q = kernels.rotate_write(qkv.clone(), Rotation(cos, sin, head_norm), target)
             outs.append((q, target.storage))
@@ -243,8 +262,8 @@ def check_items() -> Errors:
         lengths = [0, 1, 64, 65, 700, 0, 20_000]
         cut = Cut(rows=1, tile_tokens=64, num_shares=33, window=window)
         num_tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        actual = attention_items_triton.cut_decodes(num_tokens, cut)
-        assert torch.equal(actual, attention_items.cut_decodes(num_tokens, cut))
+        actual = split_kv_device.cut_decodes(num_tokens, cut)
+        assert torch.equal(actual, split_kv.cut_decodes(num_tokens, cut))
     return {}
 
 
@@ -253,10 +272,14 @@ def check_sampling() -> Errors:
     logits = torch.randn(rows, vocab, device=DEVICE) * 3
     temperatures = torch.rand(rows, device=DEVICE) * (torch.rand(rows, device=DEVICE) > 0.3)
     noise = torch.rand(rows, dtype=torch.float64, device=DEVICE)
-    actual = sampling_triton.choose_tokens(logits, temperatures, noise)
-    expected = sampling_torch.choose_tokens(logits, temperatures, noise)
+    actual = sampling.choose_tokens(logits, temperatures, noise)
+    expected = sampling_reference.choose_tokens(logits, temperatures, noise)
     print(
-        f"sampled tokens that differ from the twin's: {int((actual != expected).sum())} of {rows}"
+        f"sampled tokens that differ from the reference: {int((actual != expected).sum())} of {rows}"
     )
     assert int((actual != expected).sum()) <= 1
     return {}
+
+
+if __name__ == "__main__":
+    main()
