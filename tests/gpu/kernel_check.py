@@ -275,7 +275,7 @@ def check_sampling() -> Errors:
     actual = sampling.choose_tokens(logits, temperatures, noise)
     expected = sampling_reference.choose_tokens(logits, temperatures, noise)
     print(
-        f"sampled tokens that differ from the reference: {int((actual != expected).sum())} of {rows}"
+        f"sampled tokens unlike the reference: {int((actual != expected).sum())} of {rows}"
     )
     assert int((actual != expected).sum()) <= 1
     return {}

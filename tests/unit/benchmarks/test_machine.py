@@ -25,7 +25,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def test_samples_are_averaged_and_the_program_ends(
+def test_samples_are_averaged_and_nvidia_smi_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, monkeypatch)
@@ -41,7 +41,7 @@ def test_samples_are_averaged_and_the_program_ends(
     assert "--id=2" in (tmp_path / "arguments").read_text()
 
 
-def test_a_machine_without_the_program_tells_nothing(
+def test_without_nvidia_smi_there_are_no_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -50,7 +50,7 @@ def test_a_machine_without_the_program_tells_nothing(
 
 
 @pytest.mark.parametrize(("value", "device"), [("3,1", 3), ("GPU-8f2", 0), ("", 0)])
-def test_the_card_is_the_one_that_the_process_may_use(
+def test_the_metered_gpu_is_the_first_visible_one(
     value: str, device: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)

@@ -1,4 +1,4 @@
-"""`loramux bench goals`: the real programs on a tiny engine, and what becomes of their figures."""
+"""`loramux bench goals`: its programs on a tiny engine, and the figures of their records."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks import goals as bench_goals
-from benchmarks import step as bench_step
+from benchmarks import goals, step
 from benchmarks.goals import (
     PARTS,
     Figure,
+    Process,
     case_figures,
     load_figures,
+    make_parser,
+    processes,
+    reference_figures,
     trace_figures,
-    twin_figures,
 )
 from benchmarks.lib.lora_cases import Case
 from tests.gpu.reference_check import ERROR
@@ -38,10 +40,10 @@ SMALLER = {
 
 
 def run_goals(arguments: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
-    words = ["bench_goals", *arguments, "--out", str(folder), "--name", "found"]
+    words = ["goals", *arguments, "--out", str(folder), "--name", "found"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as stopped:
-        bench_goals.main()
+        goals.main()
     return int(stopped.value.code or 0)
 
 
@@ -50,37 +52,65 @@ def sections_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {section["title"]: section["rows"] for section in record["sections"]}
 
 
-def run_here(name: str, words: list[str], *, out: Path, file_name: str, limit_s: float) -> str:
-    """In this process: seven others would import torch seven times."""
-    program = importlib.import_module(f"benchmarks.{PARTS[name].program}")
+def run_here(process: Process, *, out: Path, file_name: str, limit_s: float) -> str:
+    """Run a program in this process instead of in seven that import torch."""
+    program = importlib.import_module(process.words[0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [name, *words, "--out", str(out), "--name", file_name])
+        words = [*process.words, "--out", str(out), "--name", file_name]
+        patch.setattr(sys, "argv", words)
         program.main()
     return ""
 
 
-def test_every_part_has_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_goals, "run_part", run_here)
+def test_every_part_has_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goals, "run_process", run_here)
     cases = [Case(1, "qkvo", "identical", 6), Case(4, "all", "distinct", 1e9)]
-    monkeypatch.setattr(bench_step, "CASES", cases)
+    monkeypatch.setattr(step, "CASES", cases)
     extra = [f"--with={name}={words}" for name, words in SMALLER.items()]
-    # Twins need a GPU: test_gpu_twin_check.
+    # The part "reference" needs a GPU; test_reference_check.py tests it in the interpreter.
     extra += ["--parts", ",".join(SMALLER)]
     assert run_goals(extra, monkeypatch, tmp_path) == 0
     found = sections_of(tmp_path)
     assert {name: len(rows) for name, rows in found.items()} == {
-        # Tokens two ways, logits in two dtypes; two batches, transformers; by tokens and requests.
+        # Tokens in two engines, logits in two dtypes; two batches, transformers; two ratios each.
         **{"check": 4, "step": 3, "cases": 2, "trace": 4, "registered": 2, "loads": 6, "base": 1}
     }
     assert all(row["measured"] is not None for rows in found.values() for row in rows)
-    answers = [row for row in found["check"] if "differ" in row["figure"]]
-    assert [row["holds"] for row in answers] == ["yes", "yes"]
+    tokens = [row for row in found["check"] if "differ" in row["figure"]]
+    assert [row["holds"] for row in tokens] == ["yes", "yes"]
     assert found["cases"][1]["holds"] == "yes"
     for name in SMALLER:
         assert (tmp_path / f"found-{name}.md").is_file()
 
 
-def test_a_part_that_fails_is_said_so(
+def test_quick_runs_the_trace_parts_in_one_process() -> None:
+    quick = processes(make_parser().parse_args(["--quick"]))
+    assert [process.parts for process in quick] == [
+        *(("check",), ("reference",), ("step",), ("cases",)),
+        ("trace", "registered", "loads", "base"),
+    ]
+    assert quick[-1].words[-2:] == ("--scenarios", "many,few,registered,loads,base")
+    full = processes(make_parser().parse_args([]))
+    assert [process.parts for process in full] == [(name,) for name in PARTS]
+
+
+def test_quick_options_are_options_of_the_programs() -> None:
+    for process in processes(make_parser().parse_args(["--quick"])):
+        program = importlib.import_module(process.words[0])
+        if hasattr(program, "make_parser"):
+            program.make_parser().parse_args(process.words[1:])
+
+
+def test_a_part_takes_its_figures_from_its_own_scenarios(tmp_path: Path) -> None:
+    record = tmp_path / "found.json"
+    sections = [{"name": "few", "rows": []}, {"name": "base", "rows": []}]
+    record.write_text(json.dumps({"sections": sections}))
+    assert PARTS["base"].sections_of(record) == sections[1:]
+    assert PARTS["step"].sections_of(record) == sections
+    assert PARTS["base"].sections_of(tmp_path / "missing.json") == []
+
+
+def test_a_failed_part_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = ["--parts", "cases", "--with", "cases=--nonsense"]
@@ -90,7 +120,7 @@ def test_a_part_that_fails_is_said_so(
     assert "0 of 1 hold" in capsys.readouterr().out
 
 
-def test_a_part_has_so_much_time_and_then_the_next_one_runs(
+def test_a_part_that_exceeds_its_limit_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["--parts", "step,trace", "--limit", "0.01"]
@@ -101,25 +131,27 @@ def test_a_part_has_so_much_time_and_then_the_next_one_runs(
 
 
 @pytest.mark.parametrize("wrong", ["steps=--steps 9", "step"])
-def test_what_is_no_argument_of_a_part_is_refused(
+def test_arguments_for_an_unknown_part_are_rejected(
     wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_goals", "--with", wrong])
+    monkeypatch.setattr(sys, "argv", ["goals", "--with", wrong])
     with pytest.raises(SystemExit):
-        bench_goals.main()
-    assert "is not PART=ARGUMENTS; parts are check, twins, step" in capsys.readouterr().err
+        goals.main()
+    assert "is not PART=ARGUMENTS; parts are check, reference, step" in capsys.readouterr().err
 
 
-def test_a_goal_is_the_least_or_the_most() -> None:
+def test_a_goal_is_a_lower_or_an_upper_bound() -> None:
     assert Figure("speed", 0.95, 0.95).holds and not Figure("speed", 0.949, 0.95).holds
-    assert Figure("time", 6, 6, is_most=True).holds and not Figure("time", 6.1, 6, True).holds
+    assert (
+        Figure("time", 6, 6, is_upper_bound=True).holds and not Figure("time", 6.1, 6, True).holds
+    )
     assert Figure("time", 6.1, 6, True).row() == {
         **{"figure": "time", "measured": 6.1, "goal": "<= 6", "holds": "no"}
     }
 
 
 def test_a_case_is_compared_with_the_best_peer() -> None:
-    row = {"rows": 1, "sites": "all", "adapters": 1, "LoRA us a layer": 5.0, "goal us": 12}
+    row = {"tokens": 1, "sites": "all", "adapters": 1, "LoRA us per layer": 5.0, "goal us": 12}
     peers = {
         "ours, kernels added": 1.0,
         "vllm added": 20.0,
@@ -127,11 +159,11 @@ def test_a_case_is_compared_with_the_best_peer() -> None:
         "old added": None,
     }
     own, best = case_figures([{"rows": [{**row, **peers}]}])
-    assert own.value == 5.0 and own.is_most and best.value == 0.5
+    assert own.value == 5.0 and own.is_upper_bound and best.value == 0.5
     assert len(case_figures([{"rows": [row]}])) == 1
 
 
-def test_the_trace_of_many_has_a_goal_of_its_own() -> None:
+def test_the_trace_over_many_adapters_has_a_goal_of_its_own() -> None:
     rows = [
         {"run": "base 1", "/ base-only": 1.0, "requests / base-only": 1.0},
         {"run": "LoRA 1", "/ base-only": 0.9, "requests / base-only": 0.96},
@@ -140,7 +172,7 @@ def test_the_trace_of_many_has_a_goal_of_its_own() -> None:
     assert [figure.holds for figure in trace_figures(sections)] == [True, True, False, True]
 
 
-def test_loads_count_while_idle_and_streams_at_one_a_second() -> None:
+def test_loads_have_goals_in_an_idle_engine_and_at_one_per_second() -> None:
     times = {"schedulable P50 ms": 1.0, "schedulable P99 ms": 4.0, "P99 / without loads": 1.2}
     engines = ("idle", "32 streams, 0 loads/s", "32 streams, 1 loads/s", "32 streams, 20 loads/s")
     rows = [{"MB": 27.3, "engine": engine, **times} for engine in engines]
@@ -156,7 +188,7 @@ def test_a_kernel_holds_up_to_its_limit() -> None:
     rows = [
         {"kernel": name, ERROR: error, "limit": 1e-4} for name, error in (("a", 1e-4), ("b", 0.5))
     ]
-    figures = twin_figures([{"title": "Kernels", "rows": rows}])
+    figures = reference_figures([{"title": "Kernels", "rows": rows}])
     assert [(figure.name, figure.holds) for figure in figures] == [
         ("Kernels: a", True),
         ("Kernels: b", False),

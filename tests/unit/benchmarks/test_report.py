@@ -52,7 +52,7 @@ def test_rows_of_different_columns_make_one_table() -> None:
     ]
 
 
-def test_figures_are_short_and_keep_three_places() -> None:
+def test_cells_have_about_four_significant_digits() -> None:
     values = (23456.7, 212.44, 13.131, 0.8794, None, "all", 8)
     assert [cell(value) for value in values] == [
         *("23,457", "212.4", "13.13", "0.879", "–", "all", "8")
@@ -70,20 +70,23 @@ def test_the_plot_is_made_from_the_json_alone(tmp_path: Path, kind: str) -> None
     assert picture is not None and picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_the_figures_stay_and_the_way_to_a_plot_is_said(
+def test_without_matplotlib_the_tables_are_written_and_the_plot_command_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     out = writer(tmp_path)
     out.add(Section(title="T", rows=[{"a": 1}], panels=(PANEL,)))
     out.finish()
-    said = capsys.readouterr().out
-    assert "loramux[bench]" in said and f"python -m benchmarks.lib.plots {out.path('json')}" in said
+    printed = capsys.readouterr().out
+    assert (
+        "loramux[bench]" in printed
+        and f"python -m benchmarks.lib.plots {out.path('json')}" in printed
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["some.json", "some.md"]
 
 
-def test_lists_of_arguments() -> None:
+def test_list_options() -> None:
     assert numbers("1,32,") == [1, 32]
     assert names(("few", "many"))("many,few") == ["many", "few"]
-    with pytest.raises(argparse.ArgumentTypeError, match="lots: not among few, many"):
+    with pytest.raises(argparse.ArgumentTypeError, match="lots: valid values are few, many"):
         names(("few", "many"))("few,lots")

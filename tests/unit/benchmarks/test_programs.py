@@ -1,4 +1,4 @@
-"""The programs behind `loramux bench`, from their arguments to their files, on a tiny engine."""
+"""The programs of `loramux bench` from arguments to files, on a tiny engine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import kernels as bench_kernels
-from benchmarks import step as bench_step
-from benchmarks import trace as bench_trace
+from benchmarks import kernels, step, trace
 from benchmarks.lib.lora_cases import Case
 from benchmarks.studies import trace_profile
 
-# The last has more rows than the engine of the test runs at once.
+# The last case has more tokens than the engine's largest batch.
 CASES = [(1, "identical"), (4, "identical"), (4, "distinct"), (5, "distinct")]
 TINY = ["--device", "cpu", "--model", "small", "--layers", "1", "--device-memory", "64"]
 
@@ -24,7 +22,7 @@ TINY = ["--device", "cpu", "--model", "small", "--layers", "1", "--device-memory
 def run(
     program: Any, arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[dict[str, Any]]:
-    """The sections of the JSON file."""
+    """Run a program and return the sections of its record."""
     words = [*arguments, "--out", str(folder), "--name", "found"]
     monkeypatch.setattr(sys, "argv", [program.__name__, *words])
     program.main()
@@ -33,12 +31,12 @@ def run(
     return sections
 
 
-def test_step_has_a_row_for_each_batch_and_kind_of_adapters(
+def test_step_has_a_row_for_each_batch_rank_and_number_of_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = ["--batches", "1,3", "--adapters", "1,2", "--ranks", "2,4", "--sites", "qkvo"]
     arguments = [*TINY, *work, "--context", "12", "--steps", "2"]
-    (section,) = run(bench_step, arguments, tmp_path, monkeypatch)
+    (section,) = run(step, arguments, tmp_path, monkeypatch)
     rows = section["rows"]
     assert [(row["batch"], row["rank"], row["adapters"]) for row in rows] == [
         *((1, 2, 1), (1, 4, 1), (3, 2, 1), (3, 2, 2), (3, 4, 1), (3, 4, 2))
@@ -55,33 +53,33 @@ def test_step_times_generate_on_the_same_work(
 ) -> None:
     work = ["--batches", "1", "--context", "12", "--steps", "1", "--ranks", "2"]
     arguments = [*TINY, *work, "--transformers", "--generate", "2,5,3"]
-    answers, _ = run(bench_step, arguments, tmp_path, monkeypatch)
+    answers, _ = run(step, arguments, tmp_path, monkeypatch)
     theirs, ours = answers["rows"]
     assert ours["ratio"] == pytest.approx(ours["tok/s"] / theirs["tok/s"])
 
 
-def test_step_cases_stand_beside_the_peers_kernels(
+def test_step_cases_are_joined_with_the_peers_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peers = [{"alone": 5.5, "added": 9.0, "vllm": 21.4, "vllm added": 24.3}] * 3
-    monkeypatch.setattr(bench_step, "time_peers", lambda folder: peers)
-    few = [Case(rows, "all", popularity, 6) for rows, popularity in CASES]
-    monkeypatch.setattr(bench_step, "CASES", few)
+    monkeypatch.setattr(step, "time_peers", lambda folder: peers)
+    few = [Case(tokens, "all", popularity, 6) for tokens, popularity in CASES]
+    monkeypatch.setattr(step, "CASES", few)
     tmp_path.joinpath("lora_peers.py").touch()
     arguments = [*TINY, "--cases", "--peers", str(tmp_path), "--max-sequences", "4"]
     arguments += ["--context", "4", "--steps", "1"]
-    (section,) = run(bench_step, arguments, tmp_path, monkeypatch)
+    (section,) = run(step, arguments, tmp_path, monkeypatch)
     assert [row["adapters"] for row in section["rows"]] == [1, 1, 4]
     assert section["rows"][0]["vllm added"] == 24.3
     assert set(section["panels"][0]["series"]) == {
-        *("LoRA us a layer", "in the graph", "goal us", "vllm added")
+        *("LoRA us per layer", "LoRA us per layer, graph", "goal us", "vllm added")
     }
 
 
-def test_peers_that_are_not_there_are_said_before_anything_is_timed(
+def test_a_folder_without_peers_is_rejected_before_anything_is_timed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for program in (bench_step, bench_kernels):
+    for program in (step, kernels):
         with pytest.raises(SystemExit):
             program.make_parser().parse_args(["--peers", str(tmp_path)])
         assert f"{tmp_path} has no lora_peers.py" in capsys.readouterr().err
@@ -92,8 +90,8 @@ def test_trace_runs_every_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sizes += ["--max-sequences", "4", "--punica-tokens", "8", "--seconds", "0.5", "--rate", "8"]
     loads = ["--loads", "2", "--load-rates", "40", "--round-s", "0.1", "--rounds", "1"]
     loads += ["--streams", "2", "--stream-prompt", "3"]
-    every = ["--scenarios", ",".join(bench_trace.SCENARIOS)]
-    found = run(bench_trace, [*TINY, *sizes, *loads, *every], tmp_path, monkeypatch)
+    every = ["--scenarios", ",".join(trace.SCENARIOS)]
+    found = run(trace, [*TINY, *sizes, *loads, *every], tmp_path, monkeypatch)
     few, many, registered, cold, base, slora, punica = [section["rows"] for section in found]
     for rows in (few, many):
         assert [row["run"] for row in rows] == ["base 1", "LoRA 1"]
@@ -114,41 +112,43 @@ def test_trace_runs_every_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("given", "backlog", "requests"),
     [([], 256, 6 * 256), (["--backlog", "64"], 64, 5 * 256 + 64), (["--requests", "9"], 256, 9)],
 )
-def test_trace_keeps_as_many_waiting_as_run_unless_told_otherwise(
+def test_the_default_backlog_is_the_batch_size(
     given: list[str], backlog: int, requests: int
 ) -> None:
-    """Catches a default with too few requests for a window of a full batch."""
+    """The default number of requests gives a window with a full batch."""
     words = ["--device", "cuda", "--max-sequences", "256", *given]
-    arguments = bench_trace.make_parser().parse_args(words)
-    bench_trace.fill_defaults(arguments)
+    arguments = trace.make_parser().parse_args(words)
+    trace.fill_defaults(arguments)
     assert (arguments.backlog, arguments.requests) == (backlog, requests)
 
 
 def test_kernels_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = bench_kernels.cpu_lora_kernels.CASES[:2]
-    monkeypatch.setattr(bench_kernels.cpu_lora_kernels, "CASES", cases)
-    (section,) = run(bench_kernels, ["--device", "cpu"], tmp_path, monkeypatch)
+    cases = kernels.cpu_kernels.CASES[:2]
+    monkeypatch.setattr(kernels.cpu_kernels, "CASES", cases)
+    (section,) = run(kernels, ["--device", "cpu"], tmp_path, monkeypatch)
     assert [row["sites"] for row in section["rows"]] == ["qkvo", "all"]
 
 
-def test_a_file_from_elsewhere_is_drawn_without_running_anything(
+def test_plot_from_draws_a_record_and_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
     record = {"benchmark": "b", "machine": {}, "sections": []}
     file = tmp_path / "elsewhere.json"
     file.write_text(json.dumps(record))
-    for program in (bench_kernels, bench_step, bench_trace):
+    for program in (kernels, step, trace):
         monkeypatch.setattr(sys, "argv", ["bench", "--plot-from", str(file)])
-        program.main()
+        with pytest.raises(SystemExit) as stopped:
+            program.main()
+        assert not stopped.value.code
         file.with_suffix(".png").unlink()
 
 
 @pytest.fixture
 def profiler_of_three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of the GPU's: there are no kernels to profile on a CPU."""
-    place = {"stream": 7, "grid": [3, 1, 1]}
-    kernel = {"ph": "X", "cat": "kernel", "name": "_choose", "dur": 5.0, "args": place}
+    """Replace the profiler, since a CPU has no kernels to profile."""
+    stream = {"stream": 7, "grid": [3, 1, 1]}
+    kernel = {"ph": "X", "cat": "kernel", "name": "_choose", "dur": 5.0, "args": stream}
     events = [{**kernel, "ts": 10.0 * number} for number in range(3)]
     monkeypatch.setattr(trace_profile, "is_gpu", lambda _: True)
     monkeypatch.setattr(trace_profile, "_events", lambda _: events)
@@ -161,7 +161,7 @@ TINY_TRACE = [*TINY, "--requests", "12", "--many", "3", "--max-sequences", "2", 
 
 
 @pytest.mark.usefixtures("profiler_of_three_steps")
-def test_a_profile_has_base_and_lora_of_each_trace(
+def test_a_profile_has_base_and_lora_rows_of_each_scenario(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = [*TINY_TRACE, "--first", "3", "--steps", "2"]
@@ -176,7 +176,7 @@ def test_a_profile_has_base_and_lora_of_each_trace(
     ("arguments", "reason"),
     [(["--scenarios", "base"], "only many and few"), (["--first", "9999"], "too few steps")],
 )
-def test_a_profile_says_why_there_is_none(
+def test_a_profile_that_cannot_be_made_names_the_reason(
     arguments: list[str],
     reason: str,
     tmp_path: Path,
