@@ -274,9 +274,7 @@ def check_sampling() -> Errors:
     noise = torch.rand(rows, dtype=torch.float64, device=DEVICE)
     actual = sampling.choose_tokens(logits, temperatures, noise)
     expected = sampling_reference.choose_tokens(logits, temperatures, noise)
-    print(
-        f"sampled tokens unlike the reference: {int((actual != expected).sum())} of {rows}"
-    )
+    print(f"sampled tokens unlike the reference: {int((actual != expected).sum())} of {rows}")
     assert int((actual != expected).sum()) <= 1
     return {}
 
