@@ -10,6 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from loramux.kernels.ops import AttendArgs
+
 SLIDING_WINDOW = 8
 
 # Family -> (transformers config class, what it changes).
@@ -143,25 +145,19 @@ class DenseAttention:
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
 
-    def attend(  # noqa: PLR0913
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        keys = self.keys[layer] = append(self.keys.get(layer), k)
-        values = self.values[layer] = append(self.values.get(layer), v)
-        repeats = q.shape[1] // k.shape[1]
-        scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(repeats, dim=1)) * scale
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
+    def write_kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.keys[layer] = append(self.keys.get(layer), k)
+        self.values[layer] = append(self.values.get(layer), v)
+
+    def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
+        keys, values = self.keys[args.layer], self.values[args.layer]
+        repeats = q.shape[1] // keys.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(repeats, dim=1))
+        scores = scores * args.scale
+        if args.softcap is not None:
+            scores = torch.tanh(scores / args.softcap) * args.softcap
         distance = torch.arange(keys.shape[0])[-q.shape[0] :, None] - torch.arange(keys.shape[0])
-        hidden = (distance < 0) | (distance >= (sliding_window or keys.shape[0]))
+        hidden = (distance < 0) | (distance >= (args.sliding_window or keys.shape[0]))
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         mixed = torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(repeats, dim=1))
         return mixed.reshape(q.shape[0], -1)

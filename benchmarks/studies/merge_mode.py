@@ -29,9 +29,7 @@ from benchmarks.lib.random_weights import make_adapter
 from benchmarks.lib.report import parse_arguments, write_table
 from loramux import LLM, SamplingParams
 from loramux.engine.engine import Engine
-from loramux.lora.merge import LinearKinds, MergedWeights, MergeSource, PageDeltas
-from loramux.models.layers import Linear
-from loramux.models.packed_linear import PackedLinear
+from loramux.lora.merge import MergedWeights, MergeSource, PageDeltas
 from loramux.types.request import Selection
 from loramux.types.step import Chunk, SampleRow, StepPlan
 
@@ -98,7 +96,6 @@ def make_merge(engine: Engine, selection: Selection) -> Merge:
     source = MergeSource(
         bases=engine.executor._lora.bases,
         deltas=PageDeltas(engine.residency.resident, engine.executor._pool),
-        kinds=LinearKinds(plain=Linear, packed=PackedLinear),
     )
     times = []
     for _ in range(NUM_BUILDS):

@@ -11,13 +11,12 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from loramux.adapters.packed.dense import FUSED_PROJECTIONS
 from loramux.errors import InvalidRequest, suggest
-from loramux.types.model import BaseModelInfo
+from loramux.types.model import FUSED_LINEARS, BaseModelInfo
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-PROJECTIONS = tuple(name for names in FUSED_PROJECTIONS.values() for name in names)
+PROJECTIONS = tuple(name for names in FUSED_LINEARS.values() for name in names)
 TARGET_GROUPS: dict[str, tuple[str, ...]] = {
     "all": PROJECTIONS,
     "all-linear": PROJECTIONS,

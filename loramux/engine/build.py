@@ -18,16 +18,15 @@ from loramux.engine.engine import Engine
 from loramux.engine.memory import Clock, build_memory
 from loramux.errors import DoesNotFit
 from loramux.kernels.select import select_kernels
-from loramux.lora.merge import LinearKinds, MergeSource, PageDeltas
+from loramux.lora.merge import MergeSource, PageDeltas
 from loramux.lora.merge_controller import MergeController
 from loramux.memory.device import default_pool_bytes, host_buffer, total_memory_bytes
 from loramux.memory.host_buffers import HostBuffers
 from loramux.memory.pool import KVGeometry, PagePool
 from loramux.models.architectures import DecoderConfig, base_info
 from loramux.models.dtypes import resolve_dtype
-from loramux.models.layers import Linear
 from loramux.models.loader import LoadedModel, load_model
-from loramux.models.packed_linear import PackedLinear, pack_linears
+from loramux.models.packed_linear import pack_linears
 from loramux.runner.cpu_runner import CpuRunner
 from loramux.scheduler.scheduler import Scheduler
 
@@ -133,11 +132,10 @@ def _merge_controller(
 ) -> MergeController | None:
     if config.merge == "off":
         return None
-    kinds = LinearKinds(plain=Linear, packed=PackedLinear)
     byte_limit = config.merge_memory_bytes
     return MergeController(
         runner.lora,
-        MergeSource(bases=runner.lora.bases, deltas=deltas, kinds=kinds),
+        MergeSource(bases=runner.lora.bases, deltas=deltas),
         byte_limit=total_memory_bytes() // 4 if byte_limit is None else byte_limit,
     )
 
@@ -153,12 +151,12 @@ def _geometry(model: LoadedModel, config: EngineConfig) -> KVGeometry:
 
 def _device_plan(model: LoadedModel, config: EngineConfig, sites: tuple[Site, ...]) -> DevicePlan:
     from loramux.engine.build_device import DevicePlan
-    from loramux.models.augmented_linear import BLOCK_ROWS, augment_linears
+    from loramux.models.augmented_linear import RANK_BLOCK, augment_linears
     from loramux.runner.gpu_runner import BatchLimits
 
     if config.lora_augmented_ranks:
         # Before anything is measured: it is part of the weights.
-        augment_linears(model.decoder, config.lora_augmented_ranks // BLOCK_ROWS)
+        augment_linears(model.decoder, config.lora_augmented_ranks // RANK_BLOCK)
     limits = BatchLimits(
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from loramux.kernels.linear import LinearMethod
 from loramux.kernels.ops import LoraKernels, LoraRows, LoraWeights
 from loramux.lora.batch import LoraBatch
 from loramux.lora.stacks import SiteKey
@@ -16,28 +17,28 @@ class LoraContext:
 
     def __init__(self, kernels: LoraKernels) -> None:
         self.kernels = kernels
-        self.bases: dict[SiteKey, nn.Module] = {}
+        self.bases: dict[SiteKey, LinearMethod] = {}
         """The modules that were wrapped, as they are without any adapter."""
         self.batch: LoraBatch | None = None
-        self.merged: Mapping[SiteKey, nn.Module] | None = None
+        self.merged: Mapping[SiteKey, LinearMethod] | None = None
         """Stands for the batch: every row of this forward has what these sites have merged in."""
 
 
 class LoraLinear(nn.Module):
-    def __init__(self, base: nn.Module, site: SiteKey, context: LoraContext) -> None:
+    def __init__(self, base: LinearMethod, site: SiteKey, context: LoraContext) -> None:
         super().__init__()
         self.base = base
         self.site = site
         self.context = context
 
     @property
-    def current(self) -> nn.Module:
+    def current(self) -> LinearMethod:
         """What computes this forward before adapters are added."""
         merged = self.context.merged
         return self.base if merged is None else merged.get(self.site, self.base)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.current(x)
+        y = self.current(x)
         self.add_adapters(y, x)
         return y
 

@@ -11,37 +11,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from loramux.adapters.packed.dense import SitePlace
+from loramux.kernels.linear import LinearMethod, dense_of
 from loramux.lora.stacks import SiteKey
 from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter
 from loramux.types.request import Selection
-
-
-@dataclass(frozen=True, slots=True)
-class LinearKinds:
-    """The classes of linears that can be made again over another weight, and how."""
-
-    plain: type[nn.Module]
-    """Made by plain(in, out, dtype=, device=); has weight and bias."""
-    packed: type[nn.Module]
-    """Made by packed(a plain one); keeps its weight and a second copy of it."""
-
-    def num_bytes(self, base: nn.Module) -> int | None:
-        """What a copy takes; None: a kind that cannot be made again."""
-        if type(base) not in (self.plain, self.packed):
-            return None
-        return _weight(base).nbytes * (2 if type(base) is self.packed else 1)
-
-    def remake(self, base: nn.Module, weight: Tensor) -> nn.Module:
-        """The same linear, the same bias, another weight [out, in]."""
-        out_features, in_features = weight.shape
-        linear = self.plain(in_features, out_features, dtype=weight.dtype, device="meta")
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        linear.bias = base.bias
-        return self.packed(linear) if type(base) is self.packed else linear
 
 
 class AdapterDeltas(Protocol):
@@ -97,9 +74,8 @@ class PageDeltas:
 
 @dataclass(frozen=True, slots=True)
 class MergeSource:
-    bases: Mapping[SiteKey, nn.Module]
+    bases: Mapping[SiteKey, LinearMethod]
     deltas: AdapterDeltas
-    kinds: LinearKinds
 
     def is_resident(self, selection: Selection) -> bool:
         return all(self.deltas.is_resident(cid) for cid, _ in selection)
@@ -114,19 +90,20 @@ class MergeSource:
             return None
         total = 0
         for site in self.touched(selection):
-            num_bytes = self.kinds.num_bytes(self.bases[site]) if site in self.bases else None
-            if num_bytes is None:
+            base = self.bases.get(site)
+            if base is None or base.dense is None:
                 return None
-            total += num_bytes
+            total += base.num_bytes
         return total
 
-    def merged(self, site: SiteKey, selection: Selection) -> nn.Module:
-        """The site's linear with the selection added in float32 and rounded once."""
+    def merged(self, site: SiteKey, selection: Selection) -> LinearMethod:
+        """The fused linear with the selection added in float32 and rounded once."""
         base = self.bases[site]
-        total = _weight(base).to(torch.float32, copy=True)
+        weight, _ = dense_of(base)
+        total = weight.to(torch.float32, copy=True)
         for cid, scale in selection:
             self.deltas.add(total, cid, site, scale)
-        return self.kinds.remake(base, total.to(_weight(base).dtype))
+        return base.with_weight(total.to(weight.dtype))
 
 
 class MergedWeights:
@@ -138,7 +115,7 @@ class MergedWeights:
         self.selection = selection
         self.num_bytes = num_bytes
         """What all of it takes when it is complete."""
-        self.sites: dict[SiteKey, nn.Module] = {}
+        self.sites: dict[SiteKey, LinearMethod] = {}
         self._source = source
         self._touched = source.touched(selection)
 
@@ -154,12 +131,6 @@ class MergedWeights:
             self.sites[site] = self._source.merged(site, self.selection)
             if not may_go_on():
                 return
-
-
-def _weight(base: nn.Module) -> Tensor:
-    weight = base.weight
-    assert isinstance(weight, Tensor)
-    return weight
 
 
 def _matrix(flat: Tensor, start: int, rows: int, columns: int) -> Tensor:

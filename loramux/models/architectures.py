@@ -1,4 +1,4 @@
-"""Every served model is one decoder; what tells the families apart is data in this file."""
+"""Model families as data: how a config.json becomes the config of the one decoder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REQUIRED_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """All that the decoder must know to compute a model."""
+    """Shapes and options of a decoder model."""
 
     architecture: str
     vocab_size: int
@@ -37,20 +37,20 @@ class DecoderConfig:
     rms_norm_eps: float
     rope: RopeConfig
     rope_local: RopeConfig | None
-    """Rope of the sliding layers, where it differs from that of the full ones."""
+    """Rope of the sliding-window layers, if it differs from that of the full-attention ones."""
     sliding_windows: tuple[int | None, ...]
-    """Per layer: how many positions a query sees, itself included; None: all before it."""
+    """Per layer: positions that a query attends to, itself included; None for all."""
     activation: str
     tie_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """Queries and keys are normed per head before they are rotated."""
+    """Query and key heads are normed before the rotation."""
     norm_plus_one: bool
-    """The checkpoint keeps norm weights minus one."""
+    """The checkpoint stores norm weights minus one."""
     sandwich_norms: bool
-    """Attention and MLP are normed after as well as before."""
+    """The outputs of attention and MLP are normed as well as their inputs."""
     embed_scale: float
     query_scale: float
     """Multiplies the attention scores."""
@@ -68,10 +68,10 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """How a family differs. A string in place of a bool names the config key that decides."""
+    """The options of a family. A string in place of a bool names the config key to read."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What the family assumes for keys that its config.json leaves out."""
+    """Values of the keys that config.json may omit."""
     layer_types: Callable[[Mapping[str, Any]], list[str]]
     activation_key: str = "hidden_act"
     qkv_bias: bool | str = "attention_bias"
@@ -82,7 +82,7 @@ class Architecture:
     sandwich_norms: bool = False
     scales_embeddings: bool = False
     query_scale_key: str | None = None
-    """Config key whose value to the power -1/2 scales the scores; None: head_dim."""
+    """Config key whose value to the power -1/2 scales the scores; None for head_dim."""
     attn_softcap_key: str | None = None
     final_softcap_key: str | None = None
     local_rope: bool = False
@@ -96,7 +96,7 @@ def all_sliding(config: Mapping[str, Any]) -> list[str]:
     return [SLIDING] * config["num_hidden_layers"]
 
 
-def sliding_when_asked(config: Mapping[str, Any]) -> list[str]:
+def sliding_if_enabled(config: Mapping[str, Any]) -> list[str]:
     if not config["use_sliding_window"]:
         return all_full(config)
     given = config.get("layer_types")
@@ -105,7 +105,7 @@ def sliding_when_asked(config: Mapping[str, Any]) -> list[str]:
 
 
 def sliding_by_pattern(config: Mapping[str, Any]) -> list[str]:
-    """Every n-th layer is full."""
+    """Sliding windows, with full attention in every n-th layer."""
     given = config.get("layer_types")
     every = config["sliding_window_pattern"]
     return given or [
@@ -143,13 +143,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Qwen2ForCausalLM": Architecture(
         defaults={"max_position_embeddings": 32_768, "num_key_value_heads": 32},
-        layer_types=sliding_when_asked,
+        layer_types=sliding_if_enabled,
         qkv_bias=True,
         o_bias=False,
     ),
     "Qwen3ForCausalLM": Architecture(
         defaults={"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
-        layer_types=sliding_when_asked,
+        layer_types=sliding_if_enabled,
         qk_norm=True,
     ),
     "Gemma2ForCausalLM": Architecture(
@@ -185,11 +185,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def parse_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
-    """A config.json as transformers 4 or 5 writes it."""
+    """Parse a config.json written by transformers 4 or 5."""
     name = architecture_name(hf_config)
     spec = ARCHITECTURES[name]
     config = {**COMMON_DEFAULTS, **spec.defaults, **hf_config}
-    refuse_what_is_not_honoured(config)
+    refuse_unsupported(config)
     num_heads = int(config["num_attention_heads"])
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
     head_dim = int(config.get("head_dim") or config["hidden_size"] // num_heads)
@@ -235,12 +235,12 @@ def architecture_name(hf_config: Mapping[str, Any]) -> str:
     if not known:
         raise UnsupportedModel(
             f"Architecture {', '.join(names) or '(none in config.json)'} is not supported; "
-            f"known architectures: {', '.join(ARCHITECTURES)}."
+            f"valid values: {', '.join(ARCHITECTURES)}."
         )
     return str(known[0])
 
 
-def refuse_what_is_not_honoured(config: Mapping[str, Any]) -> None:
+def refuse_unsupported(config: Mapping[str, Any]) -> None:
     missing = [key for key in REQUIRED_KEYS if not config.get(key)]
     if missing:
         raise UnsupportedModel(f"config.json lacks {', '.join(missing)}.")
@@ -294,7 +294,7 @@ def activation(config: Mapping[str, Any], spec: Architecture) -> str:
     name = str(config[spec.activation_key])
     if name not in ACTIVATIONS:
         raise UnsupportedModel(
-            f"Activation {name!r} is not supported; known: {', '.join(ACTIVATIONS)}."
+            f"Activation {name!r} is not supported; valid values: {', '.join(ACTIVATIONS)}."
         )
     return name
 

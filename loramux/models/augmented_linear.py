@@ -1,64 +1,72 @@
-"""Linear layers with room behind their weight, for rows that are computed by the same product."""
+"""Linear layers with rows appended to the weight, for LoRA A computed by the same GEMM."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loramux.kernels.linear import DenseWeight
 from loramux.memory.device import release_cached
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
+from loramux.types.model import FUSED_LINEARS
 
-BLOCK_ROWS = 16
-SLICES = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}
+RANK_BLOCK = 16
 
 
 class AugmentedLinear(Linear):
-    """As Linear: `weight` is a view of `extended`, and so are the rows behind it."""
+    """A dense linear whose `weight` is a view of `extended`, which has further rows behind it."""
 
     def __init__(self, linear: Linear, num_rows: int) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight, bias = linear.weight.data, linear.bias
+        weight, bias = linear.dense
         self.extended = weight.new_zeros(self.out_features + num_rows, self.in_features)
         self.extended[: self.out_features].copy_(weight)
         self.weight = nn.Parameter(self.extended[: self.out_features], requires_grad=False)
-        self.bias = bias
-        self.extended_bias = None if bias is None else F.pad(bias.data, (0, num_rows))
+        self.bias = linear.bias
+        self._extended_bias = None if bias is None else F.pad(bias.data, (0, num_rows))
 
     @property
     def appended(self) -> Tensor:
-        """[rows, in]"""
+        """The rows behind the weight: [rows, in]"""
         return self.extended[self.out_features :]
 
-    def with_appended(self, num_rows: int) -> tuple[Tensor, Tensor | None]:
-        """Weight [out + num_rows, in] and bias, with the first num_rows of the tail."""
+    @property
+    def num_bytes(self) -> int:
+        return self.extended.nbytes
+
+    def augmented(self, num_rows: int) -> DenseWeight:
+        """Weight [out + num_rows, in] and bias, with the first num_rows appended rows."""
         stop = self.out_features + num_rows
-        bias = None if self.extended_bias is None else self.extended_bias[:stop]
-        return self.extended[:stop], bias
+        bias = None if self._extended_bias is None else self._extended_bias[:stop]
+        return DenseWeight(self.extended[:stop], bias)
 
 
 def augment_linears(decoder: Decoder, num_blocks: int) -> None:
-    """Every linear layer gets so many blocks of 16 rows for each of its slices."""
+    """Append num_blocks rank blocks of 16 rows per projection to every fused linear."""
     for layer in decoder.layers:
-        for name, num_slices in SLICES.items():
+        for name, projections in FUSED_LINEARS.items():
             linear = getattr(layer, name)
-            assert isinstance(linear, Linear), "a linear layer was packed or wrapped"
-            num_rows = num_blocks * num_slices * BLOCK_ROWS
+            assert isinstance(linear, Linear), "a linear was packed or wrapped"
+            num_rows = num_blocks * len(projections) * RANK_BLOCK
             if not isinstance(linear, AugmentedLinear) or len(linear.appended) != num_rows:
                 setattr(layer, name, AugmentedLinear(linear, num_rows))
-        # Or all weights would be there twice before the first is given back.
+        # Frees the old weights of a layer before the next one is copied.
         release_cached(decoder.norm.weight.device)
 
 
 def appended_rows(decoder: Decoder) -> list[list[Tensor]] | None:
-    """[layers][sites] of [blocks, slices, 16, in]; None: the layers have no tails."""
+    """The appended rows as [layers][fused linears] of [blocks, projections, 16, in].
+
+    None if the linears are not augmented.
+    """
     found = [
         [
-            linear.appended.view(-1, num_slices, BLOCK_ROWS, linear.in_features)
-            for name, num_slices in SLICES.items()
+            linear.appended.view(-1, len(projections), RANK_BLOCK, linear.in_features)
+            for name, projections in FUSED_LINEARS.items()
             if isinstance(linear := getattr(layer, name), AugmentedLinear)
         ]
         for layer in decoder.layers
     ]
-    return found if all(len(of_layer) == len(SLICES) for of_layer in found) else None
+    return found if all(len(of_layer) == len(FUSED_LINEARS) for of_layer in found) else None

@@ -1,4 +1,4 @@
-"""Where each tensor of a Hugging Face checkpoint goes in the decoder's fused weights."""
+"""Maps the tensors of a Hugging Face checkpoint to the decoder's fused weights."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from loramux.errors import UnsupportedModel
-from loramux.models.decoder import Decoder, DecoderLayer, Embedding
-from loramux.models.layers import Linear, RMSNorm
+from loramux.kernels.linear import LinearMethod, dense_of
+from loramux.models.decoder import Decoder, DecoderLayer
+from loramux.models.layers import RMSNorm
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in the decoder for one checkpoint tensor."""
+    """The destination of one checkpoint tensor in the decoder."""
 
     target: Tensor
-    """A view into a parameter; may have a leading dimension that repeats the tensor."""
+    """A view into a parameter; a leading dimension broadcasts the tensor."""
     shape: tuple[int, ...]
-    """The shape that the checkpoint must have."""
+    """The shape that the checkpoint tensor must have."""
     plus: float = 0.0
-    """Added to every element on the way in."""
+    """Added to every element when the tensor is copied."""
 
     def fill(self, name: str, tensor: Tensor) -> None:
         if tuple(tensor.shape) != self.shape:
@@ -44,16 +45,15 @@ class Slot:
 
 
 def checkpoint_slots(decoder: Decoder) -> dict[str, Slot]:
-    """Tensor name -> slot, for all tensors that the checkpoint must have."""
+    """Map the name of every required checkpoint tensor to its slot."""
     config = decoder.config
-    embedding = cast(Embedding, decoder.embed_tokens)
-    slots = {"model.embed_tokens.weight": whole(embedding.weight)}
+    slots = {"model.embed_tokens.weight": whole(decoder.embed_tokens.weight)}
     for index, layer in enumerate(decoder.layers):
         prefix = f"model.layers.{index}."
         slots |= {prefix + name: slot for name, slot in layer_slots(decoder, layer)}
     slots["model.norm.weight"] = norm_slot(decoder, decoder.norm)
     if not config.tie_embeddings:
-        slots["lm_head.weight"] = whole(cast(Linear, decoder.lm_head).weight)
+        slots["lm_head.weight"] = whole(dense_of(decoder.lm_head).weight)
     return slots
 
 
@@ -82,13 +82,13 @@ def layer_slots(decoder: Decoder, layer: nn.Module) -> Iterator[tuple[str, Slot]
         yield "self_attn.k_norm.weight", Slot(heads[config.num_heads :], shape, plus)
 
 
-def fused_slots(site: nn.Module, rows_of: dict[str, int]) -> Iterator[tuple[str, Slot]]:
-    linear = cast(Linear, site)
+def fused_slots(linear: LinearMethod, rows_of: dict[str, int]) -> Iterator[tuple[str, Slot]]:
+    weight, bias = dense_of(linear)
     start = 0
     for name, num_rows in rows_of.items():
-        yield f"{name}.weight", whole(linear.weight[start : start + num_rows])
-        if linear.bias is not None:
-            yield f"{name}.bias", whole(linear.bias[start : start + num_rows])
+        yield f"{name}.weight", whole(weight[start : start + num_rows])
+        if bias is not None:
+            yield f"{name}.bias", whole(bias[start : start + num_rows])
         start += num_rows
 
 

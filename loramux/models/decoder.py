@@ -1,15 +1,19 @@
-"""The one decoder that computes every supported model, over rows of many sequences at once."""
+"""The weights of a decoder, and its forward pass in torch over the tokens of many sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from functools import partial
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loramux.kernels.linear import LinearMethod
+from loramux.kernels.ops import AttendArgs
 from loramux.models.architectures import DecoderConfig
+from loramux.models.forward import Layer, hidden_states
 from loramux.models.layers import HeadNorm, Linear, RMSNorm, Rotary, rotate_
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -18,38 +22,40 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 
+L = TypeVar("L")
+N = TypeVar("N")
+N_co = TypeVar("N_co", covariant=True)
+TorchNorm = Callable[[Tensor], Tensor]
+
+
+class MakeNorm(Protocol[N_co]):
+    """Turns a norm module into what an op set reads."""
+
+    def __call__(self, norm: RMSNorm | HeadNorm) -> N_co: ...
+
 
 class AttentionContext(Protocol):
-    """Where the keys and values of a step's sequences are. The runner makes one per step."""
+    """The KV cache of a step's sequences; the runner makes one per step."""
 
-    def attend(  # noqa: PLR0913
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """Store k and v, then let each row see its own sequence up to itself.
+    def write_kv(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the step's keys and values; k, v [tokens, kv_heads, head_dim] are views."""
+        ...
 
-        q [tokens, heads, head_dim]   k, v [tokens, kv_heads, head_dim]
-        returns [tokens, heads * head_dim]
+    def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
+        """Attend from each token to its own sequence up to itself.
 
-        The three are views with gaps between their rows, and die with the call: copy what is kept.
+        q [tokens, heads, head_dim] -> [tokens, heads * head_dim]
         """
         ...
 
 
 class DecoderLayer(nn.Module):
-    """`qkv`, `o`, `gate_up` and `down` may each be replaced by a module of the same shapes."""
+    """The weights of a layer; another LinearMethod may replace each of its four linears."""
 
-    qkv: nn.Module
-    o: nn.Module
-    gate_up: nn.Module
-    down: nn.Module
+    qkv: LinearMethod
+    o: LinearMethod
+    gate_up: LinearMethod
+    down: LinearMethod
 
     def __init__(
         self,
@@ -70,14 +76,12 @@ class DecoderLayer(nn.Module):
         def norm() -> RMSNorm:
             return RMSNorm(hidden, eps=config.rms_norm_eps, dtype=norm_dtype, device=device)
 
-        self.layer = layer
-        self.num_heads = config.num_heads
-        self.num_rotated = config.num_heads + config.num_kv_heads
-        self.head_dim = config.head_dim
-        self.scale = config.query_scale
-        self.sliding_window = config.sliding_windows[layer]
-        self.softcap = config.attn_logit_softcap
-        self.activation = ACTIVATION_FUNCTIONS[config.activation]
+        self.attention = AttendArgs(
+            layer=layer,
+            scale=config.query_scale,
+            sliding_window=config.sliding_windows[layer],
+            softcap=config.attn_logit_softcap,
+        )
         self.qkv = linear(hidden, q_size + 2 * kv_size, config.qkv_bias)
         self.o = linear(q_size, hidden, config.o_bias)
         self.gate_up = linear(hidden, 2 * inner, config.mlp_bias)
@@ -88,7 +92,7 @@ class DecoderLayer(nn.Module):
         self.after_mlp_norm = norm() if config.sandwich_norms else None
         self.head_norm = (
             HeadNorm(
-                self.num_rotated,
+                config.num_heads + config.num_kv_heads,
                 config.head_dim,
                 eps=config.rms_norm_eps,
                 dtype=norm_dtype,
@@ -98,43 +102,31 @@ class DecoderLayer(nn.Module):
             else None
         )
 
-    def forward(
-        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionContext
-    ) -> Tensor:
-        """Adds this layer to `hidden`, in place."""
-        attended = self.attend(self.attention_norm(hidden), rotation, attention)
-        if self.after_attention_norm is not None:
-            attended = self.after_attention_norm(attended)
-        hidden.add_(attended)
-        gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, -1)
-        mixed = self.down(self.activation(gate).mul_(up))
-        if self.after_mlp_norm is not None:
-            mixed = self.after_mlp_norm(mixed)
-        return hidden.add_(mixed)
-
-    def attend(
-        self, normed: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionContext
-    ) -> Tensor:
-        qkv = self.qkv(normed).view(normed.shape[0], -1, self.head_dim)
-        qk = qkv[:, : self.num_rotated]
-        if self.head_norm is not None:
-            qk = self.head_norm(qk)
-        qk = rotate_(qk, *rotation)
-        attended = attention.attend(
-            self.layer,
-            qk[:, : self.num_heads],
-            qk[:, self.num_heads :],
-            qkv[:, self.num_rotated :],
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            softcap=self.softcap,
+    def describe(
+        self, next_norm: N, *, linear: Callable[[str, LinearMethod], L], norm: MakeNorm[N]
+    ) -> Layer[L, N]:
+        """The layer for an op set, which makes its own linears (by name) and norms."""
+        after_attention, after_mlp = self.after_attention_norm, self.after_mlp_norm
+        return Layer(
+            qkv=linear("qkv", self.qkv),
+            o=linear("o", self.o),
+            gate_up=linear("gate_up", self.gate_up),
+            down=linear("down", self.down),
+            attention_norm=norm(self.attention_norm),
+            mlp_norm=norm(self.mlp_norm),
+            after_attention_norm=None if after_attention is None else norm(after_attention),
+            after_mlp_norm=None if after_mlp is None else norm(after_mlp),
+            head_norm=None if self.head_norm is None else norm(self.head_norm),
+            next_norm=next_norm,
+            attention=self.attention,
         )
-        return cast(Tensor, self.o(attended))
 
 
 class Decoder(nn.Module):
-    embed_tokens: nn.Module
-    lm_head: nn.Module
+    """The weights of any supported model, described by its DecoderConfig."""
+
+    embed_tokens: Embedding
+    lm_head: LinearMethod
 
     def __init__(
         self,
@@ -166,27 +158,95 @@ class Decoder(nn.Module):
             Rotary(config.rope_local, config.head_dim, device=device) if config.rope_local else None
         )
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
-        """The normed hidden state of every row: [tokens, hidden].
+    def describe(
+        self,
+        *,
+        linear: Callable[[int, str, LinearMethod], L],
+        norm: MakeNorm[N],
+    ) -> list[Layer[L, N]]:
+        """The layers for an op set; `linear` is called with (layer, name, module)."""
+        layers = cast("list[DecoderLayer]", list(self.layers))
+        next_norms = [norm(layer.attention_norm) for layer in layers[1:]] + [norm(self.norm)]
+        return [
+            layer.describe(next_norm, linear=partial(linear, index), norm=norm)
+            for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True))
+        ]
 
-        token_ids, positions [tokens]: the rows of all sequences of the step, one after another
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+        """Compute the normed hidden state of every token with torch ops: [tokens, hidden].
+
+        token_ids, positions [tokens]: the tokens of all sequences of the step, concatenated
         """
-        hidden = self.embed_tokens(token_ids)
-        rotation = self.rotary(positions, hidden.dtype)
-        local = self.rotary_local(positions, hidden.dtype) if self.rotary_local else rotation
-        for layer in self.layers:
-            hidden = layer(hidden, rotation if layer.sliding_window is None else local, attention)
-        return cast(Tensor, self.norm(hidden))
+        layers = self.describe(linear=_keep_linear, norm=_keep_norm)
+        return hidden_states(layers, TorchOps(self, attention), token_ids, positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab], float32"""
-        logits = cast(Tensor, self.lm_head(hidden)).float()
+        """Compute the logits [tokens, vocab] in float32 from hidden [tokens, hidden]."""
+        logits = self.lm_head(hidden).float()
         cap = self.config.final_logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
+class TorchOps:
+    """DecoderOps in torch over the decoder's own modules: the reference, on any device."""
+
+    def __init__(self, decoder: Decoder, attention: AttentionContext) -> None:
+        config = decoder.config
+        self._decoder = decoder
+        self._attention = attention
+        self._num_heads = config.num_heads
+        self._num_rotated = config.num_heads + config.num_kv_heads
+        self._head_dim = config.head_dim
+        self._activation = ACTIVATION_FUNCTIONS[config.activation]
+        self._rotations: list[tuple[Tensor, Tensor]] = []
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        decoder = self._decoder
+        residual: Tensor = decoder.embed_tokens(token_ids)
+        rotation = decoder.rotary(positions, residual.dtype)
+        local = decoder.rotary_local
+        sliding = rotation if local is None else local(positions, residual.dtype)
+        self._rotations = [rotation, sliding]
+        return residual
+
+    def norm(self, residual: Tensor, norm: TorchNorm) -> Tensor:
+        return norm(residual)
+
+    def linear_rotate_write(self, layer: Layer[LinearMethod, TorchNorm], x: Tensor) -> Tensor:
+        heads = layer.qkv(x).view(x.shape[0], -1, self._head_dim)
+        qk = heads[:, : self._num_rotated]
+        if layer.head_norm is not None:
+            qk = layer.head_norm(qk)
+        qk = rotate_(qk, *self._rotations[layer.attention.sliding_window is not None])
+        k, v = qk[:, self._num_heads :], heads[:, self._num_rotated :]
+        self._attention.write_kv(layer.attention.layer, k, v)
+        return qk[:, : self._num_heads]
+
+    def attend(self, layer: Layer[LinearMethod, TorchNorm], q: Tensor) -> Tensor:
+        return self._attention.attend(q, layer.attention)
+
+    def select(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return attended, residual
+
+    def linear_add_norm(
+        self,
+        linear: LinearMethod,
+        x: Tensor,
+        residual: Tensor,
+        norm: TorchNorm,
+        after: TorchNorm | None,
+    ) -> Tensor:
+        y = linear(x)
+        residual.add_(y if after is None else after(y))
+        return norm(residual)
+
+    def linear_glu(self, linear: LinearMethod, x: Tensor) -> Tensor:
+        gate, up = linear(x).chunk(2, -1)
+        return self._activation(gate).mul_(up)
+
+
 class Embedding(nn.Module):
-    """Rows of `weight`, times the model's scale."""
+    """Token embeddings, multiplied by the model's scale."""
 
     def __init__(
         self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -196,9 +256,17 @@ class Embedding(nn.Module):
             torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device),
             requires_grad=False,
         )
-        # Checkpoints are trained with the scale rounded to the weights' precision.
+        # Checkpoints were trained with the scale rounded to the dtype of the weights.
         self.scale = float(torch.tensor(config.embed_scale, dtype=dtype))
 
     def forward(self, token_ids: Tensor) -> Tensor:
         rows = F.embedding(token_ids, self.weight)
         return rows if self.scale == 1.0 else rows.mul_(self.scale)
+
+
+def _keep_linear(layer: int, name: str, linear: LinearMethod) -> LinearMethod:
+    return linear
+
+
+def _keep_norm(norm: RMSNorm | HeadNorm) -> TorchNorm:
+    return norm

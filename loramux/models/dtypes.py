@@ -1,4 +1,4 @@
-"""Which precision to compute in."""
+"""Chooses the dtype of weights and KV cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-# Any one of these is enough. The last is how /proc/cpuinfo spells the one before it.
+# Any of these sets suffices; /proc/cpuinfo spells sve_bf16 without the underscore.
 FAST_BFLOAT16_FEATURES = (
     frozenset({"amx_bf16"}),
     frozenset({"avx512_bf16"}),
@@ -23,16 +23,15 @@ FAST_BFLOAT16_FEATURES = (
 )
 
 
-# Up to here the products of a model are so small that float32 serves adapters on a CPU faster than
-# bfloat16, even with AMX (8 adapters on 8 and on 32 rows): 1.3 times at 360 million parameters, but
-# with the larger layers of a model of a billion 0.6 and 0.9 times.
+# Up to this size float32 is faster on a CPU than bfloat16, even with AMX (8 adapters, batches of 8
+# and 32 tokens): 1.3 times at 360 million parameters; at a billion 0.6 and 0.9 times.
 SMALL_MODEL = 500_000_000
 
 
 def resolve_dtype(
     name: str, device: torch.device | str = "cpu", *, num_parameters: int
 ) -> torch.dtype:
-    """`auto`: on a CPU bfloat16 where it is fast and the model not small, else float32."""
+    """Resolve `auto` to bfloat16 where it is faster, else to float32; parse other names."""
     if name == "auto":
         if torch.device(device).type != "cpu":
             return torch.bfloat16
@@ -40,7 +39,7 @@ def resolve_dtype(
         return torch.float32 if is_small or not cpu_has_fast_bfloat16() else torch.bfloat16
     if name not in DTYPES:
         raise UnsupportedModel(
-            f"dtype {name!r} is not supported; choose one of auto, {', '.join(DTYPES)}."
+            f"dtype {name!r} is not supported; valid values: auto, {', '.join(DTYPES)}."
         )
     return DTYPES[name]
 
@@ -60,7 +59,7 @@ def cpu_features() -> frozenset[str]:
 
 
 def features_in(cpuinfo: str) -> frozenset[str]:
-    """The flags (x86) or Features (ARM) that the first processor lists."""
+    """Return the flags (x86) or Features (ARM) of the first processor."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = (text for key, _, text in lines if key.strip() in ("flags", "Features"))
     return frozenset(next(flags, "").split())

@@ -1,4 +1,4 @@
-"""GGUF files: converted once into a Hugging Face folder in the cache, and loaded from there."""
+"""Converts a GGUF file once into a Hugging Face folder in the cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from loramux.models.safetensors_writer import SafetensorsWriter
 Progress = Callable[[str, float], None]
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
-# Part of the folder's name: raise it when the files that conversion writes change.
+# Part of the folder's name; increment it when the output of the conversion changes.
 CONVERSION = 2
 STAGE = "Converting GGUF"
 
@@ -33,9 +33,9 @@ STAGE = "Converting GGUF"
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
     name: str
-    """As config.json calls it."""
+    """Name of the architecture in config.json."""
     interleaves_heads: bool = False
-    """The rows of q and k are stored pair by pair instead of half by half."""
+    """Rows of q and k are stored in interleaved pairs instead of halves."""
 
 
 GGUF_ARCHITECTURES: dict[str, GgufArchitecture] = {
@@ -66,12 +66,14 @@ LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 class Metadata(dict[str, Any]):
+    """GGUF metadata; a missing key raises UnsupportedModel."""
+
     def __missing__(self, key: str) -> Any:
         raise UnsupportedModel(f"The GGUF file lacks {key}.")
 
 
 def converted_folder(path: Path, *, progress: Progress | None = None) -> Path:
-    """The Hugging Face folder that holds this file's content; made if it is not there yet."""
+    """Return the Hugging Face folder of this file, converting it first if needed."""
     if not path.is_file():
         raise UnsupportedModel(f"{path} does not exist.")
     parent = cache_folder() / "models"
@@ -89,7 +91,7 @@ def converted_folder(path: Path, *, progress: Progress | None = None) -> Path:
 
 
 def rename_unless_there(partial: Path, folder: Path) -> None:
-    """Another process may have finished first; its result is the same."""
+    """Rename the folder, or keep the identical one that another process finished first."""
     try:
         os.rename(partial, folder)
     except OSError:
@@ -125,7 +127,7 @@ def gguf_architecture(metadata: Mapping[str, Any]) -> GgufArchitecture:
     name = metadata.get("general.architecture")
     if name not in GGUF_ARCHITECTURES:
         raise UnsupportedModel(
-            f"GGUF architecture {name!r} is not supported; known: "
+            f"GGUF architecture {name!r} is not supported; valid values: "
             f"{', '.join(GGUF_ARCHITECTURES)}. Use the model's Hugging Face folder."
         )
     return GGUF_ARCHITECTURES[name]
@@ -146,7 +148,7 @@ def checkpoint_name(name: str) -> str:
 def hf_config(
     metadata: Mapping[str, Any], architecture: GgufArchitecture, *, tied: bool
 ) -> dict[str, Any]:
-    """What config.json would say."""
+    """Return the settings of config.json that the metadata describes."""
     prefix = metadata["general.architecture"]
     num_heads = metadata[f"{prefix}.attention.head_count"]
     hidden_size = metadata[f"{prefix}.embedding_length"]
@@ -186,7 +188,7 @@ def rope_scaling(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | N
 def weights(
     reader: GGUFReader, architecture: GgufArchitecture, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, Array]]:
-    """(GGUF name, float32 values in the order of the checkpoint)"""
+    """Yield (GGUF name, float32 values in the row order of the checkpoint)."""
     num_heads = {
         "attn_q": config["num_attention_heads"],
         "attn_k": config["num_key_value_heads"],
@@ -209,7 +211,7 @@ def dequantized(tensor: ReaderTensor) -> Array:
 
 
 def halves_from_pairs(rows: Array, num_heads: int) -> Array:
-    """Row 2i + j of each head becomes row i + j * head_dim / 2."""
+    """Move row 2i + j of each head to row i + j * head_dim / 2."""
     paired = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
     return paired.swapaxes(1, 2).reshape(rows.shape)
 

@@ -1,4 +1,4 @@
-"""A tokenizer in Hugging Face files, from the metadata of a GGUF file."""
+"""Writes a Hugging Face tokenizer from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How text is cut before the merges apply."""
+    """Pre-tokenization: how text is split before the BPE merges."""
 
     pattern: str | None = None
-    """None: the pattern of GPT-2."""
+    """None for the pattern of GPT-2."""
     single_digits: bool = False
-    """Each digit is cut off first."""
+    """Every digit is a piece of its own."""
     adds_bos: bool = False
-    """What holds when the file does not say."""
+    """Default when the file has no add_bos_token."""
 
 
-# By tokenizer.ggml.pre.
+# Keyed by tokenizer.ggml.pre.
 SPLITTINGS: dict[str, Splitting] = {
     "default": Splitting(),
     "gpt-2": Splitting(),
@@ -50,7 +50,7 @@ SPLITTINGS: dict[str, Splitting] = {
 
 
 def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
-    """tokenizer.json and tokenizer_config.json, the chat template inside the latter."""
+    """Write tokenizer.json, and tokenizer_config.json with the chat template."""
     tokenizer_model = metadata.get("tokenizer.ggml.model")
     if tokenizer_model != "gpt2":
         raise UnsupportedModel(
@@ -60,7 +60,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
     splitting_name = metadata.get("tokenizer.ggml.pre", "default")
     if splitting_name not in SPLITTINGS:
         raise UnsupportedModel(
-            f"GGUF pre-tokenizer {splitting_name!r} is not supported; known: "
+            f"GGUF pre-tokenizer {splitting_name!r} is not supported; valid values: "
             f"{', '.join(SPLITTINGS)}. Use the model's Hugging Face folder."
         )
     splitting = SPLITTINGS[splitting_name]

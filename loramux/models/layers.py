@@ -1,4 +1,4 @@
-"""The parts of a decoder layer. Weights are left empty: the loader fills them."""
+"""The modules of a decoder layer; the loader fills their weights."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loramux.kernels.linear import DenseWeight, LinearMethod
 from loramux.models.rope import RopeConfig
 
 
 class Linear(nn.Module):
-    """y = x @ weight.T + bias. LoRA, packing and quantization wrap or replace it."""
+    """A linear layer with a dense weight; the base of packed and augmented ones."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -32,12 +33,31 @@ class Linear(nn.Module):
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
 
+    @classmethod
+    def over(cls, weight: Tensor, bias: nn.Parameter | None) -> Linear:
+        """Make a linear over an existing weight [out, in]."""
+        linear = cls(weight.shape[1], weight.shape[0], dtype=weight.dtype, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        linear.bias = bias
+        return linear
+
+    @property
+    def dense(self) -> DenseWeight:
+        return DenseWeight(self.weight, self.bias)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes
+
+    def with_weight(self, weight: Tensor) -> LinearMethod:
+        return Linear.over(weight, self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
-    """y = x / rms(x) * weight. A float32 weight on lower precision rows computes in float32."""
+    """y = x / rms(x) * weight, computed in float32 if the weight is float32."""
 
     eps_tensor: Tensor
 
@@ -61,7 +81,7 @@ class RMSNorm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of every query and key head at once; one weight row per head.
+    """RMSNorm of every query and key head, with one weight row per head.
 
     x [tokens, heads + kv_heads, head_dim]   weight [heads + kv_heads, head_dim]
     """
@@ -87,7 +107,7 @@ class HeadNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Cos and sin of a step's positions, and the rotation by them."""
+    """Rotary position embedding: cos and sin of a step's positions."""
 
     frequencies: Tensor
     signs: Tensor
@@ -102,7 +122,7 @@ class Rotary(nn.Module):
         self.register_buffer("signs", (signs * self.attention_factor).to(device), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, and sin negated in its first half: [tokens, 1, head_dim] each."""
+        """Return cos, and sin negated in its first half: [tokens, 1, head_dim] each."""
         angles = positions.view(-1, 1, 1) * self.frequencies
         cos = angles.cos()
         if self.attention_factor != 1.0:
@@ -111,16 +131,16 @@ class Rotary(nn.Module):
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """heads = heads * cos + halves_swapped(heads) * sin, in place.
+    """Compute heads * cos + halves_swapped(heads) * sin in place.
 
-    heads [tokens, heads, head_dim]   cos, sin [tokens, 1, head_dim], sin as Rotary signs it
+    heads [tokens, heads, head_dim]   cos, sin [tokens, 1, head_dim] from Rotary
     """
     swapped = heads.roll(heads.shape[-1] // 2, -1)
     return heads.mul_(cos).addcmul_(swapped, sin)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Radians per position of each pair, and the factor of cos and sin."""
+    """Return the radians per position of each pair, and the factor of cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "linear":
@@ -133,7 +153,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
 
 
 def llama3_frequencies(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Short waves stay, long ones are stretched by `factor`, those between are blended."""
+    """Keep short wavelengths, divide long ones by `factor`, interpolate between them."""
     turns = rope.original_max_position * plain / (2 * math.pi)
     span = rope.high_freq_factor - rope.low_freq_factor
     keep = ((turns - rope.low_freq_factor) / span).clamp(0, 1)
@@ -141,7 +161,7 @@ def llama3_frequencies(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def yarn_frequencies(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """A linear ramp over the dimensions, from kept to stretched by `factor`."""
+    """Interpolate linearly over the dimensions from unscaled to divided by `factor`."""
 
     def dimension_that_turns(times: float) -> float:
         ratio = rope.original_max_position / (times * 2 * math.pi)

@@ -1,4 +1,4 @@
-"""From a folder or a file on disk to a decoder that is ready to run."""
+"""Loads a decoder from a Hugging Face folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Progress = Callable[[str, float], None]
 
 MAX_NAMES_IN_MESSAGE = 8
 QUANTIZATION_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
-# Buffers that old checkpoints carry although they follow from the config.
+# Buffers in old checkpoints that are recomputed from the config.
 DERIVED_TENSORS = re.compile(r"rotary_emb\.inv_freq$")
 
 
@@ -34,7 +34,7 @@ class LoadedModel:
     config: DecoderConfig
     name: str
     tokenizer_folder: Path
-    """Has tokenizer.json and tokenizer_config.json, the chat template among them."""
+    """Holds tokenizer.json, and tokenizer_config.json with the chat template."""
     eos_token_ids: tuple[int, ...]
     digest: str
     """Identity of config and weights: sha256:<hex>"""
@@ -47,9 +47,9 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """`path`: a Hugging Face folder with safetensors, or a GGUF file, which is converted once.
+    """Load a Hugging Face folder with safetensors, or a GGUF file, which is converted once.
 
-    dtype: or what chooses it for a model of this config
+    dtype: a function chooses it from the config
     """
     folder = converted_folder(path, progress=progress) if path.suffix == ".gguf" else path
     hf_config = read_config(folder)
@@ -109,7 +109,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the shards that the index names, or the only safetensors file."""
+    """Return model.safetensors, the shards named by the index, or the only safetensors file."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -120,7 +120,7 @@ def weight_files(folder: Path) -> list[Path]:
         return found
     if found:
         raise UnsupportedModel(
-            f"{folder} has {len(found)} safetensors files but no {index.name} to tell which to use."
+            f"{folder} has {len(found)} safetensors files but no {index.name} that lists them."
         )
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise UnsupportedModel(
@@ -142,7 +142,7 @@ def indexed_files(index: Path) -> list[Path]:
 
 
 def fill(decoder: Decoder, files: list[Path], *, progress: Progress | None = None) -> None:
-    """Copy every tensor into its place; each must come exactly once, and no other."""
+    """Copy every tensor to its slot; raise UnsupportedModel for missing or extra ones."""
     slots = checkpoint_slots(decoder)
     num_slots = len(slots)
     extra: list[str] = []
@@ -165,7 +165,7 @@ def fill(decoder: Decoder, files: list[Path], *, progress: Progress | None = Non
 
 
 def fill_from_file(file: Path, slots: dict[str, Slot]) -> list[str]:
-    """Takes each filled slot out of `slots`; returns the names that had none."""
+    """Fill and remove the slots of this file's tensors; return the names without a slot."""
     extra = []
     with safe_open(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - not a mapping
@@ -178,7 +178,7 @@ def fill_from_file(file: Path, slots: dict[str, Slot]) -> list[str]:
 
 
 def model_name(path: Path) -> str:
-    """The name to serve it under: of the file, the folder, or the repository in a hub cache."""
+    """Return the served name: of the file, the folder, or the repository in a hub cache."""
     resolved = path.resolve()
     if path.suffix == ".gguf":
         return QUANTIZATION_SUFFIX.sub("", path.stem)
@@ -189,7 +189,7 @@ def model_name(path: Path) -> str:
 
 
 def eos_token_ids(folder: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
-    """generation_config.json may add to what config.json says: turns end by other tokens."""
+    """Return the end tokens of generation_config.json and config.json."""
     generation = folder / "generation_config.json"
     settings = read_json_object(generation) if generation.is_file() else {}
     found: list[int] = []

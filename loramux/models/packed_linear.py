@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loramux.kernels.linear import DenseWeight, LinearMethod
 from loramux.kernels.ops import PackedMatrix
 from loramux.kernels.select import select_jit_gemm
 from loramux.models.decoder import Decoder
@@ -21,7 +22,7 @@ TYPICAL_ROWS = 32
 
 
 class PackedLinear(nn.Module):
-    """y = x @ weight.T + bias, as Linear."""
+    """A linear layer with a dense weight and a copy in the panel layout of the CPU GEMM."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
@@ -39,6 +40,17 @@ class PackedLinear(nn.Module):
         else:
             weight = linear.weight.data
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
+
+    @property
+    def dense(self) -> DenseWeight:
+        return DenseWeight(self.weight, self.bias)
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.weight.nbytes
+
+    def with_weight(self, weight: Tensor) -> LinearMethod:
+        return PackedLinear(Linear.over(weight, self.bias))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[0] <= self.max_plain_rows:

@@ -1,4 +1,4 @@
-"""Rotary position settings as a config file writes them, old style or new."""
+"""Rotary embedding settings of config.json, in the formats of transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loramux.errors import UnsupportedModel
 
 DEFAULT_THETA = 10_000.0
 
-# Each supported rope type and the settings that it cannot do without.
+# Supported rope types and their required settings.
 REQUIRED_SETTINGS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -24,22 +24,22 @@ class RopeConfig:
     rope_type: str = "default"
     theta: float = DEFAULT_THETA
     factor: float = 1.0
-    """How far the positions are stretched; every type but `default` uses it."""
+    """Factor by which the context is extended; unused by `default`."""
     original_max_position: int = 0
-    """Longest sequence of the pretraining; llama3 and yarn use it."""
+    """Context length of the pretraining; used by llama3 and yarn."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float | None = None
-    """Multiplies cos and sin (yarn); None: derived from `factor`."""
+    """Multiplies cos and sin (yarn); None derives it from `factor`."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
 
 def parse_rope(config: Mapping[str, Any], *, theta: float = DEFAULT_THETA) -> RopeConfig:
-    """The rope of a whole model, from `rope_parameters` or `rope_theta` and `rope_scaling`."""
+    """Parse the rope of a model, from `rope_parameters` or `rope_theta` and `rope_scaling`."""
     settings = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     settings.setdefault("rope_theta", config.get("rope_theta", theta))
     settings.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -49,7 +49,7 @@ def parse_rope(config: Mapping[str, Any], *, theta: float = DEFAULT_THETA) -> Ro
 def parse_layer_type_rope(
     config: Mapping[str, Any], *, layer_type: str, theta_key: str, theta: float
 ) -> RopeConfig:
-    """The rope of one kind of layer, where full and sliding layers have their own."""
+    """Parse the rope of one layer type, for models with a separate rope per layer type."""
     settings = dict((config.get("rope_parameters") or {}).get(layer_type) or {})
     if layer_type == "full_attention":
         settings.update(config.get("rope_scaling") or {})
@@ -61,7 +61,7 @@ def rope_from_settings(settings: Mapping[str, Any], config: Mapping[str, Any]) -
     rope_type = settings.get("rope_type") or settings.get("type") or "default"
     if rope_type not in REQUIRED_SETTINGS:
         raise UnsupportedModel(
-            f"Rope type {rope_type!r} is not supported; known types: "
+            f"Rope type {rope_type!r} is not supported; valid values: "
             f"{', '.join(sorted(REQUIRED_SETTINGS))}."
         )
     missing = [name for name in REQUIRED_SETTINGS[rope_type] if settings.get(name) is None]

@@ -1,4 +1,4 @@
-"""Writes a safetensors file one tensor at a time, so that a model need not fit in memory."""
+"""Writes a safetensors file one tensor at a time, without holding the model in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADER_ALIGNMENT = 8
 
 
 class SafetensorsWriter:
-    """float32 tensors, to be written in the order of `shapes`."""
+    """Writes float32 tensors in the order of `shapes`."""
 
     def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
@@ -48,7 +48,7 @@ class SafetensorsWriter:
 
 
 def header_bytes(shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-    """Length and JSON of the header, padded with blanks to keep the tensors aligned."""
+    """Return the length and the JSON of the header, padded to keep the tensors aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, shape in shapes.items():

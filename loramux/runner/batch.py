@@ -76,25 +76,16 @@ def layout_of(pool: PagePool) -> PagedLayout:
 
 
 class PagedAttention:
-    """What the decoder calls in each layer: stores keys and values in pages, then attends."""
+    """The decoder's attention context over pages, by the index tensors of one step."""
 
     def __init__(self, plan: AttentionPlan, storage: Tensor) -> None:
         self._plan = plan
         self._storage = storage
 
-    def attend(  # noqa: PLR0913  (the decoder's protocol)
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def write_kv(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._plan.write_kv(self._storage, layer, k, v)
-        args = AttendArgs(layer=layer, scale=scale, sliding_window=sliding_window, softcap=softcap)
+
+    def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
         return self._plan.attend(self._storage, q, args)
 
 

@@ -127,7 +127,7 @@ class CpuRunner:
                 attention = PagedAttention(plan, self._pool.storage)
                 return cast(Tensor, self._decoder(*inputs, attention))
             if lora is not None and rows is not None:
-                lora.keep_rows(rows, self._compiled.last_sites, self._kernels.lora)
+                lora.keep_rows(rows, self._compiled.selecting_linears, self._kernels.lora)
             return self._compiled.hidden(*inputs, batch.sequences, rows)
         finally:
             self._lora.batch = None

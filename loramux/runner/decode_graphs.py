@@ -13,7 +13,7 @@ from loramux.kernels.ops import DeviceAttentionPlan, DeviceKernels
 from loramux.lora.graph_lora import BASE_MODE, GraphLora, LoraMode
 from loramux.runner.decode_inputs import DecodeInputs
 from loramux.runner.device_sampler import Draws
-from loramux.runner.fused_decoder import FusedDecoder
+from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.step_graphs import StepGraphs
 from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import Chunk
@@ -46,7 +46,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: FusedDecoder,
+        decoder: GpuDecoder,
         kernels: DeviceKernels,
         lora: GraphLora,
         limits: DecodeLimits,

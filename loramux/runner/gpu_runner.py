@@ -31,7 +31,7 @@ from loramux.models.decoder import Decoder
 from loramux.runner.batch import StepBatch, build_batch, prompt_logprobs_of
 from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits, Progress, is_decode
 from loramux.runner.device_sampler import Draws, choose, draw, finish, is_plain
-from loramux.runner.fused_decoder import FusedDecoder
+from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.in_flight import FinishedStep, LaunchedStep
 from loramux.runner.prefill_graphs import RowGraphs
 from loramux.runner.sampler import SampleOutput
@@ -67,7 +67,7 @@ class GpuRunner:
             head_dim=geometry.head_dim,
             block_tokens=geometry.block_tokens,
         )
-        self._decoder = FusedDecoder(decoder, kernels, layout, pool.storage)
+        self._decoder = GpuDecoder(decoder, kernels, layout, pool.storage)
         lora = LoraDevice(
             kernels=kernels.lora,
             directory=directory,

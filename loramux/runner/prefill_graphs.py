@@ -11,7 +11,7 @@ from torch import Tensor
 from loramux.kernels.ops import DeviceAttentionPlan, DeviceKernels, StepRows
 from loramux.lora.graph_lora import GraphLora, LoraMode
 from loramux.runner.device_sampler import Draws
-from loramux.runner.fused_decoder import FusedDecoder
+from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.prefill_inputs import RowInputs, RowLimits
 from loramux.runner.step_graphs import StepGraphs
 from loramux.runner.token_buffer import TokenBuffer
@@ -36,7 +36,7 @@ class RowGraphs:
 
     def __init__(  # noqa: PLR0913
         self,
-        decoder: FusedDecoder,
+        decoder: GpuDecoder,
         kernels: DeviceKernels,
         lora: GraphLora,
         feed: TokenBuffer,

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loramux.types.model import BaseModelInfo
+from loramux.types.model import FUSED_LINEARS, BaseModelInfo
 
 # What a packed adapter's file on disk has before its buffer.
 IMAGE_HEADER_BYTES = 65536
 
-# Projections that read the same input are computed by one matrix product; together they are a site.
-FUSED_PROJECTIONS: dict[str, tuple[str, ...]] = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "o": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
 ATTENTION_SITES = ("qkv", "o")
 
 
@@ -45,7 +38,7 @@ def fused_sites(shapes: Mapping[str, tuple[int, int]]) -> tuple[Site, ...]:
             projections=projections,
             out_features=tuple(shapes[projection][1] for projection in projections),
         )
-        for name, projections in FUSED_PROJECTIONS.items()
+        for name, projections in FUSED_LINEARS.items()
         if projections[0] in shapes
     )
 

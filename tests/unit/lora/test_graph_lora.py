@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.adapters.packed.dense import ATTENTION_SITES, FUSED_PROJECTIONS, Site
+from loramux.adapters.packed.dense import ATTENTION_SITES, FUSED_LINEARS, Site
 from loramux.adapters.packed.paged import plan_rank_blocks
 from loramux.kernels.gpu.lora_augmented.tables import AugmentedLaunch
 from loramux.kernels.reference import lora_segmented
@@ -211,4 +211,4 @@ def test_where_all_sites_are_those_of_attention_there_is_nothing_to_leave_out() 
 
 def test_the_sites_of_attention_are_sites() -> None:
     """Catches a site with another name, for which no step would ever be of attention alone."""
-    assert set(ATTENTION_SITES) < set(FUSED_PROJECTIONS)
+    assert set(ATTENTION_SITES) < set(FUSED_LINEARS)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from loramux.engine.engine import Engine
-from loramux.lora.merge import LinearKinds, MergedWeights, MergeSource, PageDeltas
+from loramux.lora.merge import MergedWeights, MergeSource, PageDeltas
 from loramux.models.layers import Linear
 from loramux.models.packed_linear import PackedLinear
 from loramux.types.request import Selection
@@ -21,7 +21,6 @@ from tests.model_factory import tiny_transformers_model
 from tests.unit.lora.test_stacks import SITES, Shelf
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-KINDS = LinearKinds(plain=Linear, packed=PackedLinear)
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all-linear": {"r": 8, "target_modules": ALL_LINEAR},
     "attention": {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]},
@@ -41,11 +40,16 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
+class Quantized(Linear):
+    """A linear without a dense weight."""
+
+    dense = None  # type: ignore[assignment]
+
+
 def source_of(engine: Engine) -> MergeSource:
     return MergeSource(
         bases=cpu_runner(engine)._lora.bases,
         deltas=PageDeltas(engine.residency.resident, cpu_runner(engine)._pool),
-        kinds=KINDS,
     )
 
 
@@ -79,7 +83,7 @@ def shelf_source(shelf: Shelf, *adapters: Any, dtype: torch.dtype = torch.float3
                 parameter.copy_(torch.randn(parameter.shape))
             bases[layer, site.name] = linear
     resident = {adapter.cid: adapter for adapter in adapters}
-    return MergeSource(bases=bases, deltas=PageDeltas(resident, shelf.pool), kinds=KINDS)
+    return MergeSource(bases=bases, deltas=PageDeltas(resident, shelf.pool))
 
 
 def exact_delta(shelf: Shelf, adapter: Any, site: tuple[int, str]) -> Tensor:
@@ -146,8 +150,8 @@ def test_what_has_no_merged_form_is_known_before_anything_is_made() -> None:
     assert source.num_bytes((("a", 1.0),)) == (8 * 4 + 4 * 4) * 4
     assert source.num_bytes(()) is None
     assert source.num_bytes((("a", 1.0), ("gone", 1.0))) is None
-    odd = {**source.bases, (1, "o"): nn.Linear(4, 4)}
-    other = MergeSource(bases=odd, deltas=source.deltas, kinds=KINDS)
+    odd = {**source.bases, (1, "o"): Quantized(4, 4, dtype=torch.float32)}
+    other = MergeSource(bases=odd, deltas=source.deltas)
     assert other.num_bytes((("a", 1.0),)) is None
 
 
@@ -209,6 +213,6 @@ def test_the_counted_bytes_are_those_that_are_held(
     held = 0
     for site, module in weights.sites.items():
         base = source_of(engine).bases[site]
-        assert type(module) is type(base) and module.weight is not base.weight
-        held += module.weight.nbytes * (2 if isinstance(module, PackedLinear) else 1)
+        assert type(module) is type(base) and module.dense.weight is not base.dense.weight
+        held += module.dense.weight.nbytes * (2 if isinstance(module, PackedLinear) else 1)
     assert weights.num_bytes == held > 0

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from loramux.models.architectures import parse_config
-from loramux.models.augmented_linear import SLICES, AugmentedLinear, appended_rows, augment_linears
+from loramux.models.augmented_linear import AugmentedLinear, appended_rows, augment_linears
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
+from loramux.types.model import FUSED_LINEARS
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,7 +32,7 @@ def make_decoder() -> Decoder:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_what_stands_before_the_tail_is_computed_as_ever(has_bias: bool) -> None:
+def test_appended_rows_do_not_change_the_outputs(has_bias: bool) -> None:
     plain = Linear(8, 6, bias=has_bias, dtype=torch.float32)
     for parameter in plain.parameters():
         parameter.data.normal_()
@@ -40,42 +41,44 @@ def test_what_stands_before_the_tail_is_computed_as_ever(has_bias: bool) -> None
     x = torch.randn(3, 8)
     assert torch.equal(linear(x), plain(x))
     for num_rows in (32, 16):
-        y = F.linear(x, *linear.with_appended(num_rows))
+        y = F.linear(x, *linear.augmented(num_rows))
         torch.testing.assert_close(y[:, :6], plain(x))
         torch.testing.assert_close(y[:, 6:], x @ linear.appended[:num_rows].t())
 
 
-def test_every_layer_gets_blocks_for_each_of_its_slices() -> None:
+def test_every_fused_linear_gets_rank_blocks_per_projection() -> None:
     decoder = make_decoder()
     assert appended_rows(decoder) is None
     before = [parameter.clone() for parameter in decoder.parameters()]
     augment_linears(decoder, 2)
-    tails = appended_rows(decoder)
-    assert tails is not None and len(tails) == 2
-    assert [tuple(tail.shape[:3]) for tail in tails[0]] == [(2, n, 16) for n in SLICES.values()]
-    assert [tail.shape[3] for tail in tails[0]] == [32, 32, 32, 48]
-    assert not any(tail.any() for of_layer in tails for tail in of_layer)
+    appended = appended_rows(decoder)
+    assert appended is not None and len(appended) == 2
+    assert [tuple(rows.shape[:3]) for rows in appended[0]] == [
+        (2, len(names), 16) for names in FUSED_LINEARS.values()
+    ]
+    assert [rows.shape[3] for rows in appended[0]] == [32, 32, 32, 48]
+    assert not any(rows.any() for of_layer in appended for rows in of_layer)
     for old, new in zip(before, decoder.parameters(), strict=True):
         assert torch.equal(old, new)
 
 
-def test_tails_of_the_same_size_are_kept() -> None:
+def test_augmenting_again_keeps_rows_of_the_same_size() -> None:
     decoder = make_decoder()
     augment_linears(decoder, 1)
     first = decoder.layers[0].qkv
     augment_linears(decoder, 1)
     assert decoder.layers[0].qkv is first
     augment_linears(decoder, 2)
-    tails = appended_rows(decoder)
-    assert tails is not None and tails[0][0].shape[0] == 2
+    appended = appended_rows(decoder)
+    assert appended is not None and appended[0][0].shape[0] == 2
 
 
-def test_writing_the_tail_changes_no_weight() -> None:
+def test_writing_appended_rows_changes_no_weight() -> None:
     decoder = make_decoder()
     augment_linears(decoder, 1)
     linear = decoder.layers[1].down
     weight = linear.weight.clone()
-    tails = appended_rows(decoder)
-    assert tails is not None
-    tails[1][3].fill_(5.0)
+    appended = appended_rows(decoder)
+    assert appended is not None
+    appended[1][3].fill_(5.0)
     assert torch.equal(linear.weight, weight) and bool((linear.appended == 5.0).all())

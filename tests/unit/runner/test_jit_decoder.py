@@ -65,7 +65,7 @@ def test_rows_of_several_adapters_equal_the_decoder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_picked_rows_are_those_of_all_and_every_row_keeps_its_keys(
+def test_selected_tokens_equal_those_of_a_full_forward_and_all_kv_is_stored(
     family: str, tmp_path: Path
 ) -> None:
     runner = make_engine(tiny_transformers_model(family), tmp_path).executor
@@ -88,7 +88,7 @@ def test_picked_rows_are_those_of_all_and_every_row_keeps_its_keys(
         assert torch.equal(storage, stored)
 
 
-def test_a_step_asks_for_the_rows_that_sample_and_probes_for_all(
+def test_a_step_computes_the_sampled_tokens_and_logits_computes_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = make_engine(tiny_transformers_model("llama"), tmp_path).executor

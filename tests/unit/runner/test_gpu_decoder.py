@@ -8,7 +8,7 @@ import torch
 from loramux.kernels.gpu.attention import ops as interpreted_attention
 from loramux.kernels.reference import elementwise, lora_segmented
 from loramux.kernels.select import select_device_kernels
-from loramux.runner.fused_decoder import FusedDecoder
+from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.types.step import Chunk, StepPlan
 from tests.device_factory import ProductsInParts, device_engine, reference_engine
 from tests.engine_factory import make_prompt
@@ -37,7 +37,7 @@ def test_every_family_equals_the_decoder_in_any_chunks(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
-def test_products_in_parts_give_what_whole_ones_give(
+def test_split_k_gemms_give_what_whole_ones_give(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """o and down of every layer, with norms after them and without."""
@@ -50,15 +50,15 @@ def test_products_in_parts_give_what_whole_ones_give(
     assert len(products.num_outputs) == 2 * len(runner._decoder._layers)
 
 
-def test_a_packed_layer_is_refused_and_not_computed_without_its_weights(
+def test_a_linear_without_a_dense_weight_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2)[1]
     fused = runner._decoder
     fused._decoder.layers[0].qkv = torch.nn.Identity()
-    with pytest.raises(AssertionError, match="packed or wrapped"):
-        FusedDecoder(fused._decoder, runner._kernels, fused.layout, fused._storage)
+    with pytest.raises(TypeError, match="no dense weight"):
+        GpuDecoder(fused._decoder, runner._kernels, fused.layout, fused._storage)
 
 
 def test_on_a_cpu_only_attention_goes_through_the_interpreter() -> None:

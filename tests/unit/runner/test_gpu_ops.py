@@ -1,4 +1,4 @@
-"""Steps whose adapters are in the tail, against the same rows computed from their pages."""
+"""GPU op sets: steps on augmented weights against steps on the segmented path."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ import torch
 
 from loramux.kernels.gpu.lora_augmented.tables import AugmentedLaunch
 from loramux.kernels.ops import Norm
-from loramux.kernels.reference import elementwise as fused_torch
+from loramux.kernels.reference import elementwise as reference
 from loramux.lora.graph_lora import BASE_MODE, LoraMode
 from loramux.models.layers import Linear
 from loramux.runner.gemm.dispatch import Products
+from loramux.runner.gpu_ops import (
+    DOWN,
+    GATE_UP,
+    OUT,
+    QKV,
+    GpuLinear,
+    SegmentedLinearOps,
+    timed_add_norm,
+)
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
-from loramux.runner.linear_ops import DOWN, GATE_UP, OUT, QKV, PlainOps, add_norm_behind
 from loramux.runner.step_graphs import Key, Work
 from loramux.types.request import Selection
 from loramux.types.step import Chunk, StepPlan
@@ -194,21 +202,21 @@ def test_adapters_that_come_and_go_and_do_not_all_fit_get_the_tokens_of_the_refe
             for i, s in enumerate(chosen * 2)
         ]
         if number:
-            runner: Any = engine.runner
+            runner: Any = engine.executor
             modes = modes_of(runner, monkeypatch)
         answers.append(run_all(engine, requests))
-        # By itself, whatever the loads of the others let run together: more ranks than a tail.
+        # Alone in its batch, with more ranks than the appended rows hold.
         both = ((cids[1], 1.0), (cids[-1], 1.0))
         alone = make_request("alone", make_prompt(3, seed=9), both, max_tokens=4)
         answers[-1] |= run_all(engine, [alone])
     assert answers[0] == answers[1]
     assert set(modes) >= {AUGMENTED, SEGMENTED}
-    tail = runner._graphs.lora.augmented.cache
-    tail.check_integrity()
-    assert tail.num_copies > 4
+    cache = runner._graphs.lora.augmented.cache
+    cache.check_integrity()
+    assert cache.num_copies > 4
 
 
-def test_without_room_behind_the_weights_there_are_no_graphs_for_it(
+def test_without_appended_rows_there_are_no_augmented_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
@@ -218,7 +226,7 @@ def test_without_room_behind_the_weights_there_are_no_graphs_for_it(
     assert list(runner._graphs._steps.made) == [(1, mode) for mode in modes]
 
 
-def test_nothing_is_launched_at_sites_that_a_step_does_not_cover() -> None:
+def test_linears_without_adapters_launch_no_lora_kernels() -> None:
     launched: list[tuple[str, int, int]] = []
 
     class Step:
@@ -239,13 +247,14 @@ def test_nothing_is_launched_at_sites_that_a_step_does_not_cover() -> None:
     linear, x = Linear(4, 6, dtype=torch.float32), torch.randn(2, 4)
     torch.nn.init.normal_(linear.weight)
     for site in (QKV, OUT, GATE_UP, DOWN):
-        y = PlainOps(fused_torch, Step(), Products(None, [])).linear(linear, x, (3, site))
+        ops = SegmentedLinearOps(reference, Step(), Products(None, []))
+        y = ops.linear(GpuLinear(linear.dense, None, 3, site), x)
         torch.testing.assert_close(y, linear(x))
     assert launched == [(name, 3, site) for site in (QKV, OUT) for name in ("shrink", "expand")]
 
 
-def test_products_behind_which_parts_are_added_up_may_come_in_parts() -> None:
-    """o and down, unless adapters from lists are added to what they give."""
+def test_o_and_down_may_be_split_k_gemms() -> None:
+    """Unless SGMV kernels add adapters to their output."""
 
     class Step:
         def covers(self, site: int) -> bool:
@@ -264,31 +273,32 @@ def test_products_behind_which_parts_are_added_up_may_come_in_parts() -> None:
     torch.nn.init.normal_(linear.weight)
     found = {}
     for step in (None, Step()):
-        ops = PlainOps(fused_torch, step, ProductsInParts(2))
+        ops = SegmentedLinearOps(reference, step, ProductsInParts(2))
         found[step is None] = [
-            ops.linear(linear, x, (0, site)).ndim for site in (QKV, OUT, GATE_UP, DOWN)
+            ops.linear(GpuLinear(linear.dense, None, 0, site), x).ndim
+            for site in (QKV, OUT, GATE_UP, DOWN)
         ]
     assert found == {True: [2, 3, 2, 3], False: [2, 2, 2, 3]}
 
 
-def test_what_is_measured_behind_a_product_is_add_norm_of_its_outputs() -> None:
-    """With a tail behind them, in parts and whole."""
+def test_the_autotuner_times_add_norm_of_the_outputs() -> None:
+    """With and without appended columns, split-K and whole."""
     norm = Norm(torch.ones(4), 1e-5)
     seen: list[tuple[int, ...]] = []
 
     class Fused:
         def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
             seen.append((*x.shape, *residual.shape))
-            return fused_torch.add_norm(x, residual, norm)
+            return reference.add_norm(x, residual, norm)
 
-    follow = add_norm_behind(Fused(), norm, torch.float16)
+    follow = timed_add_norm(Fused(), norm, torch.float16)
     for shape in ((3, 4), (3, 6), (2, 3, 6)):
         follow(torch.randn(shape))()
     assert seen == [(3, 4, 3, 4), (3, 4, 3, 4), (2, 3, 4, 3, 4)]
 
 
 @pytest.mark.parametrize("covered", [(), (QKV,), (GATE_UP,)])
-def test_gate_and_up_are_at_once_unless_adapters_are_added_to_them(
+def test_gate_up_uses_the_swiglu_gemm_unless_adapters_are_added(
     covered: tuple[int, ...],
 ) -> None:
     class Step:
@@ -303,7 +313,7 @@ def test_gate_and_up_are_at_once_unless_adapters_are_added_to_them(
         def expand_swiglu(
             self, y: torch.Tensor, activation: str, layer: int, site: int
         ) -> torch.Tensor:
-            return fused_torch.activate_mul(y + 1, activation)
+            return reference.activate_mul(y + 1, activation)
 
     class AtOnce(Products):
         def gated(self, *args: object) -> torch.Tensor:
@@ -311,9 +321,10 @@ def test_gate_and_up_are_at_once_unless_adapters_are_added_to_them(
 
     linear, x, asked = Linear(4, 6, dtype=torch.float32), torch.randn(2, 4), [torch.zeros(2, 3)]
     torch.nn.init.normal_(linear.weight)
-    found = PlainOps(fused_torch, Step(), AtOnce(None, [])).gated(linear, x, "silu", (0, GATE_UP))
+    gate_up = GpuLinear(linear.dense, None, 0, GATE_UP)
+    found = SegmentedLinearOps(reference, Step(), AtOnce(None, [])).glu(gate_up, x, "silu")
     if GATE_UP in covered:
-        torch.testing.assert_close(found, fused_torch.activate_mul(linear(x) + 1, "silu"))
+        torch.testing.assert_close(found, reference.activate_mul(linear(x) + 1, "silu"))
     assert (found == 0).all() != (GATE_UP in covered)
-    apart = PlainOps(fused_torch, None, Products(None, [])).gated(linear, x, "silu", (0, GATE_UP))
-    torch.testing.assert_close(apart, fused_torch.activate_mul(linear(x), "silu"))
+    apart = SegmentedLinearOps(reference, None, Products(None, [])).glu(gate_up, x, "silu")
+    torch.testing.assert_close(apart, reference.activate_mul(linear(x), "silu"))

@@ -1,0 +1,86 @@
+"""The forward pass of a decoder, written once and run by several op sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from loramux.kernels.ops import AttendArgs
+
+X = TypeVar("X")
+L = TypeVar("L")
+N = TypeVar("N")
+
+
+class Layer(NamedTuple, Generic[L, N]):
+    """One decoder layer: linears of type L and norms of type N, as an op set reads them."""
+
+    qkv: L
+    o: L
+    gate_up: L
+    down: L
+    attention_norm: N
+    mlp_norm: N
+    after_attention_norm: N | None
+    """Norm of the attention output before it is added to the residual (sandwich norms)."""
+    after_mlp_norm: N | None
+    head_norm: N | None
+    """Norm of each query and key head before its rotation."""
+    next_norm: N
+    """Attention norm of the following layer, or the final norm."""
+    attention: AttendArgs
+
+
+class DecoderOps(Protocol[X, L, N]):
+    """The ops of one step on activations of type X; made by the runner for each step."""
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> X:
+        """Begin the step: compute its rotary angles and return the residual stream.
+
+        token_ids, positions [tokens]
+        """
+        ...
+
+    def norm(self, residual: X, norm: N) -> X: ...
+
+    def linear_rotate_write(self, layer: Layer[L, N], x: X) -> X:
+        """Compute q, k and v, norm and rotate q and k, store k and v in pages; return q."""
+        ...
+
+    def attend(self, layer: Layer[L, N], q: X) -> X:
+        """Attention of each token over its own sequence up to itself."""
+        ...
+
+    def select(self, attended: X, residual: X) -> tuple[X, X]:
+        """Keep the tokens whose hidden state is asked for; called in the last layer alone."""
+        ...
+
+    def linear_add_norm(self, linear: L, x: X, residual: X, norm: N, after: N | None) -> X:
+        """residual += after(linear(x)), in place; return norm(residual)."""
+        ...
+
+    def linear_glu(self, linear: L, x: X) -> X:
+        """Gated linear unit: activation(gate) * up, where linear(x) is gate and up."""
+        ...
+
+
+def hidden_states(
+    layers: Sequence[Layer[L, N]],
+    ops: DecoderOps[X, L, N],
+    token_ids: Tensor,
+    positions: Tensor,
+) -> X:
+    """Compute the normed hidden states of the tokens that `ops.select` keeps."""
+    residual = ops.embed(token_ids, positions)
+    x = ops.norm(residual, layers[0].attention_norm)
+    for layer in layers:
+        q = ops.linear_rotate_write(layer, x)
+        x = ops.attend(layer, q)
+        if layer is layers[-1]:
+            x, residual = ops.select(x, residual)
+        x = ops.linear_add_norm(layer.o, x, residual, layer.mlp_norm, layer.after_attention_norm)
+        x = ops.linear_glu(layer.gate_up, x)
+        x = ops.linear_add_norm(layer.down, x, residual, layer.next_norm, layer.after_mlp_norm)
+    return x

@@ -1,0 +1,128 @@
+"""The decoder on a GPU: at most nine kernel launches a layer besides those of LoRA."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from loramux.kernels.linear import dense_of
+from loramux.kernels.ops import DeviceAttentionPlan, DeviceKernels, Norm, PagedLayout
+from loramux.lora.augmented_step import AugmentedStep
+from loramux.models.augmented_linear import appended_rows
+from loramux.models.decoder import Decoder
+from loramux.models.forward import hidden_states
+from loramux.models.layers import HeadNorm, RMSNorm
+from loramux.runner.gemm.dispatch import Gated, open_products
+from loramux.runner.gpu_ops import (
+    AugmentedLinearOps,
+    FusedLinearOps,
+    GpuContext,
+    GpuLinear,
+    GpuOps,
+    LoraStep,
+    SegmentedLinearOps,
+    timed_add_norm,
+)
+
+
+class GpuDecoder:
+    """Computes hidden states and logits of a decoder with dense linears."""
+
+    def __init__(
+        self, decoder: Decoder, kernels: DeviceKernels, layout: PagedLayout, storage: Tensor
+    ) -> None:
+        self._decoder = decoder
+        self._kernels = kernels
+        self._layout = layout
+        self._storage = storage
+        self._context = GpuContext(decoder, kernels.elementwise, layout, storage)
+        self._layers = decoder.describe(linear=GpuLinear.of, norm=_norm)
+        self._head = dense_of(decoder.lm_head)
+        self.products = open_products(
+            storage.device,
+            self._weight_families(),
+            timed_add_norm(kernels.elementwise, _norm(decoder.norm), storage.dtype),
+            _gated(kernels, decoder.config.activation),
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._storage.dtype
+
+    @property
+    def num_heads(self) -> int:
+        return self._decoder.config.num_heads
+
+    @property
+    def layout(self) -> PagedLayout:
+        return self._layout
+
+    @property
+    def windows(self) -> set[int | None]:
+        """The sliding windows of all layers; None stands for full attention."""
+        return {layer.attention.sliding_window for layer in self._layers}
+
+    @property
+    def appended(self) -> list[list[Tensor]] | None:
+        """Rows appended to the weights: [layers][fused linears] of [blocks, projections, 16, in]"""
+        return appended_rows(self._decoder)
+
+    def hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        plan: DeviceAttentionPlan,
+        lora: LoraStep | AugmentedStep | None,
+    ) -> Tensor:
+        """Compute the normed hidden state of every token; token_ids, positions [tokens] int32."""
+        ops = GpuOps(self._context, plan, self._linear_ops(lora))
+        return hidden_states(self._layers, ops, token_ids, positions)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute the logits [tokens, vocab] in float32."""
+        return self._decoder.logits(hidden)
+
+    def empty_logits(self, num_tokens: int) -> Tensor:
+        """Allocate the output of `write_logits`, in the dtype that it needs."""
+        config = self._decoder.config
+        dtype = self._storage.dtype if config.final_logit_softcap is None else torch.float32
+        return self._storage.new_empty(num_tokens, config.vocab_size, dtype=dtype)
+
+    def write_logits(self, hidden: Tensor, out: Tensor) -> None:
+        """Compute the logits into `out`, without a conversion to float32."""
+        weight, bias = self._head
+        if self._decoder.config.final_logit_softcap is None and bias is None:
+            self.products.linear(hidden, weight, out=out)
+        else:
+            out.copy_(self._decoder.logits(hidden))
+
+    def _linear_ops(self, lora: LoraStep | AugmentedStep | None) -> FusedLinearOps:
+        kernels = self._kernels
+        if isinstance(lora, AugmentedStep):
+            return AugmentedLinearOps(kernels.elementwise, kernels.augmented, lora, self.products)
+        return SegmentedLinearOps(kernels.elementwise, lora, self.products)
+
+    def _weight_families(self) -> list[list[Tensor]]:
+        """The weights of each fused linear over all layers, and that of the head."""
+        linears = zip(
+            *((layer.qkv, layer.o, layer.gate_up, layer.down) for layer in self._layers),
+            strict=True,
+        )
+        families = [[linear.stored_weight for linear in family] for family in linears]
+        return [*families, [self._head.weight]]
+
+
+def _gated(kernels: DeviceKernels, activation: str) -> Gated | None:
+    if kernels.swiglu is None:
+        return None
+    return Gated(
+        fits=kernels.swiglu.supports,
+        at_once=partial(kernels.swiglu.linear_swiglu, activation=activation),
+        activate=partial(kernels.elementwise.activate_mul, activation=activation),
+    )
+
+
+def _norm(norm: RMSNorm | HeadNorm) -> Norm:
+    return Norm(norm.weight, norm.eps)

@@ -1,0 +1,272 @@
+"""Op sets of the decoder on a GPU: fused linears without LoRA, with SGMV or with augmented weights.
+
+Kernels launch by PDL: each may start before its predecessor ends, so their order is part of the
+contract of the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from loramux.kernels.linear import DenseWeight, LinearMethod, dense_of
+from loramux.kernels.ops import (
+    AugmentedLoraOps,
+    DeviceAttentionPlan,
+    ElementwiseOps,
+    KVTarget,
+    Norm,
+    PagedLayout,
+    Rotation,
+)
+from loramux.lora.augmented_step import AugmentedStep
+from loramux.models.augmented_linear import AugmentedLinear
+from loramux.models.decoder import Decoder
+from loramux.models.forward import Layer
+from loramux.models.layers import Rotary
+from loramux.runner.gemm.autotune import Follower
+from loramux.runner.gemm.dispatch import Products
+from loramux.types.model import FUSED_LINEARS
+
+QKV, OUT, GATE_UP, DOWN = range(len(FUSED_LINEARS))
+_NAMES = tuple(FUSED_LINEARS)
+# add_norm follows these linears, and reduces the partial sums of a split-K GEMM.
+_SPLIT_K = (OUT, DOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLinear:
+    """A fused linear with a dense weight, and the coordinates that LoRA kernels know it by."""
+
+    dense: DenseWeight
+    augmented: AugmentedLinear | None
+    """None if no rows are appended to the weight."""
+    layer: int
+    index: int
+    """QKV, OUT, GATE_UP or DOWN"""
+
+    @classmethod
+    def of(cls, layer: int, name: str, linear: LinearMethod) -> GpuLinear:
+        augmented = linear if isinstance(linear, AugmentedLinear) else None
+        return cls(dense_of(linear), augmented, layer, _NAMES.index(name))
+
+    @property
+    def stored_weight(self) -> Tensor:
+        """The weight with all of its appended rows."""
+        return self.dense.weight if self.augmented is None else self.augmented.extended
+
+
+class LoraStep(Protocol):
+    """The adapters of a step on the segmented path."""
+
+    def covers(self, site: int) -> bool:
+        """Return whether the adapters change the fused linear of this index."""
+
+    def shrink(self, x: Tensor, layer: int, site: int) -> None: ...
+
+    def expand(self, y: Tensor, layer: int, site: int) -> None: ...
+
+    def expand_swiglu(self, y: Tensor, activation: str, layer: int, site: int) -> Tensor:
+        """Expand gate and up, and return activation(gate) * up."""
+
+
+class FusedLinearOps(Protocol):
+    """A fused linear with its adapters, and the op that follows it.
+
+    The output of `linear` is input of the op that follows this linear and of no other: it may be
+    the partial sums of a split-K GEMM, or have LoRA's h appended to it.
+    """
+
+    def linear(self, linear: GpuLinear, x: Tensor) -> Tensor: ...
+
+    def rotate_write(
+        self, linear: GpuLinear, y: Tensor, rotation: Rotation, target: KVTarget
+    ) -> Tensor: ...
+
+    def glu(self, linear: GpuLinear, x: Tensor, activation: str) -> Tensor:
+        """Compute activation(gate) * up, where linear(x) is gate and up."""
+
+    def add_norm(
+        self, linear: GpuLinear, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentedLinearOps:
+    """Linears followed by SGMV shrink and expand kernels, or by none."""
+
+    elementwise: ElementwiseOps
+    lora: LoraStep | None
+    products: Products
+
+    def linear(self, linear: GpuLinear, x: Tensor) -> Tensor:
+        if self.lora is None or not self.lora.covers(linear.index):
+            return _gemm(self.products, linear, x, linear.dense)
+        y = self._linear_shrink(self.lora, linear, x)
+        self.lora.expand(y, linear.layer, linear.index)
+        return y
+
+    def _linear_shrink(self, lora: LoraStep, linear: GpuLinear, x: Tensor) -> Tensor:
+        """GEMM, then shrink: the expand must not be the GEMM's PDL successor."""
+        y = self.products.linear(x, *linear.dense)
+        lora.shrink(x, linear.layer, linear.index)
+        return y
+
+    def rotate_write(
+        self, linear: GpuLinear, y: Tensor, rotation: Rotation, target: KVTarget
+    ) -> Tensor:
+        return self.elementwise.rotate_write(y, rotation, target)
+
+    def glu(self, linear: GpuLinear, x: Tensor, activation: str) -> Tensor:
+        if self.lora is not None and self.lora.covers(linear.index):
+            y = self._linear_shrink(self.lora, linear, x)
+            return self.lora.expand_swiglu(y, activation, linear.layer, linear.index)
+        mixed = self.products.gated(x, *linear.dense)
+        if mixed is None:
+            mixed = self.elementwise.activate_mul(self.linear(linear, x), activation)
+        return mixed
+
+    def add_norm(
+        self, linear: GpuLinear, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None
+    ) -> Tensor:
+        return self.elementwise.add_norm(y, residual, norm, after)
+
+
+@dataclass(frozen=True, slots=True)
+class AugmentedLinearOps:
+    """Linears whose GEMM computes LoRA's h as well; the following op adds h @ B where it can."""
+
+    elementwise: ElementwiseOps
+    augmented: AugmentedLoraOps
+    lora: AugmentedStep
+    products: Products
+
+    def linear(self, linear: GpuLinear, x: Tensor) -> Tensor:
+        index = linear.index
+        if not self.lora.covers(index):
+            return _gemm(self.products, linear, x, linear.dense)
+        assert linear.augmented is not None, "no rows are appended to the weight"
+        weight = linear.augmented.augmented(self.lora.num_appended_rows(index))
+        y = _gemm(self.products, linear, x, weight)
+        if self._is_fused(index):
+            return y
+        return self.augmented.expand(y, self.lora.at(linear.layer, index))
+
+    def rotate_write(
+        self, linear: GpuLinear, y: Tensor, rotation: Rotation, target: KVTarget
+    ) -> Tensor:
+        if self._is_fused(linear.index):
+            lora = self.lora.at(linear.layer, linear.index)
+            return self.augmented.rotate_write(y, rotation, target, lora)
+        return self.elementwise.rotate_write(y, rotation, target)
+
+    def glu(self, linear: GpuLinear, x: Tensor, activation: str) -> Tensor:
+        if self._is_fused(linear.index):
+            y, lora = self.linear(linear, x), self.lora.at(linear.layer, linear.index)
+            return self.augmented.activate_mul(y, activation, lora)
+        mixed = self.products.gated(x, *linear.dense)
+        if mixed is None:
+            mixed = self.elementwise.activate_mul(self.linear(linear, x), activation)
+        return mixed
+
+    def add_norm(
+        self, linear: GpuLinear, y: Tensor, residual: Tensor, norm: Norm, after: Norm | None
+    ) -> Tensor:
+        if self._is_fused(linear.index):
+            lora = self.lora.at(linear.layer, linear.index)
+            return self.augmented.add_norm(y, residual, norm, after, lora)
+        return self.elementwise.add_norm(y, residual, norm, after)
+
+    def _is_fused(self, index: int) -> bool:
+        """Whether the op that follows the GEMM adds h @ B."""
+        return self.lora.covers(index) and (self.lora.launch.fuses_norm or index in (QKV, GATE_UP))
+
+
+@dataclass(frozen=True, slots=True)
+class GpuContext:
+    """What every step of a decoder shares."""
+
+    decoder: Decoder
+    elementwise: ElementwiseOps
+    layout: PagedLayout
+    storage: Tensor
+
+
+class GpuOps:
+    """DecoderOps of one step; nothing in it reads a value from the device."""
+
+    def __init__(
+        self, context: GpuContext, plan: DeviceAttentionPlan, linears: FusedLinearOps
+    ) -> None:
+        self._context = context
+        self._plan = plan
+        self._linears = linears
+        self._activation = context.decoder.config.activation
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        decoder = self._context.decoder
+        rotation = self._rotation(decoder.rotary, positions)
+        local = decoder.rotary_local
+        self._rotations = (
+            rotation,
+            rotation if local is None else self._rotation(local, positions),
+        )
+        residual: Tensor = decoder.embed_tokens(token_ids)
+        return residual
+
+    def norm(self, residual: Tensor, norm: Norm) -> Tensor:
+        return self._context.elementwise.add_norm(None, residual, norm)
+
+    def linear_rotate_write(self, layer: Layer[GpuLinear, Norm], x: Tensor) -> Tensor:
+        context, index = self._context, layer.attention.layer
+        qkv = self._linears.linear(layer.qkv, x)
+        cos, sin = self._rotations[layer.attention.sliding_window is not None]
+        target = KVTarget(context.storage, self._plan.slots, context.layout, index)
+        rotation = Rotation(cos, sin, layer.head_norm)
+        return self._linears.rotate_write(layer.qkv, qkv, rotation, target)
+
+    def attend(self, layer: Layer[GpuLinear, Norm], q: Tensor) -> Tensor:
+        return self._plan.attend(self._context.storage, q, layer.attention)
+
+    def select(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return attended, residual
+
+    def linear_add_norm(
+        self, linear: GpuLinear, x: Tensor, residual: Tensor, norm: Norm, after: Norm | None
+    ) -> Tensor:
+        y = self._linears.linear(linear, x)
+        return self._linears.add_norm(linear, y, residual, norm, after)
+
+    def linear_glu(self, linear: GpuLinear, x: Tensor) -> Tensor:
+        return self._linears.glu(linear, x, self._activation)
+
+    def _rotation(self, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self._context.elementwise.rotation(
+            positions, rotary.frequencies, rotary.signs, rotary.attention_factor
+        )
+
+
+def timed_add_norm(elementwise: ElementwiseOps, norm: Norm, dtype: torch.dtype) -> Follower:
+    """The op that follows a split-K GEMM, for the autotuner to time with it."""
+    size = len(norm.weight)
+
+    def follow(y: Tensor) -> Callable[[], None]:
+        residual = y.new_zeros(y.shape[-2], size, dtype=dtype)
+
+        def run() -> None:
+            # Appended columns of y are few beside the outputs, and left out.
+            elementwise.add_norm(y[..., :size], residual, norm)
+
+        return run
+
+    return follow
+
+
+def _gemm(products: Products, linear: GpuLinear, x: Tensor, weight: DenseWeight) -> Tensor:
+    if linear.index in _SPLIT_K:
+        return products.parts(x, *weight)
+    return products.linear(x, *weight)
