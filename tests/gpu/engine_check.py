@@ -1,14 +1,14 @@
-"""The whole engine on one device: its tokens and logits against the reference's.
+"""Compare the tokens and logits of a whole engine with those of the torch reference.
 
     python -m tests.gpu.engine_check [--parts tokens,logits,large] [--model PATH]
 
-tokens   greedy answers in float32, a small model
-logits   of the small model, in float32 and bfloat16
-large    the same on the shapes of Llama-3.1-8B
---model  the same on trained weights: SmolLM2-135M-Instruct, with the adapters of examples/
+tokens   greedy tokens of a small model in float32
+logits   logits of the small model in float32 and bfloat16
+large    logits of a model with the shapes of Llama-3.1-8B
+--model  logits of trained weights: SmolLM2-135M-Instruct with the adapters of examples/
 
-Else random weights, made on the device, and adapters as PEFT folders. Meant for an NVIDIA GPU; on a
-CPU it checks the kernels of a CPU. How fast it is: benchmarks/step.py.
+Other weights are random, and adapters are PEFT folders. It is meant for an NVIDIA GPU; on a CPU it
+checks the kernels of the CPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ TEXT = (
     "France is Paris; that of Italy is Rome. A step of the engine computes the next token of every "
     "running request, whatever adapter it names, and the answer does not depend on the others."
 )
-# Columns of the tables.
 DIFFER = "requests that differ"
 RELATIVE = "relative error"
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -104,7 +103,7 @@ def request(
 
 
 def mixed_requests(cids: Sequence[str], count: int) -> list[Request]:
-    """Base and adapters, one or two on a request; lengths and neighbours at random."""
+    """Make requests for the base, one adapter or two, with random lengths and order."""
     chance = random.Random(0)
     found = []
     for number in range(count):
@@ -167,21 +166,21 @@ def answer_all(engine: Engine, count: int, name: str) -> dict[str, list[int]]:
 def compare(
     expected: dict[str, list[int]], found: dict[str, list[int]], name: str
 ) -> dict[str, object]:
-    wrong = [one for one in expected if expected[one] != found[one]]
+    differing = [one for one in expected if expected[one] != found[one]]
     num_tokens = sum(len(tokens) for tokens in expected.values())
-    for one in wrong[:5]:
+    for one in differing[:5]:
         pairs = zip(expected[one], found[one], strict=False)
         first = next(i for i, (a, b) in enumerate(pairs) if a != b)
         print(f"  {name}, {one}: token {first} of {len(expected[one])} differs", flush=True)
-    return {"engine": name, "requests": len(expected), "tokens": num_tokens, DIFFER: len(wrong)}
+    return {"engine": name, "requests": len(expected), "tokens": num_tokens, DIFFER: len(differing)}
 
 
 def check_tokens(folders: Sequence[Path], scale: Scale, count: int) -> Section:
-    # Products of few rows too, which float32 leaves to torch else.
+    # Include the small-M GEMM, which is otherwise not used in float32.
     products.FEW_ROWS_DTYPES.add(torch.float32)
     reference = random_engine(folders, "float32", reference=True, scale=scale)
     expected = answer_all(reference, count, "reference")
-    # Nothing is cached, so that the second time computes as much as the first.
+    # Without the prefix cache the second run computes as much as the first.
     engine = random_engine(folders, "float32", reference=False, scale=scale, prefix_cache=False)
     found = answer_all(engine, count, "engine")
     rows = [compare(expected, found, "all adapters on the device")]
@@ -189,18 +188,18 @@ def check_tokens(folders: Sequence[Path], scale: Scale, count: int) -> Section:
         with little_memory():
             found = answer_all(engine, count, "little memory")
         runner: Any = engine.executor
-        name = f"little memory, steps of up to {runner._max_rows} rows"
+        name = f"little memory, steps of up to {runner._max_rows} tokens"
         rows.append(compare(expected, found, name))
     churn = random_engine(folders, "float32", reference=False, scale=scale, max_active_adapters=2)
-    found = answer_all(churn, count, "two places")
+    found = answer_all(churn, count, "two adapter slots")
     rows.append(compare(expected, found, "two adapters on the device"))
-    note = "Greedy answers in float32, against the torch reference on the same device."
+    note = "Greedy tokens in float32, against the torch reference on the same device."
     return Section(title="Tokens", rows=rows, notes=(note,))
 
 
 @contextmanager
 def little_memory(num_bytes: int = 4 * 2**20) -> Iterator[None]:
-    """All that torch holds is in use but for so much, and it may take no more."""
+    """Leave only `num_bytes` of the memory that torch has reserved, and forbid more."""
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
     limit = torch.cuda.memory_reserved() + 64 * 2**20
@@ -225,7 +224,7 @@ Prompts = list[tuple[list[int], Selection]]
 def compare_logits(
     name: str, engines: Callable[[str, bool], Engine], prompts: Callable[[Engine], Prompts]
 ) -> Section:
-    """engines(dtype, reference) one after the other; the first is what the others should be."""
+    """Compare the logits of engines(dtype, reference) with those of the first of KINDS."""
     logits = []
     for dtype, reference in KINDS:
         engine = engines(dtype, reference)
@@ -240,7 +239,7 @@ def compare_logits(
         error = float((other - logits[0]).norm() / logits[0].norm())
         kind = f"{'reference' if reference else 'engine'} in {dtype}"
         rows.append({"logits": kind, RELATIVE: error})
-    note = "Relative: norm of the difference to the torch reference in float32, through its norm."
+    note = "Relative error: |logits - float32 torch reference| / |float32 torch reference|."
     return Section(title=f"Logits, {name}", rows=rows, notes=(note,))
 
 
@@ -280,17 +279,21 @@ def check_trained(path: Path, folders: Sequence[Path], device: str) -> Section:
     return compare_logits("trained weights of SmolLM2-135M", engines, prompts)
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parts = ("tokens", "logits", "large", "none")
     parser.add_argument("--parts", type=names(parts), default=["tokens", "logits"])
     parser.add_argument("--model", type=Path, help="SmolLM2-135M-Instruct, GGUF or folder")
-    parser.add_argument("--requests", type=int, default=200, help="of tokens")
+    parser.add_argument("--requests", type=int, default=200, help="requests of the part tokens")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    arguments = parse_arguments(parser)
+    return parser
+
+
+def main() -> None:
+    arguments = parse_arguments(make_parser())
     device = arguments.device
     out = start_report("check", arguments, describe_machine("float32, bfloat16", device))
     if arguments.model is not None:

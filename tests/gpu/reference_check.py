@@ -1,12 +1,12 @@
-"""Every kernel of every step beside its torch twin, in mixed traffic.
+"""Compare every kernel call of every step in mixed traffic with its torch reference.
 
     python -m tests.gpu.reference_check [--dtypes float32,bfloat16] [--requests 100]
 
-Answers in bfloat16 cannot be compared with a reference's, and a compiler may do what an interpreter
-does not. Here each step is computed twice: by its graph, and kernel by kernel, where each is given
-what its twin is given, and must leave behind what that leaves. In 16 bits attention is the kernel
-of large steps, and gate and up come at once. A small model, random weights, adapters of ranks 1 to
-64, alone and in weighted sets. Needs an NVIDIA GPU.
+bfloat16 answers cannot be compared token by token, and the compiler may do what the interpreter
+does not. So each step is computed twice: by its CUDA graph, and kernel by kernel, where the
+reference gets the inputs of the kernel and their outputs are compared. In 16 bits the kernels of
+large steps are used (TMA decode attention, SwiGLU-fused GEMM). The model is small and random, with
+adapters of ranks 1 to 64, single and in weighted selections. It needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from benchmarks.lib.report import Section, Table, names, parse_arguments, start_
 from loramux.engine import build_device
 from loramux.engine.engine import Engine
 from loramux.kernels.ops import AttendArgs, DeviceKernels, SequenceRows
-from loramux.kernels.reference import attention as attention_torch
-from loramux.kernels.reference import elementwise as fused_torch
+from loramux.kernels.reference import attention as attention_reference
+from loramux.kernels.reference import elementwise as elementwise_reference
 from loramux.kernels.reference import lora_augmented as augmented_reference
 from loramux.kernels.reference import lora_segmented
-from loramux.kernels.reference import sampling as sampling_torch
+from loramux.kernels.reference import sampling as sampling_reference
 from loramux.kernels.select import select_device_kernels
 from loramux.runner.gemm.dispatch import Products
 from loramux.types.request import Request
@@ -48,27 +48,27 @@ from tests.gpu.engine_check import (
     write_adapters,
 )
 
-TWINS: dict[str, ModuleType] = {
-    "elementwise": fused_torch,
-    "swiglu": fused_torch,
+REFERENCES: dict[str, ModuleType] = {
+    "elementwise": elementwise_reference,
+    "swiglu": elementwise_reference,
     "augmented": augmented_reference,
-    "sampling": sampling_torch,
+    "sampling": sampling_reference,
 }
-# What a function leaves behind in its arguments; others may be used up.
-KEPT: dict[str, Callable[[Sequence[Any]], Tensor]] = {
+OUTPUT_ARGUMENTS: dict[str, Callable[[Sequence[Any]], Tensor]] = {
     "add_norm": lambda args: args[1],
     "rotate_write": lambda args: args[2].storage,
 }
-# Its heads are as long as those whose keys and values may be copied as tiles.
+"""The argument that a function writes to; other arguments may be overwritten with scratch data."""
 SCALE = dataclasses.replace(SMALL, shape={**SMALL.shape, "head_dim": 64})
-# A column of the tables.
-ERROR = "worst error of a row"
-# Of the norm of a row.
+"""A model whose head dimension TMA decode attention supports."""
+ERROR = "largest error of a row"
+"""The column of the errors."""
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Largest error, relative to the norm of a row."""
 
 
-class TwinCheck:
-    """Kernels that compare themselves with their twins while it is `on`."""
+class ReferenceCheck:
+    """Wraps kernels so that each call is compared with its reference while the check is `on`."""
 
     def __init__(self) -> None:
         self.worst: dict[str, float] = {}
@@ -81,7 +81,7 @@ class TwinCheck:
 
     @contextmanager
     def on(self, step: str, *, num_rows: int, num_live: int) -> Iterator[None]:
-        """Rows from num_live on are none: a graph has them, with whatever lay in memory."""
+        """Compare calls within this context; rows from num_live on are padding of the graph."""
         self._is_on, self._step = True, step
         self._num_rows, self._num_live = num_rows, num_live
         try:
@@ -89,17 +89,18 @@ class TwinCheck:
         finally:
             self._is_on = False
 
-    def watch(self, kernels: DeviceKernels) -> DeviceKernels:
+    def wrap(self, kernels: DeviceKernels) -> DeviceKernels:
         found: dict[str, Any] = {
-            name: self._watched(name, getattr(kernels, name), twin) for name, twin in TWINS.items()
+            name: self._wrap_all(name, getattr(kernels, name), reference)
+            for name, reference in REFERENCES.items()
         }
         for name in ("attention", "lora"):
             found[name] = SimpleNamespace(**_public(getattr(kernels, name)))
         for name in ("plan", "plan_decodes", "plan_steps"):
-            setattr(found["attention"], name, self._planned(getattr(kernels.attention, name)))
-        found["lora"].shrink = self._shrink_of(kernels.lora)
-        found["lora"].expand = self._expand_of(kernels.lora)
-        found["lora"].expand_swiglu = self._expand_activate_of(kernels.lora)
+            setattr(found["attention"], name, self._wrap_plan(getattr(kernels.attention, name)))
+        found["lora"].shrink = self._wrap_shrink(kernels.lora)
+        found["lora"].expand = self._wrap_expand(kernels.lora)
+        found["lora"].expand_swiglu = self._wrap_expand_swiglu(kernels.lora)
         return dataclasses.replace(kernels, **found)
 
     def compare(self, name: str, found: Tensor, expected: Tensor) -> None:
@@ -107,48 +108,49 @@ class TwinCheck:
         if not found.is_floating_point():
             error = float((found != expected).any())
         else:
-            ours, theirs = (x.reshape(x.shape[0], -1).double() for x in (found, expected))
-            norms = theirs.norm(dim=1)
-            # What a row that is next to nothing is off by counts beside the largest of them.
+            actual, wanted = (x.reshape(x.shape[0], -1).double() for x in (found, expected))
+            norms = wanted.norm(dim=1)
+            # The error of a nearly zero row is relative to the largest row.
             least = (1e-3 * norms.max()).clamp(min=torch.finfo(torch.float32).tiny)
-            errors = (ours - theirs).norm(dim=1) / norms.maximum(least)
+            errors = (actual - wanted).norm(dim=1) / norms.maximum(least)
             error = float(errors.nan_to_num(nan=float("inf")).max())
         self.num_calls += 1
         self.worst[name] = max(self.worst.get(name, 0.0), error)
         if error > LIMITS.get(found.dtype, 0.0):
-            self.wrong.append(f"{self._step}: {name} is {error:.1e} from its twin")
+            self.wrong.append(f"{self._step}: {name} is {error:.1e} from its reference")
 
     def _live(self, x: Tensor) -> Tensor:
         return x[: self._num_live] if len(x) == self._num_rows else x
 
-    def _watched(self, name: str, module: Any, twin: ModuleType) -> SimpleNamespace:
+    def _wrap_all(self, name: str, module: Any, reference: ModuleType) -> SimpleNamespace:
         functions = _public(module)
-        for own in [n for n in functions if _is_public(twin, n)]:
-            functions[own] = self._beside(f"{name}.{own}", functions[own], getattr(twin, own))
+        for own in [n for n in functions if _is_public(reference, n)]:
+            functions[own] = self._wrap(f"{name}.{own}", functions[own], getattr(reference, own))
         return SimpleNamespace(**functions)
 
-    def _beside(
-        self, name: str, kernel: Callable[..., Any], twin: Callable[..., Any]
+    def _wrap(
+        self, name: str, kernel: Callable[..., Any], reference: Callable[..., Any]
     ) -> Callable[..., Any]:
-        kept = KEPT.get(name.partition(".")[2])
+        output_of = OUTPUT_ARGUMENTS.get(name.partition(".")[2])
 
         def run(*args: Any, **named: Any) -> Any:
             if not self._is_on:
                 return kernel(*args, **named)
             before = copy.deepcopy((args, named))
             known = copy.deepcopy((args, named))
-            expected = twin(*known[0], **known[1])
+            expected = reference(*known[0], **known[1])
             found = kernel(*args, **named)
-            for ours, theirs in zip(_tensors(found), _tensors(expected), strict=True):
-                self.compare(name, ours, theirs)
-            if kept is not None:
-                self._compare_changes(name, *(kept(of) for of in (args, known[0], before[0])))
+            for actual, wanted in zip(_tensors(found), _tensors(expected), strict=True):
+                self.compare(name, actual, wanted)
+            if output_of is not None:
+                outputs = (output_of(of) for of in (args, known[0], before[0]))
+                self._compare_changes(name, *outputs)
             return found
 
         return run
 
     def _compare_changes(self, name: str, found: Tensor, expected: Tensor, before: Tensor) -> None:
-        """Whatever either of them has changed."""
+        """Compare the rows that the kernel or the reference has changed."""
         found, expected, before = (self._live(x) for x in (found, expected, before))
         is_same = _is_equal(found, before) & _is_equal(expected, before)
         rows = (~is_same).any(1)
@@ -156,7 +158,7 @@ class TwinCheck:
             kept = [x[rows].masked_fill(is_same[rows], 0.0) for x in (found, expected)]
             self.compare(f"{name}, in place", *kept)
 
-    def _planned(self, make: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_plan(self, make: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: _CheckedPlan(self, make(*args))
 
     def compare_attention(
@@ -164,12 +166,12 @@ class TwinCheck:
     ) -> None:
         if self._is_on:
             sequences = sequences_of(plan, args.sliding_window)
-            known = attention_torch.plan(sequences, plan.layout, q.device)
+            known = attention_reference.plan(sequences, plan.layout, q.device)
             expected = known.attend(storage.float(), q.float(), args)
             self.compare("attention.attend", found, expected.to(found.dtype))
 
-    def _shrink_of(self, lora: Any) -> Callable[..., None]:
-        """Twins leave h in another form: both halves are compared behind the second."""
+    def _wrap_shrink(self, lora: Any) -> Callable[..., None]:
+        """Keep x: the reference lays out h differently, so results are compared after expand."""
 
         def shrink(tables: Any, pool: Tensor, x: Tensor, layer: int, site: int) -> None:
             self._x = x.clone() if self._is_on else None
@@ -177,10 +179,10 @@ class TwinCheck:
 
         return shrink
 
-    def _expand_of(self, lora: Any) -> Callable[..., None]:
+    def _wrap_expand(self, lora: Any) -> Callable[..., None]:
         def expand(tables: Any, pool: Tensor, y: Tensor, layer: int, site: int) -> None:
             known = self._shrunk(tables, pool, layer, site)
-            # Not in a graph: nothing may stand between the kernels of that.
+            # Copies only outside of graphs: PDL allows no kernel between shrink and expand.
             expected = None if known is None else y.clone()
             lora.expand(tables, pool, y, layer, site)
             if expected is not None:
@@ -189,7 +191,7 @@ class TwinCheck:
 
         return expand
 
-    def _expand_activate_of(self, lora: Any) -> Callable[..., Tensor]:
+    def _wrap_expand_swiglu(self, lora: Any) -> Callable[..., Tensor]:
         def expand_swiglu(  # noqa: PLR0913
             tables: Any, pool: Tensor, y: Tensor, activation: str, layer: int, site: int
         ) -> Tensor:
@@ -206,7 +208,7 @@ class TwinCheck:
         return expand_swiglu
 
     def _shrunk(self, tables: Any, pool: Tensor, layer: int, site: int) -> Any:
-        """Tables with the twin's h of what was shrunk last; None: nothing is to be compared."""
+        """Return tables with the reference's h of the last x, or None if nothing is compared."""
         if not self._is_on or self._x is None:
             return None
         known = copy.deepcopy(tables)
@@ -216,9 +218,9 @@ class TwinCheck:
 
 @dataclasses.dataclass(frozen=True)
 class _CheckedPlan:
-    """A plan of attention whose results are compared with the reference's."""
+    """A plan of attention whose results are compared with the reference."""
 
-    check: TwinCheck
+    check: ReferenceCheck
     plan: Any
 
     def __getattr__(self, name: str) -> Any:
@@ -234,7 +236,7 @@ class _CheckedPlan:
 
 
 def sequences_of(plan: Any, window: int | None) -> list[SequenceRows]:
-    """What a plan of attention was made of, from its items."""
+    """Recover the sequences of an attention plan from its work items."""
     rows: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for work in plan.work[window]:
         for sequence, first, count, position, *_ in work.items.tolist():
@@ -254,9 +256,9 @@ def _public(module: ModuleType) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if not name.startswith("_")}
 
 
-def _is_public(twin: ModuleType, name: str) -> bool:
-    function = getattr(twin, name, None)
-    return callable(function) and getattr(function, "__module__", "") == twin.__name__
+def _is_public(reference: ModuleType, name: str) -> bool:
+    function = getattr(reference, name, None)
+    return callable(function) and getattr(function, "__module__", "") == reference.__name__
 
 
 def _is_equal(one: Tensor, other: Tensor) -> Tensor:
@@ -275,47 +277,47 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors([getattr(value, f.name) for f in dataclasses.fields(value)])
 
 
-def watch_graphs(graphs: Any, feed: Any, check: TwinCheck, name: str) -> None:
-    """Each step is computed once more, kernel by kernel, from the tokens that its graph had."""
+def check_graphs(graphs: Any, feed: Any, check: ReferenceCheck, name: str) -> None:
+    """Compute each step a second time, kernel by kernel, from the tokens of its graph."""
     launch, fill = graphs.launch, graphs.lora.fill
     last: list[Any] = []
 
-    def remembered(selections: Any, lengths: Any, num_rows: int, out: Any) -> Any:
-        kind = fill(selections, lengths, num_rows, out)
-        last[:] = [num_rows, kind]
-        return kind
+    def recorded_fill(selections: Any, lengths: Any, num_rows: int, out: Any) -> Any:
+        mode = fill(selections, lengths, num_rows, out)
+        last[:] = [num_rows, mode]
+        return mode
 
     @torch.inference_mode()
-    def watched(chunks: Sequence[Any], draws: Any) -> Tensor | None:
+    def checked_launch(chunks: Sequence[Any], draws: Any) -> Tensor | None:
         before = feed._tokens.clone()
-        graphs.lora.fill = remembered
+        graphs.lora.fill = recorded_fill
         logits: Tensor | None = launch(chunks, draws)
         graphs.lora.fill = fill
         if logits is None:
             return None
-        num_rows, kind = last
+        num_rows, mode = last
         by_graph, after = logits.clone(), feed._tokens.clone()
         feed._tokens.copy_(before)
         num_live = sum(len(chunk.token_ids) for chunk in chunks)
-        step = f"{name} of {num_rows} rows, {kind}"
+        step = f"{name} of {num_rows} tokens, {mode}"
         with check.on(step, num_rows=num_rows, num_live=num_live):
-            graphs._compute(num_rows, kind)
+            graphs._compute(num_rows, mode)
             check.compare("graph", by_graph, logits)
         feed._tokens.copy_(after)
         return logits
 
-    graphs.launch = watched
+    graphs.launch = checked_launch
 
 
 @contextmanager
 def kernels_of_large_steps() -> Iterator[None]:
-    """Small steps have them as well, and gate and up at once wherever they fit."""
-    from loramux.kernels.gpu.attention import ops as attention_triton
-    from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
+    """Use the kernels of large steps in small steps, and the SwiGLU-fused GEMM where it fits."""
+    from loramux.kernels.gpu.attention import ops as attention
+    from loramux.kernels.gpu.gemm import swiglu
 
     with (
-        mock.patch.object(attention_triton, "_COPIED_PER_MULTIPROCESSOR", 0),
-        mock.patch.object(gate_up_triton, "FEWER_ROWS", 0),
+        mock.patch.object(attention, "_COPIED_PER_MULTIPROCESSOR", 0),
+        mock.patch.object(swiglu, "FEWER_ROWS", 0),
         mock.patch.object(Products, "_is_faster", return_value=True),
     ):
         yield
@@ -325,44 +327,48 @@ def check_traffic(
     make: Callable[[], Engine],
     requests: Callable[[Sequence[str]], Sequence[Request]],
     kernels: Callable[[torch.device], DeviceKernels] = select_device_kernels,
-) -> TwinCheck:
-    """make: an engine on a device's kernels, with adapters   requests: of their ids"""
-    check = TwinCheck()
+) -> ReferenceCheck:
+    """Serve `requests`, made from the CIDs of the adapters, and compare every kernel call."""
+    check = ReferenceCheck()
     module: Any = build_device
     own = module.select_device_kernels
     with kernels_of_large_steps():
-        module.select_device_kernels = lambda device: check.watch(kernels(device))
+        module.select_device_kernels = lambda device: check.wrap(kernels(device))
         try:
             engine = make()
         finally:
             module.select_device_kernels = own
         runner: Any = engine.executor
-        watch_graphs(runner._graphs, runner._feed, check, "decode")
-        watch_graphs(runner._rows, runner._feed, check, "step")
+        check_graphs(runner._graphs, runner._feed, check, "decode")
+        check_graphs(runner._rows, runner._feed, check, "step")
         run_all(engine, requests([known.cid for known in engine.catalog.known()]))
     engine.close()
     return check
 
 
-def section_of(check: TwinCheck, dtype: str) -> Section:
+def section_of(check: ReferenceCheck, dtype: str) -> Section:
     limit = LIMITS[getattr(torch, dtype)]
     rows: Table = [{"kernel": n, ERROR: e, "limit": limit} for n, e in sorted(check.worst.items())]
     wrong = sorted(set(check.wrong))
-    notes = [f"{check.num_calls} comparisons, {len(check.wrong)} wrong.", *wrong[:20]]
-    return Section(title=f"Kernels beside their twins, {dtype}", rows=rows, notes=tuple(notes))
+    notes = [f"{check.num_calls} comparisons, {len(check.wrong)} beyond the limit.", *wrong[:20]]
+    return Section(title=f"Kernels against their reference, {dtype}", rows=rows, notes=tuple(notes))
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--dtypes", type=names(("float32", "bfloat16", "float16")))
     parser.add_argument("--requests", type=int, default=100)
-    arguments = parse_arguments(parser)
+    return parser
+
+
+def main() -> None:
+    arguments = parse_arguments(make_parser())
     if not torch.cuda.is_available():
-        raise SystemExit("This needs an NVIDIA GPU; in Triton's interpreter a test runs it.")
+        raise SystemExit("The kernels are compared on an NVIDIA GPU, and there is none.")
     dtypes = arguments.dtypes or ["float32", "bfloat16"]
-    out = start_report("twins", arguments, describe_machine(", ".join(dtypes), "cuda"))
+    out = start_report("reference", arguments, describe_machine(", ".join(dtypes), "cuda"))
     num_wrong = 0
     with tempfile.TemporaryDirectory() as name:
         folders = write_adapters(Path(name), SCALE)
@@ -375,7 +381,7 @@ def main() -> None:
             num_wrong += len(check.wrong)
     out.finish()
     if num_wrong:
-        raise SystemExit(f"{num_wrong} comparisons are beyond their limit.")
+        raise SystemExit(f"{num_wrong} comparisons are beyond their limit")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The check itself, over a GPU's kernels in Triton's interpreter."""
+"""tests/gpu/reference_check.py on the GPU kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ import torch
 pytest.importorskip("triton", reason="no Triton on this machine")
 
 from loramux.engine.engine import Engine  # noqa: E402
-from loramux.kernels.gpu import elementwise as fused_triton
-from loramux.kernels.gpu import sampling as sampling_triton
-from loramux.kernels.gpu.attention import ops as attention_triton
-from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
-from loramux.kernels.gpu.lora import segmented as lora_triton
+from loramux.kernels.gpu import elementwise, sampling
+from loramux.kernels.gpu.attention import ops as attention
+from loramux.kernels.gpu.gemm import swiglu
+from loramux.kernels.gpu.lora import segmented
 from loramux.kernels.gpu.lora_augmented import ops as augmented_gpu
 from loramux.kernels.ops import DeviceKernels
 from loramux.kernels.select import select_device_kernels  # noqa: E402
 from loramux.types.request import Request
 from tests.device_factory import device_engine, two_adapters  # noqa: E402
 from tests.gpu.engine_check import request  # noqa: E402
-from tests.gpu.reference_check import TwinCheck, check_traffic, section_of  # noqa: E402
+from tests.gpu.reference_check import ReferenceCheck, check_traffic, section_of  # noqa: E402
 from tests.model_factory import tiny_transformers_model  # noqa: E402
 
-# Rows that a graph has beyond its tokens hold whatever lay in memory, and are computed like others.
+# The padding rows of a graph hold stale memory, and are computed like the others.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -43,14 +42,14 @@ COMPILED = {
 
 
 def interpreted(device: torch.device) -> DeviceKernels:
-    """All of a GPU's, where a CPU has twins."""
+    """Return the GPU's kernels, where a CPU has their reference."""
     return replace(
         select_device_kernels(device),
-        elementwise=fused_triton,
-        swiglu=gate_up_triton,
-        lora=lora_triton,
+        elementwise=elementwise,
+        swiglu=swiglu,
+        lora=segmented,
         augmented=augmented_gpu,
-        sampling=sampling_triton,
+        sampling=sampling,
     )
 
 
@@ -68,9 +67,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     model = tiny_transformers_model("llama", num_hidden_layers=1, head_dim=64)
     folders = two_adapters(model, tmp_path)
 
-    def engine(tail_ranks: int, dtype: str = "float32") -> Engine:
+    def engine(augmented_ranks: int, dtype: str = "float32") -> Engine:
         settings: dict[str, Any] = {"max_sequences": 4, "max_batch_tokens": 32, "dtype": dtype}
-        settings["lora_augmented_ranks"] = tail_ranks
+        settings["lora_augmented_ranks"] = augmented_ranks
         made = device_engine(monkeypatch, model, tmp_path / "model", **settings)[0]
         for folder in folders:
             made.register_adapter(folder)
@@ -79,47 +78,49 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return engine
 
 
-def test_every_kernel_is_compared_and_none_is_wrong(make: Any) -> None:
+def test_every_kernel_is_compared_and_within_its_limit(make: Any) -> None:
     check = check_traffic(lambda: make(0), requests, interpreted)
     assert check.wrong == []
     assert {"graph", "lora.shrink and expand", "elementwise.add_norm, in place"} <= set(check.worst)
     assert set(check.worst) >= COMPILED
-    assert "0 wrong" in section_of(check, "float32").notes[0]
+    assert "0 beyond the limit" in section_of(check, "float32").notes[0]
 
 
-def test_sixteen_bits_have_the_kernels_of_large_steps(
+@pytest.mark.slow
+def test_16_bit_steps_use_the_kernels_of_large_steps(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = []
-    launch = attention_triton._launch_decodes
+    launch = attention._launch_decodes
 
     def counted(*args: Any) -> None:
         launched.append(args)
         launch(*args)
 
-    monkeypatch.setattr(attention_triton, "_launch_decodes", counted)
+    monkeypatch.setattr(attention, "_launch_decodes", counted)
     check = check_traffic(lambda: make(0, "float16"), requests, interpreted)
     assert check.wrong == [] and 0 < check.worst["attention.attend"] < 1e-3
     assert check.worst["swiglu.linear_swiglu"] < 1e-3
     assert launched
 
 
-def test_attention_that_is_wrong_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = attention_triton.Plan.attend
+@pytest.mark.slow
+def test_wrong_attention_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = attention.Plan.attend
 
     def wrong_first_row(*args: Any) -> torch.Tensor:
         found = attend(*args)
         found[0] *= 1.01
         return found
 
-    monkeypatch.setattr(attention_triton.Plan, "attend", wrong_first_row)
+    monkeypatch.setattr(attention.Plan, "attend", wrong_first_row)
     check = check_traffic(lambda: make(0), requests, interpreted)
     assert check.wrong and all("attention.attend is 1.0e-02" in line for line in check.wrong)
     assert {line.split()[0] for line in check.wrong} == {"decode", "step"}
 
 
-def test_rows_that_are_none_do_not_count() -> None:
-    check = TwinCheck()
+def test_padding_rows_are_not_compared() -> None:
+    check = ReferenceCheck()
     expected = torch.ones(4, 2)
     found = expected.clone()
     found[2:] = float("nan")
@@ -132,7 +133,8 @@ def test_rows_that_are_none_do_not_count() -> None:
     assert len(check.wrong) == 1
 
 
-def test_the_kernel_whose_last_row_is_wrong_is_named(
+@pytest.mark.slow
+def test_a_kernel_with_a_wrong_last_row_is_named(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     activate = augmented_gpu.activate_mul
@@ -149,9 +151,9 @@ def test_the_kernel_whose_last_row_is_wrong_is_named(
     assert {"augmented.add_norm", "augmented.rotate_write"} <= set(check.worst)
 
 
-def test_what_one_of_them_changed_is_compared() -> None:
-    """Also where the kernel has left what its graph had left before: wrong twice is wrong."""
-    check = TwinCheck()
+def test_rows_changed_by_either_are_compared() -> None:
+    """A kernel that leaves a row unchanged differs from a reference that changes it."""
+    check = ReferenceCheck()
     before = torch.tensor([[1.0, float("nan")], [2.0, 3.0], [4.0, 5.0]])
     check._compare_changes("kernel", before.clone(), before.clone(), before)
     assert check.worst == {}
@@ -162,10 +164,10 @@ def test_what_one_of_them_changed_is_compared() -> None:
 
 
 @pytest.mark.parametrize("found", [1.0, float("nan")])
-def test_a_row_of_zeros_that_is_none_is_wrong(found: float) -> None:
-    """Also if all of them are: what is relative to nothing is not left out."""
+def test_a_nonzero_row_in_place_of_zeros_is_wrong(found: float) -> None:
+    """This holds even if all rows are zero."""
     for others in (0.0, 100.0):
-        check = TwinCheck()
+        check = ReferenceCheck()
         expected = torch.tensor([[0.0, 0.0], [others, others]])
         check.compare("same", expected.clone(), expected)
         check.compare("kernel", torch.tensor([[found, 0.0], [others, others]]), expected)
