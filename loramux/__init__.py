@@ -5,7 +5,7 @@ The folders, in the order in which a request meets them:
     cli/        commands: serve, chat, doctor, bench
     launch.py   config -> engine -> app -> a listening server; the only file that knows everyone
     client/     Python client of a server, sync and async
-    server/     HTTP in OpenAI's shapes, over a Backend; knows no torch and no engine
+    server/     HTTP in OpenAI's shapes, over a TextBackend; knows no torch and no engine
     engine/     the step loop in its own process, its supervisor, LLM, tokenizer, text output
     scheduler/  which sequences run in the next step; no torch
     runner/     a step plan becomes tensors, one forward, sampled tokens

@@ -1,4 +1,4 @@
-"""What a server needs of an engine, whichever process or machine it runs in. No torch here."""
+"""The interface between the server and an engine in any process. It imports no torch."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Any, Protocol
 
 from loramux.errors import AdapterRefused, DoesNotFit, LoramuxError, RequestTimeout
 from loramux.types.model import BaseModelInfo
-from loramux.types.request import FinishReason, RequestFacts, TokenLogprob
-from loramux.types.sampling import SamplingParams
+from loramux.types.request import FinishReason, Request, RequestFacts, TokenLogprob
 
 
 class Health(StrEnum):
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
-    """The engine died or hung; a new one is coming up. Requests are refused with 503 until then."""
+    """The engine died or hung and a new one is starting. Requests are refused with 503."""
     DRAINING = "draining"
     STOPPED = "stopped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What the engine said of its base when it came up."""
+    """Describes the base model and the memory budgets of a running engine."""
 
     name: str
     path: str
@@ -33,51 +32,33 @@ class ModelCard:
     vocab_size: int
     dtype: str
     pool_bytes: int
+    tokenizer_folder: str = ""
+    eos_token_ids: tuple[int, ...] = ()
     block_tokens: int = 16
     """Tokens of one KV page."""
     shapes: BaseModelInfo | None = None
     max_loras: int | None = None
-    """Distinct adapters in one batch; None: as many as fit."""
+    """Maximum number of distinct adapters in one batch; None: no limit."""
     host_memory_bytes: int = 0
     disk_space_bytes: int = 0
     adapter_memory_fraction: float = 1.0
-    """Largest share of the pool that adapters may take."""
+    """Largest fraction of the page pool that adapters may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCard:
-    """An adapter that requests may name."""
+    """An adapter that a host has registered. Its identity is its CID; the host knows no names."""
 
-    name: str
-    path: str
     cid: str
+    path: str
     rank: int
     num_bytes: int
     warnings: tuple[str, ...] = ()
-    created_s: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One prompt for the engine: tokenized, its adapter called by a name of the backend's."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    adapter: str | None = None
-    """None: the base."""
-    adapter_weight: float = 1.0
-    label: str | None = None
-    """What shares and metrics call the adapter; None: by its name."""
-    tenant: str = ""
-    """Whose share of the machine it uses."""
-    cache_salt: str = ""
-    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new in one choice of a job."""
+    """The new text and tokens of one choice of a request."""
 
     index: int
     text: str
@@ -87,20 +68,20 @@ class Delta:
     stop_reason: str | int | None = None
     """The stop string, or the id of a stop token; None for an end-of-sequence token."""
     stop_hit: bool = False
-    """A stop string ended the choice, and the scheduler does not know yet."""
+    """A stop string ended the choice, and the scheduler has not been told yet."""
     error: str | None = None
     error_code: str | None = None
-    """As in TokenEvent: timeout, adapter or memory."""
+    """One of TokenEvent's error codes: timeout, adapter or memory."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    """With the choice's first delta, where they were asked for; the first prompt token has none."""
+    """Set in the choice's first delta if requested; the first prompt token has none."""
     num_reused: int | None = None
-    """With the choice's first delta: prompt tokens that came from the prefix cache."""
+    """Set in the choice's first delta: prompt tokens found in the prefix cache."""
     facts: RequestFacts | None = None
-    """With the job's first delta."""
+    """Set in the request's first delta."""
 
 
 def failure_of(delta: Delta) -> LoramuxError:
-    """What a choice that ended in an error raises."""
+    """Returns the error to raise for a choice that ended with FinishReason.ERROR."""
     message = delta.error or "The engine failed on this request."
     match delta.error_code:
         case "timeout":
@@ -114,15 +95,15 @@ def failure_of(delta: Delta) -> LoramuxError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterUse:
-    """One known adapter, as the engine sees it."""
+    """Residency and usage of one adapter that the host has registered."""
 
     cid: str
     tier: str
-    """The fastest that has its bytes: device, host, disk or source; loading while they move."""
+    """The fastest tier that has its bytes (device, host, disk or source); loading during a load."""
     num_bytes: int
     rank: int
     hits: int = 0
-    """Requests that found it on the device."""
+    """Requests that found the adapter on the device."""
     misses: int = 0
     last_use_s: float | None = None
     """Seconds since the epoch; None: never used."""
@@ -130,12 +111,12 @@ class AdapterUse:
     num_running: int = 0
     num_waiting: int = 0
     cached_tokens: int = 0
-    """Tokens of its prefixes that are kept in pages."""
+    """Tokens of this adapter's prefixes in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """Counters since the engine's start."""
+    """Size and counters of one adapter tier; counters start at 0 with the engine."""
 
     tier: str
     """device, host or disk"""
@@ -145,7 +126,7 @@ class TierStats:
     hits: int = 0
     misses: int = 0
     loads: int = 0
-    """Adapters brought into this tier."""
+    """Adapters loaded into this tier."""
     evictions: int = 0
     load_seconds: float = 0.0
     load_bytes: int = 0
@@ -154,7 +135,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreTierStats:
-    """What stands behind the store of adapters, in files."""
+    """Counters, in files, of a tier behind the adapter store."""
 
     tier: str
     """shared_cache or remote_store"""
@@ -165,36 +146,36 @@ class StoreTierStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot after a step; counters grow from the engine's start."""
+    """A snapshot of the engine; counters start at 0 with the engine."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_pages: int = 0
     num_free_pages: int = 0
     num_idle_pages: int = 0
-    """Of idle adapters and cached prefixes: they are given up when somebody needs the room."""
+    """Pages of idle adapters and cached prefixes, which are evicted on demand."""
     num_preemptions: int = 0
     num_adapter_loads: int = 0
     num_adapter_evictions: int = 0
     num_steps: int = 0
     resident_adapters: tuple[str, ...] = ()
-    """CIDs with their weights in pages."""
+    """CIDs of the adapters whose weights are in pages."""
     running_adapters: Mapping[str, int] = field(default_factory=dict)
-    """CID -> sequences in the batch that use it."""
+    """CID -> number of running sequences that use it."""
     waiting_adapters: Mapping[str, int] = field(default_factory=dict)
     tiers: tuple[TierStats, ...] = ()
     prefix_query_tokens: int = 0
     """Prompt tokens that were looked up in the prefix cache."""
     prefix_hit_tokens: int = 0
-    """Those of them that were not computed again."""
+    """Prompt tokens that the prefix cache had."""
     step_loss_s: Mapping[str, int] = field(default_factory=dict)
-    """Steps by time lost to loads: upper bound in seconds, ascending, "+Inf" last -> steps in
-    this bucket alone."""
+    """Histogram of step time lost to adapter loads: upper bound in seconds, ascending, "+Inf"
+    last -> number of steps in this bucket (not cumulative)."""
     step_loss_sum_s: float = 0.0
 
 
 class TextCodec(Protocol):
-    """The tokenizer, as far as a server uses it."""
+    """The part of the tokenizer that a server uses."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -217,8 +198,11 @@ class TextCodec(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-class Backend(Protocol):
-    """start() returns when the engine can answer, or raises; a failed job raises as it is read."""
+class AdapterHost(Protocol):
+    """An engine with a base model and adapters by CID, whatever it generates.
+
+    After an internal restart the host registers its adapters again by itself.
+    """
 
     @property
     def health(self) -> Health: ...
@@ -227,52 +211,61 @@ class Backend(Protocol):
     def card(self) -> ModelCard: ...
 
     @property
-    def codec(self) -> TextCodec: ...
-
-    @property
     def stats(self) -> EngineStats: ...
 
     @property
     def adapters(self) -> Mapping[str, AdapterCard]:
-        """By name, in the order they were added."""
+        """Registered adapters by CID, in the order in which they were added."""
         ...
 
     @property
     def num_restarts(self) -> int: ...
 
-    async def start(self) -> None: ...
-
-    def submit(self, job: Job) -> AsyncIterator[Delta]:
-        """Deltas of all choices until each has its finish_reason.
-
-        Raises InvalidRequest, DoesNotFit, AdapterNotFound, AdapterRefused (it cannot be loaded),
-        EngineBusy (queue full), RequestTimeout or EngineStopped (the engine died: the answer is
-        not complete). Closing the iterator early aborts the job.
-        """
+    async def start(self) -> None:
+        """Returns once the engine accepts requests; raises the error that prevents the start."""
         ...
 
-    async def add_adapter(self, name: str, path: str) -> AdapterCard:
-        """Checks the folder in the engine and makes the name known, or raises AdapterRefused."""
+    async def add_adapter(self, path: str) -> AdapterCard:
+        """Checks a PEFT folder and registers it by its CID; raises AdapterRefused."""
         ...
 
-    async def remove_adapter(self, name: str) -> None: ...
-
-    async def prewarm(self, names: Sequence[str], *, num_busiest: int = 0) -> None:
-        """Loads these adapters, then the busiest of earlier runs, while there is room to spare."""
+    async def remove_adapter(self, cid: str) -> None:
+        """Frees the adapter once no sequence uses it; raises AdapterNotFound for an unknown CID."""
         ...
 
-    async def pin_adapter(self, name: str, pinned: bool) -> None:
-        """A pinned adapter is never evicted from the device, once it is there."""
+    async def prewarm(self, cids: Sequence[str], *, num_busiest: int = 0) -> None:
+        """Loads these adapters, then the busiest of earlier runs, while there is free memory."""
+        ...
+
+    async def pin_adapter(self, cid: str, pinned: bool) -> None:
+        """Protects an adapter from eviction from the device once it is resident there."""
         ...
 
     async def adapter_uses(self) -> Sequence[AdapterUse]:
-        """Every adapter that the engine knows, one entry per CID."""
+        """Returns residency and usage of every registered adapter."""
         ...
 
     async def probe(self, timeout_s: float) -> dict[str, float]:
-        """Really generates a token on the base and loads an adapter; seconds of each, or raises."""
+        """Generates on the base and on an adapter; returns the seconds of each check, or raises."""
         ...
 
     async def close(self, *, drain_s: float) -> None:
-        """Refuses new jobs, lets running ones end for at most drain_s, then stops the engine."""
+        """Refuses new requests, waits up to drain_s for running ones, then stops the engine."""
+        ...
+
+
+class TextBackend(AdapterHost, Protocol):
+    """An adapter host that generates text."""
+
+    @property
+    def codec(self) -> TextCodec: ...
+
+    def submit(self, request: Request) -> AsyncIterator[Delta]:
+        """Yields the deltas of all choices until each has its finish_reason.
+
+        The backend sets the request's seed and end-of-sequence ids. Closing the iterator early
+        aborts the request. Raises InvalidRequest, DoesNotFit, AdapterNotFound, AdapterRefused (it
+        cannot be loaded), EngineBusy (queue full), RequestTimeout or EngineStopped (the engine
+        died: the answer is not complete).
+        """
         ...

@@ -37,6 +37,7 @@ from loramux.receipts.writer import ReceiptWriter
 from loramux.registry.records import Resolved
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
+from loramux.server.names import AdapterNames
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.serving import ReceiptDesk
 from loramux.server.warming import find_prewarmed, prewarm
@@ -70,19 +71,19 @@ async def _serve(
         given = {module.name for module in config.lora_modules}
         others = [name for name in config.prewarm_adapters if name not in given]
         prewarmed = find_prewarmed(registry, others)
-        async with (
-            _running_engine(config, progress) as engine,
-            _prewarming(engine, registry, prewarmed),
-        ):
+        async with contextlib.AsyncExitStack() as stack:
+            engine = await stack.enter_async_context(_running_engine(config, progress))
+            names = await _name_adapters(config, engine, registry, progress)
+            await stack.enter_async_context(_prewarming(engine, names, prewarmed))
             options = server_options(config, sources=sources, base_name=engine.card.name)
-            app = create_app(engine, options, receipts=desk, registry=registry)
+            app = create_app(engine, options, names=names, receipts=desk)
             server = DrainingServer(_uvicorn_config(config, app), engine, config.drain_s)
             host, port = listener.getsockname()[:2]
 
             def say() -> None:
                 known = [] if registry is None else map(str, registry.registry.adapters())
-                names = [*engine.adapters, *known]
-                on_ready(host, port, options.served_model_names[0], names)
+                shown = [*(given.name for given in names.given()), *known]
+                on_ready(host, port, options.served_model_names[0], shown)
 
             announcing = asyncio.create_task(_announce(server, say))
             await server.serve(sockets=[listener])
@@ -105,6 +106,8 @@ def server_options(
         tenant_header=config.tenant_header,
         allow_runtime_lora_updating=config.allow_runtime_lora_updating or is_allowed,
         allowed_roots=config.allowed_roots,
+        tenant_shares=dict(config.tenant_shares),
+        adapter_shares=dict(config.adapter_shares),
         sources=sources or source_config(config, environment),
         unopened_registry=None if config.registry == NONE else _default_registry(environment),
     )
@@ -183,35 +186,45 @@ async def _running_engine(config: ServeConfig, progress: OnProgress) -> AsyncIte
         model=Path(config.model) if config.model is not None else default_model_path(),
         config=_with_disk_folder(config.engine),
         served_name=config.served_model_name[0] if config.served_model_name else None,
-        max_jobs=config.max_queue + config.engine.max_sequences,
-        max_job_tokens=config.max_queue_tokens,
-        tenant_shares=dict(config.tenant_shares),
-        adapter_shares=dict(config.adapter_shares),
+        max_requests=config.max_queue + config.engine.max_sequences,
+        max_tokens=config.max_queue_tokens,
     )
     engine = AsyncEngine(options, on_progress=progress)
     await engine.start()
     try:
-        for module in config.lora_modules:
-            progress(f"Checking adapter {module.name}", 0.0)
-            card = await engine.add_adapter(module.name, module.path)
-            for warning in card.warnings:
-                _log.warning("adapter %s: %s", module.name, warning)
-        given = [name for name in config.prewarm_adapters if name in engine.adapters]
-        await engine.prewarm(given, num_busiest=config.prewarm)
         yield engine
     finally:
         await engine.close(drain_s=0)
 
 
+async def _name_adapters(
+    config: ServeConfig,
+    engine: AsyncEngine,
+    registry: RegistryAdapters | None,
+    progress: OnProgress,
+) -> AdapterNames:
+    """Loads --lora-modules, and prewarms those of --prewarm-adapters and the busiest."""
+    names = AdapterNames(engine, registry)
+    for module in config.lora_modules:
+        progress(f"Checking adapter {module.name}", 0.0)
+        card = await names.load(module.name, module.path)
+        for warning in card.warnings:
+            _log.warning("adapter %s: %s", module.name, warning)
+    given = {one.name: one.cid for one in names.given()}
+    cids = [given[name] for name in config.prewarm_adapters if name in given]
+    await engine.prewarm(cids, num_busiest=config.prewarm)
+    return names
+
+
 @contextlib.asynccontextmanager
 async def _prewarming(
-    engine: AsyncEngine, registry: RegistryAdapters | None, adapters: Sequence[Resolved]
+    engine: AsyncEngine, names: AdapterNames, adapters: Sequence[Resolved]
 ) -> AsyncIterator[None]:
     """Meanwhile the server answers: what is not in the store may take long to come."""
-    if registry is None or not adapters:
+    if not adapters:
         yield
         return
-    task = asyncio.create_task(prewarm(engine, registry, adapters))
+    task = asyncio.create_task(prewarm(engine, names, adapters))
     try:
         yield
     finally:

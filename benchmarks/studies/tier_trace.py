@@ -25,7 +25,7 @@ from benchmarks.lib.random_weights import make_adapter
 from benchmarks.lib.report import Table, parse_arguments, write_table
 from benchmarks.lib.workloads import SLORA_RANKS, Arrival, slora, until
 from loramux import LLM, SamplingParams
-from loramux.engine.report import tier_stats
+from loramux.engine.stats import tier_stats
 from loramux.types.request import Request
 
 MIB = 2**20

@@ -13,7 +13,7 @@ import msgspec
 from loramux.backend import AdapterUse
 from loramux.config.engine import EngineConfig, EvictionName
 from loramux.engine.llm import LLM
-from loramux.engine.report import adapter_uses
+from loramux.engine.stats import adapter_uses
 from loramux.errors import InvalidRequest
 from loramux.types.request import RequestOutput
 from loramux.types.sampling import SamplingParams

@@ -1,4 +1,4 @@
-"""The engine as a server sees it: jobs in, deltas out, and a new engine whenever one dies."""
+"""Runs the engine in a process of its own, and starts a new one whenever it dies."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from loramux.backend import (
@@ -16,40 +16,34 @@ from loramux.backend import (
     Delta,
     EngineStats,
     Health,
-    Job,
     ModelCard,
     failure_of,
 )
 from loramux.config.engine import EngineConfig
-from loramux.engine.calls import PendingCalls
 from loramux.engine.messages import (
     Abort,
-    AdapterFacts,
     Add,
-    Answer,
     Command,
     Events,
     Finish,
-    Forget,
     ListUses,
     Pin,
     Prewarm,
-    Ready,
     Refused,
     Register,
+    Remove,
     Reply,
     Shutdown,
-    Snapshot,
     Start,
     Verify,
-    make_error,
+    decode_error,
 )
 from loramux.engine.outputs import OutputCollector
 from loramux.engine.process import EngineProcess, OnProgress
-from loramux.engine.streams import JobStream
+from loramux.engine.streams import RequestStream
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import AdapterNotFound, EngineBusy, EngineStopped, LoramuxError
-from loramux.types.request import FinishReason, Request
+from loramux.types.request import FinishReason, Request, Selection
 from loramux.types.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -61,18 +55,33 @@ class AsyncEngineOptions:
     model: Path
     config: EngineConfig
     served_name: str | None = None
-    """What requests call the base; None: the model's own name."""
-    max_jobs: int = 4096
-    """Jobs that are open at once, running or waiting; more are refused with EngineBusy."""
-    max_job_tokens: int | None = None
-    """The same in tokens: prompts and the longest answers that were asked for."""
-    tenant_shares: Mapping[str, float] = field(default_factory=dict)
-    adapter_shares: Mapping[str, float] = field(default_factory=dict)
-    """Shares under fair scheduling, by name; a name that is not listed has a share of 1."""
+    """Name of the base in requests; None: the model's own name."""
+    max_requests: int = 4096
+    """Limit of open requests, running or waiting; more are refused with EngineBusy."""
+    max_tokens: int | None = None
+    """Limit of the tokens of all open requests: prompts and the longest possible answers."""
+
+
+class StatsView:
+    """The newest statistics of an engine, put together from its updates."""
+
+    def __init__(self) -> None:
+        self.current = EngineStats()
+        self._resident: dict[str, None] = {}
+
+    def update(self, reply: Events) -> None:
+        if reply.residency is not None:
+            if reply.residency.is_full:
+                self._resident.clear()
+            for cid in reply.residency.evicted:
+                self._resident.pop(cid, None)
+            self._resident |= dict.fromkeys(reply.residency.loaded)
+        if reply.stats is not None:
+            self.current = replace(reply.stats, resident_adapters=tuple(self._resident))
 
 
 class AsyncEngine:
-    """Implements loramux.backend.Backend over an engine in another process."""
+    """Implements loramux.backend.TextBackend over an engine in another process."""
 
     def __init__(
         self, options: AsyncEngineOptions, *, on_progress: OnProgress = lambda what, share: None
@@ -80,15 +89,14 @@ class AsyncEngine:
         self._options = options
         self._on_progress = on_progress
         self._process: EngineProcess | None = None
-        self._keeper: asyncio.Task[None] | None = None
-        self._restorer: asyncio.Task[None] | None = None
-        self._streams: dict[str, JobStream] = {}
-        self._calls = PendingCalls()
-        self._ready: Ready | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._registration: asyncio.Task[None] | None = None
+        self._streams: dict[str, RequestStream] = {}
+        self._card: ModelCard | None = None
         self._codec: Tokenizer | None = None
         self._adapters: dict[str, AdapterCard] = {}
         self._health = Health.STARTING
-        self.stats = EngineStats()
+        self._stats = StatsView()
         self.num_restarts = 0
 
     @property
@@ -97,27 +105,18 @@ class AsyncEngine:
 
     @property
     def card(self) -> ModelCard:
-        ready, config = self._require_ready(), self._options.config
-        return ModelCard(
-            name=self._options.served_name or ready.name,
-            path=ready.path,
-            digest=ready.digest,
-            max_model_len=ready.max_model_len,
-            vocab_size=ready.vocab_size,
-            dtype=ready.dtype,
-            pool_bytes=ready.pool_bytes,
-            block_tokens=ready.block_tokens,
-            shapes=ready.shapes,
-            max_loras=ready.max_loras,
-            host_memory_bytes=config.host_memory_bytes,
-            disk_space_bytes=0 if config.disk_folder is None else config.disk_space_bytes,
-            adapter_memory_fraction=config.adapter_memory_fraction,
-        )
+        if self._card is None:
+            raise EngineStopped("The engine has not started yet.")
+        return self._card
 
     @property
     def codec(self) -> Tokenizer:
         assert self._codec is not None, "start() first"
         return self._codec
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats.current
 
     @property
     def adapters(self) -> Mapping[str, AdapterCard]:
@@ -129,13 +128,13 @@ class AsyncEngine:
 
     async def start(self) -> None:
         await self._open_process()
-        self._keeper = asyncio.create_task(self._keep_alive())
-        self._codec = await asyncio.to_thread(Tokenizer, self._require_ready().folder)
+        self._supervisor = asyncio.create_task(self._supervise())
+        self._codec = await asyncio.to_thread(Tokenizer, Path(self.card.tokenizer_folder))
         self._health = Health.READY
 
-    async def submit(self, job: Job) -> AsyncIterator[Delta]:
-        """Deltas of all choices until each has its finish_reason; closing it aborts the job."""
-        stream = self._open_stream(job)
+    async def submit(self, request: Request) -> AsyncIterator[Delta]:
+        """Yields the deltas of all choices; closing the iterator early aborts the request."""
+        stream = self._open_stream(request)
         try:
             while True:
                 for delta in await stream.take():
@@ -145,47 +144,44 @@ class AsyncEngine:
                 if stream.is_finished:
                     return
         finally:
-            if self._streams.pop(job.request_id, None) is not None and not stream.is_finished:
-                self._send(Abort(request_id=job.request_id))
+            if self._streams.pop(request.request_id, None) is not None and not stream.is_finished:
+                self._send(Abort(request_id=request.request_id))
 
-    async def add_adapter(self, name: str, path: str) -> AdapterCard:
-        facts = await self._register(path)
-        old = self._adapters.get(name)
-        card = self._adapters[name] = _card(name, facts)
-        if old is not None:
-            self._forget_unnamed(old.cid)
+    async def add_adapter(self, path: str) -> AdapterCard:
+        card = await self._register(path)
+        self._adapters[card.cid] = card
         return card
 
-    async def remove_adapter(self, name: str) -> None:
-        card = self._adapters.pop(name, None)
-        if card is None:
-            raise AdapterNotFound(f"The lora adapter '{name}' cannot be found.")
-        self._forget_unnamed(card.cid)
+    async def remove_adapter(self, cid: str) -> None:
+        self._require_adapter(cid)
+        del self._adapters[cid]
+        self._send(Remove(cid=cid))
 
-    async def prewarm(self, names: Sequence[str], *, num_busiest: int = 0) -> None:
-        cids = tuple(self._cid(name) for name in names)
-        self._send(Prewarm(cids=cids, num_busiest=num_busiest))
+    async def prewarm(self, cids: Sequence[str], *, num_busiest: int = 0) -> None:
+        self._send(Prewarm(cids=tuple(cids), num_busiest=num_busiest))
 
-    async def pin_adapter(self, name: str, pinned: bool) -> None:
-        cid = self._cid(name)
-        await self._call(lambda call_id: Pin(call_id=call_id, cid=cid, is_pinned=pinned))
+    async def pin_adapter(self, cid: str, pinned: bool) -> None:
+        await self._running.call(lambda call_id: Pin(call_id=call_id, cid=cid, is_pinned=pinned))
 
     async def adapter_uses(self) -> Sequence[AdapterUse]:
-        answer = await self._call(lambda call_id: ListUses(call_id=call_id))
+        answer = await self._running.call(lambda call_id: ListUses(call_id=call_id))
         return answer.uses or []
 
     async def probe(self, timeout_s: float) -> dict[str, float]:
-        """Really generates a token on the base and loads an adapter; seconds of each, or raises."""
+        """Generates a token on the base, and reads an adapter and generates a token with it.
+
+        Returns the seconds of each check, or raises.
+        """
         seconds = {}
         async with asyncio.timeout(timeout_s):
             began = time.monotonic()
-            await self._probe_job(None)
+            await self._generate_one_token(())
             seconds["generate_s"] = time.monotonic() - began
             if self._adapters:
-                name, card = next(iter(self._adapters.items()))
+                cid = next(iter(self._adapters))
                 began = time.monotonic()
-                await self._call(lambda call_id: Verify(call_id=call_id, cid=card.cid))
-                await self._probe_job(name)
+                await self._running.call(lambda call_id: Verify(call_id=call_id, cid=cid))
+                await self._generate_one_token(((cid, 1.0),))
                 seconds["adapter_s"] = time.monotonic() - began
         return seconds
 
@@ -197,24 +193,25 @@ class AsyncEngine:
         while self._streams and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self._health = Health.STOPPED
-        if self._keeper is not None:
-            self._keeper.cancel()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
         self._fail_all(EngineStopped("The server is shutting down."))
         if self._process is not None:
             self._process.send(Shutdown())
             await self._process.wait(timeout_s=3.0)
 
     async def _open_process(self) -> None:
-        settings = asdict(self._options.config)
-        start = Start(model=str(self._options.model), settings=settings)
+        options = self._options
+        start = Start(model=str(options.model), settings=asdict(options.config))
         self._process = await EngineProcess.open(start, self._on_progress)
-        self._ready = self._process.ready
+        card = self._process.card
+        self._card = replace(card, name=options.served_name or card.name)
+        self._stats = StatsView()
 
-    async def _keep_alive(self) -> None:
-        """Passes on what the engine says; when it dies, fails what was open and starts another."""
+    async def _supervise(self) -> None:
+        """Handles replies of the engine; when it dies, fails open requests and starts another."""
         while True:
-            process = self._process
-            assert process is not None
+            process = self._running
             while (reply := await process.receive()) is not None:
                 self._handle(reply)
             self._health = Health.RESTARTING
@@ -234,29 +231,32 @@ class AsyncEngine:
             except LoramuxError as error:
                 _log.error("the engine did not start again: %s", error)
                 continue
-            # Registration needs the replies that _keep_alive will read from now on.
-            self._restorer = asyncio.create_task(self._restore_adapters())
+            # Registration needs the replies that _supervise reads from now on.
+            self._registration = asyncio.create_task(self._register_again())
             return
 
-    async def _restore_adapters(self) -> None:
-        for name, card in list(self._adapters.items()):
+    async def _register_again(self) -> None:
+        for cid, card in list(self._adapters.items()):
             try:
-                self._adapters[name] = replace(
-                    _card(name, await self._register(card.path)), created_s=card.created_s
-                )
+                again = await self._register(card.path)
             except EngineStopped:
                 return
             except LoramuxError as error:
-                _log.error("adapter %s cannot be served any more: %s", name, error)
-                del self._adapters[name]
+                _log.error("adapter %s cannot be served any more: %s", cid, error)
+                del self._adapters[cid]
+                continue
+            if again.cid != cid:
+                _log.error("the files at %s have changed: %s is now %s", card.path, cid, again.cid)
+                del self._adapters[cid]
+            self._adapters[again.cid] = again
         self.num_restarts += 1
         self._health = Health.READY
         _log.warning("engine %s is ready again", self.engine_pid)
 
     def _handle(self, reply: Reply) -> None:
         match reply:
-            case Events(events=events, snapshot=snapshot):
-                self.stats = _stats(snapshot)
+            case Events(events=events):
+                self._stats.update(reply)
                 for event in events:
                     stream = self._streams.get(event.request_id)
                     delta = stream.put(event) if stream is not None else None
@@ -264,121 +264,68 @@ class AsyncEngine:
                         self._send(Finish(request_id=event.request_id, index=event.index))
             case Refused(request_id=request_id, error=error):
                 if (stream := self._streams.get(request_id)) is not None:
-                    stream.fail(make_error(error))
-            case Answer():
-                self._calls.answer(reply)
+                    stream.fail(decode_error(error))
             case _:
                 _log.warning("unexpected message from the engine: %s", type(reply).__name__)
 
-    def _open_stream(self, job: Job) -> JobStream:
+    def _open_stream(self, request: Request) -> RequestStream:
         if self._health is not Health.READY:
             raise EngineStopped(f"The engine is {self._health.value}; try again in a few seconds.")
-        if len(self._streams) >= self._options.max_jobs:
-            raise EngineBusy(
-                f"{len(self._streams)} requests are open, and this server takes no more at once."
-            )
-        self._check_tokens(job)
-        if job.request_id in self._streams:
-            raise LoramuxError(f"Request id {job.request_id!r} is in use.")
-        request = self._request(job)
-        stream = JobStream(OutputCollector(request, self.codec), num_tokens=_num_tokens(job))
-        self._streams[job.request_id] = stream
+        self._check_limits(request)
+        if request.request_id in self._streams:
+            raise LoramuxError(f"Request id {request.request_id!r} is in use.")
+        for cid, _ in request.selection:
+            self._require_adapter(cid)
+        request = request.for_engine(self.card.eos_token_ids)
+        stream = RequestStream(OutputCollector(request, self.codec))
+        self._streams[request.request_id] = stream
         self._send(Add(request=request))
         return stream
 
-    def _check_tokens(self, job: Job) -> None:
-        limit = self._options.max_job_tokens
+    def _check_limits(self, request: Request) -> None:
+        if len(self._streams) >= self._options.max_requests:
+            raise EngineBusy(
+                f"{len(self._streams)} requests are open, and this server takes no more at once."
+            )
+        limit = self._options.max_tokens
         if limit is None or not self._streams:
             return
-        num_open = sum(stream.num_tokens for stream in self._streams.values())
-        if num_open + _num_tokens(job) > limit:
+        num_open = sum(stream.request.num_tokens for stream in self._streams.values())
+        if num_open + request.num_tokens > limit:
             raise EngineBusy(
                 f"{num_open} tokens are open, and with this request they would be more than the "
                 f"{limit} that this server takes at once."
             )
 
-    def _forget_unnamed(self, cid: str) -> None:
-        """Frees an adapter that no name stands for any more; requests that run on it finish."""
-        if all(card.cid != cid for card in self._adapters.values()):
-            self._send(Forget(cid=cid))
+    def _require_adapter(self, cid: str) -> None:
+        if cid not in self._adapters:
+            raise AdapterNotFound(f"No adapter {cid} is registered.")
 
-    def _cid(self, name: str) -> str:
-        card = self._adapters.get(name)
-        if card is None:
-            raise AdapterNotFound(f"No adapter is called {name!r}.")
-        return card.cid
-
-    def _request(self, job: Job) -> Request:
-        selection: tuple[tuple[str, float], ...] = ()
-        if job.adapter is not None:
-            selection = ((self._cid(job.adapter), job.adapter_weight),)
-        options = self._options
-        seed = job.params.seed
-        return Request(
-            request_id=job.request_id,
-            prompt_token_ids=job.prompt_token_ids,
-            params=job.params,
-            selection=selection,
-            eos_token_ids=self._require_ready().eos_token_ids,
-            seed=secrets.randbits(63) if seed is None else seed & (2**63 - 1),
-            tenant=job.tenant,
-            tenant_share=options.tenant_shares.get(job.tenant, 1.0),
-            adapter_share=options.adapter_shares.get(job.label or job.adapter or "", 1.0),
-            cache_salt=job.cache_salt,
-            timeout_s=job.timeout_s,
-        )
-
-    async def _probe_job(self, adapter: str | None) -> None:
-        job = Job(
+    async def _generate_one_token(self, selection: Selection) -> None:
+        request = Request(
             request_id=f"probe-{secrets.token_hex(8)}",
             prompt_token_ids=(1,),
             params=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
-            adapter=adapter,
+            selection=selection,
         )
-        async for _ in self.submit(job):
+        async for _ in self.submit(request):
             pass
 
-    async def _register(self, path: str) -> AdapterFacts:
-        answer = await self._call(lambda call_id: Register(call_id=call_id, path=path))
+    async def _register(self, path: str) -> AdapterCard:
+        answer = await self._running.call(lambda call_id: Register(call_id=call_id, path=path))
         assert answer.adapter is not None
         return answer.adapter
 
-    async def _call(self, make: Callable[[int], Command]) -> Answer:
-        call_id, future = self._calls.open()
-        self._send(make(call_id))
-        return await future
+    @property
+    def _running(self) -> EngineProcess:
+        assert self._process is not None, "start() first"
+        return self._process
 
     def _send(self, command: Command) -> None:
-        assert self._process is not None
-        self._process.send(command)
+        self._running.send(command)
 
     def _fail_all(self, error: EngineStopped) -> None:
         for stream in self._streams.values():
             stream.fail(error)
         self._streams.clear()
-        self._calls.fail(error)
-
-    def _require_ready(self) -> Ready:
-        if self._ready is None:
-            raise EngineStopped("The engine has not started yet.")
-        return self._ready
-
-
-def _card(name: str, facts: AdapterFacts) -> AdapterCard:
-    return AdapterCard(
-        name=name,
-        path=facts.path,
-        cid=facts.cid,
-        rank=facts.rank,
-        num_bytes=facts.num_bytes,
-        warnings=facts.warnings,
-        created_s=int(time.time()),
-    )
-
-
-def _num_tokens(job: Job) -> int:
-    return job.params.n * (len(job.prompt_token_ids) + job.params.max_tokens)
-
-
-def _stats(snapshot: Snapshot) -> EngineStats:
-    return EngineStats(**{name: getattr(snapshot, name) for name in Snapshot.__struct_fields__})
+        self._running.fail_calls(error)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from loramux.adapters.catalog import AdapterCatalog, KnownAdapter
 from loramux.engine.executor import Executor
-from loramux.engine.facts import FactsKeeper
 from loramux.engine.memory import EngineMemory
+from loramux.engine.request_tracker import RequestTracker
 from loramux.errors import DoesNotFit, InvalidRequest, LoramuxError
 from loramux.lora.merge_controller import MergeController
 from loramux.memory.pages import PageAllocator
@@ -54,7 +54,7 @@ class Engine:
         self.memory = memory
         self.vocab_size = vocab_size
         self.merge = merge
-        self._facts = FactsKeeper(memory.residency, memory.tiers)
+        self._tracker = RequestTracker(memory.residency, memory.tiers)
         self._in_flight: _Launched | None = None
         self._last_result_s = 0.0
 
@@ -111,16 +111,16 @@ class Engine:
         check_logit_bias(request.params, self.vocab_size)
         _check_token_ids(request.prompt_token_ids, self.vocab_size)
         now = self.memory.clock()
-        self._facts.arrive(request, now=now, queue_depth=self.scheduler.num_waiting)
+        self._tracker.arrive(request, now=now, queue_depth=self.scheduler.num_waiting)
         try:
             self.scheduler.add(request, now)
         except LoramuxError:
-            self._facts.forget(request.request_id)
+            self._tracker.discard(request.request_id)
             raise
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
-        self._facts.forget(request_id)
+        self._tracker.discard(request_id)
 
     def finish(self, request_id: str, index: int) -> None:
         self.scheduler.finish(request_id, index)
@@ -160,13 +160,13 @@ class Engine:
         """Apply the result of the in-flight step, if any, and return all new events."""
         launched, self._in_flight = self._in_flight, None
         if launched is None:
-            return self._facts.tell(self.scheduler.take_events(), None)
+            return self._tracker.attach_facts(self.scheduler.take_events(), None)
         plan, result = launched.plan, launched.step.result()
         self.pages.num_landed += 1
         now = time.perf_counter()
         self._note_time(plan, now - max(launched.launched_s, self._last_result_s))
         self._last_result_s = now
-        return self._facts.tell(self.scheduler.apply(plan, result), plan)
+        return self._tracker.attach_facts(self.scheduler.apply(plan, result), plan)
 
     def _note_time(self, plan: StepPlan, seconds: float) -> None:
         tiers = self.memory.tiers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -13,7 +12,7 @@ from tqdm.std import tqdm
 from loramux.backend import failure_of
 from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
-from loramux.engine.garbage import FullCollections
+from loramux.engine.gc_control import FullCollections
 from loramux.engine.outputs import OutputCollector
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import InvalidRequest
@@ -112,9 +111,7 @@ class LLM:
             prompt_token_ids=tuple(token_ids),
             params=params,
             selection=((cid, 1.0),) if cid else (),
-            eos_token_ids=self.eos_token_ids,
-            seed=params.seed if params.seed is not None else secrets.randbits(63),
-        )
+        ).for_engine(self.eos_token_ids)
         collector = OutputCollector(request, self.tokenizer, prompt=text)
         collector.output.adapter_cid = cid
         return collector
@@ -137,12 +134,12 @@ class LLM:
                 tqdm(
                     total=len(open_requests), disable=not show_progress, unit="request"
                 ) as progress,
-                FullCollections() as garbage,
+                FullCollections() as collections,
             ):
                 while self.engine.has_work:
                     if num_done := self._step(open_requests):
                         progress.update(num_done)
-                    garbage.after_step()
+                    collections.after_step()
         finally:
             # An error or Ctrl-C must not leave the rest running in the next call.
             for request_id in open_requests:

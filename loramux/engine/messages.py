@@ -1,4 +1,4 @@
-"""What the server and the engine process say to each other, and how errors cross over."""
+"""Messages between the server and the engine process, and the encoding of errors in them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,16 @@ from typing import Any
 import msgspec
 
 from loramux import errors
-from loramux.backend import AdapterUse, TierStats
-from loramux.types.model import BaseModelInfo
+from loramux.backend import AdapterCard, AdapterUse, EngineStats, ModelCard
 from loramux.types.request import Request, TokenEvent
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True):
-    pass
+    """Base of all messages; the class name is the tag on the wire."""
 
 
-class AdapterFacts(msgspec.Struct, frozen=True, kw_only=True):
-    cid: str
-    path: str
-    rank: int
-    num_bytes: int
-    warnings: tuple[str, ...]
-
-
-class ErrorFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """An error of loramux.errors, by class name and the arguments that make it again."""
+class WireError(msgspec.Struct, frozen=True, kw_only=True):
+    """An error of loramux.errors as its class name and constructor arguments."""
 
     kind: str
     message: str
@@ -34,7 +25,7 @@ class ErrorFacts(msgspec.Struct, frozen=True, kw_only=True):
     fix: str = ""
 
 
-# To the engine.
+# Messages to the engine.
 
 
 class Start(Message):
@@ -62,14 +53,14 @@ class Register(Message):
 
 
 class Verify(Message):
-    """Read a known adapter again from its folder, as a load from cold would."""
+    """Reads a registered adapter again from its folder, as a cold load does."""
 
     call_id: int
     cid: str
 
 
-class Forget(Message):
-    """Free what an adapter holds, once no sequence uses it."""
+class Remove(Message):
+    """Frees an adapter once no sequence uses it."""
 
     cid: str
 
@@ -81,7 +72,7 @@ class Pin(Message):
 
 
 class Prewarm(Message):
-    """Load these while there is room, and then the busiest of earlier runs."""
+    """Loads these adapters, then the busiest of earlier runs, while there is free memory."""
 
     cids: tuple[str, ...] = ()
     num_busiest: int = 0
@@ -96,10 +87,10 @@ class Shutdown(Message):
 
 
 Command = (
-    Start | Add | Abort | Finish | Register | Verify | Forget | Pin | Prewarm | ListUses | Shutdown
+    Start | Add | Abort | Finish | Register | Verify | Remove | Pin | Prewarm | ListUses | Shutdown
 )
 
-# From the engine.
+# Messages from the engine.
 
 
 class Progress(Message):
@@ -108,88 +99,71 @@ class Progress(Message):
 
 
 class Ready(Message):
-    name: str
-    path: str
-    folder: str
-    digest: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    dtype: str
-    pool_bytes: int
-    block_tokens: int = 16
-    shapes: BaseModelInfo | None = None
-    max_loras: int | None = None
+    """The engine accepts requests."""
+
+    card: ModelCard
 
 
 class Failed(Message):
-    """The engine could not start."""
+    """The engine cannot start."""
 
-    error: ErrorFacts
+    error: WireError
 
 
 class Heartbeat(Message):
     step_age_s: float
-    """How long the step now running has taken; 0 when idle."""
+    """Seconds since the running step began; 0 when idle."""
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_free_pages: int
-    num_idle_pages: int
-    num_preemptions: int
-    num_adapter_loads: int
-    num_adapter_evictions: int
-    num_steps: int
-    resident_adapters: tuple[str, ...]
-    running_adapters: dict[str, int]
-    waiting_adapters: dict[str, int]
-    tiers: tuple[TierStats, ...]
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    step_loss_s: dict[str, int]
-    step_loss_sum_s: float
+class ResidencyUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """CIDs that were loaded to the device or evicted from it since the last update."""
+
+    loaded: tuple[str, ...]
+    evicted: tuple[str, ...]
+    is_full: bool
+    """If true, `loaded` is the whole resident set."""
 
 
 class Events(Message):
+    """Token events of one step, and the engine's statistics if an update is due."""
+
     events: list[TokenEvent]
-    snapshot: Snapshot
+    stats: EngineStats | None = None
+    """`resident_adapters` is empty here: `residency` has the changes."""
+    residency: ResidencyUpdate | None = None
 
 
 class Refused(Message):
     request_id: str
-    error: ErrorFacts
+    error: WireError
 
 
 class Answer(Message):
-    """To Register, Verify, Pin or ListUses."""
+    """Answers Register, Verify, Pin or ListUses."""
 
     call_id: int
-    adapter: AdapterFacts | None = None
+    adapter: AdapterCard | None = None
     uses: list[AdapterUse] | None = None
-    error: ErrorFacts | None = None
+    error: WireError | None = None
 
 
 Reply = Progress | Ready | Failed | Heartbeat | Events | Refused | Answer
 
 
-def describe_error(error: Exception) -> ErrorFacts:
+def encode_error(error: Exception) -> WireError:
     kind = type(error).__name__ if isinstance(error, errors.LoramuxError) else "LoramuxError"
     message = str(error) if isinstance(error, errors.LoramuxError) else repr(error)
     if isinstance(error, errors.AdapterRefused):
-        return ErrorFacts(kind=kind, message=error.reason, code=error.code, fix=error.fix)
+        return WireError(kind=kind, message=error.reason, code=error.code, fix=error.fix)
     param = error.param if isinstance(error, errors.InvalidRequest) else None
-    return ErrorFacts(kind=kind, message=message, param=param)
+    return WireError(kind=kind, message=message, param=param)
 
 
-def make_error(facts: ErrorFacts) -> errors.LoramuxError:
-    if facts.kind == "AdapterRefused":
-        return errors.AdapterRefused(facts.code, facts.message, fix=facts.fix)
-    if facts.kind == "InvalidRequest":
-        return errors.InvalidRequest(facts.message, param=facts.param)
-    kind = getattr(errors, facts.kind, errors.LoramuxError)
-    made = kind(facts.message)
+def decode_error(error: WireError) -> errors.LoramuxError:
+    if error.kind == "AdapterRefused":
+        return errors.AdapterRefused(error.code, error.message, fix=error.fix)
+    if error.kind == "InvalidRequest":
+        return errors.InvalidRequest(error.message, param=error.param)
+    made = getattr(errors, error.kind, errors.LoramuxError)(error.message)
     assert isinstance(made, errors.LoramuxError)
     return made

@@ -1,4 +1,4 @@
-"""Starts the engine in a process of its own, and watches that it lives."""
+"""Starts the engine process, watches its heartbeat, and matches calls with their answers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,65 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 
+from loramux.backend import ModelCard
 from loramux.engine.channel import ServerChannel
-from loramux.engine.messages import Command, Failed, Heartbeat, Progress, Ready, Reply, Start
-from loramux.engine.messages import make_error as _make_error
-from loramux.errors import EngineStopped
+from loramux.engine.messages import (
+    Answer,
+    Command,
+    Failed,
+    Heartbeat,
+    Progress,
+    Ready,
+    Reply,
+    Start,
+    decode_error,
+)
+from loramux.errors import EngineStopped, LoramuxError
 from loramux.process_environment import child_environment
 
-# The pulse beats twice a second from a thread of its own; only a stopped process misses so many.
+# A thread of the engine sends two heartbeats a second; only a stopped process misses this many.
 SILENCE_LIMIT_S = 4.0
-# Before the first beat the process imports torch, which a busy machine can make very slow.
+# Before the first heartbeat the process imports torch, which is slow on a busy machine.
 STARTUP_LIMIT_S = 300.0
-# No step of a sane batch takes this long; a deadlock in native code does.
+# A step that takes this long is a deadlock in native code.
 STEP_LIMIT_S = 120.0
 _WATCH_S = 0.5
 
 OnProgress = Callable[[str, float], None]
 
 
+class PendingCalls:
+    """Futures of the commands that the engine answers individually, by call id."""
+
+    def __init__(self) -> None:
+        self._ids = count()
+        self._futures: dict[int, asyncio.Future[Answer]] = {}
+
+    def open(self) -> tuple[int, asyncio.Future[Answer]]:
+        call_id = next(self._ids)
+        future = self._futures[call_id] = asyncio.get_running_loop().create_future()
+        return call_id, future
+
+    def answer(self, answer: Answer) -> None:
+        future = self._futures.pop(answer.call_id, None)
+        if future is None or future.done():
+            return
+        if answer.error is not None:
+            future.set_exception(decode_error(answer.error))
+        else:
+            future.set_result(answer)
+
+    def fail(self, error: LoramuxError) -> None:
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(error)
+        self._futures.clear()
+
+
 class EngineProcess:
-    """One life of the engine: open() until ready, then replies until receive() gives None."""
+    """One engine process: open() returns when it is ready, receive() gives None when it is dead."""
 
     def __init__(self, popen: subprocess.Popen[bytes], channel: ServerChannel) -> None:
         self._popen = popen
@@ -38,12 +77,13 @@ class EngineProcess:
         self._silence_limit_s = STARTUP_LIMIT_S
         self._watcher = asyncio.create_task(self._watch())
         self._step_age_s = 0.0
-        self.ready: Ready | None = None
+        self._calls = PendingCalls()
+        self._card: ModelCard | None = None
         self.cause_of_death = "the engine process ended"
 
     @classmethod
     async def open(cls, start: Start, on_progress: OnProgress) -> EngineProcess:
-        """Returns when the engine is ready; raises what kept it from starting."""
+        """Returns when the engine is ready; raises the error that prevents its start."""
         ours, theirs = socket.socketpair()
         popen = subprocess.Popen(
             [sys.executable, "-m", "loramux.engine.worker", str(theirs.fileno())],
@@ -65,22 +105,41 @@ class EngineProcess:
     def pid(self) -> int:
         return self._popen.pid
 
+    @property
+    def card(self) -> ModelCard:
+        assert self._card is not None, "the process is not ready"
+        return self._card
+
     def send(self, command: Command) -> None:
         self._channel.send(command)
 
+    async def call(self, make: Callable[[int], Command]) -> Answer:
+        """Sends the command that `make` builds from a call id, and waits for its answer.
+
+        The task that reads replies with receive() must run meanwhile.
+        """
+        call_id, future = self._calls.open()
+        self.send(make(call_id))
+        return await future
+
+    def fail_calls(self, error: LoramuxError) -> None:
+        self._calls.fail(error)
+
     async def receive(self) -> Reply | None:
-        """The next reply that matters to callers; None: this engine is dead."""
+        """Returns the next reply that is neither a heartbeat nor an answer; None: it is dead."""
         while (reply := await self._channel.receive()) is not None:
             self._last_heard = time.monotonic()
             self._silence_limit_s = SILENCE_LIMIT_S
             if isinstance(reply, Heartbeat):
                 self._step_age_s = reply.step_age_s
+            elif isinstance(reply, Answer):
+                self._calls.answer(reply)
             else:
                 return reply
         return None
 
     async def kill(self, cause: str) -> None:
-        """Ends the process for certain, even if it is stopped or hung."""
+        """Kills the process with SIGKILL, which also ends a stopped or hung one, and waits."""
         self.cause_of_death = cause
         self._watcher.cancel()
         if self._popen.poll() is None:
@@ -89,7 +148,7 @@ class EngineProcess:
         self._channel.close()
 
     async def wait(self, timeout_s: float) -> None:
-        """After Shutdown: lets the process end by itself, then makes sure."""
+        """Waits for the process to end by itself after Shutdown, then kills it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._popen.wait, timeout_s)
         await self.kill("it was shut down")
@@ -100,21 +159,21 @@ class EngineProcess:
                 case Progress(what=what, share=share):
                     on_progress(what, share)
                 case Failed(error=error):
-                    raise _make_error(error)
-                case Ready():
-                    self.ready = reply
+                    raise decode_error(error)
+                case Ready(card=card):
+                    self._card = card
                     return
         status = await asyncio.to_thread(self._popen.wait)
         raise EngineStopped(f"The engine process ended with status {status} before it was ready.")
 
     async def _watch(self) -> None:
-        """A process that is stopped or stuck looks alive to the socket; the pulse tells."""
+        """Kills a process without heartbeats or with a hung step; its socket still looks alive."""
         while True:
             began = time.monotonic()
             await asyncio.sleep(_WATCH_S)
             now = time.monotonic()
             if now - began > 2 * _WATCH_S:
-                # It was this process that stood still: what the engine said meanwhile is unread.
+                # This process itself was stopped, and the engine's messages are still unread.
                 self._last_heard = now
             silent_s = now - self._last_heard
             if silent_s > self._silence_limit_s:
@@ -123,6 +182,6 @@ class EngineProcess:
                 self.cause_of_death = f"the engine hung in a step for {self._step_age_s:.0f} s"
             else:
                 continue
-            # The socket's end of file then wakes whoever waits in receive().
+            # The end of file on the socket then wakes receive().
             self._popen.send_signal(signal.SIGKILL)
             return

@@ -1,4 +1,4 @@
-"""A job's answer on its way to a reader who may be slow: new text joins what still waits."""
+"""Buffers the deltas of a request for a reader that may be slow."""
 
 from __future__ import annotations
 
@@ -7,51 +7,49 @@ import asyncio
 from loramux.backend import Delta
 from loramux.engine.outputs import OutputCollector
 from loramux.errors import LoramuxError
-from loramux.types.request import TokenEvent
+from loramux.types.request import Request, TokenEvent
 
 
-class JobStream:
-    """put() never waits and never queues more than the answer itself; take() gives all there is."""
+class RequestStream:
+    """Merges new deltas into those not read yet, so that it never holds more than the answer."""
 
-    def __init__(self, collector: OutputCollector, *, num_tokens: int = 0) -> None:
+    def __init__(self, collector: OutputCollector) -> None:
         self._collector = collector
-        self.num_tokens = num_tokens
-        """Prompt and longest answer: what the job may come to."""
         self._pending: dict[int, Delta] = {}
         self._error: LoramuxError | None = None
-        self._news = asyncio.Event()
+        self._has_news = asyncio.Event()
 
     @property
-    def request_id(self) -> str:
-        return self._collector.request.request_id
+    def request(self) -> Request:
+        return self._collector.request
 
     @property
     def is_finished(self) -> bool:
-        """All has come, and all of it was taken."""
+        """True once every choice has ended and all deltas were taken."""
         return self._collector.is_finished and not self._pending
 
     def put(self, event: TokenEvent) -> Delta | None:
-        """Returns the new delta, for the caller to see whether a stop string was hit."""
+        """Returns the new delta; the caller checks it for a stop string."""
         delta = self._collector.apply(event)
         if delta is not None:
             waiting = self._pending.get(delta.index)
             self._pending[delta.index] = delta if waiting is None else _join(waiting, delta)
-            self._news.set()
+            self._has_news.set()
         return delta
 
     def fail(self, error: LoramuxError) -> None:
         self._error = error
-        self._news.set()
+        self._has_news.set()
 
     async def take(self) -> list[Delta]:
-        """Waits for news; raises the error that ended the job, once all before it was taken."""
-        await self._news.wait()
-        self._news.clear()
+        """Waits for deltas; raises the request's error once all deltas before it were taken."""
+        await self._has_news.wait()
+        self._has_news.clear()
         deltas, self._pending = list(self._pending.values()), {}
         if self._error is not None:
             if not deltas:
                 raise self._error
-            self._news.set()
+            self._has_news.set()
         return deltas
 
 

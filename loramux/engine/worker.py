@@ -1,4 +1,4 @@
-"""The engine process: `python -m loramux.engine.worker FD`. Its GIL is the step loop's."""
+"""The engine process: `python -m loramux.engine.worker FD` runs the step loop."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from loramux.adapters.catalog import KnownAdapter
+from loramux.backend import AdapterCard, ModelCard
 from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.channel import EngineChannel
 from loramux.engine.engine import Engine
-from loramux.engine.garbage import FullCollections
+from loramux.engine.gc_control import FullCollections
 from loramux.engine.messages import (
     Abort,
-    AdapterFacts,
     Add,
     Answer,
     Command,
     Events,
     Failed,
     Finish,
-    Forget,
     Heartbeat,
     ListUses,
     Pin,
@@ -37,12 +36,14 @@ from loramux.engine.messages import (
     Ready,
     Refused,
     Register,
+    Remove,
+    ResidencyUpdate,
     Shutdown,
     Start,
     Verify,
-    describe_error,
+    encode_error,
 )
-from loramux.engine.report import adapter_uses, take_snapshot
+from loramux.engine.stats import adapter_uses, engine_stats
 from loramux.engine.usage import UsageFile
 from loramux.errors import LoramuxError
 from loramux.memory.loader import step_back
@@ -51,42 +52,46 @@ from loramux.models.loader import LoadedModel
 from loramux.types.request import TokenEvent
 
 _HEARTBEAT_S = 0.5
-# While nothing happens but loads, the server hears of them this often.
-_SNAPSHOT_S = 0.1
-_USAGE_S = 60.0
+# Statistics are reported this often while the engine works, and before it becomes idle.
+_STATS_INTERVAL_S = 0.2
+_SAVE_USAGE_INTERVAL_S = 60.0
 
 
 class Worker:
+    """Runs the step loop, and carries out the server's commands between steps."""
+
     def __init__(
         self,
         engine: Engine,
         channel: EngineChannel,
-        pulse: Pulse,
+        heart: HeartbeatThread,
         usage: UsageFile | None = None,
     ) -> None:
         self._engine = engine
-        self._usage = usage
-        self._garbage = FullCollections(owns_process=True)
-        self._usage_saved_s = time.monotonic()
-        self._snapshot_sent_s = 0.0
-        # Whether the server knows how things stand; it must before the engine falls idle.
-        self._is_told = False
         self._channel = channel
-        self._pulse = pulse
+        self._heart = heart
+        self._usage = usage
+        self._collections = FullCollections(owns_process=True)
+        self._usage_saved_s = time.monotonic()
+        self._stats_sent_s = 0.0
+        # False after any change since the last report; an idle engine must have reported it.
+        self._is_reported = False
+        self._residency_version = 0
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        # Reading and checking an adapter must not stop the step loop.
+        # Adapters are read and checked on another thread, so that the step loop goes on.
         self._readers = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="adapters", initializer=step_back
         )
-        self._forgotten: set[str] = set()
+        # Removed by the server, but still used by a sequence.
+        self._removed: set[str] = set()
         self._num_steps = 0
         self._is_open = True
 
     def run(self) -> None:
-        threading.Thread(target=self._listen, daemon=True, name="commands").start()
-        with self._garbage:
+        threading.Thread(target=self._receive_commands, daemon=True, name="commands").start()
+        with self._collections:
             while self._is_open:
-                self._obey_all()
+                self._handle_commands()
                 if self._engine.has_work:
                     self._step()
         self._readers.shutdown(wait=False, cancel_futures=True)
@@ -94,62 +99,74 @@ class Worker:
         self._engine.close()
 
     def _step(self) -> None:
-        self._pulse.begin_step()
+        self._heart.begin_step()
         events = self._engine.step()
         self._num_steps += 1
-        self._pulse.end_step()
-        self._free_forgotten()
+        self._heart.end_step()
+        self._free_removed()
         self._report(events)
-        self._garbage.after_step()
+        self._collections.after_step()
 
     def _report(self, events: list[TokenEvent]) -> None:
+        """Sends the events, with statistics if they are due or the engine becomes idle."""
         now = time.monotonic()
-        self._is_told = False
-        if events or now - self._snapshot_sent_s > _SNAPSHOT_S:
-            self._tell(events)
-        if now - self._usage_saved_s > _USAGE_S:
+        is_due = now - self._stats_sent_s > _STATS_INTERVAL_S
+        self._is_reported = False
+        if is_due or (events and not self._engine.has_work):
+            self._send_stats(events)
+        elif events:
+            self._channel.send(Events(events=events))
+        if now - self._usage_saved_s > _SAVE_USAGE_INTERVAL_S:
             self._usage_saved_s = now
             self._save_usage()
 
-    def _tell(self, events: list[TokenEvent]) -> None:
-        self._snapshot_sent_s = time.monotonic()
-        self._is_told = True
-        snapshot = take_snapshot(self._engine, num_steps=self._num_steps)
-        self._channel.send(Events(events=events, snapshot=snapshot))
+    def _send_stats(self, events: list[TokenEvent]) -> None:
+        self._stats_sent_s = time.monotonic()
+        self._is_reported = True
+        stats = engine_stats(self._engine, num_steps=self._num_steps)
+        self._channel.send(Events(events=events, stats=stats, residency=self._residency_update()))
+
+    def _residency_update(self) -> ResidencyUpdate | None:
+        residency = self._engine.residency
+        if residency.version == self._residency_version:
+            return None
+        changes = residency.changes_since(self._residency_version)
+        self._residency_version = changes.version
+        return ResidencyUpdate(changes.arrived, changes.left, changes.is_full)
 
     def _save_usage(self) -> None:
         if self._usage is not None:
             records = self._engine.residency.records.values()
             self._usage.save({r.cid: r.hits + r.misses for r in records if r.hits + r.misses})
 
-    def _listen(self) -> None:
+    def _receive_commands(self) -> None:
         command: Command | None = Shutdown()
         while command is not None:
             command = self._channel.receive()
             self._inbox.put(command)
 
-    def _obey_all(self) -> None:
-        """Takes what has arrived; waits only when there is nothing to compute."""
+    def _handle_commands(self) -> None:
+        """Handles the commands that have arrived; blocks only while there is nothing to compute."""
         while self._is_open:
             is_idle = not self._engine.has_work
-            if is_idle and not self._is_told:
-                self._tell([])
+            if is_idle and not self._is_reported:
+                self._send_stats([])
             if is_idle and self._inbox.empty():
-                self._garbage.while_idle()
+                self._collections.while_idle()
             try:
                 command = self._inbox.get(block=is_idle)
             except queue.Empty:
                 return
-            self._obey(command)
-            self._is_told = False
+            self._handle_command(command)
+            self._is_reported = False
 
-    def _obey(self, command: Command | None) -> None:
+    def _handle_command(self, command: Command | None) -> None:
         match command:
             case Add(request=request):
                 try:
                     self._engine.add(request)
                 except LoramuxError as error:
-                    refusal = Refused(request_id=request.request_id, error=describe_error(error))
+                    refusal = Refused(request_id=request.request_id, error=encode_error(error))
                     self._channel.send(refusal)
             case Abort(request_id=request_id):
                 self._engine.abort(request_id)
@@ -159,15 +176,15 @@ class Worker:
                 self._readers.submit(self._register, call_id, Path(path))
             case Verify(call_id=call_id, cid=cid):
                 self._readers.submit(self._verify, call_id, cid)
-            case Forget(cid=cid):
-                self._forgotten.add(cid)
-                self._free_forgotten()
+            case Remove(cid=cid):
+                self._removed.add(cid)
+                self._free_removed()
             case Pin() | Prewarm() | ListUses():
-                self._manage(command)
+                self._handle_adapter_command(command)
             case _:
                 self._is_open = False
 
-    def _manage(self, command: Pin | Prewarm | ListUses) -> None:
+    def _handle_adapter_command(self, command: Pin | Prewarm | ListUses) -> None:
         residency = self._engine.residency
         match command:
             case Pin(call_id=call_id, cid=cid, is_pinned=is_pinned):
@@ -176,7 +193,7 @@ class Worker:
                     residency.pin(cid, is_pinned=is_pinned)
                     residency.poll()
                 except LoramuxError as error:
-                    answer = Answer(call_id=call_id, error=describe_error(error))
+                    answer = Answer(call_id=call_id, error=encode_error(error))
                 self._channel.send(answer)
             case Prewarm(cids=cids, num_busiest=num_busiest):
                 known = [adapter.cid for adapter in self._engine.catalog.known()]
@@ -189,40 +206,31 @@ class Worker:
     def _register(self, call_id: int, path: Path) -> None:
         try:
             known = self._engine.register_adapter(path)
-        except Exception as error:  # the caller must hear of it, whatever it is
-            self._channel.send(Answer(call_id=call_id, error=describe_error(error)))
+        except Exception as error:  # The caller waits for an answer, whatever the error is.
+            self._channel.send(Answer(call_id=call_id, error=encode_error(error)))
         else:
-            self._forgotten.discard(known.cid)
-            self._channel.send(Answer(call_id=call_id, adapter=self._facts(known)))
+            self._removed.discard(known.cid)
+            self._channel.send(Answer(call_id=call_id, adapter=_adapter_card(known)))
 
     def _verify(self, call_id: int, cid: str) -> None:
         try:
             known = self._engine.catalog.verify(cid)
-        except Exception as error:  # the caller must hear of it, whatever it is
-            self._channel.send(Answer(call_id=call_id, error=describe_error(error)))
+        except Exception as error:  # The caller waits for an answer, whatever the error is.
+            self._channel.send(Answer(call_id=call_id, error=encode_error(error)))
         else:
-            self._channel.send(Answer(call_id=call_id, adapter=self._facts(known)))
+            self._channel.send(Answer(call_id=call_id, adapter=_adapter_card(known)))
 
-    def _free_forgotten(self) -> None:
-        self._forgotten = {cid for cid in self._forgotten if not self._engine.forget_adapter(cid)}
-
-    def _facts(self, known: KnownAdapter) -> AdapterFacts:
-        return AdapterFacts(
-            cid=known.cid,
-            path=str(known.folder),
-            rank=known.max_rank,
-            num_bytes=known.num_bytes,
-            warnings=known.warnings,
-        )
+    def _free_removed(self) -> None:
+        self._removed = {cid for cid in self._removed if not self._engine.forget_adapter(cid)}
 
 
-class Pulse:
-    """Says from a thread of its own that the process lives, and for how long its step has run."""
+class HeartbeatThread:
+    """Sends heartbeats with the age of the running step from a thread of its own."""
 
     def __init__(self, channel: EngineChannel) -> None:
         self._channel = channel
         self._step_began: float | None = None
-        threading.Thread(target=self._beat, daemon=True, name="pulse").start()
+        threading.Thread(target=self._send_heartbeats, daemon=True, name="heartbeat").start()
 
     def begin_step(self) -> None:
         self._step_began = time.monotonic()
@@ -230,24 +238,25 @@ class Pulse:
     def end_step(self) -> None:
         self._step_began = None
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while True:
             began = self._step_began
             age = 0.0 if began is None else time.monotonic() - began
             try:
                 self._channel.send(Heartbeat(step_age_s=age))
             except OSError:
-                # The server is gone; the step loop learns it from its own end of file.
+                # The server is gone; the step loop gets an end of file on its own.
                 return
             time.sleep(_HEARTBEAT_S)
 
 
 def serve(connection: socket.socket) -> int:
+    """Serves the server at the other end of the socket; returns the exit status."""
     channel = EngineChannel(connection)
     start = channel.receive()
     if not isinstance(start, Start):
         return 1
-    pulse = Pulse(channel)
+    heart = HeartbeatThread(channel)
     try:
         config = EngineConfig(**start.settings)
 
@@ -256,40 +265,53 @@ def serve(connection: socket.socket) -> int:
 
         model = load_base(Path(start.model), config, progress=report)
         engine = build_engine(model, config, progress=report)
-        channel.send(_ready(model, engine, start.model))
+        channel.send(Ready(card=_model_card(model, engine, start.model, config)))
     except (LoramuxError, OSError, MemoryError) as error:
-        with contextlib.suppress(ConnectionError):  # the server itself may be what is gone
-            channel.send(Failed(error=describe_error(error)))
+        with contextlib.suppress(ConnectionError):  # The server itself may be gone.
+            channel.send(Failed(error=encode_error(error)))
         return 1
     try:
         usage = None if config.disk_folder is None else UsageFile(Path(config.disk_folder))
-        Worker(engine, channel, pulse, usage).run()
+        Worker(engine, channel, heart, usage).run()
     except ConnectionError:
-        # The server went away while we were answering.
+        # The server died while this process was sending.
         return 1
     return 0
 
 
-def _ready(model: LoadedModel, engine: Engine, path: str) -> Ready:
-    return Ready(
+def _model_card(model: LoadedModel, engine: Engine, path: str, config: EngineConfig) -> ModelCard:
+    return ModelCard(
         name=model.name,
         path=path,
-        folder=str(model.tokenizer_folder),
         digest=model.digest,
         max_model_len=engine.scheduler.config.max_model_len,
         vocab_size=engine.vocab_size,
-        eos_token_ids=model.eos_token_ids,
         dtype=str(engine.executor.dtype).removeprefix("torch."),
         pool_bytes=engine.executor.pool_bytes,
+        tokenizer_folder=str(model.tokenizer_folder),
+        eos_token_ids=tuple(model.eos_token_ids),
         block_tokens=engine.scheduler.config.block_tokens,
         shapes=base_info(model.config, model.name),
         max_loras=engine.scheduler.config.max_loras,
+        host_memory_bytes=config.host_memory_bytes,
+        disk_space_bytes=0 if config.disk_folder is None else config.disk_space_bytes,
+        adapter_memory_fraction=config.adapter_memory_fraction,
+    )
+
+
+def _adapter_card(known: KnownAdapter) -> AdapterCard:
+    return AdapterCard(
+        cid=known.cid,
+        path=str(known.folder),
+        rank=known.max_rank,
+        num_bytes=known.num_bytes,
+        warnings=tuple(known.warnings),
     )
 
 
 if __name__ == "__main__":
-    # The server decides when to stop; a Ctrl-C in its terminal must not reach the engine first.
+    # The server stops the engine; a Ctrl-C in its terminal must not reach the engine first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     status = serve(socket.socket(fileno=int(sys.argv[1])))
-    # Daemon threads may still hold the socket; there is nothing left to clean up.
+    # Daemon threads may still hold the socket, and nothing is left to clean up.
     os._exit(status)

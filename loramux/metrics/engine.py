@@ -14,9 +14,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from loramux.backend import Backend, EngineStats, Health, TierStats
+from loramux.backend import AdapterHost, EngineStats, Health, TierStats
 
-# Of the same bytes under the names of many tenants.
+# Limit of the names of one adapter: many tenants may have pushed the same bytes.
 MAX_LABELS = 4
 # Name, what it says, field of TierStats.
 TIER_COUNTERS = (
@@ -40,7 +40,7 @@ class EngineCollector(Collector):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: AdapterHost,
         model_name: Callable[[], str],
         labels_of: Callable[[str], Iterable[str]],
     ) -> None:
@@ -117,7 +117,7 @@ def _lora_requests_info(
     return info
 
 
-def _max_loras(backend: Backend) -> int:
+def _max_loras(backend: AdapterHost) -> int:
     """Without a cap, any known adapter may share the batch: the pool has no fixed slots."""
     cap = None if backend.health is Health.STARTING else backend.card.max_loras
     return len(backend.adapters) if cap is None else cap
@@ -161,12 +161,9 @@ def _step_loss(stats: EngineStats, model_name: str) -> Metric:
 
 
 def _names_by_cid(
-    backend: Backend, labels_of: Callable[[str], Iterable[str]]
+    backend: AdapterHost, labels_of: Callable[[str], Iterable[str]]
 ) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    for card in backend.adapters.values():
-        names.setdefault(card.cid, []).extend(islice(labels_of(card.name), MAX_LABELS))
-    return names
+    return {cid: list(islice(labels_of(cid), MAX_LABELS)) for cid in list(backend.adapters)}
 
 
 def _joined(cids: Iterable[str], names: Mapping[str, list[str]]) -> str:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from loramux.backend import Backend, Health
+from loramux.backend import AdapterHost, Health
 from loramux.metrics.engine import EngineCollector
 from loramux.metrics.traffic import AdapterTraffic, CountedAdapter, Traffic, TrafficCollector
 from loramux.types.request import FinishReason
@@ -38,12 +38,12 @@ class Metrics:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: AdapterHost,
         *,
         model_name: str | None = None,
-        labels_of: Callable[[str], Sequence[str]] = lambda name: (name,),
+        labels_of: Callable[[str], Sequence[str]] = lambda cid: (cid,),
     ) -> None:
-        """labels_of: what the adapter of this name in the engine is called for people."""
+        """labels_of: returns the labels of the adapter with a CID."""
         self._backend = backend
         self._model_name = model_name
         self.registry = CollectorRegistry()
@@ -66,7 +66,7 @@ class Metrics:
             "vllm:request_success", "Ended requests, by how they ended.", "finished_reason"
         )
         self.traffic = AdapterTraffic()
-        """By the engine's names."""
+        """Traffic by CID."""
         self._labelled_traffic = AdapterTraffic()
         self.total = Traffic()
         self.registry.register(EngineCollector(backend, lambda: self.model_name, labels_of))
@@ -85,9 +85,9 @@ class Metrics:
         self.traffic.forget_all_but(list(self._backend.adapters))
         return generate_latest(self.registry)
 
-    def counted(self, adapter: str, label: str | None) -> list[CountedAdapter]:
-        """To be added to as the adapter's requests go on."""
-        return [self.traffic.counted(adapter), self._labelled_traffic.counted(label or adapter)]
+    def counted(self, cid: str, label: str) -> list[CountedAdapter]:
+        """Returns the counters of an adapter's traffic, by CID and by label."""
+        return [self.traffic.counted(cid), self._labelled_traffic.counted(label)]
 
     def first_token(self, seconds: float, *, num_prompt_tokens: int) -> None:
         self._labelled.first_token.observe(seconds)

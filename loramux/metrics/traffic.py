@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from loramux.backend import Backend
+from loramux.backend import AdapterHost
 
 NUM_SHOWN = 20
 OTHER = "other"
@@ -117,7 +117,7 @@ class TrafficCollector(Collector):
     def __init__(
         self,
         traffic: AdapterTraffic,
-        backend: Backend,
+        backend: AdapterHost,
         model_name: Callable[[], str],
         labels_of: Callable[[str], Iterable[str]],
     ) -> None:
@@ -137,7 +137,7 @@ class TrafficCollector(Collector):
         answers = CounterMetricFamily(
             "loramux:adapter_generation_tokens", "Their generated tokens.", labels=labels
         )
-        known = [label for name in list(self._backend.adapters) for label in self._labels_of(name)]
+        known = [label for cid in list(self._backend.adapters) for label in self._labels_of(cid)]
         for name, traffic in self._traffic.series(known):
             values = [self._model_name(), name]
             requests.add_metric(values, traffic.num_requests)

@@ -1,24 +1,23 @@
-"""GET /v1/adapters: where each adapter is and who uses it; pins."""
+"""GET /v1/adapters: residency and usage of each adapter; pin and warm."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.backend import AdapterCard, AdapterUse
+from loramux.backend import AdapterUse
 from loramux.errors import InvalidRequest
-from loramux.metrics.traffic import AdapterTraffic
+from loramux.metrics.traffic import AdapterTraffic, Traffic
 from loramux.server.body import json_response
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
-from loramux.server.naming import find_named
 from loramux.server.openapi import answering
 from loramux.server.registry_bodies import RegistryEntry, registry_entry
+from loramux.server.selection import find_named
 from loramux.server.warming import warm_up
 from loramux.server.wire import AdapterEntry, AdapterList
 
@@ -33,7 +32,7 @@ def adapter_routes(context: Context) -> APIRouter:
 
     @router.get("/v1/adapters", **answering(AdapterList, 400, 503, parameters=_list_parameters()))
     async def list_adapters(request: Request) -> Response:
-        """Every adapter once, with all its names, its tier and its use."""
+        """Lists every adapter once, with all its names, its tier and its usage."""
         order, limit = _order(request), _limit(request)
         entries = await _entries(context)
         if order == BUSIEST:
@@ -42,7 +41,7 @@ def adapter_routes(context: Context) -> APIRouter:
 
     @router.post("/v1/adapters/{name:path}/pin", **of_pinned)
     async def pin_adapter(request: Request) -> Response:
-        """A pinned adapter is not evicted from the device, once it is there."""
+        """Protects an adapter from eviction from the device once it is resident there."""
         return await _pin(context, request.path_params["name"], pinned=True)
 
     @router.delete("/v1/adapters/{name:path}/pin", **of_one)
@@ -54,45 +53,55 @@ def adapter_routes(context: Context) -> APIRouter:
         **answering(AdapterEntry, 400, 404, 408, 422, 429, 502, 503, path_name="name"),
     )
     async def warm_adapter(request: Request) -> Response:
-        """Loads it, and generates a token with it: whoever asks next does not wait for it."""
-        adapter = await _find(context, request.path_params["name"])
-        await warm_up(context, adapter)
-        return json_response(await _entry(context, adapter))
+        """Loads an adapter and generates a token with it, so that it is resident afterwards."""
+        name = request.path_params["name"]
+        cid = await _find(context, name)
+        await warm_up(context, cid)
+        return json_response(await _entry(context, cid, name))
 
     @router.get(
         "/v1/adapters/{name:path}",
         **answering((AdapterEntry, RegistryEntry), 400, 404, 503, path_name="name"),
     )
     async def get_adapter(request: Request) -> Response:
-        """Its place and use; of an adapter of the registry its versions and aliases."""
+        """Returns residency and usage; for a name of the registry its versions and aliases."""
         name = request.path_params["name"]
-        if context.registry is not None and name not in context.backend.adapters:
+        cid = _served_cid(context, name)
+        if cid is None and context.registry is not None:
             info = await asyncio.to_thread(context.registry.registry.show, name)
             return json_response(registry_entry(info))
-        return json_response(await _entry(context, name))
+        context.require_ready()
+        if cid is None:
+            raise _unknown(name)
+        return json_response(await _entry(context, cid, name))
 
     return router
 
 
 async def _pin(context: Context, name: str, *, pinned: bool) -> Response:
-    adapter = await _find(context, name)
-    await context.backend.pin_adapter(adapter, pinned)
-    return json_response(await _entry(context, adapter))
+    cid = await _find(context, name)
+    await context.backend.pin_adapter(cid, pinned)
+    return json_response(await _entry(context, cid, name))
 
 
 async def _find(context: Context, name: str) -> str:
-    """As the engine calls it."""
+    """Returns the CID that the name means; raises NotServed."""
     context.require_ready()
     found = await find_named(context, name, param="name")
-    if found is None or found.adapter is None:
+    if found is None or found.cid is None:
         raise _unknown(name)
-    return found.adapter
+    return found.cid
 
 
-async def _entry(context: Context, name: str) -> AdapterEntry:
-    context.require_ready()
-    _require_adapter(context, name)
-    cid = context.backend.adapters[name].cid
+def _served_cid(context: Context, name: str) -> str | None:
+    """Returns the CID of a given name, or the name itself if it is the CID of a known adapter."""
+    given = context.names.find(name)
+    if given is not None:
+        return given.cid
+    return name if name in context.backend.adapters else None
+
+
+async def _entry(context: Context, cid: str, name: str) -> AdapterEntry:
     for entry in await _entries(context):
         if entry.cid == cid:
             return entry
@@ -101,35 +110,30 @@ async def _entry(context: Context, name: str) -> AdapterEntry:
 
 
 async def _entries(context: Context) -> list[AdapterEntry]:
-    """In the order in which they were added; those that only finish their requests come last."""
+    """Returns all adapters in the order in which they were added.
+
+    Removed adapters that still finish their requests come last.
+    """
     context.require_ready()
     uses = {use.cid: use for use in await context.backend.adapter_uses()}
-    cards: dict[str, list[AdapterCard]] = {}
-    for card in context.backend.adapters.values():
-        cards.setdefault(card.cid, []).append(card)
-    traffic = context.metrics.traffic
-    named = [_make_entry(group, uses.pop(cid, None), traffic) for cid, group in cards.items()]
-    if context.registry is not None:
-        for entry in named:
-            # Those of the registry are known to the engine by their CID alone.
-            entry.names = [context.registry.name_of(name) for name in entry.names]
-            entry.id = entry.names[0]
-    return named + [_make_entry([], use, traffic) for use in uses.values()]
+    names, traffic = context.names, context.metrics.traffic
+    entries = []
+    for cid, card in context.backend.adapters.items():
+        # The engine may not have registered it yet.
+        unused = AdapterUse(cid=cid, tier="source", num_bytes=card.num_bytes, rank=card.rank)
+        use = uses.pop(cid, unused)
+        entries.append(_make_entry(names.names_of(cid), card.path, use, traffic.total(cid)))
+    return entries + [_make_entry([], None, use, Traffic()) for use in uses.values()]
 
 
 def _make_entry(
-    cards: Sequence[AdapterCard], use: AdapterUse | None, traffic: AdapterTraffic
+    names: list[str], path: str | None, use: AdapterUse, total: Traffic
 ) -> AdapterEntry:
-    """`use` is None while the engine does not know the adapter yet."""
-    use = use or AdapterUse(
-        cid=cards[0].cid, tier="source", num_bytes=cards[0].num_bytes, rank=cards[0].rank
-    )
-    totals = [traffic.total(card.name) for card in cards]
     return AdapterEntry(
-        id=cards[0].name if cards else use.cid,
-        names=[card.name for card in cards],
+        id=names[0] if names else use.cid,
+        names=names,
         cid=use.cid,
-        path=cards[0].path if cards else None,
+        path=path,
         rank=use.rank,
         bytes=use.num_bytes,
         tier=use.tier,
@@ -140,26 +144,16 @@ def _make_entry(
         running=use.num_running,
         waiting=use.num_waiting,
         cached_tokens=use.cached_tokens,
-        requests=sum(total.num_requests for total in totals),
-        prompt_tokens=sum(total.num_prompt_tokens for total in totals),
-        generation_tokens=sum(total.num_generation_tokens for total in totals),
+        requests=total.num_requests,
+        prompt_tokens=total.num_prompt_tokens,
+        generation_tokens=total.num_generation_tokens,
     )
 
 
-def _by_traffic(entries: Sequence[AdapterEntry], traffic: AdapterTraffic) -> list[AdapterEntry]:
-    """The busiest of late first; those without any traffic stay in their order."""
-    ranks = {name: rank for rank, name in enumerate(traffic.busiest())}
-    last = len(ranks)
-    return sorted(
-        entries,
-        # Those of the registry are counted by their CID.
-        key=lambda entry: min(ranks.get(name, last) for name in (*entry.names, entry.cid)),
-    )
-
-
-def _require_adapter(context: Context, name: str) -> None:
-    if name not in context.backend.adapters:
-        raise _unknown(name)
+def _by_traffic(entries: list[AdapterEntry], traffic: AdapterTraffic) -> list[AdapterEntry]:
+    """Sorts the recently busiest first; entries without traffic keep their order."""
+    ranks = {cid: rank for rank, cid in enumerate(traffic.busiest())}
+    return sorted(entries, key=lambda entry: ranks.get(entry.cid, len(ranks)))
 
 
 def _unknown(name: str) -> NotServed:

@@ -1,4 +1,4 @@
-"""The HTTP application: routes over one Backend, wherever its engine runs."""
+"""The HTTP application: routes over one TextBackend, wherever its engine runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from loramux import __version__
-from loramux.backend import Backend, StoreTierStats
+from loramux.backend import StoreTierStats, TextBackend
 from loramux.metrics.server import Metrics
 from loramux.metrics.store import ReceiptCollector, StoreCollector
 from loramux.server.adapters import adapter_routes
@@ -18,10 +18,10 @@ from loramux.server.completions import completion_routes
 from loramux.server.context import Context, ServerOptions
 from loramux.server.errors import install_error_handlers
 from loramux.server.models import model_routes
+from loramux.server.names import AdapterNames
 from loramux.server.openapi import install_openapi
 from loramux.server.plans import plan_routes
 from loramux.server.receipts import receipt_routes
-from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.registry_routes import registry_routes
 from loramux.server.request_ids import RECEIPT_HEADER, RequestIds
 from loramux.server.run import run_routes
@@ -48,11 +48,11 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 def create_app(
-    backend: Backend,
+    backend: TextBackend,
     options: ServerOptions,
     *,
+    names: AdapterNames | None = None,
     receipts: ReceiptDesk | None = None,
-    registry: RegistryAdapters | None = None,
     lifespan: Lifespan | None = None,
 ) -> FastAPI:
     """The backend may start before or after; until it is ready, requests are answered with 503."""
@@ -63,21 +63,22 @@ def create_app(
         lifespan=lifespan,
         generate_unique_id_function=lambda route: route.name,
     )
-    names = options.served_model_names
+    names = names or AdapterNames(backend)
+    base_names = options.served_model_names
     metrics = Metrics(
         backend,
-        model_name=names[0] if names else None,
-        labels_of=(lambda name: (name,)) if registry is None else registry.labels_of,
+        model_name=base_names[0] if base_names else None,
+        labels_of=names.labels_of,
     )
-    metrics.registry.register(StoreCollector(lambda: _tier_stats(registry)))
+    metrics.registry.register(StoreCollector(lambda: _tier_stats(names)))
     receipts = receipts or ReceiptDesk()
     metrics.registry.register(ReceiptCollector(lambda: receipts.num_dropped))
     context = Context(
         backend=backend,
         options=options,
         metrics=metrics,
+        names=names,
         receipts=receipts,
-        registry=registry,
     )
     for routes in ROUTES:
         app.include_router(routes(context))
@@ -95,5 +96,5 @@ def create_app(
     return app
 
 
-def _tier_stats(registry: RegistryAdapters | None) -> list[StoreTierStats]:
-    return [] if registry is None else registry.library.store.tier_stats()
+def _tier_stats(names: AdapterNames) -> list[StoreTierStats]:
+    return [] if names.registry is None else names.registry.library.store.tier_stats()

@@ -49,7 +49,7 @@ def chat_routes(context: Context) -> APIRouter:
                 ),
             )
             answer = make_answer(context, intake, [token_ids], CHAT)
-        deltas = run_jobs(backend, context.metrics, answer, restore=context.restore)
+        deltas = run_jobs(backend, context.metrics, context.names, answer)
         if intake.request.stream:
             return await stream_events(request, _events(answer, deltas, backend.codec))
         choices, usage = await until_gone(request, collect(answer, deltas))
@@ -62,7 +62,7 @@ def _whole(answer: Answer, choices: list[Choice], usage: Usage, codec: TextCodec
     return ServedChat(
         id=answer.answer_id,
         created=answer.created_s,
-        model=answer.model,
+        model=answer.selected.model,
         system_fingerprint=answer.fingerprint,
         choices=[
             ChatChoice(
@@ -115,7 +115,7 @@ def _chunk_of(
     chunk = ServedChatChunk(
         id=answer.answer_id,
         created=answer.created_s,
-        model=answer.model,
+        model=answer.selected.model,
         system_fingerprint=answer.fingerprint,
         choices=choices,
     )

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.backend import Delta, Job, TextCodec
+from loramux.backend import Delta, TextCodec
 from loramux.server.body import json_response
 from loramux.server.context import Context
 from loramux.server.generation import Answer, Choice, Deltas, collect, run_jobs
@@ -28,6 +28,7 @@ from loramux.server.wire import (
     CompletionRequest,
     Usage,
 )
+from loramux.types.request import Request as EngineRequest
 from loramux.types.request import TokenLogprob
 
 COMPLETION = PromptKind(id_prefix="cmpl", param="prompt", default_max_tokens=16)
@@ -49,7 +50,7 @@ def completion_routes(context: Context) -> APIRouter:
             )
             answer = make_answer(context, intake, token_ids, COMPLETION)
         writers = _writers(intake, answer, prompts, backend.codec)
-        deltas = run_jobs(backend, context.metrics, answer, restore=context.restore)
+        deltas = run_jobs(backend, context.metrics, context.names, answer)
         if intake.request.stream:
             return await stream_events(request, _events(answer, deltas, writers))
         choices, usage = await until_gone(request, collect(answer, deltas))
@@ -61,7 +62,7 @@ def completion_routes(context: Context) -> APIRouter:
 class ChoiceWriter:
     """One choice, with the prompt before it where `echo` asks for it."""
 
-    def __init__(self, job: Job, codec: TextCodec, echoed: str | None) -> None:
+    def __init__(self, job: EngineRequest, codec: TextCodec, echoed: str | None) -> None:
         self._job = job
         self._codec = codec
         self._echoed = echoed
@@ -122,7 +123,7 @@ def _writers(
     return writers
 
 
-def _text_of(prompt: str | list[int], codec: TextCodec, job: Job) -> str:
+def _text_of(prompt: str | list[int], codec: TextCodec, job: EngineRequest) -> str:
     if isinstance(prompt, str):
         return prompt
     return codec.decode(prompt, skip_special_tokens=job.params.skip_special_tokens)
@@ -173,7 +174,7 @@ def _completion(
     completion = ServedCompletion(
         id=answer.answer_id,
         created=answer.created_s,
-        model=answer.model,
+        model=answer.selected.model,
         system_fingerprint=answer.fingerprint,
         choices=choices,
     )

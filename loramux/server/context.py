@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loramux.backend import Backend, Health
+from loramux.backend import Health, TextBackend
 from loramux.errors import EngineStopped
 from loramux.metrics.server import Metrics
 from loramux.server.errors import NotServed
+from loramux.server.names import AdapterNames
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.serving import ReceiptDesk
 from loramux.sources.config import SourceConfig
@@ -41,6 +42,9 @@ class ServerOptions:
     """Whether vLLM's calls to load and unload adapters are there."""
     sources: SourceConfig = field(default_factory=SourceConfig)
     """Where a push may fetch adapters from, with which credentials and within which limits."""
+    tenant_shares: Mapping[str, float] = field(default_factory=dict)
+    adapter_shares: Mapping[str, float] = field(default_factory=dict)
+    """Shares under fair scheduling, by tenant and by adapter label; the default is 1."""
     unopened_registry: str | None = None
     """A SQLite file that was not there at the start, so that the server has no registry."""
     allowed_roots: tuple[str, ...] = ()
@@ -50,11 +54,11 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    backend: Backend
+    backend: TextBackend
     options: ServerOptions
     metrics: Metrics
+    names: AdapterNames
     receipts: ReceiptDesk = field(default_factory=ReceiptDesk)
-    registry: RegistryAdapters | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -67,9 +71,8 @@ class Context:
         return f"fp_{digest[:12]}"
 
     @property
-    def restore(self) -> Callable[[str], Awaitable[bool]] | None:
-        """What may be done for an adapter that could not be loaded."""
-        return None if self.registry is None else self.registry.restore
+    def registry(self) -> RegistryAdapters | None:
+        return self.names.registry
 
     def require_registry(self) -> RegistryAdapters:
         if self.registry is None:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from loramux.backend import Backend, Delta, Job, failure_of
+from loramux.backend import Delta, TextBackend, failure_of
 from loramux.errors import AdapterRefused, EngineBusy, EngineStopped, LoramuxError
 from loramux.metrics.server import Metrics
 from loramux.receipts.receipt import ServingStatus
+from loramux.server.names import AdapterNames, Selected
 from loramux.server.serving import ServingRecord
 from loramux.server.usage import UsageCount
 from loramux.server.wire import Usage
-from loramux.types.request import FinishReason, TokenLogprob
+from loramux.types.request import FinishReason, Request, TokenLogprob
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
 """(which job, delta)"""
-Restore = Callable[[str], Awaitable[bool]]
-"""Of an adapter that could not be loaded: whether its files may be read now; or raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +28,9 @@ class Answer:
 
     answer_id: str
     created_s: int
-    model: str
+    selected: Selected
     fingerprint: str
-    jobs: tuple[Job, ...]
+    jobs: tuple[Request, ...]
     record: ServingRecord
     include_usage: bool = False
     continuous_usage: bool = False
@@ -44,7 +43,7 @@ class Answer:
 class Choice:
     """One choice, as far as its deltas have come."""
 
-    job: Job
+    job: Request
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -76,12 +75,12 @@ async def collect(answer: Answer, deltas: Deltas) -> tuple[list[Choice], Usage]:
 
 
 async def run_jobs(
-    backend: Backend, metrics: Metrics, answer: Answer, *, restore: Restore | None = None
+    backend: TextBackend, metrics: Metrics, names: AdapterNames, answer: Answer
 ) -> Deltas:
     """However it ends, the answer's record hears of it."""
     record = answer.record
     try:
-        streams = [_run_job(backend, metrics, job, record, restore) for job in answer.jobs]
+        streams = [_run_job(backend, metrics, names, answer, job) for job in answer.jobs]
         async with aclosing(_run_all(streams)) as deltas:
             async for job_index, delta in deltas:
                 record.saw(job_index, delta)
@@ -109,9 +108,9 @@ async def _run_all(streams: Sequence[AsyncGenerator[Delta, None]]) -> Deltas:
 
 
 async def submit(
-    backend: Backend, job: Job, restore: Restore | None
+    backend: TextBackend, names: AdapterNames, job: Request
 ) -> AsyncGenerator[Delta, None]:
-    """As the backend does; once more, if the adapter's files were gone and have come again."""
+    """Submits the request, and again if the adapter's files were missing and could be restored."""
     deltas = backend.submit(job)
     has_begun = False
     try:
@@ -120,7 +119,7 @@ async def submit(
             yield delta
         return
     except AdapterRefused:
-        if has_begun or restore is None or job.adapter is None or not await restore(job.adapter):
+        if has_begun or not job.selection or not await names.restore(job.selection[0][0]):
             raise
     finally:
         await _close(deltas)
@@ -133,14 +132,14 @@ async def submit(
 
 
 async def _run_job(
-    backend: Backend, metrics: Metrics, job: Job, record: ServingRecord, restore: Restore | None
+    backend: TextBackend, metrics: Metrics, names: AdapterNames, answer: Answer, job: Request
 ) -> AsyncGenerator[Delta, None]:
-    watch = _Watch(metrics, job)
-    # The name means the same a moment later, when the engine takes the job: nothing waits between.
-    card = None if job.adapter is None else backend.adapters.get(job.adapter)
-    if card is not None:
-        record.begin(card.cid)
-    deltas = submit(backend, job, restore)
+    # Nothing is awaited between here and the backend, so the name cannot move any more.
+    job = names.rebind(job, answer.selected.name)
+    watch = _Watch(metrics, job, answer.selected.label)
+    for cid, _ in job.selection:
+        answer.record.begin(cid)
+    deltas = submit(backend, names, job)
     try:
         async for delta in deltas:
             watch.saw(delta)
@@ -157,10 +156,12 @@ async def _run_job(
 class _Watch:
     """Counts one job, and holds it to the contract: every choice ends, none of them in an error."""
 
-    def __init__(self, metrics: Metrics, job: Job) -> None:
+    def __init__(self, metrics: Metrics, job: Request, label: str | None) -> None:
         self._metrics = metrics
         self._job = job
-        self._adapters = [] if job.adapter is None else metrics.counted(job.adapter, job.label)
+        self._adapters = [
+            counted for cid, _ in job.selection for counted in metrics.counted(cid, label or cid)
+        ]
         for adapter in self._adapters:
             adapter.add(requests=1)
         self._open = set(range(job.params.n))

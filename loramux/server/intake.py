@@ -11,12 +11,11 @@ from typing import Generic, TypeVar
 from msgspec.structs import replace
 from starlette.requests import Request
 
-from loramux.backend import Job
 from loramux.errors import InvalidRequest
 from loramux.server.body import decode, read_body
 from loramux.server.context import Context
 from loramux.server.generation import Answer
-from loramux.server.naming import Asker
+from loramux.server.names import Selected
 from loramux.server.prompts import check_token_ids, room_for_answer
 from loramux.server.refusals import Draft
 from loramux.server.sampling import (
@@ -26,10 +25,11 @@ from loramux.server.sampling import (
     refuse_unsupported,
     sampling_params,
 )
-from loramux.server.selection import Selected, select
+from loramux.server.selection import Asker, select
 from loramux.server.serving import Arrival, Served, ServingRecord
 from loramux.server.terms import Terms, read_terms
 from loramux.server.wire import GenerationRequest, StreamOptions
+from loramux.types.request import Request as EngineRequest
 from loramux.types.sampling import SamplingParams
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -92,42 +92,43 @@ def make_answer(
     kind: PromptKind,
 ) -> Answer:
     answer_id = f"{kind.id_prefix}-{uuid.uuid4().hex}"
-    options = intake.request.stream_options or StreamOptions()
-    include_usage = bool(options.include_usage)
+    streaming = intake.request.stream_options or StreamOptions()
+    include_usage = bool(streaming.include_usage)
+    options, selected, terms = context.options, intake.selected, intake.terms
     jobs = tuple(
-        Job(
+        EngineRequest(
             request_id=f"{answer_id}-{number}",
             prompt_token_ids=tuple(token_ids),
             params=_params_for(context, intake, token_ids, kind),
-            adapter=intake.selected.adapter,
-            adapter_weight=intake.selected.weight,
-            label=intake.selected.label,
-            tenant=intake.terms.tenant,
-            cache_salt=intake.terms.cache_salt,
-            timeout_s=intake.terms.timeout_s,
+            selection=selected.selection,
+            tenant=terms.tenant,
+            tenant_share=options.tenant_shares.get(terms.tenant, 1.0),
+            adapter_share=options.adapter_shares.get(selected.label or "", 1.0),
+            cache_salt=terms.cache_salt,
+            timeout_s=terms.timeout_s,
         )
         for number, token_ids in enumerate(prompts)
     )
     return Answer(
         answer_id=answer_id,
         created_s=int(time.time()),
-        model=intake.selected.model,
+        selected=selected,
         fingerprint=context.fingerprint,
         jobs=jobs,
         record=_open_record(context, intake, jobs),
         include_usage=include_usage,
-        continuous_usage=include_usage and bool(options.continuous_usage_stats),
+        continuous_usage=include_usage and bool(streaming.continuous_usage_stats),
     )
 
 
-def _open_record(context: Context, intake: Intake[RequestT], jobs: Sequence[Job]) -> ServingRecord:
+def _open_record(
+    context: Context, intake: Intake[RequestT], jobs: Sequence[EngineRequest]
+) -> ServingRecord:
     served = Served(
         base_name=context.base_names[0],
         base_digest=context.backend.card.digest,
         tenant=intake.terms.tenant,
-        adapter=intake.selected.adapter,
-        weight=intake.selected.weight,
-        resolved=intake.selected.resolved,
+        selected=intake.selected,
         arrival=intake.arrival,
     )
     record = ServingRecord(context.receipts, served, jobs)

@@ -1,4 +1,4 @@
-"""GET /v1/models: the base first, then its adapters."""
+"""GET /v1/models: the base, then the adapters."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from loramux.registry.records import Resolved
 from loramux.server.body import json_response
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
-from loramux.server.naming import given_adapters
 from loramux.server.openapi import answering
 from loramux.server.wire import ModelEntry, ModelList
 
-# Of a registry: a list is for people, and requests may name any of the others too.
+# Limit of the registry's adapters in the list; requests may name the others too.
 MAX_LISTED = 1000
 
 
@@ -26,7 +25,7 @@ def model_routes(context: Context) -> APIRouter:
 
     @router.get("/v1/models", **answering(ModelList, 503))
     async def list_models() -> Response:
-        """Every name that a request may put into `model`."""
+        """Lists the names that a request may put into `model`."""
         context.require_known()
         entries = _entries(context)
         for entry in await _registry_entries(context):
@@ -51,7 +50,7 @@ async def _registry_entries(context: Context) -> list[ModelEntry]:
     if context.registry is None:
         return []
     found = await asyncio.to_thread(context.registry.list_current, limit=MAX_LISTED)
-    return [_of_registry(context, f"{one.tenant}/{one.name}", one) for one in found]
+    return [_model_entry(context, f"{one.tenant}/{one.name}", one) for one in found]
 
 
 async def _registry_entry(context: Context, model_id: str) -> ModelEntry | None:
@@ -61,11 +60,11 @@ async def _registry_entry(context: Context, model_id: str) -> ModelEntry | None:
         resolved = await context.registry.resolve(model_id, sticky_key="")
     except AdapterNotFound:
         return None
-    return _of_registry(context, model_id, resolved)
+    return _model_entry(context, model_id, resolved)
 
 
-def _of_registry(context: Context, model_id: str, resolved: Resolved) -> ModelEntry:
-    """Its root is its folder once it was asked for, before that its content id."""
+def _model_entry(context: Context, model_id: str, resolved: Resolved) -> ModelEntry:
+    """Describes an adapter of the registry; its root is its CID until it was first requested."""
     card = context.backend.adapters.get(resolved.cid)
     return ModelEntry(
         id=model_id,
@@ -77,17 +76,17 @@ def _of_registry(context: Context, model_id: str, resolved: Resolved) -> ModelEn
 
 
 def _entries(context: Context) -> dict[str, ModelEntry]:
-    """By name; a name of the base is never an adapter's, as in requests."""
+    """Returns the base and the given adapters by name; a name of the base always means the base."""
     card, base_names = context.backend.card, context.base_names
     adapters = {
-        adapter.name: ModelEntry(
-            id=adapter.name,
-            created=adapter.created_s or context.created_s,
-            root=adapter.path,
+        given.name: ModelEntry(
+            id=given.name,
+            created=given.created_s,
+            root=given.path,
             parent=base_names[0],
             max_model_len=None,
         )
-        for adapter in given_adapters(context).values()
+        for given in context.names.given()
     }
     bases = {
         name: ModelEntry(

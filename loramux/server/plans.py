@@ -66,9 +66,9 @@ def would_evict(
 
 
 def _names(context: Context) -> dict[str, str]:
-    """CID -> the adapter's first name."""
-    cards = list(context.backend.adapters.values())
-    return {card.cid: card.name for card in reversed(cards)}
+    """Maps the CID of each named adapter to its first name."""
+    names = {cid: context.names.names_of(cid) for cid in context.backend.adapters}
+    return {cid: known[0] for cid, known in names.items() if known}
 
 
 def _base(card: ModelCard) -> PlannedBase:

@@ -67,7 +67,7 @@ def _cids(context: Context, adapter: str | None) -> tuple[str, ...] | None:
     """A name stands for all that it ever meant, a name with @ for what it means now."""
     if adapter is None:
         return None
-    given = context.backend.adapters.get(adapter)
+    given = context.names.find(adapter)
     if given is not None:
         return (given.cid,)
     if adapter.startswith(CID_PREFIX):

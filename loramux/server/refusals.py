@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from loramux.backend import Health
 from loramux.receipts.receipt import ServingStatus
 from loramux.server.context import Context
-from loramux.server.selection import Selected
+from loramux.server.names import Selected
 from loramux.server.serving import Arrival, Served, ServingRecord
 from loramux.server.serving_bodies import RunRequest
 from loramux.server.terms import known_tenant
@@ -54,20 +54,16 @@ def _write(context: Context, draft: Draft, error: Exception) -> str:
     """The receipt's id."""
     is_known = context.backend.health is not Health.STARTING
     names = context.options.served_model_names
-    selected = draft.selected
     served = Served(
         base_name=context.base_names[0] if is_known else "".join(names[:1]),
         base_digest=context.backend.card.digest if is_known else "",
         tenant=draft.tenant,
-        adapter=None if selected is None else selected.adapter,
-        weight=1.0 if selected is None else selected.weight,
-        resolved=None if selected is None else selected.resolved,
+        selected=draft.selected,
         arrival=draft.arrival,
         asked=draft.asked,
     )
     record = ServingRecord(context.receipts, served, ())
-    card = context.backend.adapters.get(served.adapter or "")
-    if card is not None:
-        record.begin(card.cid)
+    if draft.selected is not None and draft.selected.cid is not None:
+        record.begin(draft.selected.cid)
     record.end(ServingStatus.REFUSED, error)
     return record.id

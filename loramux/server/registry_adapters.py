@@ -1,4 +1,4 @@
-"""Adapters of the registry as requests meet them: found by name, made known to the engine once."""
+"""Resolves references to adapters of the registry, and provides their files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from loramux.adapters.identity import CID_PREFIX
-from loramux.backend import AdapterCard, Backend
-from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged
+from loramux.errors import AdapterNotFound, InvalidRequest
 from loramux.registry.names import NAME, AdapterName, Reference
 from loramux.registry.records import Resolved
 from loramux.registry.registry import Registry, RouteCache
@@ -23,15 +22,12 @@ _log = logging.getLogger(__name__)
 
 
 class RegistryAdapters:
-    """Belongs to one event loop; queries and files are for threads."""
+    """Serves one event loop; its database queries and file accesses run on threads."""
 
     def __init__(self, library: AdapterLibrary) -> None:
         self.library = library
         self._routes = RouteCache(library.registry)
-        self._adding: dict[str, asyncio.Task[AdapterCard]] = {}
-        self._restoring: dict[str, asyncio.Task[Path]] = {}
-        self._names: dict[str, str] = {}
-        self._labels: dict[str, dict[str, None]] = {}
+        self._materializing: dict[str, asyncio.Task[Path]] = {}
         self._watch: Watch | None = None
         self._follower: threading.Thread | None = None
 
@@ -40,7 +36,7 @@ class RegistryAdapters:
         return self.library.registry
 
     def start(self, *, poll_s: float = DEFAULT_POLL_S) -> None:
-        """From now on what others change is served on the next request."""
+        """Starts to follow changes that other processes make to the registry."""
         self._watch = self.registry.watch(poll_s=poll_s)
         self._follower = threading.Thread(target=self._follow, args=(self._watch,), daemon=True)
         self._follower.start()
@@ -53,18 +49,10 @@ class RegistryAdapters:
     def forget(self, adapters: Iterable[AdapterName]) -> None:
         self._routes.forget(adapters)
 
-    def name_of(self, cid: str) -> str:
-        """What it was last asked for as, with its version."""
-        return self._names.get(cid, cid)
-
-    def labels_of(self, name: str) -> tuple[str, ...]:
-        """What metrics call an adapter of the engine: all that it was asked for as."""
-        return tuple(self._labels.get(name, ())) or (name,)
-
     async def resolve(
         self, text: str, *, sticky_key: str | None = None, tenant: str = ""
     ) -> Resolved:
-        """A bare name is looked for in the tenant, if there is one, and then at home."""
+        """Looks a bare name up in the given tenant, if any, and then in the home tenant."""
         if tenant and "/" not in text and NAME.fullmatch(tenant):
             try:
                 return await self._resolve(text, sticky_key, tenant)
@@ -73,48 +61,35 @@ class RegistryAdapters:
         return await self._resolve(text, sticky_key, None)
 
     def find_all(self, text: str) -> list[Resolved]:
-        """Every version that the text may mean: both sides of a split. Queries: for threads."""
+        """Returns every version that the reference may select, for a split alias all of them.
+
+        It queries the database: call it on a thread.
+        """
         route = self.registry.route(self._parse(text, None))
         return [choice.resolved for choice in route.choices]
 
-    async def make_known(self, backend: Backend, resolved: Resolved) -> None:
-        """To the engine, under its CID; however many ask, it is added once."""
-        cid = resolved.cid
-        self._labels.setdefault(cid, {})[label_of(resolved)] = None
-        if resolved.name is not None:
-            self._names[cid] = f"{resolved.tenant}/{resolved.name}@{resolved.version}"
-        if cid in backend.adapters:
-            return
-        task = self._adding.get(cid)
-        if task is None:
-            task = self._adding[cid] = asyncio.create_task(self._add(backend, cid))
-            task.add_done_callback(lambda done: self._added(cid, done))
-        # Others may wait for it too: who leaves does not take it along.
-        await asyncio.shield(task)
+    async def materialize(self, cid: str) -> Path:
+        """Returns the folder with the adapter's files; missing ones are fetched.
 
-    async def restore(self, name: str) -> bool:
-        """The engine could not load it. True: it is the registry's, and its files are there now.
-
-        However many ask, what is missing is fetched once.
+        Concurrent callers for one adapter share the work.
         """
-        if not name.startswith(CID_PREFIX):
-            return False
-        task = self._restoring.get(name)
+        task = self._materializing.get(cid)
         if task is None:
-            work = asyncio.to_thread(self.library.materialize, name)
-            task = self._restoring[name] = asyncio.create_task(work)
-            task.add_done_callback(lambda done: self._restored(name, done))
-        await asyncio.shield(task)
-        return True
+            work = asyncio.to_thread(self.library.materialize, cid)
+            task = self._materializing[cid] = asyncio.create_task(work)
+            task.add_done_callback(lambda done: self._materialized(cid, done))
+        return await asyncio.shield(task)
 
     def list_current(self, *, limit: int) -> list[Resolved]:
-        """What each adapter's bare name means now. Queries: for threads."""
+        """Returns the version that each adapter's bare name means now.
+
+        It queries the database: call it on a thread.
+        """
         found = []
         for name in islice(self.registry.adapters(), limit):
             try:
                 found.append(self._routes.resolve(str(name), sticky_key=""))
-            # Removed since it was listed.
-            except AdapterNotFound:
+            except AdapterNotFound:  # It was removed after it was listed.
                 continue
         return found
 
@@ -143,30 +118,12 @@ class RegistryAdapters:
         num_found = sum(cid.startswith(start) for cid in self.registry.cids())
         return InvalidRequest(f"{num_found} content ids begin with {start}. Give more digits.")
 
-    async def _add(self, backend: Backend, cid: str) -> AdapterCard:
-        folder = await asyncio.to_thread(self.library.materialize, cid)
-        card = await backend.add_adapter(cid, str(folder))
-        if card.cid != cid:
-            await backend.remove_adapter(cid)
-            raise StoreDamaged(f"The store's files of {cid} are those of {card.cid}.")
-        return card
-
-    def _added(self, cid: str, task: asyncio.Task[AdapterCard]) -> None:
-        del self._adding[cid]
-        # Looked at, so that a failure which nobody waits for any more is not reported as lost.
+    def _materialized(self, cid: str, task: asyncio.Task[Path]) -> None:
+        del self._materializing[cid]
+        # Reading the exception keeps asyncio from reporting it as never retrieved.
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.warning("%s cannot be served: %s", self.name_of(cid), error)
-
-    def _restored(self, cid: str, task: asyncio.Task[Path]) -> None:
-        del self._restoring[cid]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.warning("%s cannot be served: %s", self.name_of(cid), error)
+            _log.warning("the files of %s cannot be read: %s", cid, error)
 
     def _follow(self, watch: Watch) -> None:
         for names in watch:
             self.forget(names)
-
-
-def label_of(resolved: Resolved) -> str:
-    """The adapter, whatever its version; a content id alone has no name."""
-    return resolved.cid if resolved.name is None else f"{resolved.tenant}/{resolved.name}"

@@ -117,7 +117,7 @@ class _Move:
         for version in versions:
             self._context.require_ready()
             resolved = await self._registry.resolve(f"{self._name}@{version}")
-            await self._registry.make_known(self._context.backend, resolved)
+            await self._context.names.pull(resolved)
             await warm_up(self._context, resolved.cid)
 
     async def warm_previous(self, alias: str) -> int:

@@ -15,11 +15,10 @@ from loramux.server.body import json_response
 from loramux.server.context import Context
 from loramux.server.generation import Answer, Deltas, collect, run_jobs
 from loramux.server.intake import PromptKind, make_answer, take_in
-from loramux.server.naming import full_name
+from loramux.server.names import Selected, full_name
 from loramux.server.openapi import generating
 from loramux.server.prompts import check_characters, encode_prompt, off_loop
 from loramux.server.refusals import noting_refusals
-from loramux.server.selection import Selected
 from loramux.server.serving_bodies import RunAnswer, RunChunk, RunRequest
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.server.usage import UsageCount
@@ -41,7 +40,7 @@ def run_routes(context: Context) -> APIRouter:
             )
             answer = make_answer(context, intake, [token_ids], RUN)
         artifact = artifact_name(intake.selected)
-        deltas = run_jobs(context.backend, context.metrics, answer, restore=context.restore)
+        deltas = run_jobs(context.backend, context.metrics, context.names, answer)
         if intake.request.stream:
             return await stream_events(request, _events(answer, deltas, artifact))
         choices, usage = await until_gone(request, collect(answer, deltas))

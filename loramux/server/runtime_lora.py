@@ -17,7 +17,6 @@ from loramux.server.body import json_response, read_body
 from loramux.server.context import Context
 from loramux.server.errors import NotJson
 from loramux.server.local_sources import local_folder
-from loramux.server.naming import is_given
 from loramux.server.wire import ErrorBody, ErrorInfo
 
 INVALID_INPUT = "InvalidUserInput"
@@ -94,7 +93,7 @@ async def _load(context: Context, asked: LoadRequest) -> None:
         raise _invalid("is_3d_lora_weight is not supported by this server: leave it out.")
     if name in context.base_names or name.startswith(CID_PREFIX):
         raise _invalid(f"The name '{name}' is the base model's or a content id. Take another one.")
-    if is_given(context, name) and not asked.load_inplace:
+    if context.names.find(name) is not None and not asked.load_inplace:
         raise _invalid(
             f"The lora adapter '{name}' has already been loaded. If you want to load the adapter "
             "in place, set 'load_inplace' to True."
@@ -102,7 +101,7 @@ async def _load(context: Context, asked: LoadRequest) -> None:
     context.require_ready()
     try:
         folder = await asyncio.to_thread(_folder, context, asked.lora_path)
-        await context.backend.add_adapter(name, folder)
+        await context.names.load(name, folder)
     except (AdapterNotFound, SourceNotFound) as error:
         raise _not_found(name) from error
     except AdapterRefused as error:
@@ -118,9 +117,9 @@ def _folder(context: Context, path: str) -> str:
 async def _unload(context: Context, name: str) -> None:
     if not name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
-    if not is_given(context, name):
+    if context.names.find(name) is None:
         raise VllmError(404, "NotFoundError", f"The lora adapter '{name}' cannot be found.")
-    await context.backend.remove_adapter(name)
+    await context.names.unload(name)
 
 
 def _invalid(message: str) -> VllmError:

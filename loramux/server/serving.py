@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import UNSET
 
-from loramux.backend import Delta, Job
+from loramux.backend import Delta
 from loramux.receipts import receipt as receipts
 from loramux.receipts.receipt import Receipt, ServedAdapter, ServingStatus, base_label
 from loramux.registry.names import DEFAULT_TENANT
-from loramux.registry.records import Resolved
 from loramux.server.errors import error_info
+from loramux.server.names import Selected
 from loramux.server.usage import UsageCount
-from loramux.types.request import RequestFacts
+from loramux.types.request import Request, RequestFacts
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -85,17 +85,15 @@ class Served:
     base_name: str
     base_digest: str
     tenant: str
-    adapter: str | None
-    """The name by which the engine knows it."""
-    weight: float
-    resolved: Resolved | None
+    selected: Selected | None
+    """None: the request was refused before its adapter was resolved."""
     arrival: Arrival
     asked: str | None = None
     """What the request named; kept of one that is refused."""
 
 
 class ServingRecord:
-    def __init__(self, desk: ReceiptDesk, served: Served, jobs: Sequence[Job]) -> None:
+    def __init__(self, desk: ReceiptDesk, served: Served, jobs: Sequence[Request]) -> None:
         self.id = ID_PREFIX + secrets.token_hex(16)
         self.receipt: Receipt | None = None
         """Once the answer has ended, where receipts are written."""
@@ -164,12 +162,14 @@ class ServingRecord:
         )
 
     def _served_adapter(self, cid: str) -> ServedAdapter:
-        served, resolved = self._served, self._served.resolved
+        selected = self._served.selected
+        assert selected is not None, "an adapter is served only after it was selected"
+        resolved = selected.resolved
         if resolved is None:
-            return ServedAdapter(cid=cid, weight=served.weight, name=served.adapter)
+            return ServedAdapter(cid=cid, weight=selected.weight, name=selected.name)
         return ServedAdapter(
             cid=cid,
-            weight=served.weight,
+            weight=selected.weight,
             tenant=resolved.tenant,
             name=resolved.name,
             version=resolved.version,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loramux.backend import Delta, Job
+from loramux.backend import Delta
 from loramux.server.wire import PromptTokensDetails, Usage
+from loramux.types.request import Request
 
 
 class UsageCount:
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[Request]) -> None:
         self._num_prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
         self._num_completion_tokens = 0
         self._num_reused: dict[int, int] = {}

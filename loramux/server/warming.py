@@ -1,4 +1,4 @@
-"""Adapters that are brought up before others wait for them."""
+"""Loads adapters before requests need them."""
 
 from __future__ import annotations
 
@@ -6,34 +6,38 @@ import logging
 import uuid
 from collections.abc import Iterable
 
-from loramux.backend import Backend, Job
+from loramux.backend import AdapterHost
 from loramux.errors import AdapterNotFound, LoramuxError
 from loramux.registry.records import Resolved
 from loramux.server.context import Context
 from loramux.server.generation import submit
-from loramux.server.naming import full_name
+from loramux.server.names import AdapterNames, full_name
 from loramux.server.registry_adapters import RegistryAdapters
+from loramux.types.request import Request
 from loramux.types.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
 
 
-async def warm_up(context: Context, adapter: str) -> None:
-    """Generates a token with it, by the engine's name; it is on the device afterwards."""
+async def warm_up(context: Context, cid: str) -> None:
+    """Generates a token with the adapter, which is on the device afterwards."""
     context.require_ready()
-    job = Job(
+    request = Request(
         request_id=f"warm-{uuid.uuid4().hex}",
         prompt_token_ids=(1,),
         params=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
-        adapter=adapter,
+        selection=((cid, 1.0),),
         timeout_s=context.options.probe_timeout_s,
     )
-    async for _ in submit(context.backend, job, context.restore):
+    async for _ in submit(context.backend, context.names, request):
         pass
 
 
 def find_prewarmed(registry: RegistryAdapters | None, names: Iterable[str]) -> list[Resolved]:
-    """What the registry means by the names; raises AdapterNotFound. Queries."""
+    """Resolves the names of --prewarm-adapters in the registry; raises AdapterNotFound.
+
+    It queries the database.
+    """
     found = []
     for name in names:
         if registry is None:
@@ -51,13 +55,11 @@ def find_prewarmed(registry: RegistryAdapters | None, names: Iterable[str]) -> l
     return found
 
 
-async def prewarm(
-    backend: Backend, registry: RegistryAdapters, adapters: Iterable[Resolved]
-) -> None:
-    """Those of the registry, one after another; one that cannot be had is said in the log."""
+async def prewarm(host: AdapterHost, names: AdapterNames, adapters: Iterable[Resolved]) -> None:
+    """Adds and loads adapters of the registry one after another; failures are logged."""
     for resolved in adapters:
         try:
-            await registry.make_known(backend, resolved)
-            await backend.prewarm([resolved.cid])
+            await names.pull(resolved)
+            await host.prewarm([resolved.cid])
         except (LoramuxError, OSError) as error:
             _log.warning("%s is not pre-warmed: %s", full_name(resolved), error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -10,9 +12,10 @@ import msgspec
 from loramux.errors import InvalidRequest
 from loramux.types.sampling import SamplingParams
 
-# A request's adapters as (CID, weight), in the order asked for; empty means the base model.
+# The adapters of a request as (CID, weight) pairs in request order; empty: the base model.
 Selection = tuple[tuple[str, float], ...]
 BASE_SELECTION: Selection = ()
+_MAX_SEED = 2**63 - 1
 
 
 class FinishReason(StrEnum):
@@ -51,27 +54,47 @@ class LoRARequest(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt, tokenized and resolved; nothing in it changes while it runs."""
+    """One tokenized prompt with its resolved adapters; it does not change while it runs."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     selection: Selection = BASE_SELECTION
-    eos_token_ids: tuple[int, ...] = ()
-    seed: int = 0
-    """Root of the request's randomness: params.seed, or drawn at arrival."""
     tenant: str = ""
-    """Whose share of the machine it uses; the empty one is shared by all who gave no name."""
+    """Requests without a tenant share the empty one."""
     tenant_share: float = 1.0
     adapter_share: float = 1.0
-    """Shares under fair scheduling; these have nothing to do with the selection's weights."""
+    """Shares under fair scheduling; they are unrelated to the weights of the selection."""
     cache_salt: str = ""
-    """Requests of different salts never share cached prefixes."""
+    """Requests with different salts never share cached prefixes."""
     timeout_s: float | None = None
-    """From arrival to the last token; then the request ends with an error."""
+    """Limit from arrival to the last token; a request that exceeds it ends with an error."""
+    seed: int = 0
+    """Root of the request's randomness. `for_engine` sets it."""
+    eos_token_ids: tuple[int, ...] = ()
+    """End-of-sequence ids of the model. `for_engine` sets them."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Upper bound of the tokens that the request needs: all choices, prompt and answer."""
+        return self.params.n * (len(self.prompt_token_ids) + self.params.max_tokens)
+
+    def for_engine(self, eos_token_ids: Sequence[int]) -> Request:
+        """Returns a copy with the model's end-of-sequence ids and the seed.
+
+        The seed is that of the sampling parameters, or random if they have none.
+        """
+        seed = self.params.seed
+        return msgspec.structs.replace(
+            self,
+            seed=secrets.randbits(63) if seed is None else seed & _MAX_SEED,
+            eos_token_ids=tuple(eos_token_ids),
+        )
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token, and the most likely alternatives."""
+
     token_id: int
     logprob: float
     rank: int
@@ -81,26 +104,26 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestFacts(msgspec.Struct, frozen=True, array_like=True):
-    """How a request came to its first token; for its receipt."""
+    """Adapter residency and queueing of a request up to its first token, for its receipt."""
 
     tier_found: str | None
-    """Where the slowest of its adapters was at arrival: device, host, disk, source; None: base."""
+    """Slowest tier of its adapters at arrival: device, host, disk or source; None: base only."""
     load_s: float
-    """Seconds that its adapters' loads took; 0 when they were there."""
+    """Seconds that the loads of its adapters took; 0 if they were resident."""
     queue_depth: int
-    """Requests that waited when it came."""
+    """Number of waiting requests at arrival."""
     queue_s: float
-    """From arrival to a place in the batch."""
+    """Seconds from arrival to the first step."""
     num_distinct: int
-    """Adapters in the batch of its first token."""
+    """Number of distinct adapters in the batch of its first token."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One more token, or the end, of one choice of a request."""
+    """A new token, or the end, of one choice of a request."""
 
     request_id: str
     index: int
-    """Which of the request's n choices."""
+    """Index of the choice, below the request's n."""
     token_id: int | None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
@@ -108,17 +131,20 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprob] | None = None
     error: str | None = None
     error_code: str | None = None
-    """timeout: its time is up; adapter: one cannot be loaded; memory: no room will ever come."""
+    """timeout: the time limit was exceeded; adapter: an adapter cannot be loaded; memory: the
+    request can never fit."""
     num_reused: int = 0
-    """With the choice's first event: prompt tokens that came from the prefix cache."""
+    """Set in the choice's first event: prompt tokens found in the prefix cache."""
     started_s: float | None = None
-    """With the choice's first event: when it got its place, by the engine's clock."""
+    """Set in the choice's first event: time of its first step by the engine's clock."""
     facts: RequestFacts | None = None
-    """With the request's first event."""
+    """Set in the request's first event."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
+    """One choice of a RequestOutput."""
+
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -129,6 +155,8 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
+    """The complete result of one prompt of `LLM.generate`."""
+
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.backend import Delta, Job
+from loramux.backend import Delta
 from loramux.config.engine import EngineConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.types.sampling import SamplingParams
@@ -33,17 +33,17 @@ def model(folder: Path) -> Any:
     return save_model_with_tokenizer(folder)
 
 
-def make_job(number: int, *, max_tokens: int) -> Job:
+def make_job(number: int, *, max_tokens: int) -> Request:
     """All begin with the same three pages and end differently."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     prompt = (*PREFIX, *make_prompt(5, seed=number))
-    return Job(request_id=f"{number}", prompt_token_ids=prompt, params=params, adapter=NAME)
+    return Request(request_id=f"{number}", prompt_token_ids=prompt, params=params, adapter=NAME)
 
 
 class Reader:
     """Reads one answer; `begun` when its first tokens are there."""
 
-    def __init__(self, engine: AsyncEngine, job: Job) -> None:
+    def __init__(self, engine: AsyncEngine, job: Request) -> None:
         self.job = job
         self.token_ids: list[int] = []
         self.num_reused = 0

@@ -14,7 +14,7 @@ from loramux.adapters.packed.image import pack_dense
 from loramux.adapters.peft.reader import read_adapter
 from loramux.capacity.plan import Budgets, Fleet, MemoryPlan, PlannedBase, parse_targets
 from loramux.capacity.planner import plan_memory
-from loramux.engine.report import tier_stats
+from loramux.engine.stats import tier_stats
 from loramux.errors import InvalidRequest
 from loramux.memory.pool import KVGeometry, PagePool
 from loramux.models.architectures import DecoderConfig, base_info, parse_config

@@ -23,7 +23,8 @@ COMPLETIONS = "/v1/completions"
 def make_app(
     backend: ScriptedBackend | None = None, *, receipts: ReceiptDesk | None = None, **options: Any
 ) -> FastAPI:
-    return create_app(backend or ScriptedBackend(), ServerOptions(**options), receipts=receipts)
+    backend = backend or ScriptedBackend()
+    return create_app(backend, ServerOptions(**options), names=backend.names, receipts=receipts)
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:

@@ -71,11 +71,12 @@ Make = Callable[..., RegistryApp]
 def make_registry_app(folder: Path, *, in_streams: bool = True, **options: Any) -> RegistryApp:
     registry = Registry(folder / "registry.db")
     library = AdapterLibrary(ContentStore(folder / "store"), registry)
-    adapters, writer, backend = RegistryAdapters(library), KeptAtOnce(registry), ScriptedBackend()
+    adapters, writer = RegistryAdapters(library), KeptAtOnce(registry)
+    backend = ScriptedBackend(registry=adapters)
     app = create_app(
         backend,
         ServerOptions(**options),
-        registry=adapters,
+        names=backend.names,
         receipts=ReceiptDesk(in_streams=in_streams, pool_id="pool", writer=writer),
     )
     return RegistryApp(folder, app, backend, adapters, writer)

@@ -1,9 +1,10 @@
-"""A Backend that plays a script: when it speaks, fails or is closed is for the test to say."""
+"""A TextBackend whose deltas, failures and adapters a test determines."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,13 @@ from loramux.backend import (
     Delta,
     EngineStats,
     Health,
-    Job,
     ModelCard,
 )
 from loramux.errors import AdapterNotFound, InvalidRequest
+from loramux.server.names import AdapterNames
+from loramux.server.registry_adapters import RegistryAdapters
 from loramux.types.model import BaseModelInfo, Projection
-from loramux.types.request import FinishReason, TokenLogprob
+from loramux.types.request import FinishReason, Request, TokenLogprob
 
 SHAPES = BaseModelInfo(
     name="base",
@@ -46,16 +48,11 @@ CARD = ModelCard(
     host_memory_bytes=1 << 21,
     disk_space_bytes=1 << 22,
 )
-ADAPTERS = {
-    name: AdapterCard(
-        name=name, path=f"/adapters/{name}", cid=f"cidv1:sha256:{name}", rank=8, num_bytes=1024,
-        created_s=1_700_000_000,
-    )
-    for name in ("legal", "team/polite")
-}  # fmt: skip
+NAMES = ("legal", "team/polite")
+CREATED_S = 1_700_000_000
 REPLY = (b"Hel", b"lo", b" you")
 
-Script = Callable[[Job], AsyncIterator[Delta]]
+Script = Callable[[Request], AsyncIterator[Delta]]
 
 
 class ByteCodec:
@@ -103,8 +100,8 @@ def logprobs_of(token_ids: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
     )
 
 
-def delta(job: Job, index: int, piece: bytes, finish: FinishReason | None = None) -> Delta:
-    top, prompt_top = job.params.logprobs, job.params.prompt_logprobs
+def delta(request: Request, index: int, piece: bytes, finish: FinishReason | None = None) -> Delta:
+    top, prompt_top = request.params.logprobs, request.params.prompt_logprobs
     return Delta(
         index=index,
         text=piece.decode(),
@@ -112,23 +109,23 @@ def delta(job: Job, index: int, piece: bytes, finish: FinishReason | None = None
         logprobs=None if top is None else logprobs_of(piece, top),
         finish_reason=finish,
         prompt_logprobs=(
-            None if prompt_top is None else logprobs_of(job.prompt_token_ids[1:], prompt_top)
+            None if prompt_top is None else logprobs_of(request.prompt_token_ids[1:], prompt_top)
         ),
     )
 
 
-async def say_hello(job: Job) -> AsyncIterator[Delta]:
+async def say_hello(request: Request) -> AsyncIterator[Delta]:
     """Choices take turns; each says REPLY, cut at max_tokens."""
     said = b"".join(REPLY)
     for number, piece in enumerate(REPLY):
-        for index in range(job.params.n):
+        for index in range(request.params.n):
             is_last = number == len(REPLY) - 1
-            if job.params.max_tokens < len(said):
-                piece, is_last = said[: job.params.max_tokens], True
+            if request.params.max_tokens < len(said):
+                piece, is_last = said[: request.params.max_tokens], True
             finish = FinishReason.STOP if is_last else None
-            if is_last and job.params.max_tokens < len(said):
+            if is_last and request.params.max_tokens < len(said):
                 finish = FinishReason.LENGTH
-            yield delta(job, index, piece, finish)
+            yield delta(request, index, piece, finish)
             await asyncio.sleep(0)
         if is_last:
             return
@@ -137,9 +134,9 @@ async def say_hello(job: Job) -> AsyncIterator[Delta]:
 def says_it_reused(*num_tokens: int) -> Script:
     """One number for each choice, with its first delta."""
 
-    async def script(job: Job) -> AsyncIterator[Delta]:
+    async def script(request: Request) -> AsyncIterator[Delta]:
         begun: set[int] = set()
-        async for item in say_hello(job):
+        async for item in say_hello(request):
             is_first = item.index not in begun
             begun.add(item.index)
             yield replace(item, num_reused=num_tokens[item.index]) if is_first else item
@@ -148,67 +145,92 @@ def says_it_reused(*num_tokens: int) -> Script:
 
 
 def cid_of(folder: Path) -> str:
-    """Other bytes in the folder, another CID."""
+    """Derives a CID from the bytes in a folder."""
     content = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
     return CID_PREFIX + hashlib.sha256(content).hexdigest()
 
 
+def named(name: str) -> AdapterCard:
+    """Describes the adapter with a name of NAMES."""
+    return AdapterCard(cid=CID_PREFIX + name, path=f"/adapters/{name}", rank=8, num_bytes=1024)
+
+
 class ScriptedBackend:
-    def __init__(self, script: Script = say_hello) -> None:
+    """Has the adapters of NAMES, and a table `names` with these names, which make_app serves."""
+
+    def __init__(
+        self, script: Script = say_hello, *, registry: RegistryAdapters | None = None
+    ) -> None:
         self.script = script
         self.health = Health.READY
         self.card = CARD
         self.codec = ByteCodec()
         self.stats = EngineStats(num_pages=10, num_free_pages=10)
-        self.adapters: dict[str, AdapterCard] = dict(ADAPTERS)
+        self.adapters: dict[str, AdapterCard] = {}
+        self.names = AdapterNames(self, registry)
+        for name in NAMES:
+            self.give_name(name, named(name))
         self.num_restarts = 0
         self.uses: list[AdapterUse] = [
             AdapterUse(cid=card.cid, tier="host", num_bytes=card.num_bytes, rank=card.rank)
-            for card in ADAPTERS.values()
+            for card in self.adapters.values()
         ]
         self.probe_script: Callable[[float], dict[str, float]] = lambda _: {"generate_s": 0.1}
-        self.jobs: list[Job] = []
-        self.added: list[tuple[str, str]] = []
+        self.requests: list[Request] = []
+        self.added: list[str] = []
+        """Paths of the adapters that were to be added."""
+        self.removed: list[str] = []
         self.prewarmed: list[str] = []
-        """(name, path) of every adapter that was to be added."""
         self.refusal: Exception | None = None
-        """What add_adapter raises."""
+        """The error that add_adapter raises."""
         self.closed = asyncio.Event()
-        """Set whenever a job's iterator has ended or was closed."""
+        """Set whenever the iterator of a request has ended or was closed."""
         self.num_closed = 0
+
+    def give_name(self, name: str, card: AdapterCard) -> None:
+        self.adapters[card.cid] = card
+        self.names.bind(name, card, created_s=CREATED_S)
+
+    @property
+    def cids(self) -> list[str | None]:
+        """The adapter of each request so far; None: the base."""
+        return [next((cid for cid, _ in one.selection), None) for one in self.requests]
 
     async def start(self) -> None: ...
 
-    async def submit(self, job: Job) -> AsyncIterator[Delta]:
-        self.jobs.append(job)
+    async def submit(self, request: Request) -> AsyncIterator[Delta]:
+        self.requests.append(request)
         try:
-            async for item in self.script(job):
+            async for item in self.script(request):
                 yield item
         finally:
             self.num_closed += 1
             self.closed.set()
 
-    async def add_adapter(self, name: str, path: str) -> AdapterCard:
-        self.added.append((name, path))
+    async def add_adapter(self, path: str) -> AdapterCard:
+        self.added.append(path)
         if self.refusal is not None:
             raise self.refusal
         if not Path(path).is_dir():
             raise AdapterNotFound(f"No adapter folder at {path}.")
         await asyncio.sleep(0)
-        cid = name if name.startswith(CID_PREFIX) else cid_of(Path(path))
-        card = AdapterCard(name=name, path=path, cid=cid, rank=4, num_bytes=64)
-        self.adapters[name] = card
+        card = AdapterCard(cid=self.read_cid(Path(path)), path=path, rank=4, num_bytes=64)
+        self.adapters[card.cid] = card
         return card
 
-    async def remove_adapter(self, name: str) -> None:
-        if self.adapters.pop(name, None) is None:
-            raise AdapterNotFound(f"The lora adapter '{name}' cannot be found.")
+    def read_cid(self, folder: Path) -> str:
+        """Folders of the store are named by their CID's digest."""
+        is_digest = re.fullmatch("[0-9a-f]{64}", folder.name)
+        return CID_PREFIX + folder.name if is_digest else cid_of(folder)
 
-    async def prewarm(self, names: Sequence[str], *, num_busiest: int = 0) -> None:
-        self.prewarmed += names
+    async def remove_adapter(self, cid: str) -> None:
+        self.removed.append(cid)
+        del self.adapters[cid]
 
-    async def pin_adapter(self, name: str, pinned: bool) -> None:
-        cid = self.adapters[name].cid
+    async def prewarm(self, cids: Sequence[str], *, num_busiest: int = 0) -> None:
+        self.prewarmed += cids
+
+    async def pin_adapter(self, cid: str, pinned: bool) -> None:
         self.uses = [replace(u, is_pinned=pinned) if u.cid == cid else u for u in self.uses]
 
     async def adapter_uses(self) -> Sequence[AdapterUse]:

@@ -36,7 +36,7 @@ def test_bad_body_is_refused_by_name(
     assert error["code"] == status
     assert error["type"] == {400: "BadRequestError", 404: "NotFoundError"}[status]
     assert 0 < len(error["message"]) <= MAX_MESSAGE_CHARACTERS + 1
-    assert not backend.jobs
+    assert not backend.requests
 
 
 def test_unknown_fields_are_ignored() -> None:

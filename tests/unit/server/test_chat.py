@@ -39,7 +39,7 @@ def test_whole_answer_has_the_fields_that_clients_read() -> None:
 def test_answer_may_take_all_the_room_that_the_prompt_leaves() -> None:
     backend = ScriptedBackend()
     chat(make_app(backend))
-    assert backend.jobs[0].params.max_tokens == 64 - 7
+    assert backend.requests[0].params.max_tokens == 64 - 7
 
 
 def test_max_completion_tokens_cuts_the_answer_and_says_so() -> None:
@@ -52,13 +52,13 @@ def test_parts_of_text_are_read_like_a_string() -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     messages = [{"role": "user", "content": parts}]
     assert chat(make_app(backend), messages=messages).status_code == 200
-    assert bytes(backend.jobs[0].prompt_token_ids) == b"u:hi\na:"
+    assert bytes(backend.requests[0].prompt_token_ids) == b"u:hi\na:"
 
 
 def test_generation_prompt_can_be_left_out() -> None:
     backend = ScriptedBackend()
     chat(make_app(backend), add_generation_prompt=False)
-    assert bytes(backend.jobs[0].prompt_token_ids) == b"u:hi\n"
+    assert bytes(backend.requests[0].prompt_token_ids) == b"u:hi\n"
 
 
 def test_logprobs_carry_bytes_and_alternatives() -> None:
@@ -141,4 +141,4 @@ def test_long_messages_are_read_off_the_loop_with_the_same_result() -> None:
     backend = ScriptedBackend()
     response = chat(make_app(backend), chat_template_kwargs={"notes": "x" * 10_000})
     assert response.status_code == 200
-    assert bytes(backend.jobs[0].prompt_token_ids) == b"u:hi\na:"
+    assert bytes(backend.requests[0].prompt_token_ids) == b"u:hi\na:"

@@ -22,7 +22,7 @@ from tests.unit.server.scripted_backend import ScriptedBackend, says_it_reused
 def test_every_form_of_prompt_becomes_jobs_in_order(prompt: Any, expected: list[bytes]) -> None:
     backend = ScriptedBackend()
     answer = complete(make_app(backend), prompt, n=2).json()
-    assert [bytes(job.prompt_token_ids) for job in backend.jobs] == expected
+    assert [bytes(job.prompt_token_ids) for job in backend.requests] == expected
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(expected)))
     assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
     assert answer["usage"]["completion_tokens"] == 9 * 2 * len(expected)
@@ -49,7 +49,7 @@ def test_default_length_is_sixteen_or_what_fits() -> None:
     app = make_app(backend)
     complete(app, "hi")
     complete(app, "x" * 60)
-    assert [job.params.max_tokens for job in backend.jobs] == [16, 4]
+    assert [job.params.max_tokens for job in backend.requests] == [16, 4]
 
 
 def test_echo_puts_the_prompt_first_as_text_or_from_its_tokens() -> None:
@@ -67,7 +67,7 @@ def test_echo_with_logprobs_scores_the_prompt_but_for_its_first_token() -> None:
     assert logprobs["text_offset"] == [0, 1, 2, 3]
     assert logprobs["top_logprobs"][0] is None
     assert logprobs["top_logprobs"][1] == {"A": -65.5, "b": -0.5}
-    assert backend.jobs[0].params.prompt_logprobs == 1
+    assert backend.requests[0].params.prompt_logprobs == 1
 
 
 def test_scoring_alone_fills_the_context_to_the_brim() -> None:
@@ -80,7 +80,7 @@ def test_logprobs_without_echo_leave_the_prompt_alone() -> None:
     backend = ScriptedBackend()
     response = complete(make_app(backend), "ab", logprobs=0)
     assert response.json()["choices"][0]["logprobs"]["tokens"] == list("Hello you")
-    assert backend.jobs[0].params.prompt_logprobs is None
+    assert backend.requests[0].params.prompt_logprobs is None
 
 
 def test_stream_of_two_prompts_gives_each_choice_its_own_text() -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 import loramux.errors
-from loramux.backend import Delta, Health, Job
+from loramux.backend import Delta, Health
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -37,7 +37,7 @@ ERRORS: list[tuple[Exception, int, str]] = [
 
 
 def failing_backend(error: Exception) -> ScriptedBackend:
-    async def fail(job: Job) -> AsyncIterator[Delta]:
+    async def fail(job: Request) -> AsyncIterator[Delta]:
         raise error
         yield
 
@@ -88,7 +88,7 @@ def test_requests_meet_503_while_the_engine_is_not_ready(health: Health) -> None
     response = chat(make_app(backend), stream=True)
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
-    assert not backend.jobs
+    assert not backend.requests
 
 
 def test_unforeseen_error_keeps_its_text_to_itself() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from loramux.backend import Delta, Job
+from loramux.backend import Delta
 from loramux.errors import (
     AdapterRefused,
     DoesNotFit,
@@ -27,15 +27,15 @@ from tests.unit.server.asgi_client import run
 from tests.unit.server.scripted_backend import CARD, ScriptedBackend, delta
 
 
-def make_jobs(*prompts: bytes, n: int = 1) -> tuple[Job, ...]:
+def make_jobs(*prompts: bytes, n: int = 1) -> tuple[Request, ...]:
     params = SamplingParams(n=n)
     return tuple(
-        Job(request_id=f"r-{i}", prompt_token_ids=tuple(prompt), params=params)
+        Request(request_id=f"r-{i}", prompt_token_ids=tuple(prompt), params=params)
         for i, prompt in enumerate(prompts)
     )
 
 
-def make_record(jobs: Sequence[Job]) -> ServingRecord:
+def make_record(jobs: Sequence[Request]) -> ServingRecord:
     served = Served(
         base_name="m",
         base_digest=CARD.digest,
@@ -48,7 +48,7 @@ def make_record(jobs: Sequence[Job]) -> ServingRecord:
     return ServingRecord(ReceiptDesk(), served, jobs)
 
 
-def make_answer(jobs: Sequence[Job]) -> Answer:
+def make_answer(jobs: Sequence[Request]) -> Answer:
     return Answer(
         answer_id="x",
         created_s=0,
@@ -64,7 +64,7 @@ def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 
 def test_choices_of_many_jobs_never_swap() -> None:
-    async def own_prompt(job: Job) -> AsyncIterator[Delta]:
+    async def own_prompt(job: Request) -> AsyncIterator[Delta]:
         prompt = bytes(job.prompt_token_ids)
         for turn in range(3):
             for index in reversed(range(job.params.n)):
@@ -95,7 +95,7 @@ def test_counters_tell_how_jobs_ended() -> None:
         with pytest.raises(EngineStopped):
             await collect(answer, run_jobs(backend, metrics, make_answer(answer.jobs[:1])))
 
-    async def broken(job: Job) -> AsyncIterator[Delta]:
+    async def broken(job: Request) -> AsyncIterator[Delta]:
         yield delta(job, 0, b"a")
         raise EngineStopped("gone")
 
@@ -113,7 +113,7 @@ def test_counters_tell_how_jobs_ended() -> None:
 
 
 def test_answer_without_every_choice_is_an_error() -> None:
-    async def forgets_the_second(job: Job) -> AsyncIterator[Delta]:
+    async def forgets_the_second(job: Request) -> AsyncIterator[Delta]:
         yield delta(job, 0, b"a", FinishReason.STOP)
 
     backend = ScriptedBackend(forgets_the_second)
@@ -129,7 +129,7 @@ def test_answer_without_every_choice_is_an_error() -> None:
 def test_job_that_ends_in_the_engine_raises_what_its_code_says(
     code: str, kind: type[LoramuxError]
 ) -> None:
-    async def fails(job: Job) -> AsyncIterator[Delta]:
+    async def fails(job: Request) -> AsyncIterator[Delta]:
         end = delta(job, 0, b"", FinishReason.ERROR)
         yield replace(end, error="Said why.", error_code=code)
 
@@ -145,7 +145,7 @@ def test_backend_may_hand_out_a_plain_iterator() -> None:
     """The contract promises an AsyncIterator; only generators have aclose()."""
 
     class Plain:
-        def __init__(self, job: Job) -> None:
+        def __init__(self, job: Request) -> None:
             self._left = [delta(job, 0, b"a", FinishReason.STOP)]
 
         def __aiter__(self) -> Plain:
@@ -157,7 +157,7 @@ def test_backend_may_hand_out_a_plain_iterator() -> None:
             return self._left.pop()
 
     class PlainBackend(ScriptedBackend):
-        def submit(self, job: Job) -> Any:
+        def submit(self, job: Request) -> Any:
             return Plain(job)
 
     backend = PlainBackend()
@@ -169,13 +169,13 @@ def test_backend_may_hand_out_a_plain_iterator() -> None:
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_job_runs_again_once_its_adapters_files_are_back(comes_back: bool) -> None:
     asked: list[str] = []
-    tries: list[Job] = []
+    tries: list[Request] = []
 
     async def restore(name: str) -> bool:
         asked.append(name)
         return comes_back
 
-    async def missing_at_first(job: Job) -> AsyncIterator[Delta]:
+    async def missing_at_first(job: Request) -> AsyncIterator[Delta]:
         tries.append(job)
         if len(tries) == 1:
             raise AdapterRefused("adapter_unavailable", "its folder is gone")
@@ -195,7 +195,7 @@ def test_a_job_runs_again_once_its_adapters_files_are_back(comes_back: bool) -> 
 
 
 def test_an_answer_that_has_begun_is_never_begun_again() -> None:
-    async def fails_later(job: Job) -> AsyncIterator[Delta]:
+    async def fails_later(job: Request) -> AsyncIterator[Delta]:
         yield delta(job, 0, b"a")
         raise AdapterRefused("adapter_unavailable", "lost")
 

@@ -17,7 +17,7 @@ def cid_served(served: RegistryApp, model: str, **fields: str) -> str | None:
     response = complete(served.app, model=model, **fields)
     assert response.status_code == 200, response.text
     assert response.json()["model"] == model
-    return served.backend.jobs[-1].adapter
+    return served.backend.requests[-1].adapter
 
 
 def test_every_form_of_a_name_reaches_its_version(registry_app: Make) -> None:
@@ -61,7 +61,7 @@ def test_a_bare_name_is_looked_for_in_the_requests_tenant_and_then_at_home(
         body = {"model": model, "prompt": "hi"}
         response = post(served.app, COMPLETIONS, body, headers={"x-tenant": tenant})
         assert response.status_code == 200, response.text
-        return served.backend.jobs[-1].adapter
+        return served.backend.requests[-1].adapter
 
     assert adapter_of("sql", "acme") == own
     assert adapter_of("sql", "other") == home
@@ -76,7 +76,7 @@ def test_unknown_names_have_the_known_message(registry_app: Make, model: str) ->
     error = complete(served.app, model=model).json()["error"]
     assert error["code"] == 404 and error["param"] == "model"
     assert error["message"] == f"The model `{model}` does not exist."
-    assert not served.backend.jobs
+    assert not served.backend.requests
 
 
 def test_a_prefix_of_several_content_ids_says_how_many(
@@ -105,7 +105,7 @@ def test_without_a_registry_a_given_adapter_is_found_by_its_content_id() -> None
     backend.adapters["twin"] = replace(card, cid="cidv1:sha256:" + "ab" * 31 + "cc")
     app = make_app(backend)
     assert complete(app, model="cidv1:sha256:" + "ab" * 32).status_code == 200
-    assert backend.jobs[-1].adapter == "legal"
+    assert backend.requests[-1].adapter == "legal"
     assert "2 content ids" in complete(app, model="ab" * 8).json()["error"]["message"]
     assert complete(app, model="cd" * 8).status_code == 404
 

@@ -60,8 +60,8 @@ def test_completion_with_everything_that_matters() -> None:
     )
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.choices[0].logprobs.tokens == list("Hello you")
-    assert backend.jobs[0].params.seed == 7
-    assert backend.jobs[0].params.stop == ("x", "y")
+    assert backend.requests[0].params.seed == 7
+    assert backend.requests[0].params.stop == ("x", "y")
 
 
 def test_adapters_in_the_body() -> None:
@@ -74,7 +74,7 @@ def test_adapters_in_the_body() -> None:
         backend,
     )
     assert answer.model == "legal"
-    assert backend.jobs[0].adapter_weight == 0.5
+    assert backend.requests[0].adapter_weight == 0.5
 
 
 def test_chat_logprobs_and_max_completion_tokens() -> None:
@@ -173,7 +173,7 @@ def test_a_timeout_of_the_request_is_raised_and_not_tried_again() -> None:
     with pytest.raises(openai.APIStatusError, match="Too late.") as raised:
         with_client(ask, backend, max_retries=2)
     assert raised.value.status_code == 408
-    assert [(job.timeout_s, job.cache_salt) for job in backend.jobs] == [(0.5, "s")]
+    assert [(job.timeout_s, job.cache_salt) for job in backend.requests] == [(0.5, "s")]
 
 
 def test_cached_tokens_stand_where_the_client_reads_them() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from loramux.server.naming import short_base_name
+
 from tests.unit.server.asgi_client import events_of, make_app, post
 from tests.unit.server.registry_app import Make, RegistryApp
 
@@ -28,14 +28,14 @@ def test_an_artifact_runs_and_its_receipt_tells_what_served_it(registry_app: Mak
     assert kolm <= serving.keys()
     assert (serving["adapter_cid"], serving["base_model"]) == (cid, "tiny-base@0123456")
     assert answer["usage"]["completion_tokens"] == 9
-    assert bytes(served.backend.jobs[0].prompt_token_ids) == b"u:ticket text...\na:"
+    assert bytes(served.backend.requests[0].prompt_token_ids) == b"u:ticket text...\na:"
 
 
 def test_a_raw_input_is_the_prompt_itself(registry_app: Make) -> None:
     served = registry_app()
     served.push(ARTIFACT, 1)
     run_it(served, raw=True, temperature=0, max_tokens=3)
-    job = served.backend.jobs[0]
+    job = served.backend.requests[0]
     assert bytes(job.prompt_token_ids) == b"ticket text..."
     assert (job.params.temperature, job.params.max_tokens) == (0, 3)
 
@@ -63,7 +63,7 @@ def test_an_artifact_of_another_base_is_refused_by_name(registry_app: Make) -> N
     error = run_it(served).json()["error"]
     assert error["code"] == 422 and error["reason"] == "other_base"
     assert "Qwen/Qwen2.5-7B-Instruct" in error["message"] and "tiny-base" in error["message"]
-    assert not served.backend.jobs and not served.backend.added
+    assert not served.backend.requests and not served.backend.added
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ def test_request_selects_its_adapter(
     backend = ScriptedBackend()
     answer = complete(make_app(backend), **fields).json()
     assert answer["model"] == name
-    assert backend.jobs[0].adapter == adapter
-    assert backend.jobs[0].adapter_weight == weight
+    assert backend.requests[0].adapter == adapter
+    assert backend.requests[0].adapter_weight == weight
 
 
 def test_every_served_name_is_the_base_and_is_answered_as_asked() -> None:
@@ -42,7 +42,7 @@ def test_every_served_name_is_the_base_and_is_answered_as_asked() -> None:
     assert complete(app, model="gpt-4").json()["model"] == "gpt-4"
     assert complete(app, model=None).json()["model"] == "smol"
     assert complete(app, model="tiny-base").status_code == 404
-    assert [job.adapter for job in backend.jobs] == [None, None]
+    assert [job.adapter for job in backend.requests] == [None, None]
 
 
 def test_name_that_is_listed_is_never_served_as_something_else() -> None:
@@ -51,7 +51,7 @@ def test_name_that_is_listed_is_never_served_as_something_else() -> None:
     backend.adapters["tiny-base"] = backend.adapters["legal"]
     app = make_app(backend)
     complete(app, model="tiny-base")
-    assert backend.jobs[0].adapter is None
+    assert backend.requests[0].adapter is None
 
 
 def test_several_adapters_are_refused_with_the_reason() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from loramux.backend import Delta, Job
+from loramux.backend import Delta
 from loramux.errors import EngineStopped
 from loramux.receipts.receipt import Receipt, Verdict, check
 from loramux.server.serving import NO_FACTS, ReceiptDesk, slower
@@ -41,7 +41,7 @@ class Kept(list[Receipt]):
 
 
 def with_facts(script: Script, *facts: RequestFacts) -> Script:
-    async def told(job: Job) -> AsyncIterator[Delta]:
+    async def told(job: Request) -> AsyncIterator[Delta]:
         number = int(job.request_id.rpartition("-")[2])
         is_first = True
         async for item in script(job):
@@ -121,7 +121,7 @@ def test_nothing_is_written_where_receipts_are_off() -> None:
     assert "serving" not in chat(app, stream=True).text
 
 
-async def dies(job: Job) -> AsyncIterator[Delta]:
+async def dies(job: Request) -> AsyncIterator[Delta]:
     yield delta(job, 0, b"ab")
     raise EngineStopped("The engine died.")
 
@@ -137,7 +137,7 @@ def test_a_failed_answer_has_a_receipt_that_says_so(stream: bool) -> None:
 
 
 def test_one_that_never_had_a_token_has_no_time_to_it() -> None:
-    async def dies_at_once(job: Job) -> AsyncIterator[Delta]:
+    async def dies_at_once(job: Request) -> AsyncIterator[Delta]:
         raise EngineStopped("The engine died.")
         yield
 
@@ -151,7 +151,7 @@ def test_one_that_never_had_a_token_has_no_time_to_it() -> None:
 def test_an_answer_whose_client_left_has_a_receipt(path: str, stream: bool) -> None:
     begun = asyncio.Event()
 
-    async def endless(job: Job) -> AsyncIterator[Delta]:
+    async def endless(job: Request) -> AsyncIterator[Delta]:
         yield delta(job, 0, b"a")
         begun.set()
         await asyncio.Event().wait()

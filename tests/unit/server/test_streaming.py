@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loramux.backend import Delta, Job
+from loramux.backend import Delta
 from loramux.errors import EngineStopped
 from loramux.types.request import FinishReason
 from tests.unit.server.asgi_client import (
@@ -27,49 +27,49 @@ from tests.unit.server.scripted_backend import ScriptedBackend, delta
 STREAM = {"prompt": "hi", "stream": True, "max_tokens": 60}
 
 
-async def endless(job: Job) -> AsyncIterator[Delta]:
+async def endless(job: Request) -> AsyncIterator[Delta]:
     while True:
         yield delta(job, 0, b"a")
         await asyncio.sleep(0)
 
 
-async def silent(job: Job) -> AsyncIterator[Delta]:
+async def silent(job: Request) -> AsyncIterator[Delta]:
     await asyncio.Event().wait()
     yield delta(job, 0, b"")
 
 
-async def dies_after_two(job: Job) -> AsyncIterator[Delta]:
+async def dies_after_two(job: Request) -> AsyncIterator[Delta]:
     yield delta(job, 0, b"a")
     yield delta(job, 0, b"b")
     raise EngineStopped("The engine died.")
 
 
-async def ends_early(job: Job) -> AsyncIterator[Delta]:
+async def ends_early(job: Request) -> AsyncIterator[Delta]:
     yield delta(job, 0, b"a")
 
 
-async def ends_in_an_error(job: Job) -> AsyncIterator[Delta]:
+async def ends_in_an_error(job: Request) -> AsyncIterator[Delta]:
     yield delta(job, 0, b"a")
     yield delta(job, 0, b"", FinishReason.ERROR)
 
 
-async def runs_out_of_time(job: Job) -> AsyncIterator[Delta]:
+async def runs_out_of_time(job: Request) -> AsyncIterator[Delta]:
     yield delta(job, 0, b"a")
     end = delta(job, 0, b"", FinishReason.ERROR)
     yield replace(end, error="Timed out.", error_code="timeout")
 
 
-async def is_aborted(job: Job) -> AsyncIterator[Delta]:
+async def is_aborted(job: Request) -> AsyncIterator[Delta]:
     yield delta(job, 0, b"a")
     yield delta(job, 0, b"", FinishReason.ABORT)
 
 
-async def has_a_bug(job: Job) -> AsyncIterator[Delta]:
+async def has_a_bug(job: Request) -> AsyncIterator[Delta]:
     yield delta(job, 0, b"a")
     raise ZeroDivisionError("secret")
 
 
-async def dies_at_once(job: Job) -> AsyncIterator[Delta]:
+async def dies_at_once(job: Request) -> AsyncIterator[Delta]:
     raise EngineStopped("The engine died.")
     yield
 
@@ -108,7 +108,7 @@ def test_broken_answer_is_never_a_truncated_200(send: Any, script: Any, code: in
 
 
 def test_failure_of_one_prompt_ends_the_stream_of_all() -> None:
-    async def second_dies(job: Job) -> AsyncIterator[Delta]:
+    async def second_dies(job: Request) -> AsyncIterator[Delta]:
         script = dies_after_two if bytes(job.prompt_token_ids) == b"b" else endless
         async for item in script(job):
             yield item
@@ -147,7 +147,7 @@ def test_client_that_goes_mid_stream_aborts_every_job(num_prompts: int) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_client_that_goes_before_the_first_token_aborts_the_job(stream: bool) -> None:
     async def check(backend: ScriptedBackend, call: OpenCall) -> None:
-        while not backend.jobs:
+        while not backend.requests:
             await asyncio.sleep(0)
         call.disconnect()
         await backend.closed.wait()
@@ -171,7 +171,7 @@ def test_slow_reader_holds_the_engine_back(prompts: int) -> None:
     """Deltas are pulled only as fast as they are read, up to a bounded number ahead."""
     num_made = 0
 
-    async def counting(job: Job) -> AsyncIterator[Delta]:
+    async def counting(job: Request) -> AsyncIterator[Delta]:
         nonlocal num_made
         async for item in endless(job):
             num_made += 1

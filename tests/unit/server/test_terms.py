@@ -57,4 +57,4 @@ def test_a_refused_tenant_is_a_400_and_nothing_runs() -> None:
     )
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "X-Tenant"
-    assert not backend.jobs
+    assert not backend.requests

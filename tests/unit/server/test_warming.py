@@ -16,8 +16,8 @@ def test_an_adapter_is_used_once_by_any_of_its_names(registry_app: Make) -> None
     for name in ("acme/sql@1.0.0", cid, "legal"):
         answer = post(served.app, f"/v1/adapters/{name}/warm", {})
         assert answer.status_code == 200, answer.text
-    assert [job.adapter for job in served.backend.jobs] == [cid, cid, "legal"]
-    assert {job.params.max_tokens for job in served.backend.jobs} == {1}
+    assert [job.adapter for job in served.backend.requests] == [cid, cid, "legal"]
+    assert {job.params.max_tokens for job in served.backend.requests} == {1}
     assert post(served.app, "/v1/adapters/acme/none/warm", {}).status_code == 404
 
 

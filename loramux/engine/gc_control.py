@@ -1,4 +1,4 @@
-"""When Python looks through all objects for cycles: while nothing runs, not between two steps."""
+"""Moves Python's full garbage collections out of the step loop into idle time."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import sys
 from collections.abc import Callable
 from typing import Protocol, Self
 
-# Python's own limit of collections of the middle generation before one of all objects.
 _NEVER = 2**31 - 1
-_ENOUGH = 10
-# Counting blocks is not free either.
+# Python's default number of middle-generation collections before a full one.
+_MIDDLE_COLLECTIONS = 10
+# Counting allocated blocks takes time, so it is not done in every step.
 _STEPS_BETWEEN_COUNTS = 1024
 _GROWTH = 2
 
 
 class Collector(Protocol):
-    """The part of the gc module that is used here."""
+    """The part of the gc module that FullCollections uses."""
 
     def collect(self) -> int: ...
 
@@ -32,10 +32,11 @@ class Collector(Protocol):
 
 
 class FullCollections:
-    """Around a step loop: a search through all objects would stop it for many steps' time.
+    """Disables automatic full collections in a step loop, which would take many steps' time.
 
-    What dies in a step dies by its reference count; young cycles are found as ever. All objects
-    are looked through when the engine is idle, and in between only when memory has doubled.
+    Objects of a step are freed by their reference counts, and collections of the young
+    generations go on. A full collection runs when the engine is idle, or when the number of
+    allocated blocks has doubled.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class FullCollections:
         collector: Collector = gc,
         count_blocks: Callable[[], int] = sys.getallocatedblocks,
     ) -> None:
-        """`owns_process`: what there is at the start stays to the end, and is not looked at."""
+        """`owns_process`: freeze all objects that exist when the context is entered."""
         self._owns_process = owns_process
         self._collector = collector
         self._count_blocks = count_blocks
@@ -69,7 +70,7 @@ class FullCollections:
             self._collector.unfreeze()
 
     def after_step(self) -> None:
-        """A server that is never idle must not grow without bound."""
+        """Collects if memory has doubled, so that a server that is never idle stays bounded."""
         self._num_steps += 1
         if self._num_steps % _STEPS_BETWEEN_COUNTS:
             return
@@ -77,8 +78,8 @@ class FullCollections:
             self._collect()
 
     def while_idle(self) -> None:
-        """Nobody waits: now, if as much is new as Python itself would have waited for."""
-        if self._collector.get_count()[2] >= _ENOUGH:
+        """Collects if Python itself would have started a full collection by now."""
+        if self._collector.get_count()[2] >= _MIDDLE_COLLECTIONS:
             self._collect()
 
     def _collect(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.engine.garbage import FullCollections
+from loramux.engine.gc_control import FullCollections
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request
 from tests.model_factory import tiny_transformers_model
@@ -75,36 +75,36 @@ def test_the_threshold_comes_back_after_an_error() -> None:
 
 def test_an_idle_engine_collects_only_if_there_is_enough_that_is_new() -> None:
     fake = FakeCollector()
-    with collections(fake) as garbage:
+    with collections(fake) as controller:
         fake.count = (5, 5, 9)
-        garbage.while_idle()
+        controller.while_idle()
         assert fake.calls == []
         fake.count = (5, 5, 10)
-        garbage.while_idle()
-        garbage.while_idle()
+        controller.while_idle()
+        controller.while_idle()
         assert fake.calls == ["collect"]
 
 
 def test_a_busy_engine_collects_when_memory_has_doubled() -> None:
     """Catches a server that is never idle and grows without bound, or stops every few steps."""
     fake = FakeCollector()
-    with collections(fake) as garbage:
+    with collections(fake) as controller:
         fake.num_blocks = 2000
         for _ in range(5000):
-            garbage.after_step()
+            controller.after_step()
         assert fake.calls == []
         fake.num_blocks = 2001
         for _ in range(5000):
-            garbage.after_step()
+            controller.after_step()
         assert fake.calls == ["collect"]
 
 
 def test_the_real_collector_can_be_held() -> None:
     before = gc.get_threshold()
-    with FullCollections(owns_process=True) as garbage:
+    with FullCollections(owns_process=True) as controller:
         assert gc.get_freeze_count() > 0
-        garbage.after_step()
-        garbage.while_idle()
+        controller.after_step()
+        controller.while_idle()
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
 

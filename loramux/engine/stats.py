@@ -1,22 +1,22 @@
-"""What the engine says of itself: a snapshot after each step, and a list of its adapters."""
+"""Statistics of the engine, and residency and usage of its adapters."""
 
 from __future__ import annotations
 
 import time
 
-from loramux.backend import AdapterUse, TierStats
+from loramux.backend import AdapterUse, EngineStats, TierStats
 from loramux.engine.engine import Engine
 from loramux.engine.memory import LOSS_BUCKETS_S
-from loramux.engine.messages import Snapshot
 from loramux.memory.records import AdapterRecord
 from loramux.memory.tiers import TierCounters
 
 
-def take_snapshot(engine: Engine, *, num_steps: int) -> Snapshot:
+def engine_stats(engine: Engine, *, num_steps: int) -> EngineStats:
+    """Returns all statistics but `resident_adapters`, which is reported as changes."""
     memory = engine.memory
     device = memory.tiers.device_counters
     prefixes = memory.prefixes
-    return Snapshot(
+    return EngineStats(
         num_running=engine.scheduler.num_running,
         num_waiting=engine.scheduler.num_waiting,
         num_pages=engine.pages.num_pages,
@@ -26,7 +26,6 @@ def take_snapshot(engine: Engine, *, num_steps: int) -> Snapshot:
         num_adapter_loads=device.loads,
         num_adapter_evictions=device.evictions,
         num_steps=num_steps,
-        resident_adapters=tuple(engine.residency.resident),
         running_adapters=engine.scheduler.running_adapters(),
         waiting_adapters=engine.scheduler.waiting_adapters(),
         tiers=tier_stats(engine),
@@ -38,10 +37,9 @@ def take_snapshot(engine: Engine, *, num_steps: int) -> Snapshot:
 
 
 def tier_stats(engine: Engine) -> tuple[TierStats, ...]:
-    tiers, pool = engine.memory.tiers, engine.memory.pool
-    held = [record for record in engine.residency.records.values() if record.page_ids]
-    used = sum(record.num_pages for record in held) * pool.page_bytes
-    device = _stats("device", tiers.device_counters, pool.storage.nbytes, used, len(held))
+    tiers, pool, residency = engine.memory.tiers, engine.memory.pool, engine.residency
+    used = residency.num_held_pages * pool.page_bytes
+    device = _stats("device", tiers.device_counters, pool.storage.nbytes, used, residency.num_held)
     host = tiers.host
     stats = [
         device,
@@ -54,10 +52,10 @@ def tier_stats(engine: Engine) -> tuple[TierStats, ...]:
 
 
 def adapter_uses(engine: Engine) -> list[AdapterUse]:
-    """Every adapter that the engine knows, used or not."""
+    """Returns residency and usage of every registered adapter, used or not."""
     running, waiting = engine.scheduler.running_adapters(), engine.scheduler.waiting_adapters()
     prefixes = engine.memory.prefixes
-    # The records count in the engine's own time; the world counts from its epoch.
+    # Records have times of the engine's clock; callers get seconds since the epoch.
     epoch_s = time.time() - engine.memory.clock()
     uses = []
     for known in engine.catalog.known():
