@@ -38,9 +38,8 @@ from loramux.engine.messages import (
     Verify,
     decode_error,
 )
-from loramux.engine.outputs import OutputCollector
+from loramux.engine.outputs import OutputCollector, RequestStream
 from loramux.engine.process import EngineProcess, OnProgress
-from loramux.engine.streams import RequestStream
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import AdapterNotFound, EngineBusy, EngineStopped, LoramuxError
 from loramux.types.request import FinishReason, Request, Selection

@@ -1,10 +1,13 @@
-"""Token events of one request to what its caller reads: deltas on the way, and the whole."""
+"""Turns the token events of a request into deltas, a stream of them, and the complete output."""
 
 from __future__ import annotations
+
+import asyncio
 
 from loramux.backend import Delta
 from loramux.engine.detokenizer import Detokenizer
 from loramux.engine.tokenizer import Tokenizer
+from loramux.errors import LoramuxError
 from loramux.types.request import (
     CompletionOutput,
     FinishReason,
@@ -17,7 +20,7 @@ from loramux.types.request import (
 
 
 class OutputCollector:
-    """`output` is whole when `is_finished`; until then it is what has come so far."""
+    """Collects the events of one request; `output` is complete once `is_finished`."""
 
     def __init__(
         self, request: Request, tokenizer: Tokenizer, *, prompt: str | None = None
@@ -33,10 +36,10 @@ class OutputCollector:
         )
 
     def apply(self, event: TokenEvent) -> Delta | None:
-        """None where there is nothing to send yet, or the choice has ended before."""
+        """Returns the new delta; None if there is no new text or the choice has already ended."""
         logprobs = self.output.prompt_logprobs
         if logprobs is not None and not logprobs and event.prompt_logprobs:
-            # Each choice brings the whole list.
+            # Every choice carries the whole list.
             logprobs += event.prompt_logprobs
         return self._choices[event.index].apply(event)
 
@@ -85,7 +88,7 @@ class _Choice:
         return self._delta(text, event, stop_hit=stop_hit)
 
     def _read(self, event: TokenEvent) -> str:
-        """The event's new text. A token that ends the choice has none, unless it is asked for."""
+        """Returns the event's new text; a stop token has none unless the parameters include it."""
         text = ""
         if event.token_id is not None:
             self.output.token_ids.append(event.token_id)
@@ -125,3 +128,66 @@ class _Choice:
             num_reused=num_reused,
             facts=facts,
         )
+
+
+class RequestStream:
+    """Merges new deltas into those not read yet, so that it never holds more than the answer."""
+
+    def __init__(self, collector: OutputCollector) -> None:
+        self._collector = collector
+        self._pending: dict[int, Delta] = {}
+        self._error: LoramuxError | None = None
+        self._has_news = asyncio.Event()
+
+    @property
+    def request(self) -> Request:
+        return self._collector.request
+
+    @property
+    def is_finished(self) -> bool:
+        """True once every choice has ended and all deltas were taken."""
+        return self._collector.is_finished and not self._pending
+
+    def put(self, event: TokenEvent) -> Delta | None:
+        """Returns the new delta; the caller checks it for a stop string."""
+        delta = self._collector.apply(event)
+        if delta is not None:
+            waiting = self._pending.get(delta.index)
+            self._pending[delta.index] = delta if waiting is None else _join(waiting, delta)
+            self._has_news.set()
+        return delta
+
+    def fail(self, error: LoramuxError) -> None:
+        self._error = error
+        self._has_news.set()
+
+    async def take(self) -> list[Delta]:
+        """Waits for deltas; raises the request's error once all deltas before it were taken."""
+        await self._has_news.wait()
+        self._has_news.clear()
+        deltas, self._pending = list(self._pending.values()), {}
+        if self._error is not None:
+            if not deltas:
+                raise self._error
+            self._has_news.set()
+        return deltas
+
+
+def _join(first: Delta, second: Delta) -> Delta:
+    logprobs = None
+    if first.logprobs is not None:
+        logprobs = first.logprobs + (second.logprobs or ())
+    return Delta(
+        index=first.index,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=logprobs,
+        finish_reason=second.finish_reason,
+        stop_reason=second.stop_reason,
+        stop_hit=second.stop_hit,
+        error=second.error,
+        error_code=second.error_code,
+        prompt_logprobs=first.prompt_logprobs,
+        num_reused=first.num_reused,
+        facts=first.facts or second.facts,
+    )

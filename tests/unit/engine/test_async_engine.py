@@ -6,13 +6,12 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loramux.backend import Health, Job
+from loramux.backend import Health
 from loramux.config.engine import EngineConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.errors import (
@@ -24,6 +23,7 @@ from loramux.errors import (
     RequestTimeout,
     UnsupportedModel,
 )
+from loramux.types.request import Request
 from loramux.types.sampling import SamplingParams
 from tests.adapter_factory import make_peft_adapter, write_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request, run_all
@@ -62,13 +62,21 @@ def with_engine(
     asyncio.run(run())
 
 
-def make_job(name: str, *, adapter: str | None = None, **params: Any) -> Job:
+def make_greedy(
+    name: str, *, cid: str | None = None, timeout_s: float | None = None, **params: Any
+) -> Request:
     settings = SamplingParams(**{"temperature": 0, "max_tokens": 8, "ignore_eos": True, **params})
-    return Job(request_id=name, prompt_token_ids=PROMPT, params=settings, adapter=adapter)
+    return Request(
+        request_id=name,
+        prompt_token_ids=PROMPT,
+        params=settings,
+        selection=() if cid is None else ((cid, 1.0),),
+        timeout_s=timeout_s,
+    )
 
 
-async def tokens_of(engine: AsyncEngine, job: Job) -> list[int]:
-    return [token async for delta in engine.submit(job) for token in delta.token_ids]
+async def tokens_of(engine: AsyncEngine, request: Request) -> list[int]:
+    return [token async for delta in engine.submit(request) for token in delta.token_ids]
 
 
 async def wait_until_ready(engine: AsyncEngine) -> None:
@@ -88,67 +96,67 @@ def test_answers_equal_those_of_the_engine_in_this_process(
     )
 
     async def use(engine: AsyncEngine) -> None:
-        card = await engine.add_adapter("one", str(adapter))
-        assert card.cid == cid and engine.adapters["one"] == card
-        jobs = [make_job(str(i), adapter=(None, "one")[i % 2]) for i in range(6)]
-        answers = await asyncio.gather(*(tokens_of(engine, job) for job in jobs))
+        card = await engine.add_adapter(str(adapter))
+        assert card.cid == cid and engine.adapters == {cid: card}
+        requests = [make_greedy(str(i), cid=(None, cid)[i % 2]) for i in range(6)]
+        answers = await asyncio.gather(*(tokens_of(engine, request) for request in requests))
         assert answers == [base, changed] * 3
         seconds = await engine.probe(30)
         assert set(seconds) == {"generate_s", "adapter_s"}
-        await engine.remove_adapter("one")
+        await engine.remove_adapter(cid)
         with pytest.raises(AdapterNotFound):
-            await tokens_of(engine, make_job("gone", adapter="one"))
+            await tokens_of(engine, make_greedy("gone", cid=cid))
 
     with_engine(folder, use)
 
 
-def test_what_is_refused_says_why_and_the_engine_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_errors_of_one_request_do_not_stop_the_engine(folder: Path, tmp_path: Path) -> None:
     async def use(engine: AsyncEngine) -> None:
         with pytest.raises(AdapterRefused):
-            await engine.add_adapter("bad", str(write_adapter(tmp_path / "bad", "{", None)))
+            await engine.add_adapter(str(write_adapter(tmp_path / "bad", "{", None)))
         with pytest.raises(AdapterNotFound):
-            await engine.add_adapter("none", str(tmp_path / "nothing"))
+            await engine.add_adapter(str(tmp_path / "nothing"))
         with pytest.raises(InvalidRequest, match="logit_bias"):
-            await tokens_of(engine, make_job("bias", logit_bias={99_999: 1.0}))
+            await tokens_of(engine, make_greedy("bias", logit_bias={99_999: 1.0}))
         with pytest.raises(AdapterNotFound):
             await engine.remove_adapter("never")
         with pytest.raises(RequestTimeout, match="of 480 tokens"):
-            await tokens_of(engine, replace(make_job("late", max_tokens=480), timeout_s=1e-4))
-        assert len(await tokens_of(engine, make_job("fine"))) == 8
+            await tokens_of(engine, make_greedy("late", max_tokens=480, timeout_s=1e-4))
+        assert len(await tokens_of(engine, make_greedy("fine"))) == 8
         assert engine.health is Health.READY and engine.num_restarts == 0
 
     with_engine(folder, use)
 
 
-def test_a_reader_who_leaves_aborts_the_job_and_full_means_busy(folder: Path) -> None:
+def test_closing_a_stream_aborts_its_request_and_limits_refuse_more(folder: Path) -> None:
     async def use(engine: AsyncEngine) -> None:
-        stream = engine.submit(make_job("long", max_tokens=480))
+        stream = engine.submit(make_greedy("long", max_tokens=480))
         await anext(stream)
         with pytest.raises(EngineBusy, match="600") as busy:
-            await tokens_of(engine, make_job("second", max_tokens=120))
+            await tokens_of(engine, make_greedy("second", max_tokens=120))
         assert busy.value.retry_after_s > 0
-        other = engine.submit(make_job("fits", max_tokens=80))
+        other = engine.submit(make_greedy("fits", max_tokens=80))
         await anext(other)
         with pytest.raises(EngineBusy, match="2 requests"):
-            await tokens_of(engine, make_job("third", max_tokens=1))
+            await tokens_of(engine, make_greedy("third", max_tokens=1))
         await other.aclose()
         await stream.aclose()
-        await tokens_of(engine, make_job("last"))
+        await tokens_of(engine, make_greedy("last"))
         assert engine.stats.num_running == 0
         stats = engine.stats
         assert stats.num_free_pages + stats.num_idle_pages == stats.num_pages
 
-    with_engine(folder, use, max_jobs=2, max_job_tokens=600)
+    with_engine(folder, use, max_requests=2, max_tokens=600)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_or_hung_engine_fails_what_was_open_and_comes_back(
+def test_a_dead_or_hung_engine_fails_open_requests_and_is_restarted(
     how: signal.Signals, folder: Path, adapter: Path
 ) -> None:
     async def use(engine: AsyncEngine) -> None:
-        await engine.add_adapter("one", str(adapter))
-        before = await tokens_of(engine, make_job("before", adapter="one"))
-        streams = [engine.submit(make_job(str(i), max_tokens=480)) for i in range(3)]
+        cid = (await engine.add_adapter(str(adapter))).cid
+        before = await tokens_of(engine, make_greedy("before", cid=cid))
+        streams = [engine.submit(make_greedy(str(i), max_tokens=480)) for i in range(3)]
         for stream in streams:
             await anext(stream)
         assert engine.engine_pid is not None
@@ -159,22 +167,22 @@ def test_a_dead_or_hung_engine_fails_what_was_open_and_comes_back(
                     pass
         assert engine.health is Health.RESTARTING
         with pytest.raises(EngineStopped, match="restarting"):
-            await tokens_of(engine, make_job("too early"))
+            await tokens_of(engine, make_greedy("too early"))
         await wait_until_ready(engine)
-        assert await tokens_of(engine, make_job("after", adapter="one")) == before
+        assert await tokens_of(engine, make_greedy("after", cid=cid)) == before
         assert engine.num_restarts == 1
 
     with_engine(folder, use)
 
 
-def test_closing_drains_what_runs_and_refuses_what_comes(folder: Path) -> None:
+def test_closing_drains_running_requests_and_refuses_new_ones(folder: Path) -> None:
     async def use(engine: AsyncEngine) -> None:
-        running = asyncio.create_task(tokens_of(engine, make_job("running", max_tokens=60)))
+        running = asyncio.create_task(tokens_of(engine, make_greedy("running", max_tokens=60)))
         await asyncio.sleep(0.05)
         closing = asyncio.create_task(engine.close(drain_s=30))
         await asyncio.sleep(0)
         with pytest.raises(EngineStopped, match="draining"):
-            await tokens_of(engine, make_job("late"))
+            await tokens_of(engine, make_greedy("late"))
         assert len(await running) == 60
         await closing
         assert engine.health is Health.STOPPED

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from loramux.backend import AdapterUse, TierStats
+from loramux.backend import AdapterUse, EngineStats, TierStats
 from loramux.engine.messages import (
     Add,
     Answer,
@@ -14,15 +14,15 @@ from loramux.engine.messages import (
     Prewarm,
     Refused,
     Reply,
-    Snapshot,
-    describe_error,
-    make_error,
+    ResidencyUpdate,
+    decode_error,
+    encode_error,
 )
 from loramux.errors import AdapterRefused, DoesNotFit, EngineBusy, InvalidRequest, LoramuxError
 from loramux.types.request import FinishReason, Request, TokenEvent, TokenLogprob
 from loramux.types.sampling import SamplingParams
 
-SNAPSHOT = Snapshot(
+STATS = EngineStats(
     num_running=1,
     num_waiting=2,
     num_pages=3,
@@ -32,7 +32,6 @@ SNAPSHOT = Snapshot(
     num_adapter_loads=6,
     num_adapter_evictions=7,
     num_steps=8,
-    resident_adapters=("a",),
     running_adapters={"a": 1},
     waiting_adapters={},
     tiers=(TierStats(tier="device", hits=3), TierStats(tier="host", load_seconds=0.5)),
@@ -69,9 +68,10 @@ def test_a_request_crosses_with_all_its_fields() -> None:
                     logprob=TokenLogprob(4, float("-inf"), 1, ((4, -0.5),)),
                 )
             ],
-            snapshot=SNAPSHOT,
+            stats=STATS,
+            residency=ResidencyUpdate(("a",), ("b",), False),
         ),
-        Refused(request_id="x", error=describe_error(DoesNotFit("too large"))),
+        Refused(request_id="x", error=encode_error(DoesNotFit("too large"))),
         Answer(call_id=3),
         Answer(call_id=4, uses=[AdapterUse(cid="a", tier="disk", num_bytes=1, rank=2)]),
     ],
@@ -91,7 +91,7 @@ def test_replies_cross_unchanged(reply: Reply) -> None:
     ],
 )
 def test_an_error_is_the_same_on_the_other_side(error: LoramuxError) -> None:
-    made = make_error(describe_error(error))
+    made = decode_error(encode_error(error))
     assert type(made) is type(error) and str(made) == str(error)
     assert vars(made) == vars(error)
 
@@ -109,5 +109,5 @@ def test_commands_about_adapters_cross_unchanged(command: Command) -> None:
 
 
 def test_an_unforeseen_error_arrives_with_its_name() -> None:
-    made = make_error(describe_error(ZeroDivisionError("division by zero")))
+    made = decode_error(encode_error(ZeroDivisionError("division by zero")))
     assert type(made) is LoramuxError and "ZeroDivisionError" in str(made)

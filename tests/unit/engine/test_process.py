@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from loramux.engine.messages import Events, Shutdown, Start
-from loramux.engine.process import EngineProcess
-from loramux.errors import UnsupportedModel
+from loramux.engine.messages import Answer, Events, Shutdown, Start, encode_error
+from loramux.engine.process import EngineProcess, PendingCalls
+from loramux.errors import AdapterNotFound, EngineStopped, UnsupportedModel
 from tests.engine_factory import save_model_with_tokenizer
 
 SETTINGS = {"dtype": "float32", "device_memory_bytes": 4 * 2**20}
@@ -23,37 +23,37 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_a_life_from_ready_to_shutdown_with_progress(tmp_path: Path) -> None:
+def test_a_process_reports_progress_and_readiness_and_ends_on_shutdown(tmp_path: Path) -> None:
     save_model_with_tokenizer(tmp_path)
 
-    async def live() -> None:
+    async def check() -> None:
         steps: list[str] = []
         start = Start(model=str(tmp_path), settings=SETTINGS)
         process = await EngineProcess.open(start, lambda what, share: steps.append(what))
-        assert process.ready is not None and process.ready.path == str(tmp_path) and steps
+        assert process.card.path == str(tmp_path) and steps
         process.send(Shutdown())
         await process.wait(timeout_s=10)
         assert not is_alive(process.pid)
         assert isinstance(await process.receive(), Events)
         assert await process.receive() is None
 
-    asyncio.run(live())
+    asyncio.run(check())
 
 
-def test_what_kept_it_from_starting_is_raised_and_no_process_stays(tmp_path: Path) -> None:
-    async def live() -> None:
+def test_an_error_at_the_start_is_raised(tmp_path: Path) -> None:
+    async def check() -> None:
         with pytest.raises(UnsupportedModel, match="nothing"):
             await EngineProcess.open(
                 Start(model=str(tmp_path / "nothing"), settings=SETTINGS), lambda what, share: None
             )
 
-    asyncio.run(live())
+    asyncio.run(check())
 
 
-def test_a_process_that_ignores_everything_is_killed(tmp_path: Path) -> None:
+def test_a_stopped_process_is_killed(tmp_path: Path) -> None:
     save_model_with_tokenizer(tmp_path)
 
-    async def live() -> None:
+    async def check() -> None:
         process = await EngineProcess.open(
             Start(model=str(tmp_path), settings=SETTINGS), lambda what, share: None
         )
@@ -61,4 +61,31 @@ def test_a_process_that_ignores_everything_is_killed(tmp_path: Path) -> None:
         await process.wait(timeout_s=0.2)
         assert not is_alive(process.pid)
 
-    asyncio.run(live())
+    asyncio.run(check())
+
+
+def test_answers_resolve_their_own_calls_in_any_order() -> None:
+    async def check() -> None:
+        calls = PendingCalls()
+        (first_id, first), (second_id, second) = calls.open(), calls.open()
+        calls.answer(Answer(call_id=second_id))
+        calls.answer(Answer(call_id=99))
+        assert (await second).call_id == second_id and not first.done()
+        calls.answer(Answer(call_id=first_id, error=encode_error(AdapterNotFound("gone"))))
+        with pytest.raises(AdapterNotFound, match="gone"):
+            await first
+
+    asyncio.run(check())
+
+
+def test_a_dead_engine_fails_all_pending_calls() -> None:
+    async def check() -> None:
+        calls = PendingCalls()
+        futures = [calls.open()[1] for _ in range(3)]
+        futures[0].cancel()
+        calls.fail(EngineStopped("dead"))
+        for future in futures[1:]:
+            with pytest.raises(EngineStopped):
+                await future
+
+    asyncio.run(check())

@@ -57,4 +57,4 @@ def test_nothing_is_kept_of_what_was_refused_or_aborted(tmp_path: Path) -> None:
         engine.add(make_request("empty", ()))
     engine.add(make_request("gone", (1, 2, 3)))
     engine.abort("gone")
-    assert len(engine._facts) == 0
+    assert len(engine._tracker) == 0

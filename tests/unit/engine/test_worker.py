@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from loramux.backend import EngineStats
+from loramux.engine.async_engine import StatsView
 from loramux.engine.channel import ServerChannel
 from loramux.engine.messages import (
     Abort,
@@ -19,13 +21,13 @@ from loramux.engine.messages import (
     Events,
     Failed,
     Finish,
-    Forget,
     Heartbeat,
     Pin,
     Prewarm,
     Ready,
     Refused,
     Register,
+    Remove,
     Reply,
     Shutdown,
     Start,
@@ -75,6 +77,13 @@ async def next_of(channel: ServerChannel, kind: type[Any]) -> Any:
     return reply
 
 
+async def next_stats(channel: ServerChannel, view: StatsView) -> EngineStats:
+    while (reply := await next_of(channel, Events)).stats is None:
+        view.update(reply)
+    view.update(reply)
+    return view.current
+
+
 async def events_until_done(channel: ServerChannel, name: str) -> list[Reply]:
     seen: list[Reply] = []
     while True:
@@ -86,7 +95,7 @@ async def events_until_done(channel: ServerChannel, name: str) -> list[Reply]:
 
 def test_ready_then_tokens_then_a_clean_end(folder: Path) -> None:
     async def talk(channel: ServerChannel) -> None:
-        ready = await next_of(channel, Ready)
+        ready = (await next_of(channel, Ready)).card
         assert ready.vocab_size == 512 and ready.dtype == "float32" and ready.eos_token_ids
         channel.send(Add(request=make_request("a", (3, 4, 5), max_tokens=3)))
         assert len(await events_until_done(channel, "a")) == 3
@@ -105,7 +114,7 @@ def test_adapters_are_registered_verified_and_forgotten(folder: Path) -> None:
         await events_until_done(channel, "a")
         channel.send(Verify(call_id=2, cid=known.cid))
         assert (await next_of(channel, Answer)).adapter == known
-        channel.send(Forget(cid=known.cid))
+        channel.send(Remove(cid=known.cid))
         channel.send(Verify(call_id=3, cid=known.cid))
         assert (await next_of(channel, Answer)).error.kind == "AdapterNotFound"
         channel.send(Add(request=make_request("b", (3, 4), ((known.cid, 1.0),))))
@@ -116,34 +125,55 @@ def test_adapters_are_registered_verified_and_forgotten(folder: Path) -> None:
     assert converse(folder, talk) in (0, 1)
 
 
-def test_an_idle_engine_still_tells_of_its_memory(folder: Path) -> None:
-    """Catches figures that are all zero, or old, until somebody sends a request."""
+def test_the_engine_reports_its_memory_before_it_becomes_idle(folder: Path) -> None:
+    """Catches statistics that are zero or stale until the next request."""
 
     async def talk(channel: ServerChannel) -> None:
+        view = StatsView()
         await next_of(channel, Ready)
-        snapshot = (await next_of(channel, Events)).snapshot
-        assert snapshot.num_pages == snapshot.num_free_pages > 0
-        assert [tier.tier for tier in snapshot.tiers] == ["device", "host"]
+        stats = await next_stats(channel, view)
+        assert stats.num_pages == stats.num_free_pages > 0
+        assert [tier.tier for tier in stats.tiers] == ["device", "host"]
         channel.send(Register(call_id=1, path=str(folder / "adapter")))
         known = (await next_of(channel, Answer)).adapter
         channel.send(Prewarm())
-        while (await next_of(channel, Events)).snapshot.tiers[1].used_bytes != known.num_bytes:
+        while (await next_stats(channel, view)).tiers[1].used_bytes != known.num_bytes:
             pass
         channel.send(Pin(call_id=2, cid=known.cid, is_pinned=True))
-        while known.cid not in (await next_of(channel, Events)).snapshot.resident_adapters:
+        while (await next_stats(channel, view)).resident_adapters != (known.cid,):
             pass
-        channel.send(Forget(cid=known.cid))
-        while (await next_of(channel, Events)).snapshot.resident_adapters:
+        channel.send(Remove(cid=known.cid))
+        while (await next_stats(channel, view)).resident_adapters:
             pass
         channel.send(Add(request=make_request("long", (3, 4), max_tokens=400)))
-        while not (await next_of(channel, Events)).snapshot.num_running:
+        while not (await next_stats(channel, view)).num_running:
             pass
         channel.send(Abort(request_id="long"))
-        while (await next_of(channel, Events)).snapshot.num_running:
+        while (await next_stats(channel, view)).num_running:
             pass
         channel.send(Shutdown())
 
     assert converse(folder, talk) == 0
+
+
+def test_statistics_come_with_the_last_token_but_not_with_every_step(folder: Path) -> None:
+    async def talk(channel: ServerChannel) -> None:
+        await next_of(channel, Ready)
+        await next_of(channel, Events)
+        channel.send(Add(request=make_request("a", (3, 4), max_tokens=60, ignore_eos=True)))
+        replies: list[Events] = []
+        while not replies or replies[-1].events[-1:] == [] or not _is_last(replies[-1]):
+            replies.append(await next_of(channel, Events))
+        assert replies[-1].stats is not None and replies[-1].stats.num_running == 0
+        assert sum(reply.stats is None for reply in replies) > len(replies) // 2
+        assert all(reply.residency is None for reply in replies), "nothing was loaded"
+        channel.send(Shutdown())
+
+    assert converse(folder, talk) == 0
+
+
+def _is_last(reply: Events) -> bool:
+    return reply.events[-1].finish_reason is not None
 
 
 def test_aborts_and_stops_take_effect_at_the_next_step(folder: Path) -> None:
@@ -156,8 +186,8 @@ def test_aborts_and_stops_take_effect_at_the_next_step(folder: Path) -> None:
         channel.send(Add(request=make_request("next", (3, 4), max_tokens=2)))
         await events_until_done(channel, "next")
         channel.send(Add(request=make_request("last", (3, 4), max_tokens=1)))
-        snapshot = (await next_of(channel, Events)).snapshot
-        assert snapshot.num_running == 0 and snapshot.num_free_pages == snapshot.num_pages
+        stats = (await next_of(channel, Events)).stats
+        assert stats.num_running == 0 and stats.num_free_pages == stats.num_pages
 
     converse(folder, talk)
 

@@ -11,7 +11,7 @@ Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 def scraped(backend: ScriptedBackend, metrics: Metrics | None = None) -> Samples:
-    text = (metrics or Metrics(backend)).render().decode()
+    text = (metrics or Metrics(backend, labels_of=backend.names.labels_of)).render().decode()
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from loramux.backend import EngineStats, TierStats
 from tests.unit.metrics.scraping import scraped
-from tests.unit.server.scripted_backend import ScriptedBackend
+from tests.unit.server.scripted_backend import ScriptedBackend, named
 
 STATS = EngineStats(
     num_running=3,
@@ -87,7 +87,7 @@ def test_adapters_are_told_by_name_in_two_different_lists() -> None:
 
 def test_two_names_of_one_adapter_are_both_told() -> None:
     backend = loaded_backend()
-    backend.adapters["alias"] = replace(backend.adapters["legal"], name="alias")
+    backend.give_name("alias", named("legal"))
     found = scraped(backend)
     assert found["vllm:lora_requests_info"][0][0]["running_lora_adapters"] == "legal,alias"
     resident = [labels["adapter"] for labels, _ in found["loramux:adapter_resident"]]

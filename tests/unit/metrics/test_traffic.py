@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +9,7 @@ from loramux.metrics.server import Metrics
 from loramux.metrics.traffic import HALF_LIFE_S, AdapterTraffic
 from tests.unit.metrics.scraping import scraped
 from tests.unit.server.asgi_client import complete, get, make_app
-from tests.unit.server.scripted_backend import ScriptedBackend
+from tests.unit.server.scripted_backend import ScriptedBackend, named
 
 NAMES = [f"a{number}" for number in range(9)] + ["other"]
 
@@ -97,12 +95,12 @@ def test_requests_of_a_server_are_counted_by_adapter_and_the_base_is_not_one() -
 
 def test_a_thousand_adapters_are_twenty_series_and_a_rest() -> None:
     backend = ScriptedBackend()
-    card = backend.adapters["legal"]
     names = [f"n{number}" for number in range(1000)]
-    backend.adapters = {name: replace(card, name=name) for name in names}
-    metrics = Metrics(backend)
+    for name in names:
+        backend.give_name(name, named(name))
+    metrics = Metrics(backend, labels_of=backend.names.labels_of)
     for number, name in enumerate(names):
-        for counted in metrics.counted(name, None):
+        for counted in metrics.counted(named(name).cid, name):
             counted.add(requests=1, generation_tokens=number)
     scraped(backend, metrics)
     found = scraped(backend, metrics)["loramux:adapter_requests_total"]

@@ -9,7 +9,7 @@ import pytest
 
 from loramux.backend import AdapterUse, Health
 from tests.unit.server.asgi_client import complete, get, make_app, request
-from tests.unit.server.scripted_backend import ScriptedBackend
+from tests.unit.server.scripted_backend import ScriptedBackend, named
 
 LEGAL = AdapterUse(
     cid="cidv1:sha256:legal",
@@ -62,7 +62,7 @@ def test_an_adapter_is_shown_with_its_place_and_use() -> None:
 
 def test_two_names_are_one_entry_and_an_unloaded_one_that_still_runs_is_seen() -> None:
     backend = ScriptedBackend()
-    backend.adapters["alias"] = replace(backend.adapters["legal"], name="alias")
+    backend.give_name("alias", named("legal"))
     backend.uses = [LEGAL, replace(LEGAL, cid="cidv1:sha256:gone")]
     entries = {entry["id"]: entry for entry in listed(backend)}
     assert list(entries) == ["legal", "team/polite", "cidv1:sha256:gone"]

@@ -18,6 +18,7 @@ def make_context(backend: ScriptedBackend, *names: str) -> Context:
         backend=backend,
         options=ServerOptions(served_model_names=names),
         metrics=Metrics(backend),
+        names=backend.names,
     )
 
 

@@ -20,6 +20,7 @@ from loramux.errors import (
     UnsupportedModel,
 )
 from loramux.server.errors import HTTP_STATUS, error_info, error_response
+from loramux.types.request import Request
 from tests.unit.server.asgi_client import chat, complete, get, make_app, request
 from tests.unit.server.scripted_backend import ScriptedBackend
 

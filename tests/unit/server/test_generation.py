@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from loramux.backend import Delta
 from loramux.errors import (
@@ -20,11 +21,12 @@ from loramux.errors import (
 )
 from loramux.metrics.server import Metrics
 from loramux.server.generation import Answer, collect, run_jobs
+from loramux.server.names import AdapterNames, Selected
 from loramux.server.serving import Arrival, ReceiptDesk, Served, ServingRecord
-from loramux.types.request import FinishReason
+from loramux.types.request import FinishReason, Request
 from loramux.types.sampling import SamplingParams
 from tests.unit.server.asgi_client import run
-from tests.unit.server.scripted_backend import CARD, ScriptedBackend, delta
+from tests.unit.server.scripted_backend import CARD, ScriptedBackend, delta, named
 
 
 def make_jobs(*prompts: bytes, n: int = 1) -> tuple[Request, ...]:
@@ -40,9 +42,7 @@ def make_record(jobs: Sequence[Request]) -> ServingRecord:
         base_name="m",
         base_digest=CARD.digest,
         tenant="",
-        adapter=None,
-        weight=1.0,
-        resolved=None,
+        selected=Selected("m"),
         arrival=Arrival(),
     )
     return ServingRecord(ReceiptDesk(), served, jobs)
@@ -52,7 +52,7 @@ def make_answer(jobs: Sequence[Request]) -> Answer:
     return Answer(
         answer_id="x",
         created_s=0,
-        model="m",
+        selected=Selected("m"),
         fingerprint="fp",
         jobs=tuple(jobs),
         record=make_record(jobs),
@@ -76,7 +76,9 @@ def test_choices_of_many_jobs_never_swap() -> None:
     backend = ScriptedBackend(own_prompt)
     jobs = make_jobs(b"aaa", b"b", b"cc", n=2)
     answer = make_answer(jobs)
-    choices, usage = run(collect(answer, run_jobs(backend, Metrics(backend), answer)))
+    choices, usage = run(
+        collect(answer, run_jobs(backend, Metrics(backend), backend.names, answer))
+    )
     texts = [choice.text for choice in choices]
     assert texts == [f"{p}{i}" * 3 for p in ("aaa", "b", "cc") for i in range(2)]
     assert (usage.prompt_tokens, usage.total_tokens) == (6, 6 + 2 * 3 * (4 + 2 + 3))
@@ -88,12 +90,16 @@ def test_counters_tell_how_jobs_ended() -> None:
 
     async def work() -> None:
         answer = make_answer(make_jobs(b"abc", b"d"))
-        await collect(answer, run_jobs(backend, metrics, answer))
-        async with aclosing(run_jobs(backend, metrics, make_answer(make_jobs(b"e")))) as deltas:
+        await collect(answer, run_jobs(backend, metrics, backend.names, answer))
+        async with aclosing(
+            run_jobs(backend, metrics, backend.names, make_answer(make_jobs(b"e")))
+        ) as deltas:
             await anext(deltas)
         backend.script = broken
         with pytest.raises(EngineStopped):
-            await collect(answer, run_jobs(backend, metrics, make_answer(answer.jobs[:1])))
+            await collect(
+                answer, run_jobs(backend, metrics, backend.names, make_answer(answer.jobs[:1]))
+            )
 
     async def broken(job: Request) -> AsyncIterator[Delta]:
         yield delta(job, 0, b"a")
@@ -119,7 +125,7 @@ def test_answer_without_every_choice_is_an_error() -> None:
     backend = ScriptedBackend(forgets_the_second)
     answer = make_answer(make_jobs(b"a", n=2))
     with pytest.raises(EngineStopped, match="broke off"):
-        run(collect(answer, run_jobs(backend, Metrics(backend), answer)))
+        run(collect(answer, run_jobs(backend, Metrics(backend), backend.names, answer)))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +143,7 @@ def test_job_that_ends_in_the_engine_raises_what_its_code_says(
     answer = make_answer(make_jobs(b"a"))
     metrics = Metrics(backend)
     with pytest.raises(kind, match="Said why."):
-        run(collect(answer, run_jobs(backend, metrics, answer)))
+        run(collect(answer, run_jobs(backend, metrics, backend.names, answer)))
     assert sample(metrics, "vllm:request_success_total", finished_reason="error") == 1
 
 
@@ -162,18 +168,29 @@ def test_backend_may_hand_out_a_plain_iterator() -> None:
 
     backend = PlainBackend()
     answer = make_answer(make_jobs(b"a"))
-    [choice], _ = run(collect(answer, run_jobs(backend, Metrics(backend), answer)))
+    [choice], _ = run(collect(answer, run_jobs(backend, Metrics(backend), backend.names, answer)))
     assert choice.text == "a"
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
-def test_a_job_runs_again_once_its_adapters_files_are_back(comes_back: bool) -> None:
-    asked: list[str] = []
-    tries: list[Request] = []
+class RestoringNames(AdapterNames):
+    def __init__(self, backend: ScriptedBackend, *, is_restored: bool) -> None:
+        super().__init__(backend)
+        self.asked: list[str] = []
+        self._is_restored = is_restored
 
-    async def restore(name: str) -> bool:
-        asked.append(name)
-        return comes_back
+    async def restore(self, cid: str) -> bool:
+        self.asked.append(cid)
+        return self._is_restored
+
+
+def make_adapter_answer() -> Answer:
+    cid = named("legal").cid
+    return make_answer([structs.replace(job, selection=((cid, 1.0),)) for job in make_jobs(b"a")])
+
+
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_a_request_runs_again_once_its_adapters_files_are_restored(is_restored: bool) -> None:
+    tries: list[Request] = []
 
     async def missing_at_first(job: Request) -> AsyncIterator[Delta]:
         tries.append(job)
@@ -182,27 +199,26 @@ def test_a_job_runs_again_once_its_adapters_files_are_back(comes_back: bool) -> 
         yield delta(job, 0, b"here", FinishReason.STOP)
 
     backend = ScriptedBackend(missing_at_first)
-    jobs = [replace(job, adapter="legal") for job in make_jobs(b"a")]
-    answer = make_answer(jobs)
-    deltas = run_jobs(backend, Metrics(backend), answer, restore=restore)
-    if comes_back:
+    names = RestoringNames(backend, is_restored=is_restored)
+    answer = make_adapter_answer()
+    deltas = run_jobs(backend, Metrics(backend), names, answer)
+    if is_restored:
         [choice], _ = run(collect(answer, deltas))
         assert choice.text == "here"
     else:
         with pytest.raises(AdapterRefused, match="folder is gone"):
             run(collect(answer, deltas))
-    assert asked == ["legal"] and len(tries) == 1 + comes_back
+    assert names.asked == [named("legal").cid] and len(tries) == 1 + is_restored
 
 
-def test_an_answer_that_has_begun_is_never_begun_again() -> None:
+def test_an_answer_that_has_begun_is_not_started_again() -> None:
     async def fails_later(job: Request) -> AsyncIterator[Delta]:
         yield delta(job, 0, b"a")
         raise AdapterRefused("adapter_unavailable", "lost")
 
-    async def restore(name: str) -> bool:
-        raise AssertionError(name)
-
     backend = ScriptedBackend(fails_later)
-    answer = make_answer([replace(job, adapter="legal") for job in make_jobs(b"a")])
+    names = RestoringNames(backend, is_restored=True)
+    answer = make_adapter_answer()
     with pytest.raises(AdapterRefused, match="lost"):
-        run(collect(answer, run_jobs(backend, Metrics(backend), answer, restore=restore)))
+        run(collect(answer, run_jobs(backend, Metrics(backend), names, answer)))
+    assert names.asked == []

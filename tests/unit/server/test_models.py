@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from loramux.backend import Health
-from tests.unit.server.asgi_client import complete, get, make_app
+from tests.unit.server.asgi_client import complete, get, make_app, run
 from tests.unit.server.scripted_backend import ScriptedBackend
 
 
@@ -49,7 +49,7 @@ def test_every_listed_name_can_be_got_and_asked() -> None:
 def test_adapter_that_is_removed_is_gone_from_both() -> None:
     backend = ScriptedBackend()
     app = make_app(backend)
-    del backend.adapters["legal"]
+    run(backend.names.unload("legal"))
     response = get(app, "/v1/models/legal")
     assert response.status_code == 404
     assert response.json()["error"]["param"] == "model"

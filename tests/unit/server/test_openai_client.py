@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from loramux.backend import Health
 from loramux.errors import EngineBusy, RequestTimeout
 from tests.unit.server.asgi_client import make_app, run
-from tests.unit.server.scripted_backend import ScriptedBackend, says_it_reused
+from tests.unit.server.scripted_backend import ScriptedBackend, named, says_it_reused
 from tests.unit.server.test_errors import failing_backend
 from tests.unit.server.test_streaming import dies_after_two
 
@@ -74,7 +74,7 @@ def test_adapters_in_the_body() -> None:
         backend,
     )
     assert answer.model == "legal"
-    assert backend.requests[0].adapter_weight == 0.5
+    assert backend.requests[0].selection == ((named("legal").cid, 0.5),)
 
 
 def test_chat_logprobs_and_max_completion_tokens() -> None:

@@ -12,7 +12,7 @@ from loramux.capacity.plan import Budgets, Fleet, PlannedBase
 from loramux.capacity.planner import plan_memory
 from loramux.server.plans import would_evict
 from tests.unit.server.asgi_client import make_app, post
-from tests.unit.server.scripted_backend import CARD, SHAPES, ScriptedBackend
+from tests.unit.server.scripted_backend import CARD, SHAPES, ScriptedBackend, named
 
 PLAN = "/v1/adapters/plan"
 ASKED = {"adapters": 300, "rank": [8, 16], "targets": ["q", "v"], "zipf": 0.9}
@@ -84,7 +84,7 @@ def test_no_plan_before_the_engine_is_up() -> None:
 
 def test_an_adapter_may_still_be_called_plan() -> None:
     backend = ScriptedBackend()
-    backend.adapters["plan"] = replace(backend.adapters["legal"], name="plan")
+    backend.give_name("plan", named("legal"))
     assert post(make_app(backend), "/v1/adapters/plan/pin").json()["pinned"] is True
 
 

@@ -9,6 +9,7 @@ import pytest
 from loramux.receipts.receipt import Receipt
 from tests.unit.server.asgi_client import COMPLETIONS, complete, get, make_app, post
 from tests.unit.server.registry_app import Make, RegistryApp
+from tests.unit.server.scripted_backend import named
 
 
 def found(served: RegistryApp, query: str) -> list[dict[str, Any]]:
@@ -61,7 +62,7 @@ def test_receipts_are_found_by_adapter_and_tenant(registry_app: Make) -> None:
     def cids(query: str) -> set[str]:
         return {receipt["adapter_cid"] for receipt in found(served, query)}
 
-    legal = served.backend.adapters["legal"].cid
+    legal = named("legal").cid
     assert cids("adapter=acme/sql") == {first, second}
     assert cids("adapter=acme/sql@1.1.0") == {second}
     assert cids(f"adapter={first}") == {first}

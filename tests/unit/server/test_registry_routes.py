@@ -87,7 +87,7 @@ def test_warm_loads_the_version_before_the_alias_moves(registry_app: Make) -> No
 
     async def watching(job: Any) -> Any:
         state = served.registry.show("acme/sql").aliases[0]
-        seen.append((job.adapter, {target.version: 1 for target in state.targets}))
+        seen.append((job.selection[0][0], {target.version: 1 for target in state.targets}))
         async for item in script(job):
             yield item
 
@@ -106,7 +106,7 @@ def test_a_rollback_warms_what_it_goes_back_to_before_the_alias_moves(registry_a
 
     async def watching(job: Any) -> Any:
         state = served.registry.show("acme/sql").aliases[0]
-        seen.append((job.adapter, state.targets[0].version))
+        seen.append((job.selection[0][0], state.targets[0].version))
         async for item in script(job):
             yield item
 

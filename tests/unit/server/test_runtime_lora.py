@@ -18,7 +18,7 @@ from tests.unit.server.asgi_client import (
     request,
     run,
 )
-from tests.unit.server.scripted_backend import ScriptedBackend, cid_of
+from tests.unit.server.scripted_backend import ScriptedBackend, cid_of, named
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 INVALID = "InvalidUserInput"
@@ -113,7 +113,7 @@ def test_refusals_have_vllms_status_and_body(case: str) -> None:
     assert response.status_code == status
     error = {"message": message, "type": kind, "param": param, "code": status}
     assert response.json() == {"error": error}
-    assert set(backend.adapters) == {"legal", "team/polite"}
+    assert [given.name for given in backend.names.given()] == ["legal", "team/polite"]
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b'"x"'])
@@ -151,7 +151,8 @@ def test_an_adapter_comes_and_goes(tmp_path: Path) -> None:
 def test_delete_unloads_too(tmp_path: Path) -> None:
     app, backend = serve()
     response = request(app, "DELETE", UNLOAD, json={"lora_name": "legal"})
-    assert response.status_code == 200 and "legal" not in backend.adapters
+    assert response.status_code == 200 and backend.names.find("legal") is None
+    assert backend.removed == [named("legal").cid]
 
 
 def test_a_reload_in_place_moves_the_name_to_a_new_content_id(tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ def test_a_reload_in_place_moves_the_name_to_a_new_content_id(tmp_path: Path) ->
     write_tiny(folder, 2)
     assert post(app, LOAD, body).text == "Success: LoRA adapter 'rl' added successfully."
     after = complete(app, model="rl").json()["serving"]["adapter_cid"]
-    assert after == cid_of(folder) != before
+    assert after == cid_of(folder) != before and backend.removed == [before]
 
 
 REFUSED_ADAPTERS = {
@@ -229,7 +230,7 @@ def test_with_roots_a_path_must_lie_under_one(tmp_path: Path) -> None:
         assert post(app, LOAD, {"lora_name": name, "lora_path": path}).status_code == 200
     missing = {"lora_name": "c", "lora_path": "nothing"}
     assert post(app, LOAD, missing).json()["error"]["message"].endswith("<path>")
-    assert [path for _, path in backend.added] == [str(inside)] * 2
+    assert backend.added == [str(inside)] * 2
 
 
 def test_of_two_loads_at_once_the_second_finds_the_first(tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
-"""Which adapter a request selects, and what the answer calls it."""
+"""Names in a request: the base, given names, and references to the registry."""
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.unit.server.asgi_client import complete, make_app
-from tests.unit.server.scripted_backend import ScriptedBackend
+from loramux.adapters.identity import CID_PREFIX
+from loramux.registry.records import Content
+from tests.unit.server.asgi_client import COMPLETIONS, complete, make_app, post
+from tests.unit.server.registry_app import Make, RegistryApp
+from tests.unit.server.scripted_backend import ScriptedBackend, named
 
-# fields, the adapter that must run, its weight, the name in the answer
+# Request fields, expected adapter, its weight, the model name in the answer.
 SELECTIONS: list[tuple[dict[str, Any], str | None, float, str]] = [
     ({}, None, 1.0, "tiny-base"),
     ({"model": None}, None, 1.0, "tiny-base"),
@@ -32,26 +37,26 @@ def test_request_selects_its_adapter(
     backend = ScriptedBackend()
     answer = complete(make_app(backend), **fields).json()
     assert answer["model"] == name
-    assert backend.requests[0].adapter == adapter
-    assert backend.requests[0].adapter_weight == weight
+    cid = None if adapter is None else named(adapter).cid
+    assert backend.requests[0].selection == (() if cid is None else ((cid, weight),))
 
 
-def test_every_served_name_is_the_base_and_is_answered_as_asked() -> None:
+def test_every_served_model_name_selects_the_base() -> None:
     backend = ScriptedBackend()
     app = make_app(backend, served_model_names=("smol", "gpt-4"))
     assert complete(app, model="gpt-4").json()["model"] == "gpt-4"
     assert complete(app, model=None).json()["model"] == "smol"
     assert complete(app, model="tiny-base").status_code == 404
-    assert [job.adapter for job in backend.requests] == [None, None]
+    assert backend.cids == [None, None]
 
 
-def test_name_that_is_listed_is_never_served_as_something_else() -> None:
-    """An adapter that is called like the base would be listed and then select the base."""
+def test_a_name_of_the_base_always_selects_the_base() -> None:
+    """A name of the base always selects the base, also if an adapter has the same name."""
     backend = ScriptedBackend()
-    backend.adapters["tiny-base"] = backend.adapters["legal"]
+    backend.give_name("tiny-base", named("legal"))
     app = make_app(backend)
     complete(app, model="tiny-base")
-    assert backend.requests[0].adapter is None
+    assert backend.cids == [None]
 
 
 def test_several_adapters_are_refused_with_the_reason() -> None:
@@ -60,7 +65,7 @@ def test_several_adapters_are_refused_with_the_reason() -> None:
     assert "not supported yet" in response.json()["error"]["message"]
 
 
-def test_unknown_model_has_the_message_that_clients_know() -> None:
+def test_an_unknown_model_is_404_with_openais_message() -> None:
     error = complete(make_app(), model="x").json()["error"]
     assert error == {
         "message": "The model `x` does not exist.",
@@ -68,3 +73,130 @@ def test_unknown_model_has_the_message_that_clients_know() -> None:
         "param": "model",
         "code": 404,
     }
+
+
+def cid_served(served: RegistryApp, model: str, **fields: str) -> str | None:
+    response = complete(served.app, model=model, **fields)
+    assert response.status_code == 200, response.text
+    assert response.json()["model"] == model
+    return served.backend.cids[-1]
+
+
+def test_every_form_of_a_name_reaches_its_version(registry_app: Make) -> None:
+    served = registry_app()
+    first, second = served.push("acme/sql@1.0.0", 1), served.push("acme/sql@1.1.0", 2)
+    home = served.push("default/own@2.0.0", 3)
+    served.registry.promote("acme/sql", "1.0.0", alias="prod")
+    digits = second.rpartition(":")[2]
+    cases = {
+        "acme/sql": first,
+        "acme/sql@prod": first,
+        "acme/sql@latest": second,
+        "acme/sql@1.1.0": second,
+        "own": home,
+        "own@2.0.0": home,
+        second: second,
+        f"cidv1:sha256:{digits[:12]}": second,
+        digits[:14]: second,
+    }
+    assert {model: cid_served(served, model) for model in cases} == cases
+
+
+def test_names_given_at_start_win(registry_app: Make) -> None:
+    """A push must not take over a name that the operator gave."""
+    served = registry_app()
+    served.push("default/legal@1.0.0", 1)
+    served.push("team/polite@1.0.0", 2)
+    assert cid_served(served, "legal") == named("legal").cid
+    assert cid_served(served, "team/polite") == named("team/polite").cid
+    assert cid_served(served, "tiny-base") is None
+
+
+def test_a_bare_name_is_looked_up_in_the_tenant_and_then_in_the_home_tenant(
+    registry_app: Make,
+) -> None:
+    served = registry_app(tenant_header="X-Tenant")
+    own, home = served.push("acme/sql@1.0.0", 1), served.push("default/sql@1.0.0", 2)
+    shared = served.push("default/shared@1.0.0", 3)
+
+    def adapter_of(model: str, tenant: str) -> str | None:
+        body = {"model": model, "prompt": "hi"}
+        response = post(served.app, COMPLETIONS, body, headers={"x-tenant": tenant})
+        assert response.status_code == 200, response.text
+        return served.backend.cids[-1]
+
+    assert adapter_of("sql", "acme") == own
+    assert adapter_of("sql", "other") == home
+    assert adapter_of("sql", "not a name!") == home
+    assert adapter_of("shared", "acme") == shared
+
+
+@pytest.mark.parametrize("model", ["acme/none", "acme/sql@9.0.0", "acme/sql@no", "a b", "x/y/z"])
+def test_an_unknown_name_is_404_with_the_models_message(registry_app: Make, model: str) -> None:
+    served = registry_app()
+    served.push("acme/sql@1.0.0", 1)
+    error = complete(served.app, model=model).json()["error"]
+    assert error["code"] == 404 and error["param"] == "model"
+    assert error["message"] == f"The model `{model}` does not exist."
+    assert not served.backend.requests
+
+
+def test_a_prefix_of_several_content_ids_says_how_many(
+    registry_app: Make,
+) -> None:
+    served = registry_app()
+    cid = served.push("acme/sql@1.0.0", 1)
+    content = served.registry.manifest(cid)
+    similar = cid[:-1] + ("0" if cid[-1] != "0" else "1")
+    served.registry.push("acme/other@1.0.0", Content(cid=similar, manifest=content, size_bytes=1))
+    error = complete(served.app, model=cid[:30]).json()["error"]
+    assert error["code"] == 400 and error["param"] == "model"
+    assert error["message"].startswith("2 content ids begin with ")
+    assert cid_served(served, cid) == cid
+
+
+def test_a_cid_prefix_with_too_few_digits_is_refused(registry_app: Make) -> None:
+    error = complete(registry_app().app, model="cidv1:sha256:abc").json()["error"]
+    assert error["code"] == 400 and "12" in error["message"]
+
+
+def test_without_a_registry_a_given_adapter_is_found_by_its_content_id() -> None:
+    backend = ScriptedBackend()
+    cid, similar = CID_PREFIX + "ab" * 32, CID_PREFIX + "ab" * 31 + "cc"
+    backend.give_name("legal", replace(named("legal"), cid=cid))
+    backend.give_name("other", replace(named("legal"), cid=similar))
+    app = make_app(backend)
+    assert complete(app, model=cid).status_code == 200
+    assert backend.cids == [cid]
+    assert "2 content ids" in complete(app, model="ab" * 8).json()["error"]["message"]
+    assert complete(app, model="cd" * 8).status_code == 404
+
+
+def test_a_removed_version_is_404_although_the_engine_still_has_it(registry_app: Make) -> None:
+    served = registry_app()
+    cid = served.push("acme/sql@1.0.0", 1)
+    assert cid_served(served, cid) == cid
+    served.registry.remove("acme/sql@1.0.0")
+    served.adapters.forget([])
+    assert complete(served.app, model=cid).status_code == 404
+
+
+def test_a_user_stays_on_one_side_of_a_split(registry_app: Make) -> None:
+    served = registry_app()
+    sides = {served.push("acme/sql@1.0.0", 1), served.push("acme/sql@1.1.0", 2)}
+    served.registry.split("acme/sql", {"1.0.0": 1, "1.1.0": 1}, alias="prod")
+    served.adapters.forget([])
+    met = set()
+    for user in map(str, range(12)):
+        chosen = {cid_served(served, "acme/sql", user=user) for _ in range(3)}
+        assert len(chosen) == 1
+        met |= chosen
+    assert met == sides
+
+
+def test_a_version_whose_files_are_missing_is_not_reported_as_unknown(registry_app: Make) -> None:
+    served = registry_app()
+    served.push("acme/sql@1.0.0", 1)
+    shutil.rmtree(served.folder / "store")
+    response = complete(served.app, model="acme/sql")
+    assert response.status_code == 404 and "is in the store" in response.text

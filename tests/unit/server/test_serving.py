@@ -14,7 +14,7 @@ from loramux.backend import Delta
 from loramux.errors import EngineStopped
 from loramux.receipts.receipt import Receipt, Verdict, check
 from loramux.server.serving import NO_FACTS, ReceiptDesk, slower
-from loramux.types.request import RequestFacts
+from loramux.types.request import Request, RequestFacts
 from tests.unit.server.asgi_client import (
     CHAT,
     COMPLETIONS,
@@ -25,7 +25,14 @@ from tests.unit.server.asgi_client import (
     make_app,
     run,
 )
-from tests.unit.server.scripted_backend import CARD, Script, ScriptedBackend, delta, say_hello
+from tests.unit.server.scripted_backend import (
+    CARD,
+    Script,
+    ScriptedBackend,
+    delta,
+    named,
+    say_hello,
+)
 
 FACTS = RequestFacts("disk", 0.05, 4, 0.125, 3)
 
@@ -67,7 +74,7 @@ def test_a_receipt_has_the_fields_that_tell_why_an_answer_was_slow() -> None:
         "base_model": "tiny-base@0123456",
         "base_digest": CARD.digest,
         "tenant": "default",
-        "adapter_cid": backend.adapters["legal"].cid,
+        "adapter_cid": named("legal").cid,
         "pool_id": "us-west-2/pool-3",
         "tier_found": "disk",
         "cold_miss": True,
@@ -173,7 +180,7 @@ def test_an_answer_whose_client_left_has_a_receipt(path: str, stream: bool) -> N
 
     run(drive())
     assert [receipt.body()["status"] for receipt in kept] == ["aborted"]
-    assert kept[0].adapter_cid == backend.adapters["legal"].cid
+    assert kept[0].adapter_cid == named("legal").cid
 
 
 def test_several_prompts_have_one_receipt_of_the_slowest() -> None:
@@ -201,11 +208,11 @@ def test_a_signed_receipt_can_be_checked_by_who_has_the_public_key() -> None:
 def test_a_reload_between_arrival_and_start_is_what_the_receipt_names() -> None:
     """The receipt is written from what the engine was given, not from what was looked up before."""
     app, backend, kept = serve()
-    moved = replace(backend.adapters["legal"], cid="cidv1:sha256:new")
+    moved = replace(named("legal"), cid="cidv1:sha256:new")
     encode = backend.codec.encode
 
     def encode_while_moving(text: str, **options: Any) -> list[int]:
-        backend.adapters["legal"] = moved
+        backend.give_name("legal", moved)
         return encode(text, **options)
 
     backend.codec.encode = encode_while_moving  # type: ignore[method-assign]

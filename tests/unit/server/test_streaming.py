@@ -11,7 +11,7 @@ import pytest
 
 from loramux.backend import Delta
 from loramux.errors import EngineStopped
-from loramux.types.request import FinishReason
+from loramux.types.request import FinishReason, Request
 from tests.unit.server.asgi_client import (
     CHAT,
     COMPLETIONS,

@@ -7,7 +7,7 @@ from loramux.errors import AdapterNotFound
 from loramux.server.warming import find_prewarmed, prewarm
 from tests.unit.server.asgi_client import make_app, post, run
 from tests.unit.server.registry_app import Make
-from tests.unit.server.scripted_backend import ScriptedBackend
+from tests.unit.server.scripted_backend import ScriptedBackend, named
 
 
 def test_an_adapter_is_used_once_by_any_of_its_names(registry_app: Make) -> None:
@@ -16,8 +16,8 @@ def test_an_adapter_is_used_once_by_any_of_its_names(registry_app: Make) -> None
     for name in ("acme/sql@1.0.0", cid, "legal"):
         answer = post(served.app, f"/v1/adapters/{name}/warm", {})
         assert answer.status_code == 200, answer.text
-    assert [job.adapter for job in served.backend.requests] == [cid, cid, "legal"]
-    assert {job.params.max_tokens for job in served.backend.requests} == {1}
+    assert served.backend.cids == [cid, cid, named("legal").cid]
+    assert {request.params.max_tokens for request in served.backend.requests} == {1}
     assert post(served.app, "/v1/adapters/acme/none/warm", {}).status_code == 404
 
 
@@ -38,7 +38,7 @@ def test_names_of_the_registry_are_prewarmed_and_both_sides_of_a_split(
     last = served.push("default/chat@2.0.0", 4)
     found = find_prewarmed(served.adapters, ["acme/sql", "acme/gone@1.0.0", "chat@latest"])
     assert [resolved.cid for resolved in found] == [first, second, gone, last]
-    run(prewarm(served.backend, served.adapters, found))
+    run(prewarm(served.backend, served.backend.names, found))
     assert served.backend.prewarmed == [first, second, last]
     assert "acme/gone@1.0.0 is not pre-warmed" in caplog.text
 

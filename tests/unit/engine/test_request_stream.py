@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from loramux.engine.outputs import OutputCollector
-from loramux.engine.streams import JobStream
+from loramux.engine.outputs import OutputCollector, RequestStream
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import EngineStopped
 from loramux.types.request import FinishReason, Request, TokenEvent
@@ -18,23 +17,23 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(save_byte_level(tmp_path_factory.mktemp("tokenizer")))
 
 
-def make_stream(tokenizer: Tokenizer, **params: object) -> JobStream:
+def make_stream(tokenizer: Tokenizer, **params: object) -> RequestStream:
     settings = SamplingParams(**params)  # type: ignore[arg-type]
     request = Request(request_id="a", prompt_token_ids=(1,), params=settings)
-    return JobStream(OutputCollector(request, tokenizer))
+    return RequestStream(OutputCollector(request, tokenizer))
 
 
-def put_text(stream: JobStream, tokenizer: Tokenizer, text: str, index: int = 0) -> None:
+def put_text(stream: RequestStream, tokenizer: Tokenizer, text: str, index: int = 0) -> None:
     for token_id in tokenizer.encode(text):
         stream.put(TokenEvent(request_id="a", index=index, token_id=token_id))
 
 
-def end(stream: JobStream, index: int = 0) -> None:
+def end(stream: RequestStream, index: int = 0) -> None:
     reason = FinishReason.LENGTH
     stream.put(TokenEvent(request_id="a", index=index, token_id=None, finish_reason=reason))
 
 
-def test_a_slow_reader_gets_all_that_waits_in_one_delta_a_choice(tokenizer: Tokenizer) -> None:
+def test_a_slow_reader_gets_one_merged_delta_per_choice(tokenizer: Tokenizer) -> None:
     async def read() -> None:
         stream = make_stream(tokenizer, n=2)
         put_text(stream, tokenizer, "The quick brown fox")
@@ -53,7 +52,7 @@ def test_a_slow_reader_gets_all_that_waits_in_one_delta_a_choice(tokenizer: Toke
     asyncio.run(read())
 
 
-def test_what_came_before_an_error_is_given_first(tokenizer: Tokenizer) -> None:
+def test_deltas_before_an_error_are_delivered_first(tokenizer: Tokenizer) -> None:
     async def read() -> None:
         stream = make_stream(tokenizer)
         put_text(stream, tokenizer, "The quick")
@@ -66,7 +65,7 @@ def test_what_came_before_an_error_is_given_first(tokenizer: Tokenizer) -> None:
     asyncio.run(read())
 
 
-def test_a_reader_waits_until_there_is_news(tokenizer: Tokenizer) -> None:
+def test_a_reader_waits_for_the_next_delta(tokenizer: Tokenizer) -> None:
     async def read() -> None:
         stream = make_stream(tokenizer)
         reader = asyncio.create_task(stream.take())
@@ -78,7 +77,7 @@ def test_a_reader_waits_until_there_is_news(tokenizer: Tokenizer) -> None:
     asyncio.run(read())
 
 
-def test_logprobs_are_joined_too(tokenizer: Tokenizer) -> None:
+def test_logprobs_are_merged(tokenizer: Tokenizer) -> None:
     async def read() -> None:
         stream = make_stream(tokenizer, logprobs=0)
         put_text(stream, tokenizer, "The quick")
@@ -88,20 +87,20 @@ def test_logprobs_are_joined_too(tokenizer: Tokenizer) -> None:
     asyncio.run(read())
 
 
-def test_an_end_that_comes_while_the_reader_is_busy_is_not_lost(tokenizer: Tokenizer) -> None:
+def test_an_end_that_arrives_while_the_reader_is_busy_is_not_lost(tokenizer: Tokenizer) -> None:
     async def read() -> None:
         stream = make_stream(tokenizer)
         put_text(stream, tokenizer, "The")
         await stream.take()
         end(stream)
-        assert not stream.is_finished, "the last delta still waits"
+        assert not stream.is_finished, "the last delta was not taken yet"
         (last,) = await stream.take()
         assert last.finish_reason is FinishReason.LENGTH and stream.is_finished
 
     asyncio.run(read())
 
 
-def test_reuse_and_an_errors_code_survive_the_joining(tokenizer: Tokenizer) -> None:
+def test_merging_keeps_reused_tokens_and_the_error_code(tokenizer: Tokenizer) -> None:
     async def read() -> None:
         stream = make_stream(tokenizer)
         (first, *_) = tokenizer.encode("The quick")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from loramux.engine.messages import Snapshot
-from loramux.engine.report import adapter_uses, take_snapshot
+from loramux.backend import EngineStats
+from loramux.engine.stats import adapter_uses, engine_stats
 from tests.adapter_factory import make_peft_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request, run_all
 from tests.model_factory import tiny_transformers_model
@@ -29,13 +29,13 @@ def test_every_known_adapter_is_listed_with_its_tier_and_its_uses(tmp_path: Path
     assert (used.hits, used.misses, used.is_pinned) == (1, 1, True)
     assert used.cached_tokens >= 32 and used.last_use_s is not None
     assert uses[cids[1]].last_use_s is None and uses[cids[1]].hits == 0
-    snapshot = take_snapshot(engine, num_steps=7)
-    device, host, disk = snapshot.tiers
+    stats = engine_stats(engine, num_steps=7)
+    device, host, disk = stats.tiers
     assert (device.tier, device.num_adapters, device.hits, device.misses) == ("device", 1, 1, 1)
     assert device.used_bytes % engine.memory.pool.page_bytes == 0 < device.used_bytes
     assert host.num_adapters == 2 and disk.num_adapters == 3 and disk.used_bytes > 0
-    assert snapshot.prefix_hit_tokens >= 32 and snapshot.prefix_query_tokens >= 78
-    assert sum(snapshot.step_loss_s.values()) >= 1 and list(snapshot.step_loss_s)[-1] == "+Inf"
-    again = msgspec.json.decode(msgspec.json.encode(snapshot), type=Snapshot)
-    assert again == snapshot, "it must survive the way to the server"
+    assert stats.prefix_hit_tokens >= 32 and stats.prefix_query_tokens >= 78
+    assert sum(stats.step_loss_s.values()) >= 1 and list(stats.step_loss_s)[-1] == "+Inf"
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats)
+    assert again == stats, "it must cross the channel unchanged"
     engine.close()

@@ -1,0 +1,189 @@
+"""The table of adapter names: given names, references to the registry, and the host's adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loramux.adapters.identity import CID_PREFIX
+from loramux.errors import AdapterNotFound, StoreDamaged
+from loramux.registry.records import Resolved
+from loramux.types.request import Request
+from loramux.types.sampling import SamplingParams
+from tests.store_factory import write_tiny
+from tests.unit.server.asgi_client import run
+from tests.unit.server.registry_app import Make
+from tests.unit.server.scripted_backend import ScriptedBackend, cid_of, named
+
+
+def test_the_host_keeps_an_adapter_until_its_last_name_is_unloaded(tmp_path: Path) -> None:
+    backend = ScriptedBackend()
+    names, folder = backend.names, write_tiny(tmp_path / "a")
+
+    async def work() -> None:
+        first, second = await names.load("one", str(folder)), await names.load("two", str(folder))
+        assert first.cid == second.cid and names.names_of(first.cid) == ["one", "two"]
+        await names.unload("one")
+        assert backend.removed == [] and names.find("one") is None
+        await names.unload("two")
+        assert backend.removed == [first.cid] and names.names_of(first.cid) == []
+        with pytest.raises(AdapterNotFound, match="'two' cannot be found"):
+            await names.unload("two")
+
+    run(work())
+
+
+def test_a_name_that_moves_removes_the_adapter_that_it_leaves_unnamed(tmp_path: Path) -> None:
+    backend = ScriptedBackend()
+    names, folder = backend.names, write_tiny(tmp_path / "a", 1)
+
+    async def work() -> None:
+        before = (await names.load("rl", str(folder))).cid
+        assert (await names.load("rl", str(folder))).cid == before and backend.removed == []
+        write_tiny(folder, 2)
+        after = await names.load("rl", str(folder))
+        assert after.cid == cid_of(folder) and backend.removed == [before]
+
+    run(work())
+
+
+def test_an_adapter_that_the_registry_names_stays_when_its_given_name_goes(
+    registry_app: Make,
+) -> None:
+    served = registry_app()
+    cid = served.push("acme/sql@1.0.0", 1)
+    backend = served.backend
+
+    async def work() -> None:
+        await backend.names.pull(Resolved(cid=cid, tenant="acme", name="sql", version="1.0.0"))
+        backend.give_name("given", backend.adapters[cid])
+        assert backend.names.names_of(cid) == ["given", "acme/sql@1.0.0"]
+        assert backend.names.labels_of(cid) == ["given", "acme/sql"]
+        await backend.names.unload("given")
+        assert backend.removed == [] and backend.names.names_of(cid) == ["acme/sql@1.0.0"]
+
+    run(work())
+
+
+def test_a_name_whose_adapter_the_host_lost_is_not_found_until_its_folder_is_back() -> None:
+    """A restarted host drops folders that it cannot read, and reads changed ones as new CIDs."""
+    backend = ScriptedBackend()
+    card = backend.adapters.pop(named("legal").cid)
+    assert backend.names.find("legal") is None
+    assert [given.name for given in backend.names.given()] == ["team/polite"]
+    changed = replace(card, cid=CID_PREFIX + "changed")
+    backend.adapters[changed.cid] = changed
+    found = backend.names.find("legal")
+    assert found is not None and found.cid == changed.cid
+    assert backend.names.names_of(changed.cid) == ["legal"]
+    assert backend.names.names_of(card.cid) == []
+
+
+def test_a_request_moves_with_its_name_and_keeps_its_weight() -> None:
+    backend = ScriptedBackend()
+    request = Request(
+        request_id="r",
+        prompt_token_ids=(1,),
+        params=SamplingParams(),
+        selection=((named("legal").cid, 0.5),),
+    )
+    moved = replace(named("legal"), cid=CID_PREFIX + "new")
+    backend.give_name("legal", moved)
+    assert backend.names.rebind(request, "legal").selection == ((moved.cid, 0.5),)
+    assert backend.names.rebind(request, None) is request
+    assert backend.names.rebind(request, "unknown") is request
+
+
+def test_concurrent_pulls_add_an_adapter_once_and_survive_a_cancelled_caller(
+    registry_app: Make,
+) -> None:
+    served = registry_app()
+    resolved = Resolved(cid=served.push("acme/sql@1.0.0", 1))
+
+    async def work() -> None:
+        make = [served.backend.names.pull(resolved) for _ in range(20)]
+        tasks = [asyncio.create_task(one) for one in make]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        await asyncio.gather(*tasks[1:])
+        await served.backend.names.pull(resolved)
+
+    run(work())
+    assert len(served.backend.added) == 1
+    folder = Path(served.backend.adapters[resolved.cid].path)
+    assert (folder / "adapter_model.safetensors").exists()
+
+
+def test_a_failed_pull_fails_all_callers_and_the_next_one_tries_again(registry_app: Make) -> None:
+    served = registry_app()
+    resolved = Resolved(cid=served.push("acme/sql@1.0.0", 1))
+    served.backend.refusal = AdapterNotFound("gone")
+
+    async def work() -> None:
+        make = [served.backend.names.pull(resolved) for _ in range(3)]
+        failures = await asyncio.gather(*make, return_exceptions=True)
+        assert [type(failure) for failure in failures] == [AdapterNotFound] * 3
+        served.backend.refusal = None
+        await served.backend.names.pull(resolved)
+
+    run(work())
+    assert resolved.cid in served.backend.adapters
+
+
+def test_a_pull_fails_if_the_host_read_another_cid(registry_app: Make) -> None:
+    served = registry_app()
+    backend = served.backend
+    resolved = Resolved(cid=served.push("acme/sql@1.0.0", 1))
+    other = CID_PREFIX + "other"
+    backend.read_cid = lambda folder: other  # type: ignore[method-assign]
+    with pytest.raises(StoreDamaged):
+        run(backend.names.pull(resolved))
+    assert backend.removed == [other] and resolved.cid not in backend.adapters
+
+
+def test_missing_files_are_restored_once_and_only_for_adapters_of_the_registry(
+    registry_app: Make,
+) -> None:
+    served = registry_app()
+    cid = served.push("acme/sql@1.0.0", 1)
+    names = served.backend.names
+    view = served.library.materialize(cid)
+
+    async def work() -> list[bool]:
+        await names.pull(Resolved(cid=cid))
+        shutil.rmtree(view)
+        return await asyncio.gather(*(names.restore(cid) for _ in range(5)))
+
+    assert run(work()) == [True] * 5
+    assert (view / "adapter_model.safetensors").exists() and len(served.backend.added) == 1
+    assert not run(names.restore(named("legal").cid)), "its files belong to the operator"
+
+
+def test_a_restored_adapter_is_read_from_the_store_if_its_given_folder_is_gone(
+    registry_app: Make, tmp_path: Path
+) -> None:
+    served = registry_app()
+    cid = served.push("acme/sql@1.0.0", 1)
+    backend = served.backend
+    backend.give_name("given", replace(named("legal"), cid=cid, path=str(tmp_path / "gone")))
+    run(backend.names.pull(Resolved(cid=cid)))
+    assert run(backend.names.restore(cid))
+    assert backend.adapters[cid].path == str(served.library.materialize(cid))
+
+
+def test_files_that_cannot_be_restored_fail_all_callers(registry_app: Make) -> None:
+    served = registry_app()
+    cid = served.push("acme/sql@1.0.0", 1)
+    names = served.backend.names
+
+    async def work() -> list[bool | BaseException]:
+        await names.pull(Resolved(cid=cid))
+        shutil.rmtree(served.folder / "store" / "records")
+        asks = [names.restore(cid) for _ in range(3)]
+        return await asyncio.gather(*asks, return_exceptions=True)
+
+    assert [type(one) for one in run(work())] == [AdapterNotFound] * 3
