@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from loramux.engine.garbage import FullCollections
+
 from benchmarks.lib.cold_loads import cold_loads
 from benchmarks.lib.machine import describe_machine
 from benchmarks.lib.random_weights import RandomAdapters, add_engine_options, is_gpu, make_engine
@@ -41,7 +43,6 @@ from benchmarks.lib.scenarios import (
     registered,
     slora_trace,
 )
-from loramux.engine.garbage import FullCollections
 
 SCENARIOS: dict[str, Callable[[TraceBench], Section]] = {
     "few": few,

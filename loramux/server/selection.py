@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from loramux.adapters.peft.folder import short_base_name
 from loramux.adapters.identity import CID_PREFIX, is_digest_start
+from loramux.adapters.peft.folder import short_base_name
 from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest
 from loramux.registry.records import Resolved
 from loramux.server.context import Context

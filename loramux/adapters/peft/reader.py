@@ -15,7 +15,6 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from loramux.adapters.peft.folder import short_base_name
 from loramux.adapters.identity import FileDigest, Manifest, compute_cid, make_manifest
 from loramux.adapters.peft.config import PeftLoraConfig, read_config
 from loramux.adapters.peft.folder import open_folder, refusing_os_errors, short_base_name
