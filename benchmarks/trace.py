@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from loramux.engine.garbage import FullCollections
+from loramux.engine.gc_control import FullCollections
 
 from benchmarks.lib.cold_loads import cold_loads
 from benchmarks.lib.machine import describe_machine

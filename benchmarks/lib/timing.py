@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from loramux.engine.garbage import FullCollections
+from loramux.engine.gc_control import FullCollections
 
 from benchmarks.lib.machine import Power, PowerMeter
 from benchmarks.lib.traffic import make_request
