@@ -22,8 +22,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from loramux.engine.gc_control import FullCollections
-
 from benchmarks.lib.cold_loads import cold_loads
 from benchmarks.lib.machine import describe_machine
 from benchmarks.lib.random_weights import RandomAdapters, add_engine_options, is_gpu, make_engine
@@ -43,6 +41,7 @@ from benchmarks.lib.scenarios import (
     registered,
     slora_trace,
 )
+from loramux.engine.gc_control import FullCollections
 
 SCENARIOS: dict[str, Callable[[TraceBench], Section]] = {
     "few": few,

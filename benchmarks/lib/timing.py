@@ -11,11 +11,11 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from loramux.engine.gc_control import FullCollections
 
 from benchmarks.lib.machine import Power, PowerMeter
 from benchmarks.lib.traffic import make_request
 from loramux.engine.engine import Engine
+from loramux.engine.gc_control import FullCollections
 from loramux.lora.graph_lora import BASE_MODE
 from loramux.types.request import Selection
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from loramux.adapters.peft.folder import short_base_name
 
+from loramux.adapters.peft.folder import short_base_name
 from tests.unit.server.asgi_client import events_of, make_app, post
 from tests.unit.server.registry_app import Make, RegistryApp
 
