@@ -1,4 +1,4 @@
-"""Adapters in the tails of base weights, and steps over them."""
+"""Adapters in augmented base weights, and steps over them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class AugmentedWorld:
     lora: LoraWorld
     bases: list[list[Tensor]]
     """[layers][sites] of [out, in]"""
-    store: AugmentedWeights
+    weights: AugmentedWeights
     blocks: np.ndarray[tuple[int, int], np.dtype[np.int32]]
 
     def step(self, rows: Sequence[Selection], launch: AugmentedLaunch) -> None:
-        """The step's work, in the tables; every row has a unit."""
+        """Writes the step's work list to the tables; every row has an item."""
         tables = self.lora.tables
         limits = replace(
-            LIMITS, alone_rows=int(launch.tile_rows == 1), max_rows=len(rows), max_h_rows=0
+            LIMITS, few_rows=int(launch.tile_rows == 1), max_rows=len(rows), max_h_rows=0
         )
         host = np.full(limits.num_words, 99, dtype=np.int32)
         tiles = gather_tiles(rows, [1] * len(rows), launch.tile_rows, keeps_base=True)
@@ -50,17 +50,20 @@ class AugmentedWorld:
     def at(self, layer: int, site: int, launch: AugmentedLaunch) -> AugmentedSite:
         return AugmentedSite(self.lora.tables, self.lora.pool, launch, layer, site)
 
-    def product(self, x: Tensor, layer: int, site: int) -> Tensor:
-        """[rows, outputs + tail]: what the base's own product gives."""
-        tail = self.store.weights[layer][site].reshape(-1, x.shape[1])
-        return x @ torch.cat((self.bases[layer][site], tail)).t()
+    def gemm(self, x: Tensor, layer: int, site: int) -> Tensor:
+        """The GEMM of the augmented weight: [rows, outputs + appended rows]."""
+        return x @ self._augmented(layer, site).t()
 
-    def parts(self, x: Tensor, layer: int, site: int, num_parts: int) -> Tensor:
-        """float32 [parts, rows, outputs + tail]: as product, each from its share of the inputs."""
-        tail = self.store.weights[layer][site].reshape(-1, x.shape[1])
-        weight = torch.cat((self.bases[layer][site], tail)).float()
-        shares = zip(x.float().chunk(num_parts, 1), weight.chunk(num_parts, 1), strict=True)
-        return torch.stack([some @ of_weight.t() for some, of_weight in shares])
+    def split_k(self, x: Tensor, layer: int, site: int, splits: int) -> Tensor:
+        """The GEMM's split-K partial sums: float32 [splits, rows, outputs + appended rows]."""
+        weight = self._augmented(layer, site).float()
+        columns = zip(x.float().chunk(splits, 1), weight.chunk(splits, 1), strict=True)
+        return torch.stack([some @ of_weight.t() for some, of_weight in columns])
+
+    def _augmented(self, layer: int, site: int) -> Tensor:
+        base = self.bases[layer][site]
+        appended = self.weights.weights[layer][site].reshape(-1, base.shape[1])
+        return torch.cat((base, appended))
 
     def expected(self, x: Tensor, rows: Sequence[Selection], layer: int, site: int) -> Tensor:
         """y with the rows' adapters, one after the other in float64."""
@@ -76,17 +79,16 @@ def make_augmented_world(
     skip: Sequence[tuple[int, int]] = (),
     is_fp12: bool = False,
 ) -> AugmentedWorld:
-    """Every adapter in the tail, the last block first; blocks that nobody has are not numbers."""
+    """Copies every adapter to augmented weights, the last block first; free blocks are NaN."""
     lora = make_world(ranks, dtype=dtype, skip=skip, is_fp12=is_fp12)
     dtype = lora.pool.dtype
-    num_blocks = lora.index.num_blocks
-    num_blocks = int(num_blocks.sum()) + 2
+    num_blocks = int(lora.index.num_blocks.sum()) + 2
     generator = torch.Generator().manual_seed(5)
-    bases, tails = [], []
+    bases, appended = [], []
     for _ in range(NUM_LAYERS):
         shapes = [(sum(site.out_features), site.in_features) for site in lora.sites]
         bases.append([(torch.randn(s, generator=generator) / 8).to(dtype) for s in shapes])
-        tails.append(
+        appended.append(
             [
                 torch.full(
                     (num_blocks, len(site.projections), 16, site.in_features),
@@ -96,21 +98,23 @@ def make_augmented_world(
                 for site in lora.sites
             ]
         )
-    store = make_augmented_weights(tails, lora.pool, is_fp12=is_fp12)
+    weights = make_augmented_weights(appended, lora.pool, is_fp12=is_fp12)
     blocks = np.zeros((len(ranks), num_blocks), dtype=np.int32)
     block = num_blocks - 2
     for slot in range(len(ranks)):
-        for chain in range(num_blocks[slot]):
-            blocks[slot, chain] = block
+        for index in range(lora.index.num_blocks[slot]):
+            blocks[slot, index] = block
             kernels.copy_block(
-                store, lora.pool, lora.directory, lora.slots, rank_block=(slot, chain), block=block
+                *(weights, lora.pool, lora.directory, lora.slots),
+                rank_block=(slot, index),
+                block=block,
             )
             block -= 1
-    return AugmentedWorld(lora, bases, store, blocks)
+    return AugmentedWorld(lora, bases, weights, blocks)
 
 
-def two_programs(monkeypatch: pytest.MonkeyPatch, *, is_early: bool) -> None:
-    """For the tiles of a step; as behind a product of few rows, or of many."""
+def two_ctas(monkeypatch: pytest.MonkeyPatch, *, is_early: bool) -> None:
+    """Launches two CTAs for the tiles of a step; is_early: B is loaded before y."""
     from loramux.kernels.gpu.lora_augmented import ops as augmented_gpu
 
     monkeypatch.setattr(AugmentedSite, "max_tiles", lambda *_: 2)

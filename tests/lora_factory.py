@@ -34,12 +34,12 @@ SITES = (
     Site("gate_up", 48, ("gate_proj", "up_proj"), (72, 72)),
 )
 # As adapters with A in twelve bits want them: columns in blocks of 128, and pages for 16 ranks.
-SHORT_SITES = (
+FP12_SITES = (
     Site("qkv", 640, ("q_proj", "k_proj", "v_proj"), (80, 16, 16)),
     Site("o", 128, ("o_proj",), (48,)),
     Site("gate_up", 1152, ("gate_proj", "up_proj"), (72, 72)),
 )
-SHORT_PAGE_ELEMENTS = 1 << 14
+FP12_PAGE_ELEMENTS = 1 << 14
 PROJECTIONS = tuple(name for site in SITES for name in site.projections)
 LAUNCH = LaunchShape(
     row_k=64,
@@ -129,7 +129,7 @@ def make_world(
     is_fp12: with A in twelve bits, and so in bfloat16
     """
     generator = torch.Generator().manual_seed(3)
-    sites, page_elements = (SHORT_SITES, SHORT_PAGE_ELEMENTS) if is_fp12 else (SITES, PAGE_ELEMENTS)
+    sites, page_elements = (FP12_SITES, FP12_PAGE_ELEMENTS) if is_fp12 else (SITES, PAGE_ELEMENTS)
     dtype = torch.bfloat16 if is_fp12 else dtype
     layouts = [
         plan_rank_blocks(sites, places, page_elements, is_fp12=is_fp12)

@@ -361,7 +361,7 @@ class SegmentedLoraOps(Protocol):
     def resolve(self, tables: LoraTables, directory: Tensor, slots: Tensor) -> None:
         """Writes the addresses of A and B of each work item, layer and projection.
 
-        directory int32 [layers, groups, 4]   slots int32 [slots, 8 projections, 2]
+        directory int32 [layers, blocks, 4]   slots int32 [slots, 8 projections, 2]
         """
 
     def shrink(self, tables: LoraTables, pool: Tensor, x: Tensor, layer: int, site: int) -> None:
@@ -381,7 +381,7 @@ class AugmentedLoraOps(Protocol):
 
     def copy_block(  # noqa: PLR0913
         self,
-        store: AugmentedWeights,
+        weights: AugmentedWeights,
         pool: Tensor,
         directory: Tensor,
         slots: Tensor,

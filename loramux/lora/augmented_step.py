@@ -113,7 +113,7 @@ class AugmentedWork:
         """The tables with the launch's tile size; with tiles, a single row is a tile as well."""
         tables = self._work.tables
         if launch.tile_rows > 1:
-            limits = replace(tables.limits, alone_rows=0, tile_rows=launch.tile_rows)
+            limits = replace(tables.limits, few_rows=0, tile_rows=launch.tile_rows)
             return replace(tables, limits=limits)
         return tables
 

@@ -16,7 +16,7 @@ from loramux.adapters.packed.fp12 import uses_fp12
 from loramux.adapters.packed.paged import RankBlockLayout, RankBlockTable, tabulate
 from loramux.errors import DoesNotFit
 from loramux.kernels.gpu.lora.tables import (
-    PROMPT,
+    PREFILL_LAUNCH,
     SMALL_ROWS,
     LaunchShape,
     LoraTables,
@@ -235,10 +235,8 @@ def prefill_graph_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> S
 
 
 def prefill_work(device: LoraDevice, max_rows: int) -> SegmentedWork:
-    limits = WorkLimits(
-        max_items=_PROMPT_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows, alone_rows=0
-    )
-    return SegmentedWork(device, device.tables(limits, PROMPT))
+    limits = WorkLimits(max_items=_PROMPT_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows, few_rows=0)
+    return SegmentedWork(device, device.tables(limits, PREFILL_LAUNCH))
 
 
 def _graph_limits(device: LoraDevice, max_items: int, max_rows: int) -> WorkLimits:

@@ -95,7 +95,9 @@ def opaque(x, IS_COMPILED: tl.constexpr):
 
 
 @triton.jit
-def axis(size: tl.constexpr, place: tl.constexpr, AXES: tl.constexpr, LANES_FIRST: tl.constexpr):
+def axis(
+    size: tl.constexpr, place: tl.constexpr, AXES: tl.constexpr, LANES_FIRST: tl.constexpr = True
+):
     """0 .. size along one of AXES axes, counted in the order of lanes, warps and all else.
 
     place: in that order; the last axis is what a lane has side by side, always the last

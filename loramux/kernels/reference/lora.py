@@ -1,4 +1,4 @@
-"""Reference: one adapter after the other."""
+"""Reference of LoRA over stacked adapters: one segment after the other."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ READS_ADDRESSES = False
 
 
 def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:
+    """Keeps the segments as they are."""
     return LoraRows(segments=tuple(segments))
 
 

@@ -1,4 +1,4 @@
-"""Reference of the kernels that add adapters whose A is in the tail of the base weights."""
+"""Reference of LoRA on augmented weights: h stands behind the outputs in y."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loramux.kernels.reference.fp12 import read_fp12
 
 
 def copy_block(  # noqa: PLR0913
-    store: AugmentedWeights,
+    weights: AugmentedWeights,
     pool: Tensor,
     directory: Tensor,
     slots: Tensor,
@@ -21,14 +21,14 @@ def copy_block(  # noqa: PLR0913
     rank_block: tuple[int, int],
     block: int,
 ) -> None:
-    """Block `block` of every tail becomes A of one group of ranks: (slot, place in its chain).
+    """Copies A of one rank block (slot, index) to block `block` of every augmented weight.
 
-    What the adapter leaves alone is zero.   pool [pages, elements]
-    directory int32 [layers, groups, 4]   slots int32 [slots, 8 projections, 2]
+    Projections that the adapter does not change are cleared.   pool [pages, elements]
+    directory int32 [layers, blocks, 4]   slots int32 [slots, 8 projections, 2]
     """
-    slot, chain = rank_block
+    slot, index = rank_block
     flat = pool.view(-1)
-    for layer, of_layer in enumerate(store.weights):
+    for layer, of_layer in enumerate(weights.weights):
         projection = 0
         for weight in of_layer:
             for part in range(weight.shape[1]):
@@ -36,10 +36,10 @@ def copy_block(  # noqa: PLR0913
                 target.zero_()
                 first, count = slots[slot, projection].tolist()
                 projection += 1
-                if chain < count:
-                    address, _, ranks, _ = directory[layer, first + chain].tolist()
+                if index < count:
+                    address, _, ranks, _ = directory[layer, first + index].tolist()
                     start, width = address * ALIGN_ELEMENTS, target.shape[1]
-                    if store.is_fp12:
+                    if weights.is_fp12:
                         target[:ranks] = read_fp12(pool, start, ranks, width)
                     else:
                         rows = flat[start : start + ranks * width]
@@ -49,28 +49,29 @@ def copy_block(  # noqa: PLR0913
 def add_norm(
     y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: AugmentedSite
 ) -> Tensor:
-    """fused's add_norm of y with its adapters. y [rows, outputs + tail]
+    """add_norm of y with its adapters. y [rows, outputs + appended rows]
 
-    y may be parts of the product, float32 [parts, rows, outputs + tail]
+    y may be split-K partial sums, float32 [splits, rows, outputs + appended rows]
     """
     return fused_torch.add_norm(_expanded(y, lora), residual, norm, after)
 
 
 def expand(y: Tensor, lora: AugmentedSite) -> Tensor:
-    """y with its adapters [rows, outputs], in place; for a site of one projection.
+    """y with its adapters [rows, outputs], for a site of one projection.
 
-    y [rows, outputs + tail], or its parts float32 [parts, rows, outputs + tail], which stay
+    y [rows, outputs + appended rows] is updated in place; split-K partial sums, float32
+    [splits, rows, outputs + appended rows], are not changed.
     """
     return _expanded(y, lora)
 
 
 def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: AugmentedSite) -> Tensor:
-    """fused's rotate_write of y with its adapters. y [rows, outputs + tail]"""
+    """rotate_write of y with its adapters. y [rows, outputs + appended rows]"""
     return fused_torch.rotate_write(_expanded(y, lora), rotation, target)
 
 
 def activate_mul(y: Tensor, activation: str, lora: AugmentedSite) -> Tensor:
-    """fused's activate_mul of y with its adapters. y [rows, outputs + tail]"""
+    """activate_mul of y with its adapters. y [rows, outputs + appended rows]"""
     return fused_torch.activate_mul(_expanded(y, lora), activation)
 
 

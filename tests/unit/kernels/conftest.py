@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -39,30 +38,3 @@ def output_of_compiler(program: str, cache: Path) -> str:
     return subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, text=True, check=True
     ).stdout
-
-
-ORDERED = (
-    "attention_decode",
-    "attention_fold",
-    "attention_jit",
-    "lora_few",
-    "lora_short",
-    "short_floats",
-    "tail_order",
-    "tail",
-)
-"""Kernels whose tensors have their axes in the order in which a compiler deals them out."""
-
-
-@pytest.fixture(params=[True, False], ids=["lanes first", "lanes last"])
-def both_orders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As compilers before Triton 3.7 want axes, and as those since 3.8 do."""
-    import triton.language as tl
-
-    for name in ORDERED:
-        module = importlib.import_module(f"loramux.kernels.{name}_triton")
-        if DEVICE is not None and module.LANES_FIRST.value is not request.param:
-            pytest.skip("a GPU's compiler has one order")
-        monkeypatch.setattr(module, "LANES_FIRST", tl.constexpr(request.param))
-        if hasattr(module, "JOINED_IN_FOURS"):
-            monkeypatch.setattr(module, "JOINED_IN_FOURS", tl.constexpr(request.param))

@@ -75,7 +75,6 @@ def _read_queries(q, out, count, HEAD_DIM: tl.constexpr):
     tl.store(out + at, _load_queries(q, count, HEAD_DIM))
 
 
-@pytest.mark.usefixtures("both_orders")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("count", [1, 4, 7, 8])
 def test_queries_are_columns_with_zeros_behind(count: int, head_dim: int) -> None:

@@ -61,7 +61,6 @@ def _read_q(q, out, count, stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
     tl.store(out + at, load_ordered_q(q, count, stride, GROUP, HEAD_DIM))
 
 
-@pytest.mark.usefixtures("both_orders")
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize(("group", "num_tokens"), [(4, 1), (4, 4), (1, 5), (3, 5), (8, 2), (16, 1)])
 def test_q_has_its_rows_and_zeros(group: int, num_tokens: int, head_dim: int) -> None:

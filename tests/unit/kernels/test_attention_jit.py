@@ -50,7 +50,6 @@ def test_any_shape_of_tiles_equals_the_reference(
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.usefixtures("both_orders")
 @pytest.mark.parametrize("head_dim", [16, 24, 128])
 @pytest.mark.parametrize(
     ("group", "merged"), [(1, 64), (3, 1024), (4, 2048), (6, 512), (8, 4096), (16, 64)]

@@ -23,47 +23,45 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loramux.kernels import (
-    lora_expand_triton, lora_gate_triton, lora_shrink_triton, tail_tile_triton
-)
 from loramux.kernels.gpu.attention.decode_tma import attend_decodes
 from loramux.kernels.gpu.attention.kernel import attend_items
-from loramux.kernels.gpu.lora_augmented.rotary_tiles import rotate_tiles_kernel
+from loramux.kernels.gpu.lora import expand, expand_swiglu, shrink
+from loramux.kernels.gpu.lora_augmented import tiles
 
 KINDS = (
-    "*i32 records work slots_ptr items_ptr page_table_ptr arrivals_ptr",
+    "*i32 items work slots_ptr items_ptr page_table_ptr arrivals_ptr",
     "*fp32 cos_ptr sin_ptr partials partial_ptr log_sum_ptr",
     "*bf16 y_ptr out_ptr pool storage_ptr x y out q_ptr",
     "fp32 eps scale softcap",
     "tensordesc<bf16[1,16,64]> tiles",
 )
 TYPES = {name: kind for kind, *names in map(str.split, KINDS) for name in names}
-TAIL = {
-    "SIZE": 512, "INNER": 512, "PARTS": 1, "NUM_QUERIES": 4, "KV_HEADS": 2, "HEAD_DIM": 64,
+AUGMENTED = {
+    "SIZE": 512, "INNER": 512, "SPLITS": 1, "NUM_QUERIES": 4, "KV_HEADS": 2, "HEAD_DIM": 64,
     "BLOCK_TOKENS": 16, "WARPS": 1, "J": 8, "ACTIVATION": "silu", "EARLY_B": False,
     "PDL": True, "norm_ptr": None,
 }
-LISTS = {
-    "IN": 512, "SLICES": 3, "SHORT": False, "ROWS": 2, "ROW_K": 256, "ROW_RANKS": 4,
+SEGMENTED = {
+    "IN": 512, "SLICES": 3, "FP12": False, "ROWS": 2, "ROW_K": 256, "ROW_RANKS": 4,
     "TILE_K": 256, "STEP_K": 128, "STAGES": 2, "TILE_M": 16, "MAX_SPLITS": 2, "ROW_SPLITS": 2,
     "TILE_SPLITS": 2, "ROW_N": 128, "WARPS": 1, "J": 8, "SMALL_ROWS": 8, "SMALL": 0,
     "INNER": 512, "ACTIVATION": "silu", "COMPILED": True, "PDL": True,
 }
-SHORT = {"SHORT": True, "SMALL": 8, "ROW_K": 512, "ROW_RANKS": 16, "TILE_K": 512}
+FP12 = {"FP12": True, "SMALL": 8, "ROW_K": 512, "ROW_RANKS": 16, "TILE_K": 512}
 ATTENTION = {
     "KV_HEADS": 2, "GROUP": 4, "HEAD_DIM": 64, "BLOCK_TOKENS": 16, "WINDOW": 0,
     "HAS_SOFTCAP": False, "TWO_PHASES": True, "ROWS": 16, "TILES": 1, "TOKENS": 16, "DIM": 64,
     "MERGED": 1024, "PRECISION": "tf32", "PDL": True,
 }
 JOBS = [
-    *((kernel, {**TAIL, "LOOPS": loops}) for loops in (False, True) for kernel in (
-        rotate_tiles_kernel, tail_tile_triton.activate_tiles_kernel, tail_tile_triton.expand_kernel
+    *((kernel, {**AUGMENTED, "LOOPS": loops}) for loops in (False, True) for kernel in (
+        tiles.rotate_tiles_kernel, tiles.activate_tiles_kernel, tiles.expand_kernel
     )),
-    *((kernel, LISTS) for kernel in (
-        lora_shrink_triton.shrink_kernel, lora_shrink_triton.shrink_tiles_kernel,
-        lora_expand_triton.expand_kernel, lora_gate_triton.expand_swiglu_kernel,
+    *((kernel, SEGMENTED) for kernel in (
+        shrink.shrink_kernel, shrink.shrink_tiles_kernel,
+        expand.expand_kernel, expand_swiglu.expand_swiglu_kernel,
     )),
-    (lora_shrink_triton.shrink_kernel, {**LISTS, **SHORT}),
+    (shrink.shrink_kernel, {**SEGMENTED, **FP12}),
     *((attend_items, {**ATTENTION, "CAUSAL": is_causal}) for is_causal in (False, True)),
     (attend_decodes, ATTENTION),
 ]
@@ -147,6 +145,7 @@ def test_what_is_looked_for_is_found() -> None:
     assert carried_for_bounds_alone(masked) == ["%count"]
 
 
+@pytest.mark.slow
 def test_no_kernel_carries_bounds(tmp_path: Path) -> None:
     programs = json.loads(output_of_compiler(COMPILE, tmp_path))
     assert len(programs) == 14 and all("scf.for" in ir for ir in programs.values())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loramux.kernels.gpu.lora.tables import (
-    PROMPT,
+    PREFILL_LAUNCH,
     LaunchShape,
     LoraTables,
     decode_launch,
@@ -36,13 +36,13 @@ def test_a_site_begins_where_the_projections_of_the_others_end() -> None:
     assert [cut.first_projection for cut in tables.sites] == [0, 3, 4]
     words = [[word - FIRST_USED for word in tables.used_words(site)] for site in range(3)]
     assert words == [[0, 1, 2], [3], [4]]
-    assert tables.records.shape == (2, 4, 8, 8)
+    assert tables.items.shape == (2, 4, 8, 8)
     assert len(tables.work) == LIMITS.num_words
 
 
 def test_the_parts_of_every_input_have_room_in_the_partial_sums() -> None:
     """Catches sums of one row that would be written over those of the next."""
-    for launch in (decode_launch(use_pdl=True), PROMPT):
+    for launch in (decode_launch(use_pdl=True), PREFILL_LAUNCH):
         tables = tables_of(launch)
         for cut in tables.sites:
             assert cut.row_splits * cut.row_k >= cut.shape.in_features

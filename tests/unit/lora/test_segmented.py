@@ -24,10 +24,10 @@ from loramux.lora.segmented import (
 from loramux.memory.records import ResidentAdapter
 from loramux.types.request import Selection
 from tests.lora_factory import (
+    FP12_PAGE_ELEMENTS,
+    FP12_SITES,
     NUM_LAYERS,
     PAGE_ELEMENTS,
-    SHORT_PAGE_ELEMENTS,
-    SHORT_SITES,
     SITES,
 )
 
@@ -65,7 +65,7 @@ class World:
     ) -> None:
         self.sites, page_elements, dtype = SITES, PAGE_ELEMENTS, torch.float32
         if is_fp12:
-            self.sites, page_elements, dtype = SHORT_SITES, SHORT_PAGE_ELEMENTS, torch.bfloat16
+            self.sites, page_elements, dtype = FP12_SITES, FP12_PAGE_ELEMENTS, torch.bfloat16
         packing = PagedPacking(self.sites, dtype, page_elements, mapped_buffer)
         self.pool = torch.full((64, page_elements), float("nan"), dtype=dtype)
         self.directory = DeviceDirectory(
@@ -195,8 +195,8 @@ def test_rows_of_one_selection_stand_together_and_base_rows_come_last() -> None:
 @pytest.mark.parametrize(
     ("sites", "dtype", "expected"),
     [
-        (SHORT_SITES, torch.bfloat16, True),
-        (SHORT_SITES, torch.float32, False),
+        (FP12_SITES, torch.bfloat16, True),
+        (FP12_SITES, torch.float32, False),
         (SITES, torch.bfloat16, False),
     ],
     ids=["short", "float32", "no blocks"],
@@ -211,7 +211,7 @@ def test_tables_know_in_which_form_adapters_are(
         kernels=lora_segmented,
         directory=directory,
         num_layers=NUM_LAYERS,
-        pool=torch.zeros(4, SHORT_PAGE_ELEMENTS, dtype=dtype),
+        pool=torch.zeros(4, FP12_PAGE_ELEMENTS, dtype=dtype),
         num_sms=1,
     )
     assert decode_work(device, 8, use_pdl=False).tables.is_fp12 is expected

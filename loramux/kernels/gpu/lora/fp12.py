@@ -1,10 +1,11 @@
-"""Weights in twelve bits (short_floats_torch) as the operand of a matrix unit.
+"""Unpacks fp12 weights (see adapters.packed.fp12) into MMA operands.
 
-Their words lie so that each lane of a warp has, after two operations for two weights, what it hands
-to the matrix unit: nothing goes through shared memory. That holds where a warp reads whole rows of
-128 words, so the words of a warp are a tensor's last axis. The others: warps, octets of ranks,
-blocks of words; or, where the compiler deals them out from the other end, in reverse: see
-launch_triton.axis.
+The words are stored so that two instructions per two weights give each thread of a warp its MMA
+fragment: nothing goes through shared memory. For that a warp must load whole rows of 128 words, so
+the last axis is the 128 words of a warp; the others are warps, octets of ranks, blocks of words.
+
+Unpacking reads two adjacent words of a thread at once (pack=2): a thread must own at least two
+adjacent words of the last axis, as the coalesced 16-byte loads of load_planes give it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.pdl import LANES_FIRST
-
-# Four bits of an exponent make numbers of 2^-126 to 2^-111 where 2^-14 to 2^1 are meant.
+# The four exponent bits are unpacked as those of bfloat16: 2^-126 .. 2^-111 stand for 2^-14 .. 2^1.
 FP12_SCALE: tl.constexpr = tl.constexpr(2.0**112)
 
-# $8 .. $13: two neighbouring words of each plane; $0 .. $7: eight pairs of bfloat16.
+# $8 .. $13: two adjacent words of each plane; $0 .. $7: eight pairs of bfloat16.
 _PAIRS: tl.constexpr = tl.constexpr("""
 {
 .reg .b32 a, b, c, d;
@@ -41,7 +40,7 @@ prmt.b32 $7, $11, d, 0x7362;
 
 @triton.jit
 def load_planes(at, num_columns, mask, EVICTION: tl.constexpr):
-    """The words of all three planes; at: of the first."""
+    """Loads the words of all three planes; `at` points into the first."""
     first = tl.load(at, mask=mask, other=0, eviction_policy=EVICTION)
     second = tl.load(at + num_columns, mask=mask, other=0, eviction_policy=EVICTION)
     third = tl.load(at + 2 * num_columns, mask=mask, other=0, eviction_policy=EVICTION)
@@ -52,9 +51,9 @@ def load_planes(at, num_columns, mask, EVICTION: tl.constexpr):
 def unpack_fp12(
     planes, WARPS: tl.constexpr, OCTETS: tl.constexpr, BLOCKS: tl.constexpr, COMPILED: tl.constexpr
 ):
-    """[WARPS, OCTETS * 8, BLOCKS * 128] / FP12_SCALE of words as above.
+    """Unpacks the planes to [WARPS, OCTETS * 8, BLOCKS * 128] / FP12_SCALE.
 
-    In bfloat16; in float32 where nothing is compiled, whose matrix product is right there.
+    The result is bfloat16, or float32 in the interpreter, whose bfloat16 dot rounds differently.
     """
     if COMPILED:
         pairs = tl.inline_asm_elementwise(
@@ -79,19 +78,15 @@ def unpack_fp12(
     even = tl.join(tl.join(pairs[0], pairs[4]), tl.join(pairs[2], pairs[6]))
     odd = tl.join(tl.join(pairs[1], pairs[5]), tl.join(pairs[3], pairs[7]))
     weights = tl.join(even, odd)
-    # warp, octet, block, row, lane, word pair, word of two, three bits of a pair's number
-    if LANES_FIRST:
-        weights = tl.reshape(weights, (WARPS, OCTETS, BLOCKS, 8, 4, 2, 2, 2, 2, 2))
-        weights = tl.permute(weights, (0, 1, 3, 2, 5, 7, 8, 4, 9, 6))
-    else:
-        weights = tl.reshape(weights, (BLOCKS, OCTETS, WARPS, 8, 4, 2, 2, 2, 2, 2))
-        weights = tl.permute(weights, (2, 1, 3, 0, 5, 7, 8, 4, 9, 6))
+    # warp, octet, block, row, thread, word pair, word of two, three bits of a pair's number
+    weights = tl.reshape(weights, (WARPS, OCTETS, BLOCKS, 8, 4, 2, 2, 2, 2, 2))
+    weights = tl.permute(weights, (0, 1, 3, 2, 5, 7, 8, 4, 9, 6))
     return tl.reshape(weights, (WARPS, OCTETS * 8, BLOCKS * 128))
 
 
 @triton.jit
 def _pairs(planes):
-    """What the instructions above make, one number at a time."""
+    """Computes what the instructions above compute, one number at a time."""
     mask: tl.constexpr = 0x87878787 - (1 << 32)
     axes = planes[0].shape
     shape: tl.constexpr = (axes[0], axes[1], axes[2], 64, 2)
@@ -117,7 +112,7 @@ def _rotate(word):
 
 @triton.jit
 def _pair(low, high, BYTE: tl.constexpr):
-    """Bytes BYTE and BYTE + 1 as float32, in each other's neighbourhood: [..., 64] to [..., 128]"""
+    """Bytes BYTE and BYTE + 1 as adjacent float32 numbers: [..., 64] to [..., 128]."""
     first = ((high >> (8 * BYTE)) & 255) << 24 | ((low >> (8 * BYTE)) & 255) << 16
     second = ((high >> (8 * BYTE + 8)) & 255) << 24 | ((low >> (8 * BYTE + 8)) & 255) << 16
     both = tl.join(first, second).to(tl.float32, bitcast=True)

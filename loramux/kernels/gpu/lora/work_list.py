@@ -1,7 +1,8 @@
 """A step's LoRA work as one list of integers, built on the host once and read by every layer.
 
-A unit is one group of ranks of one adapter for one tile of neighbouring rows, at every projection.
-What else is added to the same rows (more groups, more adapters) follows a unit: it is its head.
+A work item is one rank block of one adapter for one tile of adjacent rows, at every projection.
+Several rank blocks may be added to the same rows (higher ranks, several adapters): the first item
+of the rows links to the next ones.
 """
 
 from __future__ import annotations
@@ -17,36 +18,40 @@ Ints = NDArray[np.int32]
 
 RANK_BLOCK = 16
 ALIGN_ELEMENTS = 64
+"""Addresses in the pool count units of so many elements."""
 MAX_SLICES = 3
 MAX_PROJECTIONS = 8
 
-# The list begins with how many units are heads of few rows, of few rows, heads of tiles, of tiles,
-# and with 1 for each projection that any of them changes; the units follow in this order. Then how
-# many of the tiles are small, heads and all: they come first, among heads and among what follows.
-# Last the number of base tiles: rows without an adapter, behind all units.
+# The header: numbers of first items of few rows, of all items of few rows, of first items that are
+# tiles, of all tiles; then 1 for each projection that any adapter of the list changes. The items
+# follow in this order. SMALL_*: small tiles among those, which precede the other tiles both among
+# first and among next items. BASE_TILES: tiles of rows without an adapter, behind all items.
 HEADER_WORDS = 16
-ROW_HEADS, ROW_UNITS, TILE_HEADS, TILE_UNITS, FIRST_USED = range(5)
-SMALL_HEADS, SMALL_UNITS, BASE_TILES = 12, 13, 14
-UNIT_WORDS = 8
-SLOT, CHAIN, NUM_ROWS, ROW_START, H_START, WEIGHT, MORE_START, NUM_MORE = range(UNIT_WORDS)
-# A record is a unit at one projection of one layer: where its weights are, and in NUM_ROWS the
-# number of ranks too (ranks + rows * 2^16).
-A_ADDRESS, B_ADDRESS = SLOT, CHAIN
-# In place of a slot: rows without an adapter, in lists that name every row. Their units have a
-# place in the chain that no adapter has, so that nothing is found there.
+ROW_FIRST, ROW_ITEMS, TILE_FIRST, TILE_ITEMS, FIRST_USED = range(5)
+SMALL_FIRST, SMALL_ITEMS, BASE_TILES = 12, 13, 14
+ITEM_WORDS = 8
+SLOT, BLOCK_INDEX, NUM_ROWS, ROW_START, H_START, WEIGHT, NEXT_START, NUM_NEXT = range(ITEM_WORDS)
+# `resolve` turns an item into one for each projection of each layer: the addresses of its weights
+# replace slot and rank block, and NUM_ROWS becomes ranks + rows * 2^16.
+A_ADDRESS, B_ADDRESS = SLOT, BLOCK_INDEX
+# The device's directory: a rank block's entry is (address of A, address of B, ranks, 0), and a slot
+# has (first rank block, number of rank blocks) for each projection.
+ENTRY_WORDS = 4
+RANGE_WORDS = 2
+# Slot of rows without an adapter, in lists that contain every row. Their items have a block index
+# that no adapter has, so that they resolve to no ranks.
 BASE = -1
-NO_GROUP = 0x7FFF
+NO_BLOCK = 0x7FFF
 # The bits of 1.0.
 ONE = np.array(1, dtype=np.float32).view(np.int32)
 
-
-# Of few rows, small tiles and tiles, in the order of the list.
-_HEADS_PLACE = np.array([0, 2, 3])
-_FOLLOWERS_PLACE = np.array([1, 4, 5])
+# Sort keys of items of few rows, of small tiles and of tiles.
+_FIRST_KEYS = np.array([0, 2, 3])
+_NEXT_KEYS = np.array([1, 4, 5])
 
 
 class WorkListFull(ValueError):
-    """A step has more LoRA work than the device tables were made for."""
+    """The step has more LoRA work than the device tables hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +67,24 @@ class SiteShape:
 class WorkLimits:
     max_items: int
     max_h_rows: int
-    """Sum over all units of their rows."""
+    """Sum of the rows of all items."""
     tile_rows: int = 16
-    """Longer runs of rows are cut."""
-    alone_rows: int = 2
-    """Units of up to so many rows are rows one by one, on vector units: the faster ones for them.
-    0: a single row is a tile too, as in prompts."""
+    """Rows of a tile, at most; longer runs of rows are split."""
+    few_rows: int = 2
+    """Items of up to so many rows are computed row by row; larger ones are tiles for tensor cores.
+    0: a single row is a tile as well (prefill)."""
     small_rows: int = 0
-    """Tiles of up to so many rows are small: a shrink sums them as it does rows alone."""
+    """Tiles of up to so many rows are small: an fp12 shrink treats them like few rows."""
     max_rows: int = 0
-    """Of a list that says, behind its units, which of them is the head of each row."""
+    """Rows of the map from each row to its first item, behind the items."""
 
     @property
     def row_map_start(self) -> int:
-        return HEADER_WORDS + self.max_items * UNIT_WORDS
+        return HEADER_WORDS + self.max_items * ITEM_WORDS
 
     @property
     def num_words(self) -> int:
-        """Of the longest list."""
+        """Length of the longest work list."""
         return self.row_map_start + self.max_rows
 
 
@@ -87,15 +92,15 @@ class WorkLimits:
 class RowTiles:
     """Entry e adds adapter slot[e], times weight[e], to num_rows[e] rows from start[e].
 
-    In the order of rows. Entries with one start are several adapters on the same rows; base rows
-    have none, or one of slot BASE.
+    Entries are in the order of rows. Entries with the same start are several adapters of the same
+    rows; rows without an adapter have no entry, or one of slot BASE.
     """
 
     start: Ints
     num_rows: Ints
     slot: Ints
     weight: NDArray[np.float32] | None
-    """None: all are 1, and no row has two entries."""
+    """None: all weights are 1, and no row has two entries."""
 
 
 def gather_tiles(
@@ -105,9 +110,9 @@ def gather_tiles(
     *,
     keeps_base: bool = False,
 ) -> RowTiles:
-    """selections[i]: (slot, weight) pairs of the next num_rows[i] rows; neighbours are joined.
+    """Cuts rows into tiles; selections[i]: (slot, weight) pairs of the next num_rows[i] rows.
 
-    Runs are cut into tiles of tile_rows.
+    Adjacent rows of equal selections become one run, which is split into tiles of tile_rows.
     """
     nothing = ((BASE, 0.0),) if keeps_base else ()
     runs: list[tuple[int, int, Sequence[tuple[int, float]]]] = []
@@ -135,7 +140,7 @@ def gather_tiles(
 
 
 def plain_tiles(slots: Ints, tile_rows: int, *, keeps_base: bool = False) -> RowTiles:
-    """As gather_tiles; slots[i]: the one adapter of row i, at weight 1, or BASE. Fast."""
+    """gather_tiles for one adapter per row at weight 1 (slots[i], or BASE), vectorized."""
     start = np.flatnonzero(slots[1:] != slots[:-1]).astype(np.int32)
     start += 1
     if len(slots):
@@ -166,31 +171,31 @@ class RankBlockDirectory:
 
     def __init__(self, *, max_slots: int, max_blocks: int) -> None:
         self.slots: Ints = np.zeros((max_slots, MAX_PROJECTIONS, 2), dtype=np.int32)
-        """First group and number of groups of each projection."""
+        """First rank block and number of rank blocks of each projection."""
         self.num_blocks: Ints = np.zeros(max_slots, dtype=np.int32)
-        """The most groups that any projection of the slot's adapter has."""
-        self._max_groups = max_blocks
+        """Rank blocks of the slot's adapter: the maximum over its projections."""
+        self._max_blocks = max_blocks
         self._ranges: dict[int, tuple[int, int]] = {}
         self._free_slots = list(range(max_slots - 1, -1, -1))
-        # Rows of the table that nobody has, in order; neighbours are one gap.
+        # Free rows of the table, in order; adjacent rows are one gap.
         self._gaps: list[tuple[int, int]] = [(0, max_blocks)] if max_blocks else []
 
     def add(self, blocks_per_projection: Ints) -> tuple[int, int]:
-        """(slot, first row of the table) for as many rows as there are groups."""
-        num_groups = int(blocks_per_projection.sum())
-        gap = next((i for i, (a, b) in enumerate(self._gaps) if b - a >= num_groups), None)
-        if not self._free_slots or (gap is None and num_groups > 0):
+        """Allocates one row of the table per rank block; returns (slot, first row)."""
+        num_blocks = int(blocks_per_projection.sum())
+        gap = next((i for i, (a, b) in enumerate(self._gaps) if b - a >= num_blocks), None)
+        if not self._free_slots or (gap is None and num_blocks > 0):
             raise WorkListFull(
-                f"No room for an adapter of {num_groups} groups among {len(self._ranges)} others: "
-                f"the table has {len(self.slots)} slots and {self._max_groups} groups. "
+                f"No room for {num_blocks} rank blocks of an adapter among {len(self._ranges)}: "
+                f"the table has {len(self.slots)} slots and {self._max_blocks} rank blocks. "
                 "Make it larger, or evict an adapter first."
             )
         slot = self._free_slots.pop()
-        start = 0 if gap is None else self._take(gap, num_groups)
-        self._ranges[slot] = (start, start + num_groups)
-        mine = self.slots[slot, : len(blocks_per_projection)]
-        mine[:, 0] = start + np.cumsum(blocks_per_projection) - blocks_per_projection
-        mine[:, 1] = blocks_per_projection
+        start = 0 if gap is None else self._take(gap, num_blocks)
+        self._ranges[slot] = (start, start + num_blocks)
+        ranges = self.slots[slot, : len(blocks_per_projection)]
+        ranges[:, 0] = start + np.cumsum(blocks_per_projection) - blocks_per_projection
+        ranges[:, 1] = blocks_per_projection
         self.num_blocks[slot] = blocks_per_projection.max()
         return slot, start
 
@@ -200,9 +205,9 @@ class RankBlockDirectory:
         self.slots[slot] = 0
         self.num_blocks[slot] = 0
 
-    def _take(self, gap: int, num_groups: int) -> int:
+    def _take(self, gap: int, num_blocks: int) -> int:
         start, stop = self._gaps[gap]
-        self._gaps[gap : gap + 1] = [(start + num_groups, stop)] * (stop - start > num_groups)
+        self._gaps[gap : gap + 1] = [(start + num_blocks, stop)] * (stop - start > num_blocks)
         return start
 
     def _give_back(self, start: int, stop: int) -> None:
@@ -226,125 +231,133 @@ def build_work_list(
 ) -> int:
     """Fills out, which has limits.num_words; returns how many words are used.
 
-    Rows that no adapter changes, of slot BASE or of adapters without any group, are base tiles.
-    augmented_blocks[slot, i]: for kernels that read h from the base product, where the slot's i-th
-    group of ranks is in every tail. Such a list has a unit for each entry of `tiles`.
+    Rows that no adapter changes (slot BASE, or adapters without rank blocks) become base tiles.
+    augmented_blocks[slot, i]: for kernels that read h from the base GEMM, the block of augmented
+    weights that holds the slot's rank block i. Such a list has an item for each entry of `tiles`.
     """
-    chained = directory.num_blocks.take(tiles.slot)
+    num_blocks = directory.num_blocks.take(tiles.slot)
     base = None
     if augmented_blocks is not None:
-        chained = np.where(tiles.slot == BASE, 1, np.maximum(chained, 1))
-    elif (chained == 0).any() or (tiles.slot == BASE).any():
-        chained = np.where(tiles.slot == BASE, 0, chained)
-        base = _base_tiles(tiles, chained)
-        tiles, chained = _those(tiles, chained > 0), chained[chained > 0]
-    start, num_rows, slot = tiles.start, tiles.num_rows, tiles.slot
-    weight = ONE if tiles.weight is None else tiles.weight.view(np.int32)
-    chain: Ints | None = None
-    if tiles.weight is not None or len(slot) != np.count_nonzero(chained == 1):
-        entry = np.repeat(np.arange(len(slot)), chained)
-        first = np.cumsum(chained) - chained
-        chain = (np.arange(len(entry)) - first[entry]).astype(np.int32)
-        start, num_rows, slot = start[entry], num_rows[entry], slot[entry]
-        weight = weight if tiles.weight is None else weight[entry]
-    h_rows = 0 if augmented_blocks is not None else int(np.add.reduce(num_rows))
+        num_blocks = np.where(tiles.slot == BASE, 1, np.maximum(num_blocks, 1))
+    elif (num_blocks == 0).any() or (tiles.slot == BASE).any():
+        num_blocks = np.where(tiles.slot == BASE, 0, num_blocks)
+        base = _base_tiles(tiles, num_blocks)
+        tiles, num_blocks = _entries(tiles, num_blocks > 0), num_blocks[num_blocks > 0]
     num_base = 0 if base is None else len(base)
-    _check(len(slot) + num_base, h_rows, limits)
-    units = np.zeros((len(slot), UNIT_WORDS), dtype=np.int32)
-    units[:, SLOT] = slot
-    units[:, NUM_ROWS] = num_rows
-    units[:, ROW_START] = start
-    units[:, WEIGHT] = weight
-    if chain is not None:
-        units[:, CHAIN] = chain
+    items, has_next = _items(tiles, num_blocks)
+    h_rows = 0 if augmented_blocks is not None else int(np.add.reduce(items[:, NUM_ROWS]))
+    _check(len(items) + num_base, h_rows, limits)
+    slot = items[:, SLOT].copy()
     if augmented_blocks is not None:
-        _name_blocks(units, augmented_blocks)
-    # Programs deal the units out among them, so the longest come first; `map_rows` needs rows.
-    dealt = augmented_blocks is None
-    units = _sort(units, chain is not None, limits, out[:HEADER_WORDS], longest_first=dealt)
+        _set_augmented_blocks(items, augmented_blocks)
+    # CTAs share the items, so the longest come first; `map_rows` needs the order of rows.
+    is_segmented = augmented_blocks is None
+    items = _sort(items, has_next, limits, out[:HEADER_WORDS], longest_first=is_segmented)
     used = directory.slots[slot[slot != BASE], :, 1].any(axis=0)
     out[FIRST_USED : FIRST_USED + MAX_PROJECTIONS] = used
-    if augmented_blocks is None:
-        num_rows = units[:, NUM_ROWS]
-        units[:, H_START] = np.cumsum(num_rows) - num_rows
+    if is_segmented:
+        num_rows = items[:, NUM_ROWS]
+        items[:, H_START] = np.cumsum(num_rows) - num_rows
     if base is not None:
-        units = np.concatenate((units, base))
+        items = np.concatenate((items, base))
         out[BASE_TILES] = num_base
-    end = HEADER_WORDS + units.size
-    out[HEADER_WORDS:end] = units.reshape(-1)
+    end = HEADER_WORDS + items.size
+    out[HEADER_WORDS:end] = items.reshape(-1)
     return end
 
 
-def _those(tiles: RowTiles, wanted: NDArray[np.bool_]) -> RowTiles:
+def _items(tiles: RowTiles, num_blocks: Ints) -> tuple[Ints, bool]:
+    """One item per rank block of each entry, and whether rows may have several of them."""
+    start, num_rows, slot = tiles.start, tiles.num_rows, tiles.slot
+    weight = ONE if tiles.weight is None else tiles.weight.view(np.int32)
+    block_index: Ints | None = None
+    if tiles.weight is not None or len(slot) != np.count_nonzero(num_blocks == 1):
+        entry = np.repeat(np.arange(len(slot)), num_blocks)
+        first = np.cumsum(num_blocks) - num_blocks
+        block_index = (np.arange(len(entry)) - first[entry]).astype(np.int32)
+        start, num_rows, slot = start[entry], num_rows[entry], slot[entry]
+        weight = weight if tiles.weight is None else weight[entry]
+    items = np.zeros((len(slot), ITEM_WORDS), dtype=np.int32)
+    items[:, SLOT] = slot
+    items[:, NUM_ROWS] = num_rows
+    items[:, ROW_START] = start
+    items[:, WEIGHT] = weight
+    if block_index is not None:
+        items[:, BLOCK_INDEX] = block_index
+    return items, block_index is not None
+
+
+def _entries(tiles: RowTiles, wanted: NDArray[np.bool_]) -> RowTiles:
     weight = None if tiles.weight is None else tiles.weight[wanted]
     return RowTiles(tiles.start[wanted], tiles.num_rows[wanted], tiles.slot[wanted], weight)
 
 
-def _base_tiles(tiles: RowTiles, chained: Ints) -> Ints:
-    """Units of rows that nothing is added to: how many, and the first of them, no more."""
-    found = np.flatnonzero(chained == 0)
+def _base_tiles(tiles: RowTiles, num_blocks: Ints) -> Ints:
+    """Items of rows without an adapter: NUM_ROWS and ROW_START, the other words are 0."""
+    found = np.flatnonzero(num_blocks == 0)
     if tiles.weight is not None:
-        # Other adapters of the same rows may add something.
-        found = found[~np.isin(tiles.start[found], tiles.start[chained > 0])]
-    units = np.zeros((len(found), UNIT_WORDS), dtype=np.int32)
-    units[:, NUM_ROWS] = tiles.num_rows[found]
-    units[:, ROW_START] = tiles.start[found]
-    return units
+        # Other adapters may change the same rows.
+        found = found[~np.isin(tiles.start[found], tiles.start[num_blocks > 0])]
+    items = np.zeros((len(found), ITEM_WORDS), dtype=np.int32)
+    items[:, NUM_ROWS] = tiles.num_rows[found]
+    items[:, ROW_START] = tiles.start[found]
+    return items
 
 
 def map_rows(limits: WorkLimits, out: Ints) -> None:
-    """Behind a list that names every row: which unit is the head of each."""
-    num_heads = int(out[ROW_HEADS] + out[TILE_HEADS])
-    heads = out[HEADER_WORDS:].reshape(-1)[: num_heads * UNIT_WORDS].reshape(-1, UNIT_WORDS)
-    units = np.repeat(np.arange(num_heads, dtype=np.int32), heads[:, NUM_ROWS])
-    out[limits.row_map_start : limits.row_map_start + len(units)] = units
+    """Appends the index of each row's first item to a list that contains every row."""
+    num_first = int(out[ROW_FIRST] + out[TILE_FIRST])
+    first = out[HEADER_WORDS:].reshape(-1)[: num_first * ITEM_WORDS].reshape(-1, ITEM_WORDS)
+    rows = np.repeat(np.arange(num_first, dtype=np.int32), first[:, NUM_ROWS])
+    out[limits.row_map_start : limits.row_map_start + len(rows)] = rows
 
 
-def _name_blocks(units: Ints, augmented_blocks: Ints) -> None:
-    is_base = units[:, SLOT] == BASE
-    units[is_base, SLOT] = 0
-    units[:, H_START] = augmented_blocks[units[:, SLOT], units[:, CHAIN]]
-    units[is_base, CHAIN] = NO_GROUP
-    units[is_base, H_START] = 0
+def _set_augmented_blocks(items: Ints, augmented_blocks: Ints) -> None:
+    is_base = items[:, SLOT] == BASE
+    items[is_base, SLOT] = 0
+    items[:, H_START] = augmented_blocks[items[:, SLOT], items[:, BLOCK_INDEX]]
+    items[is_base, BLOCK_INDEX] = NO_BLOCK
+    items[is_base, H_START] = 0
 
 
 def _sort(
-    units: Ints, is_chained: bool, limits: WorkLimits, header: Ints, *, longest_first: bool
+    items: Ints, has_next: bool, limits: WorkLimits, header: Ints, *, longest_first: bool
 ) -> Ints:
-    """The units in the order of the list, each head linked to what follows it."""
-    num_units = len(units)
+    """Sorts the items in the order of the list, links first items to next ones, sets the header."""
+    num_items = len(items)
     # 0: few rows, 1: a small tile, 2: a tile
-    small_rows = max(limits.small_rows if longest_first else 0, limits.alone_rows)
-    num_rows = units[:, NUM_ROWS]
-    kind = (num_rows > limits.alone_rows).astype(np.int8) + (num_rows > small_rows)
+    small_rows = max(limits.small_rows if longest_first else 0, limits.few_rows)
+    num_rows = items[:, NUM_ROWS]
+    kind = (num_rows > limits.few_rows).astype(np.int8) + (num_rows > small_rows)
     num_few, num_small, _ = np.bincount(kind, minlength=3).tolist()
-    num_tiles = num_units - num_few
+    num_tiles = num_items - num_few
     header[:] = 0
     header[:4] = num_few, num_few, num_tiles, num_tiles
-    header[SMALL_HEADS] = header[SMALL_UNITS] = num_small
-    if not is_chained:
-        is_sorted = max(num_few, num_small, num_tiles - num_small) == num_units
-        return units if is_sorted else units[np.argsort(kind, kind="stable")]
-    is_head = np.diff(units[:, ROW_START], prepend=-1) != 0
-    heads = np.flatnonzero(is_head)
-    header[ROW_HEADS], header[SMALL_HEADS], _ = np.bincount(kind[heads], minlength=3)
-    header[TILE_HEADS] = len(heads) - header[ROW_HEADS]
-    num_more = np.diff(heads, append=num_units) - 1
-    units[heads, NUM_MORE] = num_more
-    # Heads of few rows, what follows them, heads of small tiles, of others, what follows either.
-    key = np.where(is_head, _HEADS_PLACE[kind], _FOLLOWERS_PLACE[kind]) * num_units
-    order = np.argsort(key - units[:, NUM_MORE] if longest_first else key, kind="stable")
-    place = np.empty(num_units + 1, dtype=np.int32)
-    place[order] = np.arange(num_units, dtype=np.int32)
-    # What follows a head keeps its order, behind all heads.
-    units[heads, MORE_START] = np.where(num_more > 0, place[heads + 1], 0)
-    return units[order]
+    header[SMALL_FIRST] = header[SMALL_ITEMS] = num_small
+    if not has_next:
+        is_sorted = max(num_few, num_small, num_tiles - num_small) == num_items
+        return items if is_sorted else items[np.argsort(kind, kind="stable")]
+    is_first = np.diff(items[:, ROW_START], prepend=-1) != 0
+    first = np.flatnonzero(is_first)
+    header[ROW_FIRST], header[SMALL_FIRST], _ = np.bincount(kind[first], minlength=3)
+    header[TILE_FIRST] = len(first) - header[ROW_FIRST]
+    num_next = np.diff(first, append=num_items) - 1
+    items[first, NUM_NEXT] = num_next
+    # First items of few rows, their next items, first items of small tiles, of other tiles, and the
+    # next items of either.
+    key = np.where(is_first, _FIRST_KEYS[kind], _NEXT_KEYS[kind]) * num_items
+    order = np.argsort(key - items[:, NUM_NEXT] if longest_first else key, kind="stable")
+    position = np.empty(num_items + 1, dtype=np.int32)
+    position[order] = np.arange(num_items, dtype=np.int32)
+    # The next items of the same rows stay adjacent.
+    items[first, NEXT_START] = np.where(num_next > 0, position[first + 1], 0)
+    return items[order]
 
 
-def _check(num_units: int, num_h_rows: int, limits: WorkLimits) -> None:
-    if num_units > limits.max_items or num_h_rows > limits.max_h_rows:
+def _check(num_items: int, num_h_rows: int, limits: WorkLimits) -> None:
+    if num_items > limits.max_items or num_h_rows > limits.max_h_rows:
         raise WorkListFull(
-            f"The step has {num_units} units of LoRA work with {num_h_rows} rows together; the "
+            f"The step has {num_items} LoRA work items with {num_h_rows} rows together; the "
             f"tables hold {limits.max_items} and {limits.max_h_rows}. Run fewer rows or lower "
             "ranks in one step, or make the tables larger."
         )

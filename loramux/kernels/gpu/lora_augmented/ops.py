@@ -1,6 +1,7 @@
-"""Adapters whose A is in the tail of the base weights: B is added by kernels that run anyway.
+"""LoRA on augmented weights: A is appended to W, so that the base GEMM computes the shrink as well.
 
-y with its adapters stays in float32 until a kernel stores what it makes of it.
+y is [rows, outputs + appended rows]; the elementwise kernels behind the GEMM add h @ B. The sum
+stays in float32 until a kernel stores its result.
 """
 
 from __future__ import annotations
@@ -12,29 +13,34 @@ from torch import Tensor
 
 from loramux.kernels.gpu.gemm.small_m import MOST_ROWS
 from loramux.kernels.gpu.lora.fp12 import FP12_SCALE, load_planes, unpack_fp12
-from loramux.kernels.gpu.lora_augmented.rotary_tiles import rotate_tiles_kernel
+from loramux.kernels.gpu.lora.work_item import ALIGN, ENTRY_WORDS, PROJECTIONS, RANGE_WORDS
+from loramux.kernels.gpu.lora.work_list import RANK_BLOCK
 from loramux.kernels.gpu.lora_augmented.rows import (
     activate_mul_kernel,
     add_norm_kernel,
     rotate_write_kernel,
 )
 from loramux.kernels.gpu.lora_augmented.tables import AugmentedSite, AugmentedWeights
-from loramux.kernels.gpu.lora_augmented.tiles import activate_tiles_kernel, expand_kernel
-from loramux.kernels.gpu.pdl import LANES_FIRST, axis, pdl_options
+from loramux.kernels.gpu.lora_augmented.tiles import (
+    activate_tiles_kernel,
+    expand_kernel,
+    rotate_tiles_kernel,
+)
+from loramux.kernels.gpu.pdl import axis, pdl_options
 from loramux.kernels.ops import KVTarget, Norm, Rotation
 
 _COPY_BLOCK = 1024
 _MIN_DOT = 16
-# Outputs of a program that has a tile.
+# Outputs of a CTA that has a tile.
 _TILE_COLUMNS = 128
-# Of a thread that activates a tile: with more, fewer programs run at once.
+# Register limit of activate_tiles_kernel: with more registers, fewer CTAs are resident.
 _ACTIVATE_REGISTERS = 128
-# Of a number that matrix units multiply; others are multiplied one by one, in more registers.
-_SHORT_BYTES = 2
+# Bytes of the dtypes that tensor cores multiply; float32 takes FMAs and more registers.
+_MMA_BYTES = 2
 
 
 def copy_block(  # noqa: PLR0913
-    store: AugmentedWeights,
+    weights: AugmentedWeights,
     pool: Tensor,
     directory: Tensor,
     slots: Tensor,
@@ -42,41 +48,41 @@ def copy_block(  # noqa: PLR0913
     rank_block: tuple[int, int],
     block: int,
 ) -> None:
-    """Block `block` of every tail becomes A of one group of ranks: (slot, place in its chain).
+    """Copies A of one rank block (slot, index) to block `block` of every augmented weight.
 
-    What the adapter leaves alone is zero.   pool [pages, elements]
-    directory int32 [layers, groups, 4]   slots int32 [slots, 8 projections, 2]
+    Projections that the adapter does not change are cleared.   pool [pages, elements]
+    directory int32 [layers, blocks, 4]   slots int32 [slots, 8 projections, 2]
     """
-    num_layers, num_projections = store.places.shape
-    slot, chain = rank_block
-    copy, rows = (_copy_short_block, 8) if store.is_fp12 else (_copy_block, 1)
-    copy[(16 // rows, num_projections, num_layers)](
-        *(pool, directory, slots, store.places, store.shapes, directory.stride(0)),
-        *(slot, chain, block),
-        BLOCK=_COPY_BLOCK,
-        ALIGN=store.alignment,
-        COMPILED=pool.is_cuda,
-        num_warps=4,
+    num_layers, num_projections = weights.offsets.shape
+    arguments = (
+        *(pool, directory, slots, weights.offsets, weights.shapes, directory.stride(0)),
+        *(*rank_block, block),
     )
+    options = {"BLOCK": _COPY_BLOCK, "ALIGNMENT": weights.alignment, "num_warps": 4}
+    if weights.is_fp12:
+        grid = (RANK_BLOCK // 8, num_projections, num_layers)
+        _unpack_block[grid](*arguments, COMPILED=pool.is_cuda, **options)
+    else:
+        _copy_block[RANK_BLOCK, num_projections, num_layers](*arguments, **options)
 
 
 def add_norm(
     y: Tensor, residual: Tensor, norm: Norm, after: Norm | None, lora: AugmentedSite
 ) -> Tensor:
-    """fused's add_norm of y with its adapters. y [rows, outputs + tail]
+    """add_norm of y with its adapters. y [rows, outputs + appended rows]
 
-    y may be parts of the product, contiguous float32 [parts, rows, outputs + tail]
+    y may be split-K partial sums, contiguous float32 [splits, rows, outputs + appended rows]
     """
     num_rows, size = residual.shape
     out = torch.empty_like(residual)
     tables = lora.tables
     add_norm_kernel[(num_rows,)](
         *(y, residual, norm.weight, None if after is None else after.weight, out),
-        *(lora.pool, tables.records, tables.work, lora.record_start, y.stride(-2)),
+        *(lora.pool, tables.items, tables.work, lora.item_start, y.stride(-2)),
         *(norm.eps, norm.eps if after is None else after.eps, tables.limits.row_map_start),
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
-        PARTS=1 if y.ndim == 2 else len(y),
+        SPLITS=1 if y.ndim == 2 else len(y),
         num_warps=lora.launch.norm_warps,
         **pdl_options(y.device.type),
     )
@@ -84,10 +90,10 @@ def add_norm(
 
 
 def expand(y: Tensor, lora: AugmentedSite) -> Tensor:
-    """y with its adapters [rows, outputs], in place; for a site of one projection.
+    """y with its adapters [rows, outputs], for a site of one projection.
 
-    y [rows, outputs + tail], or its parts, contiguous float32 [parts, rows, outputs + tail],
-    which stay
+    y [rows, outputs + appended rows] is updated in place; split-K partial sums, contiguous float32
+    [splits, rows, outputs + appended rows], are not changed.
     """
     num_rows, size = y.shape[-2], lora.num_outputs
     tables = lora.tables
@@ -95,10 +101,10 @@ def expand(y: Tensor, lora: AugmentedSite) -> Tensor:
     options = _tile_options(lora, y, min(_TILE_COLUMNS, triton.next_power_of_2(size)))
     num_columns = 8 * options["WARPS"] * options["J"]
     expand_kernel[(triton.cdiv(size, num_columns), lora.max_tiles(num_rows))](
-        *(y, out, lora.pool, tables.records, tables.work, lora.record_start, num_rows),
+        *(y, out, lora.pool, tables.items, tables.work, lora.item_start, num_rows),
         *(y.stride(-2), out.stride(0)),
         SIZE=size,
-        PARTS=1 if y.ndim == 2 else len(y),
+        SPLITS=1 if y.ndim == 2 else len(y),
         **options,
         **pdl_options(y.device.type),
     )
@@ -106,7 +112,7 @@ def expand(y: Tensor, lora: AugmentedSite) -> Tensor:
 
 
 def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: AugmentedSite) -> Tensor:
-    """fused's rotate_write of y with its adapters. y [rows, outputs + tail]"""
+    """rotate_write of y with its adapters. y [rows, outputs + appended rows]"""
     layout, num_rows = target.layout, y.shape[0]
     num_heads = lora.num_outputs // layout.head_dim
     num_queries = num_heads - 2 * layout.num_kv_heads
@@ -117,8 +123,8 @@ def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: Augmente
         kernel, options = rotate_tiles_kernel, _tile_options(lora, y, half)
     kernel[(num_heads, lora.max_tiles(num_rows))](
         *(y, rotation.cos, rotation.sin, target.storage, target.slots),
-        *(None if norm is None else norm.weight, lora.pool, tables.records, tables.work),
-        *(lora.record_start, y.stride(0), target.storage.stride(0)),
+        *(None if norm is None else norm.weight, lora.pool, tables.items, tables.work),
+        *(lora.item_start, y.stride(0), target.storage.stride(0)),
         target.layer * 2 * layout.block_tokens * layout.num_kv_heads * layout.head_dim,
         0.0 if norm is None else norm.eps,
         NUM_QUERIES=num_queries,
@@ -132,7 +138,7 @@ def rotate_write(y: Tensor, rotation: Rotation, target: KVTarget, lora: Augmente
 
 
 def activate_mul(y: Tensor, activation: str, lora: AugmentedSite) -> Tensor:
-    """fused's activate_mul of y with its adapters. y [rows, outputs + tail]"""
+    """activate_mul of y with its adapters. y [rows, outputs + appended rows]"""
     num_rows, inner = y.shape[0], lora.num_outputs // 2
     out = y.new_empty(num_rows, inner)
     tables = lora.tables
@@ -141,10 +147,10 @@ def activate_mul(y: Tensor, activation: str, lora: AugmentedSite) -> Tensor:
     if lora.launch.tile_rows > 1:
         options = _tile_options(lora, y, min(_TILE_COLUMNS, triton.next_power_of_2(inner)))
         kernel, block = activate_tiles_kernel, 8 * options["WARPS"] * options["J"]
-        if y.itemsize == _SHORT_BYTES:
+        if y.itemsize == _MMA_BYTES:
             options["maxnreg"] = _ACTIVATE_REGISTERS
     kernel[(triton.cdiv(inner, block), lora.max_tiles(num_rows))](
-        *(y, out, lora.pool, tables.records, tables.work, lora.record_start, y.stride(0)),
+        *(y, out, lora.pool, tables.items, tables.work, lora.item_start, y.stride(0)),
         INNER=inner,
         ACTIVATION=activation,
         **options,
@@ -154,14 +160,14 @@ def activate_mul(y: Tensor, activation: str, lora: AugmentedSite) -> Tensor:
 
 
 def _tile_options(lora: AugmentedSite, y: Tensor, num_columns: int) -> dict[str, int]:
-    """Of a launch whose programs have a tile and num_columns, a power of two, or more."""
+    """Launch options of a kernel for tiles with at least num_columns outputs per CTA (2^n)."""
     num_columns = max(_MIN_DOT, num_columns)
-    # Of a lane: as many as it reads at once.
-    per_lane = min(num_columns // 8, 16 // y.itemsize)
-    num_warps = num_columns // (8 * per_lane)
+    # A thread loads 16 bytes at once.
+    per_thread = min(num_columns // 8, 16 // y.itemsize)
+    num_warps = num_columns // (8 * per_thread)
     return {
         "WARPS": num_warps,
-        "J": per_lane,
+        "J": per_thread,
         "LOOPS": lora.launch.tile_rows > 16,
         "EARLY_B": _reads_b_early(y.shape[-2]),
         "num_warps": num_warps,
@@ -169,72 +175,71 @@ def _tile_options(lora: AugmentedSite, y: Tensor, num_columns: int) -> dict[str,
 
 
 def _reads_b_early(num_rows: int) -> bool:
-    """Whether the product ahead lets a kernel start that reads B while it still runs.
+    """Whether the GEMM ahead launches its dependents early, so that B is loaded before y.
 
-    Behind other products B is asked for together with y: what matrix units multiply is waited for
-    before anything that is asked for later.
+    Behind other GEMMs B is loaded together with y: MMA operands are awaited before any load that
+    was issued later.
     """
     return num_rows <= MOST_ROWS
 
 
-# A kernel is compiled once, not for every slot that is a multiple of 16.
 @triton.jit
-def _find_copy(
-    directory, slots, places, shapes, directory_stride, slot, chain, ALIGN: tl.constexpr
+def _locate_copy(
+    directory, slots, offsets, shapes, directory_stride, slot, index, ALIGNMENT: tl.constexpr
 ):
-    """A's address, ranks, inputs and slices at a program's projection and layer, and the target."""
+    """A's address, ranks, inputs and slices at a CTA's projection and layer, and the target."""
     projection = tl.program_id(1)
     layer = tl.program_id(2)
-    found = slots + slot * 16 + projection * 2
-    has_group = chain < tl.load(found + 1)
-    group = tl.load(found) + chain
-    entry = directory + layer * directory_stride + group * 4
-    address = tl.load(entry, mask=has_group, other=0).to(tl.int64)
-    ranks = tl.load(entry + 2, mask=has_group, other=0)
-    num_inputs = tl.multiple_of(tl.load(shapes + projection * 2), ALIGN)
+    blocks = slots + (slot * PROJECTIONS + projection) * RANGE_WORDS
+    has_block = index < tl.load(blocks + 1)
+    entry = directory + layer * directory_stride + (tl.load(blocks) + index) * ENTRY_WORDS
+    address = tl.load(entry, mask=has_block, other=0).to(tl.int64)
+    ranks = tl.load(entry + 2, mask=has_block, other=0)
+    num_inputs = tl.multiple_of(tl.load(shapes + projection * 2), ALIGNMENT)
     num_slices = tl.load(shapes + projection * 2 + 1)
-    place = tl.multiple_of(tl.load(places + layer * tl.num_programs(1) + projection), ALIGN)
-    return address, ranks, num_inputs, num_slices, place
+    offset = tl.load(offsets + layer * tl.num_programs(1) + projection)
+    return address, ranks, num_inputs, num_slices, tl.multiple_of(offset, ALIGNMENT)
 
 
-@triton.jit(do_not_specialize=["slot", "chain", "block"])
+# Not specialized: a kernel is compiled once, not again for every slot that is a multiple of 16.
+@triton.jit(do_not_specialize=["slot", "index", "block"])
 def _copy_block(  # noqa: PLR0913
-    pool, directory, slots, places, shapes, directory_stride, slot, chain, block,
-    BLOCK: tl.constexpr, ALIGN: tl.constexpr, COMPILED: tl.constexpr,
+    pool, directory, slots, offsets, shapes, directory_stride, slot, index, block,
+    BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """One program copies a row of one projection of one layer, or clears it."""
+    """Copies or clears one row of one projection of one layer per CTA."""
     rank = tl.program_id(0)
-    address, ranks, num_inputs, num_slices, place = _find_copy(
-        directory, slots, places, shapes, directory_stride, slot, chain, ALIGN
+    address, ranks, num_inputs, num_slices, offset = _locate_copy(
+        directory, slots, offsets, shapes, directory_stride, slot, index, ALIGNMENT
     )
     num_copied = tl.where(rank < ranks, num_inputs, 0)
     row = (block * num_slices * 16 + rank).to(tl.int64)
-    source = pool + address * 64 + rank * num_inputs
-    target = pool + place + row * num_inputs
+    source = pool + address * ALIGN + rank * num_inputs
+    target = pool + offset + row * num_inputs
     for first in range(0, num_inputs, BLOCK):
         column = first + tl.arange(0, BLOCK)
         values = tl.load(source + column, mask=column < num_copied, other=0.0)
         tl.store(target + column, values, mask=column < num_inputs)
 
 
-@triton.jit(do_not_specialize=["slot", "chain", "block"])
-def _copy_short_block(  # noqa: PLR0913
-    pool, directory, slots, places, shapes, directory_stride, slot, chain, block,
-    BLOCK: tl.constexpr, ALIGN: tl.constexpr, COMPILED: tl.constexpr,
+@triton.jit(do_not_specialize=["slot", "index", "block"])
+def _unpack_block(  # noqa: PLR0913
+    pool, directory, slots, offsets, shapes, directory_stride, slot, index, block,
+    BLOCK: tl.constexpr, ALIGNMENT: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """One program lengthens eight rows of one projection of one layer, or clears them."""
+    """Unpacks or clears eight rows of one projection of one layer per CTA."""
     octet = tl.program_id(0)
-    address, ranks, num_inputs, num_slices, place = _find_copy(
-        directory, slots, places, shapes, directory_stride, slot, chain, ALIGN
+    address, ranks, num_inputs, num_slices, offset = _locate_copy(
+        directory, slots, offsets, shapes, directory_stride, slot, index, ALIGNMENT
     )
     num_copied = tl.where(octet * 8 < ranks, num_inputs, 0)
     row = block * num_slices * 16 + octet * 8 + tl.arange(0, 8)[:, None]
-    words = pool.to(tl.pointer_type(tl.int32), bitcast=True) + address * 32
+    words = pool.to(tl.pointer_type(tl.int32), bitcast=True) + address * (ALIGN // 2)
     words += octet * (3 * num_inputs)
-    target = pool + place + row.to(tl.int64) * num_inputs
+    target = pool + offset + row.to(tl.int64) * num_inputs
     WARPS: tl.constexpr = 4
-    word = axis(WARPS, 0, 4, LANES_FIRST) * (BLOCK // WARPS) + axis(128, 3, 4, LANES_FIRST)
-    word += axis(BLOCK // (128 * WARPS), 2, 4, LANES_FIRST) * 128
+    word = axis(WARPS, 0, 4) * (BLOCK // WARPS) + axis(128, 3, 4)
+    word += axis(BLOCK // (128 * WARPS), 2, 4) * 128
     for first in range(0, num_inputs, BLOCK):
         planes = load_planes(words + first + word, num_inputs, first + word < num_copied, "")
         rows = unpack_fp12(planes, WARPS, 1, BLOCK // (128 * WARPS), COMPILED)

@@ -1,4 +1,4 @@
-"""Tiles are dealt out: each to one program, and to none two more than to another."""
+"""Each tile is assigned to one CTA, and no CTA has two tiles more than another."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from loramux.kernels.gpu.lora.tile_schedule import (  # noqa: E402
-    place_behind,
-    place_behind_turns,
-    tile_of_turn,
+from loramux.kernels.gpu.lora.work_item import (  # noqa: E402
+    rank_after,
+    rank_after_waves,
+    tile_of_wave,
 )
 
 
@@ -27,18 +27,18 @@ def _take(times, owners, tile):
 
 
 @triton.jit
-def _deal(times, owners, num_first, num_second, num_third):
-    """How often each tile is dealt out, and to whom."""
+def _assign(times, owners, num_first, num_second, num_third):
+    """Records how often each tile is assigned, and its CTA."""
     programs = tl.num_programs(0)
-    for turn in tl.range(tl.cdiv(num_first, programs)):
-        tile = tile_of_turn(turn)
+    for wave in tl.range(tl.cdiv(num_first, programs)):
+        tile = tile_of_wave(wave)
         if tile < num_first:
             _take(times, owners, tile)
-    place = place_behind_turns(num_first)
-    for second in tl.range(place, num_second, programs):
+    rank = rank_after_waves(num_first)
+    for second in tl.range(rank, num_second, programs):
         _take(times, owners, num_first + second)
-    place = place_behind(place, num_second)
-    for third in tl.range(place, num_third, programs):
+    rank = rank_after(rank, num_second)
+    for third in tl.range(rank, num_third, programs):
         _take(times, owners, num_first + num_second + third)
 
 
@@ -46,11 +46,11 @@ def _deal(times, owners, num_first, num_second, num_third):
     num_programs=st.integers(1, 9),
     num_tiles=st.tuples(*[st.integers(0, 40)] * 3).filter(any),
 )
-def test_every_program_gets_about_as_many(
+def test_every_cta_gets_about_as_many_tiles(
     num_programs: int, num_tiles: tuple[int, int, int]
 ) -> None:
     times, owners = torch.zeros(2, sum(num_tiles), dtype=torch.int32)
-    _deal[(num_programs,)](times, owners, *num_tiles)
+    _assign[(num_programs,)](times, owners, *num_tiles)
     assert times.eq(1).all()
     counts = np.bincount(owners.cpu().numpy(), minlength=num_programs)
     assert len(counts) == num_programs

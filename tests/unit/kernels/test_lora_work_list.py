@@ -9,23 +9,23 @@ from hypothesis import strategies as st
 
 from loramux.kernels.gpu.lora.work_list import (
     BASE_TILES,
-    CHAIN,
+    BLOCK_INDEX,
     FIRST_USED,
     H_START,
     HEADER_WORDS,
+    ITEM_WORDS,
     MAX_PROJECTIONS,
-    MORE_START,
-    NUM_MORE,
+    NEXT_START,
+    NUM_NEXT,
     NUM_ROWS,
-    ROW_HEADS,
+    ROW_FIRST,
+    ROW_ITEMS,
     ROW_START,
-    ROW_UNITS,
     SLOT,
-    SMALL_HEADS,
-    SMALL_UNITS,
-    TILE_HEADS,
-    TILE_UNITS,
-    UNIT_WORDS,
+    SMALL_FIRST,
+    SMALL_ITEMS,
+    TILE_FIRST,
+    TILE_ITEMS,
     WEIGHT,
     Ints,
     RankBlockDirectory,
@@ -42,59 +42,59 @@ LIMITS = WorkLimits(max_items=200, max_h_rows=2000)
 Pairs = tuple[tuple[int, float], ...]
 
 
-def directory_of(num_groups: list[list[int]]) -> RankBlockDirectory:
-    """num_groups[slot]: of each projection."""
-    directory = RankBlockDirectory(max_slots=len(num_groups), max_blocks=100)
-    for groups in num_groups:
-        directory.add(np.array(groups, dtype=np.int32))
+def directory_of(num_blocks: list[list[int]]) -> RankBlockDirectory:
+    """num_blocks[slot]: rank blocks of each projection."""
+    directory = RankBlockDirectory(max_slots=len(num_blocks), max_blocks=100)
+    for blocks in num_blocks:
+        directory.add(np.array(blocks, dtype=np.int32))
     return directory
 
 
 def build(tiles: RowTiles, directory: RankBlockDirectory, limits: WorkLimits = LIMITS) -> Ints:
     out = np.full(limits.num_words, 7, dtype=np.int32)
     used = build_work_list(tiles, directory, limits, out)
-    assert used == HEADER_WORDS + UNIT_WORDS * (out[ROW_UNITS] + out[TILE_UNITS] + out[BASE_TILES])
+    assert used == HEADER_WORDS + ITEM_WORDS * (out[ROW_ITEMS] + out[TILE_ITEMS] + out[BASE_TILES])
     return out
 
 
-def units_of(out: Ints) -> Ints:
-    return out[HEADER_WORDS:][: (out[ROW_UNITS] + out[TILE_UNITS]) * UNIT_WORDS].reshape(-1, 8)
+def items_of(out: Ints) -> Ints:
+    return out[HEADER_WORDS:][: (out[ROW_ITEMS] + out[TILE_ITEMS]) * ITEM_WORDS].reshape(-1, 8)
 
 
 def added_by(out: Ints) -> dict[int, list[tuple[int, int, float]]]:
-    """row -> (slot, chain, weight) of all that is added to it, by following the heads."""
-    units = units_of(out)
+    """row -> (slot, rank block, weight) of all that is added to it, by following the links."""
+    items = items_of(out)
     found: dict[int, list[tuple[int, int, float]]] = {}
-    heads = [*range(out[ROW_HEADS]), *range(out[ROW_UNITS], out[ROW_UNITS] + out[TILE_HEADS])]
-    for head in heads:
-        more = units[head, MORE_START]
-        for index in [head, *range(more, more + units[head, NUM_MORE])]:
-            unit = units[index]
-            weight = float(unit[WEIGHT : WEIGHT + 1].view(np.float32)[0])
-            assert unit[ROW_START] == units[head, ROW_START]
-            assert unit[NUM_ROWS] == units[head, NUM_ROWS]
-            for row in range(unit[ROW_START], unit[ROW_START] + unit[NUM_ROWS]):
-                found.setdefault(row, []).append((int(unit[SLOT]), int(unit[CHAIN]), weight))
+    first_items = [*range(out[ROW_FIRST]), *range(out[ROW_ITEMS], out[ROW_ITEMS] + out[TILE_FIRST])]
+    for first in first_items:
+        next_start = items[first, NEXT_START]
+        for index in [first, *range(next_start, next_start + items[first, NUM_NEXT])]:
+            item = items[index]
+            weight = float(item[WEIGHT : WEIGHT + 1].view(np.float32)[0])
+            assert item[ROW_START] == items[first, ROW_START]
+            assert item[NUM_ROWS] == items[first, NUM_ROWS]
+            for row in range(item[ROW_START], item[ROW_START] + item[NUM_ROWS]):
+                found.setdefault(row, []).append((int(item[SLOT]), int(item[BLOCK_INDEX]), weight))
     return found
 
 
-def check_classes(out: Ints, alone_rows: int, small_rows: int) -> None:
-    """Few rows, then tiles; of their heads, and of what follows them, the small ones first."""
-    rows = units_of(out)[:, NUM_ROWS]
-    few, heads, units, small_heads, small_units = (
-        int(out[word]) for word in (ROW_UNITS, TILE_HEADS, TILE_UNITS, SMALL_HEADS, SMALL_UNITS)
+def check_classes(out: Ints, few_rows: int, small_rows: int) -> None:
+    """Few rows, then tiles; the small ones first, both among first and among next items."""
+    rows = items_of(out)[:, NUM_ROWS]
+    few, first, items, small_first, small_items = (
+        int(out[word]) for word in (ROW_ITEMS, TILE_FIRST, TILE_ITEMS, SMALL_FIRST, SMALL_ITEMS)
     )
-    assert (rows[:few] <= alone_rows).all()
-    is_small = np.zeros(units, dtype=bool)
-    is_small[:small_heads] = True
-    is_small[heads : heads + small_units - small_heads] = True
-    assert (rows[few:] > alone_rows).all()
+    assert (rows[:few] <= few_rows).all()
+    is_small = np.zeros(items, dtype=bool)
+    is_small[:small_first] = True
+    is_small[first : first + small_items - small_first] = True
+    assert (rows[few:] > few_rows).all()
     assert np.array_equal(rows[few:] <= small_rows, is_small)
 
 
 def base_rows(out: Ints) -> set[int]:
-    first = HEADER_WORDS + (out[ROW_UNITS] + out[TILE_UNITS]) * UNIT_WORDS
-    tiles = out[first:][: out[BASE_TILES] * UNIT_WORDS].reshape(-1, UNIT_WORDS)
+    first = HEADER_WORDS + (out[ROW_ITEMS] + out[TILE_ITEMS]) * ITEM_WORDS
+    tiles = out[first:][: out[BASE_TILES] * ITEM_WORDS].reshape(-1, ITEM_WORDS)
     return {
         row for tile in tiles for row in range(tile[ROW_START], sum(tile[[ROW_START, NUM_ROWS]]))
     }
@@ -110,26 +110,26 @@ def base_rows(out: Ints) -> set[int]:
         ),
         max_size=6,
     ),
-    alone_rows=st.sampled_from([0, 1, 4]),
+    few_rows=st.sampled_from([0, 1, 4]),
     small_rows=st.sampled_from([0, 2, 8]),
     keeps_base=st.booleans(),
 )
-def test_every_row_gets_each_group_of_its_adapters_once(
-    runs: list[tuple[Pairs, int]], alone_rows: int, small_rows: int, keeps_base: bool
+def test_every_row_gets_each_rank_block_of_its_adapters_once(
+    runs: list[tuple[Pairs, int]], few_rows: int, small_rows: int, keeps_base: bool
 ) -> None:
-    """Catches work that is skipped, done twice, or linked to another head."""
-    num_groups = [[1, 1], [3, 1], [0, 2], [0, 0]]
+    """Catches work that is skipped, done twice, or linked to other rows."""
+    num_blocks = [[1, 1], [3, 1], [0, 2], [0, 0]]
     out = build(
         gather_tiles([pairs for pairs, _ in runs], [n for _, n in runs], 16, keeps_base=keeps_base),
-        directory_of(num_groups),
-        replace(LIMITS, alone_rows=alone_rows, small_rows=small_rows),
+        directory_of(num_blocks),
+        replace(LIMITS, few_rows=few_rows, small_rows=small_rows),
     )
-    check_classes(out, alone_rows, small_rows)
+    check_classes(out, few_rows, small_rows)
     expected: dict[int, list[tuple[int, int, float]]] = {}
     nothing: set[int] = set()
     row = 0
     for pairs, count in runs:
-        wanted = [(s, c, w) for s, w in pairs for c in range(max(num_groups[s]))]
+        wanted = [(s, c, w) for s, w in pairs for c in range(max(num_blocks[s]))]
         expected |= {row + i: wanted for i in range(count) if wanted}
         if not wanted and (keeps_base or pairs):
             nothing |= set(range(row, row + count))
@@ -156,39 +156,39 @@ def test_long_runs_are_cut_into_tiles(num_rows: int, expected: list[int]) -> Non
     assert plain.num_rows.tolist() == expected
 
 
-def test_rows_of_ranks_do_not_share_their_place() -> None:
+def test_h_rows_do_not_overlap() -> None:
     out = build(plain_tiles(np.array([0, 0, 1, 2], dtype=np.int32), 16), directory_of([[1]] * 3))
-    units = units_of(out)
-    places = [u[H_START] + i for u in units for i in range(u[NUM_ROWS])]
+    items = items_of(out)
+    places = [u[H_START] + i for u in items for i in range(u[NUM_ROWS])]
     assert sorted(places) == list(range(len(places)))
 
 
-def test_a_tail_block_takes_the_place_of_partial_sums() -> None:
+def test_a_block_of_augmented_weights_takes_the_place_of_partial_sums() -> None:
     out = np.zeros(LIMITS.num_words, dtype=np.int32)
     tiles = plain_tiles(np.array([0, 1], dtype=np.int32), 16)
     blocks = np.array([[5, 0], [8, 3]], dtype=np.int32)
     build_work_list(tiles, directory_of([[1], [2]]), LIMITS, out, blocks)
-    units = units_of(out)
-    assert sorted(units[:, H_START].tolist()) == [3, 5, 8]
+    items = items_of(out)
+    assert sorted(items[:, H_START].tolist()) == [3, 5, 8]
 
 
-def test_heads_with_most_behind_them_come_first() -> None:
-    """Catches programs that are dealt all long heads: a step takes as long as the slowest."""
+def test_first_items_with_the_most_next_ones_come_first() -> None:
+    """Catches a CTA that gets all long items: a step takes as long as its slowest CTA."""
     directory = directory_of([[1], [4], [2]])
     selections = [((slot, 1.0),) for slot in (0, 1, 2, 0, 1, 2)]
     out = build(gather_tiles(selections, [1, 1, 1, 3, 3, 3], 16), directory)
-    heads = units_of(out)
-    rows = heads[: out[ROW_HEADS]]
-    tiles = heads[out[ROW_UNITS] :][: out[TILE_HEADS]]
+    first = items_of(out)
+    rows = first[: out[ROW_FIRST]]
+    tiles = first[out[ROW_ITEMS] :][: out[TILE_FIRST]]
     for some in (rows, tiles):
-        assert some[:, NUM_MORE].tolist() == [3, 1, 0]
+        assert some[:, NUM_NEXT].tolist() == [3, 1, 0]
         assert some[:, SLOT].tolist() == [1, 2, 0]
 
 
 @pytest.mark.parametrize(
     "limits",
     [WorkLimits(max_items=3, max_h_rows=2000), WorkLimits(max_items=200, max_h_rows=3)],
-    ids=["units", "rows"],
+    ids=["items", "rows"],
 )
 def test_more_work_than_the_tables_hold_is_an_error(limits: WorkLimits) -> None:
     tiles = plain_tiles(np.arange(4, dtype=np.int32), 16)
@@ -202,7 +202,7 @@ def test_a_step_without_adapters_has_no_work() -> None:
     assert len(plain_tiles(np.zeros(0, dtype=np.int32), 16).start) == 0
 
 
-class TestGroupDirectory:
+class TestRankBlockDirectory:
     def test_gives_ranges_that_do_not_overlap_and_takes_them_back(self) -> None:
         directory = RankBlockDirectory(max_slots=3, max_blocks=10)
         assert directory.add(np.array([2, 1], dtype=np.int32)) == (0, 0)
@@ -213,13 +213,13 @@ class TestGroupDirectory:
         assert directory.add(np.array([1, 1], dtype=np.int32)) == (0, 0)
         assert directory.add(np.array([3, 0], dtype=np.int32)) == (2, 7)
 
-    @pytest.mark.parametrize("groups", [[11], [1]], ids=["no room", "no slot"])
-    def test_a_full_table_is_an_error(self, groups: list[int]) -> None:
+    @pytest.mark.parametrize("blocks", [[11], [1]], ids=["no room", "no slot"])
+    def test_a_full_table_is_an_error(self, blocks: list[int]) -> None:
         directory = RankBlockDirectory(max_slots=1, max_blocks=10)
-        if groups == [1]:
+        if blocks == [1]:
             directory.add(np.array([1], dtype=np.int32))
         with pytest.raises(WorkListFull, match="evict an adapter"):
-            directory.add(np.array(groups, dtype=np.int32))
+            directory.add(np.array(blocks, dtype=np.int32))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=60))
@@ -241,11 +241,11 @@ def test_no_two_adapters_ever_share_a_row_and_none_is_lost(moves: list[tuple[boo
             slot = sorted(held)[number % len(held)]
             directory.remove(slot)
             del held[slot]
-        rows = [row for mine in held.values() for row in mine]
+        rows = [row for rows_of_slot in held.values() for row in rows_of_slot]
         assert len(rows) == len(set(rows)) and all(0 <= row < 12 for row in rows)
 
 
-def test_the_list_says_which_projections_anybody_changes() -> None:
+def test_the_list_says_which_projections_its_adapters_change() -> None:
     directory = directory_of([[1, 0, 2, 0], [0, 0, 1, 0], [0, 0, 0, 3]])
     used = slice(FIRST_USED, FIRST_USED + MAX_PROJECTIONS)
     selections = [((0, 1.0),), (), ((1, 1.0),)]
@@ -259,26 +259,28 @@ def test_the_list_says_which_projections_anybody_changes() -> None:
     slots=st.lists(st.integers(-1, 2), min_size=1, max_size=40).map(sorted),
     tile_rows=st.sampled_from([1, 16]),
 )
-def test_a_list_that_names_all_rows_has_one_head_for_each(slots: list[int], tile_rows: int) -> None:
+def test_a_list_that_contains_all_rows_has_one_first_item_for_each(
+    slots: list[int], tile_rows: int
+) -> None:
     """Catches rows that a kernel would not compute, and base rows that find weights."""
     limits = WorkLimits(
-        max_items=200, max_h_rows=0, alone_rows=int(tile_rows == 1), max_rows=len(slots)
+        max_items=200, max_h_rows=0, few_rows=int(tile_rows == 1), max_rows=len(slots)
     )
     out = np.zeros(limits.num_words, dtype=np.int32)
     tiles = plain_tiles(np.array(slots, dtype=np.int32), tile_rows, keeps_base=True)
     pairs = [((s, 1.0),) if s >= 0 else () for s in slots]
     gathered = gather_tiles(pairs, [1] * len(slots), tile_rows, keeps_base=True)
     assert tiles.slot.tolist() == gathered.slot.tolist()
-    num_groups = [1, 2, 0]
+    num_blocks = [1, 2, 0]
     blocks = np.array([[4, 0], [2, 3], [0, 0]], dtype=np.int32)
-    build_work_list(tiles, directory_of([[count] for count in num_groups]), limits, out, blocks)
+    build_work_list(tiles, directory_of([[count] for count in num_blocks]), limits, out, blocks)
     map_rows(limits, out)
-    units = units_of(out)
+    items = items_of(out)
     for row, slot in enumerate(slots):
-        head = units[out[limits.row_map_start + row]]
-        assert head[ROW_START] <= row < head[ROW_START] + head[NUM_ROWS] <= row + tile_rows
-        assert head[NUM_MORE] == (1 if slot == 1 else 0)
+        first = items[out[limits.row_map_start + row]]
+        assert first[ROW_START] <= row < first[ROW_START] + first[NUM_ROWS] <= row + tile_rows
+        assert first[NUM_NEXT] == (1 if slot == 1 else 0)
         if slot >= 0:
-            assert (head[SLOT], head[CHAIN], head[H_START]) == (slot, 0, blocks[slot, 0])
+            assert (first[SLOT], first[BLOCK_INDEX], first[H_START]) == (slot, 0, blocks[slot, 0])
         else:
-            assert head[CHAIN] >= max(num_groups)
+            assert first[BLOCK_INDEX] >= max(num_blocks)
