@@ -1,4 +1,4 @@
-"""Adapters by content id over one base, in this process: add folders, serve requests."""
+"""Serves adapters by CID on one base in this process."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ _PROMPT_KEYS = ("input", "prompt", "prompt_token_ids", "messages")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolAnswer:
+    """The output of one request, and how it was served."""
+
     text: str
     output: RequestOutput
     serving: dict[str, Any]
-    """What served it: base_model, adapter_cid, pool_id, cold_miss, queue_depth, latency_ms."""
+    """Has base_model, adapter_cid, pool_id, cold_miss, queue_depth and latency_ms."""
 
 
 class AdapterPool:
-    """`max_active_adapters` caps how many are in the page pool at once, used or idle.
+    """A base with adapters, of which at most `max_active_adapters` are in the page pool at once.
 
-    An adapter is its content id: the same bytes added twice, under whatever names, are one.
+    An adapter is identified by its CID: folders with the same bytes are one adapter.
     """
 
     def __init__(
@@ -51,11 +53,11 @@ class AdapterPool:
         self.pool_id = pool_id
 
     def add(self, folder: str | Path) -> str:
-        """Checks a PEFT folder and returns its content id."""
+        """Checks a PEFT folder and returns its CID."""
         return self._llm.register_adapter(folder)
 
     def remove(self, adapter_cid: str) -> None:
-        """Frees all that the adapter holds."""
+        """Frees the adapter's memory in all tiers."""
         self._llm.engine.forget_adapter(adapter_cid)
 
     def adapters(self) -> list[AdapterUse]:
@@ -64,8 +66,11 @@ class AdapterPool:
     def serve(
         self, request: str | Mapping[str, Any], *, adapter_cid: str | None = None
     ) -> PoolAnswer:
-        """`request`: a prompt, or one of input, prompt, prompt_token_ids and messages beside
-        fields of SamplingParams. None: the base answers."""
+        """Runs a request on an adapter, or on the base if `adapter_cid` is None.
+
+        `request` is a prompt, or a mapping with one of input, prompt, prompt_token_ids and
+        messages, and fields of SamplingParams.
+        """
         prompt, params = self._read(request)
         engine = self._llm.engine
         began = time.monotonic()

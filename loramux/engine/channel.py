@@ -1,4 +1,4 @@
-"""Messages over a socket pair: four bytes of length, then msgpack. A dead peer ends the file."""
+"""Sends messages over a socket pair as four bytes of length and a msgpack body."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LENGTH = struct.Struct("!I")
 
 
 class EngineChannel:
-    """The engine's end: blocking, safe to send from several threads."""
+    """The engine's end of the channel; it blocks, and several threads may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -25,7 +25,7 @@ class EngineChannel:
         self._decoder = msgspec.msgpack.Decoder(Command)
 
     def receive(self) -> Command | None:
-        """None: the other side is gone."""
+        """Returns the next command; None if the server is gone."""
         try:
             head = self._reader.read(_LENGTH.size)
             if len(head) < _LENGTH.size:
@@ -33,7 +33,7 @@ class EngineChannel:
             (length,) = _LENGTH.unpack(head)
             body = self._reader.read(length)
         except ConnectionError:
-            # A peer that dies with our messages unread resets the connection: no end of file then.
+            # A peer that dies with unread messages resets the connection.
             return None
         if len(body) < length:
             return None
@@ -47,7 +47,7 @@ class EngineChannel:
 
 
 class ServerChannel:
-    """The server's end, on an event loop."""
+    """The server's end of the channel, on an event loop."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -60,7 +60,7 @@ class ServerChannel:
         return cls(*await asyncio.open_connection(sock=connection))
 
     async def receive(self) -> Reply | None:
-        """None: the engine is gone."""
+        """Returns the next reply; None if the engine is gone."""
         try:
             head = await self._reader.readexactly(_LENGTH.size)
             (length,) = _LENGTH.unpack(head)
@@ -70,7 +70,7 @@ class ServerChannel:
         return reply
 
     def send(self, command: Command) -> None:
-        """Never waits: commands are small, and a dead engine is noticed by receive()."""
+        """Queues a command without waiting; receive() detects a dead engine."""
         if not self._writer.is_closing():
             body = self._encoder.encode(command)
             self._writer.write(_LENGTH.pack(len(body)) + body)

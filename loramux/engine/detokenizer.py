@@ -1,4 +1,4 @@
-"""Tokens of one answer to text, as they come; what may still change is held back."""
+"""Decodes the tokens of one answer incrementally; text that may still change is held back."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Protocol
 from loramux.engine.tokenizer import Tokenizer
 
 CONTEXT_TOKENS = 8
-MAX_BYTES_OF_A_CHARACTER = 4
+MAX_CHARACTER_BYTES = 4
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """All that push() and flush() return is the text of the output, up to a stop string.
+    """Decodes an output token by token, up to the first stop string.
 
-    For byte-level tokenizers it is what Tokenizer.decode gives for the whole output. Others see the
-    end of the prompt too, since their decoders drop the space at the start of a text.
+    With a byte-level tokenizer, the concatenated results of push() and flush() equal
+    Tokenizer.decode of the whole output. Other tokenizers decode the output together with the end
+    of the prompt, because their decoders drop a leading space.
     """
 
     def __init__(
@@ -38,13 +39,13 @@ class Detokenizer:
         self.stopped_by: str | None = None
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now and was not before."""
-        if self.stopped_by is not None or self._is_silent(token_id):
+        """Returns the text that this token has made final."""
+        if self.stopped_by is not None or self._is_skipped(token_id):
             return ""
         return self._release(self._stream.push(token_id), is_last=False)
 
     def flush(self) -> str:
-        """What was held back, when no token will follow."""
+        """Returns the text that was held back; call it after the last token."""
         if self.stopped_by is not None:
             return ""
         return self._release(self._stream.flush(), is_last=True)
@@ -52,31 +53,35 @@ class Detokenizer:
     def _open_stream(self, prompt_token_ids: Sequence[int]) -> _TextStream:
         if self._tokenizer.is_byte_level:
             return _ByteStream(self._tokenizer)
-        context = [i for i in prompt_token_ids[-CONTEXT_TOKENS:] if not self._is_silent(i)]
+        context = [i for i in prompt_token_ids[-CONTEXT_TOKENS:] if not self._is_skipped(i)]
         return _WindowStream(self._tokenizer, context)
 
-    def _is_silent(self, token_id: int) -> bool:
-        return self._tokenizer.is_silent(token_id, skip_special_tokens=self._skip_special_tokens)
+    def _is_skipped(self, token_id: int) -> bool:
+        return self._tokenizer.is_skipped(token_id, skip_special_tokens=self._skip_special_tokens)
 
     def _release(self, text: str, *, is_last: bool) -> str:
         text = self._held + text
-        found = _first_to_end(text, self._stop)
+        found = _first_stop(text, self._stop)
         if found is not None:
             end, start, self.stopped_by = found
             self._held = ""
             return text[: end if self._include_stop else start]
-        certain = len(text) if is_last else _start_of_open_stop(text, self._stop)
-        self._held = text[certain:]
-        return text[:certain]
+        num_final = len(text) if is_last else _start_of_partial_stop(text, self._stop)
+        self._held = text[num_final:]
+        return text[:num_final]
 
 
 class _TextStream(Protocol):
+    """Decodes tokens incrementally, without stop strings."""
+
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
 
 
 class _ByteStream:
+    """Decodes the bytes of byte-level tokens as UTF-8."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -89,7 +94,7 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Decodes the last few tokens with and without the newest; the difference is its text."""
+    """Decodes the last tokens with and without the newest one; the difference is its text."""
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -101,9 +106,9 @@ class _WindowStream:
         self._window.append(token_id)
         self._num_pending += 1
         text = self._decode()
-        # Byte tokens of an unfinished character spoil the whole run of byte tokens before them.
-        is_certain = text.startswith(self._shown) and not text.endswith(REPLACEMENT)
-        if not is_certain and self._num_pending < MAX_BYTES_OF_A_CHARACTER:
+        # Byte tokens of an incomplete character make the whole run of byte tokens invalid.
+        is_final = text.startswith(self._shown) and not text.endswith(REPLACEMENT)
+        if not is_final and self._num_pending < MAX_CHARACTER_BYTES:
             return ""
         added = text[len(self._shown) :]
         self._window = self._window[-self._num_pending :]
@@ -117,18 +122,18 @@ class _WindowStream:
         return added
 
     def _decode(self) -> str:
-        # Silent tokens never get here, so that there is nothing to skip.
+        # Skipped tokens are never in the window.
         return self._tokenizer.decode(self._window, skip_special_tokens=False)
 
 
-def _first_to_end(text: str, stops: tuple[str, ...]) -> tuple[int, int, str] | None:
-    """(end, start, stop) of the stop string that is complete first, reading on."""
+def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, int, str] | None:
+    """Returns (end, start, stop) of the stop string that ends first."""
     found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
     return min(found) if found else None
 
 
-def _start_of_open_stop(text: str, stops: tuple[str, ...]) -> int:
-    """Where the longest end of the text begins that may become a stop string; else its length."""
+def _start_of_partial_stop(text: str, stops: tuple[str, ...]) -> int:
+    """Returns the start of the longest suffix that may become a stop string, or the length."""
     earliest = len(text)
     for stop in stops:
         start = text.find(stop[0], max(0, len(text) - len(stop) + 1))

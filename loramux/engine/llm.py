@@ -1,4 +1,4 @@
-"""The engine for scripts and notebooks: `LLM(model).generate(prompts, lora_request=...)`."""
+"""Runs the engine in this process: `LLM(model).generate(prompts, lora_request=...)`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ T = TypeVar("T")
 
 
 class LLM:
-    """One base in this process. `model`: a Hugging Face folder or a GGUF file; None: SmolLM2."""
+    """A base model in this process.
+
+    `model` is a Hugging Face folder or a GGUF file; the default is SmolLM2.
+    """
 
     def __init__(
         self,
@@ -57,10 +60,10 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers in the order of the prompts, all in one batch, each with its own adapter.
+        """Runs the prompts in one batch, and returns their outputs in order.
 
-        One params or lora_request holds for every prompt; a list has one for each, None: base.
-        Nothing runs if any of it is refused.
+        One sampling_params or lora_request applies to all prompts; a list has one entry for each
+        prompt, where None means the base. If any prompt is refused, none of them runs.
         """
         batch = [prompts] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
         params = _for_each(sampling_params or SamplingParams(), len(batch), "sampling_params")
@@ -74,13 +77,13 @@ class LLM:
         return [collector.output for collector in collectors]
 
     def register_adapter(self, folder: str | Path) -> str:
-        """Checks a PEFT folder and returns its content id; refuses what must not be served."""
+        """Checks a PEFT folder and returns its CID; raises AdapterRefused."""
         return self.engine.register_adapter(Path(folder)).cid
 
     def answer(
         self, prompt: Prompt, sampling_params: SamplingParams, *, adapter_cid: str | None = None
     ) -> RequestOutput:
-        """One prompt on an adapter that was registered before; None: the base."""
+        """Runs one prompt on a registered adapter, or on the base."""
         collector = self._collector(prompt, sampling_params, adapter_cid)
         self._run([collector], show_progress=False)
         return collector.output
@@ -93,12 +96,16 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """As generate, for one conversation or a list of them."""
+        """Runs generate on one conversation or a list of conversations."""
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(list[list[Message]], [messages] if is_one else messages)
         prompts = [
-            {"prompt_token_ids": self.tokenizer.apply_chat_template([dict(m) for m in talk])}
-            for talk in conversations
+            {
+                "prompt_token_ids": self.tokenizer.apply_chat_template(
+                    [dict(m) for m in conversation]
+                )
+            }
+            for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, lora_request=lora_request, use_tqdm=use_tqdm)
 
@@ -141,12 +148,12 @@ class LLM:
                         progress.update(num_done)
                     collections.after_step()
         finally:
-            # An error or Ctrl-C must not leave the rest running in the next call.
+            # After an error or Ctrl-C, no request may go on in the next call.
             for request_id in open_requests:
                 self.engine.abort(request_id)
 
     def _step(self, open_requests: dict[str, OutputCollector]) -> int:
-        """One engine step; returns how many requests it completed."""
+        """Runs one engine step, and returns the number of requests that it completed."""
         num_done = 0
         for event in self.engine.step():
             collector = open_requests[event.request_id]

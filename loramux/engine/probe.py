@@ -1,4 +1,4 @@
-"""What an adapter really does to the base: the largest change of a logit on fixed tokens."""
+"""Measures the effect of an adapter: the largest change of a logit on fixed tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _PROBE_POOL_BYTES = 2**30
 
 
 def max_logit_change(model_path: Path, adapter_folder: Path) -> float:
-    # Whatever a server would compute in: rounding must not hide what a small adapter changes.
+    """Loads base and adapter, and returns the largest absolute change of a logit.
+
+    It computes in float32, so that rounding does not hide the effect of a small adapter.
+    """
     config = EngineConfig(
         dtype="float32", device_memory_bytes=_PROBE_POOL_BYTES, pack_weights=False
     )
@@ -21,8 +24,9 @@ def max_logit_change(model_path: Path, adapter_folder: Path) -> float:
 
 
 def probe(engine: Engine, adapter_folder: Path) -> float:
+    """Returns the largest absolute change of a logit by the adapter."""
     cid = engine.register_adapter(adapter_folder).cid
-    # Spread over the whole vocabulary, the same for every adapter of a base.
+    # The tokens are spread over the vocabulary, and equal for all adapters of a base.
     tokens = [(i * 7919 + 1) % engine.vocab_size for i in range(_NUM_PROBE_TOKENS)]
     base, changed = engine.prompt_logits([(tokens, ()), (tokens, ((cid, 1.0),))])
     return float((changed - base).abs().max())

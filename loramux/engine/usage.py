@@ -1,4 +1,4 @@
-"""How often each adapter was used, kept over restarts, so that the busiest can be loaded first."""
+"""Persists the use counts of adapters, so that a restarted server can prewarm the busiest."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _FILE = "usage.json"
-# Last run's counts weigh half of this run's.
+# Factor on the counts of earlier runs when a new run is added.
 _DECAY = 0.5
 
 
 class UsageFile:
+    """The file of use counts in the folder of the disk tier."""
+
     def __init__(self, folder: Path) -> None:
         self._path = folder / _FILE
         self._before = _read(self._path)
 
     def busiest(self, known: Iterable[str], count: int) -> list[str]:
-        """Of the known CIDs those that were used most, by what earlier runs have seen."""
+        """Returns the most used of the known CIDs in earlier runs, at most `count`."""
         used = [cid for cid in known if self._before.get(cid, 0) > 0]
         return sorted(used, key=lambda cid: -self._before[cid])[:count]
 
     def save(self, uses: Mapping[str, int]) -> None:
-        """Adds this run to what was known; a disk that refuses costs the warm start, no more."""
+        """Writes the decayed earlier counts plus this run's; errors of the disk are ignored."""
         counts = {cid: _DECAY * number for cid, number in self._before.items()}
         for cid, number in uses.items():
             counts[cid] = counts.get(cid, 0.0) + number

@@ -27,8 +27,7 @@ ORDERS = (ADDED, BUSIEST)
 
 def adapter_routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["adapters"])
-    of_one = answering(AdapterEntry, 400, 404, 503, path_name="name")
-    of_pinned = answering(AdapterEntry, 400, 404, 503, path_name="name")
+    pinning = answering(AdapterEntry, 400, 404, 503, path_name="name")
 
     @router.get("/v1/adapters", **answering(AdapterList, 400, 503, parameters=_list_parameters()))
     async def list_adapters(request: Request) -> Response:
@@ -39,13 +38,14 @@ def adapter_routes(context: Context) -> APIRouter:
             entries = _by_traffic(entries, context.metrics.traffic)
         return json_response(AdapterList(data=entries[:limit], total=len(entries)))
 
-    @router.post("/v1/adapters/{name:path}/pin", **of_pinned)
+    @router.post("/v1/adapters/{name:path}/pin", **pinning)
     async def pin_adapter(request: Request) -> Response:
         """Protects an adapter from eviction from the device once it is resident there."""
         return await _pin(context, request.path_params["name"], pinned=True)
 
-    @router.delete("/v1/adapters/{name:path}/pin", **of_one)
+    @router.delete("/v1/adapters/{name:path}/pin", **pinning)
     async def unpin_adapter(request: Request) -> Response:
+        """Allows the eviction of an adapter again."""
         return await _pin(context, request.path_params["name"], pinned=False)
 
     @router.post(
@@ -182,14 +182,14 @@ def _list_parameters() -> list[dict[str, Any]]:
             "name": "order",
             "in": "query",
             "required": False,
-            "description": "busiest: by tokens of the last minutes. Default: as they were added.",
+            "description": "busiest: by tokens of the last minutes. Default: as registered.",
             "schema": {"type": "string", "enum": list(ORDERS)},
         },
         {
             "name": "limit",
             "in": "query",
             "required": False,
-            "description": "At most this many.",
+            "description": "Maximum number of entries.",
             "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
         },
     ]

@@ -1,4 +1,4 @@
-"""Folders that a request may name, and how an adapter comes from elsewhere into one."""
+"""Local folders and remote sources from which a request may load an adapter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loramux.sources.parse import is_remote, parse_source
 
 
 def local_folder(source: str, roots: Sequence[str]) -> Path:
-    """Raises SourceForbidden for what is outside the roots."""
+    """Returns the real path of a local folder; raises SourceForbidden outside the roots."""
     _, found = find_under_roots(Path(source), [Path(root) for root in roots])
     return found
 
@@ -28,7 +28,10 @@ def fetched_folder(
     *,
     progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[Path]:
-    """The source's files for as long as the context lasts; downloads, so it is for threads."""
+    """Provides a folder with the source's files while the context lasts.
+
+    A remote source is downloaded: call it on a thread.
+    """
     if not is_remote(source):
         yield local_folder(source, roots)
         return

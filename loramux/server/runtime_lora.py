@@ -1,4 +1,4 @@
-"""vLLM's calls to load and unload adapters while the server runs, to the letter of its answers."""
+"""vLLM's routes that load and unload adapters at run time, with vLLM's exact responses."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from loramux.server.wire import ErrorBody, ErrorInfo
 
 INVALID_INPUT = "InvalidUserInput"
 NOT_FOUND_CODES = ("config_missing",)
-# What vLLM's users look for in its refusals -> how ours are told apart.
-KNOWN_PHRASES = {
+# Phrases of vLLM's errors that clients search for -> (code, field) of the equivalent refusal.
+VLLM_PHRASES = {
     "is greater than max_lora_rank": ("rank_over_cap", ""),
     "does not yet support DoRA": ("", "use_dora"),
     "only supports modules_to_save being None": ("", "modules_to_save"),
@@ -30,6 +30,8 @@ KNOWN_PHRASES = {
 
 
 class LoadRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/load_lora_adapter."""
+
     lora_name: str
     lora_path: str
     load_inplace: bool = False
@@ -37,11 +39,15 @@ class LoadRequest(msgspec.Struct, kw_only=True):
 
 
 class UnloadRequest(msgspec.Struct, kw_only=True):
+    """The body of POST or DELETE /v1/unload_lora_adapter."""
+
     lora_name: str
     lora_int_id: int | None = None
 
 
 class VllmError(Exception):
+    """An error with the response that vLLM gives."""
+
     def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.info = ErrorInfo(message=message, type=kind, param=param, code=status)
@@ -54,7 +60,7 @@ def runtime_lora_routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["vLLM"])
     if not context.options.allow_runtime_lora_updating:
         return router
-    # Two calls for one name come one after the other.
+    # Calls for the same name run one after another.
     locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @router.post("/v1/load_lora_adapter", include_in_schema=False)
@@ -92,7 +98,9 @@ async def _load(context: Context, asked: LoadRequest) -> None:
     if asked.is_3d_lora_weight:
         raise _invalid("is_3d_lora_weight is not supported by this server: leave it out.")
     if name in context.base_names or name.startswith(CID_PREFIX):
-        raise _invalid(f"The name '{name}' is the base model's or a content id. Take another one.")
+        raise _invalid(
+            f"The name '{name}' is the base model's or a content id. Choose another one."
+        )
     if context.names.find(name) is not None and not asked.load_inplace:
         raise _invalid(
             f"The lora adapter '{name}' has already been loaded. If you want to load the adapter "
@@ -109,7 +117,7 @@ async def _load(context: Context, asked: LoadRequest) -> None:
 
 
 def _folder(context: Context, path: str) -> str:
-    """Without roots the caller is trusted with any path, as in vLLM."""
+    """Returns the folder to load; without --allowed-roots any path is accepted, as in vLLM."""
     roots = context.options.allowed_roots
     return str(local_folder(path, roots)) if roots else path
 
@@ -127,7 +135,7 @@ def _invalid(message: str) -> VllmError:
 
 
 def _not_found(name: str) -> VllmError:
-    # The path is masked, as vLLM does: it may say more of the machine than a client should know.
+    # vLLM masks the path too, which may disclose details of the machine.
     message = f"Loading lora {name} failed: No adapter found for <path>"
     return VllmError(404, "NotFoundError", message)
 
@@ -135,15 +143,16 @@ def _not_found(name: str) -> VllmError:
 def _refused(asked: LoadRequest, error: AdapterRefused) -> VllmError:
     if error.code in NOT_FOUND_CODES:
         return _not_found(asked.lora_name)
-    said = str(error).replace(asked.lora_path, "<path>")
-    for phrase, (code, field) in KNOWN_PHRASES.items():
-        if error.code == code or (field and field in said):
-            said = f"This server {phrase}: {said}" if field else f"LoRA rank {phrase}: {said}"
-    return VllmError(500, "InternalServerError", said)
+    message = str(error).replace(asked.lora_path, "<path>")
+    for phrase, (code, field) in VLLM_PHRASES.items():
+        if error.code == code or (field and field in message):
+            subject = "This server" if field else "LoRA rank"
+            message = f"{subject} {phrase}: {message}"
+    return VllmError(500, "InternalServerError", message)
 
 
 async def _read(context: Context, request: Request, kind: type[Any]) -> Any:
-    """All faults of the fields at once, as vLLM's own validation tells them."""
+    """Decodes the body; raises all field errors at once, in the format of vLLM's validation."""
     try:
         body = await read_body(request, context.options.max_body_bytes)
     except NotJson as error:
@@ -152,24 +161,28 @@ async def _read(context: Context, request: Request, kind: type[Any]) -> Any:
         fields = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _bad_request({"body": f"JSON decode error: {error}"}) from error
-    faults = dict(filter(None, (_fault(fields, field) for field in msgspec.structs.fields(kind))))
-    if faults:
-        raise _bad_request(faults)
+    errors = dict(
+        filter(None, (_field_error(fields, field) for field in msgspec.structs.fields(kind)))
+    )
+    if errors:
+        raise _bad_request(errors)
     return msgspec.convert(fields, kind)
 
 
-def _fault(fields: dict[str, Any], field: msgspec.structs.FieldInfo) -> tuple[str, str] | None:
-    place = f"body.{field.name}"
+def _field_error(
+    fields: dict[str, Any], field: msgspec.structs.FieldInfo
+) -> tuple[str, str] | None:
+    path = f"body.{field.name}"
     if field.name not in fields:
-        return (place, "Field required") if field.required else None
+        return (path, "Field required") if field.required else None
     try:
         msgspec.convert(fields[field.name], field.type)
     except msgspec.ValidationError as error:
-        return place, str(error)
+        return path, str(error)
     return None
 
 
-def _bad_request(faults: dict[str, str]) -> VllmError:
-    count = "1 validation error" if len(faults) == 1 else f"{len(faults)} validation errors"
-    told = "; ".join(f"{place}: {what}" for place, what in faults.items())
-    return VllmError(400, "Bad Request", f"{count}: {told}", next(iter(faults)))
+def _bad_request(errors: dict[str, str]) -> VllmError:
+    count = "1 validation error" if len(errors) == 1 else f"{len(errors)} validation errors"
+    details = "; ".join(f"{path}: {problem}" for path, problem in errors.items())
+    return VllmError(400, "Bad Request", f"{count}: {details}", next(iter(errors)))

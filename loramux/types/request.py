@@ -1,4 +1,4 @@
-"""Requests to the engine and the token events and outputs that answer them."""
+"""Requests to the engine, and the token events and outputs that answer them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 
 
 class LoRARequest(msgspec.Struct, frozen=True, array_like=True, eq=False):
-    """Names an adapter for `LLM.generate`: which one, and where its PEFT folder is."""
+    """Selects an adapter for `LLM.generate` by the path of its PEFT folder."""
 
     lora_name: str
     lora_int_id: int

@@ -13,7 +13,7 @@ MAX_CHOICES = 128
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to choose tokens. Greedy when temperature is 0."""
+    """Sampling parameters; a temperature of 0 selects the most likely token."""
 
     n: int = 1
     temperature: float = 1.0
@@ -32,17 +32,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 16
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Alternatives to report beside each sampled token; 0: the sampled token alone."""
+    """Number of alternatives to report for each sampled token; 0: only the token itself."""
     prompt_logprobs: int | None = None
-    """The same for every prompt token; what `echo` with `logprobs` needs."""
+    """Number of alternatives to report for each prompt token; `echo` with `logprobs` needs it."""
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        for name, value, allowed, says in self._limits():
-            if not allowed:
-                raise InvalidRequest(f"{name} must be {says}, got {value!r}.", param=name)
+        for name, value, is_allowed, limit in self._limits():
+            if not is_allowed:
+                raise InvalidRequest(f"{name} must be {limit}, got {value!r}.", param=name)
 
     def _limits(self) -> list[tuple[str, object, bool, str]]:
         return [
