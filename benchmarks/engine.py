@@ -1,8 +1,8 @@
-"""Tokens/s on the base, 1, 8 and 32 adapters, beside transformers and PEFT on the same work.
+"""Measure tokens/s on the base, 1, 8 and 32 adapters, beside transformers and PEFT.
 
     python -m benchmarks.engine [--requests 32] [--input 64] [--output 64]
 
-Everything runs in one process, one after the other, on the same prompts.
+All systems run one after the other in one process on the same prompts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def measure(system: str, adapters: int, work: Work, run: Callable[[], list[list[
 
 
 def run_engine(llm: LLM, work: Work, folders: list[Path]) -> list[list[int]]:
-    """Request i uses adapter i modulo their number; no folders: the base."""
+    """Run the work on the engine; request i uses adapter i modulo their number, or the base."""
     adapters = [LoRARequest(folder.name, i + 1, str(folder)) for i, folder in enumerate(folders)]
     requests = [adapters[i % len(adapters)] if adapters else None for i in range(len(work.prompts))]
     params = SamplingParams(temperature=0, max_tokens=work.num_output, ignore_eos=True)
@@ -71,11 +71,11 @@ def run_engine(llm: LLM, work: Work, folders: list[Path]) -> list[list[int]]:
 
 
 def engine_rows(llm: LLM, work: Work, folders: list[Path], counts: list[int]) -> list[Row]:
-    short = Work(work.prompts, 2)
+    warm_up = Work(work.prompts, 2)
     rows = []
     for count in counts:
-        # The first pass reads and checks the adapters; what is measured is serving them.
-        run_engine(llm, short, folders[:count])
+        # The first pass loads the adapters and is not measured.
+        run_engine(llm, warm_up, folders[:count])
         rows.append(
             measure(
                 "loramux",
@@ -105,13 +105,13 @@ def peer_rows(peers: Peers, work: Work, folders: list[Path], counts: list[int]) 
 def gaps_of(
     peers: Peers, work: Work, folders: list[Path], rows: list[Row]
 ) -> dict[int, list[float]]:
-    """By number of adapters: of each answer that differs, how near a tie it was where they part."""
+    """By number of adapters: the logit gap of each answer that differs from the peer's."""
     ours = {row.adapters: row.outputs for row in rows if row.system == "loramux"}
     return {
         row.adapters: [
-            peers.gap(work.prompts[i], mine, theirs, folders[i % row.adapters])
-            for i, (mine, theirs) in enumerate(zip(ours[row.adapters], row.outputs, strict=True))
-            if mine != theirs
+            peers.gap(work.prompts[i], own, theirs, folders[i % row.adapters])
+            for i, (own, theirs) in enumerate(zip(ours[row.adapters], row.outputs, strict=True))
+            if own != theirs
         ]
         for row in rows
         if row.system != "loramux" and row.adapters
@@ -119,7 +119,7 @@ def gaps_of(
 
 
 def agreement(rows: list[Row]) -> dict[int, float]:
-    """Share of requests whose tokens are the same as the peer's, by number of adapters."""
+    """By number of adapters: the share of requests with the same tokens as the peer."""
     peers = {row.adapters: row.outputs for row in rows if row.system != "loramux"}
     ours = {row.adapters: row.outputs for row in rows if row.system == "loramux"}
     return {
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true")
     args = parse_arguments(parser)
 
-    # No prompt's prefix may be found that a row before has computed: the peers keep none either.
+    # Without the prefix cache, since the peers have none.
     llm = LLM(
         args.model,
         dtype=args.dtype,
@@ -177,10 +177,10 @@ def summarize(rows: list[Row], gaps: dict[int, list[float]]) -> list[dict[str, o
             "tokens/s": round(row.tokens_per_s, 1),
             "seconds": round(row.seconds, 2),
             "of our base": round(row.tokens_per_s / base.tokens_per_s, 3),
-            "same greedy answers as loramux": ""
+            "same greedy tokens as loramux": ""
             if row.system == "loramux"
             else f"{same[row.adapters]:.0%}",
-            "logits apart where they part": ""
+            "logit gaps of differing tokens": ""
             if row.system == "loramux"
             else ", ".join(f"{gap:.1e}" for gap in gaps.get(row.adapters, [])),
         }

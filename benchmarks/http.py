@@ -1,9 +1,9 @@
-"""Tokens/s over HTTP beside the offline engine on the same work: the base, and several adapters.
+"""Measure tokens/s over HTTP beside the offline engine, on the base and on several adapters.
 
     python -m benchmarks.http [--requests 32] [--input 64] [--output 64]
 
-The offline engine runs first, in a process of its own that ends before the server starts. Every
-request is streamed, all of them at once; the clock stops at the last one's end.
+The offline engine runs first in its own process, which ends before the server starts. All requests
+are sent at once and streamed; the clock stops at the end of the last one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tests.serve_factory import running_server
 
 POOL_BYTES = 2 * 2**30
 MAX_BATCH_TOKENS = 256
-# Ids that are ordinary text in every vocabulary of a usual size.
+# Token ids of ordinary text in every common vocabulary.
 FIRST_TOKEN, LAST_TOKEN = 100, 30_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Request i uses adapter i modulo their number; no folders: the base."""
+    """Prompts, of which number i uses adapter i modulo their number, or the base without any."""
 
     prompts: list[list[int]]
     num_output: int
@@ -80,12 +80,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3, help="the median counts")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of which the median is taken")
     return parse_arguments(parser)
 
 
 def make_works(args: argparse.Namespace, folder: Path) -> list[Work]:
-    """The same prompts for the base and for the adapters."""
+    """Make the work of the base and of the adapters, with the same prompts."""
     source = random.Random(0)
     prompts = [
         [source.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(args.input)]
@@ -98,7 +98,7 @@ def make_works(args: argparse.Namespace, folder: Path) -> list[Work]:
 
 
 def run_offline(args: argparse.Namespace, works: list[Work]) -> tuple[str, list[Timing]]:
-    """The dtype that `auto` became, and a timing for each work. Makes the adapters first."""
+    """Make the adapters; return the engine's dtype and a timing for each work."""
     llm = LLM(
         args.model,
         dtype=args.dtype,
@@ -139,7 +139,7 @@ def run_served(args: argparse.Namespace, works: list[Work], log: Path) -> list[T
 
 
 async def ask(url: str, work: Work) -> list[str]:
-    """All requests at once, streamed."""
+    """Stream all requests at once and return their texts."""
     streams = [RawStream(url, body(work, index)) for index in range(len(work.prompts))]
     await asyncio.gather(*(read(stream) for stream in streams))
     answers = [stream.answer() for stream in streams]
@@ -168,7 +168,7 @@ def body(work: Work, index: int) -> dict[str, Any]:
 
 
 def measure(system: str, work: Work, repeats: int, run: Callable[[Work], list[str]]) -> Timing:
-    # The first pass reads the adapters and warms up; what is measured is serving them.
+    # The first pass loads the adapters and is not measured.
     run(Work(prompts=work.prompts, num_output=2, folders=work.folders))
     seconds = []
     texts: list[str] = []

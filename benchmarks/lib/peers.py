@@ -1,4 +1,4 @@
-"""transformers' `generate` on the same shapes: what the engine is compared with in one run."""
+"""transformers and PEFT on the same work as the engine, measured in the same run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from benchmarks.lib.random_weights import llama_settings
 from benchmarks.lib.traffic import Watch, finish, make_request
@@ -20,6 +18,8 @@ from loramux.engine.engine import Engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateWork:
+    """A static batch of random prompts of one length."""
+
     batch: int
     num_input: int
     num_output: int
@@ -33,7 +33,7 @@ class GenerateWork:
 def time_transformers(
     shape: dict[str, Any], work: GenerateWork, *, device: str, dtype: torch.dtype
 ) -> float:
-    """Output tokens a second of one static batch; the model is gone afterwards."""
+    """Return the output tokens per second of `generate` on one static batch."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings = {key: v for key, v in llama_settings(shape).items() if key != "model_type"}
@@ -61,13 +61,13 @@ def _generate(model: Any, prompts: torch.Tensor, num_output: int) -> torch.Tenso
         min_new_tokens=num_output,
         do_sample=False,
     )
-    # Waits for the device.
+    # Synchronize with the device.
     output[0, -1].item()
     return output
 
 
 def time_engine(engine: Engine, work: GenerateWork) -> float:
-    """Output tokens a second of the same requests, all of them there at the start."""
+    """Return the engine's output tokens per second on the same requests."""
     _answer(engine, work, "warm", num_output=4)
     return _answer(engine, work, "timed", num_output=work.num_output)
 
@@ -91,20 +91,26 @@ def _answer(engine: Engine, work: GenerateWork, name: str, num_output: int) -> f
 
 
 class Peers:
+    """transformers and PEFT with the weights and dtype of an engine on a CPU."""
+
     def __init__(self, llm: LLM, num_output: int) -> None:
+        from transformers import AutoModelForCausalLM
+
         self._model = AutoModelForCausalLM.from_pretrained(
             llm.model_folder, dtype=llm.engine.executor.dtype
         ).eval()
-        # As ignore_eos: the end is a token like the others, neither obeyed nor forbidden.
+        # Equivalent to ignore_eos: the end token neither ends an answer nor is it forbidden.
         self._model.generation_config.eos_token_id = None
-        self._peft: PeftModel | None = None
+        self._peft: Any = None
         self._num_output = num_output
 
     def base(self, prompts: list[list[int]]) -> list[list[int]]:
-        """All prompts in one static batch."""
+        """Generate from all prompts in one static batch."""
         return self._generate(prompts)
 
     def load(self, folders: list[Path]) -> None:
+        from peft import PeftModel
+
         for folder in folders:
             if self._peft is None:
                 self._peft = PeftModel.from_pretrained(
@@ -114,25 +120,27 @@ class Peers:
                 self._peft.load_adapter(folder, adapter_name=folder.name)
 
     def sequential(self, prompts: list[list[int]], folders: list[Path]) -> list[list[int]]:
-        """One adapter after the other, each with its own requests in one batch."""
+        """Generate adapter by adapter, with the requests of each in one static batch."""
         assert self._peft is not None
         outputs: dict[int, list[int]] = {}
         for number, folder in enumerate(folders):
             self._peft.set_adapter(folder.name)
-            mine = list(range(number, len(prompts), len(folders)))
-            outputs |= dict(zip(mine, self._generate([prompts[i] for i in mine]), strict=True))
+            indices = list(range(number, len(prompts), len(folders)))
+            outputs |= dict(
+                zip(indices, self._generate([prompts[i] for i in indices]), strict=True)
+            )
         return [outputs[i] for i in range(len(prompts))]
 
     @torch.inference_mode()
     def gap(self, prompt: list[int], ours: list[int], theirs: list[int], folder: Path) -> float:
-        """How far apart, in float64, the two tokens' logits are where the answers part."""
+        """Return the float64 logit gap of the first tokens in which two answers differ."""
         assert self._peft is not None
         self._peft.set_adapter(folder.name)
-        place = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+        index = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
         self._peft.double()
-        logits = self._peft(input_ids=torch.tensor([prompt + theirs[:place]])).logits[0, -1]
+        logits = self._peft(input_ids=torch.tensor([prompt + theirs[:index]])).logits[0, -1]
         self._peft.float()
-        return float(logits[theirs[place]] - logits[ours[place]])
+        return float(logits[theirs[index]] - logits[ours[index]])
 
     @torch.inference_mode()
     def _generate(self, prompts: list[list[int]]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights, made where they run: no files, no hub."""
+"""Models and adapters with random weights, made on their device without files or a hub."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
     },
 }
-# More than any machine has: generated adapters have no file to come back from.
 HOST_BYTES = 2**50
+"""A host tier without a limit: random adapters have no file to be reloaded from."""
 
 
 def llama_settings(shape: dict[str, Any]) -> dict[str, Any]:
-    """As in a config.json."""
+    """Return the contents of a config.json with these shapes."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -85,7 +85,7 @@ def random_model(
     device: str = "cuda",
     seed: int = 0,
 ) -> LoadedModel:
-    """The same values for one seed, whatever the dtype, but for their rounding."""
+    """Make a model whose weights depend on the seed, and on the dtype only by rounding."""
     config = parse_config(llama_settings(shape))
     decoder = Decoder(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -108,13 +108,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     group.add_argument("--device", default=default)
-    group.add_argument("--model", choices=SHAPES, help="shapes; the weights are random")
+    group.add_argument("--model", choices=SHAPES, help="shapes of the random model")
     group.add_argument("--layers", type=int, help="fewer layers than the model has")
     group.add_argument("--dtype", default="auto")
-    group.add_argument("--max-batch-tokens", type=int, help="rows of one step")
+    group.add_argument("--max-batch-tokens", type=int, help="most tokens of a step")
     group.add_argument("--max-sequences", type=int, default=256)
     group.add_argument("--max-model-len", type=int, default=2048)
-    group.add_argument("--device-memory", type=int, metavar="MiB", help="of the page pool")
+    group.add_argument("--device-memory", type=int, metavar="MiB", help="size of the page pool")
     group.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
 
 
@@ -133,7 +133,7 @@ def dtype_of(arguments: argparse.Namespace) -> torch.dtype:
 
 
 def make_engine(arguments: argparse.Namespace) -> tuple[LoadedModel, Engine]:
-    """The engine that the options describe, on random weights."""
+    """Make the engine that the options describe, with random weights."""
     began = time.perf_counter()
     dtype = dtype_of(arguments)
     model = random_model(shape_of(arguments), dtype, std=0.02, device=arguments.device)
@@ -172,14 +172,14 @@ PROJECTIONS = {"qkvo": ATTENTION, "all": (*ATTENTION, "gate_proj", "up_proj", "d
 _STD = 0.02
 
 Kind = tuple[int, str]
-"""(rank, sites)"""
+"""The rank and the sites of an adapter."""
 
 
 class RandomAdapters:
-    """Adapters of one kind share up to `num_images` buffers in host memory; nothing else.
+    """Registers random adapters, which share up to `num_images` buffers per rank in host memory.
 
-    Each has its own id, record and pages, and is moved by itself: ten thousand are ten thousand to
-    the engine, and their weights need not fit into the machine's memory at once.
+    Each adapter has its own CID, record and pages and is loaded by itself, so the engine serves ten
+    thousand adapters whose weights would not fit into the machine's memory.
     """
 
     def __init__(self, engine: Engine, *, num_images: int = 16) -> None:
@@ -192,7 +192,7 @@ class RandomAdapters:
         self._image_of: dict[str, tuple[Kind, int]] = {}
 
     def add(self, ranks: Sequence[int], sites: str) -> list[str]:
-        """Registers an adapter for each rank; returns their ids."""
+        """Register an adapter for each rank and return their CIDs."""
         return [self._add_one((rank, sites)) for rank in ranks]
 
     def forget(self, cids: Iterable[str]) -> None:
@@ -201,14 +201,14 @@ class RandomAdapters:
             del self._image_of[cid]
 
     def num_bytes(self, rank: int, sites: str) -> int:
-        """Of the weights of one adapter, with what its pages leave empty."""
+        """Return the bytes of one adapter's pages."""
         return self._layout((rank, sites)).num_elements * self._dtype.itemsize
 
     def note(self, cids: Sequence[str]) -> str:
         num_images = len({self._image_of[cid] for cid in cids})
         return (
-            f"{len(cids)} adapters with an id, a record and pages each; in host memory they share "
-            f"{num_images} byte images of random weights."
+            f"{len(cids)} adapters with a CID, a record and pages each; in host memory they share "
+            f"{num_images} buffers of random weights."
         )
 
     @property
@@ -252,23 +252,23 @@ class RandomAdapters:
             device, size = self._engine.memory.pool.device, self._layout(kind).num_elements
             noise = torch.randn(size, dtype=self._dtype, device=device)
             buffer = host_buffer(device)(size, self._dtype).copy_(noise.mul_(_STD))
-            self._shorten(kind, buffer)
+            self._fill_fp12(kind, buffer)
             buffers.append(buffer)
         return buffers[number]
 
-    def _shorten(self, kind: Kind, buffer: torch.Tensor) -> None:
-        """A in twelve bits where kernels want it so; ranks share a few octets of rows."""
+    def _fill_fp12(self, kind: Kind, buffer: torch.Tensor) -> None:
+        """Write valid fp12 data to A where the layout stores fp12; all rank blocks are equal."""
         layout = self._layout(kind)
         if not isinstance(layout, RankBlockLayout) or not layout.is_fp12:
             return
         sites = self._engine.catalog.rules.packing.sites
         widths = {name: site.in_features for site in sites for name in site.projections}
         octets = {width: self._octet(width) for width in set(widths.values())}
-        for (_, name), groups in layout.blocks.items():
+        for (_, name), blocks in layout.blocks.items():
             octet = octets[widths[name]]
-            for group in groups:
-                size = fp12_elements(group.num_ranks, widths[name])
-                buffer[group.a_offset : group.a_offset + size].view(-1, octet.numel()).copy_(octet)
+            for block in blocks:
+                size = fp12_elements(block.num_ranks, widths[name])
+                buffer[block.a_offset : block.a_offset + size].view(-1, octet.numel()).copy_(octet)
 
     def _octet(self, width: int) -> torch.Tensor:
         rows = torch.randn(OCTET, width) * _STD
@@ -284,7 +284,7 @@ def make_adapter(  # noqa: PLR0913
     projections: tuple[str, ...] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """All linear layers unless `projections` names some. B is small but not zero."""
+    """Write a PEFT adapter on all linear layers, or on `projections`; B is small but not zero."""
     generator = torch.Generator().manual_seed(seed)
     targets = [t for t in base.targets if projections is None or t.projection in projections]
     tensors = {}

@@ -1,4 +1,4 @@
-"""A streamed answer over a bare socket: the reader decides when a byte is taken."""
+"""A streamed answer over a raw socket, whose reader controls when bytes are read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 @dataclass(frozen=True)
 class Answer:
-    """What came, as far as it came."""
+    """The received part of an answer."""
 
     status: int
     text: str
@@ -29,7 +29,7 @@ class Answer:
 
 
 class RawStream:
-    """One streaming POST /v1/completions. Nothing is read but by read()."""
+    """One streaming POST /v1/completions; bytes are received only by read()."""
 
     def __init__(
         self, url: str, body: dict[str, Any], *, receive_buffer: int | None = None
@@ -56,7 +56,7 @@ class RawStream:
         await loop.sock_sendall(self._socket, self._request)
 
     async def read(self, num_bytes: int = 65536) -> bool:
-        """Takes what is there, or waits for it. False: the answer is over."""
+        """Receive some bytes, waiting for them if needed; return False at the end of the answer."""
         piece = await asyncio.get_running_loop().sock_recv(self._socket, num_bytes)
         self._received += piece
         return bool(piece) and not self.is_over

@@ -1,7 +1,7 @@
-"""Arrivals of requests over many adapters, as the literature and we draw them; seeded, no torch.
+"""Request traces over many adapters: S-LoRA, Punica, Chameleon, and drifting popularity.
 
-A trace is an endless iterator of `Arrival`; take what you need with `first` or `until`. The rank of
-an adapter follows from its index alone: `rank_of(index, SLORA_RANKS)`.
+A trace is an endless, seeded iterator of `Arrival`; `first` and `until` take a part of it. The rank
+of an adapter follows from its index: `rank_of(index, SLORA_RANKS)`. torch is not imported.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ PUNICA_RANKS = (16,)
 CHAMELEON_RANKS = (8, 16, 32, 64, 128)
 SLORA_TOKENS = (8, 512)
 PUNICA_MAX_TOKENS = 2048
-# Medians and deviations (of the logarithm) that resemble production traffic: long prompts, short
-# answers, long tails.
+# Median and deviation (of the logarithm) that resemble production: long prompts, short outputs.
 PROMPT_SHAPE = (1000, 1.0)
 OUTPUT_SHAPE = (130, 0.8)
 MAX_PROMPT_TOKENS = 4096
@@ -31,9 +30,11 @@ Popularity = Literal["identical", "uniform", "skewed", "distinct"]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
+    """A request of a trace."""
+
     time_s: float
     adapter: int
-    """Its index, from 0."""
+    """The index of the adapter."""
     rank: int
     prompt_tokens: int
     output_tokens: int
@@ -51,7 +52,7 @@ def until(trace: Trace, duration_s: float) -> list[Arrival]:
 
 
 def rank_of(adapter: int, ranks: Sequence[int]) -> int:
-    """Round-robin."""
+    """Return the rank of an adapter; ranks are assigned round-robin."""
     return ranks[adapter % len(ranks)]
 
 
@@ -64,9 +65,9 @@ def slora(
     tokens: tuple[int, int] = SLORA_TOKENS,
     seed: int = 0,
 ) -> Trace:
-    """Adapter floor(n * power(alpha)): uniform at alpha 1, the first indices as it nears 0.
+    """Draw S-LoRA's trace: adapter floor(n * power(alpha)), uniform at alpha 1, skewed near 0.
 
-    Gaps Gamma(1/cv^2, cv^2/rate), lengths uniform in `tokens`, ranks round-robin.
+    Gaps are Gamma(1/cv^2, cv^2/rate), lengths uniform in `tokens`, ranks round-robin.
     """
     source = random.Random(seed)
     return _arrivals(
@@ -85,7 +86,7 @@ def punica(
     max_tokens: int = PUNICA_MAX_TOKENS,
     seed: int = 0,
 ) -> Trace:
-    """Its four popularities; how many adapters there are follows from the number of requests."""
+    """Draw Punica's trace; its number of adapters follows from the number of requests."""
     source = random.Random(seed)
 
     def lengths() -> tuple[int, int]:
@@ -103,7 +104,7 @@ def punica(
 def chameleon(
     *, num_adapters: int = 100, exponent: float = 1.0, requests_per_s: float, seed: int = 0
 ) -> Trace:
-    """The rank is uniform, the adapter within it follows a power law; Poisson arrivals."""
+    """Draw Chameleon's trace: uniform ranks, a power law within a rank, Poisson arrivals."""
     source = random.Random(seed)
     num_ranks = len(CHAMELEON_RANKS)
     within_rank = Weighted(zipf_weights(num_adapters // num_ranks, exponent))
@@ -132,9 +133,9 @@ def drifting(
     tokens: tuple[int, int] = SLORA_TOKENS,
     seed: int = 0,
 ) -> Trace:
-    """Zipf popularity that moves: one of the hottest tenth trades places with any other one.
+    """Draw a trace with drifting Zipf popularity.
 
-    So does an adapter become popular at once, and unpopular at once.
+    Every `swap_every_s` one of the hottest tenth of adapters swaps its popularity with another.
     """
     source = random.Random(seed)
     zipf = Weighted(zipf_weights(num_adapters, exponent))
@@ -162,7 +163,7 @@ def drifting(
 def gamma_times(
     source: random.Random, *, requests_per_s: float, cv: float = 1.0
 ) -> Iterator[float]:
-    """Gaps of mean 1 / requests_per_s whose deviation is cv times the mean; cv 1 is Poisson."""
+    """Yield arrival times with gaps of mean 1 / requests_per_s and coefficient of variation cv."""
     time_s = 0.0
     while True:
         time_s += source.gammavariate(1 / cv**2, cv**2 / requests_per_s)
@@ -170,7 +171,7 @@ def gamma_times(
 
 
 class Weighted:
-    """Draws an index in proportion to its weight."""
+    """Draws indices in proportion to their weights."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._sums = list(itertools.accumulate(weights))
@@ -185,9 +186,9 @@ def zipf_weights(count: int, exponent: float) -> list[float]:
 
 
 def num_skewed_adapters(num_requests: int) -> int:
-    """Each of Punica's skewed adapters is asked for 1.5 times as often as the next, the last once.
+    """Return the n with 1 + 1.5 + ... + 1.5^(n - 1) = num_requests.
 
-    1 + 1.5 + ... + 1.5^(n - 1) = num_requests
+    Each of Punica's skewed adapters is requested 1.5 times as often as the next, the last once.
     """
     return math.ceil(math.log(1 + num_requests / 2) / math.log(1.5))
 
@@ -221,5 +222,5 @@ def _arrivals(
         yield Arrival(time_s, adapter, rank_of(adapter, ranks), *lengths())
 
 
-def _clipped(value: float, most: int) -> int:
-    return min(max(int(value), 1), most)
+def _clipped(value: float, limit: int) -> int:
+    return min(max(int(value), 1), limit)

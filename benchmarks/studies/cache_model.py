@@ -1,4 +1,10 @@
-"""Eviction policies as the simulator drives them: the known ones, and loramux's own."""
+"""A model of the adapter tiers in simulated time, and eviction policies to run in it.
+
+Requests run over a device, a host and a disk tier with real sizes. The engine sees requests and
+finished loads once per step. A request whose adapter is on the device starts at once and leases it
+while it runs. Otherwise its load starts, in the order of arrival, as soon as idle adapters can be
+evicted. Adapters that are leased, loading or waited for are not evicted.
+"""
 
 from __future__ import annotations
 
@@ -23,30 +29,30 @@ Key = int
 
 
 class CachePolicy(Protocol):
-    """The policy of one tier, which tells it of what happens there."""
+    """The eviction policy of one tier, and the events that the tier reports to it."""
 
     def used(self, key: Key, now: float) -> None:
-        """A request looked for it in this tier, whether it was there or not."""
+        """A request looked the key up in this tier, with or without success."""
 
     def inserted(self, key: Key, *, cost_s: float, size: int, now: float) -> None: ...
 
     def priced(self, key: Key, cost_s: float) -> None:
-        """What a miss of a resident key would cost has changed."""
+        """The cost of a miss of a resident key has changed."""
 
     def victim(self, busy: Container[Key], now: float) -> Key | None:
-        """Which key leaves next; None: all are busy."""
+        """Return the key to evict next, or None if all are busy."""
 
     def evicted(self, key: Key) -> None: ...
 
 
 class Scored:
-    """The lowest score leaves; it is set when its key comes in and at every use."""
+    """Evicts the lowest score; scores are set at insertion and at every use."""
 
     def __init__(self) -> None:
         self._scores: dict[Key, float] = {}
         self._terms: dict[Key, tuple[float, int]] = {}
-        # (score, order, key): of equals the one that was scored first leaves. Entries that are no
-        # longer a key's score are skipped.
+        # (score, order, key): among equals the one scored first is evicted. Stale entries are
+        # skipped.
         self._heap: list[tuple[float, int, Key]] = []
         self._order = itertools.count()
 
@@ -89,12 +95,14 @@ class Scored:
 
 
 class Lru(Scored):
+    """Evicts the least recently used."""
+
     def score(self, key: Key, cost_s: float, size: int, now: float) -> float:
         return now
 
 
 class Lfu(Scored):
-    """Counts outlive eviction."""
+    """Evicts the least frequently used; counts survive eviction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,9 +117,9 @@ class Lfu(Scored):
 
 
 class Gdsf(Scored):
-    """floor + count * cost / size, where the floor is the score of the last that left.
+    """Scores floor + count * cost / size, where floor is the score of the last evicted key.
 
-    The cost is 1 (which counts hits) or the seconds of a miss.
+    The cost is 1, which maximizes the hit rate, or the seconds of a miss.
     """
 
     def __init__(self, *, in_seconds: bool) -> None:
@@ -139,14 +147,14 @@ class Gdsf(Scored):
 
 
 class Chameleon:
-    """0.45 frequency + 0.10 recency + 0.45 size, each normalised over what is resident."""
+    """Scores 0.45 frequency + 0.10 recency + 0.45 size, normalized over the resident keys."""
 
     def __init__(self) -> None:
         self._counts: dict[Key, int] = {}
         self._sizes: dict[Key, int] = {}
         self._last: dict[Key, float] = {}
-        # Of one (count, size) the longest unused leaves first, and stands first.
-        self._alike: dict[tuple[int, int], dict[Key, None]] = {}
+        # Keys by (count, size), the least recently used first.
+        self._by_count_and_size: dict[tuple[int, int], dict[Key, None]] = {}
 
     def used(self, key: Key, now: float) -> None:
         if key in self._sizes:
@@ -164,14 +172,14 @@ class Chameleon:
         pass
 
     def victim(self, busy: Container[Key], now: float) -> Key | None:
-        if not self._alike:
+        if not self._by_count_and_size:
             return None
-        of_count = 0.45 / max(1, max(count for count, _ in self._alike))
-        of_size = 0.45 / max(size for _, size in self._alike)
-        oldest = min(self._last[next(iter(keys))] for keys in self._alike.values())
+        of_count = 0.45 / max(1, max(count for count, _ in self._by_count_and_size))
+        of_size = 0.45 / max(size for _, size in self._by_count_and_size)
+        oldest = min(self._last[next(iter(keys))] for keys in self._by_count_and_size.values())
         of_time = 0.10 / max(1e-9, now - oldest)
         best: tuple[float, Key | None] = (math.inf, None)
-        for (count, size), keys in self._alike.items():
+        for (count, size), keys in self._by_count_and_size.items():
             key = next((key for key in keys if key not in busy), None)
             if key is not None:
                 score = of_count * count + of_time * (self._last[key] - oldest) + of_size * size
@@ -183,18 +191,18 @@ class Chameleon:
         del self._sizes[key], self._last[key]
 
     def _join(self, key: Key, now: float) -> None:
-        self._alike.setdefault((self._counts[key], self._sizes[key]), {})[key] = None
+        self._by_count_and_size.setdefault((self._counts[key], self._sizes[key]), {})[key] = None
         self._last[key] = now
 
     def _leave(self, key: Key) -> None:
         alike = (self._counts[key], self._sizes[key])
-        del self._alike[alike][key]
-        if not self._alike[alike]:
-            del self._alike[alike]
+        del self._by_count_and_size[alike][key]
+        if not self._by_count_and_size[alike]:
+            del self._by_count_and_size[alike]
 
 
 class S3Fifo:
-    """Newcomers queue in a tenth of the room; what is used there, or comes back, joins the main."""
+    """Small FIFO of a tenth of the capacity for new keys; reused keys move to the main FIFO."""
 
     def __init__(self, *, capacity: int, small_share: float = 0.1) -> None:
         self._small_limit = int(capacity * small_share)
@@ -204,7 +212,7 @@ class S3Fifo:
         self._ghosts: OrderedDict[Key, int] = OrderedDict()
         self._small_bytes = 0
         self._ghost_bytes = 0
-        # 0 to 3, of what is resident.
+        # Uses of resident keys, at most 3.
         self._uses: dict[Key, int] = {}
 
     def used(self, key: Key, now: float) -> None:
@@ -244,7 +252,7 @@ class S3Fifo:
             self._ghost_bytes -= self._ghosts.popitem(last=False)[1]
 
     def _from_small(self, busy: Container[Key]) -> Key | None:
-        """The oldest that was not used; those before it that were move to the main queue."""
+        """Return the oldest unused key; used keys before it move to the main queue."""
         for key in [key for key in self._small if key not in busy]:
             if self._uses[key] == 0:
                 return key
@@ -256,7 +264,7 @@ class S3Fifo:
         return None
 
     def _from_main(self, busy: Container[Key]) -> Key | None:
-        # Each round takes one use from every idle key, and none has more than three.
+        # Each round takes one use from every idle key, and no key has more than three.
         for _ in range(4 * len(self._main)):
             key = next(iter(self._main))
             if key not in busy:
@@ -268,7 +276,7 @@ class S3Fifo:
 
 
 class Own(Scored):
-    """A policy of loramux, called as the engine's tiers call it."""
+    """A policy of loramux, called as by the engine's tiers."""
 
     def __init__(self, policy: EvictionPolicy, *, capacity: int) -> None:
         super().__init__()
@@ -292,7 +300,7 @@ class Own(Scored):
 
 
 PolicyFactory = Callable[[int, bool], CachePolicy]
-"""Of a tier: its bytes, and whether it stands below another one."""
+"""Make a policy from a tier's capacity and whether the tier is below another."""
 
 OURS = "loramux"
 POLICIES: dict[str, PolicyFactory] = {
@@ -310,14 +318,14 @@ POLICIES: dict[str, PolicyFactory] = {
 
 # Llama-3.1-8B, q,k,v,o of 32 layers in bfloat16: 27.3 MB at rank 16.
 BYTES_PER_RANK = 32 * 2 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
-# A decode step at a middling batch; a prompt token in a chunked prefill.
+# A decode step of a medium batch; a prompt token in a chunked prefill.
 STEP_S = 6e-3
 PROMPT_TOKEN_S = 30e-6
-# Seconds to start, bytes per second: pinned host memory, NVMe, object store.
 LINKS = {"host": (1e-4, 55e9), "disk": (1e-3, 3e9), "remote": (3e-2, 0.5e9)}
+"""(latency in seconds, bytes per second) of pinned host memory, NVMe and an object store."""
 DEVICE = "device"
-# Of the last load in the mean time that loads wait for a link.
 QUEUE_WEIGHT = 0.02
+"""Weight of the last load in the moving average of the queueing time of a link."""
 
 
 def adapter_bytes(rank: int) -> int:
@@ -325,14 +333,14 @@ def adapter_bytes(rank: int) -> int:
 
 
 class Link:
-    """Reads one adapter at a time."""
+    """A link that transfers one adapter at a time."""
 
     def __init__(self, start_s: float, bytes_per_s: float) -> None:
         self._start_s = start_s
         self._bytes_per_s = bytes_per_s
         self._free_at = 0.0
         self.queue_s = 0.0
-        """What the last loads have waited for the link."""
+        """Moving average of the time that loads wait for the link."""
 
     def seconds(self, size: int) -> float:
         return self._start_s + size / self._bytes_per_s
@@ -345,7 +353,7 @@ class Link:
 
 
 class Tier:
-    """A budget of bytes; misses are read over the link to what stands below."""
+    """A tier with a byte capacity; misses are read over the link from below."""
 
     def __init__(self, *, capacity: int, policy: CachePolicy, link: Link, step_s: float) -> None:
         self.capacity = capacity
@@ -355,19 +363,19 @@ class Tier:
         self.above: Tier | None = None
         self.below: Tier | None = None
         self.miss_rate = HELD_ABOVE_FACTOR
-        """As the engine knows it: measured on the device."""
+        """The miss rate as the engine estimates it."""
         self._link = link
         self._step_s = step_s
 
     def __contains__(self, key: Key) -> bool:
         return key in self.sizes
 
-    def asked(self, key: Key, now: float) -> None:
+    def looked_up(self, key: Key, now: float) -> None:
         self.miss_rate += MISS_RATE_WEIGHT * ((key not in self.sizes) - self.miss_rate)
         self.policy.used(key, now)
 
     def insert(self, key: Key, size: int, *, busy: Mapping[Key, int], now: float) -> bool:
-        """False: what is busy leaves no room, though idle ones may have left."""
+        """Insert a key after evictions; return False if busy keys leave no room."""
         while self.num_bytes + size > self.capacity:
             victim = self.policy.victim(busy, now)
             if victim is None:
@@ -402,15 +410,17 @@ class Tier:
 
 @dataclass(slots=True)
 class Outcome:
-    """What happened after the warm-up. Waits are counted from the step that saw the request."""
+    """Counts after the warm-up; waits start at the step that sees the request."""
 
     waits_s: list[float] = field(default_factory=list)
     found: dict[str, int] = field(default_factory=lambda: dict.fromkeys((DEVICE, *LINKS), 0))
-    """Requests by the fastest tier that had the adapter; one that joins a load counts like it."""
+    """Requests by the fastest tier with the adapter; joining a load counts as its source."""
     moved_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINKS, 0))
 
 
 class Simulation:
+    """Runs a trace through the three tiers."""
+
     def __init__(
         self,
         sizes: Mapping[Key, int],
@@ -432,18 +442,18 @@ class Simulation:
         )
         self._device.below, self._host.below = self._host, self._disk
         self._host.above, self._disk.above = self._device, self._host
-        # How many requests run with it or wait for it.
+        # Requests that run with an adapter or wait for it.
         self._busy: dict[Key, int] = {}
         self._waiting: dict[Key, list[Arrival]] = {}
         self._source_of: dict[Key, str] = {}
         self._queue: deque[Key] = deque()
-        # (time, order, adapter, is the end of a load, not of a request)
+        # (time, order, adapter, whether it is the end of a load or of a request)
         self._events: list[tuple[float, int, Key, bool]] = []
         self._order = itertools.count()
         self.outcome = Outcome()
 
     def run(self, arrivals: Iterable[Arrival]) -> Outcome:
-        """Every tier begins full of whatever comes first in `sizes`."""
+        """Simulate the arrivals; every tier starts full of the first adapters of `sizes`."""
         for tier in (self._device, self._host, self._disk):
             for key, size in self._sizes.items():
                 if tier.num_bytes + size <= tier.capacity:
@@ -458,7 +468,7 @@ class Simulation:
     def _next_step(self, time_s: float) -> float:
         if not self._step_s:
             return time_s
-        # The margin keeps a time on a boundary where it is.
+        # The margin keeps times on a boundary.
         return math.ceil(time_s / self._step_s - 1e-6) * self._step_s
 
     def _advance(self, until_s: float) -> None:
@@ -472,7 +482,7 @@ class Simulation:
     def _arrive(self, arrival: Arrival) -> None:
         key, now = arrival.adapter, arrival.time_s
         self._busy[key] = self._busy.get(key, 0) + 1
-        self._device.asked(key, now)
+        self._device.looked_up(key, now)
         if key in self._waiting:
             self._waiting[key].append(arrival)
             if key in self._source_of:
@@ -501,7 +511,7 @@ class Simulation:
             self._push(self._links[source].read(size, now), key, is_load=True)
 
     def _find(self, key: Key, now: float) -> str:
-        """Where it lies; on its way up it comes into every tier that it passes."""
+        """Return the tier with the adapter, and insert it into the tiers on its way up."""
         size = self._sizes[key]
         self._host.policy.used(key, now)
         if key in self._host:

@@ -1,31 +1,28 @@
-"""Eviction policies over the adapter tiers, simulated on published and drifting traces.
+"""Compare eviction policies over the adapter tiers, simulated on published and drifting traces.
 
     python -m benchmarks.studies.cache_simulation [--seeds 8] [--requests 6000] [--only NAME]
 
-Every policy sees the same requests. Seeds begin at 301; loramux's constants were chosen on seeds
-1 to 8. No figure is a measurement of this machine.
+Every policy sees the same requests. Seeds start at 301; loramux's constants were chosen on seeds 1
+to 8. The result does not depend on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
 import os
 import platform
 import random
-import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import loramux
 from benchmarks.lib import workloads
-from benchmarks.lib.report import markdown
+from benchmarks.lib.report import Section, parse_arguments, start_report
 from benchmarks.lib.workloads import Arrival, Trace, rank_of
 from benchmarks.studies.cache_model import (
     DEVICE,
@@ -40,22 +37,47 @@ from benchmarks.studies.cache_model import (
 
 FIRST_SEED = 301
 SHARES = (0.05, 0.10, 0.25)
-# Of all adapters' bytes, as multiples of the device's share.
 HOST_FACTOR, DISK_FACTOR = 4, 12
+"""Capacities of the lower tiers as multiples of the device tier's."""
 WARM_UP = 0.4
 NUM_ADAPTERS = 1000
-# Punica's adapters follow from the number of requests; all of them distinct need fewer.
 NUM_DISTINCT = 1500
+"""Requests of Punica's trace of distinct adapters."""
+
+TOLERANCE_POINTS = 1.0
+"""Points of hit rate within which a policy counts as the best."""
+TOLERANCE_SHARE = 0.01
+"""Share of the mean wait within which a policy counts as the best."""
+# Student's t for a two-sided 95 % interval, by degrees of freedom from 1.
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
+_LOADS = ", ".join(
+    f"{name} {1e3 * start_s:g} ms and {rate / 1e9:g} GB/s"
+    for name, (start_s, rate) in LINKS.items()
+)
+MODEL = f"""\
+Sizes are those of q,k,v,o adapters of Llama-3.1-8B: 27.3 MB at rank 16. The percentage in a row is
+the device tier's share of all adapters' bytes; host memory has 4 times as much, the disk 12 times,
+at most all. A load takes t0 + size / bandwidth of the tier with the adapter, and queues for that
+link: {_LOADS}.
+Requests and finished loads are seen once per step, so that a miss costs at least one step. Adapters
+of running and waiting requests are not evicted. Each tier has its own policy, which sees the misses
+of the tiers above. A wait is the time that a request waits for its adapter. The first 40 % of a
+trace is warm-up. Figures are means over the seeds; the constants of our policy were chosen on other
+seeds. "±" is half the 95 % interval of the change, from the differences per seed; a smaller change
+is not significant. GDSF runs with a cost of 1 ("hits") and with the seconds of a miss."""
 
 
 @dataclass(frozen=True)
 class Workload:
+    """A trace and the capacities to simulate it with."""
+
     name: str
     make: Callable[..., Trace]
-    """Of a seed."""
+    """Make the trace from `seed`."""
     ranks: Sequence[int]
     num_adapters: int | None = None
-    """None: those that come."""
+    """None: the adapters of the trace."""
     shares: Sequence[float] = SHARES
     num_requests: int | None = None
 
@@ -112,42 +134,6 @@ def punica_workloads(num_requests: int) -> Iterator[Workload]:
         yield Workload(name, trace, workloads.PUNICA_RANKS, shares=shares, num_requests=limit)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=8, help="how many")
-    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
-    parser.add_argument("--requests", type=int, default=6000)
-    parser.add_argument("--only", default="", help="workloads whose name has this in it")
-    parser.add_argument("--step-ms", type=float, default=1e3 * STEP_S, help="0: no steps")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="write the report here")
-    args = parser.parse_args()
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
-    chosen = [w for w in all_workloads(args.requests) if args.only in w.name]
-    if not chosen:
-        parser.error(f"no workload has {args.only!r} in its name")
-    cells = run_all(
-        chosen,
-        num_requests=args.requests,
-        seeds=seeds,
-        step_s=args.step_ms / 1e3,
-        num_processes=args.processes,
-    )
-    command = ["python", "-m", "benchmarks.studies.cache_simulation", *sys.argv[1:]]
-    settings = {
-        "Command": f"`{shlex.join(command)}`",
-        "Python": platform.python_version(),
-        "loramux": loramux.__version__,
-        "Step": f"{args.step_ms:g} ms",
-        "Requests": f"{args.requests} with each of the seeds {seeds[0]} to {seeds[-1]}",
-        "CPU seconds": f"{sum(os.times()[:4]):.0f}",
-    }
-    text = report(cells, ours=OURS, settings=settings)
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text)
-
-
 def run_all(
     chosen: Sequence[Workload],
     *,
@@ -182,7 +168,7 @@ def run_workload(
 def arrivals_of(
     workload: Workload, num_requests: int, seed: int
 ) -> tuple[list[Arrival], dict[int, int]]:
-    """The requests, and the bytes of every adapter in a random order."""
+    """Return the requests, and the bytes of every adapter in a random order."""
     arrivals = workloads.first(workload.make(seed=seed), workload.num_requests or num_requests)
     indices = list(range(workload.num_adapters or 1 + max(a.adapter for a in arrivals)))
     random.Random(seed).shuffle(indices)
@@ -198,7 +184,7 @@ def simulate(
     step_s: float = STEP_S,
 ) -> Outcome:
     total, largest = sum(sizes.values()), max(sizes.values())
-    # Two of the largest fit, so that one can come while another is in use.
+    # Two of the largest fit, so that one can load while the other is in use.
     device, host, disk = (
         max(int(min(1.0, factor * share) * total), 2 * largest)
         for factor in (1, HOST_FACTOR, DISK_FACTOR)
@@ -213,40 +199,16 @@ def simulate(
     return simulation.run(arrivals)
 
 
-# What "within 1 %" means: points of hit rate, and a share of the waiting time.
-TOLERANCE_POINTS = 1.0
-TOLERANCE_SHARE = 0.01
-# Student's t for a two-sided 95 % interval, by degrees of freedom from 1.
-T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-
-_LOADS = ", ".join(
-    f"{name} {1e3 * start_s:g} ms and {rate / 1e9:g} GB/s"
-    for name, (start_s, rate) in LINKS.items()
-)
-MODEL = f"""\
-Sizes are those of q,k,v,o adapters of Llama-3.1-8B: 27.3 MB at rank 16. The percentage in a row is
-the device tier's share of all adapters' bytes; host memory has 4 times as much, the disk 12 times,
-at most all. A load takes t0 + size / bandwidth of the place where the adapter is found, and queues
-for that link: {_LOADS}.
-Requests and finished loads are noticed once a step, so that a miss costs a step at least. Adapters
-of running and waiting requests stay. Each tier has a policy of its own, which sees what the tiers
-above it have missed. A wait is the time for which a request is held up for its adapter. The first
-40 % of a trace is not counted. Figures are means over the seeds; the constants of our policy were
-chosen on other seeds. "±" is half the 95 % interval of the change, from the differences seed by
-seed: a change that is smaller cannot be told from none. GDSF comes with a cost of 1 ("hits") and
-of the seconds of a miss."""
-
-
 @dataclass(frozen=True)
 class Cell:
-    """One policy on one workload and size; means over the seeds."""
+    """One policy on one workload and capacity, as means over the seeds."""
 
     row: str
     policy: str
     hit_rates: Mapping[str, float]
-    """Of the requests that reached a tier, in percent."""
+    """By tier, the percentage of hits among the requests that reached it."""
     waits_ms: Sequence[float]
-    """The mean wait with each seed."""
+    """The mean wait of each seed."""
     p99_wait_ms: float
     moved_gb: Mapping[str, float]
 
@@ -288,7 +250,7 @@ def p99(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ours beside the best of the others, for each of the two figures."""
+    """Our policy and the best other policy in hit rate and in mean wait."""
 
     row: str
     ours: Cell
@@ -307,7 +269,7 @@ class Comparison:
 
     @property
     def wait_margin(self) -> float:
-        """Half the 95 % interval of the change, by the differences seed by seed."""
+        """Return half the 95 % interval of the change, from the differences per seed."""
         pairs = zip(self.ours.waits_ms, self.least_wait.waits_ms, strict=True)
         differences = [own - other for own, other in pairs]
         if len(differences) < 2 or self.least_wait.mean_wait_ms == 0:
@@ -336,27 +298,27 @@ def compare(cells: Sequence[Cell], ours: str) -> list[Comparison]:
     return comparisons
 
 
-def report(cells: Sequence[Cell], *, ours: str, settings: Mapping[str, str]) -> str:
+def report(cells: Sequence[Cell], *, ours: str) -> list[Section]:
     comparisons = compare(cells, ours)
-    parts = [
-        f"# eviction-simulation, {datetime.date.today().isoformat()}",
-        "\n".join(f"- {name}: {value}" for name, value in settings.items()),
-        MODEL,
-        "## Ours beside the best of the others",
-        verdict(comparisons),
-        table(map(comparison_row, comparisons)),
-        "## Hit rate of the device tier, %",
-        by_policy(cells, lambda cell: f"{cell.device_hits:.1f}"),
-        "## Mean wait, ms",
-        by_policy(cells, lambda cell: f"{cell.mean_wait_ms:.2f}"),
-        "## P99 of the wait, ms",
-        by_policy(cells, lambda cell: f"{cell.p99_wait_ms:.0f}"),
-        "## GB moved from host, disk and remote",
-        by_policy(cells, lambda cell: " / ".join(f"{gb:.0f}" for gb in cell.moved_gb.values())),
-        "## Means over all rows",
-        table(mean_row(cells, policy) for policy in dict.fromkeys(c.policy for c in cells)),
+    return [
+        Section(
+            title="Our policy and the best of the others",
+            rows=[comparison_row(comparison) for comparison in comparisons],
+            notes=(verdict(comparisons), MODEL),
+        ),
+        by_policy("Hit rate of the device tier, %", cells, lambda cell: cell.device_hits),
+        by_policy("Mean wait, ms", cells, lambda cell: cell.mean_wait_ms),
+        by_policy("P99 of the wait, ms", cells, lambda cell: cell.p99_wait_ms),
+        by_policy(
+            "GB moved from host, disk and remote",
+            cells,
+            lambda cell: " / ".join(f"{gb:.0f}" for gb in cell.moved_gb.values()),
+        ),
+        Section(
+            title="Means over all rows",
+            rows=[mean_row(cells, policy) for policy in dict.fromkeys(c.policy for c in cells)],
+        ),
     ]
-    return "\n\n".join(parts) + "\n"
 
 
 def verdict(comparisons: Sequence[Comparison]) -> str:
@@ -411,20 +373,51 @@ def mean_row(cells: Sequence[Cell], policy: str) -> dict[str, object]:
     }
 
 
-def by_policy(cells: Sequence[Cell], show: Callable[[Cell], str]) -> str:
+def by_policy(title: str, cells: Sequence[Cell], figure: Callable[[Cell], object]) -> Section:
     rows: dict[str, dict[str, object]] = {}
     for cell in cells:
         row = rows.setdefault(cell.row, {"workload, device share": cell.row})
-        row[cell.policy] = show(cell)
-    return table(rows.values())
-
-
-def table(rows: Iterable[dict[str, object]]) -> str:
-    return "\n".join(markdown(list(rows)))
+        row[cell.policy] = figure(cell)
+    return Section(title=title, rows=list(rows.values()))
 
 
 def mark(text: str, holds: bool) -> str:
     return text if holds else f"**{text}**"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=8, help="number of seeds")
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    parser.add_argument("--requests", type=int, default=6000)
+    parser.add_argument("--only", default="", help="run the workloads whose name contains this")
+    parser.add_argument(
+        "--step-ms", type=float, default=1e3 * STEP_S, help="step time; 0: no steps"
+    )
+    parser.add_argument("--processes", type=int, default=1)
+    args = parse_arguments(parser)
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    chosen = [w for w in all_workloads(args.requests) if args.only in w.name]
+    if not chosen:
+        parser.error(f"no workload has {args.only!r} in its name")
+    cells = run_all(
+        chosen,
+        num_requests=args.requests,
+        seeds=seeds,
+        step_s=args.step_ms / 1e3,
+        num_processes=args.processes,
+    )
+    settings = {
+        "Python": platform.python_version(),
+        "loramux": loramux.__version__,
+        "Step": f"{args.step_ms:g} ms",
+        "Requests": f"{args.requests} with each of the seeds {seeds[0]} to {seeds[-1]}",
+        "CPU seconds": f"{sum(os.times()[:4]):.0f}",
+    }
+    out = start_report("eviction-simulation", args, settings)
+    for section in report(cells, ours=OURS):
+        out.add(section)
+    out.finish()
 
 
 if __name__ == "__main__":

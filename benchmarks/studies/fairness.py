@@ -1,10 +1,10 @@
-"""One tenant floods a hot adapter at ten times capacity, another asks for a cold one each second.
+"""Measure the waits of one tenant's cold adapters while another tenant floods a hot adapter.
 
     python -m benchmarks.studies.fairness --seconds 60
 
-Prints how long the second tenant's requests wait for their first token, under fair scheduling and
-in order of arrival. The stated bound is max_wait_s, the load, and three steps (the longest is
-taken for each).
+The first tenant sends ten times the capacity, the second requests one cold adapter per second. The
+table has the second tenant's time to the first token under fair and first-come-first-served
+scheduling. The bound is max_wait_s, the load, and three times the longest step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIB = 2**20
 def request(name: str, tenant: str, cid: str, max_tokens: int) -> Request:
     return Request(
         request_id=name,
-        # Different prompts, so that nothing is reused.
+        # Different prompts, so that the prefix cache has no hits.
         prompt_token_ids=tuple(100 + (hash((name, i)) % 30_000) for i in range(16)),
         params=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
         selection=((cid, 1.0),),
@@ -36,7 +36,7 @@ def request(name: str, tenant: str, cid: str, max_tokens: int) -> Request:
 
 
 def capacity(llm: LLM, cid: str, max_tokens: int) -> float:
-    """Requests a second that the machine can do on the hot adapter."""
+    """Measure the requests per second that the machine can serve on the hot adapter."""
     began = time.perf_counter()
     for number in range(16):
         llm.engine.add(request(f"c{number}", "flood", cid, max_tokens))
@@ -46,7 +46,7 @@ def capacity(llm: LLM, cid: str, max_tokens: int) -> float:
 
 
 def run(llm: LLM, cids: list[str], args: argparse.Namespace) -> tuple[list[float], float, float]:
-    """Waits of the second tenant, the longest step, and the flood's rate."""
+    """Return the second tenant's waits, the longest step, and the rate of the flood."""
     engine = llm.engine
     rate = 10 * capacity(llm, cids[0], args.tokens)
     began = time.perf_counter()
@@ -69,14 +69,14 @@ def run(llm: LLM, cids: list[str], args: argparse.Namespace) -> tuple[list[float
                 waits[event.request_id] = time.perf_counter() - began - arrived[event.request_id]
         longest_step = max(longest_step, time.perf_counter() - step_began)
     ended = time.perf_counter() - began
-    # Who is still waiting has waited at least until now.
+    # Requests without a first token have waited at least until now.
     return [waits.get(name, ended - since) for name, since in arrived.items()], longest_step, rate
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     parser.add_argument("--max-wait-s", type=float, default=2.0)
     args = parse_arguments(parser)
     table: Table = []

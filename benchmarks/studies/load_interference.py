@@ -1,14 +1,13 @@
-"""What running streams feel of loads: gaps between tokens, with and without cold adapters coming.
+"""Measure inter-token latency with and without cold adapters loading meanwhile.
 
     python -m benchmarks.studies.load_interference --loads 100 [--repeats 3]
 
-Some streams decode on one adapter. In every other round cold adapters are brought from the disk
-tier (or, with --from source, from their PEFT folders) through host memory into pool pages, a new
-one as soon as the last has come, while the streams go on; nothing else differs. Rounds of both
-kinds alternate, so that a busy minute of the machine falls on both. A repeat loads them all again,
-from where they were cold at first. Before the first round each is loaded once beside nothing:
-memory of the pool that was never written is slower, and a server meets it once in its life. The
-last rows are of all repeats together: the P99 of a few hundred steps is one of the three worst.
+Some streams decode on one adapter. In every other round cold adapters are loaded one after another
+from the disk tier (with --from source from their PEFT folders) through host memory into pool pages.
+Rounds with and without loads alternate, so that other work on the machine affects both alike. Each
+repeat loads all adapters again. Before the first round each is loaded once, because writing to
+fresh memory of the pool is slower. The last rows are of all repeats together: the P99 of a few
+hundred steps rests on its three slowest.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from loramux.types.request import Request
 
 MIB = 2**20
 LOADER = (
-    f"2 threads of the engine's process, SCHED_IDLE; after each {SLICE_BYTES // MIB} MiB a rest of "
-    f"{REST:.0f} times the work; the step loop has all cores, each worker of it one of its own"
+    f"2 SCHED_IDLE threads of the engine's process; after each {SLICE_BYTES // MIB} MiB a pause of "
+    f"{REST:.0f} times the work; the step loop has all cores, each of its workers one"
 )
 
 
 @dataclass
 class Measured:
-    """Seconds: gaps between tokens of both kinds of rounds, and loads that came beside steps."""
+    """Inter-token latencies of both kinds of rounds, and load times, in seconds."""
 
     quiet: list[float] = field(default_factory=list)
     loaded: list[float] = field(default_factory=list)
@@ -68,14 +67,14 @@ def start_streams(llm: LLM, cid: str, count: int, max_tokens: int) -> None:
                 selection=((cid, 1.0),),
             )
         )
-    # All prompts are computed before anything is timed.
+    # Timing starts after all prefills.
     while llm.engine.scheduler.num_waiting:
         llm.engine.step()
     llm.engine.step()
 
 
 class ColdLoads:
-    """Keeps one load going at a time; each adapter is as cold as --from says."""
+    """Keeps one load in flight; adapters are evicted to the tier that --from names."""
 
     def __init__(self, engine: Engine, cids: list[str], *, from_source: bool) -> None:
         self._engine = engine
@@ -87,7 +86,7 @@ class ColdLoads:
         self._began = 0.0
 
     def advance(self) -> bool:
-        """Called between steps: notes what has come, starts the next; False: all have come."""
+        """Record a finished load and start the next; return False when all are loaded."""
         residency = self._engine.residency
         if self._current is not None:
             if not residency.is_ready([self._current]):
@@ -105,11 +104,8 @@ class ColdLoads:
             residency.want([self._current])
         return self._current is not None
 
-    def settle(self) -> None:
-        """Waits for a load that is under way: a round without loads has none.
-
-        With nothing else to do it comes sooner than beside steps, and is not timed.
-        """
+    def drain(self) -> None:
+        """Wait for the load in flight, untimed, so that none continues in a round without loads."""
         while self._current is not None and not self._engine.residency.is_ready([self._current]):
             self._engine.residency.poll(timeout_s=0.05)
         if self._current is not None:
@@ -123,7 +119,7 @@ class ColdLoads:
 
 
 def run_round(llm: LLM, cid: str, args: argparse.Namespace, loads: ColdLoads | None) -> list[float]:
-    """Gaps between tokens of new streams: every round computes the same tokens."""
+    """Return the inter-token latencies of new streams; every round computes the same tokens."""
     engine = llm.engine
     start_streams(llm, cid, args.streams, args.steps + 8)
     gaps = []
@@ -134,7 +130,7 @@ def run_round(llm: LLM, cid: str, args: argparse.Namespace, loads: ColdLoads | N
         engine.step()
         gaps.append(time.perf_counter() - began)
     if loads is not None:
-        loads.settle()
+        loads.drain()
     for number in range(args.streams):
         engine.abort(f"stream-{number}")
     return gaps
@@ -190,7 +186,7 @@ def run_all(llm: LLM, cids: list[str], args: argparse.Namespace) -> Table:
 
 
 class OtherWork:
-    """How much of the machine others have used since this was made; a figure wants very little."""
+    """Measures the CPU time that other processes have used since its creation."""
 
     def __init__(self) -> None:
         self._began = self._read()
@@ -204,7 +200,7 @@ class OtherWork:
     def _read(self) -> tuple[float, float, float]:
         stat = Path("/proc/stat")
         ticks = stat.read_text().splitlines()[0].split()[1:] if stat.exists() else ["0"] * 8
-        # All but idle (3) and waiting for a disk (4).
+        # All but idle (3) and iowait (4).
         busy = sum(int(ticks[field]) for field in (0, 1, 2, 5, 6, 7))
         return time.perf_counter(), busy / os.sysconf("SC_CLK_TCK"), time.process_time()
 
@@ -232,11 +228,13 @@ def main() -> None:
     parser.add_argument("--loads", type=int, default=100)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=40, help="steps of a round")
-    parser.add_argument("--pool", type=int, default=1024, help="MiB")
+    parser.add_argument("--steps", type=int, default=40, help="steps per round")
+    parser.add_argument("--pool", type=int, default=1024, help="pool size in MiB")
     parser.add_argument("--from", dest="origin", choices=("disk", "source"), default="disk")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="keeps the adapters for the next run")
+    parser.add_argument(
+        "--folder", type=Path, help="folder that keeps the adapters for the next run"
+    )
     args = parse_arguments(parser)
     with tempfile.TemporaryDirectory() as folder:
         llm, cids = make_llm(args, args.folder or Path(folder))
@@ -247,9 +245,9 @@ def main() -> None:
         machine["other programs meanwhile"] = others.describe()
         losses = llm.engine.memory.losses
         machine["loader"] = LOADER
-        machine["before"] = "all adapters were loaded once: the pool's memory had been written"
-        machine["time of the step loop spent on loads"] = (
-            f"{1000 * losses.total_s / max(1, sum(losses.counts)):.2f} ms a step that had one"
+        machine["before"] = "all adapters were loaded once, so the pool's memory was written"
+        machine["step-loop time spent on loads"] = (
+            f"{1000 * losses.total_s / max(1, sum(losses.counts)):.2f} ms per step with a load"
         )
         write_table("load-interference", table, machine, args)
         llm.engine.close()

@@ -1,14 +1,11 @@
-"""A decode step with one adapter unmerged, merged into the weights, and without it.
+"""Time a decode step with one adapter unmerged, merged into the weights, and without it.
 
     python -m benchmarks.studies.merge_mode [--ranks 16 64] [--batches 1 8 32] [--steps 15]
 
-
-All three run on the same rows of the same context, one after the other in changing order, so that
-whatever else the machine does meets them alike; the times are medians, and what a merge saves is
-the median of the differences. Break-even: steps until the saving has paid for the merge.
-
-Where other work takes the cores, threads wait for each other at the end of every operation, and the
-unmerged step has the most operations: measure on a quiet machine, or with --threads 1.
+The three variants run on the same tokens and context in alternating order. Times are medians, and
+the saving is the median of the differences. Break-even is the number of steps whose savings pay for
+the merge. If other processes take the cores, threads wait for each other after every operation, and
+the unmerged step has the most operations: measure on an idle machine, or with --threads 1.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ class Merge:
 
 
 class DecodeSteps:
-    """Sequences of one length, whose next token can be computed again and again."""
+    """Sequences of one length whose next token can be computed repeatedly."""
 
     def __init__(self, engine: Engine, selection: Selection, *, batch: int, context: int) -> None:
         self._engine = engine
@@ -66,9 +63,9 @@ class DecodeSteps:
         self._engine.pages.release(self._owner, self._page_ids)
 
     def run(self, variant: str, weights: MergedWeights) -> tuple[float, list[int]]:
-        """Seconds of one step, and the tokens that it chose."""
+        """Return the seconds of one step and its sampled tokens."""
         runner = self._engine.executor
-        # Rows on merged weights have no adapter left to add, as in an engine that merges.
+        # Tokens on merged weights have no adapter left to add.
         plan = self._plan(self._selection if variant == "unmerged" else ())
         runner._lora.merged = weights.sites if variant == "merged" else None
         try:
@@ -141,7 +138,7 @@ def measure_rank(
 ) -> list[dict[str, object]]:
     known = engine.register_adapter(folder)
     selection: Selection = ((known.cid, 1.0),)
-    # Brings it into pages, where it stays: nothing else wants them.
+    # Load it into pages, where it stays.
     engine.prompt_logits([((101, 102), selection)])
     merge = make_merge(engine, selection)
     rows = []
@@ -156,9 +153,9 @@ def measure_rank(
 
 def end_of_run() -> dict[str, str]:
     load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
-    # This process itself is one thread of load for each that it uses.
+    # Each thread of this process adds one to the load.
     busy = load > num_cores or load > torch.get_num_threads() + 0.5
-    warning = "provisional: other work was running; measure again on a quiet machine"
+    warning = "provisional: other processes were running; measure again on an idle machine"
     return {"load at end": f"{load:.1f}", **({"note": warning} if busy else {})}
 
 

@@ -1,13 +1,12 @@
-"""Tokens/s with a receipt of every answer kept in SQLite, beside the same server without.
+"""Measure tokens/s of a server with receipts in SQLite beside one without receipts.
 
     python -m benchmarks.studies.receipt_overhead [--blocks 4] [--rounds 5] [--requests 32]
 
-Two servers run at once and rounds on them take turns, so that a busy minute of the machine falls on
-both; each block starts both anew, in the other order, because two processes of the same program may
-differ by more than receipts cost. What counts is the median over pairs of neighbouring rounds. The
-CPU time of the HTTP process, where receipts are written, is told by itself: the engine's does not
-blur it, and it hardly grows when other programs take the cores. It has steps of 10 ms a round, and
-lacks what is written in the quarter of a second after a round.
+Two servers run at once and rounds alternate between them, so that other work on the machine affects
+both. Each block restarts both in the other order, because two processes of one program may differ
+by more than receipts cost. The result is the median over pairs of adjacent rounds. The CPU time of
+the HTTP process, which writes the receipts, is reported separately; it has a resolution of 10 ms
+per round, and misses what is written in the quarter of a second after a round.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ Rounds = dict[str, list["Round"]]
 class Round:
     tokens_per_s: float
     http_ms: float
-    """CPU time of the HTTP process for a request."""
+    """CPU time of the HTTP process per request."""
     all_ms: float
-    """The engine's too."""
+    """CPU time of the HTTP process and the engine per request."""
 
 
 def main() -> None:
@@ -66,42 +65,44 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=None)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--requests", type=int, default=32, help="in one round")
+    parser.add_argument("--requests", type=int, default=32, help="requests per round")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--input", type=int, default=16)
     parser.add_argument("--output", type=int, default=32)
-    parser.add_argument("--blocks", type=int, default=4, help="starts of both servers")
-    parser.add_argument("--rounds", type=int, default=5, help="on each server in a block")
+    parser.add_argument("--blocks", type=int, default=4, help="restarts of both servers")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds per server and block")
     return parse_arguments(parser)
 
 
 def run_block(args: argparse.Namespace, folder: Path, block: int, rounds: Rounds) -> int:
-    """Adds to the rounds; returns how many receipts the registry has at the end."""
+    """Run the rounds of a block; return the number of receipts in the registry."""
     flags = ["--dtype", args.dtype, "--device-memory", "512MiB", "--served-model-name", "base"]
     flags += ["--no-prefix-cache", *(["--model", args.model] if args.model else [])]
     data = {kind: folder / f"{kind}-{block}" for kind in rounds}
     receipts = {WITHOUT: "off", WITH: "on"}
     with ExitStack() as stack:
         servers: dict[str, RunningServer] = {}
-        for kind in in_turn(block):
+        for kind in order_of(block):
             own = ["--data", str(data[kind]), "--receipts", receipts[kind]]
             running = running_server(folder / f"{kind}-{block}.log", *flags, *own)
             servers[kind] = stack.enter_context(running)
         for server in servers.values():
             run_round(server, args, seed=-1)
         for number in range(args.rounds):
-            for kind in in_turn(number + block):
+            for kind in order_of(number + block):
                 rounds[kind].append(run_round(servers[kind], args, seed=number))
                 show(kind, rounds[kind][-1])
     with Registry(data[WITH] / "registry.db") as registry:
         num_kept = len(registry.find_receipts(ReceiptFilter(limit=MAX_LIMIT)))
-    num_asked = (args.rounds + 1) * args.requests
-    assert num_kept == min(num_asked, MAX_LIMIT), f"{num_kept} of {num_asked} receipts were kept"
+    num_requests = (args.rounds + 1) * args.requests
+    assert num_kept == min(num_requests, MAX_LIMIT), (
+        f"{num_kept} of {num_requests} receipts were kept"
+    )
     return num_kept
 
 
-def in_turn(number: int) -> list[str]:
-    """Who goes first changes each time."""
+def order_of(number: int) -> list[str]:
+    """Alternate the order of the servers."""
     return [WITHOUT, WITH] if number % 2 == 0 else [WITH, WITHOUT]
 
 
@@ -129,17 +130,17 @@ def run_round(server: RunningServer, args: argparse.Namespace, *, seed: int) -> 
 
 
 def cpu_seconds(server: RunningServer) -> tuple[float, float]:
-    """Of the HTTP process, and with its engine."""
+    """Return the CPU seconds of the HTTP process, and of it with its engine."""
     process = psutil.Process(server.process.pid)
     used = [sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True))]
     return used[0], sum(used)
 
 
 async def ask_all(url: str, prompts: list[list[int]], num_output: int, concurrency: int) -> None:
-    places = asyncio.Semaphore(concurrency)
+    slots = asyncio.Semaphore(concurrency)
 
     async def ask(prompt: list[int]) -> None:
-        async with places:
+        async with slots:
             stream = RawStream(url, body(prompt, num_output))
             try:
                 await stream.send()
@@ -159,7 +160,7 @@ def body(prompt: list[int], num_output: int) -> dict[str, Any]:
 
 def summarize(rounds: Rounds, num_kept: int) -> Table:
     speeds = {kind: [one.tokens_per_s for one in found] for kind, found in rounds.items()}
-    # The engine's share is taken from the same rounds for both: only the HTTP process is compared.
+    # The engine's time is taken from the same rounds for both; only the HTTP process is compared.
     engine_ms = [one.all_ms - one.http_ms for one in rounds[WITHOUT]]
     costs = {
         kind: [one.http_ms + other_ms for one, other_ms in zip(found, engine_ms, strict=True)]
@@ -189,7 +190,7 @@ def row(figure: str, values: dict[str, list[float]], num_kept: int) -> dict[str,
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Of the median, by resampling."""
+    """Return the bootstrap confidence interval of the median."""
     source = random.Random(0)
     medians = sorted(
         statistics.median(source.choices(ratios, k=len(ratios))) for _ in range(NUM_RESAMPLES)

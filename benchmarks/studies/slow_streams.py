@@ -1,11 +1,11 @@
-"""A thousand open streams whose readers are slow or do not read at all: memory, and every end.
+"""Hold a thousand open streams whose clients read slowly or not at all, and measure memory.
 
     python -m benchmarks.studies.slow_streams [--streams 1000] [--tokens 192]
 
-A tiny random model, because what is measured is the server. Half of the readers take a few bytes
-now and then, the others nothing, until the engine has computed every token and the streams have
-been held for a while. Then all read to the end, and each must have its whole answer. The second
-round shows what the first one left behind.
+A tiny random model is served, because the server is what is measured. Half of the clients read a
+few bytes now and then, the others nothing, until the engine has computed every token and the
+streams were held for a while. Then all read to the end and must get their whole answer. The second
+round shows what memory the first one leaves allocated.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tests.engine_factory import save_model_with_tokenizer
 from tests.serve_factory import RunningServer, running_server
 
 NUM_PROMPTS = 16
-# The kernel's minimum is near; what a client does not read must then wait in the server.
 RECEIVE_BUFFER = 4096
-SIP_BYTES = 512
-SIP_PAUSE_S = 1.0
+"""Close to the kernel's minimum, so that unread data queues in the server."""
+SLOW_READ_BYTES = 512
+SLOW_READ_PAUSE_S = 1.0
 SETTLE_S = 2.0
 POLL_S = 0.25
 IDLE_POLLS = 4
@@ -41,7 +41,7 @@ ROUND_LIMIT_S = 120.0
 
 @dataclass(frozen=True)
 class Memory:
-    """MiB: resident of both processes, and what waits in the kernel's sockets."""
+    """MiB of resident memory of both processes, and of the kernel's socket buffers."""
 
     server: float
     engine: float
@@ -66,7 +66,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--hold", type=float, default=5.0, help="seconds, once all is computed")
+    parser.add_argument(
+        "--hold", type=float, default=5.0, help="seconds to hold the streams after the last token"
+    )
     args = parse_arguments(parser)
     load = f"{os.getloadavg()[0]:.1f}"
     with tempfile.TemporaryDirectory() as name:
@@ -80,7 +82,7 @@ def main() -> None:
     machine = {**describe_machine("float32"), "load at start": load}
     write_table("slow-streams", table, machine, args)
     if wrong := sum(map(count_wrong, outcomes)):
-        raise SystemExit(f"{wrong} streams did not end with their whole answer.")
+        raise SystemExit(f"{wrong} streams did not get their whole answer")
 
 
 def run_round(server: RunningServer, args: argparse.Namespace) -> Outcome:
@@ -89,6 +91,8 @@ def run_round(server: RunningServer, args: argparse.Namespace) -> Outcome:
 
 
 class Trial:
+    """One round: opens all streams, holds them, reads them, and records memory."""
+
     def __init__(self, server: RunningServer, num_streams: int, num_tokens: int) -> None:
         self._server = server
         self._num_tokens = num_tokens
@@ -105,14 +109,14 @@ class Trial:
         before = self._memory()
         start = time.monotonic()
         await asyncio.gather(*(stream.send() for stream in self._streams))
-        sippers = [asyncio.create_task(sip(stream)) for stream in self._streams[::2]]
+        slow_readers = [asyncio.create_task(read_slowly(stream)) for stream in self._streams[::2]]
         await self._until_computed()
         computing_s = time.monotonic() - start
         await asyncio.sleep(hold_s)
         held = self._memory()
-        for sipper in sippers:
-            sipper.cancel()
-        await asyncio.gather(*sippers, return_exceptions=True)
+        for reader in slow_readers:
+            reader.cancel()
+        await asyncio.gather(*slow_readers, return_exceptions=True)
         await asyncio.gather(*(stream.read_all() for stream in self._streams))
         self._memory()
         for stream in self._streams:
@@ -131,7 +135,7 @@ class Trial:
         )
 
     async def _expected(self) -> list[str]:
-        """What a reader who keeps up gets; it warms the server up as well."""
+        """Return the texts that a fast client gets, which also warms the server up."""
         streams = [self._stream(index) for index in range(NUM_PROMPTS)]
         await asyncio.gather(*(stream.send() for stream in streams))
         await asyncio.gather(*(stream.read_all() for stream in streams))
@@ -140,7 +144,7 @@ class Trial:
         return [answer.text for answer in answers]
 
     async def _until_computed(self) -> None:
-        """Watches memory, and that the server still answers others."""
+        """Wait until the engine is idle, sampling memory and the latency of /health."""
         num_idle, was_busy = 0, False
         async with httpx2.AsyncClient(base_url=self._server.url, timeout=60) as client:
             while not was_busy or num_idle < IDLE_POLLS:
@@ -173,9 +177,9 @@ class Trial:
         return now
 
 
-async def sip(stream: RawStream) -> None:
-    while await stream.read(SIP_BYTES):
-        await asyncio.sleep(SIP_PAUSE_S)
+async def read_slowly(stream: RawStream) -> None:
+    while await stream.read(SLOW_READ_BYTES):
+        await asyncio.sleep(SLOW_READ_PAUSE_S)
 
 
 def resident_mib(pid: int) -> float:
@@ -185,7 +189,7 @@ def resident_mib(pid: int) -> float:
 
 
 def socket_mib() -> float:
-    """TCP buffers of the whole machine."""
+    """Return the MiB of TCP buffers of the whole machine."""
     line = next(
         line
         for line in Path("/proc/net/sockstat").read_text().splitlines()
@@ -196,7 +200,7 @@ def socket_mib() -> float:
 
 
 def count_wrong(outcome: Outcome) -> int:
-    """Streams without finish_reason and [DONE], with an error, or with another text."""
+    """Count the streams without finish_reason and [DONE], with an error, or with a wrong text."""
     return sum(
         not answer.is_whole or answer.text != text
         for answer, text in zip(outcome.answers, outcome.expected, strict=True)
@@ -204,7 +208,7 @@ def count_wrong(outcome: Outcome) -> int:
 
 
 def summarize(outcomes: list[Outcome]) -> list[dict[str, object]]:
-    """A row for each figure, a column for each round."""
+    """Make a row for each figure with a column for each round."""
     columns = [figures(outcome) for outcome in outcomes]
     return [
         {
@@ -221,7 +225,7 @@ def figures(outcome: Outcome) -> dict[str, object]:
         "open streams": num_streams,
         "ended with finish_reason and [DONE]": sum(a.is_whole for a in outcome.answers),
         "ended with an error": sum(a.error is not None for a in outcome.answers),
-        "have the right text": num_streams - count_wrong(outcome),
+        "with the expected text": num_streams - count_wrong(outcome),
         "MB received": round(outcome.num_bytes / 1e6, 1),
         "seconds until all was computed": round(outcome.computing_s, 1),
         "slowest /health meanwhile, s": round(outcome.slowest_health_s, 2),

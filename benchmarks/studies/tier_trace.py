@@ -1,10 +1,11 @@
-"""Thousands of adapters on disk, a pool for a few, an S-LoRA trace: hit rates, waits and memory.
+"""Serve an S-LoRA trace over thousands of adapters on disk: hit rates, latency and memory.
 
     python -m benchmarks.studies.tier_trace --adapters 2000 --minutes 5
 
 Adapters are generated once under --folder (SmolLM2's shapes, ranks 8 to 64, q and v projections)
-and kept for the next run. Lengths of the trace are divided by --shorten, because a small CPU makes
-some 80 tokens a second. Memory is the resident set of this process, read ten times a second.
+and kept for the next run. The lengths of the trace are divided by --length-divisor, because a small
+CPU generates about 80 tokens per second. Memory is the resident set of this process, sampled ten
+times per second.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from loramux.engine.stats import tier_stats
 from loramux.types.request import Request
 
 MIB = 2**20
-# q and v of SmolLM2 in float32: 57,600 numbers for each rank.
+# q and v of SmolLM2 in float32: 57,600 elements per rank.
 MEAN_BYTES = 57_600 * 4 * sum(SLORA_RANKS) // len(SLORA_RANKS)
 KV_BYTES = 512 * MIB
 
 
 class MemoryMeter:
-    """The largest resident set since start(), from a thread of its own."""
+    """Samples the largest resident set since start() in a thread."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -71,7 +72,7 @@ def make_adapters(folder: Path, llm: LLM, count: int) -> list[Path]:
             )
         folders.append(path)
         if number % 200 == 199:
-            print(f"{number + 1} adapters are there", flush=True)
+            print(f"{number + 1} adapters", flush=True)
     return folders
 
 
@@ -83,8 +84,10 @@ def register(llm: LLM, folders: list[Path]) -> list[str]:
     return cids
 
 
-def replay(llm: LLM, cids: list[str], trace: list[Arrival], shorten: int) -> dict[str, list[float]]:
-    """Requests arrive when the trace says so; returns first-token times and gaps, in seconds."""
+def replay(
+    llm: LLM, cids: list[str], trace: list[Arrival], length_divisor: int
+) -> dict[str, list[float]]:
+    """Add requests at the times of the trace; return their latencies in seconds."""
     engine = llm.engine
     source = random.Random(0)
     began = time.perf_counter()
@@ -98,7 +101,7 @@ def replay(llm: LLM, cids: list[str], trace: list[Arrival], shorten: int) -> dic
             arrival = pending.pop()
             name = str(len(arrived))
             arrived[name] = arrival.time_s
-            engine.add(_request(name, arrival, cids, source, shorten))
+            engine.add(_request(name, arrival, cids, source, length_divisor))
         if not engine.has_work:
             time.sleep(max(0.0, pending[-1].time_s - now))
             continue
@@ -117,11 +120,11 @@ def replay(llm: LLM, cids: list[str], trace: list[Arrival], shorten: int) -> dic
 
 
 def _request(
-    name: str, arrival: Arrival, cids: list[str], source: random.Random, shorten: int
+    name: str, arrival: Arrival, cids: list[str], source: random.Random, length_divisor: int
 ) -> Request:
-    num_prompt = max(1, arrival.prompt_tokens // shorten)
+    num_prompt = max(1, arrival.prompt_tokens // length_divisor)
     params = SamplingParams(
-        temperature=0, max_tokens=max(1, arrival.output_tokens // shorten), ignore_eos=True
+        temperature=0, max_tokens=max(1, arrival.output_tokens // length_divisor), ignore_eos=True
     )
     prompt = tuple(source.randrange(10, 40_000) for _ in range(num_prompt))
     selection = ((cids[arrival.adapter], 1.0),) if cids else ()
@@ -140,12 +143,12 @@ def make_llm(args: argparse.Namespace, folder: Path) -> LLM:
 
 
 def memory_budget(llm: LLM, num_pool: int) -> int:
-    """What base requests alone take with the whole pool in use; the host tier; the CPU kernels'
-    copies of the adapters that run; the files that two threads read, check and convert at once."""
+    """Sum up the memory of base requests with the whole pool in use, of the host tier, of the CPU
+    kernels' copies of running adapters, and of the files that two loader threads convert."""
     memory = llm.engine.memory
     memory.pool.storage.zero_()
     base = [Arrival(0.0, 0, 0, 512, 64) for _ in range(64)]
-    replay(llm, [], base, shorten=16)
+    replay(llm, [], base, length_divisor=16)
     resting = psutil.Process().memory_info().rss - memory.tiers.host.used_bytes
     stacks = num_pool * (MEAN_BYTES + memory.pool.page_bytes) * 5 // 4
     reading = 2 * 3 * MEAN_BYTES * max(SLORA_RANKS) // (sum(SLORA_RANKS) // len(SLORA_RANKS))
@@ -155,7 +158,7 @@ def memory_budget(llm: LLM, num_pool: int) -> int:
 def make_table(llm: LLM, trace: list[Arrival], times: dict[str, list[float]], memory: str) -> Table:
     table: Table = [
         {"what": "requests / done / errors", "value": _counts(trace, times)},
-        {"what": "distinct adapters asked for", "value": len({a.adapter for a in trace})},
+        {"what": "distinct adapters requested", "value": len({a.adapter for a in trace})},
         {"what": "first token P50 / P99, s", "value": _percentiles(times["ttft"])},
         {"what": "inter-token P50 / P99, s", "value": _percentiles(times["gap"])},
         {"what": "first token within 6 s", "value": _share(times["ttft"], 6.0)},
@@ -179,11 +182,15 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=2000)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--alpha", type=float, default=0.3)
-    parser.add_argument("--rate", type=float, default=2.0, help="requests a second")
-    parser.add_argument("--shorten", type=int, default=16)
-    parser.add_argument("--pool", type=int, default=32, help="adapters that the pool is made for")
-    parser.add_argument("--host", type=int, default=200, help="adapters for the host tier")
-    parser.add_argument("--disk", type=int, default=1000, help="adapters for the disk tier")
+    parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
+    parser.add_argument("--length-divisor", type=int, default=16)
+    parser.add_argument("--pool", type=int, default=32, help="adapters that fit into the pool")
+    parser.add_argument(
+        "--host", type=int, default=200, help="adapters that fit into the host tier"
+    )
+    parser.add_argument(
+        "--disk", type=int, default=1000, help="adapters that fit into the disk tier"
+    )
     parser.add_argument("--folder", type=Path)
     args = parse_arguments(parser)
     folder = args.folder or Path(tempfile.gettempdir()) / "loramux-tier-trace"
@@ -194,7 +201,7 @@ def main() -> None:
     trace = until(arrivals, 60 * args.minutes)
     meter = MemoryMeter()
     meter.start()
-    times = replay(llm, cids, trace, args.shorten)
+    times = replay(llm, cids, trace, args.length_divisor)
     meter.stop()
     llm.engine.check_integrity()
     table = make_table(llm, trace, times, f"{meter.peak_bytes // MIB} / {budget // MIB}")

@@ -1,4 +1,4 @@
-"""Runs over a real engine on a tiny random model, by a clock that counts."""
+"""Traces on a real engine with a tiny random model and a counting clock."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def arrivals(count: int, gap_s: float = 0.0) -> list[Arrival]:
 
 
 @pytest.mark.parametrize(("backlog", "ramp"), [(2, 4), (5, 7)])
-def test_a_steady_window_counts_only_what_happens_inside_of_it(
+def test_a_steady_window_excludes_the_ramp_and_the_backlog(
     engine: Engine, backlog: int, ramp: int
 ) -> None:
     requests = make_requests(arrivals(14), [], vocab_size=engine.vocab_size)
     run = saturate(engine, requests, backlog=backlog, clock=Clock())
     assert run.is_steady
-    # A ramp of them came before the window, and what waits at its end never ran.
+    # The ramp precedes the window, and requests that wait at its end never run.
     assert 12 - ramp <= run.num_done <= 14 - backlog and run.num_output < 28
     assert not engine.has_work
     few = make_requests(arrivals(ramp), [], vocab_size=engine.vocab_size, seed=1)
     assert not saturate(engine, few, backlog=backlog, clock=Clock()).is_steady
 
 
-def test_the_adapters_of_each_step_are_counted(engine: Engine) -> None:
+def test_distinct_adapters_are_counted_per_step(engine: Engine) -> None:
     cids = RandomAdapters(engine).add([4, 4], "all")
     arrived = [Arrival(0.0, number % 2, 16, 3, 8) for number in range(8)]
     requests = make_requests(arrived, cids, vocab_size=engine.vocab_size)
@@ -63,7 +63,7 @@ def test_the_adapters_of_each_step_are_counted(engine: Engine) -> None:
     assert saturate(engine, base, backlog=2, clock=Clock()).mean_adapters == 0
 
 
-def test_too_few_requests_for_a_window_are_all_counted(engine: Engine) -> None:
+def test_with_too_few_requests_the_window_is_the_whole_run(engine: Engine) -> None:
     requests = make_requests(arrivals(5), [], vocab_size=engine.vocab_size)
     run = saturate(engine, requests, backlog=64, clock=Clock())
     assert (run.is_steady, run.num_done, run.num_output) == (False, 5, 10)
@@ -71,7 +71,7 @@ def test_too_few_requests_for_a_window_are_all_counted(engine: Engine) -> None:
     assert len(run.ttfts_s) == len(run.gaps_s) == 5
 
 
-def test_requests_come_when_the_trace_says_so(engine: Engine) -> None:
+def test_requests_are_added_at_the_times_of_the_trace(engine: Engine) -> None:
     clock, slept = Clock(), []
     trace = arrivals(4, gap_s=100.0)
 
@@ -82,17 +82,17 @@ def test_requests_come_when_the_trace_says_so(engine: Engine) -> None:
     requests = make_requests(trace, [], vocab_size=engine.vocab_size)
     run = replay(engine, trace, requests, clock=clock, sleep=sleep)
     assert run.num_done == 4 and len(slept) == 3
-    assert all(wait < 20 for wait in run.ttfts_s), "a wait was counted from another's arrival"
+    assert all(wait < 20 for wait in run.ttfts_s), "a latency was measured from another arrival"
 
 
-def test_generated_adapters_share_bytes_and_nothing_else(engine: Engine) -> None:
+def test_random_adapters_share_buffers_and_nothing_else(engine: Engine) -> None:
     adapters = RandomAdapters(engine, num_images=2)
     cids = adapters.add([4, 8, 4, 4], "all")
     host = engine.memory.tiers.host
     images = [host.get(cid) for cid in cids]
     buffers = [image.buffer.data_ptr() for image in images if image is not None]
     assert len(set(cids)) == 4 and len(set(buffers)) == 3 and buffers[0] == buffers[3]
-    assert "4 adapters" in adapters.note(cids) and "share 3 byte images" in adapters.note(cids)
+    assert "4 adapters" in adapters.note(cids) and "share 3 buffers" in adapters.note(cids)
     assert engine.residency.load_now(cids)
     claims = engine.residency.claims()
     pages = [page for page_ids in claims.values() for page in page_ids]
@@ -105,7 +105,7 @@ def test_generated_adapters_share_bytes_and_nothing_else(engine: Engine) -> None
         engine.catalog.get(cids[0])
 
 
-def test_a_generated_adapter_changes_what_the_base_says(engine: Engine) -> None:
+def test_a_random_adapter_changes_the_logits(engine: Engine) -> None:
     cids = RandomAdapters(engine).add([64, 64], "all")
     prompt = list(range(20))
     base, other = engine.prompt_logits([(prompt, ()), (prompt, ((cids[0], 1.0),))])

@@ -44,7 +44,7 @@ def test_until_ends_before_the_duration() -> None:
 
 
 @pytest.mark.parametrize("cv", [1.0, 4.0])
-def test_slora_gaps_have_the_mean_and_the_variation_asked_for(cv: float) -> None:
+def test_slora_gaps_have_the_given_mean_and_variation(cv: float) -> None:
     times = [
         a.time_s for a in first(slora(num_adapters=5, alpha=1, requests_per_s=10, cv=cv), 40000)
     ]
@@ -75,7 +75,7 @@ def test_slora_lengths_and_ranks_are_those_of_the_paper() -> None:
     assert {a.rank for a in arrivals} == set(SLORA_RANKS)
 
 
-def test_punica_popularities_have_their_numbers_of_adapters() -> None:
+def test_punica_popularities_differ_in_the_number_of_adapters() -> None:
     def counts(popularity: str) -> Counter[int]:
         trace = punica(popularity, num_requests=400, requests_per_s=1)  # type: ignore[arg-type]
         return Counter(a.adapter for a in first(trace, 400))
@@ -103,9 +103,9 @@ def test_chameleon_ranks_are_equally_likely_and_the_first_of_a_rank_the_most_pop
     assert adapters[0] / adapters[5] == pytest.approx(2.0, rel=0.15)
 
 
-def test_a_drifting_trace_changes_who_is_popular_and_a_still_one_does_not() -> None:
+def test_a_drifting_trace_changes_the_popular_adapters() -> None:
     def shared_hot(swap_every_s: float) -> int:
-        """How many of the ten most popular of the first half are so in the second."""
+        """Count the ten most popular adapters of the first half that are so in the second."""
         trace = drifting(num_adapters=200, requests_per_s=10, swap_every_s=swap_every_s)
         arrivals = first(trace, 10000)
         halves = (arrivals[:5000], arrivals[5000:])
