@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from loramux.engine.engine import Engine
-from loramux.runner.gemm.dispatch import Products
+from loramux.runner.gemm.dispatch import GemmDispatcher
 from loramux.runner.gpu_runner import GpuRunner
 from loramux.types.request import Selection
 from loramux.types.sampling import SamplingParams
@@ -23,21 +23,21 @@ from tests.memory_factory import Clock, InlineExecutor
 ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
-class ProductsInParts(Products):
-    """Every product that may come in parts does."""
+class SplitKGemms(GemmDispatcher):
+    """Every GEMM that may be split-K is."""
 
-    def __init__(self, num_parts: int) -> None:
-        super().__init__(None, [])
-        self._num_parts = num_parts
+    def __init__(self, num_splits: int) -> None:
+        super().__init__(None)
+        self._num_splits = num_splits
         self.num_outputs: list[int] = []
-        """Of each product in parts."""
+        """Outputs of each split-K GEMM."""
 
-    def parts(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def split_k(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is not None:
             return self.linear(x, weight, bias)
         self.num_outputs.append(len(weight))
-        shares = zip(*(t.float().chunk(self._num_parts, 1) for t in (x, weight)), strict=True)
-        return torch.stack([some @ of_weight.t() for some, of_weight in shares])
+        splits = zip(*(t.float().chunk(self._num_splits, 1) for t in (x, weight)), strict=True)
+        return torch.stack([part @ of_weight.t() for part, of_weight in splits])
 
 
 def device_engine(

@@ -20,6 +20,7 @@ from loramux.cli import (
     registry,
     serve,
     top,
+    tune,
 )
 from loramux.process_environment import set_process_environment
 
@@ -48,6 +49,7 @@ app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("top")(top.top)
+app.command("tune")(tune.tune)
 app.add_typer(bench.app, name="bench")
 for name, command in REGISTRY_COMMANDS.items():
     app.command(name, rich_help_panel=REGISTRY_PANEL)(command)

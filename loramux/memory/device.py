@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import math
 import os
 import statistics
@@ -16,15 +15,13 @@ import torch
 from torch import Tensor
 
 from loramux.adapters.packed.image import mapped_buffer, mapped_memory
-from loramux.memory.graph_edges import DriverError, GraphEdges
 
-_log = logging.getLogger(__name__)
 _DEFAULT_POOL_LIMIT = 4 * 2**30
 # Of a GPU: some 300 us.
 _LAUNCH_CYCLES = 600_000
-# A card that draws more power than it may slows down, but not within the first 100 ms.
-_HOT_S = 0.3
-_HOT_REPEATS = 4
+# A power-limited GPU lowers its clocks, but not within the first 100 ms.
+_STEADY_S = 0.3
+_STEADY_REPEATS = 4
 
 
 def total_memory_bytes() -> int:
@@ -114,13 +111,13 @@ def run_seconds(run: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def hot_seconds(device: torch.device, runs: Sequence[Callable[[], object]]) -> list[float]:
-    """How long each takes on a card that has been busy for a while, as it is when it serves."""
+def steady_state_seconds(device: torch.device, runs: Sequence[Callable[[], object]]) -> list[float]:
+    """How long each takes at steady-state clocks, as when the GPU serves."""
     maker = GraphMaker(device)
     replays = [maker.make(partial(_repeat, run)) for run in runs]
     rounds: list[list[float]] = []
     began = time.perf_counter()
-    while time.perf_counter() - began < _HOT_S or len(rounds) < 2:
+    while time.perf_counter() - began < _STEADY_S or len(rounds) < 2:
         events = []
         # Not timed: a device that has ended its work waits for the next launch.
         replays[-1]()
@@ -131,13 +128,13 @@ def hot_seconds(device: torch.device, runs: Sequence[Callable[[], object]]) -> l
             pair[1].record()
             events.append(pair)
         torch.cuda.synchronize(device)
-        rounds.append([begin.elapsed_time(end) / 1e3 / _HOT_REPEATS for begin, end in events])
+        rounds.append([begin.elapsed_time(end) / 1e3 / _STEADY_REPEATS for begin, end in events])
     late = rounds[len(rounds) // 2 :]
     return [statistics.median(times) for times in zip(*late, strict=True)]
 
 
 def _repeat(run: Callable[[], object]) -> None:
-    for _ in range(_HOT_REPEATS):
+    for _ in range(_STEADY_REPEATS):
         run()
 
 
@@ -196,34 +193,19 @@ class GraphMaker:
         """Whether what was made has run once by then: its kernels are compiled by running them."""
         return self._is_real
 
-    def make(self, work: Callable[[], None], *, launches_early: bool = False) -> Callable[[], None]:
-        """launches_early: what stands behind a library's products is launched with them"""
+    def make(self, work: Callable[[], None]) -> Callable[[], None]:
         if not self._is_real:
             return work
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            # Compiles and loads the kernels, which a capture must not.
+            # Compiles and loads the kernels, which a capture must not do.
             work()
         current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
-        if launches_early:
-            graph = self._capture(work, keep_graph=True)
-            try:
-                driver = ctypes.CDLL("libcuda.so.1")
-                GraphEdges(driver, graph.raw_cuda_graph()).begin_with_products()
-            except (DriverError, OSError, AttributeError) as error:
-                # An older driver: the graph may be half changed.
-                _log.info("kernels of a graph are not launched early (%s)", error)
-            else:
-                graph.instantiate()
-                return graph.replay
-        return self._capture(work).replay
-
-    def _capture(self, work: Callable[[], None], keep_graph: bool = False) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
             work()
-        return graph
+        return graph.replay

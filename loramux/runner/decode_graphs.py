@@ -19,8 +19,6 @@ from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import Chunk
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-# With more of them a card is as fast as its power allows, whenever a kernel is launched.
-_MOST_EARLY_ROWS = 128
 Progress = Callable[[str, float], None]
 
 
@@ -68,7 +66,7 @@ class DecodeGraphs:
         self._page_table = torch.zeros(most, limits.max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(most)
         self._plans = {size: self._plan(size) for size in self._sizes}
-        self._steps = StepGraphs(decoder.products, device)
+        self._steps = StepGraphs(device)
         self.last_mode = BASE_MODE
         """Of the last step."""
 
@@ -120,13 +118,13 @@ class DecodeGraphs:
         self._inputs.fill(chunks, draws.temperatures, draws.noise)
         self._inputs.send()
         work = partial(self._compute, size, mode)
-        self._steps.run((size, mode), work, launches_early=size <= _MOST_EARLY_ROWS)
+        self._steps.run((size, mode), work)
         self.last_mode = mode
         return self._logits[: len(chunks)]
 
     def _step(self, size: int, mode: LoraMode) -> Callable[[], None]:
         work = partial(self._compute, size, mode)
-        return self._steps.get((size, mode), work, launches_early=size <= _MOST_EARLY_ROWS)
+        return self._steps.get((size, mode), work)
 
     def _plan(self, size: int) -> DeviceAttentionPlan:
         """The attention's; its shape depends on the number of rows alone."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,7 @@ from loramux.models.augmented_linear import appended_rows
 from loramux.models.decoder import Decoder
 from loramux.models.forward import hidden_states
 from loramux.models.layers import HeadNorm, RMSNorm
-from loramux.runner.gemm.dispatch import Gated, open_products
+from loramux.runner.gemm.dispatch import open_dispatcher
 from loramux.runner.gpu_ops import (
     AugmentedLinearOps,
     FusedLinearOps,
@@ -23,7 +21,6 @@ from loramux.runner.gpu_ops import (
     GpuOps,
     LoraStep,
     SegmentedLinearOps,
-    timed_add_norm,
 )
 
 
@@ -40,12 +37,7 @@ class GpuDecoder:
         self._context = GpuContext(decoder, kernels.elementwise, layout, storage)
         self._layers = decoder.describe(linear=GpuLinear.of, norm=_norm)
         self._head = dense_of(decoder.lm_head)
-        self.products = open_products(
-            storage.device,
-            self._weight_families(),
-            timed_add_norm(kernels.elementwise, _norm(decoder.norm), storage.dtype),
-            _gated(kernels, decoder.config.activation),
-        )
+        self.gemms = open_dispatcher(storage.device, kernels.swiglu, decoder.config.activation)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,34 +86,15 @@ class GpuDecoder:
         """Compute the logits into `out`, without a conversion to float32."""
         weight, bias = self._head
         if self._decoder.config.final_logit_softcap is None and bias is None:
-            self.products.linear(hidden, weight, out=out)
+            self.gemms.linear(hidden, weight, out=out)
         else:
             out.copy_(self._decoder.logits(hidden))
 
     def _linear_ops(self, lora: LoraStep | AugmentedStep | None) -> FusedLinearOps:
         kernels = self._kernels
         if isinstance(lora, AugmentedStep):
-            return AugmentedLinearOps(kernels.elementwise, kernels.augmented, lora, self.products)
-        return SegmentedLinearOps(kernels.elementwise, lora, self.products)
-
-    def _weight_families(self) -> list[list[Tensor]]:
-        """The weights of each fused linear over all layers, and that of the head."""
-        linears = zip(
-            *((layer.qkv, layer.o, layer.gate_up, layer.down) for layer in self._layers),
-            strict=True,
-        )
-        families = [[linear.stored_weight for linear in family] for family in linears]
-        return [*families, [self._head.weight]]
-
-
-def _gated(kernels: DeviceKernels, activation: str) -> Gated | None:
-    if kernels.swiglu is None:
-        return None
-    return Gated(
-        fits=kernels.swiglu.supports,
-        at_once=partial(kernels.swiglu.linear_swiglu, activation=activation),
-        activate=partial(kernels.elementwise.activate_mul, activation=activation),
-    )
+            return AugmentedLinearOps(kernels.elementwise, kernels.augmented, lora, self.gemms)
+        return SegmentedLinearOps(kernels.elementwise, lora, self.gemms)
 
 
 def _norm(norm: RMSNorm | HeadNorm) -> Norm:

@@ -6,11 +6,9 @@ contract of the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from loramux.kernels.linear import DenseWeight, LinearMethod, dense_of
@@ -28,8 +26,7 @@ from loramux.models.augmented_linear import AugmentedLinear
 from loramux.models.decoder import Decoder
 from loramux.models.forward import Layer
 from loramux.models.layers import Rotary
-from loramux.runner.gemm.autotune import Follower
-from loramux.runner.gemm.dispatch import Products
+from loramux.runner.gemm.dispatch import GemmDispatcher
 from loramux.types.model import FUSED_LINEARS
 
 QKV, OUT, GATE_UP, DOWN = range(len(FUSED_LINEARS))
@@ -53,11 +50,6 @@ class GpuLinear:
     def of(cls, layer: int, name: str, linear: LinearMethod) -> GpuLinear:
         augmented = linear if isinstance(linear, AugmentedLinear) else None
         return cls(dense_of(linear), augmented, layer, _NAMES.index(name))
-
-    @property
-    def stored_weight(self) -> Tensor:
-        """The weight with all of its appended rows."""
-        return self.dense.weight if self.augmented is None else self.augmented.extended
 
 
 class LoraStep(Protocol):
@@ -101,18 +93,18 @@ class SegmentedLinearOps:
 
     elementwise: ElementwiseOps
     lora: LoraStep | None
-    products: Products
+    gemms: GemmDispatcher
 
     def linear(self, linear: GpuLinear, x: Tensor) -> Tensor:
         if self.lora is None or not self.lora.covers(linear.index):
-            return _gemm(self.products, linear, x, linear.dense)
+            return _gemm(self.gemms, linear, x, linear.dense)
         y = self._linear_shrink(self.lora, linear, x)
         self.lora.expand(y, linear.layer, linear.index)
         return y
 
     def _linear_shrink(self, lora: LoraStep, linear: GpuLinear, x: Tensor) -> Tensor:
         """GEMM, then shrink: the expand must not be the GEMM's PDL successor."""
-        y = self.products.linear(x, *linear.dense)
+        y = self.gemms.linear(x, *linear.dense)
         lora.shrink(x, linear.layer, linear.index)
         return y
 
@@ -125,7 +117,7 @@ class SegmentedLinearOps:
         if self.lora is not None and self.lora.covers(linear.index):
             y = self._linear_shrink(self.lora, linear, x)
             return self.lora.expand_swiglu(y, activation, linear.layer, linear.index)
-        mixed = self.products.gated(x, *linear.dense)
+        mixed = self.gemms.linear_swiglu(x, *linear.dense)
         if mixed is None:
             mixed = self.elementwise.activate_mul(self.linear(linear, x), activation)
         return mixed
@@ -143,15 +135,15 @@ class AugmentedLinearOps:
     elementwise: ElementwiseOps
     augmented: AugmentedLoraOps
     lora: AugmentedStep
-    products: Products
+    gemms: GemmDispatcher
 
     def linear(self, linear: GpuLinear, x: Tensor) -> Tensor:
         index = linear.index
         if not self.lora.covers(index):
-            return _gemm(self.products, linear, x, linear.dense)
+            return _gemm(self.gemms, linear, x, linear.dense)
         assert linear.augmented is not None, "no rows are appended to the weight"
         weight = linear.augmented.augmented(self.lora.num_appended_rows(index))
-        y = _gemm(self.products, linear, x, weight)
+        y = _gemm(self.gemms, linear, x, weight)
         if self._is_fused(index):
             return y
         return self.augmented.expand(y, self.lora.at(linear.layer, index))
@@ -168,7 +160,7 @@ class AugmentedLinearOps:
         if self._is_fused(linear.index):
             y, lora = self.linear(linear, x), self.lora.at(linear.layer, linear.index)
             return self.augmented.activate_mul(y, activation, lora)
-        mixed = self.products.gated(x, *linear.dense)
+        mixed = self.gemms.linear_swiglu(x, *linear.dense)
         if mixed is None:
             mixed = self.elementwise.activate_mul(self.linear(linear, x), activation)
         return mixed
@@ -250,23 +242,7 @@ class GpuOps:
         )
 
 
-def timed_add_norm(elementwise: ElementwiseOps, norm: Norm, dtype: torch.dtype) -> Follower:
-    """The op that follows a split-K GEMM, for the autotuner to time with it."""
-    size = len(norm.weight)
-
-    def follow(y: Tensor) -> Callable[[], None]:
-        residual = y.new_zeros(y.shape[-2], size, dtype=dtype)
-
-        def run() -> None:
-            # Appended columns of y are few beside the outputs, and left out.
-            elementwise.add_norm(y[..., :size], residual, norm)
-
-        return run
-
-    return follow
-
-
-def _gemm(products: Products, linear: GpuLinear, x: Tensor, weight: DenseWeight) -> Tensor:
+def _gemm(gemms: GemmDispatcher, linear: GpuLinear, x: Tensor, weight: DenseWeight) -> Tensor:
     if linear.index in _SPLIT_K:
-        return products.parts(x, *weight)
-    return products.linear(x, *weight)
+        return gemms.split_k(x, *weight)
+    return gemms.linear(x, *weight)

@@ -71,7 +71,7 @@ class RowGraphs:
         self._page_table = torch.zeros(max_sequences, max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(min(most, max_sequences))
         self._plan = self._largest_plan()
-        self._steps = StepGraphs(decoder.products, device)
+        self._steps = StepGraphs(device)
 
     @property
     def sizes(self) -> list[tuple[int, LoraMode]]:

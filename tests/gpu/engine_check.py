@@ -37,7 +37,7 @@ from loramux.engine.engine import Engine
 from loramux.engine.tokenizer import Tokenizer
 from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
-from loramux.runner.gemm import dispatch as products
+from loramux.runner.gemm import dispatch
 from loramux.types.request import Request, Selection
 from loramux.types.sampling import SamplingParams
 
@@ -177,7 +177,7 @@ def compare(
 
 def check_tokens(folders: Sequence[Path], scale: Scale, count: int) -> Section:
     # Include the small-M GEMM, which is otherwise not used in float32.
-    products.FEW_ROWS_DTYPES.add(torch.float32)
+    dispatch.SMALL_M_DTYPES.add(torch.float32)
     reference = random_engine(folders, "float32", reference=True, scale=scale)
     expected = answer_all(reference, count, "reference")
     # Without the prefix cache the second run computes as much as the first.

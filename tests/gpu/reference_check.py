@@ -38,7 +38,7 @@ from loramux.kernels.reference import lora_augmented as augmented_reference
 from loramux.kernels.reference import lora_segmented
 from loramux.kernels.reference import sampling as sampling_reference
 from loramux.kernels.select import select_device_kernels
-from loramux.runner.gemm.dispatch import Products
+from loramux.runner.gemm.dispatch import GemmDispatcher
 from loramux.types.request import Request
 from tests.gpu.engine_check import (
     SMALL,
@@ -317,8 +317,8 @@ def kernels_of_large_steps() -> Iterator[None]:
 
     with (
         mock.patch.object(attention, "_COPIED_PER_MULTIPROCESSOR", 0),
-        mock.patch.object(swiglu, "FEWER_ROWS", 0),
-        mock.patch.object(Products, "_is_faster", return_value=True),
+        mock.patch.object(swiglu, "SMALL_M_ROWS", 0),
+        mock.patch.object(GemmDispatcher, "_is_fused_faster", return_value=True),
     ):
         yield
 

@@ -20,7 +20,7 @@ def event(name: str, start: float, end: float, tokens: int = 1, stream: int = 7)
 
 
 def test_the_swiglu_fused_gemm_counts_as_a_gemm() -> None:
-    assert kind_of(event("gate_up_kernel", 0, 1)) == "GEMM"
+    assert kind_of(event("swiglu_kernel", 0, 1)) == "GEMM"
 
 
 def test_a_kernel_counts_from_the_end_of_all_earlier_kernels() -> None:

@@ -17,7 +17,7 @@ def test_version_is_the_package_version() -> None:
 def test_help_names_every_command() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("serve", "chat", "doctor", "plan", "top", "bench", "receipts"):
+    for command in ("serve", "chat", "doctor", "plan", "top", "tune", "bench", "receipts"):
         assert command in result.output
     for command in REGISTRY_COMMANDS:
         assert f" {command} " in result.output

@@ -226,8 +226,7 @@ def test_a_graph_that_is_made_in_a_step_runs_once_for_it(
         def has_run(self) -> bool:
             return True
 
-        def make(self, work: Any, *, launches_early: bool = False) -> Any:
-            del launches_early
+        def make(self, work: Any) -> Any:
             runs.append("made")
             work()
             return lambda: (runs.append("replayed"), work())

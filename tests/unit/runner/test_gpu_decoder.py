@@ -10,7 +10,7 @@ from loramux.kernels.reference import elementwise, lora_segmented
 from loramux.kernels.select import select_device_kernels
 from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.types.step import Chunk, StepPlan
-from tests.device_factory import ProductsInParts, device_engine, reference_engine
+from tests.device_factory import SplitKGemms, device_engine, reference_engine
 from tests.engine_factory import make_prompt
 from tests.model_factory import tiny_transformers_model
 
@@ -45,9 +45,9 @@ def test_split_k_gemms_give_what_whole_ones_give(
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2)[1]
     step = StepPlan((Chunk(0, make_prompt(9, seed=2), 0, [5, 1], (), sample=None),))
     whole = runner.logits(step)[0]
-    products = runner._decoder.products = ProductsInParts(2)
+    gemms = runner._decoder.gemms = SplitKGemms(2)
     torch.testing.assert_close(runner.logits(step)[0], whole, atol=1e-4, rtol=1e-4)
-    assert len(products.num_outputs) == 2 * len(runner._decoder._layers)
+    assert len(gemms.num_outputs) == 2 * len(runner._decoder._layers)
 
 
 def test_a_linear_without_a_dense_weight_is_refused(

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from loramux.kernels.gpu.lora_augmented.tables import AugmentedLaunch
-from loramux.kernels.ops import Norm
 from loramux.kernels.reference import elementwise as reference
 from loramux.lora.graph_lora import BASE_MODE, LoraMode
 from loramux.models.layers import Linear
-from loramux.runner.gemm.dispatch import Products
+from loramux.runner.gemm.dispatch import GemmDispatcher
 from loramux.runner.gpu_ops import (
     DOWN,
     GATE_UP,
@@ -22,7 +21,6 @@ from loramux.runner.gpu_ops import (
     QKV,
     GpuLinear,
     SegmentedLinearOps,
-    timed_add_norm,
 )
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.runner.step_graphs import Key, Work
@@ -32,7 +30,7 @@ from tests.adapter_factory import make_peft_adapter
 from tests.augmented_factory import ROW, TILE
 from tests.device_factory import (
     ALL_LINEAR,
-    ProductsInParts,
+    SplitKGemms,
     decode,
     device_engine,
     lease,
@@ -61,9 +59,9 @@ def modes_of(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> list[LoraMod
     found: list[LoraMode] = []
     run = runner._graphs._steps.run
 
-    def watch(key: Key, work: Work, *, launches_early: bool = False) -> None:
+    def watch(key: Key, work: Work) -> None:
         found.append(key[1])
-        run(key, work, launches_early=launches_early)
+        run(key, work)
 
     monkeypatch.setattr(runner._graphs._steps, "run", watch)
     return found
@@ -99,13 +97,13 @@ def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
     runner.logits(StepPlan(tuple(prompts)))
     # One is a padding row short of the size that fits.
     chunks = [decode(i, 40 + i, lengths[i], pages[i], s) for i, s in enumerate(selections)]
-    whole, in_two = runner._decoder.products, ProductsInParts(2)
-    runner._decoder.products = in_two if in_parts else whole
+    plain, in_two = runner._decoder.gemms, SplitKGemms(2)
+    runner._decoder.gemms = in_two if in_parts else plain
     for _ in range(PATIENCE):
         result = runner.run(StepPlan(tuple(chunks)))
-    runner._decoder.products = whole
+    runner._decoder.gemms = plain
     has_augmented = [n > model.config.hidden_size for n in in_two.num_outputs]
-    # The adapters of the first step come from lists: they need whole products.
+    # The adapters of the first step come by SGMV: they need GEMMs without split-K.
     assert has_augmented == [True] * (2 * model.config.num_hidden_layers if in_parts else 0)
     assert modes == [SEGMENTED] * (PATIENCE - 1) + [AUGMENTED]
     order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
@@ -159,7 +157,7 @@ def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     )
     use(fast, launch)
     if in_parts:
-        fast._decoder.products = ProductsInParts(4)
+        fast._decoder.gemms = SplitKGemms(4)
     modes = modes_of(fast, monkeypatch)
     last = engine.pages.num_pages - 1
     for mode, selection in selections.items():
@@ -247,7 +245,7 @@ def test_linears_without_adapters_launch_no_lora_kernels() -> None:
     linear, x = Linear(4, 6, dtype=torch.float32), torch.randn(2, 4)
     torch.nn.init.normal_(linear.weight)
     for site in (QKV, OUT, GATE_UP, DOWN):
-        ops = SegmentedLinearOps(reference, Step(), Products(None, []))
+        ops = SegmentedLinearOps(reference, Step(), GemmDispatcher(None))
         y = ops.linear(GpuLinear(linear.dense, None, 3, site), x)
         torch.testing.assert_close(y, linear(x))
     assert launched == [(name, 3, site) for site in (QKV, OUT) for name in ("shrink", "expand")]
@@ -273,28 +271,12 @@ def test_o_and_down_may_be_split_k_gemms() -> None:
     torch.nn.init.normal_(linear.weight)
     found = {}
     for step in (None, Step()):
-        ops = SegmentedLinearOps(reference, step, ProductsInParts(2))
+        ops = SegmentedLinearOps(reference, step, SplitKGemms(2))
         found[step is None] = [
             ops.linear(GpuLinear(linear.dense, None, 0, site), x).ndim
             for site in (QKV, OUT, GATE_UP, DOWN)
         ]
     assert found == {True: [2, 3, 2, 3], False: [2, 2, 2, 3]}
-
-
-def test_the_autotuner_times_add_norm_of_the_outputs() -> None:
-    """With and without appended columns, split-K and whole."""
-    norm = Norm(torch.ones(4), 1e-5)
-    seen: list[tuple[int, ...]] = []
-
-    class Fused:
-        def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
-            seen.append((*x.shape, *residual.shape))
-            return reference.add_norm(x, residual, norm)
-
-    follow = timed_add_norm(Fused(), norm, torch.float16)
-    for shape in ((3, 4), (3, 6), (2, 3, 6)):
-        follow(torch.randn(shape))()
-    assert seen == [(3, 4, 3, 4), (3, 4, 3, 4), (2, 3, 4, 3, 4)]
 
 
 @pytest.mark.parametrize("covered", [(), (QKV,), (GATE_UP,)])
@@ -315,16 +297,16 @@ def test_gate_up_uses_the_swiglu_gemm_unless_adapters_are_added(
         ) -> torch.Tensor:
             return reference.activate_mul(y + 1, activation)
 
-    class AtOnce(Products):
-        def gated(self, *args: object) -> torch.Tensor:
+    class FusedSwiglu(GemmDispatcher):
+        def linear_swiglu(self, *args: object) -> torch.Tensor:
             return asked.pop()
 
     linear, x, asked = Linear(4, 6, dtype=torch.float32), torch.randn(2, 4), [torch.zeros(2, 3)]
     torch.nn.init.normal_(linear.weight)
     gate_up = GpuLinear(linear.dense, None, 0, GATE_UP)
-    found = SegmentedLinearOps(reference, Step(), AtOnce(None, [])).glu(gate_up, x, "silu")
+    found = SegmentedLinearOps(reference, Step(), FusedSwiglu(None)).glu(gate_up, x, "silu")
     if GATE_UP in covered:
         torch.testing.assert_close(found, reference.activate_mul(linear(x) + 1, "silu"))
     assert (found == 0).all() != (GATE_UP in covered)
-    apart = SegmentedLinearOps(reference, None, Products(None, [])).glu(gate_up, x, "silu")
+    apart = SegmentedLinearOps(reference, None, GemmDispatcher(None)).glu(gate_up, x, "silu")
     torch.testing.assert_close(apart, reference.activate_mul(linear(x), "silu"))

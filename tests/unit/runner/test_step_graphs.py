@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 
 from loramux.lora.graph_lora import BASE_MODE
 from loramux.memory.device import GraphMaker
-from loramux.runner.gemm.dispatch import Products
 from loramux.runner.step_graphs import StepGraphs
 from tests.lora_factory import SEGMENTED
 
@@ -30,8 +27,8 @@ class Maker(GraphMaker):
     def has_run(self) -> bool:
         return self._has_run
 
-    def make(self, work: Any, *, launches_early: bool = False) -> Any:
-        self._runs.append("made early" if launches_early else "made")
+    def make(self, work: Any) -> Any:
+        self._runs.append("made")
         if self._has_run:
             work()
         return work
@@ -40,7 +37,7 @@ class Maker(GraphMaker):
 @pytest.mark.parametrize("has_run", [False, True])
 def test_a_step_runs_once_whether_or_not_it_is_new(has_run: bool) -> None:
     runs: list[str] = []
-    graphs = StepGraphs(Products(None, []), CPU)
+    graphs = StepGraphs(CPU)
     graphs.maker = Maker(runs, has_run)
     for _ in range(2):
         graphs.run((4, BASE_MODE), lambda: runs.append("run"))
@@ -51,27 +48,10 @@ def test_a_step_runs_once_whether_or_not_it_is_new(has_run: bool) -> None:
 
 def test_each_size_and_kind_has_its_own() -> None:
     runs: list[str] = []
-    graphs = StepGraphs(Products(None, []), CPU)
+    graphs = StepGraphs(CPU)
     graphs.maker = Maker(runs, has_run=False)
     keys = [(4, BASE_MODE), (8, BASE_MODE), (4, SEGMENTED)]
     for key in keys:
-        graphs.get(key, lambda: None, launches_early=key[0] == 4)
+        graphs.get(key, lambda: None)
     assert list(graphs.made) == keys
-    assert runs == ["made early", "made", "made early"]
-
-
-def test_products_are_searched_while_a_graph_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = Products(None, [])
-    seen: list[str] = []
-    graphs = StepGraphs(products, CPU)
-
-    @contextmanager
-    def searching() -> Iterator[None]:
-        seen.append("begun")
-        yield
-        seen.append("ended")
-
-    monkeypatch.setattr(products, "searching", searching)
-    for _ in range(2):
-        graphs.run((1, BASE_MODE), lambda: seen.append("run"))
-    assert seen == ["begun", "ended", "run", "run"]
+    assert runs == ["made"] * 3

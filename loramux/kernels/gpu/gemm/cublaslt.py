@@ -1,6 +1,6 @@
-"""cuBLASLt by its C interface: a product by an algorithm of the caller's choice.
+"""cuBLASLt by its C interface: GEMMs with an algorithm of the caller's choice.
 
-torch takes the first algorithm that the library proposes for a shape.
+torch takes the first algorithm that the library's heuristic returns for a shape.
 """
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ _NUM_BATCHES = 5
 _BATCH_STRIDE = 6
 _PREFER_WORKSPACE = 1
 _PREFER_REDUCTIONS = 3
-# Parts of a sum are added in the compute type, never in the output's.
+# Split-K inside the library reduces in the compute type, never in the output's.
 _REDUCTIONS = 1 | 2
-_MOST_PROPOSALS = 8
-# The library's own assumption about every address.
+_MAX_RESULTS = 8
+# The library assumes this alignment of every address.
 _ALIGNMENT = 256
 _CONFIG_SWIZZLE = 4
 _CONFIG_CLUSTER = 8
-# Clusters by the library's numbers, and how many programs share what they read: 1x1, 2x1, 4x1,
-# 1x2, 2x2, 4x2, 1x4.
+# Number of CTAs by the library's cluster ids: 1x1, 2x1, 4x1, 1x2, 2x2, 4x2, 1x4.
 _CLUSTERS = {2: 1, 3: 2, 4: 4, 5: 2, 6: 4, 7: 8, 8: 4}
 
-Product = Callable[[Tensor, Tensor, Tensor], None]
-"""(x, weight, y): y = x @ weight.T, or its parts"""
+Gemm = Callable[[Tensor, Tensor, Tensor], None]
+"""(x, weight, y): y = x @ weight.T, or its split-K partial sums"""
 
 
 _Problem = tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-"""Of what kind, and the layouts of weight, x and y."""
+"""Descriptor of the operation, and the layouts of weight, x and y."""
 
 
 class CublasLtError(RuntimeError):
     pass
 
 
-class _Proposal(ctypes.Structure):
+class _HeuristicResult(ctypes.Structure):
     _fields_ = [  # noqa: RUF012
         ("algorithm", ctypes.c_uint64 * 8),
         ("workspace_bytes", ctypes.c_size_t),
@@ -55,25 +54,25 @@ class _Proposal(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class ProductShape:
-    """y [rows, outputs] = x [rows, inputs] @ weight [outputs, inputs].T, all contiguous.
+class GemmShape:
+    """y [m, n] = x [m, k] @ weight [n, k].T, all contiguous.
 
-    In several parts, y [parts, rows, outputs] float32 adds up to it: each has its share of inputs.
+    With split-K, y [splits, m, n] float32 holds partial sums, each over its slice of k.
     """
 
-    num_rows: int
-    num_outputs: int
-    num_inputs: int
+    m: int
+    n: int
+    k: int
     dtype: torch.dtype
-    num_parts: int = 1
+    num_splits: int = 1
 
     @property
     def y_dtype(self) -> torch.dtype:
-        return self.dtype if self.num_parts == 1 else torch.float32
+        return self.dtype if self.num_splits == 1 else torch.float32
 
     def fits(self, x: Tensor, weight: Tensor) -> bool:
         return (
-            x.stride() == (self.num_inputs, 1)
+            x.stride() == (self.k, 1)
             and weight.is_contiguous()
             and x.data_ptr() % _ALIGNMENT == 0
             and weight.data_ptr() % _ALIGNMENT == 0
@@ -81,37 +80,37 @@ class ProductShape:
 
 
 class CublasLt:
-    """One handle, and one workspace: its products run one after another."""
+    """One handle and one workspace, so its GEMMs must run one after another."""
 
     def __init__(self, library: Any, workspace: Tensor, stream: Callable[[], int]) -> None:
-        """library: as ctypes loads it   stream: the address of the one to launch into"""
+        """library: loaded by ctypes   stream: returns the address of the stream to launch into"""
         self._library = library
         self._workspace = workspace
         self._stream = stream
         self._handle = self._make("cublasLtCreate")
-        self._lasting: dict[ProductShape, _Problem] = {}
-        """Of what may run at any time."""
+        self._kept: dict[GemmShape, _Problem] = {}
+        """Descriptors that GEMMs use; never destroyed."""
 
-    def proposals(self, shape: ProductShape) -> list[bytes]:
-        """Algorithms for the shape: those for it, and those for somewhat larger ones.
+    def candidates(self, shape: GemmShape) -> list[bytes]:
+        """Algorithms that the heuristic returns for the shape and for somewhat larger ones.
 
-        What is proposed first for 640 rows may be the fastest for 320.
+        The first one for m = 640 may be the fastest for m = 320.
         """
         problem = self._problem(shape)
         found: dict[bytes, None] = {}
         for other, workspace_bytes in _neighbours(shape, self._workspace.nbytes):
             larger = self._problem(other)
-            for algorithm in self._propose(larger, workspace_bytes):
+            for algorithm in self._heuristic(larger, workspace_bytes):
                 if algorithm not in found and self._can_run(problem, algorithm):
                     found[algorithm] = None
-            self._forget(larger)
-        self._forget(problem)
+            self._destroy(larger)
+        self._destroy(problem)
         return list(found)
 
-    def variations(self, shape: ProductShape, algorithm: bytes) -> list[bytes]:
-        """The same tiles, shared by other numbers of programs, or in another order.
+    def variants(self, shape: GemmShape, algorithm: bytes) -> list[bytes]:
+        """The algorithm with other cluster shapes and CTA swizzles.
 
-        The library proposes one of them for a tile; on a card that is hot another may be faster.
+        The heuristic returns one of them; on a power-throttled GPU another may be faster.
         """
         problem = self._problem(shape)
         found = []
@@ -122,11 +121,11 @@ class CublasLt:
                 self._configure(blob, _CONFIG_SWIZZLE, ctypes.c_uint32(swizzle))
                 if self._can_run(problem, bytes(blob)):
                     found.append(bytes(blob))
-        self._forget(problem)
+        self._destroy(problem)
         return found
 
-    def num_sharing(self, algorithm: bytes) -> int:
-        """How many programs share what they read; 1 where that is not known."""
+    def cluster_size(self, algorithm: bytes) -> int:
+        """CTAs of a cluster, which share their reads; 1 where that is not known."""
         blob = (ctypes.c_uint64 * 8).from_buffer_copy(algorithm)
         cluster, written = ctypes.c_uint16(), ctypes.c_size_t()
         status = self._library.cublasLtMatmulAlgoConfigGetAttribute(
@@ -139,19 +138,19 @@ class CublasLt:
     def version(self) -> int:
         return int(self._library.cublasLtGetVersion())
 
-    def can_run(self, shape: ProductShape, algorithm: bytes) -> bool:
-        """Of an algorithm that somebody kept."""
+    def can_run(self, shape: GemmShape, algorithm: bytes) -> bool:
+        """Whether an algorithm from a table is valid for the shape."""
         if len(algorithm) != ctypes.sizeof(ctypes.c_uint64 * 8):
             return False
         problem = self._problem(shape)
         can_run = self._can_run(problem, algorithm)
-        self._forget(problem)
+        self._destroy(problem)
         return can_run
 
-    def product(self, shape: ProductShape, algorithm: bytes) -> Product:
-        problem = self._lasting.get(shape)
+    def gemm(self, shape: GemmShape, algorithm: bytes) -> Gemm:
+        problem = self._kept.get(shape)
         if problem is None:
-            problem = self._lasting[shape] = self._problem(shape)
+            problem = self._kept[shape] = self._problem(shape)
         blob = (ctypes.c_uint64 * 8).from_buffer_copy(algorithm)
         one, zero = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
         workspace = ctypes.c_void_p(self._workspace.data_ptr())
@@ -170,20 +169,20 @@ class CublasLt:
 
         return run
 
-    def _problem(self, shape: ProductShape) -> _Problem:
-        """The library counts by columns: y.T [outputs, rows] = weight @ x.T."""
+    def _problem(self, shape: GemmShape) -> _Problem:
+        """The library is column-major: y.T [n, m] = weight @ x.T."""
         description = self._make(
             "cublasLtMatmulDescCreate", ctypes.c_int(_COMPUTE_FLOAT32), ctypes.c_int(_SCALE_FLOAT32)
         )
         self._set("cublasLtMatmulDescSetAttribute", description, _TRANSPOSE_A, ctypes.c_int(1))
-        rows, outputs, inputs = shape.num_rows, shape.num_outputs, shape.num_inputs
-        share = inputs // shape.num_parts
+        m, n, k = shape.m, shape.n, shape.k
+        split = k // shape.num_splits
         a, b, c = (
-            self._layout(dtype, (height, width), line, (shape.num_parts, stride))
+            self._layout(dtype, (height, width), line, (shape.num_splits, stride))
             for dtype, height, width, line, stride in (
-                (shape.dtype, share, outputs, inputs, share),
-                (shape.dtype, share, rows, inputs, share),
-                (shape.y_dtype, outputs, rows, outputs, outputs * rows),
+                (shape.dtype, split, n, k, split),
+                (shape.dtype, split, m, k, split),
+                (shape.y_dtype, n, m, n, n * m),
             )
         )
         return description, a, b, c
@@ -205,33 +204,33 @@ class CublasLt:
             self._set(setter, layout, _BATCH_STRIDE, ctypes.c_int64(stride))
         return layout
 
-    def _forget(self, problem: _Problem) -> None:
+    def _destroy(self, problem: _Problem) -> None:
         description, *layouts = problem
         self._call("cublasLtMatmulDescDestroy", description)
         for layout in layouts:
             self._call("cublasLtMatrixLayoutDestroy", layout)
 
-    def _propose(self, problem: _Problem, workspace_bytes: int) -> list[bytes]:
+    def _heuristic(self, problem: _Problem, workspace_bytes: int) -> list[bytes]:
         preference = self._make("cublasLtMatmulPreferenceCreate")
         setter = "cublasLtMatmulPreferenceSetAttribute"
         self._set(setter, preference, _PREFER_WORKSPACE, ctypes.c_size_t(workspace_bytes))
         self._set(setter, preference, _PREFER_REDUCTIONS, ctypes.c_uint32(_REDUCTIONS))
-        proposals = (_Proposal * _MOST_PROPOSALS)()
+        results = (_HeuristicResult * _MAX_RESULTS)()
         count = ctypes.c_int()
         description, a, b, c = problem
         function = self._library.cublasLtMatmulAlgoGetHeuristic
         status = function(
-            *(self._handle, description, a, b, c, c, preference, ctypes.c_int(_MOST_PROPOSALS)),
-            *(proposals, ctypes.byref(count)),
+            *(self._handle, description, a, b, c, c, preference, ctypes.c_int(_MAX_RESULTS)),
+            *(results, ctypes.byref(count)),
         )
-        # Nothing to propose is an error too.
-        found = [] if status else proposals[: count.value]
+        # It is an error, too, if the heuristic finds nothing.
+        found = [] if status else results[: count.value]
         self._call("cublasLtMatmulPreferenceDestroy", preference)
-        return [bytes(proposal.algorithm) for proposal in found if proposal.status == 0]
+        return [bytes(result.algorithm) for result in found if result.status == 0]
 
     def _can_run(self, problem: _Problem, algorithm: bytes) -> bool:
         blob = (ctypes.c_uint64 * 8).from_buffer_copy(algorithm)
-        result = _Proposal()
+        result = _HeuristicResult()
         description, a, b, c = problem
         status = self._library.cublasLtMatmulAlgoCheck(
             *(self._handle, description, a, b, c, c, ctypes.byref(blob), ctypes.byref(result)),
@@ -239,7 +238,7 @@ class CublasLt:
         return bool(status == 0 and result.workspace_bytes <= self._workspace.nbytes)
 
     def _configure(self, blob: Any, attribute: int, value: Any) -> None:
-        """What cannot be set stays; whether the algorithm can run then is asked anyway."""
+        """Sets an attribute if the algorithm has it; `_can_run` checks the result."""
         self._library.cublasLtMatmulAlgoConfigSetAttribute(
             ctypes.byref(blob),
             ctypes.c_int(attribute),
@@ -262,10 +261,9 @@ class CublasLt:
             raise CublasLtError(f"{name} failed with status {status}.")
 
 
-def _neighbours(shape: ProductShape, workspace_bytes: int) -> Iterator[tuple[ProductShape, int]]:
-    rows, outputs = shape.num_rows, shape.num_outputs
-    for num_outputs in (outputs, outputs + outputs // 8):
-        yield replace(shape, num_outputs=num_outputs), 0
+def _neighbours(shape: GemmShape, workspace_bytes: int) -> Iterator[tuple[GemmShape, int]]:
+    """The shape and somewhat larger ones, without and with a workspace."""
+    for n in (shape.n, shape.n + shape.n // 8):
+        yield replace(shape, n=n), 0
         for quarters in (4, 5, 6, 7, 8):
-            num_rows = -(-rows * quarters // 4)
-            yield replace(shape, num_rows=num_rows, num_outputs=num_outputs), workspace_bytes
+            yield replace(shape, m=-(-shape.m * quarters // 4), n=n), workspace_bytes

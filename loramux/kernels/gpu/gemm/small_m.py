@@ -1,7 +1,7 @@
-"""x @ weight.T of few rows: the weights' bytes are all that counts.
+"""Small-M GEMM: x @ weight.T of up to 32 rows, bound by the bytes of the weights.
 
-A library's product waits until the kernel ahead of it has ended, and then begins to read. These
-kernels start while that one runs; those of one row have read their first weights by then.
+A library's GEMM starts to read when the kernel ahead of it has ended. These kernels are launched
+with PDL while that kernel runs; the one-row kernels load their first weights before they wait.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from loramux.kernels.gpu.pdl import pdl_options, pdl_wait_and_launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProductLaunch:
-    most_rows: int
+class SmallMLaunch:
+    max_rows: int
     num_outputs: int
-    """Of a program."""
+    """Outputs of a CTA."""
     num_inputs: int
-    """That a program reads at once."""
+    """Inputs that a CTA reads at once."""
     num_stages: int | None = None
-    """Reads under way in tiles, on matrix units; None: rows one by one, on vector units."""
+    """Pipeline stages of a tile on tensor cores; None: rows one by one, on FMA units."""
 
 
-# On an H200, Llama-3.1-8B shapes, in a row of layers without attention: 107, 112, 120 and 125 us a
-# layer, where a library's products take 125, 129, 130 and 132. With 64 rows those are faster.
+# On an H200, Llama-3.1-8B shapes, consecutive layers without attention: 107, 112, 120 and 125 us a
+# layer, where cuBLASLt's GEMMs take 125, 129, 130 and 132. With 64 rows those are faster.
 LAUNCHES = (
-    ProductLaunch(most_rows=1, num_outputs=4, num_inputs=2048),
-    ProductLaunch(most_rows=2, num_outputs=4, num_inputs=1024),
-    ProductLaunch(most_rows=16, num_outputs=64, num_inputs=128, num_stages=7),
-    ProductLaunch(most_rows=32, num_outputs=64, num_inputs=128, num_stages=7),
+    SmallMLaunch(max_rows=1, num_outputs=4, num_inputs=2048),
+    SmallMLaunch(max_rows=2, num_outputs=4, num_inputs=1024),
+    SmallMLaunch(max_rows=16, num_outputs=64, num_inputs=128, num_stages=7),
+    SmallMLaunch(max_rows=32, num_outputs=64, num_inputs=128, num_stages=7),
 )
-MOST_ROWS = LAUNCHES[-1].most_rows
+MAX_ROWS = LAUNCHES[-1].max_rows
 SHARED_BYTES = 176 * 1024
-"""Of a multiprocessor: what the largest tiles take."""
+"""Shared memory of the largest tiles."""
 
 
-def product(x: Tensor, weight: Tensor, y: Tensor) -> None:
-    """y = x @ weight.T, of up to MOST_ROWS rows.
+def gemm(x: Tensor, weight: Tensor, y: Tensor) -> None:
+    """y = x @ weight.T of up to MAX_ROWS rows.
 
-    x [rows, inputs]   weight [outputs, inputs]   y [rows, outputs], all without gaps
+    x [rows, inputs]   weight [outputs, inputs]   y [rows, outputs], all contiguous
     """
     num_rows, num_inputs = x.shape
     num_outputs = len(weight)
-    launch = next(launch for launch in LAUNCHES if num_rows <= launch.most_rows)
-    most_inputs = launch.num_inputs * 2 // x.itemsize  # The same bytes in float32.
+    launch = next(launch for launch in LAUNCHES if num_rows <= launch.max_rows)
+    max_inputs = launch.num_inputs * 2 // x.itemsize  # As many bytes in float32.
     grid = (triton.cdiv(num_outputs, launch.num_outputs),)
     options = {
         "INPUTS": num_inputs,
         "N": launch.num_outputs,
-        "K": min(most_inputs, max(16, triton.next_power_of_2(num_inputs))),
+        "K": min(max_inputs, max(16, triton.next_power_of_2(num_inputs))),
         "num_warps": 4,
         **pdl_options(x.device.type),
     }
@@ -61,7 +61,7 @@ def product(x: Tensor, weight: Tensor, y: Tensor) -> None:
         return
     tile_kernel[grid](
         *(x, weight, y, num_rows, num_outputs),
-        ROWS=launch.most_rows,
+        ROWS=launch.max_rows,
         STAGES=launch.num_stages,
         **options,
     )
@@ -69,16 +69,16 @@ def product(x: Tensor, weight: Tensor, y: Tensor) -> None:
 
 @triton.jit
 def _locate(weight_ptr, num_outputs, INPUTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """This program's outputs [N], and the first of their weights [N, K]."""
+    """This CTA's outputs [N], and pointers to the first of their weights [N, K]."""
     output = tl.program_id(0) * N + tl.arange(0, N)
-    # Beyond the last output it is read again, and not stored.
+    # Outputs past the end clamp to the last one; the store masks them.
     at = weight_ptr + tl.minimum(output, num_outputs - 1).to(tl.int64)[:, None] * INPUTS
     return output, at + tl.arange(0, K)[None, :]
 
 
 @triton.jit
 def _load(pointers, left, K: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """[.., K] of a matrix' columns, of which `left` are there; read once, so out of the cache."""
+    """[.., K] columns, of which `left` are inside; evicted first, since each is read once."""
     if IS_WHOLE:
         values = tl.load(pointers, eviction_policy="evict_first")
     else:
@@ -88,8 +88,8 @@ def _load(pointers, left, K: tl.constexpr, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _add_products(weights, x_ptr, left, N: tl.constexpr, K: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Sums of eight neighbours: [N, K // 8] float32, each by one thread."""
+def _partial_sums(weights, x_ptr, left, N: tl.constexpr, K: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """Sums of eight adjacent products: [N, K // 8] float32, each by one thread."""
     k = tl.arange(0, K)
     if IS_WHOLE:  # noqa: SIM108 - known when compiling
         x = tl.load(x_ptr + k)
@@ -117,14 +117,14 @@ def rows_kernel(  # noqa: PLR0913
     pdl_wait_and_launch(PDL)
     sums = ()
     for row in tl.static_range(ROWS):
-        first_sum = _add_products(weights, x_ptr + row * INPUTS, INPUTS, N, K, IS_WHOLE)
+        first_sum = _partial_sums(weights, x_ptr + row * INPUTS, INPUTS, N, K, IS_WHOLE)
         sums = sums + (first_sum,)  # type: ignore[assignment]
     for first in tl.range(K, INPUTS, K, num_stages=1):
         weights = _load(at + first, INPUTS - first, K, IS_WHOLE)
         added = ()
         for row in tl.static_range(ROWS):
             x = x_ptr + row * INPUTS + first
-            more = _add_products(weights, x, INPUTS - first, N, K, IS_WHOLE)
+            more = _partial_sums(weights, x, INPUTS - first, N, K, IS_WHOLE)
             added = added + (sums[row] + more,)  # type: ignore[assignment]
         sums = added
     for row in tl.static_range(ROWS):

@@ -1,8 +1,7 @@
-"""gate and up with the activation behind them, in one kernel: steps of some dozens of rows.
+"""gate_up GEMM with the activation in its epilogue, for steps of 33 to 128 rows.
 
-As many rows as a program can hold at once, so that weights are read once. A library's product is
-as fast, but its outputs are written, and read by another kernel that waits until all of them are
-there; and it begins to read when the kernel ahead of it has ended.
+A CTA holds all rows, so that weights are read once. cuBLASLt's GEMM is as fast, but writes its
+outputs for another kernel to read; and it starts to read when the kernel ahead of it has ended.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loramux.kernels.gpu.elementwise import activate
-from loramux.kernels.gpu.gemm.small_m import MOST_ROWS as FEWER_ROWS  # Which are left to that.
+from loramux.kernels.gpu.gemm.small_m import MAX_ROWS as SMALL_M_ROWS
 from loramux.kernels.gpu.pdl import (
     pdl_options,
     pdl_wait_and_launch,
@@ -25,30 +24,30 @@ from loramux.kernels.gpu.pdl import (
 )
 
 _INPUTS = 64
-"""Of a tile: a line of memory in 16 bits."""
+"""K of a tile: 128 bytes of 16-bit elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateUpLaunch:
-    most_rows: int
+class SwigluLaunch:
+    max_rows: int
     num_outputs: int
-    """Of a program, from as many weights of gate and of up each."""
+    """Outputs of a CTA, each from one row of gate and one of up."""
     num_stages: int
-    """Tiles that are on their way, or in use."""
+    """Pipeline stages."""
     num_warps: int
 
     @property
     def shared_bytes(self) -> int:
-        """In 16 bits; barriers are less than a kilobyte."""
-        lines = self.most_rows + 2 * self.num_outputs
+        """Shared memory of 16-bit tiles; barriers take less than a kilobyte."""
+        lines = self.max_rows + 2 * self.num_outputs
         return 1024 + self.num_stages * lines * _INPUTS * 2
 
 
 # On an H200, Llama-3.1-8B's shapes: steps of 64 rows are 1.5 % faster, of 128 rows 3 %. With 192
-# rows, which are two tiles, a library's product and an activation are faster.
+# rows, which are two tiles, cuBLASLt and a separate activation are faster.
 LAUNCHES = (
-    GateUpLaunch(most_rows=64, num_outputs=64, num_stages=4, num_warps=4),
-    GateUpLaunch(most_rows=128, num_outputs=128, num_stages=4, num_warps=8),
+    SwigluLaunch(max_rows=64, num_outputs=64, num_stages=4, num_warps=4),
+    SwigluLaunch(max_rows=128, num_outputs=128, num_stages=4, num_warps=8),
 )
 
 
@@ -56,7 +55,7 @@ def supports(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear_swiglu` takes them; it is not faster on every device and model."""
     device_type = x.device.type
     return (
-        FEWER_ROWS < len(x) <= LAUNCHES[-1].most_rows
+        SMALL_M_ROWS < len(x) <= LAUNCHES[-1].max_rows
         and x.dtype in (torch.float16, torch.bfloat16)
         and x.shape[1] % 8 == 0
         and x.is_contiguous()
@@ -69,14 +68,14 @@ def supports(x: Tensor, weight: Tensor) -> bool:
 def linear_swiglu(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, where x @ weight.T is gate and up side by side.
 
-    x [rows, inputs], up to 128 rows   weight [2 * inner, inputs], both without gaps, from addresses
-    that are multiples of 16   -> [rows, inner]
+    x [rows, inputs], up to 128 rows   weight [2 * inner, inputs] -> [rows, inner]
+    x and weight are contiguous, at addresses that are multiples of 16 (TMA)
     """
     num_rows, num_inputs = x.shape
     inner, launch = len(weight) // 2, _launch_for(num_rows)
     out = x.new_empty(num_rows, inner)
-    gate_up_kernel[(triton.cdiv(inner, launch.num_outputs),)](
-        TensorDescriptor.from_tensor(x, [launch.most_rows, _INPUTS]),
+    swiglu_kernel[(triton.cdiv(inner, launch.num_outputs),)](
+        TensorDescriptor.from_tensor(x, [launch.max_rows, _INPUTS]),
         TensorDescriptor.from_tensor(
             weight.view(2, inner, num_inputs), [2, launch.num_outputs, _INPUTS]
         ),
@@ -85,7 +84,7 @@ def linear_swiglu(x: Tensor, weight: Tensor, activation: str) -> Tensor:
         INNER=inner,
         INPUTS=num_inputs,
         ACTIVATION=activation,
-        ROWS=launch.most_rows,
+        ROWS=launch.max_rows,
         N=launch.num_outputs,
         K=_INPUTS,
         STAGES=launch.num_stages,
@@ -95,12 +94,12 @@ def linear_swiglu(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     return out
 
 
-def _launch_for(num_rows: int) -> GateUpLaunch:
-    return next(launch for launch in LAUNCHES if num_rows <= launch.most_rows)
+def _launch_for(num_rows: int) -> SwigluLaunch:
+    return next(launch for launch in LAUNCHES if num_rows <= launch.max_rows)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def gate_up_kernel(  # noqa: PLR0913
+def swiglu_kernel(  # noqa: PLR0913
     x_tiles,
     weight_tiles,
     out_ptr,
@@ -114,10 +113,10 @@ def gate_up_kernel(  # noqa: PLR0913
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x_tiles, weight_tiles: descriptors that copy [ROWS, K], and [2, N, K] of gate and up, with
+    """x_tiles, weight_tiles: TMA descriptors of [ROWS, K], and of [2, N, K] of gate and up, with
     zeros past the end
 
-    Both are one product: half of the matrix instructions, each with twice the outputs.
+    gate and up are one MMA: half as many instructions, each with twice the outputs.
     """
     first = tl.program_id(0) * N
     pdl_wait_and_launch(PDL)

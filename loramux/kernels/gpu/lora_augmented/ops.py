@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loramux.kernels.gpu.gemm.small_m import MOST_ROWS
+from loramux.kernels.gpu.gemm.small_m import MAX_ROWS
 from loramux.kernels.gpu.lora.fp12 import FP12_SCALE, load_planes, unpack_fp12
 from loramux.kernels.gpu.lora.work_item import ALIGN, ENTRY_WORDS, PROJECTIONS, RANGE_WORDS
 from loramux.kernels.gpu.lora.work_list import RANK_BLOCK
@@ -180,7 +180,7 @@ def _reads_b_early(num_rows: int) -> bool:
     Behind other GEMMs B is loaded together with y: MMA operands are awaited before any load that
     was issued later.
     """
-    return num_rows <= MOST_ROWS
+    return num_rows <= MAX_ROWS
 
 
 @triton.jit

@@ -11,15 +11,15 @@ import torch
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels.gpu.gemm import small_m as product_triton
-from loramux.kernels.gpu.gemm.small_m import LAUNCHES, MOST_ROWS  # noqa: E402
+from loramux.kernels.gpu.gemm import small_m
+from loramux.kernels.gpu.gemm.small_m import LAUNCHES, MAX_ROWS  # noqa: E402
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-VECTOR_ROWS = max(launch.most_rows for launch in LAUNCHES if launch.num_stages is None)
+VECTOR_ROWS = max(launch.max_rows for launch in LAUNCHES if launch.num_stages is None)
 CASES = [
     (dtype, num_rows)
     for dtype in LIMITS
-    for num_rows in (1, 2, 3, 16, 17, MOST_ROWS)
+    for num_rows in (1, 2, 3, 16, 17, MAX_ROWS)
     if dtype != torch.bfloat16 or num_rows <= VECTOR_ROWS
 ]
 # (outputs, inputs): whole blocks, and neither a multiple of any.
@@ -35,7 +35,7 @@ def test_a_product_of_few_rows_equals_torchs(
     x = torch.randn(num_rows, num_inputs).to(dtype)
     weight = (torch.randn(num_outputs, num_inputs) / num_inputs**0.5).to(dtype)
     room = torch.full((num_rows + 1, num_outputs), 7.0, dtype=dtype)
-    product_triton.product(x, weight, room[:num_rows])
+    small_m.gemm(x, weight, room[:num_rows])
     expected = x.double() @ weight.double().t()
     limit = LIMITS[dtype]
     torch.testing.assert_close(room[:num_rows].double(), expected, atol=limit, rtol=limit)
@@ -43,5 +43,5 @@ def test_a_product_of_few_rows_equals_torchs(
 
 
 def test_launches_are_in_the_order_of_their_rows() -> None:
-    most = [launch.most_rows for launch in LAUNCHES]
-    assert most == sorted(most) and most[-1] == MOST_ROWS
+    most = [launch.max_rows for launch in LAUNCHES]
+    assert most == sorted(most) and most[-1] == MAX_ROWS

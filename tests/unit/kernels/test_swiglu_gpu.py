@@ -11,9 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
-from loramux.kernels.gpu.gemm import small_m as product_triton
-from loramux.kernels.gpu.gemm import swiglu as gate_up_triton
-from loramux.kernels.gpu.gemm.swiglu import LAUNCHES, GateUpLaunch  # noqa: E402
+from loramux.kernels.gpu.gemm import small_m, swiglu
+from loramux.kernels.gpu.gemm.swiglu import LAUNCHES, SwigluLaunch  # noqa: E402
 from loramux.kernels.ops import ACTIVATIONS  # noqa: E402
 from loramux.kernels.reference import elementwise
 from tests.unit.kernels.conftest import output_of_compiler  # noqa: E402
@@ -24,11 +23,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loramux.kernels.gpu.gemm.swiglu import LAUNCHES, gate_up_kernel
+from loramux.kernels.gpu.gemm.swiglu import LAUNCHES, swiglu_kernel
 
 found = []
 for launch in LAUNCHES:
-    rows, outputs = launch.most_rows, launch.num_outputs
+    rows, outputs = launch.max_rows, launch.num_outputs
     known = {
         "INNER": 14336, "INPUTS": 4096, "ACTIVATION": "silu", "ROWS": rows, "N": outputs, "K": 64,
         "STAGES": launch.num_stages, "PDL": True,
@@ -38,7 +37,7 @@ for launch in LAUNCHES:
         "weight_tiles": f"tensordesc<bf16[2,{outputs},64]>",
     }
     signature = kinds | dict.fromkeys(known, "constexpr")
-    source = ASTSource(gate_up_kernel, {n: signature[n] for n in gate_up_kernel.arg_names}, known)
+    source = ASTSource(swiglu_kernel, {n: signature[n] for n in swiglu_kernel.arg_names}, known)
     options = {"num_warps": launch.num_warps}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     found.append([made.metadata.shared, "wgmma" in made.asm["ptx"]])
@@ -48,15 +47,15 @@ print(json.dumps(found))
 # The interpreter's products of bfloat16 are wrong.
 DTYPES = [torch.float16, torch.bfloat16] if "LORAMUX_TEST_DEVICE" in os.environ else [torch.float16]
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
-FEWEST, MOST = product_triton.MOST_ROWS + 1, LAUNCHES[-1].most_rows
+FEWEST, MOST = small_m.MAX_ROWS + 1, LAUNCHES[-1].max_rows
 # (inner, inputs): whole tiles, and neither a multiple of any.
 SHAPES = [(128, 64), (100, 200), (24, 8), (200, 456)]
 
 
 def check(inner: int, x: torch.Tensor, activation: str = "silu") -> None:
     weight = (torch.randn(2 * inner, x.shape[1]) / x.shape[1] ** 0.5).to(x.dtype)
-    assert gate_up_triton.supports(x, weight)
-    found = gate_up_triton.linear_swiglu(x, weight, activation)
+    assert swiglu.supports(x, weight)
+    found = swiglu.linear_swiglu(x, weight, activation)
     expected = elementwise.linear_swiglu(x, weight, activation)
     limit = LIMITS[x.dtype]
     torch.testing.assert_close(found, expected, atol=limit, rtol=limit)
@@ -95,29 +94,29 @@ def test_what_lies_behind_the_rows_does_not_matter() -> None:
 )
 def test_what_it_is_not_made_for(num_rows: int, num_inputs: int, dtype: torch.dtype) -> None:
     weight = torch.ones(8, num_inputs, dtype=dtype)
-    assert not gate_up_triton.supports(torch.ones(num_rows, num_inputs, dtype=dtype), weight)
+    assert not swiglu.supports(torch.ones(num_rows, num_inputs, dtype=dtype), weight)
 
 
 def test_rows_and_weights_with_gaps_do_not_fit() -> None:
     x, weight = torch.ones(64, 64).half(), torch.ones(8, 64).half()
-    assert gate_up_triton.supports(x, weight)
-    assert not gate_up_triton.supports(torch.ones(64, 128).half()[:, :64], weight)
-    assert not gate_up_triton.supports(x, torch.ones(16, 64).half()[::2])
+    assert swiglu.supports(x, weight)
+    assert not swiglu.supports(torch.ones(64, 128).half()[:, :64], weight)
+    assert not swiglu.supports(x, torch.ones(16, 64).half()[::2])
 
 
 def test_a_device_with_too_little_memory_has_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.ones(64, 64).half(), torch.ones(8, 64).half()
-    monkeypatch.setattr(gate_up_triton, "shared_bytes", lambda _: 64 * 1024)
-    assert not gate_up_triton.supports(x, weight)
+    monkeypatch.setattr(swiglu, "shared_bytes", lambda _: 64 * 1024)
+    assert not swiglu.supports(x, weight)
 
 
 def test_launches_are_in_the_order_of_their_rows() -> None:
-    most = [launch.most_rows for launch in LAUNCHES]
+    most = [launch.max_rows for launch in LAUNCHES]
     assert most == sorted(most)
 
 
 def test_a_launch_counts_its_stages() -> None:
-    launch = GateUpLaunch(most_rows=64, num_outputs=32, num_stages=3, num_warps=4)
+    launch = SwigluLaunch(max_rows=64, num_outputs=32, num_stages=3, num_warps=4)
     assert launch.shared_bytes == 1024 + 3 * (64 + 2 * 32) * 128
 
 
