@@ -273,8 +273,6 @@ class LoraSlice:
     b: Tensor
     rank_start: int
     out_start: int
-    b_rows: Tensor | None = None
-    """As `a_rows`, of b."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,13 +281,10 @@ class LoraWeights:
 
     a: Tensor
     slices: tuple[LoraSlice, ...]
-    a_rows: Tensor | None = None
-    """Rows of one matrix, of which adapter i's are those from i * stride(0) / width of a on; None
-    where adapters do not stand a whole number of rows apart."""
     addresses: NDArray[np.int64] | None = None
-    """Where each adapter begins, for kernels that read it there; None: in the memory of a."""
+    """Address of each adapter, for kernels that read it in place; None: adapters are in `a`."""
     prepared: list[tuple[NDArray[np.int64], NDArray[np.int64], int]] = field(default_factory=list)
-    """What a kernel has made of the above, for its next call."""
+    """Arrays that a kernel derived from the weights, cached for its next call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,11 +310,9 @@ class StackedRows:
     rows: Tensor
     """[n] batch rows to write."""
     positions: Tensor
-    """[n] where each of them stands in gather."""
+    """[n] position of each of them in gather."""
     weights: Tensor | None
     """[slots, rows_per_slot, 1], or None when all are 1."""
-    bags: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Indices and offsets of weighted sums of adapters' rows, by rows a slot and their distance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,17 +323,17 @@ class LoraRows:
     stacked: StackedRows | None = None
     """The segments that go through one bmm; None for the reference."""
     single: tuple[Segment, ...] = ()
-    """The segments that are long enough for a matrix product of their own."""
+    """The segments that are long enough for a GEMM of their own."""
     rounds: tuple[tuple[NDArray[np.int64], NDArray[np.float32]], ...] = ()
-    """What a compiled loop computes, one round after the other: runs [n, 3] of rows that no other
-    run of the round has (slot, first row, behind the last), and their weights [n]."""
+    """Work of a compiled loop, one round after the other: runs [n, 3] of rows (slot, start, stop)
+    that do not overlap within a round, and their weights [n]."""
     num_threads: int = 1
-    """Of that loop."""
+    """Threads of that loop."""
 
 
 class LoraKernels(Protocol):
     READS_ADDRESSES: bool
-    """Of LoraWeights: adapters may lie anywhere, and slots that no row uses cost nothing."""
+    """Whether `LoraWeights.addresses` is used: adapters may be anywhere, unused slots are free."""
 
     def cut_rows(self, segments: Sequence[Segment], num_slots: int) -> LoraRows: ...
 

@@ -141,26 +141,16 @@ def _views(stack: Stack, site: SiteKey) -> LoraWeights:
 
     pieces = [(piece, view(piece.offset, piece.rank, piece.out_features)) for piece in place.slices]
     slices = tuple(
-        LoraSlice(b=b, rank_start=piece.rank_start, out_start=piece.out_start, b_rows=_as_rows(b))
+        LoraSlice(b=b, rank_start=piece.rank_start, out_start=piece.out_start)
         for piece, b in pieces
     )
     a = view(place.a_offset, place.in_features, place.total_rank)
-    return LoraWeights(a=a, slices=slices, a_rows=_as_rows(a), addresses=stack.addresses)
+    return LoraWeights(a=a, slices=slices, addresses=stack.addresses)
 
 
 def _set(names: list[str], index: int, name: str) -> None:
     names += [""] * (index + 1 - len(names))
     names[index] = name
-
-
-def _as_rows(matrices: Tensor) -> Tensor | None:
-    """[slots, rows, width] as one matrix over the same memory, and over what lies between them."""
-    slots, rows, width = matrices.shape
-    distance, rest = divmod(matrices.stride(0), width)
-    if rest:
-        return None
-    shape = ((slots - 1) * distance + rows, width)
-    return matrices.as_strided(shape, (width, 1), matrices.storage_offset())
 
 
 def _with_room(count: int) -> int:

@@ -35,12 +35,7 @@ def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:
 def add_lora(y: Tensor, x: Tensor, weights: LoraWeights, rows: LoraRows) -> None:
     """y[i] += weight(i) * x[i] @ a[slot(i)] @ b[slot(i)]; rows without an adapter are untouched."""
     if rows.stacked is not None:
-        # torch computes a bmm on one thread, weighted sums of rows on all; but these read the
-        # weights again for each row.
-        if rows.stacked.rows_per_slot == 1 and _has_rows(weights):
-            _add_sums(y, x, weights, rows.stacked)
-        else:
-            _add_stacked(y, x, weights, rows.stacked)
+        _add_stacked(y, x, weights, rows.stacked)
     for segment in rows.single:
         _add_single(y, x, weights, segment)
 
@@ -62,47 +57,6 @@ def _add_stacked(y: Tensor, x: Tensor, weights: LoraWeights, rows: StackedRows) 
             target[start:stop].add_(delta)
         else:
             target.index_add_(0, rows.rows, delta.index_select(0, rows.positions))
-
-
-def _has_rows(weights: LoraWeights) -> bool:
-    if weights.a.dtype != torch.float32 or weights.a_rows is None:
-        return False
-    return all(piece.b_rows is not None for piece in weights.slices)
-
-
-def _add_sums(y: Tensor, x: Tensor, weights: LoraWeights, rows: StackedRows) -> None:
-    """One row a slot: x @ a is the sum of a's rows, weighted by x, and so on with b."""
-    start = rows.start
-    stop = None if start is None else start + rows.num_slots
-    picked = x.index_select(0, rows.rows) if start is None else x[start:stop]
-    h = _weighted_sums(weights.a, weights.a_rows, picked, rows)
-    if rows.weights is not None:
-        h.mul_(rows.weights.view(-1, 1).index_select(0, rows.positions))
-    for piece in weights.slices:
-        rank, out_features = piece.b.shape[1:]
-        h_slice = h[:, piece.rank_start : piece.rank_start + rank]
-        delta = _weighted_sums(piece.b, piece.b_rows, h_slice, rows)
-        target = y[:, piece.out_start : piece.out_start + out_features]
-        if start is None:
-            target.index_add_(0, rows.rows, delta)
-        else:
-            target[start:stop].add_(delta)
-
-
-def _weighted_sums(
-    matrices: Tensor, as_rows: Tensor | None, factors: Tensor, rows: StackedRows
-) -> Tensor:
-    """factors[i] @ matrices[slot(i)]; factors [rows, n], matrices [slots, n, width]"""
-    assert as_rows is not None
-    count, width = matrices.shape[1:]
-    key = (count, matrices.stride(0) // width)
-    found = rows.bags.get(key)
-    if found is None:
-        first = rows.positions.view(-1, 1) * key[1]
-        indices = (first + torch.arange(count)).view(-1)
-        found = rows.bags[key] = indices, torch.arange(0, indices.shape[0], count)
-    sums, *_ = torch.embedding_bag(as_rows, *found, mode=0, per_sample_weights=factors.reshape(-1))
-    return sums
 
 
 def _add_single(y: Tensor, x: Tensor, weights: LoraWeights, segment: Segment) -> None:

@@ -11,13 +11,6 @@ from triton.language.extra import cuda
 from triton.runtime import driver
 
 HOPPER = 90
-_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-# The axis of numbers side by side is dealt out to lanes first; then older compilers go from the
-# first axis on, newer ones back from the last.
-LANES_FIRST: tl.constexpr = tl.constexpr(_VERSION < (3, 7))
-# Of what tl.join made, lanes hand four numbers side by side to a matrix unit; with newer compilers
-# two and two.
-JOINED_IN_FOURS: tl.constexpr = tl.constexpr(_VERSION < (3, 8))
 
 
 @functools.cache
@@ -95,18 +88,16 @@ def opaque(x, IS_COMPILED: tl.constexpr):
 
 
 @triton.jit
-def axis(
-    size: tl.constexpr, place: tl.constexpr, AXES: tl.constexpr, LANES_FIRST: tl.constexpr = True
-):
-    """0 .. size along one of AXES axes, counted in the order of lanes, warps and all else.
+def axis(size: tl.constexpr, place: tl.constexpr, AXES: tl.constexpr):
+    """0 .. size along axis `place` of AXES axes.
 
-    place: in that order; the last axis is what a lane has side by side, always the last
+    Kernels order the axes of a tensor as Triton 3.6 assigns them: the last axis is what a thread
+    holds, the others go to threads and warps from the first on. Releases that assign them in
+    another order compute the same, with layout conversions through shared memory.
     """
-    LAST: tl.constexpr = AXES - 1
-    AT: tl.constexpr = place if LANES_FIRST or place == LAST else LAST - 1 - place
     numbers = tl.arange(0, size)
-    for _ in tl.static_range(AT):
+    for _ in tl.static_range(place):
         numbers = tl.expand_dims(numbers, 0)
-    for _ in tl.static_range(LAST - AT):
+    for _ in tl.static_range(AXES - 1 - place):
         numbers = tl.expand_dims(numbers, -1)
     return numbers

@@ -28,12 +28,7 @@ POPULARITIES = {
 
 
 def make_weights(
-    num_adapters: int,
-    ranks: list[int],
-    outs: list[int],
-    spare: int = 0,
-    *,
-    has_rows: bool = False,
+    num_adapters: int, ranks: list[int], outs: list[int], spare: int = 0
 ) -> LoraWeights:
     generator = torch.Generator().manual_seed(7)
     slots = num_adapters + spare
@@ -42,13 +37,11 @@ def make_weights(
     for rank, out in zip(ranks, outs, strict=True):
         if rank:
             b = torch.randn(slots, rank, out, generator=generator)
-            b_rows = b.view(-1, out) if has_rows else None
-            slices.append(LoraSlice(b, rank_start, out_start, b_rows))
+            slices.append(LoraSlice(b, rank_start, out_start))
         rank_start += rank
         out_start += out
     a = torch.randn(slots, IN_FEATURES, sum(ranks), generator=generator)
-    a_rows = a.view(-1, sum(ranks)) if has_rows else None
-    return LoraWeights(a=a, slices=tuple(slices), a_rows=a_rows)
+    return LoraWeights(a=a, slices=tuple(slices))
 
 
 def make_segments(counts: list[int], *, gap: int = 0, weight: float = 1.0) -> list[Segment]:
@@ -76,19 +69,16 @@ def run_both(
 @pytest.mark.parametrize("counts", POPULARITIES.values(), ids=POPULARITIES)
 @pytest.mark.parametrize("ranks", [[1], [3, 3, 3], [8, 0, 8], [64, 5], [200]], ids=str)
 @pytest.mark.parametrize("gap", [0, 2])
-@pytest.mark.parametrize("has_rows", [False, True], ids=["products", "sums"])
-def test_equals_the_reference(
-    counts: list[int], ranks: list[int], gap: int, has_rows: bool
-) -> None:
+def test_equals_the_reference(counts: list[int], ranks: list[int], gap: int) -> None:
     outs = [16, 8, 8][: len(ranks)]
-    weights = make_weights(len(counts), ranks, outs, spare=2, has_rows=has_rows)
+    weights = make_weights(len(counts), ranks, outs, spare=2)
     expected, actual = run_both(counts, make_segments(counts, gap=gap), weights, outs)
     torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.5])
 def test_one_row_each_with_weights_and_an_idle_slot(weight: float) -> None:
-    weights = make_weights(4, [4, 4], [16, 8], has_rows=True)
+    weights = make_weights(4, [4, 4], [16, 8])
     counts = [1, 0, 1, 1]
     expected, actual = run_both(
         counts, make_segments(counts, gap=1, weight=weight), weights, [16, 8]

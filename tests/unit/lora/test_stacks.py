@@ -63,25 +63,14 @@ def check(stacks: LoraStacks, shelf: Shelf, adapters: list[ResidentAdapter]) -> 
                 size = place.in_features * place.total_rank
                 a = buffer[place.a_offset : place.a_offset + size]
                 assert torch.equal(weights.a[slot].flatten(), a)
-                check_rows(weights.a, weights.a_rows, slot)
                 for piece, expected in zip(weights.slices, place.slices, strict=True):
                     size = expected.rank * expected.out_features
                     b = buffer[expected.offset : expected.offset + size]
                     assert torch.equal(piece.b[slot].flatten(), b)
-                    check_rows(piece.b, piece.b_rows, slot)
 
 
 def floats_at(address: int, count: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
-
-
-def check_rows(matrices: torch.Tensor, rows: torch.Tensor | None, slot: int) -> None:
-    """Seen as rows of one matrix, a slot has the same weights."""
-    distance, rest = divmod(matrices.stride(0), matrices.shape[2])
-    assert (rows is None) == (rest != 0)
-    if rows is not None:
-        first = slot * distance
-        assert torch.equal(rows[first : first + matrices.shape[1]], matrices[slot])
 
 
 @both_ways

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from loramux.kernels.gpu.attention.kernel import leave_item, load_item
 from loramux.kernels.gpu.attention.online_softmax import LOG2_E, ROOM, capped
-from loramux.kernels.gpu.pdl import LANES_FIRST, axis, pdl_wait_and_launch
+from loramux.kernels.gpu.pdl import axis, pdl_wait_and_launch
 
 TOKENS: tl.constexpr = tl.constexpr(16)
 """Of a tile, which is a whole page of one layer."""
@@ -101,9 +101,9 @@ def _load_queries(q_ptr, count, HEAD_DIM: tl.constexpr):
     As lanes hand it to a matrix unit, so that it stays with them. The axes: lanes (4), lanes (8),
     groups of 16 numbers, their halves, two numbers.
     """
-    row = axis(MOST_ROWS, 1, 5, LANES_FIRST)
-    dim = axis(HEAD_DIM // 16, 2, 5, LANES_FIRST) * 16 + axis(2, 3, 5, LANES_FIRST) * 8
-    dim += axis(4, 0, 5, LANES_FIRST) * 2 + axis(2, 4, 5, LANES_FIRST)
+    row = axis(MOST_ROWS, 1, 5)
+    dim = axis(HEAD_DIM // 16, 2, 5) * 16 + axis(2, 3, 5) * 8
+    dim += axis(4, 0, 5) * 2 + axis(2, 4, 5)
     q = tl.load(q_ptr + row * HEAD_DIM + dim, mask=row < count, other=0.0)
-    q = tl.permute(q, (1, 2, 3, 0, 4)) if LANES_FIRST else tl.permute(q, (2, 1, 0, 3, 4))
+    q = tl.permute(q, (1, 2, 3, 0, 4))
     return tl.trans(tl.reshape(q, (MOST_ROWS, HEAD_DIM)))

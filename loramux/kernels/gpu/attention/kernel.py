@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.gpu.attention.online_softmax import fold, fold_seen, load_ordered_q
-from loramux.kernels.gpu.pdl import LANES_FIRST, axis, pdl_wait_and_launch
+from loramux.kernels.gpu.pdl import axis, pdl_wait_and_launch
 
 _MERGED_ROWS: tl.constexpr = tl.constexpr(4)
 """Rows of partial results that are added up at once; four times as many of large tiles."""
@@ -257,20 +257,20 @@ def _merge_items(  # noqa: PLR0913
 
 @triton.jit
 def _merged_rows(ROWS: tl.constexpr):
-    return axis(ROWS, 1, 5, LANES_FIRST)
+    return axis(ROWS, 1, 5)
 
 
 @triton.jit
 def _merged_columns(DIM: tl.constexpr):
     LANES: tl.constexpr = min(8, DIM // 4)
-    dim = axis(LANES, 0, 5, LANES_FIRST) + axis(DIM // (4 * LANES), 2, 5, LANES_FIRST) * LANES
-    return dim * 4 + axis(4, 4, 5, LANES_FIRST)
+    dim = axis(LANES, 0, 5) + axis(DIM // (4 * LANES), 2, 5) * LANES
+    return dim * 4 + axis(4, 4, 5)
 
 
 @triton.jit
 def _along_lanes(x, DIM: tl.constexpr):
     """x for each lane along a row."""
-    return x + 0 * axis(min(8, DIM // 4), 0, 5, LANES_FIRST)
+    return x + 0 * axis(min(8, DIM // 4), 0, 5)
 
 
 @triton.jit
@@ -281,7 +281,7 @@ def _load_parts(  # noqa: PLR0913
 ):  # fmt: skip
     """Of items from `start` on, and the logarithms of their weights. Past the last item that one
     again, which weighs nothing: no mask, and nothing to be set to zero."""
-    item = _along_lanes(start + axis(ITEMS, 3, 5, LANES_FIRST), DIM)
+    item = _along_lanes(start + axis(ITEMS, 3, 5), DIM)
     row = tl.minimum(_merged_rows(STEP_ROWS), num_rows - 1)
     slot = tl.minimum(item, num_items - 1) * (KV_HEADS * ROWS) + row
     dim = _merged_columns(DIM)
@@ -295,7 +295,7 @@ def _load_parts(  # noqa: PLR0913
 
 @triton.jit
 def _add_parts(parts, acc, best, total):
-    ITEM_AXIS: tl.constexpr = 3 if LANES_FIRST else 0
+    ITEM_AXIS: tl.constexpr = 3
     part, log_sum = parts
     new_best = tl.maximum(best, tl.max(log_sum, ITEM_AXIS, keep_dims=True))
     shift = tl.where(new_best == float("-inf"), 0.0, new_best)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.pdl import LANES_FIRST, axis
+from loramux.kernels.gpu.pdl import axis
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Weights may grow to 2 to this before sums are scaled anew: float16 has room for it.
@@ -19,12 +19,12 @@ def load_ordered_q(q_ptr, count, q_stride, GROUP: tl.constexpr, HEAD_DIM: tl.con
     As lanes hand it to a matrix unit (two numbers of a row each), so that it stays with them. The
     axes: lanes (4), lanes (8), halves of the rows, groups of 16 numbers, their halves, two numbers.
     """
-    row = axis(8, 1, 6, LANES_FIRST) + 8 * axis(2, 2, 6, LANES_FIRST)
-    dim = axis(HEAD_DIM // 16, 3, 6, LANES_FIRST) * 16 + axis(2, 4, 6, LANES_FIRST) * 8
-    dim += axis(4, 0, 6, LANES_FIRST) * 2 + axis(2, 5, 6, LANES_FIRST)
+    row = axis(8, 1, 6) + 8 * axis(2, 2, 6)
+    dim = axis(HEAD_DIM // 16, 3, 6) * 16 + axis(2, 4, 6) * 8
+    dim += axis(4, 0, 6) * 2 + axis(2, 5, 6)
     at = row // GROUP * q_stride + row % GROUP * HEAD_DIM + dim
     q = tl.load(q_ptr + at, mask=row < count, other=0.0)
-    q = tl.permute(q, (2, 1, 3, 4, 0, 5)) if LANES_FIRST else tl.permute(q, (2, 3, 1, 0, 4, 5))
+    q = tl.permute(q, (2, 1, 3, 4, 0, 5))
     return tl.reshape(q, (16, HEAD_DIM))
 
 
