@@ -1,4 +1,4 @@
-"""Tiny tiers of adapters whose loads happen when a test says so."""
+"""Builds tiny memory tiers of adapters whose loads run when a test says so."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from loramux.adapters.packed.dense import DenseLayout, Site, plan_dense
 from loramux.adapters.packed.image import AdapterImage
 from loramux.adapters.packed.packing import DensePacking
 from loramux.errors import AdapterNotFound, AdapterRefused
+from loramux.memory.adapter_eviction import ResidencyLimits
+from loramux.memory.cost import CostModel
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.host_tier import HostTier
 from loramux.memory.loader import AdapterLoader
 from loramux.memory.pages import PageAllocator
 from loramux.memory.policies import EvictionPolicy, LruPolicy
 from loramux.memory.pool import KVGeometry, PagePool
-from loramux.memory.reclaim import Reclaimer
-from loramux.memory.records import LowerTiers
-from loramux.memory.residency import AdapterResidency
+from loramux.memory.prefix import PrefixCache, ReuseEstimator
+from loramux.memory.reclaim import PageTier, Reclaimer
+from loramux.memory.records import Placement
+from loramux.memory.residency import AdapterResidency, DeviceTable, LowerTiers
 
 SITES = (Site(name="o", in_features=8, projections=("o_proj",), out_features=(8,)),)
 PACKING = DensePacking(SITES, torch.float32)
@@ -38,7 +41,7 @@ def layout_of_rank(rank: int) -> DenseLayout:
 
 
 def cid_of(number: int, rank: int = 1) -> str:
-    """An id that says what the adapter is: its rank, and the number that fills it."""
+    """Returns a CID that encodes the adapter's rank and the number that fills its weights."""
     return f"cidv1:sha256:{rank:04x}{number:060x}"
 
 
@@ -55,12 +58,12 @@ def image_of(cid: str) -> AdapterImage:
 
 @dataclass
 class NumberedAdapters:
-    """A catalog of every adapter that cid_of can name, but for the unknown and the broken."""
+    """A catalog of every adapter that cid_of can name, except unknown and broken ones."""
 
     broken: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
     unwritable: set[str] = field(default_factory=set)
-    """Whose bytes the device does not take."""
+    """Adapters whose copy to the device fails."""
     num_reads: int = 0
 
     def get(self, cid: str) -> KnownAdapter:
@@ -78,7 +81,7 @@ class NumberedAdapters:
 
 
 class ManualExecutor(Executor):
-    """Runs a job when it is told to."""
+    """Runs a job when the test calls run_one() or run_all()."""
 
     def __init__(self) -> None:
         self.jobs: deque[Callable[[], Any]] = deque()
@@ -96,7 +99,7 @@ class ManualExecutor(Executor):
 
 
 class InlineExecutor(Executor):
-    """Runs a job at once, so that tests take the same course every time."""
+    """Runs a job at once, so that tests are deterministic."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         fn(*args, **kwargs)
@@ -104,7 +107,7 @@ class InlineExecutor(Executor):
 
 
 class Clock:
-    """One more at each look: what is evicted is the same on any machine."""
+    """Advances by one second at each call, so that evictions are deterministic."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -117,12 +120,28 @@ class Clock:
 @dataclass
 class TinyMemory:
     pool: PagePool
-    pages: PageAllocator
-    room: Reclaimer
+    tier: PageTier
     tiers: LowerTiers
     residency: AdapterResidency
     executor: ManualExecutor
     adapters: NumberedAdapters
+    prefixes: PrefixCache | None
+
+    @property
+    def pages(self) -> PageAllocator:
+        return self.tier.pages
+
+    @property
+    def reclaimer(self) -> Reclaimer:
+        return self.tier.reclaimer
+
+    @property
+    def placement(self) -> Placement:
+        return self.tier.placement
+
+    @property
+    def costs(self) -> CostModel:
+        return self.tier.costs
 
     @property
     def host(self) -> HostTier:
@@ -135,14 +154,14 @@ class TinyMemory:
             self.residency.poll()
 
     def bring(self, *cids: str) -> None:
-        """On the device, idle."""
-        self.residency.want(cids)
+        """Loads adapters and leaves them idle on the device."""
+        self.residency.add_waiters(cids)
         self.finish_loads()
         assert self.residency.is_ready(cids)
-        self.residency.unwant(cids)
+        self.residency.remove_waiters(cids)
 
     def value(self, cid: str) -> float:
-        """What fills the adapter's pages; fails when they differ."""
+        """Returns the number that fills the adapter's pages, which must be the same everywhere."""
         page_ids = self.residency.resident[cid].page_ids
         out = torch.empty(len(page_ids) * PAGE_ELEMENTS)
         self.pool.read(page_ids, out)
@@ -151,29 +170,88 @@ class TinyMemory:
 
     def check(self, leases: dict[str, int] | None = None) -> None:
         self.residency.check_integrity(leases or {})
-        self.room.check_integrity()
+        self.reclaimer.check_integrity()
         self.pages.check_integrity(self.residency.claims())
         if self.tiers.disk is not None:
             self.tiers.disk.check_integrity()
 
 
-def tiny_memory(
+MakeDisk = Callable[[Placement, CostModel], DiskTier]
+
+
+def tiny_tier(
+    num_pages: int,
+    policy: EvictionPolicy,
+    *,
+    clock: Callable[[], float] | None = None,
+    reuse: ReuseEstimator | None = None,
+) -> PageTier:
+    """Makes an empty page tier; `reuse`: None for no penalty on prefixes that were used once."""
+    pages = PageAllocator(num_pages)
+    placement = Placement()
+    reclaimer = Reclaimer(pages)
+    if reuse is not None:
+        reclaimer = Reclaimer(
+            pages, single_use_penalty=lambda: policy.reuse_penalty(reuse.single_use_factor)
+        )
+    return PageTier(
+        pages=pages,
+        reclaimer=reclaimer,
+        policy=policy,
+        placement=placement,
+        costs=CostModel(placement),
+        clock=clock or Clock(),
+    )
+
+
+def disk_maker(
+    folder: Path,
+    *,
+    budget_bytes: int = 2**20,
+    policy: EvictionPolicy | None = None,
+    disk_class: type[DiskTier] = DiskTier,
+) -> MakeDisk:
+    def make(placement: Placement, costs: CostModel) -> DiskTier:
+        return disk_class(
+            folder,
+            budget_bytes=budget_bytes,
+            packing=PACKING,
+            policy=policy or LruPolicy(),
+            placement=placement,
+            costs=costs,
+        )
+
+    return make
+
+
+def tiny_disk(folder: Path, **options: Any) -> DiskTier:
+    """Makes a disk tier that stands alone."""
+    placement = Placement()
+    return disk_maker(folder, **options)(placement, CostModel(placement))
+
+
+def tiny_memory(  # noqa: PLR0913
     *,
     num_pages: int,
     host_ranks: int = 64,
-    disk: DiskTier | None = None,
+    make_disk: MakeDisk | None = None,
     max_host: int | None = None,
     policy: EvictionPolicy | None = None,
+    limits: ResidencyLimits | None = None,
+    device_table: DeviceTable | None = None,
+    prefix_block_tokens: int | None = None,
+    has_single_use_penalty: bool = True,
 ) -> TinyMemory:
+    """`prefix_block_tokens`: None for no prefix cache."""
     geometry = KVGeometry(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
     pool = PagePool(
         num_pages=num_pages, geometry=geometry, dtype=torch.float32, device=torch.device("cpu")
     )
-    pages = PageAllocator(num_pages)
-    room = Reclaimer(pages)
     adapters = NumberedAdapters()
     executor = ManualExecutor()
     policy = policy or LruPolicy()
+    reuse = ReuseEstimator(num_pages)
+    tier = tiny_tier(num_pages, policy, reuse=reuse if has_single_use_penalty else None)
 
     def write_pages(page_ids: list[int], image: AdapterImage) -> None:
         if image.cid in adapters.unwritable:
@@ -183,17 +261,22 @@ def tiny_memory(
     host = HostTier(
         budget_bytes=host_ranks * RANK_BYTES,
         policy=policy,
-        cost_s=lambda cid, num_bytes: tiers.read_s(cid, num_bytes),
+        placement=tier.placement,
+        costs=tier.costs,
         max_adapters=max_host,
     )
+    disk = None if make_disk is None else make_disk(tier.placement, tier.costs)
     loader = AdapterLoader(source=adapters, disk=disk, write_pages=write_pages, executor=executor)
-    tiers = LowerTiers(catalog=adapters, host=host, disk=disk, loader=loader)
+    lower = LowerTiers(catalog=adapters, host=host, disk=disk, loader=loader)
+    prefixes = None
+    if prefix_block_tokens is not None:
+        prefixes = PrefixCache(tier, reuse=reuse, block_tokens=prefix_block_tokens)
     residency = AdapterResidency(
-        pages=pages,
-        room=room,
-        tiers=tiers,
-        policy=policy,
-        pages_for=pool.pages_for_elements,
-        clock=Clock(),
+        tier,
+        memory=pool,
+        lower=lower,
+        limits=limits,
+        prefixes=prefixes,
+        device_table=device_table,
     )
-    return TinyMemory(pool, pages, room, tiers, residency, executor, adapters)
+    return TinyMemory(pool, tier, lower, residency, executor, adapters, prefixes)

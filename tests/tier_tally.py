@@ -1,4 +1,4 @@
-"""Counts what a state machine over the adapter tiers has really done, by action and tier."""
+"""Counts the actions of a state machine over the adapter tiers, by action and tier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ACTIONS = ("load", "evict", "pin", "reload", "abort", "fail", "out of space")
 @dataclass
 class Tally:
     num_steps: int = 0
-    """Rules that ran, each with the integrity checked after it."""
+    """Number of rules that ran, each followed by an integrity check."""
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def note(self, action: str, tier: str) -> None:
@@ -30,7 +30,7 @@ class Tally:
 
 @dataclass
 class TierWatch:
-    """Sees by comparing one step with the next; it changes nothing."""
+    """Finds the actions by comparing the tiers before and after each step."""
 
     memory: TinyMemory
     disk: DiskTier
@@ -47,9 +47,9 @@ class TierWatch:
         self._evictions = dict.fromkeys(TIERS, 0)
 
     def look(self) -> None:
-        """After a step."""
+        """Compares the tiers with their contents at the last call."""
         counters = {
-            "device": self.memory.tiers.device_counters,
+            "device": self.memory.costs.device,
             "host": self.memory.host.counters,
             "disk": self.disk.counters,
         }
@@ -66,16 +66,16 @@ class TierWatch:
         self._disk_failures = self.disk.counters.failures
 
     def place_of(self, cid: str) -> str | None:
-        """The fastest tier that has it; None: only its source."""
+        """Returns the fastest tier that holds the adapter; None if only its source does."""
         return next((tier for tier in TIERS if cid in self._now()[tier]), None)
 
     def note_stuck(self) -> None:
-        """After a poll: what is waited for and was not started has found no room."""
+        """Counts, after a poll, the adapters whose load did not start for lack of space."""
         loader = self.memory.tiers.loader
-        if loader.num_open >= loader.max_open:
+        if loader.num_active >= loader.max_active:
             return
         for record in self.memory.residency.records.values():
-            is_waiting = record.num_wants > 0 and record.error is None
+            is_waiting = record.num_waiters > 0 and record.error is None
             if is_waiting and not record.is_in_flight and record.state is not AdapterState.DEVICE:
                 tier = "device" if record.cid in self.memory.host else "host"
                 self.tally.note("out of space", tier)

@@ -11,7 +11,6 @@ from benchmarks.lib.report import Panel, Section, Table, column
 from benchmarks.lib.scenarios import RANK, TraceBench
 from benchmarks.lib.traffic import Watch, finish, make_request, milliseconds, percentile
 from loramux.engine.engine import Engine
-from loramux.memory.records import ResidentAdapter
 
 _NUM_HOT = 8
 
@@ -29,7 +28,9 @@ class ColdLoads:
         self.seconds: list[float] = []
         self.copy_seconds: list[float] = []
         """The part of `seconds` in which the loader copies."""
-        engine.residency.listeners.on_arrive.append(self._arrive)
+        self._version = engine.residency.version
+        self._poll = engine.residency.poll
+        engine.residency.poll = self._timed_poll  # type: ignore[method-assign]
 
     def start(self, per_s: float, now: float) -> None:
         self._per_s, self._next_s = per_s, now
@@ -40,7 +41,7 @@ class ColdLoads:
         for cid, arrived in self._arrived.items():
             self.seconds.append(arrived - self._requested.pop(cid))
             self.copy_seconds.append(residency.records[cid].load_s)
-            residency.unwant([cid])
+            residency.remove_waiters([cid])
         self._arrived.clear()
         if self._per_s and now >= self._next_s:
             self._next_s += 1 / self._per_s
@@ -49,7 +50,7 @@ class ColdLoads:
     def request_one(self) -> None:
         cid = self._cids.pop()
         self._requested[cid] = time.perf_counter()
-        self._engine.residency.want([cid])
+        self._engine.residency.add_waiters([cid])
 
     def drain(self) -> None:
         """Stop requesting, and wait for the loads in flight."""
@@ -59,11 +60,16 @@ class ColdLoads:
             self._engine.step()
 
     def close(self) -> None:
-        self._engine.residency.listeners.on_arrive.remove(self._arrive)
+        self._engine.residency.poll = self._poll  # type: ignore[method-assign]
 
-    def _arrive(self, adapter: ResidentAdapter) -> None:
-        if adapter.cid in self._requested:
-            self._arrived[adapter.cid] = time.perf_counter()
+    def _timed_poll(self, *, timeout_s: float = 0.0) -> int:
+        num_moves = self._poll(timeout_s=timeout_s)
+        delta = self._engine.residency.changes_since(self._version)
+        self._version = delta.version
+        for cid in delta.arrived:
+            if cid in self._requested:
+                self._arrived.setdefault(cid, time.perf_counter())
+        return num_moves
 
 
 def cold_loads(bench: TraceBench) -> Section:

@@ -230,7 +230,10 @@ class RandomAdapters:
             warnings=(),
         )
         self._engine.catalog._known[cid] = known
-        self._engine.memory.tiers.host.offer(image)
+        host = self._engine.memory.tiers.host
+        if host.used_bytes + image.num_bytes <= host.budget_bytes:
+            host.reserve(cid, image.num_bytes)
+            host.put(image)
         self._image_of[cid] = (kind, number)
         return cid
 

@@ -85,7 +85,7 @@ class TraceBench:
 
     @property
     def counters(self) -> TierCounters:
-        return self.engine.memory.tiers.device_counters
+        return self.engine.memory.costs.device
 
     def lora(
         self, arrivals: Sequence[Arrival], cids: Sequence[str], *, is_real_time: bool = False

@@ -292,7 +292,7 @@ class Own(Scored):
         self._set(key, self.score(key, *self._terms[key], 0.0))
 
     def score(self, key: Key, cost_s: float, size: int, now: float) -> float:
-        return self._policy.worth(key, cost_s=cost_s, size=size)
+        return self._policy.score(key, cost_s=cost_s, size=size)
 
     def evicted(self, key: Key) -> None:
         self._policy.evicted(self._terms[key][1] / self._capacity)

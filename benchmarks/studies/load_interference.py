@@ -27,14 +27,14 @@ from benchmarks.lib.report import Table, parse_arguments, write_table
 from loramux import LLM, SamplingParams
 from loramux.adapters.packed.file import SLICE_BYTES
 from loramux.engine.engine import Engine
-from loramux.memory.offers import owner_of
-from loramux.memory.pace import REST
+from loramux.memory.adapter_eviction import owner_of
+from loramux.memory.loader import SLEEP_FACTOR
 from loramux.types.request import Request
 
 MIB = 2**20
 LOADER = (
     f"2 SCHED_IDLE threads of the engine's process; after each {SLICE_BYTES // MIB} MiB a pause of "
-    f"{REST:.0f} times the work; the step loop has all cores, each of its workers one"
+    f"{SLEEP_FACTOR:.0f} times the work; the step loop has all cores, each of its workers one"
 )
 
 
@@ -101,7 +101,7 @@ class ColdLoads:
             self._engine.memory.tiers.host.drop(self._current)
             if self._from_source and self._engine.memory.tiers.disk is not None:
                 self._engine.memory.tiers.disk.drop(self._current)
-            residency.want([self._current])
+            residency.add_waiters([self._current])
         return self._current is not None
 
     def drain(self) -> None:
@@ -115,7 +115,7 @@ class ColdLoads:
     def _take(self) -> None:
         assert self._current is not None
         self.num_loaded += 1
-        self._engine.residency.unwant([self._current])
+        self._engine.residency.remove_waiters([self._current])
 
 
 def run_round(llm: LLM, cid: str, args: argparse.Namespace, loads: ColdLoads | None) -> list[float]:
@@ -243,7 +243,7 @@ def main() -> None:
         others = OtherWork()
         table = run_all(llm, cids, args)
         machine["other programs meanwhile"] = others.describe()
-        losses = llm.engine.memory.losses
+        losses = llm.engine.memory.stalls
         machine["loader"] = LOADER
         machine["before"] = "all adapters were loaded once, so the pool's memory was written"
         machine["step-loop time spent on loads"] = (

@@ -1,21 +1,47 @@
-"""Adapters that the engine knows: where each came from, checked once, read again when needed."""
+"""Catalog of the adapters that an engine knows: inspects folders, and reads them for the loader.
+
+Registration inspects the config and the header of the weights. It reads the weights only to check
+and to hash bytes that were not checked before; packing is left to the loader's threads.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from loramux.adapters.identity import FileDigest, compute_cid, make_manifest
 from loramux.adapters.packed.image import AdapterImage
 from loramux.adapters.packed.packing import Packing
-from loramux.adapters.peft.reader import CheckedAdapter, read_adapter
+from loramux.adapters.peft.reader import (
+    CheckedAdapter,
+    InspectedAdapter,
+    inspect_adapter,
+    read_adapter,
+)
 from loramux.errors import AdapterNotFound, AdapterRefused
 from loramux.types.model import BaseModelInfo
+
+_log = logging.getLogger(__name__)
+# Changes when the checks of the values change: then all adapters are checked again.
+_VERIFIED_NAME = "verified-1.jsonl"
+_MAX_STALE_LINES = 1024
+
+# (name, size, modification time, inode) of each file: equal signatures mean unchanged files.
+Signature = tuple[tuple[str, int, int, int], ...]
+# Returns the recorded digests of the weights of a folder that an adapter store made, else None.
+FindDigests = Callable[[Path], Mapping[str, FileDigest] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class KnownAdapter:
+    """A registered adapter: its folder, and its size and rank in the packed form."""
+
     cid: str
     folder: Path
     num_elements: int
@@ -26,23 +52,100 @@ class KnownAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRules:
+    """What an adapter must comply with to be served here, and how it is packed."""
+
     base: BaseModelInfo
     packing: Packing
     max_rank: int | None = None
     strict_base: bool = False
 
 
-# Size, time and inode of each file of a folder: equal signatures mean that nothing was rewritten.
-Signature = tuple[tuple[str, int, int, int], ...]
+@dataclass(frozen=True, slots=True)
+class VerifiedValues:
+    """The result of a check of the values of an adapter."""
+
+    cid: str
+    warnings: tuple[str, ...]
+
+
+class VerifiedAdapters:
+    """Remembers which files passed the check of their values, over restarts of the engine.
+
+    An entry allows to skip the check at registration only: a load reads, hashes and checks the
+    files whatever is remembered.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder`: where the file of entries is; None: entries are kept in memory only."""
+        self._path = None if folder is None else folder / _VERIFIED_NAME
+        self._by_folder: dict[str, tuple[Signature, VerifiedValues]] = {}
+        self._by_cid: dict[str, VerifiedValues] = {}
+        if self._path is not None:
+            self._load(self._path)
+
+    def find(self, folder: Path, signature: Signature) -> VerifiedValues | None:
+        entry = self._by_folder.get(str(folder))
+        return entry[1] if entry is not None and entry[0] == signature else None
+
+    def find_cid(self, cid: str) -> VerifiedValues | None:
+        return self._by_cid.get(cid)
+
+    def add(self, folder: Path, signature: Signature, values: VerifiedValues) -> None:
+        self._by_folder[str(folder)] = (signature, values)
+        self._by_cid[values.cid] = values
+        if self._path is None:
+            return
+        line = _encode(str(folder), signature, values)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab") as file:
+                file.write(line)
+        except OSError as error:
+            _log.warning("cannot write %s: %s", self._path, error)
+
+    def _load(self, path: Path) -> None:
+        try:
+            lines = path.read_bytes().splitlines()
+        except OSError:
+            return
+        num_damaged = 0
+        for line in lines:
+            try:
+                folder, files, cid, warnings = json.loads(line)
+                signature = tuple((str(n), int(s), int(t), int(i)) for n, s, t, i in files)
+                values = VerifiedValues(str(cid), tuple(map(str, warnings)))
+            except (ValueError, TypeError, RecursionError):
+                num_damaged += 1
+                continue
+            self._by_folder[str(folder)] = (signature, values)
+            self._by_cid[values.cid] = values
+        if num_damaged or len(lines) > len(self._by_folder) + _MAX_STALE_LINES:
+            self._rewrite(path)
+
+    def _rewrite(self, path: Path) -> None:
+        partial = path.with_suffix(".partial")
+        try:
+            partial.write_bytes(
+                b"".join(_encode(folder, *entry) for folder, entry in self._by_folder.items())
+            )
+            partial.replace(path)
+        except OSError as error:
+            _log.warning("cannot write %s: %s", path, error)
 
 
 class AdapterCatalog:
-    """register() gives a folder its CID; read() gives the packed image of a CID."""
+    """Gives folders their CID (register) and CIDs their packed image (read)."""
 
-    def __init__(self, rules: AdapterRules) -> None:
+    def __init__(
+        self,
+        rules: AdapterRules,
+        *,
+        find_digests: FindDigests = lambda folder: None,
+        verified: VerifiedAdapters | None = None,
+    ) -> None:
         self.rules = rules
-        self.on_image: Callable[[AdapterImage], None] | None = None
-        """Hears of every image that registration packed: it may be worth keeping."""
+        self._find_digests = find_digests
+        self._verified = verified or VerifiedAdapters()
         self._known: dict[str, KnownAdapter] = {}
         self._by_folder: dict[Path, tuple[Signature, str]] = {}
         self._lock = threading.RLock()
@@ -52,41 +155,44 @@ class AdapterCatalog:
         return self.rules.base
 
     def register(self, folder: Path) -> KnownAdapter:
-        """Reads and checks the folder, unless the same files were read before."""
+        """Inspects a folder and returns its adapter; refuses one that must not be served.
+
+        The weights are read only if their values were not checked before.
+        """
         folder = folder.expanduser().resolve()
         signature = _signature(folder)
         with self._lock:
             seen = self._by_folder.get(folder)
             if seen is not None and seen[0] == signature and seen[1] in self._known:
                 return self._known[seen[1]]
-        # Outside the lock, so that a slow disk here keeps nobody else waiting.
-        adapter, image = self._read(folder)
+        # The lock is not held while files are read: a slow disk must not block other folders.
+        found = self._inspect(folder)
+        values = self._check_values(folder, signature, found)
+        layout = self.rules.packing.plan(found.ranks)
         known = KnownAdapter(
-            cid=adapter.cid,
+            cid=values.cid,
             folder=folder,
-            num_elements=image.layout.num_elements,
-            num_bytes=image.num_bytes,
-            max_rank=image.layout.max_rank,
-            warnings=adapter.warnings,
+            num_elements=layout.num_elements,
+            num_bytes=layout.num_elements * self.rules.packing.dtype.itemsize,
+            max_rank=layout.max_rank,
+            warnings=(*found.warnings, *values.warnings),
         )
         with self._lock:
             self._known[known.cid] = known
             self._by_folder[folder] = (signature, known.cid)
-        if self.on_image is not None:
-            self.on_image(image)
         return known
 
     def forget(self, cid: str) -> None:
-        """Drops all that is known of an adapter; unknown ids are fine."""
+        """Removes an adapter from the catalog; does nothing for an unknown CID."""
         with self._lock:
             self._known.pop(cid, None)
             for folder in [f for f, (_, known) in self._by_folder.items() if known == cid]:
                 del self._by_folder[folder]
 
     def verify(self, cid: str) -> KnownAdapter:
-        """Reads the folder as if nothing were in memory; refuses if it holds another adapter."""
+        """Reads, hashes and checks an adapter's folder; refuses it if its files were replaced."""
         known = self.get(cid)
-        self._read_known(known)
+        self._read(known)
         return known
 
     def get(self, cid: str) -> KnownAdapter:
@@ -100,11 +206,34 @@ class AdapterCatalog:
             return list(self._known.values())
 
     def read(self, cid: str) -> AdapterImage:
-        """From its folder, checked as if it were new."""
-        return self._read_known(self.get(cid))
+        """Reads, hashes, checks and packs an adapter; called on the loader's threads."""
+        return self.rules.packing.pack(self._read(self.get(cid)))
 
-    def _read_known(self, known: KnownAdapter) -> AdapterImage:
-        adapter, image = self._read(known.folder)
+    def _inspect(self, folder: Path) -> InspectedAdapter:
+        rules = self.rules
+        return inspect_adapter(
+            folder, rules.base, max_rank=rules.max_rank, strict_base=rules.strict_base
+        )
+
+    def _check_values(
+        self, folder: Path, signature: Signature, found: InspectedAdapter
+    ) -> VerifiedValues:
+        values = self._verified.find(folder, signature)
+        if values is not None:
+            return values
+        digests = self._find_digests(folder)
+        if digests is not None:
+            cid = compute_cid(make_manifest(found.config.canonical(), digests))
+            values = self._verified.find_cid(cid)
+        if values is None:
+            adapter = self._read_folder(folder)
+            _check_overflow(adapter, self.rules.packing.dtype)
+            values = VerifiedValues(adapter.cid, adapter.warnings[len(found.warnings) :])
+        self._verified.add(folder, signature, values)
+        return values
+
+    def _read(self, known: KnownAdapter) -> CheckedAdapter:
+        adapter = self._read_folder(known.folder)
         if adapter.cid != known.cid:
             raise AdapterRefused(
                 "changed_on_disk",
@@ -112,14 +241,30 @@ class AdapterCatalog:
                 "replaced.",
                 fix="Send the request again to use the new files.",
             )
-        return image
+        return adapter
 
-    def _read(self, folder: Path) -> tuple[CheckedAdapter, AdapterImage]:
+    def _read_folder(self, folder: Path) -> CheckedAdapter:
         rules = self.rules
-        adapter = read_adapter(
+        return read_adapter(
             folder, rules.base, max_rank=rules.max_rank, strict_base=rules.strict_base
         )
-        return adapter, rules.packing.pack(adapter)
+
+
+def _check_overflow(adapter: CheckedAdapter, dtype: torch.dtype) -> None:
+    """Refuses weights that are finite in the file and not in the serving dtype."""
+    for module in adapter.modules:
+        a, b = (torch.stack(torch.aminmax(half)) for half in (module.a, module.b))
+        served = torch.cat([a.to(dtype), (b.float() * module.scale).to(dtype)])
+        if not torch.isfinite(served).all():
+            raise AdapterRefused(
+                "overflow",
+                f"Its weights, times their scale, are too large for {dtype}.",
+                fix="Serve with dtype bfloat16 or float32.",
+            )
+
+
+def _encode(folder: str, signature: Signature, values: VerifiedValues) -> bytes:
+    return json.dumps([folder, signature, values.cid, values.warnings]).encode() + b"\n"
 
 
 def _signature(folder: Path) -> Signature:

@@ -70,20 +70,20 @@ def build_engine(
         max_rank=config.max_rank,
         strict_base=config.strict_base,
     )
-    memory = build_memory(config, rules, pool, clock=clock, loads=loads)
+    directory = None if device_plan is None else device_plan.make_directory(pool)
+    memory = build_memory(config, rules, pool, clock=clock, loads=loads, device_table=directory)
     scheduler = Scheduler(
         _scheduler_config(model, config, pool),
         pages=memory.pages,
-        room=memory.room,
+        reclaimer=memory.reclaimer,
         adapters=memory.residency,
         prefixes=memory.prefixes,
     )
     vocab_size = model.config.vocab_size
-    if device_plan is not None:
-        from loramux.engine.build_device import connect, prepare
+    if device_plan is not None and directory is not None:
+        from loramux.engine.build_device import prepare
 
-        device_runner = device_plan.make_runner(pool)
-        connect(device_runner, memory)
+        device_runner = device_plan.make_runner(pool, directory)
         prepare(device_plan, device_runner, progress)
         return Engine(
             scheduler=scheduler, executor=device_runner, memory=memory, vocab_size=vocab_size
@@ -95,7 +95,7 @@ def build_engine(
         decoder=model.decoder,
         site_names=tuple(site.name for site in sites),
         pool=pool,
-        adapters=memory.residency.resident,
+        adapters=memory.placement.device,
         kernels=select_kernels(
             config.device,
             reference=config.wants_reference_kernels or config.is_gpu,
@@ -108,7 +108,7 @@ def build_engine(
         executor=runner,
         memory=memory,
         vocab_size=vocab_size,
-        merge=_merge_controller(config, runner, PageDeltas(memory.residency.resident, pool)),
+        merge=_merge_controller(config, runner, PageDeltas(memory.placement.device, pool)),
     )
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from loramux.adapters.packed.dense import Site
 from loramux.config.engine import EngineConfig
-from loramux.engine.memory import EngineMemory
 from loramux.errors import DoesNotFit
 from loramux.kernels.select import select_device_kernels
 from loramux.lora.segmented import DeviceDirectory
@@ -48,15 +47,17 @@ class DevicePlan:
             device=device,
         )
 
-    def make_runner(self, pool: PagePool) -> GpuRunner:
+    def make_directory(self, pool: PagePool) -> DeviceDirectory:
         max_adapters = min(_MAX_ADAPTERS, pool.num_pages)
-        directory = DeviceDirectory(
+        return DeviceDirectory(
             self.sites,
             num_layers=self.geometry.num_layers,
             max_adapters=max_adapters,
             max_blocks=_GROUPS_PER_ADAPTER * max_adapters,
             device=pool.device,
         )
+
+    def make_runner(self, pool: PagePool, directory: DeviceDirectory) -> GpuRunner:
         return GpuRunner(
             decoder=self.model.decoder,
             pool=pool,
@@ -77,22 +78,6 @@ def prepare(plan: DevicePlan, runner: GpuRunner, progress: Progress | None) -> N
 
 def _fits(step: StepPlan, num_pages: int) -> bool:
     return sum(len(chunk.page_ids) for chunk in step.chunks) <= num_pages
-
-
-def connect(runner: GpuRunner, memory: EngineMemory) -> None:
-    """The runner hears of every adapter that comes to the device and leaves it."""
-    directory, residency = runner.directory, memory.residency
-
-    def fence(page_ids: list[int]) -> None:
-        if not memory.pages.is_settled(page_ids):
-            memory.pool.fence(page_ids)
-
-    residency.listeners.on_take.append(fence)
-    residency.listeners.on_arrive.append(directory.add)
-    residency.listeners.on_leave.append(directory.remove)
-    wanted = residency.limits.max_adapters
-    most = directory.max_adapters if wanted is None else min(wanted, directory.max_adapters)
-    residency.limits = replace(residency.limits, max_adapters=most)
 
 
 def measured_pool_bytes(
@@ -123,7 +108,7 @@ def _working_bytes(plan: DevicePlan, device: torch.device) -> int:
     release_cached(device)
     before, _ = device_memory_bytes(device)
     pool = plan.make_pool(_pages_of_step(plan), device)
-    runner = plan.make_runner(pool)
+    runner = plan.make_runner(pool, plan.make_directory(pool))
     runner.run(largest_step(plan))
     runner.capture_largest()
     after, _ = device_memory_bytes(device)

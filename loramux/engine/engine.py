@@ -25,9 +25,6 @@ from loramux.types.step import Chunk, InFlightStep, StepPlan
 
 # A step without work waits this long for a loading adapter before the loop reads its commands.
 _LOAD_WAIT_S = 0.005
-# Steps of at least this many tokens are used to estimate the cost of a prefill token.
-_MIN_TIMED_TOKENS = 64
-_SMOOTHING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class Engine:
         self.memory = memory
         self.vocab_size = vocab_size
         self.merge = merge
-        self._tracker = RequestTracker(memory.residency, memory.tiers)
+        self._tracker = RequestTracker(memory.residency, memory.placement)
         self._in_flight: _Launched | None = None
         self._last_result_s = 0.0
 
@@ -133,7 +130,7 @@ class Engine:
         if not self.residency.load_now(cids):
             raise DoesNotFit("The pool has no room for these adapters at once.")
         try:
-            if not self.memory.room.make_room(sum(num_pages)):
+            if not self.memory.reclaimer.reclaim(sum(num_pages)):
                 raise DoesNotFit("The pool has no room for these prompts.")
             page_ids = self.pages.allocate(owner, sum(num_pages)) or []
             try:
@@ -153,7 +150,7 @@ class Engine:
         with nullcontext() if self.merge is None else self.merge.step(plan):
             began = time.perf_counter()
             step = self.executor.launch(plan)
-        self.pages.num_launched += 1
+        self.pages.step_launched()
         return _Launched(plan, step, began)
 
     def _apply_result(self) -> list[TokenEvent]:
@@ -162,18 +159,12 @@ class Engine:
         if launched is None:
             return self._tracker.attach_facts(self.scheduler.take_events(), None)
         plan, result = launched.plan, launched.step.result()
-        self.pages.num_landed += 1
+        self.pages.step_finished()
         now = time.perf_counter()
-        self._note_time(plan, now - max(launched.launched_s, self._last_result_s))
+        began = max(launched.launched_s, self._last_result_s)
+        self.memory.costs.record_step(now - began, plan.num_tokens)
         self._last_result_s = now
         return self._tracker.attach_facts(self.scheduler.apply(plan, result), plan)
-
-    def _note_time(self, plan: StepPlan, seconds: float) -> None:
-        tiers = self.memory.tiers
-        tiers.step_s += _SMOOTHING * (seconds - tiers.step_s)
-        prefixes = self.memory.prefixes
-        if prefixes is not None and plan.num_tokens >= _MIN_TIMED_TOKENS:
-            prefixes.token_s += _SMOOTHING * (seconds / plan.num_tokens - prefixes.token_s)
 
     def _wait_for_adapters(self) -> None:
         if self.residency.is_loading:
@@ -195,7 +186,7 @@ class Engine:
         if self.memory.prefixes is not None:
             self.memory.prefixes.check_integrity(self.scheduler.prefix_leases())
             claims |= self.memory.prefixes.claims()
-        self.memory.room.check_integrity()
+        self.memory.reclaimer.check_integrity()
         self.pages.check_integrity(claims)
         if self.merge is not None:
             self.merge.check_integrity()

@@ -1,66 +1,97 @@
-"""The engine's memory, put together: pages, the tiers of adapters, and the prefix cache."""
+"""Builds the engine's memory: pages, adapter tiers and the prefix cache."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from loramux.adapters.catalog import AdapterCatalog, AdapterRules
+from loramux.adapters.catalog import AdapterCatalog, AdapterRules, VerifiedAdapters
+from loramux.adapters.identity import FileDigest
 from loramux.adapters.packed.image import AdapterImage
 from loramux.config.engine import EngineConfig
+from loramux.memory.adapter_eviction import ResidencyLimits
+from loramux.memory.cost import CostModel
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.host_tier import HostTier
 from loramux.memory.loader import AdapterLoader
-from loramux.memory.offers import ResidencyLimits
 from loramux.memory.pages import PageAllocator
-from loramux.memory.policies import make_policy, miss_cost_s
+from loramux.memory.policies import make_policy
 from loramux.memory.pool import PagePool
-from loramux.memory.prefix import PrefixCache
-from loramux.memory.reclaim import Reclaimer
-from loramux.memory.records import LowerTiers
-from loramux.memory.residency import AdapterResidency
+from loramux.memory.prefix import PrefixCache, ReuseEstimator
+from loramux.memory.reclaim import PageTier, Reclaimer
+from loramux.memory.records import Placement
+from loramux.memory.residency import AdapterResidency, DeviceTable, LowerTiers
+from loramux.store.files import find_record
 
 Clock = Callable[[], float]
-# Upper bounds of the histogram of step time lost to loads, in seconds.
-LOSS_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+# Upper bounds, in seconds, of the histogram of step time spent on loads.
+STALL_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 @dataclass(slots=True)
-class LossHistogram:
-    """Time that the step loop itself spent on loads, for each step that had to do with one."""
+class StallHistogram:
+    """Counts steps by the time that the step loop itself spent on loads."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(LOSS_BUCKETS_S) + 1))
+    counts: list[int] = field(default_factory=lambda: [0] * (len(STALL_BUCKETS_S) + 1))
     total_s: float = 0.0
 
     def add(self, seconds: float) -> None:
-        self.counts[bisect_left(LOSS_BUCKETS_S, seconds)] += 1
+        self.counts[bisect_left(STALL_BUCKETS_S, seconds)] += 1
         self.total_s += seconds
+
+
+class BoundedDeviceTable(DeviceTable, Protocol):
+    """The runner's table of adapters, which has a fixed number of entries."""
+
+    @property
+    def max_adapters(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
+    """The page pool of an engine and everything that lives in it."""
+
     pool: PagePool
-    pages: PageAllocator
-    room: Reclaimer
+    tier: PageTier
     catalog: AdapterCatalog
     tiers: LowerTiers
     residency: AdapterResidency
     prefixes: PrefixCache | None
-    clock: Clock
-    losses: LossHistogram = field(default_factory=LossHistogram)
+    stalls: StallHistogram = field(default_factory=StallHistogram)
+
+    @property
+    def pages(self) -> PageAllocator:
+        return self.tier.pages
+
+    @property
+    def reclaimer(self) -> Reclaimer:
+        return self.tier.reclaimer
+
+    @property
+    def placement(self) -> Placement:
+        return self.tier.placement
+
+    @property
+    def costs(self) -> CostModel:
+        return self.tier.costs
+
+    @property
+    def clock(self) -> Clock:
+        return self.tier.clock
 
     def move_adapters(self) -> None:
-        """Once a step: take what has been loaded, start what is wanted."""
+        """Takes loads that have ended and starts new ones; called once per step."""
         began = time.perf_counter()
         if self.residency.poll():
-            self.losses.add(time.perf_counter() - began)
+            self.stalls.add(time.perf_counter() - began)
 
     def forget(self, cid: str) -> bool:
-        """Frees all that an adapter holds; False: it is in use, and nothing was done."""
+        """Frees everything that an adapter holds; returns False if it is in use."""
         if not self.residency.forget(cid):
             return False
         self.catalog.forget(cid)
@@ -77,49 +108,67 @@ def build_memory(
     *,
     clock: Clock,
     loads: Executor | None = None,
+    device_table: BoundedDeviceTable | None = None,
 ) -> EngineMemory:
-    pages = PageAllocator(pool.num_pages)
-    room = Reclaimer(pages)
+    """Builds the memory of an engine.
+
+    `loads`: runs the loads; None for loader threads. `device_table`: the runner's table of adapters
+    on the device, if it has one.
+    """
     policy = make_policy(config.eviction)
-    catalog = AdapterCatalog(rules)
-    tiers = _lower_tiers(config, pool, catalog, loads)
-    residency = AdapterResidency(
+    pages = PageAllocator(pool.num_pages)
+    reuse = ReuseEstimator(pool.num_pages)
+    placement = Placement()
+    tier = PageTier(
         pages=pages,
-        room=room,
-        tiers=tiers,
+        reclaimer=Reclaimer(
+            pages, single_use_penalty=lambda: policy.reuse_penalty(reuse.single_use_factor)
+        ),
         policy=policy,
-        pages_for=pool.pages_for_elements,
+        placement=placement,
+        costs=CostModel(placement),
         clock=clock,
     )
-    residency.limits = ResidencyLimits(
-        max_pages=_page_cap(config, pool), max_adapters=config.max_active_adapters
-    )
+    catalog = _catalog(config, rules)
+    lower = _lower_tiers(config, pool, catalog, tier, loads)
     prefixes = None
     if config.prefix_cache:
-        prefixes = PrefixCache(
-            pages=pages,
-            reclaimer=room,
-            policy=policy,
-            block_tokens=config.block_tokens,
-            clock=clock,
-        )
-        residency.prefixes = prefixes
+        prefixes = PrefixCache(tier, reuse=reuse, block_tokens=config.block_tokens)
+    residency = AdapterResidency(
+        tier,
+        memory=pool,
+        lower=lower,
+        limits=_limits(config, pool, device_table),
+        prefixes=prefixes,
+        device_table=device_table,
+    )
     return EngineMemory(
         pool=pool,
-        pages=pages,
-        room=room,
+        tier=tier,
         catalog=catalog,
-        tiers=tiers,
+        tiers=lower,
         residency=residency,
         prefixes=prefixes,
-        clock=clock,
     )
+
+
+def _catalog(config: EngineConfig, rules: AdapterRules) -> AdapterCatalog:
+    folder = None
+    if config.disk_folder is not None:
+        folder = Path(config.disk_folder).expanduser() / rules.packing.fingerprint[:16]
+    return AdapterCatalog(rules, find_digests=_stored_digests, verified=VerifiedAdapters(folder))
+
+
+def _stored_digests(folder: Path) -> Mapping[str, FileDigest] | None:
+    record = find_record(folder)
+    return None if record is None else record.weights_files
 
 
 def _lower_tiers(
     config: EngineConfig,
     pool: PagePool,
     catalog: AdapterCatalog,
+    tier: PageTier,
     loads: Executor | None,
 ) -> LowerTiers:
     disk = None
@@ -129,26 +178,20 @@ def _lower_tiers(
             budget_bytes=config.disk_space_bytes,
             packing=catalog.rules.packing,
             policy=make_policy(config.eviction, is_lower_tier=True),
+            placement=tier.placement,
+            costs=tier.costs,
         )
+    host = HostTier(
+        budget_bytes=config.host_memory_bytes,
+        policy=make_policy(config.eviction, is_lower_tier=True),
+        placement=tier.placement,
+        costs=tier.costs,
+        max_adapters=config.max_cpu_loras,
+    )
 
     def write_pages(page_ids: list[int], image: AdapterImage) -> None:
         pool.write(page_ids, image.buffer)
 
-    def cost_s(cid: str, num_bytes: int) -> float:
-        return miss_cost_s(
-            tiers.read_s(cid, num_bytes),
-            is_held_above=cid in tiers.on_device,
-            miss_rate_above=tiers.device_miss_rate,
-        )
-
-    host = HostTier(
-        budget_bytes=config.host_memory_bytes,
-        policy=make_policy(config.eviction, is_lower_tier=True),
-        cost_s=cost_s,
-        max_adapters=config.max_cpu_loras,
-    )
-    if disk is not None:
-        disk.is_held_above = host.__contains__
     loader = AdapterLoader(
         source=catalog,
         disk=disk,
@@ -157,18 +200,16 @@ def _lower_tiers(
         allocate=catalog.rules.packing.allocate,
         executor=loads,
     )
-    tiers = LowerTiers(catalog=catalog, host=host, disk=disk, loader=loader)
-
-    def keep(image: AdapterImage) -> None:
-        host.offer(image)
-        if disk is not None:
-            disk.offer(image)
-
-    catalog.on_image = keep
-    return tiers
+    return LowerTiers(catalog=catalog, host=host, disk=disk, loader=loader)
 
 
-def _page_cap(config: EngineConfig, pool: PagePool) -> int | None:
-    if config.adapter_memory_fraction == 1:
-        return None
-    return int(pool.num_pages * config.adapter_memory_fraction)
+def _limits(
+    config: EngineConfig, pool: PagePool, device_table: BoundedDeviceTable | None
+) -> ResidencyLimits:
+    max_pages = None
+    if config.adapter_memory_fraction != 1:
+        max_pages = int(pool.num_pages * config.adapter_memory_fraction)
+    caps = [config.max_active_adapters, None if device_table is None else device_table.max_adapters]
+    return ResidencyLimits(
+        max_pages=max_pages, max_adapters=min((c for c in caps if c is not None), default=None)
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from loramux.memory.records import LowerTiers
+from loramux.memory.records import Placement
 from loramux.memory.residency import AdapterResidency
 from loramux.memory.tiers import AdapterState
 from loramux.types.request import Request, RequestFacts, TokenEvent
@@ -30,9 +30,9 @@ class _Arrival:
 
 
 class RequestTracker:
-    def __init__(self, residency: AdapterResidency, tiers: LowerTiers) -> None:
+    def __init__(self, residency: AdapterResidency, placement: Placement) -> None:
         self._residency = residency
-        self._tiers = tiers
+        self._placement = placement
         self._open: dict[str, _Arrival] = {}
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class RequestTracker:
             return record.load_origin
         if cid in self._residency:
             return AdapterState.DEVICE
-        return self._tiers.resting_place(cid)
+        return self._placement.resting_state(cid)
 
     def _load_s(self, cid: str) -> float:
         record = self._residency.records.get(cid)

@@ -6,7 +6,7 @@ import time
 
 from loramux.backend import AdapterUse, EngineStats, TierStats
 from loramux.engine.engine import Engine
-from loramux.engine.memory import LOSS_BUCKETS_S
+from loramux.engine.memory import STALL_BUCKETS_S
 from loramux.memory.records import AdapterRecord
 from loramux.memory.tiers import TierCounters
 
@@ -14,14 +14,14 @@ from loramux.memory.tiers import TierCounters
 def engine_stats(engine: Engine, *, num_steps: int) -> EngineStats:
     """Returns all statistics but `resident_adapters`, which is reported as changes."""
     memory = engine.memory
-    device = memory.tiers.device_counters
+    device = memory.costs.device
     prefixes = memory.prefixes
     return EngineStats(
         num_running=engine.scheduler.num_running,
         num_waiting=engine.scheduler.num_waiting,
         num_pages=engine.pages.num_pages,
         num_free_pages=engine.pages.num_free,
-        num_idle_pages=memory.room.num_available - engine.pages.num_free,
+        num_idle_pages=memory.reclaimer.num_available - engine.pages.num_free,
         num_preemptions=engine.scheduler.num_preemptions,
         num_adapter_loads=device.loads,
         num_adapter_evictions=device.evictions,
@@ -31,15 +31,17 @@ def engine_stats(engine: Engine, *, num_steps: int) -> EngineStats:
         tiers=tier_stats(engine),
         prefix_query_tokens=0 if prefixes is None else prefixes.num_query_tokens,
         prefix_hit_tokens=0 if prefixes is None else prefixes.num_hit_tokens,
-        step_loss_s=_losses(memory.losses.counts),
-        step_loss_sum_s=memory.losses.total_s,
+        step_loss_s=_losses(memory.stalls.counts),
+        step_loss_sum_s=memory.stalls.total_s,
     )
 
 
 def tier_stats(engine: Engine) -> tuple[TierStats, ...]:
     tiers, pool, residency = engine.memory.tiers, engine.memory.pool, engine.residency
     used = residency.num_held_pages * pool.page_bytes
-    device = _stats("device", tiers.device_counters, pool.storage.nbytes, used, residency.num_held)
+    device = _stats(
+        "device", engine.memory.costs.device, pool.storage.nbytes, used, residency.num_held
+    )
     host = tiers.host
     stats = [
         device,
@@ -84,7 +86,7 @@ def _tier(engine: Engine, cid: str, record: AdapterRecord | None) -> str:
         return "loading"
     if cid in engine.residency:
         return "device"
-    return str(engine.memory.tiers.resting_place(cid))
+    return str(engine.memory.placement.resting_state(cid))
 
 
 def _stats(
@@ -106,5 +108,5 @@ def _stats(
 
 
 def _losses(counts: list[int]) -> dict[str, int]:
-    bounds = [*(str(bound) for bound in LOSS_BUCKETS_S), "+Inf"]
+    bounds = [*(str(bound) for bound in STALL_BUCKETS_S), "+Inf"]
     return dict(zip(bounds, counts, strict=True))

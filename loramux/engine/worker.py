@@ -46,7 +46,7 @@ from loramux.engine.messages import (
 from loramux.engine.stats import adapter_uses, engine_stats
 from loramux.engine.usage import UsageFile
 from loramux.errors import LoramuxError
-from loramux.memory.loader import step_back
+from loramux.memory.loader import lower_priority
 from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
 from loramux.types.request import TokenEvent
@@ -80,7 +80,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         # Adapters are read and checked on another thread, so that the step loop goes on.
         self._readers = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="adapters", initializer=step_back
+            max_workers=1, thread_name_prefix="adapters", initializer=lower_priority
         )
         # Removed by the server, but still used by a sequence.
         self._removed: set[str] = set()

@@ -100,7 +100,7 @@ class LoraStacks:
 
     def _provide(self, stack: Stack, slot: int, member: ResidentAdapter) -> None:
         """The slot's address leads to this adapter, wherever its pages are by now."""
-        if self._in_place and member.is_one_run:
+        if self._in_place and member.is_contiguous:
             stack.addresses[slot] = self._pool.address(member.page_ids[0])
             return
         row = stack.storage[slot]

@@ -1,11 +1,10 @@
-"""Packed adapters on disk, by content id: one read brings one to host memory."""
+"""Disk tier: one file per packed adapter, named by its CID, within a byte budget."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from loramux.adapters.identity import CID_PREFIX
@@ -13,21 +12,23 @@ from loramux.adapters.packed.file import KnownLayouts, OnSlice, read_image, writ
 from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer
 from loramux.adapters.packed.packing import Packing
 from loramux.errors import AdapterRefused
-from loramux.memory.policies import EvictionPolicy, miss_cost_s
+from loramux.memory.cost import CostModel
+from loramux.memory.policies import EvictionPolicy
+from loramux.memory.records import Placement
 from loramux.memory.tiers import TierCounters
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".image"
-# What reading and checking a PEFT folder takes, roughly.
-_SOURCE_S = 1e-2
-_SOURCE_BYTES_PER_S = 2e8
+# Upper limit of the bytes that a file has besides the image.
+_FILE_OVERHEAD_BYTES = 2**16
 
 
 class DiskTier:
-    """Used from worker threads. Several processes may share the folder: files appear whole.
+    """Keeps image files; their sizes are in placement.disk.
 
-    What the images look like depends on the base's shapes and the dtype, so these choose a folder
-    of their own; the budget is per such folder.
+    It is called from loader threads. Several processes may share the folder: files appear
+    atomically. The format of an image depends on the base's shapes and the dtype, so that each
+    packing has a subfolder of its own; the budget applies to this subfolder.
     """
 
     def __init__(
@@ -37,19 +38,19 @@ class DiskTier:
         budget_bytes: int,
         packing: Packing,
         policy: EvictionPolicy,
+        placement: Placement,
+        costs: CostModel,
     ) -> None:
         self.budget_bytes = budget_bytes
-        self.counters = TierCounters()
-        self.is_held_above: Callable[[str], bool] = lambda cid: False
-        """Whether host memory has it too."""
         self._folder = folder / packing.fingerprint[:16]
         self._policy = policy
+        self._costs = costs
         self._lock = threading.Lock()
-        self._sizes: dict[str, int] = {}
+        self._sizes = placement.disk
         self._layouts = KnownLayouts(packing)
         if budget_bytes > 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._look()
+            self._scan()
 
     def __contains__(self, cid: str) -> bool:
         return cid in self._sizes
@@ -58,13 +59,17 @@ class DiskTier:
         return len(self._sizes)
 
     @property
+    def counters(self) -> TierCounters:
+        return self._costs.disk
+
+    @property
     def used_bytes(self) -> int:
         return sum(self._sizes.copy().values())
 
     def read(
         self, cid: str, allocate: Allocate = mapped_buffer, on_slice: OnSlice | None = None
     ) -> AdapterImage | None:
-        """None: it is not here (any more); a file that is not right is removed."""
+        """Returns None if the image is not there; removes a file that is corrupt."""
         if cid not in self._sizes:
             return None
         path = self._path(cid)
@@ -81,24 +86,19 @@ class DiskTier:
         return None
 
     def used(self, cid: str, now: float) -> None:
-        """A request asked for it, and no faster tier had it."""
+        """Records a request whose adapter was in no faster tier."""
         self._policy.used(cid, now)
 
-    def offer(self, image: AdapterImage) -> None:
-        """Keeps an image that is at hand anyway, if that costs nobody else his place."""
-        if self.used_bytes + image.num_bytes + 2**16 <= self.budget_bytes:
-            self.put(image)
-
     def put(self, image: AdapterImage) -> bool:
-        """False: there is no room for it, or the disk is full; both are fine."""
+        """Writes an image, evicting others; returns False if that is not possible."""
         path = self._path(image.cid)
-        num_bytes = image.num_bytes + 2**16
+        num_bytes = image.num_bytes + _FILE_OVERHEAD_BYTES
         with self._lock:
             if image.cid in self._sizes:
                 return True
-            if not self._make_room(num_bytes):
+            if not self._evict_for(num_bytes):
                 return False
-            # Counted before it is written, so that two writers cannot both take the last bytes.
+            # Counted before it is written: two writers must not take the same free bytes.
             self._sizes[image.cid] = num_bytes
         try:
             write_image(path, image)
@@ -121,22 +121,22 @@ class DiskTier:
     def _path(self, cid: str) -> Path:
         return self._folder / (cid.rpartition(":")[2] + _SUFFIX)
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
+        """Takes over the files of an earlier process, and removes unfinished ones."""
         for entry in os.scandir(self._folder):
             if entry.name.endswith(_SUFFIX):
-                cid = CID_PREFIX + entry.name.removesuffix(_SUFFIX)
-                self._sizes[cid] = entry.stat().st_size
+                self._sizes[CID_PREFIX + entry.name.removesuffix(_SUFFIX)] = entry.stat().st_size
             elif entry.name.endswith(".partial"):
                 Path(entry.path).unlink(missing_ok=True)
-        self._make_room(0)
+        self._evict_for(0)
 
-    def _make_room(self, num_bytes: int) -> bool:
+    def _evict_for(self, num_bytes: int) -> bool:
         if num_bytes > self.budget_bytes:
             return False
         used = sum(self._sizes.values())
         if used + num_bytes <= self.budget_bytes:
             return True
-        for cid in sorted(self._sizes, key=self._worth):
+        for cid in sorted(self._sizes, key=self._score):
             freed = self._sizes.pop(cid)
             used -= freed
             self._policy.evicted(freed / max(1, self.budget_bytes))
@@ -146,9 +146,6 @@ class DiskTier:
                 break
         return True
 
-    def _worth(self, cid: str) -> float:
+    def _score(self, cid: str) -> float:
         size = self._sizes[cid]
-        cost_s = miss_cost_s(
-            _SOURCE_S + size / _SOURCE_BYTES_PER_S, is_held_above=self.is_held_above(cid)
-        )
-        return self._policy.worth(cid, cost_s=cost_s, size=size)
+        return self._policy.score(cid, cost_s=self._costs.disk_miss_s(cid, size), size=size)

@@ -1,4 +1,4 @@
-"""Memory of images, used again by the next one."""
+"""Recycles the host memory of adapter images."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from loramux.adapters.packed.image import mapped_memory
 
 
 class HostBuffers:
-    """A system takes longer to give new memory than a load takes to fill it.
+    """Keeps the memory of freed images for the next image of the same size.
 
-    So what an image leaves is kept for the next of its size, as long as there are no more than
-    `spare_bytes` of that, and no more than `budget_bytes` of it and of images together.
+    Page faults on new memory take longer than the load that fills it. At most `spare_bytes` are
+    kept, and at most `budget_bytes` are used by images and spare memory together.
     """
 
     def __init__(self, *, spare_bytes: int, budget_bytes: int) -> None:
@@ -24,7 +24,7 @@ class HostBuffers:
         self._budget_bytes = budget_bytes
         self._spares: list[mmap.mmap] = []
         self._num_used_bytes = 0
-        # A buffer may be given back by a collection of garbage that begins under this very lock.
+        # Reentrant: a garbage collection under the lock may free another buffer.
         self._lock = threading.RLock()
 
     @property
@@ -33,10 +33,10 @@ class HostBuffers:
             return sum(len(memory) for memory in self._spares)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """What is in it is left from another: it has to be written as a whole."""
+        """Returns an uninitialized buffer; it may hold the bytes of an earlier image."""
         memory = self._take(max(1, num_elements) * dtype.itemsize)
         array = np.frombuffer(memory, dtype=np.uint8)
-        weakref.finalize(array, self._give_back, memory).atexit = False
+        weakref.finalize(array, self._recycle, memory).atexit = False
         return torch.from_numpy(array).view(dtype)[:num_elements]
 
     def _take(self, num_bytes: int) -> mmap.mmap:
@@ -48,7 +48,7 @@ class HostBuffers:
             self._drop_spares()
         return mapped_memory(num_bytes)
 
-    def _give_back(self, memory: mmap.mmap) -> None:
+    def _recycle(self, memory: mmap.mmap) -> None:
         with self._lock:
             self._num_used_bytes -= len(memory)
             if len(memory) <= self.spare_bytes:
@@ -56,7 +56,7 @@ class HostBuffers:
             self._drop_spares()
 
     def _drop_spares(self) -> None:
-        """The oldest first, until the others are within the limits."""
+        """Frees spare memory, oldest first, until it is within the limits."""
         limit = min(self.spare_bytes, self._budget_bytes - self._num_used_bytes)
         while self._spares and self.num_spare_bytes > limit:
             del self._spares[0]

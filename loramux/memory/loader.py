@@ -1,4 +1,4 @@
-"""Threads that bring adapters from disk or source to host memory, and on into their pages."""
+"""Loader threads: read adapters from disk or source into host memory and copy them into pages."""
 
 from __future__ import annotations
 
@@ -7,38 +7,39 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer
 from loramux.errors import LoramuxError
 from loramux.memory.disk_tier import DiskTier
-from loramux.memory.pace import Pace
 from loramux.memory.tiers import AdapterState
 
 _NICENESS = 19
 _NUM_THREADS = 2
-# For so long a thread may keep the interpreter from another one that wants it. Python's own 5 ms
-# are a twentieth of a step on a small CPU, and a step asks hundreds of times.
+# How long a thread may hold the GIL while another waits for it. The default of 5 ms is a twentieth
+# of a step on a small CPU, and a step takes the GIL hundreds of times.
 _SWITCH_INTERVAL_S = 0.0005
+# Seconds of sleep for each second of work, while steps run on the same cores. With this value a
+# load of 20 MiB takes about four steps of a small model on two cores.
+SLEEP_FACTOR = 6.0
 
-
-# Into these pages, from this byte on, these bytes.
+# (page ids, offset of the first byte, bytes)
 WriteSlice = Callable[[list[int], int, memoryview], None]
 
 
 class ImageSource(Protocol):
     def read(self, cid: str) -> AdapterImage:
-        """Reads and checks the adapter where it came from."""
+        """Reads, checks and packs the adapter from the folder it was registered with."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """How one load ended."""
+class LoadResult:
+    """The result of one load: an image, or the error that ended it."""
 
     cid: str
     image: AdapterImage | None = None
@@ -48,8 +49,53 @@ class Arrival:
     copy_s: float = 0.0
 
 
+class LoadThrottle:
+    """Makes loader threads sleep after each slice of work, to limit their effect on steps.
+
+    Even a load on an otherwise idle core delays the step loop: the core has to be preempted, and
+    the GIL taken back.
+    """
+
+    def __init__(
+        self,
+        sleep_factor: float = SLEEP_FACTOR,
+        *,
+        worked_s: Callable[[], float] = time.thread_time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`worked_s` returns the CPU time of the calling thread."""
+        self._sleep_factor = sleep_factor
+        self._worked_s = worked_s
+        self._sleep = sleep
+        self._is_off = False
+        self._threads = threading.local()
+        # Held during a sleep, so that the threads do not work at the same time.
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Starts to measure the calling thread's work."""
+        self._threads.worked_s = self._worked_s()
+
+    def pause(self) -> None:
+        """Sleeps in proportion to the calling thread's work since the last begin() or pause()."""
+        if self._is_off:
+            return
+        with self._lock:
+            self._sleep(self._sleep_factor * (self._worked_s() - self._threads.worked_s))
+        self.begin()
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Turns the throttle off while the step loop only waits for loads."""
+        self._is_off = True
+        try:
+            yield
+        finally:
+            self._is_off = False
+
+
 class AdapterLoader:
-    """Jobs go in from the step loop, arrivals come out there; nothing here waits for a step."""
+    """Takes jobs from the step loop and hands results back to it; it never waits for a step."""
 
     def __init__(
         self,
@@ -61,52 +107,54 @@ class AdapterLoader:
         allocate: Allocate = mapped_buffer,
         executor: Executor | None = None,
     ) -> None:
-        """`write_slice`: where pages can be filled with parts of an image, while it is read.
+        """Creates a loader.
 
-        That is where steps run on the cores that loads need, too.
+        `write_slice` fills pages with parts of an image while it is read. It is given where steps
+        run on the same cores as loads, that is on a CPU. `executor`: None for threads of its own.
         """
         self._source = source
         self._disk = disk
         self._write_pages = write_pages
         self._write_slice = write_slice
-        self._pace = Pace()
+        self._throttle = LoadThrottle()
         self._allocate = allocate
-        self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         self._threads = executor or ThreadPoolExecutor(
-            max_workers=_NUM_THREADS, thread_name_prefix="loader", initializer=step_back
+            max_workers=_NUM_THREADS, thread_name_prefix="loader", initializer=lower_priority
         )
-        self.max_open = 2 * _NUM_THREADS
-        self.num_open = 0
+        self.max_active = 2 * _NUM_THREADS
+        self.num_active = 0
 
     def read(self, cid: str, page_ids: Sequence[int]) -> None:
-        """To host memory, and into the pages if there are any."""
-        self.num_open += 1
+        """Starts to read an adapter into host memory, and into its pages if it has any."""
+        self.num_active += 1
         self._threads.submit(self._read, cid, list(page_ids))
 
     def copy(self, image: AdapterImage, page_ids: Sequence[int]) -> None:
-        self.num_open += 1
+        """Starts to copy an image from host memory into pages."""
+        self.num_active += 1
         self._threads.submit(self._copy, image, list(page_ids))
 
-    def arrivals(self, *, timeout_s: float = 0.0) -> list[Arrival]:
-        """What has come in; with a timeout, waits that long for a first one."""
-        arrived: list[Arrival] = []
+    def results(self, *, timeout_s: float = 0.0) -> list[LoadResult]:
+        """Returns the loads that have ended; waits up to timeout_s for the first one."""
+        results: list[LoadResult] = []
         try:
-            arrived.append(self._await_one(timeout_s) if timeout_s else self._next())
+            results.append(self._wait_for_one(timeout_s) if timeout_s else self._next())
             while True:
-                arrived.append(self._next())
+                results.append(self._next())
         except queue.Empty:
-            self.num_open -= len(arrived)
-            return arrived
+            self.num_active -= len(results)
+            return results
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _next(self) -> Arrival:
-        return self._arrived.get_nowait()
+    def _next(self) -> LoadResult:
+        return self._results.get_nowait()
 
-    def _await_one(self, timeout_s: float) -> Arrival:
-        with self._pace.awaited():
-            return self._arrived.get(timeout=timeout_s)
+    def _wait_for_one(self, timeout_s: float) -> LoadResult:
+        with self._throttle.off():
+            return self._results.get(timeout=timeout_s)
 
     def _read(self, cid: str, page_ids: list[int]) -> None:
         began = time.perf_counter()
@@ -119,18 +167,20 @@ class AdapterLoader:
             if page_ids and not is_written:
                 self._write_pages(page_ids, image)
             copy_s = time.perf_counter() - began - read_s
-        except Exception as error:  # whoever waits for this adapter must hear of it
-            self._arrived.put(Arrival(cid=cid, error=_as_loramux_error(error)))
+        except Exception as error:  # reported to the requests that wait for it
+            self._results.put(LoadResult(cid=cid, error=_as_loramux_error(error)))
             return
-        self._arrived.put(Arrival(cid=cid, image=image, found=found, read_s=read_s, copy_s=copy_s))
+        self._results.put(
+            LoadResult(cid=cid, image=image, found=found, read_s=read_s, copy_s=copy_s)
+        )
         if self._disk is not None and found is AdapterState.SOURCE:
             self._disk.put(image)
 
     def _read_disk(self, cid: str, page_ids: list[int]) -> tuple[AdapterImage | None, bool]:
-        """The image, if it is there and right, and whether its pages are filled as well."""
+        """Returns the image, if the disk tier has it, and whether its pages are filled as well."""
         if self._disk is None:
             return None, False
-        write_slice, pace = self._write_slice, self._pace
+        write_slice, throttle = self._write_slice, self._throttle
         if write_slice is None:
             return self._disk.read(cid, self._allocate), False
 
@@ -138,9 +188,9 @@ class AdapterLoader:
             if page_ids:
                 write_slice(page_ids, start, data)
             if not is_last:
-                pace.pause()
+                throttle.pause()
 
-        pace.begin()
+        throttle.begin()
         image = self._disk.read(cid, self._allocate, pass_on)
         return image, image is not None
 
@@ -148,11 +198,11 @@ class AdapterLoader:
         began = time.perf_counter()
         try:
             self._write_pages(page_ids, image)
-        except Exception as error:  # whoever waits for this adapter must hear of it
-            self._arrived.put(Arrival(cid=image.cid, error=_as_loramux_error(error)))
+        except Exception as error:  # reported to the requests that wait for it
+            self._results.put(LoadResult(cid=image.cid, error=_as_loramux_error(error)))
             return
         seconds = time.perf_counter() - began
-        self._arrived.put(Arrival(cid=image.cid, image=image, copy_s=seconds))
+        self._results.put(LoadResult(cid=image.cid, image=image, copy_s=seconds))
 
 
 def _as_loramux_error(error: Exception) -> LoramuxError:
@@ -161,17 +211,16 @@ def _as_loramux_error(error: Exception) -> LoramuxError:
     return LoramuxError(f"The adapter could not be loaded: {error!r}. Try again.")
 
 
-def step_back() -> None:
-    """This thread, and those that it starts, run while the step loop leaves a core idle.
+def lower_priority() -> None:
+    """Lets the calling thread, and threads it starts, run only on cores that would be idle.
 
-    Niceness alone does not do it: a thread that wakes up still waits for the other's slice to end,
-    and a step has hundreds of such moments. An idle thread is interrupted at once, and gives the
-    interpreter back soon.
+    Niceness alone is not enough: a thread that wakes up still waits for the end of the other's
+    time slice, and a step has hundreds of such waits. SCHED_IDLE is preempted at once.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
     if sys.platform == "linux":
         thread_id = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread_id, _NICENESS)
-        # Some sandboxes know no other policy; there niceness has to do.
+        # Some sandboxes do not support other policies; niceness applies there.
         with suppress(OSError):
             os.sched_setscheduler(thread_id, os.SCHED_IDLE, os.sched_param(0))

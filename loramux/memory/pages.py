@@ -1,4 +1,4 @@
-"""Who owns which page of the pool. Numbers only: the bytes are in memory.pool."""
+"""Tracks the owner of each page of the pool, by page number; the bytes are in memory.pool."""
 
 from __future__ import annotations
 
@@ -10,61 +10,67 @@ Owner = tuple[str, int | str]
 
 
 class PageAllocator:
-    """Equal pages for KV blocks and adapter weights alike; each has one owner or is free."""
+    """Hands out equal pages for KV blocks and adapter weights; each has one owner or is free."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        # Blocks of the KV cache come from one end and go back there, adapters from the other: an
-        # adapter's pages stay neighbours, while blocks are taken one by one.
+        # KV pages are taken from and returned to the right end, adapter pages the left end: an
+        # adapter's pages stay contiguous although KV pages are allocated one by one.
         self._free = deque(range(num_pages))
         self._owners: dict[int, Owner] = {}
-        self.num_launched = 0
-        """Steps that the device was given."""
-        self.num_landed = 0
-        """Those of them that it has finished."""
-        # How many steps had been launched when a page was released: they may still use it.
+        self._num_launched_steps = 0
+        self._num_finished_steps = 0
+        # Page -> number of steps launched before its release; these steps may still access it.
         self._released_at: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
+    def step_launched(self) -> None:
+        """Records that a step was launched on the device."""
+        self._num_launched_steps += 1
+
+    def step_finished(self) -> None:
+        """Records that the oldest launched step has finished."""
+        self._num_finished_steps += 1
+
     def allocate(self, owner: Owner, count: int) -> list[int] | None:
-        """None: too few free pages, and nothing was taken."""
+        """Returns pages for KV blocks in ascending order, or None if too few are free."""
         if count > len(self._free):
             return None
-        # In order: what is copied to neighbouring pages is one copy.
+        # Ascending: a copy to contiguous pages is one copy.
         page_ids = sorted(self._free.pop() for _ in range(count))
         self._owners.update(dict.fromkeys(page_ids, owner))
         return page_ids
 
-    def allocate_settled(self, owner: Owner, count: int) -> list[int] | None:
-        """As allocate, from the other end, and pages that no step in flight uses come first."""
+    def allocate_for_load(self, owner: Owner, count: int) -> list[int] | None:
+        """Returns pages for an adapter, preferring those that no in-flight step accesses."""
         if count > len(self._free):
             return None
         page_ids: list[int] = []
         in_use: list[int] = []
         while self._free and len(page_ids) < count:
             page_id = self._free.popleft()
-            (page_ids if self.is_settled([page_id]) else in_use).append(page_id)
+            (page_ids if self.is_quiescent([page_id]) else in_use).append(page_id)
         num_missing = count - len(page_ids)
         page_ids += in_use[:num_missing]
         self._free.extendleft(reversed(in_use[num_missing:]))
         self._owners.update(dict.fromkeys(page_ids, owner))
         return sorted(page_ids)
 
-    def is_settled(self, page_ids: Iterable[int]) -> bool:
-        """No step in flight uses any of them."""
+    def is_quiescent(self, page_ids: Iterable[int]) -> bool:
+        """Returns whether no in-flight step accesses any of the pages for an earlier owner."""
         released_at = self._released_at
-        return all(released_at.get(page_id, 0) <= self.num_landed for page_id in page_ids)
+        return all(released_at.get(page_id, 0) <= self._num_finished_steps for page_id in page_ids)
 
     def release(self, owner: Owner, page_ids: Iterable[int]) -> None:
-        give_back = self._free.appendleft if owner[0] == "adapter" else self._free.append
+        put_back = self._free.appendleft if owner[0] == "adapter" else self._free.append
         for page_id in page_ids:
             self._check_owner(page_id, owner)
             del self._owners[page_id]
-            give_back(page_id)
-            self._released_at[page_id] = self.num_launched
+            put_back(page_id)
+            self._released_at[page_id] = self._num_launched_steps
 
     def transfer(self, page_ids: Iterable[int], owner: Owner, new_owner: Owner) -> None:
         for page_id in page_ids:
@@ -72,13 +78,13 @@ class PageAllocator:
             self._owners[page_id] = new_owner
 
     def check_integrity(self, claims: Mapping[Owner, Iterable[int]]) -> None:
-        """Every page is free or claimed, exactly once, by the owner that we have on record."""
+        """Asserts that every page is free or claimed exactly once, by its recorded owner."""
         claimed: dict[int, Owner] = {}
         for owner, page_ids in claims.items():
             for page_id in page_ids:
                 assert page_id not in claimed, f"page {page_id}: {owner} and {claimed[page_id]}"
                 claimed[page_id] = owner
-        assert claimed == self._owners, f"claims differ from records: {claimed} {self._owners}"
+        assert claimed == self._owners, f"claims differ from owners: {claimed} {self._owners}"
         free = set(self._free)
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & claimed.keys(), "a page is free and owned"

@@ -1,4 +1,4 @@
-"""The bytes of the page pool: one allocation that holds KV blocks and adapter weights."""
+"""The memory of the page pool: one allocation for KV blocks and adapter weights."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from loramux.memory.device import Fence, SideCopier, zeros
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
+    """The dimensions of the KV cache of a base model."""
+
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -20,19 +22,19 @@ class KVGeometry:
 
     @property
     def token_elements(self) -> int:
-        """Elements of one token's keys (or values) in one layer."""
+        """Returns the elements of one token's keys (or values) in one layer."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def page_elements(self) -> int:
-        """A page holds the keys and values of block_tokens tokens for every layer."""
+        """Returns the elements of a page: keys and values of block_tokens tokens in all layers."""
         return self.num_layers * 2 * self.block_tokens * self.token_elements
 
 
 class PagePool:
-    """storage [pages, elements]; a KV page is [layer][key, value][token][kv head][head dim].
+    """Holds `storage` [pages, elements]; a KV page is [layer][K, V][token][kv head][head dim].
 
-    Token-major inside a page, so that gathered pages are one [tokens, heads, dim] array.
+    The tokens of a page are contiguous, so that gathered pages are one [tokens, heads, dim] array.
     """
 
     def __init__(
@@ -40,12 +42,11 @@ class PagePool:
     ) -> None:
         self.geometry = geometry
         self.num_pages = num_pages
-        # Zeros, not empty: the tail of a KV page is read (and masked) before it is written, and
-        # whatever bits lie there must be finite.
+        # Zeros, not empty: unwritten KV is read and masked, and 0 * NaN is NaN.
         self.storage = zeros((num_pages, geometry.page_elements), dtype=dtype, device=device)
         self._bytes = self.storage.view(torch.uint8).numpy() if self.storage.is_cpu else None
         self._copier = SideCopier(device) if device.type == "cuda" else None
-        # By the first of the pages; kept until they are written.
+        # First page of a load -> fence, until the load is written.
         self._fences: dict[int, Fence] = {}
 
     @property
@@ -60,17 +61,17 @@ class PagePool:
         return -(-num_elements // self.geometry.page_elements)
 
     def fence(self, page_ids: list[int]) -> None:
-        """Pages have a new owner who will write them: only after what may still read them now."""
+        """Makes the next write of these pages wait for the steps launched so far (GPU only)."""
         if self._copier is not None:
             self._fences[page_ids[0]] = Fence(self.device)
 
     def write(self, page_ids: list[int], buffer: torch.Tensor) -> None:
-        """Copies a flat buffer into pages, in order; the rest of the last page is left as it is.
+        """Copies a flat buffer into pages, in order; the rest of the last page is not written.
 
-        May be called from any thread; on a GPU the copy runs beside the kernels of a step.
+        Any thread may call it. On a GPU the copy runs on a stream of its own.
         """
         if self._copier is not None:
-            pairs = copies_of_runs(self.storage, page_ids, buffer)
+            pairs = copy_pairs(self.storage, page_ids, buffer)
             self._copier.copy(pairs, after=self._fences.pop(page_ids[0], None))
             return
         data = buffer.view(torch.uint8).numpy().data
@@ -78,16 +79,17 @@ class PagePool:
             self.write_slice(page_ids, start, data[start : start + SLICE_BYTES])
 
     def write_slice(self, page_ids: list[int], start: int, data: memoryview) -> None:
-        """On a CPU, a part of what goes into pages, in order: the bytes from `start` on.
+        """Copies a part of a flat buffer into pages, from byte `start` on (CPU only).
 
-        Not by torch, which would give this thread a team of its own on the step loop's cores.
+        It uses numpy: torch would start an OpenMP team for the calling thread, on the step loop's
+        cores.
         """
         assert self._bytes is not None
         source = np.frombuffer(data, dtype=np.uint8)
         width, memory = self._bytes.shape[1], self._bytes.reshape(-1)
         while len(source):
             number, offset = divmod(start, width)
-            # In one copy as far as pages are neighbours: between two this thread needs Python.
+            # One copy per run of contiguous pages: between copies the thread needs the GIL.
             count = 1
             while (
                 number + count < len(page_ids)
@@ -101,9 +103,9 @@ class PagePool:
             source = source[len(target) :]
 
     def clear(self, page_ids: list[int]) -> None:
-        """Zeroes pages, so that nothing of an earlier owner can reach a new one."""
+        """Zeroes pages, so that no data of an earlier owner can reach a new one."""
         if self.storage.is_cpu:
-            # index_fill_ takes four times as long here.
+            # index_fill_ takes four times as long on a CPU.
             for page_id in page_ids:
                 self.storage[page_id].zero_()
         else:
@@ -113,15 +115,15 @@ class PagePool:
         return self.storage.data_ptr() + page_id * self.page_bytes
 
     def read(self, page_ids: list[int], out: torch.Tensor) -> None:
-        """out [len(page_ids) * page elements] = the pages, in order."""
+        """Copies pages, in order, into `out` [len(page_ids) * page elements]."""
         index = torch.tensor(page_ids, device=self.storage.device)
         torch.index_select(self.storage, 0, index, out=out.view(len(page_ids), -1))
 
 
-def copies_of_runs(
+def copy_pairs(
     storage: torch.Tensor, page_ids: list[int], buffer: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(target, source) for each run of neighbouring pages, in the order of the buffer."""
+    """Returns (target, source) for each run of contiguous pages, in the order of the buffer."""
     width = storage.shape[1]
     pairs = []
     first = 0

@@ -1,42 +1,91 @@
-"""Keys and values that were computed once, kept in pages for whoever asks for the same prefix."""
+"""Prefix cache: keeps computed KV pages for requests with the same prefix."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from loramux.memory.pages import Owner, PageAllocator
-from loramux.memory.policies import EvictionPolicy
+from loramux.memory.pages import Owner
 from loramux.memory.prefix_tree import (
     Block,
     Node,
-    PrefixForest,
+    PrefixIndex,
     PrefixKey,
     lock,
     path_pages,
     unlock,
 )
-from loramux.memory.reclaim import Reclaimer
-from loramux.memory.reuse import ReuseMeter
+from loramux.memory.reclaim import PageTier
 
-__all__ = ["PrefixCache", "PrefixKey", "PrefixLease"]
+__all__ = ["PrefixCache", "PrefixKey", "PrefixLease", "ReuseEstimator"]
 
-# What a prefix is worth, of its full worth, while an adapter of its selection must be loaded first.
+# Factor on the cost of losing a prefix while an adapter of its selection is not on the device.
 ABSENT_ADAPTER_FACTOR = 0.25
+# In multiples of the pool's pages: the half-life of the reuse estimate in new pages, the weight of
+# its prior (that all pages are reused), and the number of evicted pages that are remembered.
+HALF_LIFE_POOLS = 1.0
+PRIOR_POOLS = 1 / 32
+GHOST_POOLS = 4
+MIN_PRIOR_PAGES = 4.0
+# Reuse probability from which on a page that was used once is scored without a penalty.
+FULL_SCORE_PROBABILITY = 0.5
+
+
+class ReuseEstimator:
+    """Estimates the probability that a new page is used a second time.
+
+    Evicted pages are remembered by their path (ghost entries), so that a prompt that comes back
+    after its eviction counts as a reuse too. Otherwise a cache that evicts early could not learn.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._prior = max(MIN_PRIOR_PAGES, num_pages * PRIOR_POOLS)
+        self._decay = 0.5 ** (1 / max(1.0, num_pages * HALF_LIFE_POOLS))
+        self._max_ghosts = GHOST_POOLS * num_pages
+        self._num_new = 0.0
+        self._num_reused = 0.0
+        # Path -> whether the page had been reused before its eviction; oldest eviction first.
+        self._ghosts: dict[int, bool] = {}
+
+    @property
+    def single_use_factor(self) -> float:
+        """Returns the factor on the rate of a page that was used once: 0 < factor <= 1."""
+        probability = (self._num_reused + self._prior) / (self._num_new + self._prior)
+        return min(1.0, probability / FULL_SCORE_PROBABILITY)
+
+    def added(self, path: int) -> bool:
+        """Records that a page was computed; returns whether it had been evicted before."""
+        was_reused = self._ghosts.pop(path, None)
+        if was_reused is None:
+            self._num_new = self._num_new * self._decay + 1
+            self._num_reused *= self._decay
+            return False
+        if not was_reused:
+            self.reused()
+        return True
+
+    def reused(self) -> None:
+        """Records the second use of a page."""
+        self._num_reused += 1
+
+    def evicted(self, path: int, *, was_reused: bool) -> None:
+        self._ghosts[path] = was_reused
+        if len(self._ghosts) > self._max_ghosts:
+            del self._ghosts[next(iter(self._ghosts))]
 
 
 @dataclass(slots=True, eq=False)
 class PrefixLease:
-    """What a running sequence holds: the pages from the start of its prefix, locked."""
+    """The pages of a prefix that a running sequence has locked."""
 
     key: PrefixKey
     page_ids: list[int]
-    """Shared pages, in order; whole blocks. Others read them too: never write into them."""
+    """Shared pages of whole blocks, in order. Other sequences read them: they are read-only."""
     _block_tokens: int
     _node: Node | None
-    """Where the prefix ends; None: released."""
+    """The last node of the prefix; None after the release."""
 
     @property
     def num_tokens(self) -> int:
@@ -44,40 +93,29 @@ class PrefixLease:
 
 
 class PrefixCache:
-    """One tree for each base, selection and salt. Idle leaves are offered to the reclaimer.
+    """Holds one tree for each base, selection and salt; idle leaves are eviction candidates.
 
-    A page that a lease locks is never evicted, and it leaves only after all that follow it.
+    A page that a lease locks is never evicted, and a page is evicted only after its children.
     """
 
-    def __init__(
-        self,
-        *,
-        pages: PageAllocator,
-        reclaimer: Reclaimer,
-        policy: EvictionPolicy,
-        block_tokens: int,
-        clock: Callable[[], float],
-        token_s: float = 1e-3,
-    ) -> None:
+    def __init__(self, tier: PageTier, *, reuse: ReuseEstimator, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self.token_s = token_s
-        """Seconds to compute a token again; read when a page is offered."""
-        self._pages = pages
-        self._reclaimer = reclaimer
-        self._policy = policy
-        self._clock = clock
-        self._forest = PrefixForest()
-        self._reuse = ReuseMeter(pages.num_pages)
+        self._placement = tier.placement
+        self._costs = tier.costs
+        self._pages = tier.pages
+        self._reclaimer = tier.reclaimer
+        self._policy = tier.policy
+        self._clock = tier.clock
+        self._index = PrefixIndex()
+        self._reuse = reuse
         self._nodes: dict[Hashable, Node] = {}
-        self._on_device: set[str] = set()
         self._num_idle = 0
         self._ids = count()
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self.num_evicted_pages = 0
-        """Those that left to make room."""
-        reclaimer.add_holder(self)
-        reclaimer.doubt = lambda: policy.doubt(self._reuse.trust)
+        """Number of pages that the reclaimer has evicted."""
+        tier.reclaimer.add_holder(self)
 
     @property
     def num_idle_pages(self) -> int:
@@ -92,28 +130,28 @@ class PrefixCache:
         return len(self._nodes)
 
     def acquire(self, key: PrefixKey, token_ids: Sequence[int]) -> PrefixLease:
-        """Locks the longest cached prefix in whole blocks, which may be empty, or all of it.
+        """Locks the longest cached prefix in whole blocks; it may be empty, or all tokens.
 
-        Each call counts as a use and in the figures of reuse: look with peek, acquire to run.
+        Each call counts as a use and in the hit rate; peek() counts nothing.
         """
-        tree = self._forest.get(key) or self._forest.plant(key)
+        tree = self._index.get(key) or self._index.add_tree(key)
         path = tree.match(token_ids, self.block_tokens)
         now = self._clock()
         for node in path:
             self._policy.used(node.owner, now)
             self._mark_reused(node)
-        last = path[-1] if path else tree.top
-        self._withdraw(last)
+        last = path[-1] if path else tree.root
+        self._remove_candidate(last)
         self._num_idle -= lock(last)
         lease = PrefixLease(key, [node.page_id for node in path], self.block_tokens, last)
         self.num_query_tokens += len(token_ids)
         self.num_hit_tokens += lease.num_tokens
-        self._forest.count_reuse(tree, lease.num_tokens)
+        self._index.count_reuse(tree, lease.num_tokens)
         return lease
 
     def peek(self, key: PrefixKey, token_ids: Sequence[int]) -> int:
-        """Tokens that acquire would find; nothing is locked or counted."""
-        tree = self._forest.get(key)
+        """Returns the number of tokens that acquire would find; locks and counts nothing."""
+        tree = self._index.get(key)
         if tree is None:
             return 0
         return len(tree.match(token_ids, self.block_tokens)) * self.block_tokens
@@ -123,8 +161,8 @@ class PrefixCache:
     ) -> list[int]:
         """Shares the whole blocks computed since; returns the sequence's pages from now on.
 
-        token_ids are those computed so far, page_ids the lease's pages and then the owner's own.
-        Where another sequence was first with an equal block, its page takes the place of ours.
+        `token_ids` are the tokens computed so far, `page_ids` the lease's pages followed by the
+        owner's own. A page whose block is in the cache already is freed, and the cached one used.
         """
         node = lease._node
         assert node is not None, "the lease was released"
@@ -141,18 +179,18 @@ class PrefixCache:
             else:
                 self._pages.release(owner, [held[index]])
                 held[index] = child.page_id
-                self._withdraw(child)
+                self._remove_candidate(child)
                 self._mark_reused(child)
             self._policy.used(child.owner, now)
             self._num_idle -= lock(child)
-            # Its child is in use now, so that the node stays so.
+            # The child in use replaces the lease that ended at the node.
             node.num_users -= 1
             lease._node = node = child
             lease.page_ids.append(child.page_id)
         return held
 
     def release(self, lease: PrefixLease) -> None:
-        """Unlocks; what nobody else locks may be evicted from now on."""
+        """Unlocks the pages; those without another lease may be evicted from now on."""
         node = lease._node
         assert node is not None, "the lease was released already"
         lease._node = None
@@ -162,66 +200,62 @@ class PrefixCache:
         if node.tree.is_dropped:
             for idle_node in idle:
                 self._free(idle_node)
-            node.tree.end_if_empty()
+            node.tree.break_cycle_if_empty()
         elif node.is_idle_leaf:
-            self._offer(node)
+            self._add_candidate(node)
         else:
-            self._forest.uproot_if_empty(node.tree)
+            self._index.remove_if_empty(node.tree)
 
-    def adapter_moved(self, cid: str, *, on_device: bool) -> None:
-        """A prefix whose adapter must be loaded first is worth less: its offers are renewed."""
-        if on_device:
-            self._on_device.add(cid)
-        else:
-            self._on_device.discard(cid)
-        for tree in self._forest.trees_of(cid):
-            for leaf in tree.offered.values():
-                self._offer(leaf)
+    def adapter_moved(self, cid: str) -> None:
+        """Updates the scores of the adapter's prefixes after it came to the device or left it."""
+        for tree in self._index.trees_of(cid):
+            for leaf in tree.candidates.values():
+                self._add_candidate(leaf)
 
-    def worth_of(self, cid: str) -> float:
-        """Seconds a request of the adapter that its prefixes lose when it leaves the device.
+    def cost_of_eviction(self, cid: str) -> float:
+        """Returns the seconds per request that prefixes lose when the adapter leaves the device.
 
-        That is the mean time that its requests save by reuse, less what prefixes keep of their
-        worth without the adapter; to be added to the seconds that a reload costs.
+        That is the mean time that its requests save by reuse, less the part that the prefixes
+        keep without the adapter. It is added to the cost of reloading the adapter.
         """
-        num_tokens = min(self._forest.mean_reused_tokens(cid), self.cached_tokens(cid))
-        return (1 - ABSENT_ADAPTER_FACTOR) * num_tokens * self.token_s
+        num_tokens = min(self._index.mean_reused_tokens(cid), self.cached_tokens(cid))
+        return (1 - ABSENT_ADAPTER_FACTOR) * self._costs.recompute_s(num_tokens)
 
     def cached_tokens(self, cid: str) -> int:
-        return self._forest.num_pages(cid) * self.block_tokens
+        return self._index.num_pages(cid) * self.block_tokens
 
     def drop(self, cid: str) -> None:
-        """The adapter is gone for good: its prefixes are never matched again.
+        """Removes the prefixes of an adapter that was unregistered.
 
-        Idle pages are free at once, those in use as soon as they are released.
+        Idle pages are freed at once, pages in use when their last lease is released.
         """
-        for tree in self._forest.trees_of(cid):
-            self._forest.uproot(tree)
+        for tree in self._index.trees_of(cid):
+            self._index.remove_tree(tree)
             idle = [node for node in tree.nodes() if not node.num_users]
             for node in reversed(idle):
                 self._free(node)
-            tree.end_if_empty()
+            tree.break_cycle_if_empty()
 
     def evict(self, key: Hashable) -> None:
-        """For the reclaimer: frees an idle leaf; its parent may be the next."""
+        """Frees an idle leaf; its parent may become the next candidate."""
         node = self._nodes[key]
         self._reuse.evicted(node.path, was_reused=node.is_reused)
         parent = self._free(node)
         self.num_evicted_pages += 1
         self._policy.evicted(1 / self._pages.num_pages)
         if parent.is_idle_leaf:
-            self._offer(parent)
+            self._add_candidate(parent)
         else:
-            self._forest.uproot_if_empty(parent.tree)
+            self._index.remove_if_empty(parent.tree)
 
     def claims(self) -> dict[Owner, list[int]]:
         return {node.owner: [node.page_id] for node in self._nodes.values()}
 
     def check_integrity(self, leases: Iterable[PrefixLease]) -> None:
-        """`leases`: all that are acquired and not released."""
+        """`leases` are all leases that are acquired and not released."""
         ends: Counter[Node] = Counter()
-        self._forest.check_integrity()
-        trees = set(self._forest.trees())
+        self._index.check_integrity()
+        trees = set(self._index.trees())
         for lease in leases:
             assert lease._node is not None, "a released lease is still held"
             assert lease.page_ids == path_pages(lease._node), "a lease's pages are not its path's"
@@ -231,27 +265,27 @@ class PrefixCache:
         for tree in trees:
             tree.check_integrity(ends)
             reached |= {node.owner for node in tree.nodes()}
-            assert all(self._reclaimer.is_offered(owner) for owner in tree.offered), "not offered"
+            assert all(map(self._reclaimer.is_candidate, tree.candidates)), "no candidate"
         assert reached == self._nodes.keys(), "a node is lost"
         num_idle = sum(not node.num_users for node in self._nodes.values())
         assert num_idle == self._num_idle, f"{num_idle} idle pages, not {self._num_idle}"
 
     def _insert(self, parent: Node, block: Block, page_id: int, owner: Owner) -> Node:
-        """A node of the sequence's page; the caller locks it."""
+        """Adds a node for the sequence's page; the caller locks it."""
         tree = parent.tree
         path = hash((parent.path, block))
         node = Node(("prefix", next(self._ids)), tree, parent, block, page_id, path)
         node.is_reused = self._reuse.added(path)
         self._pages.transfer([page_id], owner, node.owner)
-        self._forest.insert(node)
+        self._index.insert(node)
         self._nodes[node.owner] = node
         self._num_idle += 1
         return node
 
     def _free(self, node: Node) -> Node:
-        """Gives the page of an idle leaf back; returns the leaf's parent."""
-        self._withdraw(node)
-        parent = self._forest.remove(node)
+        """Frees the page of an idle leaf; returns the leaf's parent."""
+        self._remove_candidate(node)
+        parent = self._index.remove(node)
         self._pages.release(node.owner, [node.page_id])
         self._policy.forget(node.owner)
         del self._nodes[node.owner]
@@ -263,13 +297,16 @@ class PrefixCache:
             node.is_reused = True
             self._reuse.reused()
 
-    def _offer(self, leaf: Node) -> None:
-        factor = 1.0 if leaf.tree.cids <= self._on_device else ABSENT_ADAPTER_FACTOR
-        cost_s = factor * self.block_tokens * self.token_s
-        leaf.tree.offered[leaf.owner] = leaf
-        worth = self._policy.worth(leaf.owner, cost_s=cost_s, size=1)
-        self._reclaimer.offer(leaf.owner, self, worth=worth, is_doubted=not leaf.is_reused)
+    def _add_candidate(self, leaf: Node) -> None:
+        is_on_device = leaf.tree.cids <= self._placement.device.keys()
+        factor = 1.0 if is_on_device else ABSENT_ADAPTER_FACTOR
+        cost_s = factor * self._costs.recompute_s(self.block_tokens)
+        leaf.tree.candidates[leaf.owner] = leaf
+        score = self._policy.score(leaf.owner, cost_s=cost_s, size=1)
+        self._reclaimer.add_candidate(
+            leaf.owner, self, score=score, is_single_use=not leaf.is_reused
+        )
 
-    def _withdraw(self, node: Node) -> None:
-        if node.tree.offered.pop(node.owner, None) is not None:
-            self._reclaimer.withdraw(node.owner)
+    def _remove_candidate(self, node: Node) -> None:
+        if node.tree.candidates.pop(node.owner, None) is not None:
+            self._reclaimer.remove_candidate(node.owner)

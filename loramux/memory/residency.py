@@ -1,28 +1,31 @@
-"""Which adapters have their weights in pool pages, and how those that are wanted get there.
+"""Residency of adapters: which ones are in pool pages, and the loads that bring them there.
 
-Everything here runs on the step loop's thread; only the moving of bytes happens elsewhere.
+All of it runs on the step loop's thread; only reads and copies run on the loader's threads.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count, islice
+from typing import Protocol
 
+from loramux.adapters.catalog import KnownAdapter
 from loramux.errors import DoesNotFit
-from loramux.memory.loader import Arrival
-from loramux.memory.offers import (
-    AdapterOffers,
-    PrefixWorth,
+from loramux.memory.adapter_eviction import (
+    AdapterEviction,
+    AdapterPrefixes,
     ResidencyLimits,
-    gives_way,
     owner_of,
+    yields_to,
 )
-from loramux.memory.pages import Owner, PageAllocator
-from loramux.memory.policies import EvictionPolicy
-from loramux.memory.reclaim import Reclaimer
-from loramux.memory.records import AdapterRecord, LowerTiers, MoveListeners, ResidentAdapter
+from loramux.memory.disk_tier import DiskTier
+from loramux.memory.host_tier import HostTier
+from loramux.memory.loader import AdapterLoader, LoadResult
+from loramux.memory.pages import Owner
+from loramux.memory.reclaim import PageTier
+from loramux.memory.records import AdapterRecord, ResidentAdapter
 from loramux.memory.tiers import AdapterState
 
 _WAIT_S = 0.05
@@ -41,36 +44,80 @@ class ResidencyDelta:
     """If true, `arrived` is the whole resident set and replaces what the reader had."""
 
 
-class AdapterResidency:
-    """want() starts a load, poll() takes what arrived, acquire() leases what is there.
+class Catalog(Protocol):
+    """Knows the registered adapters by CID."""
 
-    A leased adapter is in use by a running sequence and is never evicted. One that somebody in the
-    queue waits for is protected: it goes only when nothing else is left to evict.
+    def get(self, cid: str) -> KnownAdapter:
+        """Raises AdapterNotFound."""
+        ...
+
+
+class PageMemory(Protocol):
+    """The part of the page pool that residency calls."""
+
+    def pages_for_elements(self, num_elements: int) -> int: ...
+
+    def fence(self, page_ids: list[int]) -> None:
+        """Makes the next write of these pages wait for the steps launched so far."""
+        ...
+
+
+class DeviceTable(Protocol):
+    """The runner's table of adapters on the device, updated on the step loop's thread."""
+
+    def add(self, adapter: ResidentAdapter) -> None:
+        """Raises DoesNotFit if the table is full; then the load has failed."""
+        ...
+
+    def remove(self, cid: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerTiers:
+    """The tiers below the device, and the threads that load adapters from them."""
+
+    catalog: Catalog
+    host: HostTier
+    disk: DiskTier | None
+    loader: AdapterLoader
+
+
+class AdapterResidency:
+    """Loads adapters into pages and leases them to running sequences.
+
+    add_waiters() starts a load, poll() takes the loads that have ended, acquire() leases resident
+    adapters. A leased adapter is used by a running sequence and never evicted. An adapter that
+    queued sequences wait for is protected: it is evicted only if there is no other candidate.
     """
 
     def __init__(
         self,
+        tier: PageTier,
         *,
-        pages: PageAllocator,
-        room: Reclaimer,
-        tiers: LowerTiers,
-        policy: EvictionPolicy,
-        pages_for: Callable[[int], int],
-        clock: Callable[[], float],
+        memory: PageMemory,
+        lower: LowerTiers,
+        limits: ResidencyLimits | None = None,
+        prefixes: AdapterPrefixes | None = None,
+        device_table: DeviceTable | None = None,
     ) -> None:
-        self._pages = pages
-        self._room = room
-        self._tiers = tiers
-        self._policy = policy
-        self._pages_for = pages_for
-        self._clock = clock
-        self.limits = ResidencyLimits()
-        self._offers = AdapterOffers(room, policy, tiers)
+        """`device_table`: None if the runner needs no table of resident adapters."""
+        self._pages = tier.pages
+        self._memory = memory
+        self._reclaimer = tier.reclaimer
+        self._placement = tier.placement
+        self._tiers = lower
+        self._costs = tier.costs
+        self._policy = tier.policy
+        self._clock = tier.clock
+        self.limits = limits or ResidencyLimits()
+        self._prefixes = prefixes
+        self._device_table = device_table
+        self._eviction = AdapterEviction(tier, limits=self.limits, prefixes=prefixes)
         self._records: dict[str, AdapterRecord] = {}
-        self._resident: dict[str, ResidentAdapter] = {}
-        # Those that have pages, filled or not.
+        self._resident = tier.placement.device
+        # Adapters that own pages, loaded or still loading.
         self._held: dict[str, AdapterRecord] = {}
-        # Wanted, and neither on the device nor on the way; in the order of asking.
+        # Adapters to be loaded whose load has not started, in order of arrival.
         self._pending: dict[str, None] = {}
         self._prewarm: dict[str, None] = {}
         self._ticks = count()
@@ -80,50 +127,49 @@ class AdapterResidency:
         """Incremented whenever an adapter comes to the device or leaves it."""
         self.num_held_pages = 0
         """Pages that adapters own, loaded or still loading."""
-        self.listeners = MoveListeners()
-        tiers.on_device = self._resident
-        room.add_holder(self)
+        tier.reclaimer.add_holder(self)
 
-    # What the scheduler asks.
+    # Called by the scheduler.
 
     def num_pages(self, cid: str) -> int:
         return self._record(cid).num_pages
 
-    def want(self, cids: Iterable[str]) -> None:
+    def add_waiters(self, cids: Iterable[str]) -> None:
+        """Adds one waiter to each adapter; loads those that are not on the device."""
         records = [self._record(cid) for cid in cids]
         self.limits.check(records)
         for record in records:
-            if record.num_wants == 0:
+            if record.num_waiters == 0:
                 record.error = None
-                record.want_tick = next(self._ticks)
-            record.num_wants += 1
+                record.wait_tick = next(self._ticks)
+            record.num_waiters += 1
             self._count_use(record)
-            self._settle(record)
+            self._update_candidate(record)
             if record.cid not in self._resident and not record.is_in_flight:
                 self._pending[record.cid] = None
 
-    def unwant(self, cids: Iterable[str]) -> None:
+    def remove_waiters(self, cids: Iterable[str]) -> None:
         for cid in cids:
             record = self._records[cid]
-            record.num_wants -= 1
-            self._settle(record)
-            if record.num_wants == 0:
+            record.num_waiters -= 1
+            self._update_candidate(record)
+            if record.num_waiters == 0:
                 record.error = None
                 if not record.is_pinned:
                     self._pending.pop(cid, None)
 
-    def hurry(self, cids: Iterable[str]) -> None:
-        """Before all others that are waited for: these may take the place of any idle adapter."""
+    def prioritize(self, cids: Iterable[str]) -> None:
+        """Moves adapters before all others that wait for pages; they may evict any idle one."""
         for cid in cids:
             record = self._records[cid]
-            record.want_tick = -next(self._ticks)
-            self._settle(record)
+            record.wait_tick = -next(self._ticks)
+            self._update_candidate(record)
             if cid in self._pending:
                 del self._pending[cid]
                 self._pending = {cid: None, **self._pending}
 
     def is_ready(self, cids: Iterable[str]) -> bool:
-        """Raises the error of a load that failed since it was wanted."""
+        """Returns whether all are on the device; raises the error of a load that failed."""
         ready = True
         for cid in cids:
             error = self._records[cid].error
@@ -133,32 +179,26 @@ class AdapterResidency:
         return ready
 
     def acquire(self, cids: Iterable[str]) -> bool:
+        """Leases all of them; returns False, without a lease, if one is not on the device."""
         wanted = list(cids)
         if not all(cid in self._resident for cid in wanted):
             return False
         for cid in wanted:
             self._resident[cid].num_leases += 1
-            self._settle(self._records[cid])
+            self._update_candidate(self._records[cid])
         return True
 
     def release(self, cids: Iterable[str]) -> None:
         for cid in cids:
             self._resident[cid].num_leases -= 1
-            self._settle(self._records[cid])
+            self._update_candidate(self._records[cid])
 
     def missing_pages(self, cids: Iterable[str]) -> int:
+        """Returns the number of pages that the adapters need and do not own yet."""
         records = [self._record(cid) for cid in set(cids)]
         return sum(record.num_pages for record in records if not record.page_ids)
 
-    # What the engine asks.
-
-    @property
-    def prefixes(self) -> PrefixWorth | None:
-        return self._offers.prefixes
-
-    @prefixes.setter
-    def prefixes(self, prefixes: PrefixWorth) -> None:
-        self._offers.prefixes = prefixes
+    # Called by the engine.
 
     @property
     def resident(self) -> Mapping[str, ResidentAdapter]:
@@ -188,7 +228,7 @@ class AdapterResidency:
 
     @property
     def is_loading(self) -> bool:
-        return self._tiers.loader.num_open > 0
+        return self._tiers.loader.num_active > 0
 
     def __contains__(self, cid: str) -> bool:
         return cid in self._resident
@@ -197,16 +237,16 @@ class AdapterResidency:
         return len(self._resident)
 
     def poll(self, *, timeout_s: float = 0.0) -> int:
-        """Takes what has arrived and starts what there is room for; returns how many moved."""
-        arrivals = self._tiers.loader.arrivals(timeout_s=timeout_s)
-        for arrival in arrivals:
-            self._receive(arrival)
-        return len(arrivals) + self._start_loads()
+        """Takes the loads that have ended and starts new ones; returns the number of both."""
+        results = self._tiers.loader.results(timeout_s=timeout_s)
+        for result in results:
+            self._finish_load(result)
+        return len(results) + self._start_loads()
 
     def load_now(self, cids: Iterable[str]) -> bool:
-        """Waits for the adapters and leases them; False: the pool has no room for them at once."""
+        """Waits for the adapters and leases them; returns False if they do not fit at once."""
         wanted = list(cids)
-        self.want(wanted)
+        self.add_waiters(wanted)
         try:
             self.poll()
             while not self.is_ready(wanted):
@@ -215,10 +255,10 @@ class AdapterResidency:
                 self.poll(timeout_s=_WAIT_S)
             return self.acquire(wanted)
         finally:
-            self.unwant(wanted)
+            self.remove_waiters(wanted)
 
     def pin(self, cid: str, *, is_pinned: bool) -> None:
-        """A pinned adapter is brought to the device and stays there."""
+        """Pins an adapter, which is then loaded and not evicted, or unpins it."""
         record = self._record(cid)
         pinned = sum(r.num_pages for r in self._records.values() if r.is_pinned and r is not record)
         if is_pinned and pinned + record.num_pages > self._pages.num_pages // 2:
@@ -227,20 +267,20 @@ class AdapterResidency:
                 "pages to pinned adapters, and requests need the rest. Unpin another first."
             )
         record.is_pinned = is_pinned
-        self._settle(record)
+        self._update_candidate(record)
         if is_pinned and cid not in self._resident and not record.is_in_flight:
             self._pending[cid] = None
 
     def prewarm(self, cids: Iterable[str]) -> None:
-        """Brings adapters up while there is room to spare; nothing is evicted for them."""
+        """Loads adapters in the background, as long as free pages last and without evictions."""
         self._prewarm.update(dict.fromkeys(cids))
 
     def forget(self, cid: str) -> bool:
-        """Frees all that an adapter holds; False: it is in use or on the way, nothing was done."""
+        """Frees everything that an adapter holds; returns False if it is in use or loading."""
         record = self._records.get(cid)
         if record is not None:
             leased = cid in self._resident and self._resident[cid].num_leases > 0
-            if record.num_wants or leased or record.is_in_flight:
+            if record.num_waiters or leased or record.is_in_flight:
                 return False
             record.is_pinned = False
             if cid in self._resident:
@@ -250,19 +290,19 @@ class AdapterResidency:
         self._prewarm.pop(cid, None)
         self._tiers.host.drop(cid)
         self._policy.forget(cid)
-        if self.prefixes is not None:
-            self.prefixes.drop(cid)
+        if self._prefixes is not None:
+            self._prefixes.drop(cid)
         return True
 
-    # What the reclaimer asks.
+    # Called by the reclaimer.
 
     @property
     def num_idle_pages(self) -> int:
-        return self._offers.num_idle_pages
+        return self._eviction.num_idle_pages
 
     @property
     def num_protected_pages(self) -> int:
-        return self._offers.num_protected_pages
+        return self._eviction.num_protected_pages
 
     def evict(self, key: Hashable) -> None:
         assert isinstance(key, tuple)
@@ -270,22 +310,23 @@ class AdapterResidency:
         resident = self._resident.pop(record.cid)
         self._log_move(record.cid)
         assert resident.num_leases == 0, f"{record.cid} is in use"
-        self._offers.clear(record)
-        self.listeners.leave(record.cid)
+        self._eviction.clear(record)
+        if self._device_table is not None:
+            self._device_table.remove(record.cid)
         self._free_pages(record)
-        record.move(self._tiers.resting_place(record.cid))
-        self._tiers.device_counters.evictions += 1
+        record.move(self._placement.resting_state(record.cid))
+        self._costs.device.evictions += 1
         self._policy.evicted(record.num_pages / self._pages.num_pages)
-        if record.num_wants:
+        if record.num_waiters:
             self._pending[record.cid] = None
-        if self.prefixes is not None:
-            self.prefixes.adapter_moved(record.cid, on_device=False)
+        if self._prefixes is not None:
+            self._prefixes.adapter_moved(record.cid)
 
     def claims(self) -> dict[Owner, list[int]]:
         return {owner_of(cid): record.page_ids for cid, record in self._held.items()}
 
     def check_integrity(self, leases: Mapping[str, int]) -> None:
-        """`leases`: how many running sequences use each adapter."""
+        """`leases` is the number of running sequences that use each adapter."""
         held = {cid: r.num_leases for cid, r in self._resident.items() if r.num_leases}
         assert held == {cid: n for cid, n in leases.items() if n}, f"{held} != {leases}"
         for cid, record in self._records.items():
@@ -293,17 +334,17 @@ class AdapterResidency:
             assert not record.page_ids or len(record.page_ids) == record.num_pages
             assert (cid in self._held) == bool(record.page_ids)
             assert record.page_ids or record.state is not AdapterState.DEVICE
-            if record.num_wants and record.error is None and cid not in self._resident:
-                assert record.is_in_flight or cid in self._pending, f"{cid} is wanted in vain"
+            if record.num_waiters and record.error is None and cid not in self._resident:
+                assert record.is_in_flight or cid in self._pending, f"{cid} has waiters and no load"
         assert self.num_held_pages == sum(len(r.page_ids) for r in self._held.values())
-        self._offers.check_integrity(list(self._records.values()))
+        self._eviction.check_integrity(list(self._records.values()))
         self._tiers.host.check_integrity()
 
     def _record(self, cid: str) -> AdapterRecord:
         record = self._records.get(cid)
         if record is None:
             known = self._tiers.catalog.get(cid)
-            record = AdapterRecord(known, self._pages_for(known.num_elements))
+            record = AdapterRecord(known, self._memory.pages_for_elements(known.num_elements))
             self._records[cid] = record
         return record
 
@@ -313,15 +354,19 @@ class AdapterResidency:
         record.last_use_s = now
         if record.cid in self._resident:
             record.hits += 1
-            self._tiers.count_use(record.cid, AdapterState.DEVICE, now)
-        else:
-            record.misses += 1
-            self._tiers.count_use(record.cid, self._tiers.resting_place(record.cid), now)
+            self._costs.record_use(AdapterState.DEVICE)
+            return
+        record.misses += 1
+        found = self._placement.resting_state(record.cid)
+        self._costs.record_use(found)
+        self._tiers.host.used(record.cid, now)
+        if self._tiers.disk is not None and found is not AdapterState.HOST:
+            self._tiers.disk.used(record.cid, now)
 
     def _start_loads(self) -> int:
         num_started = 0
         for cid in list(self._pending):
-            if self._tiers.loader.num_open >= self._tiers.loader.max_open:
+            if self._tiers.loader.num_active >= self._tiers.loader.max_active:
                 return num_started
             num_started += self._start(self._records[cid])
         while self._prewarm and not self._pending and not self.is_loading:
@@ -336,21 +381,21 @@ class AdapterResidency:
         tiers, cid = self._tiers, record.cid
         has_pages = self._take_pages(record)
         if not record.is_in_flight:
-            record.load_origin = tiers.resting_place(cid)
+            record.load_origin = self._placement.resting_state(cid)
             record.move(record.load_origin)
         if record.state is AdapterState.HOST:
             if not has_pages:
                 return False
             record.move(AdapterState.COPYING)
-            tiers.loader.copy(tiers.host.hold(cid), record.page_ids)
+            tiers.loader.copy(tiers.host.begin_copy(cid), record.page_ids)
         else:
             try:
-                has_room = tiers.host.reserve(cid, record.known.num_bytes)
+                is_reserved = tiers.host.reserve(cid, record.known.num_bytes)
             except DoesNotFit as error:
                 record.error = error
-                has_room = False
+                is_reserved = False
                 self._pending.pop(cid, None)
-            if not has_room:
+            if not is_reserved:
                 self._free_pages(record)
                 return False
             record.move(AdapterState.READING)
@@ -358,69 +403,72 @@ class AdapterResidency:
         self._pending.pop(cid, None)
         return True
 
-    def _receive(self, arrival: Arrival) -> None:
-        record = self._records[arrival.cid]
+    def _finish_load(self, result: LoadResult) -> None:
+        record = self._records[result.cid]
         was_copying = record.state is AdapterState.COPYING
         if was_copying:
-            self._tiers.host.unhold(arrival.cid)
-        if arrival.image is None:
-            self._fail(record, arrival, was_copying=was_copying)
+            self._tiers.host.end_copy(result.cid)
+        if result.image is None:
+            self._fail(record, result, was_copying=was_copying)
             return
         if not was_copying:
-            self._tiers.keep_in_host(arrival, record.known.num_bytes)
-        record.load_s = arrival.read_s + arrival.copy_s
+            self._tiers.host.put(result.image)
+            self._costs.record_read(result.found, record.known.num_bytes, result.read_s)
+        record.load_s = result.read_s + result.copy_s
         if record.page_ids:
-            self._arrive(record, arrival)
+            self._become_resident(record, result)
         else:
             record.move(AdapterState.HOST)
-            if record.num_wants or record.is_pinned:
+            if record.num_waiters or record.is_pinned:
                 self._pending[record.cid] = None
 
-    def _fail(self, record: AdapterRecord, arrival: Arrival, *, was_copying: bool) -> None:
+    def _fail(self, record: AdapterRecord, result: LoadResult, *, was_copying: bool) -> None:
         if not was_copying:
-            self._tiers.host.unreserve(record.cid)
-        record.error = arrival.error
+            self._tiers.host.cancel_reservation(record.cid)
+        record.error = result.error
         record.is_pinned = False
         self._free_pages(record)
-        record.move(self._tiers.resting_place(record.cid))
-        self._tiers.device_counters.failures += 1
+        record.move(self._placement.resting_state(record.cid))
+        self._costs.device.failures += 1
 
-    def _arrive(self, record: AdapterRecord, arrival: Arrival) -> None:
-        assert arrival.image is not None
-        resident = ResidentAdapter(record.cid, arrival.image.layout, record.page_ids)
+    def _become_resident(self, record: AdapterRecord, result: LoadResult) -> None:
+        assert result.image is not None
+        resident = ResidentAdapter(record.cid, result.image.layout, record.page_ids)
         try:
-            self.listeners.arrive(resident)
+            if self._device_table is not None:
+                self._device_table.add(resident)
         except DoesNotFit as error:
-            self._fail(record, replace(arrival, error=error), was_copying=True)
+            self._fail(record, replace(result, error=error), was_copying=True)
             return
         record.move(AdapterState.DEVICE)
         self._resident[record.cid] = resident
         self._log_move(record.cid)
-        self._tiers.device_counters.loaded(record.known.num_bytes, arrival.copy_s)
-        self._settle(record)
-        if self.prefixes is not None:
-            self.prefixes.adapter_moved(record.cid, on_device=True)
+        self._costs.device.loaded(record.known.num_bytes, result.copy_s)
+        self._update_candidate(record)
+        if self._prefixes is not None:
+            self._prefixes.adapter_moved(record.cid)
 
     def _take_pages(self, new: AdapterRecord) -> bool:
-        """Pages for an adapter, at the cost of what is idle and was not asked for before it."""
-        victims = self._offers.over_limits(new, self._held.values(), self.limits)
+        """Allocates pages for an adapter, evicting candidates but not those requested before it."""
+        victims = self._eviction.victims_for_limits(new, self._held.values())
         if victims is None:
             return False
-        room = self._room
-        if room.num_unprotected < new.num_pages:
+        reclaimer = self._reclaimer
+        if reclaimer.num_unprotected < new.num_pages:
             held = self._held.values()
-            later = sum(r.num_pages for r in held if r.is_protected and gives_way(r, new))
-            if room.num_unprotected + later < new.num_pages:
+            later = sum(r.num_pages for r in held if r.is_protected and yields_to(r, new))
+            if reclaimer.num_unprotected + later < new.num_pages:
                 return False
         for victim in victims:
             self.evict(owner_of(victim.cid))
-        room.make_room(new.num_pages)
-        page_ids = self._pages.allocate_settled(owner_of(new.cid), new.num_pages)
+        reclaimer.reclaim(new.num_pages)
+        page_ids = self._pages.allocate_for_load(owner_of(new.cid), new.num_pages)
         assert page_ids is not None
         new.page_ids = page_ids
         self._held[new.cid] = new
         self.num_held_pages += new.num_pages
-        self.listeners.take_pages(page_ids)
+        if not self._pages.is_quiescent(page_ids):
+            self._memory.fence(page_ids)
         return True
 
     def _free_pages(self, record: AdapterRecord) -> None:
@@ -433,7 +481,7 @@ class AdapterResidency:
         self._moves.append(cid)
         self.version += 1
 
-    def _settle(self, record: AdapterRecord) -> None:
+    def _update_candidate(self, record: AdapterRecord) -> None:
         resident = self._resident.get(record.cid)
         is_idle = resident is not None and resident.num_leases == 0
-        self._offers.settle(record, self, is_idle=is_idle)
+        self._eviction.update(record, self, is_idle=is_idle)

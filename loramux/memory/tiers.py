@@ -1,4 +1,4 @@
-"""Where an adapter's bytes are, and which moves between the places exist."""
+"""Defines the states of an adapter in the memory tiers, and the counters of a tier."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from enum import StrEnum
 
 class AdapterState(StrEnum):
     SOURCE = "source"
-    """Only where it came from: its PEFT folder."""
+    """The adapter exists only as the PEFT folder it was registered from."""
     DISK = "disk"
-    """Packed, in the disk tier."""
+    """Its packed image is in the disk tier."""
     READING = "reading"
-    """On its way from source or disk, on a worker thread."""
+    """A loader thread reads it from source or disk."""
     HOST = "host"
+    """Its packed image is in host memory."""
     COPYING = "copying"
-    """From host memory into pages that are already its own."""
+    """A loader thread copies it from host memory into its pages."""
     DEVICE = "device"
 
 
 _RESTING = frozenset({AdapterState.SOURCE, AdapterState.DISK, AdapterState.HOST})
 
-# A resting adapter may sink by itself, when the tier that held it gives its bytes up.
-MOVES: dict[AdapterState, frozenset[AdapterState]] = {
+# A resting adapter also moves between tiers without a load: a lower tier may evict its image.
+TRANSITIONS: dict[AdapterState, frozenset[AdapterState]] = {
     AdapterState.SOURCE: _RESTING | {AdapterState.READING},
     AdapterState.DISK: _RESTING | {AdapterState.READING},
     AdapterState.HOST: _RESTING | {AdapterState.COPYING},
@@ -32,13 +33,16 @@ MOVES: dict[AdapterState, frozenset[AdapterState]] = {
 }
 
 
-def check_move(cid: str, old: AdapterState, new: AdapterState) -> None:
-    assert new in MOVES[old], f"{cid} cannot go from {old} to {new}"
+def check_transition(cid: str, old: AdapterState, new: AdapterState) -> None:
+    assert new in TRANSITIONS[old], f"{cid} cannot go from {old} to {new}"
 
 
 @dataclass(slots=True)
 class TierCounters:
-    """Since start. A hit is a request whose adapter was found in this tier, and no higher."""
+    """Counts the events of one tier since start.
+
+    A hit is a request whose adapter was in this tier and in no faster one.
+    """
 
     hits: int = 0
     misses: int = 0
@@ -53,8 +57,11 @@ class TierCounters:
         self.load_bytes += num_bytes
         self.load_seconds += seconds
 
-    def seconds_for(self, num_bytes: int, guess_s: float, guess_bytes_per_s: float) -> float:
-        """What a load of this size takes, by what loads have taken so far."""
+    def seconds_for(self, num_bytes: int, latency_s: float, bytes_per_s: float) -> float:
+        """Estimates the time of a load of this size.
+
+        The bandwidth is the measured one as soon as there is a measurement, else `bytes_per_s`.
+        """
         if self.load_bytes == 0:
-            return guess_s + num_bytes / guess_bytes_per_s
-        return guess_s + self.load_seconds * num_bytes / self.load_bytes
+            return latency_s + num_bytes / bytes_per_s
+        return latency_s + self.load_seconds * num_bytes / self.load_bytes

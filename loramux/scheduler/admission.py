@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from loramux.config.engine import SchedulerConfig
 from loramux.errors import LoramuxError
-from loramux.scheduler.batch import AdapterGate, Batch, PageRoom
+from loramux.scheduler.batch import AdapterGate, Batch, PageReclaimer
 from loramux.scheduler.fairness import Debtors, Tenure
 from loramux.scheduler.queue import Candidates, Lane, WaitingQueue
 from loramux.scheduler.running_queues import RunningLanes
@@ -45,14 +45,14 @@ class Admission:
         config: SchedulerConfig,
         *,
         batch: Batch,
-        room: PageRoom,
+        reclaimer: PageReclaimer,
         adapters: AdapterGate,
         fail: Callable[[Sequence, str, str], None],
     ) -> None:
         self._max_wait_s = config.max_wait_s
         self._is_fair = config.schedule == "fair"
         self._batch = batch
-        self._room = room
+        self._reclaimer = reclaimer
         self._adapters = adapters
         self._fail = fail
         self.waiting = WaitingQueue(is_fair=self._is_fair)
@@ -82,12 +82,12 @@ class Admission:
     def leave(self, sequence: Sequence) -> None:
         """Out of the queue, for good."""
         self.waiting.remove(sequence)
-        self._adapters.unwant(sequence.cids)
+        self._adapters.remove_waiters(sequence.cids)
         self._let_go()
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """It gives everything back and waits again, protected as at its arrival."""
-        self._adapters.want(sequence.cids)
+        self._adapters.add_waiters(sequence.cids)
         self._batch.remove(sequence)
         sequence.restart(now)
         sequence.standing.stop()
@@ -252,7 +252,7 @@ class Admission:
         if not self._batch.admit(sequence, num_held=self.num_held_against(sequence)):
             return False
         self.waiting.remove(sequence)
-        self._adapters.unwant(sequence.cids)
+        self._adapters.remove_waiters(sequence.cids)
         sequence.standing.start()
         sequence.start(now)
         return True
@@ -274,8 +274,8 @@ class Admission:
                 sequence,
                 "memory",
                 f"The request needs {needed} pages for {sequence.num_tokens} tokens beside those "
-                f"of its adapters, and only {self._room.num_available} can be had: pinned adapters "
-                "take the rest. Unpin one, or shorten the prompt.",
+                f"of its adapters, and only {self._reclaimer.num_available} can be had: pinned "
+                "adapters take the rest. Unpin one, or shorten the prompt.",
             )
 
     def _is_overdue(self, sequence: Sequence, now: float) -> bool:
@@ -320,7 +320,7 @@ class Admission:
         num_missing = self._adapters.missing_pages(sequence.cids)
         if num_missing == 0:
             return
-        has_room = self._room.num_available >= num_missing
+        has_room = self._reclaimer.num_available >= num_missing
         if has_room and sequence is self._had_room and not self._adapters.is_loading:
             # It is not pages that keep the load from starting; others must not wait for it.
             sequence.no_hold_until_s = now + self._max_wait_s
@@ -330,10 +330,10 @@ class Admission:
         self._holder, self._num_held = sequence, num_missing
         for other in reversed(before):
             self._keep(other)
-            self._adapters.hurry(other.cids)
+            self._adapters.prioritize(other.cids)
         if self._batch.pages_without(self._victims(sequence, now)) >= num_missing:
-            self._take_until(lambda: self._room.num_available >= num_missing, sequence, now)
-        self._had_room = sequence if self._room.make_room(num_missing) else None
+            self._take_until(lambda: self._reclaimer.num_available >= num_missing, sequence, now)
+        self._had_room = sequence if self._reclaimer.reclaim(num_missing) else None
 
     def _keep(self, sequence: Sequence) -> None:
         """What it has of its adapters must not be evicted while it waits for the rest."""

@@ -20,11 +20,11 @@ class AdapterGate(Protocol):
         """Raises AdapterNotFound."""
         ...
 
-    def want(self, cids: Iterable[str]) -> None:
+    def add_waiters(self, cids: Iterable[str]) -> None:
         """Somebody waits for them: they start to move to the device. Each needs one unwant."""
         ...
 
-    def unwant(self, cids: Iterable[str]) -> None: ...
+    def remove_waiters(self, cids: Iterable[str]) -> None: ...
 
     def is_ready(self, cids: Iterable[str]) -> bool:
         """All are in pages. Raises the load's error if one failed since it was wanted."""
@@ -40,7 +40,7 @@ class AdapterGate(Protocol):
         """Pages that must still be found before all could be on the device."""
         ...
 
-    def hurry(self, cids: Iterable[str]) -> None:
+    def prioritize(self, cids: Iterable[str]) -> None:
         """Room was made for these: they come before all others that wait for pages."""
         ...
 
@@ -50,8 +50,8 @@ class AdapterGate(Protocol):
         ...
 
 
-class PageRoom(Protocol):
-    def make_room(self, num_pages: int) -> bool:
+class PageReclaimer(Protocol):
+    def reclaim(self, num_pages: int) -> bool:
         """Evicts until so many are free; False: cannot, and nothing was evicted."""
         ...
 
@@ -79,13 +79,13 @@ class Batch:
         config: SchedulerConfig,
         *,
         pages: PageAllocator,
-        room: PageRoom,
+        reclaimer: PageReclaimer,
         adapters: AdapterGate,
         prefixes: PrefixGate | None,
     ) -> None:
         self._config = config
         self._pages = pages
-        self._room = room
+        self._reclaimer = reclaimer
         self._adapters = adapters
         self._prefixes = prefixes
         self._running: dict[int, Sequence] = {}
@@ -139,7 +139,7 @@ class Batch:
         """Pages that might be had if these were gone."""
         held = sum(len(victim.page_ids) for victim in victims)
         adapters = sum(self._adapters.num_pages(cid) for cid in self._unused_without(victims))
-        return self._room.num_available + held + adapters
+        return self._reclaimer.num_available + held + adapters
 
     def admit(self, sequence: Sequence, *, num_held: int) -> bool:
         """Takes all that it needs and leaves num_held pages; False: nothing was taken."""
@@ -159,7 +159,7 @@ class Batch:
         num_missing = self.pages_for(num_tokens) - len(sequence.page_ids)
         if num_missing <= 0:
             return True
-        if not self._room.make_room(num_missing + num_held):
+        if not self._reclaimer.reclaim(num_missing + num_held):
             return False
         page_ids = self._pages.allocate(sequence.owner, num_missing)
         assert page_ids is not None
@@ -215,7 +215,7 @@ class Batch:
 
     def _take_prompt_pages(self, sequence: Sequence, num_held: int) -> bool:
         needed = self.pages_for(sequence.num_tokens) - self._num_cached_pages(sequence)
-        num_spare = self._room.num_available - num_held - needed
+        num_spare = self._reclaimer.num_available - num_held - needed
         refused = sequence.num_spare_refused
         # An attempt counts in the prefix cache's figures: try again only when it may go better.
         if num_spare < 0 or (self._running and refused is not None and num_spare <= refused):

@@ -12,7 +12,7 @@ from loramux.errors import DoesNotFit, InvalidRequest
 from loramux.memory.pages import Owner, PageAllocator
 from loramux.memory.prefix import PrefixLease
 from loramux.scheduler.admission import Admission
-from loramux.scheduler.batch import AdapterGate, Batch, PageRoom, PrefixGate
+from loramux.scheduler.batch import AdapterGate, Batch, PageReclaimer, PrefixGate
 from loramux.scheduler.events import (
     error_event,
     finish_reason,
@@ -78,7 +78,7 @@ class Scheduler:
         config: SchedulerConfig,
         *,
         pages: PageAllocator,
-        room: PageRoom,
+        reclaimer: PageReclaimer,
         adapters: AdapterGate,
         prefixes: PrefixGate | None = None,
     ) -> None:
@@ -86,9 +86,11 @@ class Scheduler:
         self._num_pages = pages.num_pages
         self._adapters = adapters
         self._shares = FairShares(num_kept=config.max_sequences // _KEPT_PART)
-        self._batch = Batch(config, pages=pages, room=room, adapters=adapters, prefixes=prefixes)
+        self._batch = Batch(
+            config, pages=pages, reclaimer=reclaimer, adapters=adapters, prefixes=prefixes
+        )
         self._admission = Admission(
-            config, batch=self._batch, room=room, adapters=adapters, fail=self._fail
+            config, batch=self._batch, reclaimer=reclaimer, adapters=adapters, fail=self._fail
         )
         self._waiting = self._admission.waiting
         self._sequences: dict[int, Sequence] = {}
@@ -294,11 +296,11 @@ class Scheduler:
         num_wanted = 0
         try:
             for _ in range(request.params.n):
-                self._adapters.want(cids)
+                self._adapters.add_waiters(cids)
                 num_wanted += 1
         except BaseException:
             for _ in range(num_wanted):
-                self._adapters.unwant(cids)
+                self._adapters.remove_waiters(cids)
             raise
 
     def _expire(self, now: float) -> None:

@@ -154,7 +154,7 @@ def answer_all(engine: Engine, count: int, name: str) -> dict[str, list[int]]:
     began = time.perf_counter()
     cids = [known.cid for known in engine.catalog.known()]
     answers = run_all(engine, mixed_requests(cids, count))
-    counters = engine.memory.tiers.device_counters
+    counters = engine.memory.costs.device
     print(
         f"{name}: {count} requests in {time.perf_counter() - began:.1f} s, "
         f"{counters.loads} loads, {counters.evictions} evictions so far",

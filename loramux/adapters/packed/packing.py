@@ -35,6 +35,10 @@ class Packing(Protocol):
         """Equal for two that make the same buffers of the same adapters."""
         ...
 
+    def plan(self, ranks: Mapping[Place, int]) -> DenseLayout | RankBlockLayout:
+        """Returns the layout of an adapter with these ranks by (layer, projection)."""
+        ...
+
     def pack(self, adapter: CheckedAdapter) -> AdapterImage: ...
 
     def layout_of(self, key: Sequence[Any]) -> DenseLayout | RankBlockLayout:
@@ -53,6 +57,9 @@ class DensePacking:
     @property
     def fingerprint(self) -> str:
         return _digest("stacked", self.sites, self.dtype)
+
+    def plan(self, ranks: Mapping[Place, int]) -> DenseLayout:
+        return plan_dense(self.sites, dict(ranks))
 
     def pack(self, adapter: CheckedAdapter) -> AdapterImage:
         return pack_dense(adapter, self.sites, self.dtype, self.allocate)

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from loramux.adapters.catalog import AdapterCatalog, AdapterRules
+from loramux.adapters.catalog import AdapterCatalog, AdapterRules, VerifiedAdapters
+from loramux.adapters.identity import FileDigest
 from loramux.adapters.packed.dense import sites_of
-from loramux.adapters.packed.image import AdapterImage, pack_dense
+from loramux.adapters.packed.image import pack_dense
 from loramux.adapters.packed.packing import DensePacking
 from loramux.adapters.peft.reader import read_adapter
 from loramux.errors import AdapterNotFound, AdapterRefused
+from loramux.store.files import find_record
+from loramux.store.store import ContentStore
 from tests.adapter_factory import (
     lora_config_dict,
     lora_tensors,
@@ -23,8 +27,16 @@ from tests.adapter_factory import (
 BASE = tiny_base_info(tiny_llama_config())
 
 
-def make_catalog(dtype: torch.dtype = torch.float32) -> AdapterCatalog:
-    return AdapterCatalog(AdapterRules(base=BASE, packing=DensePacking(sites_of(BASE), dtype)))
+def make_catalog(
+    dtype: torch.dtype = torch.float32, *, state: Path | None = None, **options: Any
+) -> AdapterCatalog:
+    rules = AdapterRules(base=BASE, packing=DensePacking(sites_of(BASE), dtype))
+    return AdapterCatalog(rules, verified=VerifiedAdapters(state), **options)
+
+
+def stored_digests(folder: Path) -> Mapping[str, FileDigest] | None:
+    record = find_record(folder)
+    return None if record is None else record.weights_files
 
 
 def write(folder: Path, seed: int = 0, **config: Any) -> Path:
@@ -41,9 +53,23 @@ def test_the_same_bytes_in_two_folders_are_one_adapter(tmp_path: Path) -> None:
     assert first.num_bytes == catalog.read(first.cid).num_bytes
 
 
-def test_files_are_read_again_only_when_they_changed(
+def test_registration_predicts_the_size_of_the_packed_image_and_packs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    catalog = make_catalog()
+    folder = write(tmp_path / "a")
+    monkeypatch.setattr(DensePacking, "pack", lambda *_: pytest.fail("registration packed"))
+    known = catalog.register(folder)
+    monkeypatch.undo()
+    expected = pack_dense(read_adapter(folder, BASE), sites_of(BASE), torch.float32)
+    assert (known.num_elements, known.num_bytes) == (expected.buffer.numel(), expected.num_bytes)
+    assert known.max_rank == expected.layout.max_rank
+    assert torch.equal(catalog.read(known.cid).buffer, expected.buffer)
+
+
+@pytest.fixture
+def num_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Counts the reads of whole weights."""
     reads: list[Path] = []
 
     def counting(folder: Path, *args: Any, **kwargs: Any) -> Any:
@@ -51,23 +77,81 @@ def test_files_are_read_again_only_when_they_changed(
         return read_adapter(folder, *args, **kwargs)
 
     monkeypatch.setattr("loramux.adapters.catalog.read_adapter", counting)
+    return lambda: len(reads)
+
+
+def test_weights_are_read_again_only_when_the_files_changed(
+    tmp_path: Path, num_reads: Callable[[], int]
+) -> None:
     catalog = make_catalog()
     first = catalog.register(write(tmp_path / "a"))
-    assert catalog.register(tmp_path / "a") is first and len(reads) == 1
+    assert catalog.register(tmp_path / "a") is first and num_reads() == 1
     changed = catalog.register(write(tmp_path / "a", seed=1))
-    assert changed.cid != first.cid and len(reads) == 2
+    assert changed.cid != first.cid and num_reads() == 2
 
 
-def test_registration_hands_on_the_image_that_a_later_read_would_give(tmp_path: Path) -> None:
-    catalog = make_catalog()
-    heard: list[AdapterImage] = []
-    catalog.on_image = heard.append
-    known = catalog.register(write(tmp_path / "a"))
+def idle_adapter(folder: Path) -> Path:
+    """Writes an adapter with a module that has no effect, which is a warning."""
+    tensors = lora_tensors(tiny_llama_config())
+    tensors[min(name for name in tensors if "lora_B" in name)].zero_()
+    return write_adapter(folder, lora_config_dict(), tensors)
+
+
+def test_a_restarted_engine_does_not_read_files_that_were_checked(
+    tmp_path: Path, num_reads: Callable[[], int]
+) -> None:
+    folder = idle_adapter(tmp_path / "a")
+    first = make_catalog(state=tmp_path / "state").register(folder)
+    assert num_reads() == 1 and any("no effect" in warning for warning in first.warnings)
+    restarted = make_catalog(state=tmp_path / "state")
+    assert restarted.register(folder) == first and num_reads() == 1
+    idle_adapter(folder)
+    assert make_catalog(state=tmp_path / "state").register(folder) == first
+    assert num_reads() == 2, "files that were written again are not checked again"
+    assert restarted.read(first.cid).cid == first.cid and num_reads() == 3
+
+
+def test_a_damaged_or_missing_file_of_checks_only_costs_a_check(
+    tmp_path: Path, num_reads: Callable[[], int]
+) -> None:
+    folder = write(tmp_path / "a")
+    first = make_catalog(state=tmp_path / "state").register(folder)
+    (path,) = (tmp_path / "state").iterdir()
+    path.write_bytes(b"[1, 2\n{}\n" + b"[" * 3000)
+    assert make_catalog(state=tmp_path / "state").register(folder) == first
+    assert num_reads() == 2
+    assert make_catalog(state=tmp_path / "state").register(folder) == first
+    assert num_reads() == 2, "the new entry is not found behind the damaged ones"
+    (tmp_path / "file").write_text("")
+    assert make_catalog(state=tmp_path / "file" / "x").register(folder) == first
+
+
+def test_a_store_folder_with_checked_content_is_registered_without_a_read(
+    tmp_path: Path, num_reads: Callable[[], int]
+) -> None:
+    folder = write(tmp_path / "a")
+    store = ContentStore(tmp_path / "store")
+    view = store.materialize(store.put_folder(folder))
+    catalog = make_catalog(find_digests=stored_digests)
+    first = catalog.register(folder)
+    known = catalog.register(view)
+    assert known.cid == first.cid and known.folder == view and num_reads() == 1
+    assert make_catalog(find_digests=stored_digests).register(view).cid == first.cid
+    assert num_reads() == 2, "content that was never checked is not read"
+
+
+def test_a_store_folder_whose_weights_were_replaced_is_refused_at_its_load(tmp_path: Path) -> None:
+    store = ContentStore(tmp_path / "store")
+    view = store.materialize(store.put_folder(write(tmp_path / "a")))
+    other = write(tmp_path / "b", seed=1)
+    catalog = make_catalog(find_digests=stored_digests)
     catalog.register(tmp_path / "a")
-    expected = pack_dense(read_adapter(tmp_path / "a", BASE), sites_of(BASE), torch.float32)
-    assert len(heard) == 1 and heard[0].cid == known.cid
-    assert torch.equal(heard[0].buffer, expected.buffer)
-    assert torch.equal(catalog.read(known.cid).buffer, expected.buffer)
+    weights = view / "adapter_model.safetensors"
+    weights.unlink()
+    weights.write_bytes((other / weights.name).read_bytes())
+    known = catalog.register(view)
+    with pytest.raises(AdapterRefused, match="no longer holds"):
+        catalog.read(known.cid)
 
 
 def test_a_folder_that_was_replaced_is_never_served_under_its_old_id(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_requests_are_added_at_the_times_of_the_trace(engine: Engine) -> None:
 def test_random_adapters_share_buffers_and_nothing_else(engine: Engine) -> None:
     adapters = RandomAdapters(engine, num_images=2)
     cids = adapters.add([4, 8, 4, 4], "all")
-    host = engine.memory.tiers.host
+    host = engine.memory.placement.host
     images = [host.get(cid) for cid in cids]
     buffers = [image.buffer.data_ptr() for image in images if image is not None]
     assert len(set(cids)) == 4 and len(set(buffers)) == 3 and buffers[0] == buffers[3]

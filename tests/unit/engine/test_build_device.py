@@ -67,12 +67,14 @@ def test_the_step_that_is_measured_has_all_rows_and_all_samples(plan: DevicePlan
     assert all(chunk.sample is not None for chunk in step.chunks)
     pages = [page for chunk in step.chunks for page in chunk.page_ids]
     assert len(set(pages)) == len(pages)
-    runner = plan.make_runner(plan.make_pool(max(pages) + 1, torch.device("cpu")))
+    pool = plan.make_pool(max(pages) + 1, torch.device("cpu"))
+    runner = plan.make_runner(pool, plan.make_directory(pool))
     assert len(runner.run(step).token_ids) == 3
 
 
 def test_steps_to_warm_up_with_stay_within_what_the_runner_was_made_for(plan: DevicePlan) -> None:
-    runner = plan.make_runner(plan.make_pool(16, torch.device("cpu")))
+    pool = plan.make_pool(16, torch.device("cpu"))
+    runner = plan.make_runner(pool, plan.make_directory(pool))
     steps = warm_up_steps(plan, 16)
     limits = plan.limits
     for step in steps:

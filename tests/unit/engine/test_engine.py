@@ -173,7 +173,7 @@ def test_every_greedy_answer_is_the_one_that_the_request_gets_alone(
     for name, answer in answers.items():
         expected = alone[name][: len(answer)] if name in aborted else alone[name]
         assert answer == expected, name
-    assert engine.memory.room.make_room(engine.pages.num_pages), "idle pages are all free to go"
+    assert engine.memory.reclaimer.reclaim(engine.pages.num_pages), "idle pages are all free to go"
     assert engine.pages.num_free == engine.pages.num_pages
 
 
@@ -205,7 +205,7 @@ def test_two_hundred_adapters_pass_through_a_pool_that_holds_six(
     ]
     answers = run_all(engine, requests)
     assert all(len(answer) == 3 for answer in answers.values())
-    device = engine.memory.tiers.device_counters
+    device = engine.memory.costs.device
     assert device.loads >= 200 and device.evictions >= 194
     assert engine.executor.pool_address == storage and len(engine.residency) <= 6
     assert engine.memory.tiers.host.used_bytes <= 2**20

@@ -40,6 +40,10 @@ def build() -> tuple[Engine, list[str]]:
             ).cid
             for seed in range(NUM_ADAPTERS)
         ]
+        # The folder is deleted: from now on the adapters come from host memory.
+        for cid in cids:
+            assert engine.residency.load_now([cid])
+            engine.residency.release([cid])
     return engine, cids
 
 
@@ -108,7 +112,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.check_integrity()
         assert not self.open, "a request never ended"
         # All is idle, and leaves for the next run.
-        assert self.engine.memory.room.make_room(self.engine.pages.num_pages)
+        assert self.engine.memory.reclaimer.reclaim(self.engine.pages.num_pages)
 
 
 EngineMachine.TestCase.settings = settings(

@@ -34,6 +34,8 @@ def test_each_request_is_told_of_once_with_the_tier_it_found(tmp_path: Path) -> 
         for seed in range(2)
     ]
     prompt = make_prompt(9, seed=1)
+    facts_of(engine, make_request("load", prompt, tuple((cid, 1.0) for cid in cids)))
+    assert engine.memory.reclaimer.reclaim(engine.pages.num_pages)
     engine.memory.tiers.host.drop(cids[1])
     told = facts_of(
         engine,

@@ -136,7 +136,7 @@ def test_the_engine_reports_its_memory_before_it_becomes_idle(folder: Path) -> N
         assert [tier.tier for tier in stats.tiers] == ["device", "host"]
         channel.send(Register(call_id=1, path=str(folder / "adapter")))
         known = (await next_of(channel, Answer)).adapter
-        channel.send(Prewarm())
+        channel.send(Prewarm(cids=(known.cid,)))
         while (await next_stats(channel, view)).tiers[1].used_bytes != known.num_bytes:
             pass
         channel.send(Pin(call_id=2, cid=known.cid, is_pinned=True))

@@ -158,7 +158,7 @@ def test_in_place_only_what_is_scattered_is_copied_and_an_adapter_may_move() -> 
     ranks: dict[tuple[int, str], int] = {(0, "q"): 4}
     whole = shelf.adapter("a", ranks, is_one_run=True)
     scattered = shelf.adapter("b", ranks)
-    assert (whole.is_one_run, scattered.is_one_run) == (True, False)
+    assert (whole.is_contiguous, scattered.is_contiguous) == (True, False)
     stacks = LoraStacks(shelf.pool, in_place=True)
     check(stacks, shelf, [whole, scattered])
     (stack,) = stacks.place([whole, scattered])

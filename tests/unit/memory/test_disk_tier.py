@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from loramux.adapters.packed.packing import DensePacking
+from loramux.memory.cost import CostModel
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.policies import LruPolicy
+from loramux.memory.records import Placement
 from tests.memory_factory import SITES, cid_of, image_of
 
 A, B, C = cid_of(1), cid_of(2, rank=3), cid_of(3)
@@ -15,11 +17,14 @@ FILE_BYTES = 65536 + 256
 
 
 def make_tier(folder: Path, num_files: int = 8, dtype: torch.dtype = torch.float32) -> DiskTier:
+    placement = Placement()
     return DiskTier(
         folder,
         budget_bytes=num_files * FILE_BYTES,
         packing=DensePacking(SITES, dtype),
         policy=LruPolicy(),
+        placement=placement,
+        costs=CostModel(placement),
     )
 
 
@@ -38,7 +43,7 @@ def test_an_image_survives_a_restart_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "other", "header", "gone"])
-def test_a_damaged_file_is_never_served_and_does_not_stay(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_never_served_and_is_removed(tmp_path: Path, damage: str) -> None:
     tier = make_tier(tmp_path)
     tier.put(image_of(A))
     tier.put(image_of(C))
@@ -61,7 +66,7 @@ def test_a_damaged_file_is_never_served_and_does_not_stay(tmp_path: Path, damage
     assert tier.counters.failures == (damage != "gone")
 
 
-def test_the_budget_holds_and_the_least_used_leaves(tmp_path: Path) -> None:
+def test_the_least_recently_used_image_is_evicted_at_the_budget(tmp_path: Path) -> None:
     tier = make_tier(tmp_path, num_files=2)
     for cid in (A, C, cid_of(4)):
         assert tier.put(image_of(cid))
@@ -71,19 +76,12 @@ def test_the_budget_holds_and_the_least_used_leaves(tmp_path: Path) -> None:
     assert len(make_tier(tmp_path, num_files=1)) == 1, "a smaller budget at the next start"
 
 
-def test_an_offer_costs_nobody_his_place(tmp_path: Path) -> None:
-    tier = make_tier(tmp_path, num_files=1)
-    tier.offer(image_of(A))
-    tier.offer(image_of(C))
-    assert A in tier and C not in tier and tier.counters.evictions == 0
-
-
-def test_other_shapes_or_dtypes_do_not_meet_each_others_images(tmp_path: Path) -> None:
+def test_images_of_another_packing_are_not_found(tmp_path: Path) -> None:
     make_tier(tmp_path).put(image_of(A))
     assert make_tier(tmp_path, dtype=torch.bfloat16).read(A) is None
 
 
-def test_what_a_killed_process_left_behind_is_cleared(tmp_path: Path) -> None:
+def test_unfinished_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     make_tier(tmp_path).put(image_of(A))
     partial = file_of(tmp_path, A).with_name(".x.image.1.aa.partial")
     partial.write_bytes(b"half")
@@ -97,7 +95,7 @@ def test_a_tier_without_space_takes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_cannot_be_written_costs_the_cache_only(tmp_path: Path) -> None:
+def test_a_failed_write_is_counted_and_nothing_is_kept(tmp_path: Path) -> None:
     tier = make_tier(tmp_path)
     for folder in tmp_path.iterdir():
         folder.rmdir()

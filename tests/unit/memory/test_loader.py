@@ -10,11 +10,9 @@ import torch
 
 from loramux.adapters.packed.image import AdapterImage
 from loramux.errors import AdapterRefused
-from loramux.memory.disk_tier import DiskTier
-from loramux.memory.loader import AdapterLoader, Arrival
-from loramux.memory.policies import LruPolicy
+from loramux.memory.loader import AdapterLoader, LoadResult, LoadThrottle
 from loramux.memory.tiers import AdapterState
-from tests.memory_factory import PACKING, NumberedAdapters, cid_of
+from tests.memory_factory import NumberedAdapters, cid_of, tiny_disk
 
 A = cid_of(1)
 
@@ -34,21 +32,23 @@ class Written:
         self.pages[image.cid] = page_ids
 
 
-def take(loader: AdapterLoader) -> Arrival:
-    (arrival,) = loader.arrivals(timeout_s=10)
-    return arrival
+def take(loader: AdapterLoader) -> LoadResult:
+    (result,) = loader.results(timeout_s=10)
+    return result
 
 
-def test_a_read_goes_to_disk_as_well_and_comes_from_there_next_time(tmp_path: Path) -> None:
-    disk = DiskTier(tmp_path, budget_bytes=2**20, packing=PACKING, policy=LruPolicy())
+def test_a_read_from_source_is_written_to_disk(
+    tmp_path: Path,
+) -> None:
+    disk = tiny_disk(tmp_path)
     adapters, written = NumberedAdapters(), Written()
     loader = AdapterLoader(source=adapters, disk=disk, write_pages=written)
     loader.read(A, [3])
-    assert loader.num_open == 1
+    assert loader.num_active == 1
     first = take(loader)
     assert first.image is not None and first.found is AdapterState.SOURCE
-    assert written.pages == {A: [3]} and loader.num_open == 0
-    # One job after the other on the same thread would do as well: the copy on disk comes later.
+    assert written.pages == {A: [3]} and loader.num_active == 0
+    # The file is written after the result is handed over; close() waits for it.
     loader.close()
     loader = AdapterLoader(source=adapters, disk=disk, write_pages=written)
     loader.read(A, [])
@@ -59,7 +59,7 @@ def test_a_read_goes_to_disk_as_well_and_comes_from_there_next_time(tmp_path: Pa
 
 
 def test_pages_are_filled_while_the_image_is_read(tmp_path: Path) -> None:
-    disk = DiskTier(tmp_path, budget_bytes=2**20, packing=PACKING, policy=LruPolicy())
+    disk = tiny_disk(tmp_path)
     adapters, written = NumberedAdapters(), Written()
     pages = bytearray()
 
@@ -73,14 +73,14 @@ def test_pages_are_filled_while_the_image_is_read(tmp_path: Path) -> None:
     image = take(loader).image
     assert image is not None and pages == image.buffer.view(torch.uint8).numpy().tobytes()
     assert written.pages == {}, "the same bytes were copied twice"
-    # To host memory only.
+    # Without pages, it is read into host memory only.
     loader.read(A, [])
     assert take(loader).error is None and len(pages) == image.num_bytes
     loader.close()
 
 
 def test_an_image_that_is_broken_on_disk_leaves_nothing_in_the_pages(tmp_path: Path) -> None:
-    disk = DiskTier(tmp_path, budget_bytes=2**20, packing=PACKING, policy=LruPolicy())
+    disk = tiny_disk(tmp_path)
     adapters, written = NumberedAdapters(), Written()
     disk.put(adapters.read(A))
     (path,) = tmp_path.rglob("*.image")
@@ -89,25 +89,25 @@ def test_an_image_that_is_broken_on_disk_leaves_nothing_in_the_pages(tmp_path: P
         source=adapters, disk=disk, write_pages=written, write_slice=lambda *_: None
     )
     loader.read(A, [3])
-    arrival = take(loader)
-    assert arrival.found is AdapterState.SOURCE
+    result = take(loader)
+    assert result.found is AdapterState.SOURCE
     assert written.pages == {A: [3]}, "what was read from the broken file is served"
     loader.close()
 
 
-def test_errors_arrive_like_everything_else() -> None:
+def test_errors_are_results_too() -> None:
     adapters = NumberedAdapters(broken={A})
     loader = AdapterLoader(source=adapters, disk=None, write_pages=Written())
     loader.read(A, [])
     assert isinstance(take(loader).error, AdapterRefused)
     loader.read(cid_of(2), [13])
     assert "no such page" in str(take(loader).error)
-    assert loader.num_open == 0 and loader.arrivals() == []
+    assert loader.num_active == 0 and loader.results() == []
     loader.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
-def test_loads_give_way_to_the_step_loop() -> None:
+def test_loader_threads_run_at_idle_priority() -> None:
     written = Written()
     loader = AdapterLoader(source=NumberedAdapters(), disk=None, write_pages=written)
     mine = os.getpriority(os.PRIO_PROCESS, 0)
@@ -116,11 +116,11 @@ def test_loads_give_way_to_the_step_loop() -> None:
     loader.close()
     assert written.niceness is not None and written.niceness > mine
     assert written.policy == os.SCHED_IDLE and os.sched_getscheduler(0) != os.SCHED_IDLE
-    assert sys.getswitchinterval() <= 0.001, "a loader keeps the interpreter for milliseconds"
+    assert sys.getswitchinterval() <= 0.001, "a loader thread holds the GIL for milliseconds"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
-def test_where_the_idle_policy_is_refused_niceness_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_niceness_remains_where_the_idle_policy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError("not in this sandbox")
 
@@ -131,3 +131,40 @@ def test_where_the_idle_policy_is_refused_niceness_remains(monkeypatch: pytest.M
     assert take(loader).error is None
     loader.close()
     assert written.niceness == 19 and written.policy != os.SCHED_IDLE
+
+
+class Worked:
+    """A thread's CPU time, set by the test."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def make_throttle(sleep_factor: float) -> tuple[LoadThrottle, Worked, list[float]]:
+    worked = Worked()
+    sleeps: list[float] = []
+    return LoadThrottle(sleep_factor, worked_s=worked, sleep=sleeps.append), worked, sleeps
+
+
+def test_a_thread_sleeps_in_proportion_to_its_work_since_the_last_sleep() -> None:
+    throttle, worked, sleeps = make_throttle(2.0)
+    worked.seconds = 7.0
+    throttle.begin()
+    for seconds in (7.5, 8.5):
+        worked.seconds = seconds
+        throttle.pause()
+    assert sleeps == [1.0, 2.0], "work before the load was counted, or some of it twice"
+
+
+def test_no_thread_sleeps_while_the_step_loop_waits_for_loads() -> None:
+    throttle, worked, sleeps = make_throttle(2.0)
+    throttle.begin()
+    with throttle.off():
+        worked.seconds = 1.0
+        throttle.pause()
+    assert sleeps == []
+    throttle.pause()
+    assert len(sleeps) == 1, "the throttle stays off"

@@ -46,19 +46,19 @@ def test_a_page_passes_from_its_owner_to_another_and_stays_in_use() -> None:
     assert pages.num_free == 3
 
 
-def test_pages_that_a_step_in_flight_may_use_are_taken_last() -> None:
+def test_pages_that_an_in_flight_step_may_read_are_allocated_last() -> None:
     pages = PageAllocator(4)
-    held = pages.allocate_settled(("adapter", "x"), 2)
+    held = pages.allocate_for_load(("adapter", "x"), 2)
     assert held == [0, 1]
-    pages.num_launched = 1
+    pages.step_launched()
     pages.release(("adapter", "x"), held)
-    assert not pages.is_settled([0]) and pages.is_settled([2, 3])
-    assert pages.allocate_settled(("adapter", "a"), 1) == [2]
-    taken = pages.allocate_settled(("adapter", "b"), 2)
-    assert taken is not None and 3 in taken and not pages.is_settled(taken)
-    pages.num_landed = 1
-    assert pages.is_settled(range(4))
-    assert pages.allocate_settled(("adapter", "c"), 2) is None
+    assert not pages.is_quiescent([0]) and pages.is_quiescent([2, 3])
+    assert pages.allocate_for_load(("adapter", "a"), 1) == [2]
+    taken = pages.allocate_for_load(("adapter", "b"), 2)
+    assert taken is not None and 3 in taken and not pages.is_quiescent(taken)
+    pages.step_finished()
+    assert pages.is_quiescent(range(4))
+    assert pages.allocate_for_load(("adapter", "c"), 2) is None
     pages.check_integrity({("adapter", "a"): [2], ("adapter", "b"): taken})
 
 
@@ -67,12 +67,12 @@ def test_adapters_get_neighbouring_pages_while_blocks_come_and_go() -> None:
     blocks: list[int] = []
     for number in range(4):
         blocks += pages.allocate(("kv", 1), 1) or []
-        held = pages.allocate_settled(("adapter", str(number)), 5)
+        held = pages.allocate_for_load(("adapter", str(number)), 5)
         assert held == list(range(5 * number, 5 * number + 5))
         pages.release(("kv", 1), [blocks.pop(0)])
         blocks += pages.allocate(("kv", 1), 2) or []
     pages.release(("adapter", "1"), range(5, 10))
-    assert pages.allocate_settled(("adapter", "4"), 5) == [5, 6, 7, 8, 9]
+    assert pages.allocate_for_load(("adapter", "4"), 5) == [5, 6, 7, 8, 9]
 
 
 def test_a_page_that_is_free_or_a_strangers_cannot_be_passed_on() -> None:

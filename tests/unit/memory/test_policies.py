@@ -76,7 +76,7 @@ def test_worth_is_the_faded_count_times_cost_per_size(
         count = faded_count(own_ages, end, bonus)
         if count > 0:  # not faded beyond what a float can hold
             expected = math.log2(count) + end + math.log2(0.25 / 8)
-            assert policy.worth(key, cost_s=0.25, size=8) == pytest.approx(expected, abs=1e-6)
+            assert policy.score(key, cost_s=0.25, size=8) == pytest.approx(expected, abs=1e-6)
 
 
 @given(before=EVENTS, after=EVENTS, name=st.sampled_from(["lru", "cost"]))
@@ -85,7 +85,7 @@ def test_a_worth_in_a_heap_stays_true_until_its_key_is_used(
 ) -> None:
     policy = make_policy(name)
     replay(policy, before)
-    worths = {key: policy.worth(key, cost_s=0.01, size=3) for key in "abcd"}
+    worths = {key: policy.score(key, cost_s=0.01, size=3) for key in "abcd"}
     now = 1e7
     for key, amount in after:
         if key is None:
@@ -93,8 +93,8 @@ def test_a_worth_in_a_heap_stays_true_until_its_key_is_used(
         else:
             now += amount
             policy.used(key, now)
-            worths[key] = policy.worth(key, cost_s=0.01, size=3)
-    assert worths == {key: policy.worth(key, cost_s=0.01, size=3) for key in "abcd"}
+            worths[key] = policy.score(key, cost_s=0.01, size=3)
+    assert worths == {key: policy.score(key, cost_s=0.01, size=3) for key in "abcd"}
 
 
 @given(
@@ -115,7 +115,7 @@ def test_a_worth_is_a_number_and_its_order_the_same_in_pages_bytes_and_milliseco
 
     def worths(*, per_page: int, per_s: float) -> list[float]:
         return [
-            policy.worth(key, cost_s=per_s * max(cost_s, 1e-6), size=per_page * size)
+            policy.score(key, cost_s=per_s * max(cost_s, 1e-6), size=per_page * size)
             for key, cost_s, size in zip("abcd", costs_s, sizes, strict=True)
         ]
 
@@ -139,9 +139,9 @@ def test_a_use_never_makes_a_key_worth_less(
     policy = make()
     replay(policy, events)
     now = sum(amount for used, amount in events if used is not None)
-    before = policy.worth(key, cost_s=0.01, size=3)
+    before = policy.score(key, cost_s=0.01, size=3)
     policy.used(key, now + wait_s)
-    assert policy.worth(key, cost_s=0.01, size=3) >= before
+    assert policy.score(key, cost_s=0.01, size=3) >= before
 
 
 @given(events=EVENTS)
@@ -159,7 +159,7 @@ def test_lru_looks_at_the_last_use_alone_even_within_one_tick_of_the_clock() -> 
     for key in ("often", "often", "early", "late"):
         policy.used(key, now=5.0)
     worths = [
-        policy.worth(key, cost_s=cost_s, size=size)
+        policy.score(key, cost_s=cost_s, size=size)
         for key, cost_s, size in (
             ("unknown", 9, 1),
             ("often", 9, 1),
@@ -173,9 +173,9 @@ def test_lru_looks_at_the_last_use_alone_even_within_one_tick_of_the_clock() -> 
 def test_a_miss_that_costs_more_or_a_key_that_takes_less_is_worth_keeping() -> None:
     policy = CostAwarePolicy()
     policy.used("key", now=0.0)
-    plain = policy.worth("key", cost_s=0.01, size=8)
-    assert policy.worth("key", cost_s=0.02, size=8) == pytest.approx(plain + 1)
-    assert policy.worth("key", cost_s=0.01, size=4) == pytest.approx(plain + 1)
+    plain = policy.score("key", cost_s=0.01, size=8)
+    assert policy.score("key", cost_s=0.02, size=8) == pytest.approx(plain + 1)
+    assert policy.score("key", cost_s=0.01, size=4) == pytest.approx(plain + 1)
 
 
 def test_what_was_popular_loses_to_what_is_after_enough_turnovers_or_hours_only() -> None:
@@ -185,7 +185,7 @@ def test_what_was_popular_loses_to_what_is_after_enough_turnovers_or_hours_only(
             policy.used("old", now=0.0)
         policy.evicted(turnovers)
         policy.used("new", now=hours * 3600)
-        old, new = (policy.worth(key, cost_s=1, size=1) for key in ("old", "new"))
+        old, new = (policy.score(key, cost_s=1, size=1) for key in ("old", "new"))
         assert (old > new) is old_stays
 
 
@@ -193,9 +193,9 @@ def test_what_was_never_used_leaves_before_all_else_and_the_dearest_of_it_last()
     policy = CostAwarePolicy()
     policy.used("used", now=0.0)
     worths = [
-        policy.worth("prewarmed", cost_s=0.01, size=64),
-        policy.worth("prewarmed too", cost_s=0.01, size=8),
-        policy.worth("used", cost_s=1e-6, size=10**9),
+        policy.score("prewarmed", cost_s=0.01, size=64),
+        policy.score("prewarmed too", cost_s=0.01, size=8),
+        policy.score("used", cost_s=1e-6, size=10**9),
     ]
     assert worths == sorted(worths) and len(set(worths)) == 3
 
@@ -207,9 +207,9 @@ def test_no_more_keys_are_remembered_than_allowed_and_the_longest_unused_go(
     policy = policy_type(max_keys=3)
     for time_s, key in enumerate(["kept", "dropped", "kept", "x", "y"]):
         policy.used(key, now=float(time_s))
-    unknown = policy.worth("unknown", cost_s=1, size=1)
-    assert policy.worth("dropped", cost_s=1, size=1) == unknown
-    assert policy.worth("kept", cost_s=1, size=1) > unknown
+    unknown = policy.score("unknown", cost_s=1, size=1)
+    assert policy.score("dropped", cost_s=1, size=1) == unknown
+    assert policy.score("kept", cost_s=1, size=1) > unknown
 
 
 @pytest.mark.parametrize("name", ["lru", "cost"])
@@ -218,8 +218,8 @@ def test_a_removed_adapter_leaves_nothing_behind(name: PolicyName) -> None:
     policy.used("gone", now=1.0)
     policy.forget("gone")
     policy.forget("never seen")
-    unknown = policy.worth("unknown", cost_s=1, size=1)
-    assert policy.worth("gone", cost_s=1, size=1) == unknown
+    unknown = policy.score("unknown", cost_s=1, size=1)
+    assert policy.score("gone", cost_s=1, size=1) == unknown
 
 
 def test_years_of_uptime_and_turnovers_neither_overflow_nor_blur_the_order() -> None:
@@ -229,7 +229,7 @@ def test_years_of_uptime_and_turnovers_neither_overflow_nor_blur_the_order() -> 
     policy.used("first", now=1e9)
     policy.used("second", now=1e9)
     policy.used("second", now=1e9)
-    assert policy.worth("second", cost_s=1, size=1) > policy.worth("first", cost_s=1, size=1)
+    assert policy.score("second", cost_s=1, size=1) > policy.score("first", cost_s=1, size=1)
 
 
 def test_a_lower_tier_is_less_moved_by_the_last_use() -> None:
@@ -238,7 +238,7 @@ def test_a_lower_tier_is_less_moved_by_the_last_use() -> None:
         policy.used("twice", now=0.0)
         policy.evicted(10.0)
         policy.used("once", now=0.0)
-        twice, once = (policy.worth(key, cost_s=1, size=1) for key in ("twice", "once"))
+        twice, once = (policy.score(key, cost_s=1, size=1) for key in ("twice", "once"))
         return once > twice
 
     assert newer_wins(make_policy("cost"))
@@ -274,8 +274,8 @@ def test_a_miss_that_costs_nothing_is_the_first_to_leave_and_no_error() -> None:
     policy = CostAwarePolicy()
     policy.used("free", now=0.0)
     policy.used("dear", now=0.0)
-    free = policy.worth("free", cost_s=0.0, size=1)
-    assert free < policy.worth("dear", cost_s=1e-6, size=1)
+    free = policy.score("free", cost_s=0.0, size=1)
+    assert free < policy.score("dear", cost_s=1e-6, size=1)
 
 
 def drive(policy: CostAwarePolicy, *, swap_every: int | None) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from loramux.memory.pool import KVGeometry, PagePool, copies_of_runs
+from loramux.memory.pool import KVGeometry, PagePool, copy_pairs
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=1, head_dim=4, block_tokens=2)
 
@@ -87,7 +87,7 @@ def test_neighbouring_pages_are_copied_at_once_and_all_arrive() -> None:
     width = GEOMETRY.page_elements
     buffer = torch.arange(4 * width + 3, dtype=torch.float32) + 1
     page_ids = [2, 3, 4, 7, 0]
-    pairs = copies_of_runs(pool.storage, page_ids, buffer)
+    pairs = copy_pairs(pool.storage, page_ids, buffer)
     assert [source.numel() for _, source in pairs] == [3 * width, width, 3]
     for target, source in pairs:
         target.copy_(source)

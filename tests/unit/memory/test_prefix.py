@@ -5,10 +5,11 @@ from itertools import count
 
 import pytest
 
-from loramux.memory.pages import Owner, PageAllocator
+from loramux.memory.pages import Owner
 from loramux.memory.policies import CostAwarePolicy
-from loramux.memory.prefix import PrefixCache, PrefixKey, PrefixLease
-from loramux.memory.reclaim import Reclaimer
+from loramux.memory.prefix import PrefixCache, PrefixKey, PrefixLease, ReuseEstimator
+from loramux.memory.records import ResidentAdapter
+from tests.memory_factory import layout_of_rank, tiny_tier
 
 BLOCK = 4
 KEY: PrefixKey = ("base", (("cid-a", 1.0),), "")
@@ -19,18 +20,19 @@ class Bench:
     """A cache over a small pool, and sequences that run through it."""
 
     def __init__(self, num_pages: int = 16) -> None:
-        self.pages = PageAllocator(num_pages)
-        self.reclaimer = Reclaimer(self.pages)
-        ticks = count(1)
-        self.cache = PrefixCache(
-            pages=self.pages,
-            reclaimer=self.reclaimer,
-            policy=CostAwarePolicy(half_life_s=8.0),
-            block_tokens=BLOCK,
-            clock=lambda: float(next(ticks)),
-        )
+        reuse = ReuseEstimator(num_pages)
+        self.tier = tiny_tier(num_pages, CostAwarePolicy(half_life_s=8.0), reuse=reuse)
+        self.pages = self.tier.pages
+        self.reclaimer = self.tier.reclaimer
+        self.cache = PrefixCache(self.tier, reuse=reuse, block_tokens=BLOCK)
         self.ids = count()
         self.running: list[Running] = []
+
+    def move_adapter(self, cid: str, *, on_device: bool) -> None:
+        self.tier.placement.device.pop(cid, None)
+        if on_device:
+            self.tier.placement.device[cid] = ResidentAdapter(cid, layout_of_rank(1), [])
+        self.cache.adapter_moved(cid)
 
     def start(self, token_ids: Sequence[int], key: PrefixKey = KEY) -> Running:
         return Running(self, key, token_ids)
@@ -67,7 +69,7 @@ class Running:
 
     def compute(self, num_tokens: int, *, commit: bool = True) -> None:
         missing = -(-num_tokens // BLOCK) - len(self.page_ids)
-        assert self.bench.reclaimer.make_room(missing)
+        assert self.bench.reclaimer.reclaim(missing)
         page_ids = self.bench.pages.allocate(self.owner, missing)
         assert page_ids is not None
         self.page_ids += page_ids
@@ -163,7 +165,7 @@ def test_a_block_that_turned_idle_is_taken_up_again_by_a_commit() -> None:
     assert bench.cache.num_idle_pages == 2
     slow.compute(8)
     assert bench.cache.num_idle_pages == 0 and bench.pages.num_free == 16 - 2
-    assert not bench.reclaimer.make_room(15), "an offer of a locked page is still open"
+    assert not bench.reclaimer.reclaim(15), "an offer of a locked page is still open"
 
 
 def test_a_lease_grows_while_another_leaves_and_room_is_made() -> None:
@@ -177,7 +179,7 @@ def test_a_lease_grows_while_another_leaves_and_room_is_made() -> None:
     writer.token_ids += range(12, 24)
     writer.compute(24)
     assert bench.cached([*range(4), 20, 21, 22, 23]) == 4 and bench.cache.num_evicted_pages == 1
-    assert not bench.reclaimer.make_room(1), "locked pages were counted as idle"
+    assert not bench.reclaimer.reclaim(1), "locked pages were counted as idle"
     writer.end()
     assert bench.cached(range(24)) == 24
 
@@ -186,7 +188,7 @@ def test_prefixes_leave_from_their_end() -> None:
     bench = Bench(num_pages=4)
     bench.serve(range(16))
     for num_free, left in ((1, 12), (2, 8), (4, 0)):
-        assert bench.reclaimer.make_room(num_free)
+        assert bench.reclaimer.reclaim(num_free)
         assert bench.cached(range(16)) == left
         bench.check()
     assert bench.cache.num_evicted_pages == 4 and bench.cache.num_idle_pages == 0
@@ -197,7 +199,7 @@ def test_what_is_asked_for_often_outlives_what_came_last() -> None:
     for _ in range(3):
         bench.serve(range(8))
     bench.serve(range(100, 108))
-    assert bench.reclaimer.make_room(2)
+    assert bench.reclaimer.reclaim(2)
     assert bench.cached(range(8)) == 8 and bench.cached(range(100, 108)) == 0
 
 
@@ -205,10 +207,10 @@ def test_an_open_lease_keeps_an_evicted_prefix_from_nothing_but_its_own_blocks()
     bench = Bench(num_pages=4)
     bench.serve(range(16))
     reader = bench.start(range(8))
-    assert bench.reclaimer.make_room(2) and not bench.reclaimer.make_room(3)
+    assert bench.reclaimer.reclaim(2) and not bench.reclaimer.reclaim(3)
     assert bench.cached(range(16)) == 8 and bench.cache.num_idle_pages == 0
     reader.end()
-    assert bench.reclaimer.make_room(4)
+    assert bench.reclaimer.reclaim(4)
 
 
 def test_a_lease_that_ends_inside_a_prefix_does_not_offer_it_before_its_end() -> None:
@@ -216,14 +218,14 @@ def test_a_lease_that_ends_inside_a_prefix_does_not_offer_it_before_its_end() ->
     bench.serve(range(16))
     bench.start(range(8)).end()
     assert bench.cache.num_idle_pages == 4
-    assert bench.reclaimer.make_room(1) and bench.cached(range(16)) == 12
+    assert bench.reclaimer.reclaim(1) and bench.cached(range(16)) == 12
 
 
 def test_an_empty_lease_keeps_its_tree_while_all_else_in_it_is_evicted() -> None:
     bench = Bench(num_pages=4)
     waiting = bench.start(range(8))
     bench.serve(range(8))
-    assert bench.reclaimer.make_room(4)
+    assert bench.reclaimer.reclaim(4)
     bench.check()
     waiting.compute(8)
     assert bench.cached(range(8)) == 8
@@ -233,15 +235,15 @@ def test_an_empty_lease_keeps_its_tree_while_all_else_in_it_is_evicted() -> None
 def test_prefixes_of_an_absent_adapter_leave_first_and_those_of_the_base_lose_nothing() -> None:
     bench = Bench(num_pages=4)
     for on_device in (False, False, True, True):
-        bench.cache.adapter_moved("cid-a", on_device=on_device)
+        bench.move_adapter("cid-a", on_device=on_device)
     bench.serve(range(8), BASE)
     bench.serve(range(8), KEY)
-    bench.cache.adapter_moved("cid-a", on_device=False)
-    assert bench.reclaimer.make_room(1)
+    bench.move_adapter("cid-a", on_device=False)
+    assert bench.reclaimer.reclaim(1)
     assert bench.cached(range(8), KEY) == 4 and bench.cached(range(8), BASE) == 8
-    bench.cache.adapter_moved("cid-a", on_device=True)
+    bench.move_adapter("cid-a", on_device=True)
     bench.check()
-    assert bench.reclaimer.make_room(2)
+    assert bench.reclaimer.reclaim(2)
     assert bench.cached(range(8), KEY) == 4 and bench.cached(range(8), BASE) == 4
 
 
@@ -249,11 +251,11 @@ def test_a_selection_is_present_only_with_all_its_adapters() -> None:
     bench = Bench(num_pages=4)
     both: PrefixKey = ("base", (("cid-a", 1.0), ("cid-b", 1.0)), "")
     for cid in ("cid-a", "cid-b"):
-        bench.cache.adapter_moved(cid, on_device=True)
+        bench.move_adapter(cid, on_device=True)
     bench.serve(range(8), KEY)
     bench.serve(range(8), both)
-    bench.cache.adapter_moved("cid-b", on_device=False)
-    assert bench.reclaimer.make_room(2)
+    bench.move_adapter("cid-b", on_device=False)
+    assert bench.reclaimer.reclaim(2)
     assert bench.cached(range(8), KEY) == 8 and bench.cached(range(8), both) == 0
 
 
@@ -261,7 +263,7 @@ def test_prefixes_survive_eviction_and_reload_of_their_adapter() -> None:
     bench = Bench()
     bench.serve(range(8))
     for on_device in (True, False, False, True):
-        bench.cache.adapter_moved("cid-a", on_device=on_device)
+        bench.move_adapter("cid-a", on_device=on_device)
         assert bench.cached(range(8)) == 8
         bench.check()
 
@@ -291,7 +293,7 @@ def test_dropped_prefixes_in_use_serve_their_readers_only_and_go_with_the_last()
     bench.check()
     assert first.page_ids[:2] == second.page_ids[:2] and bench.cached(range(12)) == 0
     second.compute(12)
-    assert len(second.own_pages) == 1, "computed after the drop: shared with nobody"
+    assert len(second.own_pages) == 1, "a block computed after the drop is shared"
     stranger = bench.start(range(12))
     assert stranger.lease.num_tokens == 0
     first.end()
@@ -302,23 +304,23 @@ def test_dropped_prefixes_in_use_serve_their_readers_only_and_go_with_the_last()
     assert bench.cached(range(12)) == 12, "the same CID may come back and be cached anew"
 
 
-def test_an_adapter_is_worth_the_seconds_that_its_requests_save_by_reuse() -> None:
+def test_the_cost_of_an_eviction_is_the_time_that_requests_save_by_reuse() -> None:
     bench = Bench()
-    bench.cache.token_s = 0.5
-    assert bench.cache.worth_of("cid-a") == 0
+    bench.tier.costs.token_s = 0.5
+    assert bench.cache.cost_of_eviction("cid-a") == 0
     bench.serve(range(8))
-    assert bench.cache.worth_of("cid-a") == 0, "nobody has reused anything yet"
-    worths = []
+    assert bench.cache.cost_of_eviction("cid-a") == 0, "there was no reuse yet"
+    costs = []
     for _ in range(50):
         bench.serve(range(8))
-        worths.append(bench.cache.worth_of("cid-a"))
-    assert worths == sorted(worths)
-    assert worths[-1] == pytest.approx(0.75 * 8 * 0.5, rel=0.01)
+        costs.append(bench.cache.cost_of_eviction("cid-a"))
+    assert costs == sorted(costs)
+    assert costs[-1] == pytest.approx(0.75 * 8 * 0.5, rel=0.01)
     assert bench.cache.cached_tokens("cid-a") == 8
-    assert bench.reclaimer.make_room(15)
-    assert bench.cache.worth_of("cid-a") == pytest.approx(0.75 * 4 * 0.5)
-    assert bench.reclaimer.make_room(16)
-    assert bench.cache.worth_of("cid-a") == 0 and bench.cache.cached_tokens("cid-a") == 0
+    assert bench.reclaimer.reclaim(15)
+    assert bench.cache.cost_of_eviction("cid-a") == pytest.approx(0.75 * 4 * 0.5)
+    assert bench.reclaimer.reclaim(16)
+    assert bench.cache.cost_of_eviction("cid-a") == 0 and bench.cache.cached_tokens("cid-a") == 0
 
 
 def test_a_lease_ends_once() -> None:
@@ -354,7 +356,7 @@ def test_integrity_check_sees_a_lease_that_nobody_holds_and_one_that_was_let_go(
 def test_a_very_long_prefix_is_evicted_and_dropped_without_recursion() -> None:
     bench = Bench(num_pages=3000)
     bench.serve(range(3000 * BLOCK))
-    assert bench.reclaimer.make_room(1500)
+    assert bench.reclaimer.reclaim(1500)
     bench.cache.drop("cid-a")
     bench.check()
     assert bench.pages.num_free == 3000
@@ -369,7 +371,7 @@ def test_the_policy_is_told_to_forget_pages_that_are_gone() -> None:
     bench = Bench()
     bench.cache._policy = policy
     bench.serve(range(12))
-    assert bench.reclaimer.make_room(15)
+    assert bench.reclaimer.reclaim(15)
     assert policy.keys() == bench.cache.claims().keys() and len(policy.keys()) == 1
     bench.cache.drop("cid-a")
     assert not policy.keys()

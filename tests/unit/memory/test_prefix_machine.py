@@ -1,4 +1,4 @@
-"""The prefix cache against a plain dict of prefixes, under pressure from an adapter holder."""
+"""State machine: the prefix cache against a plain dict, with adapters in the same pool."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from loramux.memory.pages import Owner, PageAllocator
-from loramux.memory.prefix import ABSENT_ADAPTER_FACTOR, PrefixCache, PrefixKey, PrefixLease
-from loramux.memory.reclaim import Reclaimer
+from loramux.memory.pages import Owner
+from loramux.memory.prefix import (
+    ABSENT_ADAPTER_FACTOR,
+    PrefixCache,
+    PrefixKey,
+    PrefixLease,
+    ReuseEstimator,
+)
+from loramux.memory.reclaim import PageTier
+from loramux.memory.records import ResidentAdapter
+from tests.memory_factory import layout_of_rank, tiny_tier
 
 BLOCK = 2
 NUM_PAGES = 20
@@ -40,8 +48,8 @@ keys = st.sampled_from([KEYS[1]] * 4 + [KEYS[4]] * 2 + KEYS)
 prompts = st.sampled_from(PROMPTS)
 
 
-def worth_of(last_use: float, cost_s: float, size: int) -> float:
-    """Never equal for two things of different last use, so that what must leave is certain."""
+def score_of(last_use: float, cost_s: float, size: int) -> float:
+    """Returns a score that differs for different last uses, so that the victim is certain."""
     return last_use * (cost_s / size + 1e-3)
 
 
@@ -52,13 +60,13 @@ class LastUsePolicy:
     def used(self, key: Hashable, now: float) -> None:
         self.last_uses[key] = now
 
-    def worth(self, key: Hashable, *, cost_s: float, size: int) -> float:
-        return worth_of(self.last_uses[key], cost_s, size)
+    def score(self, key: Hashable, *, cost_s: float, size: int) -> float:
+        return score_of(self.last_uses[key], cost_s, size)
 
-    def doubt(self, trust: float) -> float:
+    def reuse_penalty(self, factor: float) -> float:
         return 0.0
 
-    def evicted(self, share: float) -> None: ...
+    def evicted(self, fraction: float) -> None: ...
 
     def forget(self, key: Hashable) -> None:
         del self.last_uses[key]
@@ -71,7 +79,7 @@ class Running:
     lease: PrefixLease
     page_ids: list[int]
     token_ids: list[int]
-    """Those computed so far."""
+    """Tokens computed so far."""
     prompt: list[int]
     is_dropped: bool = False
 
@@ -88,16 +96,17 @@ class Cached:
 
 @dataclass
 class FakeAdapters:
-    """Idle adapters that tell the prefix cache when they come and go."""
+    """Idle adapters that call the prefix cache when they arrive and leave."""
 
-    pages: PageAllocator
+    tier: PageTier
     cache: PrefixCache
     held: dict[str, list[int]] = field(default_factory=dict)
 
     def evict(self, key: Hashable) -> None:
         assert isinstance(key, tuple)
-        self.pages.release(("adapter", key[1]), self.held.pop(key[1]))
-        self.cache.adapter_moved(key[1], on_device=False)
+        self.tier.pages.release(("adapter", key[1]), self.held.pop(key[1]))
+        del self.tier.placement.device[key[1]]
+        self.cache.adapter_moved(key[1])
 
     @property
     def num_idle_pages(self) -> int:
@@ -112,18 +121,12 @@ class PrefixMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.now = 0.0
-        self.pages = PageAllocator(NUM_PAGES)
-        self.reclaimer = Reclaimer(self.pages)
         self.policy = LastUsePolicy()
-        self.cache = PrefixCache(
-            pages=self.pages,
-            reclaimer=self.reclaimer,
-            policy=self.policy,
-            block_tokens=BLOCK,
-            clock=lambda: self.now,
-            token_s=1 / BLOCK,
-        )
-        self.adapters = FakeAdapters(self.pages, self.cache)
+        self.tier = tiny_tier(NUM_PAGES, self.policy, clock=lambda: self.now)
+        self.tier.costs.token_s = 1 / BLOCK
+        self.pages, self.reclaimer = self.tier.pages, self.tier.reclaimer
+        self.cache = PrefixCache(self.tier, reuse=ReuseEstimator(NUM_PAGES), block_tokens=BLOCK)
+        self.adapters = FakeAdapters(self.tier, self.cache)
         self.reclaimer.add_holder(self.adapters)
         self.ids = count()
         self.running: list[Running] = []
@@ -160,18 +163,18 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def candidates(self) -> list[tuple[float, tuple[PrefixKey, Prefix] | str]]:
         parents = {(key, prefix[:-BLOCK]) for key, prefix in self.cached}
-        worths: list[tuple[float, tuple[PrefixKey, Prefix] | str]] = [
-            (worth_of(last_use, 1.0, ADAPTER_PAGES), cid)
+        scores: list[tuple[float, tuple[PrefixKey, Prefix] | str]] = [
+            (score_of(last_use, 1.0, ADAPTER_PAGES), cid)
             for cid, last_use in self.adapter_uses.items()
         ]
         for entry in self.cached.keys() - self.locked() - parents:
             is_present = {cid for cid, _ in entry[0][1]} <= self.adapter_uses.keys()
             cost_s = 1.0 if is_present else ABSENT_ADAPTER_FACTOR
-            worths.append((worth_of(self.cached[entry].last_use, cost_s, 1), entry))
-        return worths
+            scores.append((score_of(self.cached[entry].last_use, cost_s, 1), entry))
+        return scores
 
-    def expect_room(self, num_pages: int) -> bool:
-        """What make_room must do, done to the model."""
+    def expect_reclaim(self, num_pages: int) -> bool:
+        """Does to the model what reclaim() must do."""
         free = self.pages.num_free
         if free + self.num_idle() + ADAPTER_PAGES * len(self.adapter_uses) < num_pages:
             return False
@@ -186,9 +189,9 @@ class PrefixMachine(RuleBasedStateMachine):
                 free += 1
         return True
 
-    def make_room(self, num_pages: int) -> bool:
-        expected = self.expect_room(num_pages)
-        assert self.reclaimer.make_room(num_pages) == expected
+    def reclaim(self, num_pages: int) -> bool:
+        expected = self.expect_reclaim(num_pages)
+        assert self.reclaimer.reclaim(num_pages) == expected
         return expected
 
     # What happens.
@@ -240,7 +243,7 @@ class PrefixMachine(RuleBasedStateMachine):
         num_computed = len(running.token_ids)
         more = [*running.prompt, *[1] * 8][num_computed : num_computed + num_tokens]
         missing = -(-(len(running.token_ids) + len(more)) // BLOCK) - len(running.page_ids)
-        if self.make_room(missing):
+        if self.reclaim(missing):
             page_ids = self.pages.allocate(running.owner, missing)
             assert page_ids is not None
             running.page_ids += page_ids
@@ -280,11 +283,11 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(0, NUM_PAGES))
     def pressure(self, num_pages: int) -> None:
-        self.make_room(num_pages)
+        self.reclaim(num_pages)
 
     @rule(cid=st.sampled_from(CIDS))
     def load(self, cid: str) -> None:
-        if cid in self.adapter_uses or not self.make_room(ADAPTER_PAGES):
+        if cid in self.adapter_uses or not self.reclaim(ADAPTER_PAGES):
             return
         self.now += 1
         owner: Owner = ("adapter", cid)
@@ -292,15 +295,16 @@ class PrefixMachine(RuleBasedStateMachine):
         assert page_ids is not None
         self.adapters.held[cid] = page_ids
         self.adapter_uses[cid] = self.now
-        self.cache.adapter_moved(cid, on_device=True)
-        worth = worth_of(self.now, 1.0, ADAPTER_PAGES)
-        self.reclaimer.offer(owner, self.adapters, worth=worth)
+        self.tier.placement.device[cid] = ResidentAdapter(cid, layout_of_rank(1), page_ids)
+        self.cache.adapter_moved(cid)
+        score = score_of(self.now, 1.0, ADAPTER_PAGES)
+        self.reclaimer.add_candidate(owner, self.adapters, score=score)
 
     @rule(cid=st.sampled_from(CIDS))
     def drop(self, cid: str) -> None:
-        """The adapter leaves the device, if it is there, and the server."""
+        """Evicts the adapter, if it is on the device, and unregisters it."""
         if self.adapter_uses.pop(cid, None) is not None:
-            self.reclaimer.withdraw(("adapter", cid))
+            self.reclaimer.remove_candidate(("adapter", cid))
             self.adapters.evict(("adapter", cid))
         self.cache.drop(cid)
         self.cached = {

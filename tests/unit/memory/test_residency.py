@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from loramux.errors import AdapterNotFound, AdapterRefused, DoesNotFit
-from loramux.memory.offers import ResidencyLimits
+from loramux.memory.adapter_eviction import ResidencyLimits
 from loramux.memory.tiers import AdapterState
 from tests.memory_factory import RANK_BYTES, cid_of, tiny_memory
 
@@ -20,7 +20,7 @@ def test_an_adapter_takes_pages_for_its_true_rank_only() -> None:
 
 def test_a_request_is_ready_only_when_the_bytes_are_there() -> None:
     memory = tiny_memory(num_pages=4)
-    memory.residency.want([A])
+    memory.residency.add_waiters([A])
     assert memory.residency.poll() == 1
     assert not memory.residency.is_ready([A]) and not memory.residency.acquire([A])
     memory.executor.run_all()
@@ -33,24 +33,24 @@ def test_a_request_is_ready_only_when_the_bytes_are_there() -> None:
 def test_an_adapter_is_loaded_once_however_many_wait_for_it() -> None:
     memory = tiny_memory(num_pages=4)
     for _ in range(5):
-        memory.residency.want([A])
+        memory.residency.add_waiters([A])
         memory.residency.poll()
     memory.finish_loads()
-    assert memory.adapters.num_reads == 1 and memory.tiers.device_counters.loads == 1
+    assert memory.adapters.num_reads == 1 and memory.costs.device.loads == 1
 
 
-def test_a_failed_load_fails_those_who_wanted_it_and_can_be_tried_again() -> None:
+def test_a_failed_load_fails_its_waiters_and_can_be_tried_again() -> None:
     memory = tiny_memory(num_pages=4)
     memory.adapters.broken.add(A)
-    memory.residency.want([A])
-    memory.residency.want([B])
+    memory.residency.add_waiters([A])
+    memory.residency.add_waiters([B])
     memory.finish_loads()
     with pytest.raises(AdapterRefused, match="is broken"):
         memory.residency.is_ready([A])
     assert memory.residency.is_ready([B])
     memory.check()
     assert memory.pages.num_free == 3, "a failed load keeps pages"
-    memory.residency.unwant([A])
+    memory.residency.remove_waiters([A])
     memory.adapters.broken.clear()
     memory.bring(A)
     assert memory.value(A) == 1.0
@@ -60,8 +60,8 @@ def test_an_unknown_adapter_is_refused_and_nothing_is_counted() -> None:
     memory = tiny_memory(num_pages=4)
     memory.adapters.unknown.add(B)
     with pytest.raises(AdapterNotFound):
-        memory.residency.want([A, B])
-    assert memory.residency.records[A].num_wants == 0
+        memory.residency.add_waiters([A, B])
+    assert memory.residency.records[A].num_waiters == 0
     memory.check()
 
 
@@ -73,9 +73,9 @@ def test_the_least_recently_used_idle_adapter_leaves_first_and_a_leased_one_neve
     assert memory.residency.acquire([A])
     memory.bring(cid_of(4))
     assert B not in memory.residency and A in memory.residency and C in memory.residency
-    memory.residency.want([cid_of(5, rank=3)])
+    memory.residency.add_waiters([cid_of(5, rank=3)])
     memory.finish_loads()
-    assert not memory.residency.is_ready([cid_of(5, rank=3)]), "it took a leased adapter's place"
+    assert not memory.residency.is_ready([cid_of(5, rank=3)]), "it evicted a leased adapter"
     assert C in memory.residency, "a load that cannot succeed must not evict anything"
     memory.check({A: 1})
     memory.residency.release([A])
@@ -89,41 +89,41 @@ def test_weights_survive_eviction_and_reload_from_host_memory() -> None:
         memory.bring(cid)
         assert memory.value(cid) == value
     assert memory.adapters.num_reads == 2, "the host tier had the third"
-    assert memory.tiers.device_counters.evictions == 2
+    assert memory.costs.device.evictions == 2
     assert memory.residency.records[cid_of(8, rank=2)].state is AdapterState.HOST
 
 
-def test_what_the_queue_waits_for_gives_way_only_to_those_who_asked_before() -> None:
+def test_an_awaited_adapter_is_evicted_only_for_one_that_was_requested_before() -> None:
     memory = tiny_memory(num_pages=2)
     for cid in (A, B, C):
-        memory.residency.want([cid])
+        memory.residency.add_waiters([cid])
         memory.finish_loads()
-    assert not memory.residency.is_ready([C]), "C asked last, and took the place of A or B"
+    assert not memory.residency.is_ready([C]), "C was requested last and evicted A or B"
     memory.check()
-    memory.residency.hurry([C])
+    memory.residency.prioritize([C])
     memory.finish_loads()
     assert C in memory.residency and A in memory.residency and B not in memory.residency
     memory.check()
-    memory.residency.unwant([A])
+    memory.residency.remove_waiters([A])
     memory.finish_loads()
     assert B in memory.residency and C in memory.residency and A not in memory.residency
 
 
 def test_an_abort_while_loading_leaves_the_adapter_idle() -> None:
     memory = tiny_memory(num_pages=2)
-    memory.residency.want([A])
+    memory.residency.add_waiters([A])
     memory.residency.poll()
-    memory.residency.unwant([A])
+    memory.residency.remove_waiters([A])
     memory.finish_loads()
     assert A in memory.residency and memory.residency.num_idle_pages == 1
     memory.check()
 
 
-def test_pages_run_out_while_reading_and_the_image_waits_in_host_memory() -> None:
+def test_an_image_without_pages_waits_in_host_memory() -> None:
     memory = tiny_memory(num_pages=1)
     memory.bring(A)
     assert memory.residency.acquire([A])
-    memory.residency.want([B])
+    memory.residency.add_waiters([B])
     memory.finish_loads()
     assert memory.residency.records[B].state is AdapterState.HOST
     memory.residency.release([A])
@@ -133,7 +133,7 @@ def test_pages_run_out_while_reading_and_the_image_waits_in_host_memory() -> Non
 
 def test_an_adapter_larger_than_host_memory_is_an_error_with_the_fix() -> None:
     memory = tiny_memory(num_pages=8, host_ranks=2)
-    memory.residency.want([cid_of(1, rank=3)])
+    memory.residency.add_waiters([cid_of(1, rank=3)])
     memory.finish_loads()
     with pytest.raises(DoesNotFit, match="--host-memory"):
         memory.residency.is_ready([cid_of(1, rank=3)])
@@ -147,9 +147,9 @@ def test_forget_frees_every_tier_and_waits_for_users() -> None:
     assert memory.residency.acquire([A])
     assert not memory.residency.forget(A)
     memory.residency.release([A])
-    memory.residency.want([A])
+    memory.residency.add_waiters([A])
     assert not memory.residency.forget(A)
-    memory.residency.unwant([A])
+    memory.residency.remove_waiters([A])
     assert memory.residency.forget(A)
     assert memory.pages.num_free == 4 and memory.host.used_bytes == 0
     assert memory.residency.forget(A), "forgetting twice is fine"
@@ -183,15 +183,14 @@ def test_prewarm_fills_free_pages_and_evicts_nothing() -> None:
 
 @pytest.mark.parametrize("limits", [ResidencyLimits(max_adapters=2), ResidencyLimits(max_pages=2)])
 def test_caps_on_adapters_leave_the_rest_of_the_pool_alone(limits: ResidencyLimits) -> None:
-    memory = tiny_memory(num_pages=8)
-    memory.residency.limits = limits
+    memory = tiny_memory(num_pages=8, limits=limits)
     for number in range(5):
         memory.bring(cid_of(number))
         assert len(memory.residency) <= 2
     assert memory.residency.acquire([cid_of(3), cid_of(4)])
-    memory.residency.want([A])
+    memory.residency.add_waiters([A])
     memory.finish_loads()
-    assert not memory.residency.is_ready([A]), "both places are leased"
+    assert not memory.residency.is_ready([A]), "both adapters are leased"
     memory.check({cid_of(3): 1, cid_of(4): 1})
 
 
@@ -210,10 +209,10 @@ def test_hits_and_misses_are_counted_in_the_tier_where_it_was_found() -> None:
     memory.bring(A)
     memory.bring(B)
     memory.bring(A)
-    device, host = memory.tiers.device_counters, memory.host.counters
+    device, host = memory.costs.device, memory.host.counters
     assert (device.hits, device.misses) == (1, 3)
     assert (host.hits, host.misses) == (1, 2)
-    assert memory.tiers.source_counters.hits == 2
+    assert memory.costs.source.hits == 2
     assert host.load_bytes == 2 * RANK_BYTES and device.loads == 3
 
 

@@ -1,6 +1,6 @@
-"""Every tier under random load, eviction, pins, aborts, failures and lack of space.
+"""State machine over all tiers: loads, evictions, pins, aborts, failures and lack of space.
 
-What really happened is counted, so that neither a step nor an action on a tier is only hoped for.
+The actions are counted by tier, so that the test fails if one of them never happened.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from loramux.errors import DoesNotFit, LoramuxError
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.policies import CostAwarePolicy, LruPolicy
 from loramux.memory.records import ResidentAdapter
-from tests.memory_factory import PACKING, TinyMemory, cid_of, facts_of, tiny_memory
+from tests.memory_factory import TinyMemory, cid_of, disk_maker, facts_of, tiny_memory
 from tests.tier_tally import TIERS, Tally, TierWatch
 
 NUM_PAGES = 10
@@ -47,7 +47,7 @@ class CountedDisk(DiskTier):
 
 
 def blame(error: LoramuxError) -> tuple[str, str]:
-    """The action and the tier that a failed load stands for."""
+    """Returns the action and the tier that a failed load counts for."""
     if "host memory has" in str(error):
         return "out of space", "host"
     is_device = "device does not take" in str(error) or "no row is left" in str(error)
@@ -66,6 +66,7 @@ class TierMachine(RuleBasedStateMachine):
         self.wanted: Counter[str] = Counter()
         self.leased: Counter[str] = Counter()
         self.kv_pages: list[int] = []
+        self.table: set[str] = set()
         # What a reader of changes_since() believes to be on the device.
         self.version = 0
         self.mirror: set[str] = set()
@@ -86,31 +87,42 @@ class TierMachine(RuleBasedStateMachine):
         warm: list[str],
     ) -> None:
         policy = LruPolicy() if is_lru else CostAwarePolicy()
-        disk = CountedDisk(
-            Path(self.folder.name),
-            budget_bytes=disk_files * FILE_BYTES,
-            packing=PACKING,
-            policy=policy,
-        )
-        disk.tally = self.tally
         self.memory = tiny_memory(
-            num_pages=NUM_PAGES, host_ranks=host_ranks, disk=disk, max_host=max_host, policy=policy
+            num_pages=NUM_PAGES,
+            host_ranks=host_ranks,
+            make_disk=disk_maker(
+                Path(self.folder.name),
+                budget_bytes=disk_files * FILE_BYTES,
+                policy=policy,
+                disk_class=CountedDisk,
+            ),
+            max_host=max_host,
+            policy=policy,
+            device_table=self,
         )
-        self.memory.residency.listeners.on_arrive.append(self.refuse)
+        disk = self.memory.tiers.disk
+        assert isinstance(disk, CountedDisk)
+        disk.tally = self.tally
         self.watch = TierWatch(self.memory, disk, CIDS, self.tally)
         for cid in warm:
             self.serve(cid)
 
-    def refuse(self, adapter: ResidentAdapter) -> None:
+    # The device table.
+
+    def add(self, adapter: ResidentAdapter) -> None:
         if adapter.cid in self.refused:
             raise DoesNotFit(f"no row is left for {adapter.cid}")
+        self.table.add(adapter.cid)
+
+    def remove(self, cid: str) -> None:
+        self.table.remove(cid)
 
     def teardown(self) -> None:
         self.folder.cleanup()
 
     @rule(cid=adapters)
     def arrive(self, cid: str) -> None:
-        self.memory.residency.want([cid])
+        self.memory.residency.add_waiters([cid])
         self.wanted[cid] += 1
 
     @rule(cid=adapters)
@@ -122,17 +134,17 @@ class TierMachine(RuleBasedStateMachine):
             self.leave_queue(cid)
 
     def leave_queue(self, cid: str) -> None:
-        self.memory.residency.unwant([cid])
+        self.memory.residency.remove_waiters([cid])
         self.wanted[cid] -= 1
 
     @rule(cid=adapters)
-    def hurry(self, cid: str) -> None:
+    def prioritize(self, cid: str) -> None:
         if self.wanted[cid]:
-            self.memory.residency.hurry([cid])
+            self.memory.residency.prioritize([cid])
 
     @rule(cid=adapters)
     def admit(self, cid: str) -> None:
-        """As the scheduler does: fail the request, lease the adapter, or go on waiting."""
+        """Does what the scheduler does: fail the request, lease the adapter, or keep waiting."""
         if not self.wanted[cid]:
             return
         try:
@@ -173,14 +185,14 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def work(self) -> None:
-        """Takes what came, starts what has room, and lets all of it happen."""
+        """Polls, runs the loads that were started, and polls again."""
         for act in (self.poll, lambda: self.load(3), self.poll):
             act()
             self.check()
 
     @rule(cid=adapters)
     def serve(self, cid: str) -> None:
-        """A request from its arrival on, if nothing is in its way."""
+        """Runs a request from its arrival to its end, if its load succeeds."""
         for act in (self.arrive, lambda _: self.work(), self.admit, self.finish):
             act(cid)
             self.check()
@@ -199,7 +211,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(tier=st.sampled_from(TIERS), number=st.integers(0, len(CIDS)), is_pin=st.booleans())
     def pick(self, tier: str, number: int, is_pin: bool) -> None:
-        """Pins an adapter that rests there, or wants it and aborts with its load under way."""
+        """Pins an adapter of a tier, or requests it and aborts while it is loading."""
         there = [cid for cid in CIDS if self.watch.place_of(cid) == tier]
         if not there:
             return
@@ -236,7 +248,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(cid=adapters)
     def block_disk(self, cid: str) -> None:
-        """A folder where its file would be: it can neither be written nor read."""
+        """Puts a folder in the place of its file, which can then not be written or read."""
         if cid not in self.memory.tiers.disk:
             for folder in Path(self.folder.name).iterdir():
                 (folder / (cid.rpartition(":")[2] + ".image")).mkdir(exist_ok=True)
@@ -261,8 +273,8 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def grow_kv(self, count: int) -> None:
-        """A sequence takes pages, at the cost of idle adapters."""
-        if self.memory.room.make_room(count):
+        """Allocates pages for a sequence, evicting idle adapters."""
+        if self.memory.reclaimer.reclaim(count):
             taken = self.memory.pages.allocate(("kv", 0), count)
             assert taken is not None
             self.kv_pages += taken
@@ -283,20 +295,20 @@ class TierMachine(RuleBasedStateMachine):
     def check(self) -> None:
         memory = self.memory
         memory.residency.check_integrity(dict(+self.leased))
-        memory.room.check_integrity()
+        memory.reclaimer.check_integrity()
         memory.pages.check_integrity(
             {**memory.residency.claims(), **({("kv", 0): self.kv_pages} if self.kv_pages else {})}
         )
         assert memory.tiers.disk is not None
         memory.tiers.disk.check_integrity()
-        wants = {cid: r.num_wants for cid, r in memory.residency.records.items() if r.num_wants}
+        wants = {cid: r.num_waiters for cid, r in memory.residency.records.items() if r.num_waiters}
         assert wants == dict(+self.wanted)
         delta = memory.residency.changes_since(self.version)
         self.mirror = (set() if delta.is_full else self.mirror - set(delta.left)) | set(
             delta.arrived
         )
         self.version = delta.version
-        assert self.mirror == memory.residency.resident.keys()
+        assert self.mirror == self.table == memory.residency.resident.keys()
         self.watch.look()
 
 

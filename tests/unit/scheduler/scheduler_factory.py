@@ -10,13 +10,14 @@ from loramux.config.engine import SchedulerConfig
 from loramux.errors import AdapterNotFound, AdapterRefused, LoramuxError
 from loramux.memory.pages import Owner, PageAllocator
 from loramux.memory.policies import LruPolicy
-from loramux.memory.prefix import PrefixCache
+from loramux.memory.prefix import PrefixCache, ReuseEstimator
 from loramux.memory.reclaim import Reclaimer
 from loramux.scheduler.scheduler import Scheduler
 from loramux.scheduler.sequence import Sequence
 from loramux.types.request import Request, TokenEvent
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, StepPlan, StepResult
+from tests.memory_factory import tiny_tier
 
 ADAPTER_PAGES = 2
 UNKNOWN = "unknown"
@@ -25,8 +26,8 @@ UNKNOWN = "unknown"
 @dataclass(eq=False)
 class FakeAdapter:
     cid: str
-    num_wants: int = 0
-    want_tick: int = 0
+    num_waiters: int = 0
+    wait_tick: int = 0
     num_leases: int = 0
     page_ids: list[int] = field(default_factory=list)
     done_s: float | None = None
@@ -42,9 +43,9 @@ class FakeAdapter:
 class FakeAdapters:
     """Adapters of two pages each, that take load_s once they have them; "bad..." cannot load."""
 
-    def __init__(self, pages: PageAllocator, room: Reclaimer, load_s: float) -> None:
+    def __init__(self, pages: PageAllocator, reclaimer: Reclaimer, load_s: float) -> None:
         self._pages = pages
-        self._room = room
+        self._reclaimer = reclaimer
         self._records: dict[str, FakeAdapter] = {}
         self._pending: dict[str, None] = {}
         self._idle: dict[str, FakeAdapter] = {}
@@ -52,31 +53,31 @@ class FakeAdapters:
         self.load_s = load_s
         self.is_stuck = False
         """No load can start."""
-        room.add_holder(self)
+        reclaimer.add_holder(self)
 
     def num_pages(self, cid: str) -> int:
         if cid == UNKNOWN:
             raise AdapterNotFound(f"No adapter {cid}.")
         return ADAPTER_PAGES
 
-    def want(self, cids: Iterable[str]) -> None:
+    def add_waiters(self, cids: Iterable[str]) -> None:
         for cid in cids:
             record = self._records.setdefault(cid, FakeAdapter(cid))
-            if record.num_wants == 0:
+            if record.num_waiters == 0:
                 record.error = None
-                record.want_tick = next(self._ticks)
-            record.num_wants += 1
-            self._settle(record)
+                record.wait_tick = next(self._ticks)
+            record.num_waiters += 1
+            self._update(record)
             if not record.page_ids:
                 self._pending[cid] = None
 
-    def unwant(self, cids: Iterable[str]) -> None:
+    def remove_waiters(self, cids: Iterable[str]) -> None:
         for cid in cids:
             record = self._records[cid]
-            record.num_wants -= 1
-            assert record.num_wants >= 0, f"{cid} was not wanted"
-            self._settle(record)
-            if record.num_wants == 0:
+            record.num_waiters -= 1
+            assert record.num_waiters >= 0, f"{cid} was not wanted"
+            self._update(record)
+            if record.num_waiters == 0:
                 record.error = None
                 self._pending.pop(cid, None)
 
@@ -93,7 +94,7 @@ class FakeAdapters:
             return False
         for record in records:
             record.num_leases += 1
-            self._settle(record)
+            self._update(record)
         return True
 
     def release(self, cids: Iterable[str]) -> None:
@@ -101,16 +102,16 @@ class FakeAdapters:
             record = self._records[cid]
             record.num_leases -= 1
             assert record.num_leases >= 0, f"{cid} was not leased"
-            self._settle(record)
+            self._update(record)
 
     def missing_pages(self, cids: Iterable[str]) -> int:
         return ADAPTER_PAGES * sum(not self._records[cid].page_ids for cid in set(cids))
 
-    def hurry(self, cids: Iterable[str]) -> None:
+    def prioritize(self, cids: Iterable[str]) -> None:
         for cid in cids:
             record = self._records[cid]
-            record.want_tick = -next(self._ticks)
-            self._settle(record)
+            record.wait_tick = -next(self._ticks)
+            self._update(record)
             if cid in self._pending:
                 self._pending = dict.fromkeys([cid, *self._pending])
 
@@ -122,10 +123,10 @@ class FakeAdapters:
             record = self._records[cid]
             # It may take the place of what was asked for after it.
             later = [
-                r for r in self._idle.values() if r.num_wants and r.want_tick > record.want_tick
+                r for r in self._idle.values() if r.num_waiters and r.wait_tick > record.wait_tick
             ]
-            if self._room.num_unprotected + ADAPTER_PAGES * len(later) >= ADAPTER_PAGES:
-                self._room.make_room(ADAPTER_PAGES)
+            if self._reclaimer.num_unprotected + ADAPTER_PAGES * len(later) >= ADAPTER_PAGES:
+                self._reclaimer.reclaim(ADAPTER_PAGES)
                 record.page_ids = self._pages.allocate(record.owner, ADAPTER_PAGES) or []
                 record.done_s = now + self.load_s
                 del self._pending[cid]
@@ -142,7 +143,7 @@ class FakeAdapters:
 
     @property
     def num_protected_pages(self) -> int:
-        return ADAPTER_PAGES * sum(record.num_wants > 0 for record in self._idle.values())
+        return ADAPTER_PAGES * sum(record.num_waiters > 0 for record in self._idle.values())
 
     def evict(self, key: Hashable) -> None:
         assert isinstance(key, tuple)
@@ -150,7 +151,7 @@ class FakeAdapters:
         del self._idle[record.cid]
         self._free(record)
         record.is_ready = False
-        if record.num_wants:
+        if record.num_waiters:
             self._pending[record.cid] = None
 
     def claims(self) -> dict[Owner, list[int]]:
@@ -159,7 +160,7 @@ class FakeAdapters:
     def check_integrity(self, leases: dict[str, int], wants: dict[str, int]) -> None:
         records = self._records.values()
         assert {r.cid: r.num_leases for r in records if r.num_leases} == leases
-        assert {r.cid: r.num_wants for r in records if r.num_wants} == wants
+        assert {r.cid: r.num_waiters for r in records if r.num_waiters} == wants
 
     def _arrive(self, record: FakeAdapter) -> None:
         record.done_s = None
@@ -168,21 +169,23 @@ class FakeAdapters:
             self._free(record)
         else:
             record.is_ready = True
-        self._settle(record)
+        self._update(record)
 
     def _free(self, record: FakeAdapter) -> None:
         self._pages.release(record.owner, record.page_ids)
         record.page_ids = []
 
-    def _settle(self, record: FakeAdapter) -> None:
+    def _update(self, record: FakeAdapter) -> None:
         if record.is_ready and record.num_leases == 0:
             self._idle[record.cid] = record
             # Of those that somebody waits for, the one that was asked for last goes first.
-            worth, is_protected = -float(record.want_tick), record.num_wants > 0
-            self._room.offer(record.owner, self, worth=worth, is_protected=is_protected)
+            score, is_protected = -float(record.wait_tick), record.num_waiters > 0
+            self._reclaimer.add_candidate(
+                record.owner, self, score=score, is_protected=is_protected
+            )
         else:
             self._idle.pop(record.cid, None)
-            self._room.withdraw(record.owner)
+            self._reclaimer.remove_candidate(record.owner)
 
 
 class World:
@@ -208,22 +211,19 @@ class World:
         self.config = SchedulerConfig(**{**defaults, **settings})  # type: ignore[arg-type]
         self.now = 0.0
         self.step_s = step_s
-        self.pages = PageAllocator(num_pages)
-        self.room = Reclaimer(self.pages)
-        self.adapters = FakeAdapters(self.pages, self.room, load_s)
+        tier = tiny_tier(num_pages, LruPolicy(), clock=lambda: self.now)
+        self.pages = tier.pages
+        self.reclaimer = tier.reclaimer
+        self.adapters = FakeAdapters(self.pages, self.reclaimer, load_s)
         self.prefixes: PrefixCache | None = None
         if has_prefixes:
             self.prefixes = PrefixCache(
-                pages=self.pages,
-                reclaimer=self.room,
-                policy=LruPolicy(),
-                block_tokens=self.config.block_tokens,
-                clock=lambda: self.now,
+                tier, reuse=ReuseEstimator(num_pages), block_tokens=self.config.block_tokens
             )
         self.scheduler = Scheduler(
             self.config,
             pages=self.pages,
-            room=self.room,
+            reclaimer=self.reclaimer,
             adapters=self.adapters,
             prefixes=self.prefixes,
         )
@@ -308,7 +308,7 @@ class World:
         if self.prefixes is not None:
             self.prefixes.check_integrity(scheduler.prefix_leases())
             claims |= self.prefixes.claims()
-        self.room.check_integrity()
+        self.reclaimer.check_integrity()
         self.pages.check_integrity(claims)
 
 

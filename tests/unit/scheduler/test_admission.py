@@ -202,7 +202,7 @@ def test_who_was_put_out_does_not_come_back_at_once_at_the_others_cost() -> None
 def full_pool() -> World:
     world = World(num_pages=22, max_wait_s=0.5, load_s=0.3, max_sequences=8)
     long_hot(world, 4, tenant="a")
-    while world.room.num_available:
+    while world.reclaimer.num_available:
         world.step()
     return world
 

@@ -199,15 +199,15 @@ def test_what_can_never_run_is_refused_at_once(
 def test_a_want_that_fails_halfway_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter is forgotten between the check and the last of the request's choices."""
     world = World()
-    want, calls = world.adapters.want, []
+    add_waiters, calls = world.adapters.add_waiters, []
 
     def fail_third(cids: list[str]) -> None:
         calls.append(cids)
         if len(calls) == 3:
             raise AdapterNotFound("gone")
-        want(cids)
+        add_waiters(cids)
 
-    monkeypatch.setattr(world.adapters, "want", fail_third)
+    monkeypatch.setattr(world.adapters, "add_waiters", fail_third)
     with pytest.raises(AdapterNotFound):
         world.add("a", 3, cid="x", n=3)
     assert not world.scheduler.has_work

@@ -139,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.world.scheduler.leases() == {} == self.world.scheduler.waiting_adapters()
         assert self.world.scheduler.claims() == {}
         self.world.adapters.poll(self.world.now + 1.0)
-        assert self.world.room.num_available == self.world.pages.num_pages
+        assert self.world.reclaimer.num_available == self.world.pages.num_pages
 
 
 SchedulerMachine.TestCase.settings = settings(
