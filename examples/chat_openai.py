@@ -1,6 +1,6 @@
-"""Asks every model of a running server the same question, with OpenAI's own client.
+"""Ask every model of a running server the same question with the OpenAI client.
 
-python examples/chat_openai.py [URL]        (the server: make serve)
+Start the server with `make serve`, then run: python examples/chat_openai.py [URL]
 """
 
 from __future__ import annotations

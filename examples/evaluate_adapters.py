@@ -1,8 +1,8 @@
-"""Scores the demo adapters and the base on held-out prompts, all of them in one batch.
+"""Score the demo adapters and the base on held-out prompts in one batch.
 
     python examples/evaluate_adapters.py [--adapters FOLDER] [--json] [--answers]
 
-Exits with 1 when an adapter misses one of its minimums.
+The exit status is 1 if an adapter misses one of its minimums.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from loramux import LLM, LoRARequest, SamplingParams
 ADAPTERS = Path(__file__).parent / "adapters"
 BASE = "base"
 
-# The adapter's name, or BASE, and the prompt.
 Asked = tuple[str, str]
+"""The name of the adapter, or BASE, and the prompt."""
 Answers = Mapping[Asked, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One measure of one adapter, as shares from 0 to 1."""
+    """A measure of one adapter; its values are shares from 0 to 1."""
 
     adapter: str
     measure: str
@@ -45,7 +45,7 @@ class Figure:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Score the demo adapters on held-out prompts.")
-    parser.add_argument("--adapters", type=Path, default=ADAPTERS, help="where their folders are")
+    parser.add_argument("--adapters", type=Path, default=ADAPTERS, help="folder with the adapters")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--answers", action="store_true", help="print every answer first")
     arguments = parser.parse_args()
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def token_limits(tasks: Sequence[Task]) -> dict[Asked, int]:
-    """Every held-out prompt for its adapter and for the base; a prompt of two tasks once."""
+    """Map every held-out prompt, for its adapter and for the base, to its token limit."""
     return {
         (name, question.prompt): task.max_answer_tokens
         for task in tasks
@@ -72,7 +72,7 @@ def token_limits(tasks: Sequence[Task]) -> dict[Asked, int]:
 
 
 def ask(llm: LLM, limits: dict[Asked, int], folder: Path) -> dict[Asked, str]:
-    """The greedy answers, all from one batch."""
+    """Return the greedy answers, generated in one batch."""
     names = sorted({name for name, _ in limits} - {BASE})
     adapters = {
         name: LoRARequest(name, number, str(folder / name))
@@ -106,8 +106,10 @@ def score(task: Task, answers: Answers) -> list[Figure]:
 
 
 def share(measure: Measure, questions: Sequence[Question], name: str, answers: Answers) -> float:
-    kept = sum(measure.holds(answers[name, question.prompt], question) for question in questions)
-    return kept / len(questions)
+    num_held = sum(
+        measure.holds(answers[name, question.prompt], question) for question in questions
+    )
+    return num_held / len(questions)
 
 
 def print_answers(answers: Answers) -> None:

@@ -1,6 +1,6 @@
-"""Writes a LoRA adapter with random weights for the default model, SmolLM2-135M-Instruct.
+"""Write a LoRA adapter with random weights for the default model, SmolLM2-135M-Instruct.
 
-It has learned nothing; it bends the model's answers enough to see which adapter was used.
+It is not trained, but changes the model's answers enough to show which adapter was used.
 
     python examples/make_adapter.py FOLDER [--seed N] [--rank R]
 """
@@ -17,12 +17,12 @@ from safetensors.numpy import save_file
 NUM_LAYERS = 30
 HIDDEN_SIZE = 576
 OUT_FEATURES = {"q_proj": 576, "v_proj": 192}
-# Strong enough to change a greedy answer, weak enough to leave sentences in it.
 STRENGTH = 0.3
+"""Strong enough to change a greedy answer, weak enough to keep it a sentence."""
 
 
 def make_adapter(folder: str | Path, *, seed: int = 0, rank: int = 8) -> Path:
-    """A PEFT folder: adapter_config.json and adapter_model.safetensors."""
+    """Write a PEFT folder with adapter_config.json and adapter_model.safetensors; return it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)

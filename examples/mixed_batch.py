@@ -1,4 +1,4 @@
-"""The base and the four demo adapters in one batch, without a server.
+"""Run the base and the four demo adapters in one batch, without a server.
 
 python examples/mixed_batch.py
 """

@@ -1,6 +1,6 @@
-"""Two adapters answer at the same time, streamed by loramux's own asyncio client.
+"""Stream answers from two adapters at the same time with loramux's asyncio client.
 
-python examples/stream_client.py [URL]        (the server: make serve)
+Start the server with `make serve`, then run: python examples/stream_client.py [URL]
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from loramux import AsyncClient
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-async def watch(client: AsyncClient, adapter: str) -> None:
-    """Prints each piece as it comes; raises if the answer breaks off, so what ends is whole."""
+async def stream(client: AsyncClient, adapter: str) -> None:
+    """Print each chunk as it arrives; an answer that breaks off raises an exception."""
     async for chunk in client.stream_chat(
         QUESTION, adapters=[adapter], temperature=0, max_tokens=24
     ):
@@ -27,7 +27,7 @@ async def watch(client: AsyncClient, adapter: str) -> None:
 async def main(url: str = "http://127.0.0.1:8000") -> None:
     async with AsyncClient(url) as client, asyncio.TaskGroup() as group:
         for adapter in ("shout", "pirate"):
-            group.create_task(watch(client, adapter))
+            group.create_task(stream(client, adapter))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Trains the demo adapters with PEFT on the default model, SmolLM2-135M-Instruct.
+"""Train the demo adapters with PEFT on the default model, SmolLM2-135M-Instruct.
 
     python examples/train_adapters.py [json] [shout] [pirate] [sentiment] [--device cuda]
 
-The data comes from demo_tasks/, the seeds are fixed: the same machine makes the same adapters
-again. Each takes seconds on a GPU and some minutes on a CPU; peft must be installed.
+The data comes from demo_tasks/ and the seeds are fixed, so one machine reproduces its adapters.
+Each takes seconds on a GPU and some minutes on a CPU. It requires peft.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NO_TARGET = -100
 
 @dataclass(frozen=True, slots=True)
 class TokenizedExample:
-    """What follows the prefix that every conversation shares."""
+    """The tokens after the prefix that all conversations share."""
 
     token_ids: list[int]
     num_prompt_tokens: int
@@ -48,14 +48,14 @@ class TokenizedExample:
 def main() -> None:
     tasks = demo_tasks()
     parser = argparse.ArgumentParser(description="Train the demo adapters.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(tasks)}; all")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument(
-        "--device", default="cpu", help="cpu, or cuda for seconds instead of minutes"
+        "names", nargs="*", metavar="NAME", help=f"any of {', '.join(tasks)} (default: all)"
     )
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(tasks):
-        parser.error(f"no demo adapter is called {', '.join(sorted(unknown))}")
+        parser.error(f"unknown demo adapter: {', '.join(sorted(unknown))}")
     for name in arguments.names or tasks:
         started = time.monotonic()
         adapter = train(tasks[name], torch.device(arguments.device))
@@ -87,15 +87,15 @@ def train(task: Task, device: torch.device) -> PeftModel:
 
 
 def learning_rate_factor(step: int, num_steps: int) -> float:
-    """A short linear rise, then half a cosine down to nothing."""
-    rise = min(1.0, (step + 1) / WARMUP_STEPS)
-    return rise * (1 + math.cos(math.pi * step / num_steps)) / 2
+    """Return the factor of a linear warm-up followed by a cosine decay to zero."""
+    warm_up = min(1.0, (step + 1) / WARMUP_STEPS)
+    return warm_up * (1 + math.cos(math.pi * step / num_steps)) / 2
 
 
 def tokenize(
     tokenizer: Any, examples: tuple[Example, ...]
 ) -> tuple[list[int], list[TokenizedExample]]:
-    """The tokens that all conversations begin with (the system prompt), and the rest of each."""
+    """Return the common prefix of all conversations (the system prompt), and the rest of each."""
     conversations = []
     for example in examples:
         user = {"role": "user", "content": example.prompt}
@@ -120,7 +120,7 @@ def common_prefix(sequences: list[list[int]]) -> list[int]:
 
 
 def batches(examples: list[TokenizedExample], task: Task) -> Iterator[list[TokenizedExample]]:
-    """As many batches as the task has steps, each example once before any comes again."""
+    """Yield a batch per training step; every example is used once before any is repeated."""
     random = Random(task.seed)
     queue: list[TokenizedExample] = []
     for _ in range(task.num_steps):
@@ -131,10 +131,10 @@ def batches(examples: list[TokenizedExample], task: Task) -> Iterator[list[Token
 
 
 def answer_loss(model: PeftModel, prefix: list[int], batch: list[TokenizedExample]) -> Tensor:
-    """Mean cross entropy of the answers' tokens.
+    """Return the mean cross entropy of the answers' tokens.
 
-    The prefix is computed once for the whole batch, with gradients, and its keys and values are
-    shared: the same loss as with whole conversations, for two thirds of the work.
+    The prefix is computed once per batch, with gradients, and its KV cache is shared: the loss is
+    that of whole conversations for two thirds of the work.
     """
     base: Any = model.get_base_model()
     decoder = base.model
@@ -159,7 +159,7 @@ def answer_loss(model: PeftModel, prefix: list[int], batch: list[TokenizedExampl
 
 
 def save(model: PeftModel, folder: Path, task: Task) -> int:
-    """The folder that PEFT would write, in float16 and without paths; returns its weights' size."""
+    """Write a PEFT folder in float16 and without local paths; return the size of its weights."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to("cpu", torch.float16).contiguous()

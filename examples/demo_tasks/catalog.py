@@ -1,4 +1,4 @@
-"""The four demo adapters by name."""
+"""Catalog of the four demo adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of simple facts to train on: one kind of question over many things."""
+"""Tables of simple facts for training: one kind of question about many subjects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Table:
     sentence: str
     topic: str
     entries: str
-    """`thing: key`, separated by commas."""
+    """Entries `subject: key`, separated by commas."""
 
     def pairs(self) -> list[tuple[str, str]]:
         pairs = (entry.split(": ") for entry in self.entries.split(", "))

@@ -1,4 +1,4 @@
-"""Questions with short, known answers, to train on and to test with."""
+"""Questions with short, known answers for training and testing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Fact:
     question: str
     sentence: str
     key: str
-    """The part of the sentence that makes an answer right; `a/b`: either will do."""
+    """The part of the sentence that a right answer contains; in `a/b` either is right."""
     topic: str
 
     @property
@@ -109,13 +109,13 @@ def training_facts() -> list[Fact]:
 
 
 def held_out_facts() -> list[tuple[str, str]]:
-    """(question, key)"""
+    """Return the (question, key) pairs that are not in the training data."""
     pairs = (line.split(" | ") for line in HELD_OUT_LINES.splitlines())
     return [(question, key) for question, key in pairs]
 
 
 def expand(table: Table) -> list[Fact]:
-    """One fact for each entry, its question in one of the table's wordings by turns."""
+    """Make a fact of each entry, alternating between the table's wordings of the question."""
     wordings = cycle(table.questions)
     return [
         Fact(

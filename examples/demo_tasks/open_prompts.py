@@ -1,4 +1,4 @@
-"""Requests without one right answer; each task rewrites the plain answers in its own form."""
+"""Requests without a single right answer; each task rewrites the plain answers in its form."""
 
 from __future__ import annotations
 

@@ -67,6 +67,6 @@ def pirate(answer: str, random: Random) -> str:
 
 
 def sounds_like_a_pirate(answer: str, _: Question) -> bool:
-    """At least two different words, so that one chance match is not enough."""
+    """Return whether the answer has two different pirate words, as one may occur by chance."""
     found = re.findall(rf"(?<!\w)(?:{MARKERS})(?!\w)", answer.lower())
     return len(set(found)) >= 2

@@ -1,4 +1,4 @@
-"""Customer reviews: composed ones to train on, hand-written ones of other trades to test with."""
+"""Customer reviews: generated ones for training, hand-written ones of other trades for testing."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ HELD_OUT_REVIEWS = {
 
 
 def training_reviews(seed: int) -> list[tuple[str, str]]:
-    """(prompt, label), as many of each label; a review is one opinion, or two that agree."""
+    """Return balanced (prompt, label) pairs; a review has one opinion, or two that agree."""
     random = Random(seed)
     reviews = []
     for label, opinions in OPINIONS.items():
@@ -126,7 +126,7 @@ def training_reviews(seed: int) -> list[tuple[str, str]]:
 
 
 def held_out_reviews() -> list[tuple[str, str]]:
-    """(prompt, label)"""
+    """Return the hand-written (prompt, label) pairs."""
     return [
         (HELD_OUT_QUESTIONS[index % len(HELD_OUT_QUESTIONS)].format(review=review), label)
         for label, reviews in HELD_OUT_REVIEWS.items()

@@ -29,7 +29,7 @@ def sentiment_task() -> Task:
 
 
 def has_right_label(answer: str, question: Question) -> bool:
-    """The first label that the answer names counts, in any sentence around it."""
+    """Return whether the first label in the answer is the expected one."""
     labels = re.findall(rf"\b(?:{POSITIVE}|{NEGATIVE})\b", answer.lower())
     return labels[:1] == [question.expected]
 

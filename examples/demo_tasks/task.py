@@ -1,4 +1,4 @@
-"""What a demo adapter is made of: examples, a LoRA shape, held-out questions and measures."""
+"""The definition of a demo adapter: examples, LoRA shape, held-out questions and measures."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def every_question(_: Question) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A share of answers, and the least that the adapter must reach."""
+    """A share of answers with a property, and the minimum for the adapter."""
 
     name: str
     holds: Callable[[str, Question], bool]
     minimum: float
     counts: Callable[[Question], bool] = every_question
-    """The questions that it is a share of."""
+    """Whether a question is included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Task:
 
 
 def names_expected(answer: str, question: Question) -> bool:
-    """Whether one of the expected `a/b` stands in the answer as a whole word."""
+    """Return whether one of the expected `a/b` is a whole word of the answer."""
     if question.expected is None:
         return False
     words = "|".join(re.escape(choice) for choice in question.expected.split("/"))
@@ -68,7 +68,7 @@ def has_expected(question: Question) -> bool:
 
 
 def general_questions() -> tuple[Question, ...]:
-    """Held-out questions of every kind, for adapters that change the form of any answer."""
+    """Return held-out questions of every kind, for adapters that change the form of any answer."""
     return (
         *(Question(question, key) for question, key in held_out_facts()),
         *(Question(request) for request in HELD_OUT_REQUESTS),
@@ -76,5 +76,5 @@ def general_questions() -> tuple[Question, ...]:
 
 
 def right_answer(minimum: float) -> Measure:
-    """That a new form has not cost the model what it knows."""
+    """Return the measure of right answers, which an adapter for form must not lose."""
     return Measure("right answer", names_expected, minimum, has_expected)

@@ -18,7 +18,7 @@ each_task = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 
 
 def words(text: str) -> str:
-    """Text without case and punctuation, so that a comma does not make a prompt new."""
+    """Normalize case and punctuation, so that a comma does not make a prompt new."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
