@@ -6,12 +6,15 @@ import heapq
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from loramux.memory.cost import CostModel
 from loramux.memory.pages import PageAllocator
 from loramux.memory.policies import EvictionPolicy
-from loramux.memory.records import Placement
+
+# The scheduler imports this module and runs without torch.
+if TYPE_CHECKING:
+    from loramux.memory.cost import CostModel
+    from loramux.memory.records import Placement
 
 
 class PageHolder(Protocol):
