@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from loramux.errors import AdapterRefused, DoesNotFit, LoramuxError, RequestTimeout
-from loramux.types.model import BaseModelInfo
+from loramux.types.model import BaseModelInfo, PackingKind
 from loramux.types.request import FinishReason, Request, RequestFacts, TokenLogprob
 
 
@@ -37,6 +37,8 @@ class ModelCard:
     block_tokens: int = 16
     """Tokens of one KV page."""
     shapes: BaseModelInfo | None = None
+    packing: PackingKind = "dense"
+    """The layout of adapters on the device."""
     max_loras: int | None = None
     """Maximum number of distinct adapters in one batch; None: no limit."""
     host_memory_bytes: int = 0

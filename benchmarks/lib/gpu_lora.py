@@ -24,8 +24,7 @@ from torch import Tensor
 
 from benchmarks.lib.lora_cases import CASES, RANK, Case
 from benchmarks.lib.timing import capture
-from loramux.adapters.packed.fp12 import uses_fp12
-from loramux.adapters.packed.paged import plan_rank_blocks, tabulate
+from loramux.adapters.packed.paged import plan_rank_blocks, tabulate, uses_fp12
 from loramux.kernels.gpu.lora import segmented as kernels
 from loramux.kernels.gpu.lora.tables import (
     SMALL_ROWS,

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 
 from loramux.adapters.catalog import KnownAdapter
 from loramux.adapters.packed.dense import DenseLayout, plan_dense
-from loramux.adapters.packed.fp12 import OCTET, fp12_elements, pack_fp12
+from loramux.adapters.packed.fp12 import pack_fp12
 from loramux.adapters.packed.image import AdapterImage
 from loramux.adapters.packed.packing import PagedPacking
-from loramux.adapters.packed.paged import RankBlockLayout
+from loramux.adapters.packed.paged import OCTET, RankBlockLayout, fp12_elements
 from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine
 from loramux.engine.engine import Engine

@@ -12,7 +12,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from loramux.errors import InvalidRequest, suggest
-from loramux.types.model import FUSED_LINEARS, BaseModelInfo
+from loramux.types.model import FUSED_LINEARS, BaseModelInfo, PackingKind
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -35,10 +35,14 @@ DEFAULT_KV_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBase:
+    """The base model to plan for, as the engine would serve it."""
+
     name: str
     shapes: BaseModelInfo
     dtype: str
     block_tokens: int = 16
+    packing: PackingKind = "dense"
+    """The layout of adapters: dense on a CPU, paged rank blocks for the GPU kernels."""
 
     @property
     def element_bytes(self) -> int:
@@ -49,8 +53,12 @@ class PlannedBase:
         return self.shapes.kv_token_elements * self.element_bytes
 
     @property
+    def page_elements(self) -> int:
+        return self.block_tokens * self.shapes.kv_token_elements
+
+    @property
     def page_bytes(self) -> int:
-        return self.block_tokens * self.kv_token_bytes
+        return self.page_elements * self.element_bytes
 
     @property
     def weight_bytes(self) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, fused_sites, plan_dense
+from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, Site, fused_sites, plan_dense
+from loramux.adapters.packed.paged import plan_rank_blocks, uses_fp12
 from loramux.capacity.advice import advise
 from loramux.capacity.plan import (
     DEFAULT_KV_TOKENS,
@@ -27,8 +29,11 @@ from loramux.capacity.plan import (
 )
 from loramux.errors import InvalidRequest
 
+MAX_EXACT_RANK = 256
+
 
 def plan_memory(base: PlannedBase, fleet: Fleet, budgets: Budgets) -> MemoryPlan:
+    """Plans the tiers for a fleet of adapters; raises InvalidRequest for unknown targets."""
     num_pages = budgets.device_bytes // base.page_bytes
     kv_tokens = _reserved_tokens(base, budgets, num_pages)
     sizes = [_adapter_size(base, fleet, rank) for rank in dict.fromkeys(fleet.ranks)]
@@ -161,8 +166,13 @@ def _adapter_size(base: PlannedBase, fleet: Fleet, rank: int) -> AdapterSize:
     for target in fleet.targets:
         if target not in shapes:
             raise InvalidRequest(f"The base {base.name} has no {target}.", param="targets")
-    ranks = {(layer, t): rank for layer in range(base.shapes.num_layers) for t in fleet.targets}
-    num_bytes = plan_dense(fused_sites(shapes), ranks).num_elements * base.element_bytes
+    sites = fused_sites(shapes)
+    if base.packing == "paged":
+        num_elements = _paged_elements(base, sites, fleet, rank)
+    else:
+        ranks = {(layer, t): rank for layer in range(base.shapes.num_layers) for t in fleet.targets}
+        num_elements = plan_dense(sites, ranks).num_elements
+    num_bytes = num_elements * base.element_bytes
     pages = math.ceil(num_bytes / base.page_bytes)
     rounds, rest = divmod(fleet.num_adapters, len(fleet.ranks))
     return AdapterSize(
@@ -173,6 +183,37 @@ def _adapter_size(base: PlannedBase, fleet: Fleet, rank: int) -> AdapterSize:
         pages=pages,
         device_bytes=pages * base.page_bytes,
     )
+
+
+def _paged_elements(base: PlannedBase, sites: tuple[Site, ...], fleet: Fleet, rank: int) -> int:
+    """Returns the size of an adapter in rank blocks.
+
+    It is exact up to MAX_EXACT_RANK; the pages of a higher rank are those of several lower ones,
+    because the time of the layout grows with the rank.
+    """
+    is_fp12 = uses_fp12((site.in_features for site in sites), base.dtype, base.page_elements)
+    whole, rest = divmod(rank, MAX_EXACT_RANK)
+    return sum(
+        num_parts
+        * _rank_block_elements(
+            sites, base.shapes.num_layers, fleet.targets, part, base.page_elements, is_fp12
+        )
+        for num_parts, part in ((whole, MAX_EXACT_RANK), (1, rest))
+        if num_parts and part
+    )
+
+
+@lru_cache(maxsize=4 * MAX_EXACT_RANK)
+def _rank_block_elements(
+    sites: tuple[Site, ...],
+    num_layers: int,
+    targets: tuple[str, ...],
+    rank: int,
+    page_elements: int,
+    is_fp12: bool,
+) -> int:
+    ranks = {(layer, target): rank for layer in range(num_layers) for target in targets}
+    return plan_rank_blocks(sites, ranks, page_elements, is_fp12=is_fp12).num_elements
 
 
 def _base_sizes(base: PlannedBase) -> BaseSizes:

@@ -107,6 +107,14 @@ RankFlag = Annotated[
 TargetsFlag = Annotated[
     str, typer.Option(help="Target modules: q,k,v,o, attention, mlp, all, or any projections.")
 ]
+DeviceFlag = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Device that would serve: cpu, cuda or cuda:N. A GPU stores adapters in whole pages, "
+        "with LoRA A of bfloat16 bases in 12 bits.",
+    ),
+]
 PoolFlag = Annotated[
     str | None,
     typer.Option(
@@ -150,6 +158,7 @@ class PlanArguments:
     adapters: int
     rank: str
     targets: str
+    device: str
     device_memory: str | None
     device_total: str | None
     host_memory: str
@@ -165,6 +174,7 @@ def plan(  # noqa: PLR0913  (one for each flag)
     model: ModelFlag = None,
     rank: RankFlag = "16",
     targets: TargetsFlag = "q,k,v,o",
+    device: DeviceFlag = "cpu",
     device_memory: PoolFlag = None,
     device_total: TotalFlag = None,
     host_memory: HostFlag = "1GiB",
@@ -185,6 +195,7 @@ def plan(  # noqa: PLR0913  (one for each flag)
         adapters=adapters,
         rank=rank,
         targets=targets,
+        device=device,
         device_memory=device_memory,
         device_total=device_total,
         host_memory=host_memory,
@@ -232,9 +243,23 @@ def planned_base(arguments: PlanArguments) -> PlannedBase:
     dtype = arguments.dtype
     if dtype == "auto":
         count = model.num_parameters
-        dtype = str(resolve_dtype("auto", num_parameters=count)).removeprefix("torch.")
-    dtype = parse_dtype(dtype)
-    return PlannedBase(name=model.name, shapes=model, dtype=dtype)
+        device = "cuda" if is_gpu(arguments) else "cpu"
+        dtype = str(resolve_dtype("auto", device, num_parameters=count)).removeprefix("torch.")
+    return PlannedBase(
+        name=model.name,
+        shapes=model,
+        dtype=parse_dtype(dtype),
+        packing="paged" if is_gpu(arguments) else "dense",
+    )
+
+
+def is_gpu(arguments: PlanArguments) -> bool:
+    kind = arguments.device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise InvalidRequest(
+            f"--device must be cpu, cuda or cuda:N, got {arguments.device!r}.", param="device"
+        )
+    return kind == "cuda"
 
 
 def budgets(arguments: PlanArguments, base: PlannedBase) -> Budgets:
@@ -263,6 +288,11 @@ def pool_bytes(arguments: PlanArguments, base: PlannedBase) -> int:
                 param="device_total",
             )
         return left
+    if is_gpu(arguments):
+        raise InvalidRequest(
+            "Give --device-total, the memory of the GPU, or --device-memory, the page pool.",
+            param="device_total",
+        )
     from loramux.memory.device import default_pool_bytes
 
     return default_pool_bytes()

@@ -292,6 +292,7 @@ def _model_card(model: LoadedModel, engine: Engine, path: str, config: EngineCon
         eos_token_ids=tuple(model.eos_token_ids),
         block_tokens=engine.scheduler.config.block_tokens,
         shapes=base_info(model.config, model.name),
+        packing="paged" if config.wants_device_kernels else "dense",
         max_loras=engine.scheduler.config.max_loras,
         host_memory_bytes=config.host_memory_bytes,
         disk_space_bytes=0 if config.disk_folder is None else config.disk_space_bytes,

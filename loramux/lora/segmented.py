@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.adapters.packed.dense import Site
-from loramux.adapters.packed.fp12 import uses_fp12
-from loramux.adapters.packed.paged import RankBlockLayout, RankBlockTable, tabulate
+from loramux.adapters.packed.paged import RankBlockLayout, RankBlockTable, tabulate, uses_fp12
 from loramux.errors import DoesNotFit
 from loramux.kernels.gpu.lora.tables import (
     PREFILL_LAUNCH,

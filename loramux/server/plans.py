@@ -75,7 +75,11 @@ def _base(card: ModelCard) -> PlannedBase:
     if card.shapes is None:
         raise LoramuxError("The engine did not say what shapes its base has.")
     return PlannedBase(
-        name=card.name, shapes=card.shapes, dtype=card.dtype, block_tokens=card.block_tokens
+        name=card.name,
+        shapes=card.shapes,
+        dtype=card.dtype,
+        block_tokens=card.block_tokens,
+        packing=card.packing,
     )
 
 

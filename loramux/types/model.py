@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
+PackingKind = Literal["dense", "paged"]
+"""The layout of adapter weights: dense matrices on a CPU, rank blocks in pages on a GPU."""
 FUSED_LINEARS: dict[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),

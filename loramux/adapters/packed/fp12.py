@@ -14,19 +14,14 @@ byte of eight numbers, four at bits 7, 2, 1, 0 of its bytes and four at those of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
-OCTET = 8
-BLOCK_COLUMNS = 128
-WORDS_PER_COLUMN = 3
-"""Of an octet; a word is two elements of bfloat16."""
+from loramux.adapters.packed.paged import BLOCK_COLUMNS, OCTET
+
 LARGEST_EXPONENT = 60
 """Of a row's scale: beyond, what makes up for it might not be a bfloat16."""
 
-_GROUP_RANKS = 16
 # Exponents 0 .. 15 stand for 112 .. 127 of bfloat16; 0 for numbers below the smallest normal one.
 _LOWEST = 112
 _MANTISSA_BITS = 7
@@ -34,21 +29,6 @@ _STEPS_PER_ONE = 2.0**21
 _EACH_HIGH = 0x0FFFFFFF
 # The bits of 2 in bfloat16.
 _TOO_LARGE = 0x4000
-
-
-def uses_fp12(in_features: Iterable[int], dtype: torch.dtype, page_elements: int) -> bool:
-    """Do adapters of such a base have their A in twelve bits?"""
-    widths = list(in_features)
-    return (
-        dtype == torch.bfloat16
-        and all(width % BLOCK_COLUMNS == 0 for width in widths)
-        and fp12_elements(_GROUP_RANKS, max(widths, default=0)) <= page_elements
-    )
-
-
-def fp12_elements(num_rows: int, width: int) -> int:
-    """Of bfloat16, that rows take; octets are whole."""
-    return -(-num_rows // OCTET) * WORDS_PER_COLUMN * 2 * width
 
 
 def row_exponents(rows: Tensor) -> Tensor:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from loramux.adapters.packed.dense import DenseLayout, Site, plan_dense
+from loramux.adapters.packed.fp12 import fits_fp12, pack_fp12, row_exponents
 from loramux.errors import AdapterRefused
 
 if TYPE_CHECKING:
-    from loramux.adapters.packed.paged import RankBlockLayout
-    from loramux.adapters.peft.reader import CheckedAdapter
+    from loramux.adapters.packed.paged import RankBlock, RankBlockLayout
+    from loramux.adapters.peft.reader import CheckedAdapter, LoraModule
 
 
 # Makes room for so many elements; in pinned memory where the device wants that.
@@ -82,3 +83,44 @@ def pack_dense(
             fix="Serve with dtype bfloat16 or float32.",
         )
     return AdapterImage(cid=adapter.cid, layout=layout, buffer=buffer)
+
+
+def pack_rank_blocks(adapter: CheckedAdapter, layout: RankBlockLayout, out: torch.Tensor) -> None:
+    """out [num_elements], pinned or not: the adapter's pages, the scale folded into B."""
+    out.zero_()
+    for module in adapter.modules:
+        a, b = _matrices(module, out.dtype, is_fp12=layout.is_fp12)
+        # In the dtype that is served: a value that was finite may overflow in float16.
+        if not _is_finite(b) or not _is_finite(a) or (layout.is_fp12 and not fits_fp12(a)):
+            raise AdapterRefused(
+                "overflow",
+                f"Its weights, times their scale, are too large for {out.dtype}.",
+                fix=f"Serve with dtype {'' if layout.is_fp12 else 'bfloat16 or '}float32.",
+            )
+        for group in layout.blocks[module.target.layer, module.target.projection]:
+            _pack_group(a, b, group, out, is_fp12=layout.is_fp12)
+
+
+def _matrices(
+    module: LoraModule, dtype: torch.dtype, *, is_fp12: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [rank, in] and B [rank, out], as they are served; in a short A rows begin at 1 or above."""
+    a, b = module.a.to(dtype), module.b.t().float() * module.scale
+    if is_fp12:
+        # Of what is rounded already: it may have become the next power of two.
+        exponents = row_exponents(a)
+        a, b = torch.ldexp(a.float(), -exponents).to(dtype), torch.ldexp(b, exponents)
+    return a, b.to(dtype)
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
+def _pack_group(
+    a: torch.Tensor, b: torch.Tensor, group: RankBlock, out: torch.Tensor, *, is_fp12: bool
+) -> None:
+    ranks = slice(group.rank_start, group.rank_start + group.num_ranks)
+    a_block = pack_fp12(a[ranks]).view(out.dtype) if is_fp12 else a[ranks]
+    for offset, block in ((group.a_offset, a_block), (group.b_offset, b[ranks])):
+        out[offset : offset + block.numel()].view(block.shape).copy_(block)

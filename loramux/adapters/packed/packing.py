@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from loramux.adapters.packed.dense import DenseLayout, Site, plan_dense
-from loramux.adapters.packed.fp12 import uses_fp12
-from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer, pack_dense
-from loramux.adapters.packed.paged import Place, RankBlockLayout, pack_rank_blocks, plan_rank_blocks
+from loramux.adapters.packed.image import (
+    AdapterImage,
+    Allocate,
+    mapped_buffer,
+    pack_dense,
+    pack_rank_blocks,
+)
+from loramux.adapters.packed.paged import Place, RankBlockLayout, plan_rank_blocks, uses_fp12
 
 if TYPE_CHECKING:
     from loramux.adapters.peft.reader import CheckedAdapter

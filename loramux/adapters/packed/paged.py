@@ -7,26 +7,29 @@ A may be shortened to twelve bits a weight (short_floats): the scale of its rows
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from loramux.adapters.packed.fp12 import fits_fp12, fp12_elements, pack_fp12, row_exponents
-from loramux.errors import AdapterRefused, DoesNotFit
+from loramux.errors import DoesNotFit
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
     from loramux.adapters.packed.dense import Site
-    from loramux.adapters.peft.reader import CheckedAdapter, LoraModule
 
 RANK_BLOCK = 16
 # Blocks begin at multiples of this many elements, the unit of the addresses in a group table.
 ALIGN_ELEMENTS = 64
+# The unit of fp12: octets of eight rows, blocks of 128 columns, three words (of two bfloat16
+# elements) for each column of an octet.
+OCTET = 8
+BLOCK_COLUMNS = 128
+WORDS_PER_COLUMN = 3
 
 Place = tuple[int, str]
 """(layer, projection)"""
@@ -111,6 +114,24 @@ class _Pages:
         return page * self.page_elements + start
 
 
+def uses_fp12(in_features: Iterable[int], dtype: torch.dtype | str, page_elements: int) -> bool:
+    """Returns whether the A of adapters on such a base is stored as fp12.
+
+    `dtype` may be a name such as "bfloat16", so that plans need no torch.
+    """
+    widths = list(in_features)
+    return (
+        str(dtype).removeprefix("torch.") == "bfloat16"
+        and all(width % BLOCK_COLUMNS == 0 for width in widths)
+        and fp12_elements(RANK_BLOCK, max(widths, default=0)) <= page_elements
+    )
+
+
+def fp12_elements(num_rows: int, width: int) -> int:
+    """Returns the number of bfloat16 elements that rows take in fp12; octets are whole."""
+    return -(-num_rows // OCTET) * WORDS_PER_COLUMN * 2 * width
+
+
 def plan_rank_blocks(
     sites: Sequence[Site], ranks: Mapping[Place, int], page_elements: int, *, is_fp12: bool = False
 ) -> RankBlockLayout:
@@ -158,47 +179,6 @@ def tabulate(
         blocks_per_projection=np.array(per_projection, dtype=np.int32),
         page_elements=layout.page_elements,
     )
-
-
-def pack_rank_blocks(adapter: CheckedAdapter, layout: RankBlockLayout, out: torch.Tensor) -> None:
-    """out [num_elements], pinned or not: the adapter's pages, the scale folded into B."""
-    out.zero_()
-    for module in adapter.modules:
-        a, b = _matrices(module, out.dtype, is_fp12=layout.is_fp12)
-        # In the dtype that is served: a value that was finite may overflow in float16.
-        if not _is_finite(b) or not _is_finite(a) or (layout.is_fp12 and not fits_fp12(a)):
-            raise AdapterRefused(
-                "overflow",
-                f"Its weights, times their scale, are too large for {out.dtype}.",
-                fix=f"Serve with dtype {'' if layout.is_fp12 else 'bfloat16 or '}float32.",
-            )
-        for group in layout.blocks[module.target.layer, module.target.projection]:
-            _pack_group(a, b, group, out, is_fp12=layout.is_fp12)
-
-
-def _matrices(
-    module: LoraModule, dtype: torch.dtype, *, is_fp12: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [rank, in] and B [rank, out], as they are served; in a short A rows begin at 1 or above."""
-    a, b = module.a.to(dtype), module.b.t().float() * module.scale
-    if is_fp12:
-        # Of what is rounded already: it may have become the next power of two.
-        exponents = row_exponents(a)
-        a, b = torch.ldexp(a.float(), -exponents).to(dtype), torch.ldexp(b, exponents)
-    return a, b.to(dtype)
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
-
-
-def _pack_group(
-    a: torch.Tensor, b: torch.Tensor, group: RankBlock, out: torch.Tensor, *, is_fp12: bool
-) -> None:
-    ranks = slice(group.rank_start, group.rank_start + group.num_ranks)
-    a_block = pack_fp12(a[ranks]).view(out.dtype) if is_fp12 else a[ranks]
-    for offset, block in ((group.a_offset, a_block), (group.b_offset, b[ranks])):
-        out[offset : offset + block.numel()].view(block.shape).copy_(block)
 
 
 Piece = tuple[int, int, int, int]

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.adapters.packed.dense import fused_sites, sites_of
+from loramux.adapters.packed.image import pack_rank_blocks
 from loramux.adapters.packed.paged import (
     ALIGN_ELEMENTS,
     RANK_BLOCK,
     RankBlockLayout,
-    pack_rank_blocks,
     plan_rank_blocks,
     tabulate,
 )

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from loramux.adapters.packed import fp12 as short_floats
 from loramux.adapters.packed.fp12 import (
     fits_fp12,
-    fp12_elements,
     pack_fp12,
     row_exponents,
-    uses_fp12,
 )
+from loramux.adapters.packed.paged import fp12_elements, uses_fp12
 from loramux.kernels.reference.fp12 import unpack_fp12
 
 

@@ -49,6 +49,17 @@ def test_a_config_file_is_enough_for_a_plan(config: Path) -> None:
     assert plan["zipf"] == 1.2 and plan["kv_tokens_reserved"] == 64
 
 
+def test_a_gpu_stores_adapters_in_whole_pages(config: Path) -> None:
+    options = ("--adapters", "3", "--rank", "8", "--device-memory", "2MiB")
+    plan = plan_json(config, *options, "--device", "cuda:1")
+    [size] = plan["sizes"]
+    assert plan["base"]["dtype"] == "bfloat16"
+    assert size["bytes"] == size["pages"] * plan["base"]["page_bytes"] == size["device_bytes"]
+    assert run_plan("--model", str(config), *options, "--device", "tpu").exit_code == 2
+    missing = run_plan("--model", str(config), "--adapters", "3", "--device", "cuda")
+    assert missing.exit_code == 2 and "--device-total" in missing.output
+
+
 def test_the_pool_is_what_the_weights_leave_of_the_device(config: Path) -> None:
     plan = plan_json(config, "--adapters", "3", "--device-total", "10MiB", "--dtype", "fp16")
     weights = plan["base"]["weight_bytes"]

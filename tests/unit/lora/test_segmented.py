@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from loramux.adapters.packed.dense import Site
-from loramux.adapters.packed.image import mapped_buffer
+from loramux.adapters.packed.image import mapped_buffer, pack_rank_blocks
 from loramux.adapters.packed.packing import PagedPacking
-from loramux.adapters.packed.paged import pack_rank_blocks
 from loramux.errors import DoesNotFit
 from loramux.kernels.reference import lora_segmented
 from loramux.lora.segmented import (
