@@ -50,7 +50,7 @@ AT_THE_EDGE = [
 
 
 @pytest.mark.parametrize("fields", OUT_OF_RANGE, ids=str)
-def test_a_value_that_cannot_be_honoured_is_refused_by_its_name(fields: dict[str, object]) -> None:
+def test_an_invalid_value_is_refused_with_its_field_name(fields: dict[str, object]) -> None:
     (name,) = fields
     with pytest.raises(InvalidRequest, match=name) as refused:
         SamplingParams(**fields)  # type: ignore[arg-type]
@@ -58,12 +58,12 @@ def test_a_value_that_cannot_be_honoured_is_refused_by_its_name(fields: dict[str
 
 
 @pytest.mark.parametrize("fields", AT_THE_EDGE, ids=str)
-def test_the_limits_themselves_are_allowed(fields: dict[str, object]) -> None:
+def test_the_limits_are_inclusive(fields: dict[str, object]) -> None:
     (name,) = fields
     assert getattr(SamplingParams(**fields), name) == fields[name]  # type: ignore[arg-type]
 
 
-def test_one_stop_string_is_not_read_as_a_list_of_letters() -> None:
+def test_a_single_stop_string_becomes_a_tuple() -> None:
     assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
 
 
@@ -78,7 +78,7 @@ def test_each_penalty_switches_the_penalty_path_on(name: str) -> None:
     assert SamplingParams(**{name: 1.5}).has_penalties  # type: ignore[arg-type]
 
 
-def test_a_request_survives_the_wire_and_a_bad_one_is_refused_on_arrival() -> None:
+def test_a_request_crosses_the_wire_and_an_invalid_one_is_refused() -> None:
     request = Request(
         request_id="r1",
         prompt_token_ids=(1, 2),
@@ -93,7 +93,19 @@ def test_a_request_survives_the_wire_and_a_bad_one_is_refused_on_arrival() -> No
         msgspec.msgpack.decode(bad, type=Request)
 
 
-def test_adapters_are_equal_and_hashed_by_name_alone() -> None:
+def test_the_engine_copy_has_the_seed_and_the_models_end_tokens() -> None:
+    def for_engine(seed: int | None) -> Request:
+        params = SamplingParams(seed=seed)
+        request = Request(request_id="r", prompt_token_ids=(1,), params=params)
+        return request.for_engine([2, 7])
+
+    assert for_engine(5).seed == 5 and for_engine(5).eos_token_ids == (2, 7)
+    assert for_engine(-1).seed == 2**63 - 1
+    drawn = {for_engine(None).seed for _ in range(4)}
+    assert len(drawn) == 4 and all(0 <= seed < 2**63 for seed in drawn)
+
+
+def test_lora_requests_are_equal_and_hashed_by_name() -> None:
     one, same = LoRARequest("sql", 1, "/a"), LoRARequest("sql", 2, "/b")
     assert one == same
     assert hash(one) == hash(same)
@@ -101,7 +113,7 @@ def test_adapters_are_equal_and_hashed_by_name_alone() -> None:
     assert one != "sql"
 
 
-def test_an_adapter_request_travels_as_an_array() -> None:
+def test_a_lora_request_is_encoded_as_an_array() -> None:
     wire = msgspec.json.encode(LoRARequest("sql", 1, "/a"))
     assert wire == b'["sql",1,"/a"]'
     assert msgspec.json.decode(wire, type=LoRARequest).lora_path == "/a"
@@ -116,7 +128,7 @@ def test_an_adapter_request_travels_as_an_array() -> None:
         (("sql", 1, ""), "lora_path"),
     ],
 )
-def test_an_adapter_request_names_its_wrong_field(fields: tuple[str, int, str], param: str) -> None:
+def test_a_lora_request_names_its_invalid_field(fields: tuple[str, int, str], param: str) -> None:
     with pytest.raises(InvalidRequest, match=param) as refused:
         LoRARequest(*fields)
     assert refused.value.param == param

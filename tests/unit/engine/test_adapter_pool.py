@@ -27,7 +27,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> AdapterPool:
     return pool
 
 
-def test_adapters_are_served_by_content_id_and_at_most_so_many_are_active(
+def test_adapters_are_served_by_cid_and_the_number_of_active_ones_is_capped(
     pool: AdapterPool,
 ) -> None:
     cids = [use.cid for use in pool.adapters()]
@@ -50,7 +50,7 @@ def test_the_same_bytes_from_two_folders_are_one_adapter(pool: AdapterPool, tmp_
     assert len(pool.adapters()) == 4
 
 
-def test_mistakes_have_clear_errors(pool: AdapterPool) -> None:
+def test_invalid_requests_are_refused(pool: AdapterPool) -> None:
     with pytest.raises(AdapterNotFound):
         pool.serve("hello", adapter_cid="cidv1:sha256:00")
     with pytest.raises(InvalidRequest, match="exactly one of"):

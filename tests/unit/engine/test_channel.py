@@ -10,7 +10,7 @@ from loramux.engine.channel import EngineChannel, ServerChannel
 from loramux.engine.messages import Abort, Heartbeat, Progress, Shutdown
 
 
-def test_messages_cross_both_ways_whatever_their_size() -> None:
+def test_messages_of_any_size_cross_in_both_directions() -> None:
     async def talk() -> None:
         ours, theirs = socket.socketpair()
         server, engine = await ServerChannel.open(ours), EngineChannel(theirs)
@@ -30,7 +30,7 @@ def test_messages_cross_both_ways_whatever_their_size() -> None:
 
 
 @pytest.mark.parametrize("cut", [b"", b"\x00\x00", b"\x00\x00\x00\x09half"])
-def test_a_peer_that_dies_is_an_end_even_inside_a_message(cut: bytes) -> None:
+def test_a_peer_that_dies_inside_a_message_ends_the_channel(cut: bytes) -> None:
     ours, theirs = socket.socketpair()
     engine = EngineChannel(theirs)
     ours.sendall(cut)
@@ -50,7 +50,7 @@ def test_a_peer_that_dies_is_an_end_even_inside_a_message(cut: bytes) -> None:
     asyncio.run(server_side())
 
 
-def test_a_peer_that_dies_with_our_messages_unread_is_an_end_too() -> None:
+def test_a_peer_that_dies_with_unread_messages_ends_the_channel() -> None:
     ours, theirs = socket.socketpair()
     engine = EngineChannel(theirs)
     engine.send(Heartbeat(step_age_s=0))
@@ -59,7 +59,7 @@ def test_a_peer_that_dies_with_our_messages_unread_is_an_end_too() -> None:
     theirs.close()
 
 
-def test_threads_may_send_at_once() -> None:
+def test_threads_may_send_concurrently() -> None:
     ours, theirs = socket.socketpair()
     engine = EngineChannel(theirs)
     count = 200

@@ -46,7 +46,7 @@ def test_arguments_of_tool_calls_become_objects(arguments: Any) -> None:
         ([{"role": "assistant", "tool_calls": ["weather"]}], "has no function"),
     ],
 )
-def test_messages_that_no_template_could_read_are_refused(messages: Any, says: str) -> None:
+def test_invalid_messages_are_refused(messages: Any, says: str) -> None:
     """Catches an error from deep within a template, or an answer to an empty question."""
     with pytest.raises(InvalidRequest, match=says) as refusal:
         normalize_messages(messages)
@@ -54,13 +54,13 @@ def test_messages_that_no_template_could_read_are_refused(messages: Any, says: s
 
 
 @pytest.mark.parametrize("calls", [5, True, {"function": {}}, "x"])
-def test_tool_calls_that_are_no_list_are_refused(calls: object) -> None:
+def test_tool_calls_must_be_a_list(calls: object) -> None:
     message = {"role": "assistant", "content": "x", "tool_calls": calls}
     with pytest.raises(InvalidRequest, match="must be a list"):
         normalize_messages([message])
 
 
-def test_tool_arguments_nested_beyond_reason_are_refused() -> None:
+def test_too_deeply_nested_tool_arguments_are_refused() -> None:
     call = {"function": {"name": "f", "arguments": "[" * 100_000}}
     message = {"role": "assistant", "content": "x", "tool_calls": [call]}
     with pytest.raises(InvalidRequest, match="not JSON"):

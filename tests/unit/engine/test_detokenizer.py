@@ -27,13 +27,13 @@ def texts(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
 
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
-    """One token per byte."""
+    """Returns one token per byte."""
     of_byte = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
     return [of_byte[bytes([byte])] for byte in data]
 
 
 def read_until_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
-    """The definition: read character by character until a stop string is complete."""
+    """Reference implementation: reads character by character until a stop string is complete."""
     for end in range(1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
@@ -44,7 +44,7 @@ def read_until_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[s
 
 @settings(max_examples=150)
 @given(token_ids=TOKENS, skip=st.booleans())
-def test_the_pieces_of_any_tokens_are_the_decoded_whole(
+def test_the_pieces_of_any_tokens_equal_the_decoded_output(
     tokenizer: Tokenizer, token_ids: list[int], skip: bool
 ) -> None:
     """Catches characters lost, doubled or replaced where tokens cut them, also in broken UTF-8."""
@@ -57,8 +57,10 @@ def test_the_pieces_of_any_tokens_are_the_decoded_whole(
 @example(data=b"\xf0\x9f\x99\x82")
 @example(data=b"\xe2\x82\xff\xc3")
 @example(data=b"\xed\xa0\x80\xf4\x90\x80\x80\xc0\xaf")
-def test_the_pieces_of_any_bytes_are_the_decoded_whole(tokenizer: Tokenizer, data: bytes) -> None:
-    """Catches another count of replacement characters than the tokenizer's own."""
+def test_the_pieces_of_any_bytes_equal_the_decoded_output(
+    tokenizer: Tokenizer, data: bytes
+) -> None:
+    """Catches a number of replacement characters that differs from the tokenizer's."""
     token_ids = byte_ids(tokenizer, data)
     assert "".join(texts(Detokenizer(tokenizer), token_ids)) == tokenizer.decode(token_ids)
 
@@ -70,10 +72,10 @@ def test_the_pieces_of_any_bytes_are_the_decoded_whole(tokenizer: Tokenizer, dat
     stop=st.lists(st.sampled_from(STOPS), max_size=3, unique=True).map(tuple),
     include=st.booleans(),
 )
-def test_a_stop_string_cuts_the_text_where_it_is_complete_first(
+def test_the_stop_string_that_ends_first_cuts_the_text(
     tokenizer: Tokenizer, token_ids: list[int], text: str, stop: tuple[str, ...], include: bool
 ) -> None:
-    """Catches a stop that depends on how tokens cut the text, and half of one that was sent."""
+    """Catches a stop string that depends on token boundaries, and a partial one that was sent."""
     token_ids = [*byte_ids(tokenizer, text.encode()), *token_ids]
     detokenizer = Detokenizer(
         tokenizer, skip_special_tokens=False, stop=stop, include_stop_str_in_output=include
@@ -84,17 +86,17 @@ def test_a_stop_string_cuts_the_text_where_it_is_complete_first(
 
 
 def test_text_is_not_held_longer_than_needed(tokenizer: Tokenizer) -> None:
-    """Catches a stream that stalls although no stop string can begin in its end."""
+    """Catches a stream that stalls although its end cannot begin a stop string."""
     token_ids = byte_ids(tokenizer, "ab🙂stxstop!".encode())
     pieces = texts(Detokenizer(tokenizer, stop=("stop",)), token_ids)
     assert pieces == ["a", "b", "", "", "", "🙂", "", "", "stx", *[""] * 6]
     assert texts(Detokenizer(tokenizer, stop=("stop",)), token_ids[:8])[-2:] == ["", "st"]
 
 
-def test_silent_tokens_do_not_part_a_character(tokenizer: Tokenizer) -> None:
-    """Catches a special token, or one past the vocabulary, that breaks what it stands in."""
-    head, tail = byte_ids(tokenizer, "é".encode())
-    assert texts(Detokenizer(tokenizer), [head, 2, 10_000, tail]) == ["", "", "", "é", ""]
+def test_skipped_tokens_do_not_split_a_character(tokenizer: Tokenizer) -> None:
+    """Catches a special or unknown token that breaks the character around it."""
+    first, second = byte_ids(tokenizer, "é".encode())
+    assert texts(Detokenizer(tokenizer), [first, 2, 10_000, second]) == ["", "", "", "é", ""]
 
 
 @pytest.mark.parametrize("text", [*TEXT, "  two  spaces ", "né🙂 你好", "\n\n"])
@@ -112,10 +114,10 @@ def test_tokens_with_a_word_mark_keep_their_spaces(fallback: Tokenizer, text: st
 
 @settings(max_examples=60)
 @given(token_ids=TOKENS)
-def test_broken_byte_tokens_are_not_held_for_ever(
+def test_invalid_byte_tokens_are_not_held_back_forever(
     fallback: Tokenizer, token_ids: list[int]
 ) -> None:
-    """Catches a window that grows with the answer, or a failure on bytes that are no text."""
+    """Catches a window that grows with the answer, and an exception on invalid UTF-8."""
     broken = next(i for i in range(fallback.vocab_size) if fallback.token_bytes(i) == b"\xff")
     detokenizer = Detokenizer(fallback)
     pieces = texts(detokenizer, [*[broken] * 40, *token_ids])

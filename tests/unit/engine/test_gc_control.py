@@ -1,4 +1,4 @@
-"""When all objects are looked through, and that no request needs it."""
+"""Full garbage collections run while the engine is idle, and no request depends on one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def collections(fake: FakeCollector, *, owns_process: bool = False) -> FullColle
     )
 
 
-def test_inside_nothing_looks_at_all_objects_by_itself_and_afterwards_all_is_as_before() -> None:
+def test_automatic_full_collections_are_off_inside_the_context_only() -> None:
     fake = FakeCollector()
     with collections(fake):
         assert fake.threshold[:2] == (700, 10)
@@ -59,21 +59,21 @@ def test_inside_nothing_looks_at_all_objects_by_itself_and_afterwards_all_is_as_
     assert fake.calls == []
 
 
-def test_a_process_of_its_own_leaves_what_it_started_with_alone() -> None:
+def test_objects_from_before_the_context_are_frozen_if_it_owns_the_process() -> None:
     fake = FakeCollector()
     with collections(fake, owns_process=True):
         assert fake.calls == ["collect", "freeze"]
     assert fake.calls[2:] == ["unfreeze"]
 
 
-def test_the_threshold_comes_back_after_an_error() -> None:
+def test_the_threshold_is_restored_after_an_error() -> None:
     fake = FakeCollector()
     with pytest.raises(RuntimeError, match="broken"), collections(fake, owns_process=True):
         raise RuntimeError("broken")
     assert fake.threshold == (700, 10, 10) and fake.calls[-1] == "unfreeze"
 
 
-def test_an_idle_engine_collects_only_if_there_is_enough_that_is_new() -> None:
+def test_an_idle_engine_collects_only_when_python_would_have() -> None:
     fake = FakeCollector()
     with collections(fake) as controller:
         fake.count = (5, 5, 9)
@@ -86,7 +86,7 @@ def test_an_idle_engine_collects_only_if_there_is_enough_that_is_new() -> None:
 
 
 def test_a_busy_engine_collects_when_memory_has_doubled() -> None:
-    """Catches a server that is never idle and grows without bound, or stops every few steps."""
+    """Catches unbounded growth of a server that is never idle, and collections every few steps."""
     fake = FakeCollector()
     with collections(fake) as controller:
         fake.num_blocks = 2000
@@ -99,7 +99,7 @@ def test_a_busy_engine_collects_when_memory_has_doubled() -> None:
         assert fake.calls == ["collect"]
 
 
-def test_the_real_collector_can_be_held() -> None:
+def test_the_gc_module_can_be_controlled() -> None:
     before = gc.get_threshold()
     with FullCollections(owns_process=True) as controller:
         assert gc.get_freeze_count() > 0
@@ -118,7 +118,7 @@ def no_collections() -> Iterator[None]:
 
 
 def test_a_request_leaves_no_cycle_in_scheduler_and_prefix_cache(no_collections: None) -> None:
-    """Catches objects that hold each other: without full collections they would stay for good."""
+    """Catches reference cycles, which would leak without full collections."""
     source = random.Random(0)
     world = World(num_pages=40, check_every=10**9)
     gc.collect()

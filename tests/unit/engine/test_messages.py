@@ -42,7 +42,7 @@ STATS = EngineStats(
 )
 
 
-def test_a_request_crosses_with_all_its_fields() -> None:
+def test_a_request_crosses_the_channel_with_all_its_fields() -> None:
     request = Request(
         request_id="x",
         prompt_token_ids=(1, 2),
@@ -90,7 +90,7 @@ def test_replies_cross_unchanged(reply: Reply) -> None:
         LoramuxError("something"),
     ],
 )
-def test_an_error_is_the_same_on_the_other_side(error: LoramuxError) -> None:
+def test_errors_are_rebuilt_with_all_their_attributes(error: LoramuxError) -> None:
     made = decode_error(encode_error(error))
     assert type(made) is type(error) and str(made) == str(error)
     assert vars(made) == vars(error)
@@ -104,10 +104,10 @@ def test_an_error_is_the_same_on_the_other_side(error: LoramuxError) -> None:
         ListUses(call_id=2),
     ],
 )
-def test_commands_about_adapters_cross_unchanged(command: Command) -> None:
+def test_adapter_commands_cross_unchanged(command: Command) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Command) == command
 
 
-def test_an_unforeseen_error_arrives_with_its_name() -> None:
+def test_an_unexpected_exception_arrives_with_its_name() -> None:
     made = decode_error(encode_error(ZeroDivisionError("division by zero")))
     assert type(made) is LoramuxError and "ZeroDivisionError" in str(made)

@@ -82,7 +82,7 @@ def test_deltas_add_up_to_the_output(tokenizer: Tokenizer) -> None:
         ),
     ],
 )
-def test_the_token_that_ends_an_answer_is_counted_but_not_read(
+def test_a_stop_token_is_counted_but_not_decoded(
     tokenizer: Tokenizer, token_id: int, params: dict[str, Any], text: str, reason: int | None
 ) -> None:
     """Catches an end mark in the text, and an eos that is reported as the caller's stop token."""
@@ -95,7 +95,9 @@ def test_the_token_that_ends_an_answer_is_counted_but_not_read(
     assert (deltas[-1].stop_reason, deltas[-1].stop_hit) == (reason, False)
 
 
-def test_a_stop_string_ends_the_choice_and_asks_for_its_end(tokenizer: Tokenizer) -> None:
+def test_a_stop_string_ends_the_choice_and_is_reported_to_the_scheduler(
+    tokenizer: Tokenizer,
+) -> None:
     """Catches a choice that runs on in the scheduler, or text that comes after the stop."""
     collector = make_collector(tokenizer, stop=("lazy d",), logprobs=0)
     deltas = apply_all(
@@ -122,16 +124,16 @@ def test_a_stop_string_in_the_last_allowed_token_is_a_stop(tokenizer: Tokenizer)
     assert collector.output.outputs[0].text == "fo"
 
 
-def test_what_could_have_become_a_stop_string_is_sent_at_the_end(tokenizer: Tokenizer) -> None:
-    """Catches the tail of an answer that is held back for ever."""
+def test_a_partial_stop_string_is_sent_at_the_end(tokenizer: Tokenizer) -> None:
+    """Catches the end of an answer that is held back forever."""
     collector = make_collector(tokenizer, stop=("fox!",))
     deltas = apply_all(collector, tokenizer, "a fox", event(EOS, FinishReason.STOP))
     assert collector.output.outputs[0].text == "a fox"
     assert deltas[-1].text == "fox"
 
 
-def test_choices_are_kept_apart(tokenizer: Tokenizer) -> None:
-    """Catches one choice's text or end in another."""
+def test_choices_are_independent(tokenizer: Tokenizer) -> None:
+    """Catches text or an end that appears in another choice."""
     collector = make_collector(tokenizer, n=2)
     (first,) = tokenizer.encode(" fox")
     collector.apply(event(first, index=1))
@@ -160,7 +162,7 @@ def test_logprobs_come_with_their_tokens(tokenizer: Tokenizer) -> None:
     assert make_collector(tokenizer).output.outputs[0].logprobs is None
 
 
-def test_prompt_logprobs_are_taken_once(tokenizer: Tokenizer) -> None:
+def test_prompt_logprobs_are_collected_once(tokenizer: Tokenizer) -> None:
     """Catches a prompt that is described once for each of the choices."""
     collector = make_collector(tokenizer, n=2, prompt_logprobs=0)
     described = [TokenLogprob(6, -1.0, 1), TokenLogprob(7, -2.0, 3)]
@@ -182,7 +184,7 @@ def test_prompt_logprobs_come_with_the_first_delta_of_a_choice(tokenizer: Tokeni
 
 
 def test_reused_tokens_come_with_the_first_delta_of_a_choice(tokenizer: Tokenizer) -> None:
-    """Catches a count that is lost while text is held back, or told twice."""
+    """Catches a count that is lost while text is held back, or reported twice."""
     collector = make_collector(tokenizer)
     head = tokenizer.encode("🚀")[0]
     assert collector.apply(event(head, num_reused=2)) is None
@@ -201,7 +203,7 @@ def test_an_error_reaches_the_stream(tokenizer: Tokenizer) -> None:
     assert collector.is_finished
 
 
-def test_nothing_follows_an_end(tokenizer: Tokenizer) -> None:
+def test_events_after_the_end_are_ignored(tokenizer: Tokenizer) -> None:
     """Catches tokens that were on their way when a choice ended."""
     collector = make_collector(tokenizer)
     assert collector.apply(event(None, FinishReason.LENGTH)) is not None

@@ -11,7 +11,7 @@ from tests.engine_factory import make_engine, make_prompt, make_request, run_all
 from tests.model_factory import tiny_transformers_model
 
 
-def test_every_known_adapter_is_listed_with_its_tier_and_its_uses(tmp_path: Path) -> None:
+def test_every_registered_adapter_is_listed_with_its_tier_and_usage(tmp_path: Path) -> None:
     model = tiny_transformers_model("llama")
     engine = make_engine(model, tmp_path / "model", disk_folder=str(tmp_path / "disk"))
     cids = [

@@ -32,7 +32,7 @@ def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(save_byte_fallback(tmp_path_factory.mktemp("byte_fallback")))
 
 
-def test_encode_and_decode_are_those_of_transformers(tokenizer: Tokenizer, folder: Path) -> None:
+def test_encode_and_decode_equal_transformers(tokenizer: Tokenizer, folder: Path) -> None:
     """Catches a special token lost, or text cleaned up on the way back."""
     oracle = AutoTokenizer.from_pretrained(folder)
     for text in [*TEXT, "<|im_start|>a b<|im_end|>", "a , b .", ""]:
@@ -109,16 +109,16 @@ def test_the_last_message_can_be_continued(tokenizer: Tokenizer) -> None:
         ([{"role": "user", "content": "\ud800"}], {}, "surrogate", None),
     ],
 )
-def test_a_bad_chat_is_the_fault_of_the_request(
+def test_invalid_chats_are_invalid_requests(
     tokenizer: Tokenizer, messages: Any, arguments: dict[str, Any], says: str, param: str | None
 ) -> None:
-    """Catches a 500 for what the client did, and a template smuggled in by a request."""
+    """Catches a 500 for a client error, and a request that replaces the chat template."""
     with pytest.raises(InvalidRequest, match=says) as refusal:
         tokenizer.apply_chat_template(messages, chat_template_kwargs=arguments)
     assert refusal.value.param == param
 
 
-def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+def test_a_model_without_a_chat_template_refuses_messages(tmp_path: Path) -> None:
     """Catches a made-up default template."""
     tokenizer = Tokenizer(save_byte_level(tmp_path, chat_template=None))
     assert not tokenizer.has_chat_template
@@ -140,7 +140,7 @@ def test_token_bytes_join_to_the_text(tokenizer: Tokenizer, fallback: Tokenizer)
 
 
 def test_vocab_size_counts_added_tokens(tokenizer: Tokenizer, folder: Path) -> None:
-    """Catches ids above the vocabulary that are valid in fact."""
+    """Catches valid ids that are refused as outside the vocabulary."""
     assert tokenizer.vocab_size == len(AutoTokenizer.from_pretrained(folder))
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from loramux.engine.usage import UsageFile
 
 
-def test_the_busiest_of_earlier_runs_come_first_and_strangers_are_left_out(tmp_path: Path) -> None:
+def test_the_busiest_known_adapters_of_earlier_runs_come_first(tmp_path: Path) -> None:
     UsageFile(tmp_path).save({"a": 3, "b": 10, "c": 1, "gone": 99})
     assert UsageFile(tmp_path).busiest(["a", "b", "c", "new"], 2) == ["b", "a"]
 
 
-def test_old_runs_weigh_less_and_what_is_never_used_fades_away(tmp_path: Path) -> None:
+def test_counts_of_earlier_runs_decay(tmp_path: Path) -> None:
     UsageFile(tmp_path).save({"old": 10})
     UsageFile(tmp_path).save({"new": 6})
     assert UsageFile(tmp_path).busiest(["old", "new"], 1) == ["new"]
@@ -27,7 +27,7 @@ def test_a_run_that_saves_often_counts_once(tmp_path: Path) -> None:
     assert UsageFile(tmp_path).busiest(["a", "b"], 2) == ["a", "b"]
 
 
-def test_a_broken_file_or_folder_costs_the_warm_start_only(tmp_path: Path) -> None:
+def test_an_unreadable_file_or_folder_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "usage.json").write_text('{"a": "many"}')
     usage = UsageFile(tmp_path)
     assert usage.busiest(["a"], 5) == []

@@ -1,8 +1,9 @@
-"""The engine's side of the conversation, in a thread of this process."""
+"""The worker in a thread of this process, driven over a socket pair."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import threading
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from loramux.backend import EngineStats
+from loramux.engine import worker
 from loramux.engine.async_engine import StatsView
 from loramux.engine.channel import ServerChannel
 from loramux.engine.messages import (
@@ -52,8 +54,8 @@ def converse(model: Path, talk: Callable[[ServerChannel], Awaitable[None]]) -> i
     """Runs the worker against `talk`; returns its exit status."""
     ours, theirs = socket.socketpair()
     status: list[int] = []
-    worker = threading.Thread(target=lambda: status.append(serve(theirs)))
-    worker.start()
+    thread = threading.Thread(target=lambda: status.append(serve(theirs)))
+    thread.start()
 
     async def run() -> None:
         channel = await ServerChannel.open(ours)
@@ -66,7 +68,7 @@ def converse(model: Path, talk: Callable[[ServerChannel], Awaitable[None]]) -> i
     try:
         asyncio.run(asyncio.wait_for(run(), 60))
     finally:
-        worker.join(30)
+        thread.join(30)
         theirs.close()
     return status[0]
 
@@ -93,7 +95,7 @@ async def events_until_done(channel: ServerChannel, name: str) -> list[Reply]:
             return seen
 
 
-def test_ready_then_tokens_then_a_clean_end(folder: Path) -> None:
+def test_the_worker_is_ready_generates_and_shuts_down(folder: Path) -> None:
     async def talk(channel: ServerChannel) -> None:
         ready = (await next_of(channel, Ready)).card
         assert ready.vocab_size == 512 and ready.dtype == "float32" and ready.eos_token_ids
@@ -105,7 +107,7 @@ def test_ready_then_tokens_then_a_clean_end(folder: Path) -> None:
     assert converse(folder, talk) == 0
 
 
-def test_adapters_are_registered_verified_and_forgotten(folder: Path) -> None:
+def test_adapters_are_registered_verified_and_removed(folder: Path) -> None:
     async def talk(channel: ServerChannel) -> None:
         await next_of(channel, Ready)
         channel.send(Register(call_id=1, path=str(folder / "adapter")))
@@ -156,27 +158,30 @@ def test_the_engine_reports_its_memory_before_it_becomes_idle(folder: Path) -> N
     assert converse(folder, talk) == 0
 
 
-def test_statistics_come_with_the_last_token_but_not_with_every_step(folder: Path) -> None:
+def test_statistics_are_sent_with_the_last_token_and_not_in_between(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_STATS_INTERVAL_S", math.inf)
+
     async def talk(channel: ServerChannel) -> None:
         await next_of(channel, Ready)
         await next_of(channel, Events)
         channel.send(Add(request=make_request("a", (3, 4), max_tokens=60, ignore_eos=True)))
         replies: list[Events] = []
-        while not replies or replies[-1].events[-1:] == [] or not _is_last(replies[-1]):
-            replies.append(await next_of(channel, Events))
-        assert replies[-1].stats is not None and replies[-1].stats.num_running == 0
-        assert sum(reply.stats is None for reply in replies) > len(replies) // 2
+        while not replies or replies[-1].events[-1].finish_reason is None:
+            reply = await next_of(channel, Events)
+            if reply.events:
+                replies.append(reply)
+        *others, last = replies
+        assert last.stats is not None and last.stats.num_running == 0
+        assert len(others) > 1 and all(reply.stats is None for reply in others)
         assert all(reply.residency is None for reply in replies), "nothing was loaded"
         channel.send(Shutdown())
 
     assert converse(folder, talk) == 0
 
 
-def _is_last(reply: Events) -> bool:
-    return reply.events[-1].finish_reason is not None
-
-
-def test_aborts_and_stops_take_effect_at_the_next_step(folder: Path) -> None:
+def test_abort_and_finish_take_effect_at_the_next_step(folder: Path) -> None:
     async def talk(channel: ServerChannel) -> None:
         await next_of(channel, Ready)
         channel.send(Add(request=make_request("long", (3, 4), max_tokens=400, n=2)))

@@ -56,7 +56,7 @@ Script = Callable[[Request], AsyncIterator[Delta]]
 
 
 class ByteCodec:
-    """A token is a byte."""
+    """A tokenizer whose tokens are bytes."""
 
     vocab_size = 256
 
@@ -75,7 +75,9 @@ class ByteCodec:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         if (chat_template_kwargs or {}).get("tokenize"):
-            raise InvalidRequest("Not yours to set.", param="chat_template_kwargs")
+            raise InvalidRequest(
+                "chat_template_kwargs may not set tokenize.", param="chat_template_kwargs"
+            )
         texts = []
         for message in messages:
             content = message.get("content")
@@ -115,7 +117,7 @@ def delta(request: Request, index: int, piece: bytes, finish: FinishReason | Non
 
 
 async def say_hello(request: Request) -> AsyncIterator[Delta]:
-    """Choices take turns; each says REPLY, cut at max_tokens."""
+    """Yields REPLY for all choices in turn, cut at max_tokens."""
     said = b"".join(REPLY)
     for number, piece in enumerate(REPLY):
         for index in range(request.params.n):
@@ -132,7 +134,7 @@ async def say_hello(request: Request) -> AsyncIterator[Delta]:
 
 
 def says_it_reused(*num_tokens: int) -> Script:
-    """One number for each choice, with its first delta."""
+    """Returns a script whose first deltas report these numbers of reused tokens by choice."""
 
     async def script(request: Request) -> AsyncIterator[Delta]:
         begun: set[int] = set()

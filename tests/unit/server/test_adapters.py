@@ -1,4 +1,4 @@
-"""The list of adapters: each once, with all its names, where it is, and who waits for it."""
+"""GET /v1/adapters: each adapter once, with all its names, its tier and its usage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def listed(backend: ScriptedBackend, query: str = "") -> list[dict[str, Any]]:
     return data
 
 
-def test_an_adapter_is_shown_with_its_place_and_use() -> None:
+def test_an_adapter_is_shown_with_its_tier_and_usage() -> None:
     backend = ScriptedBackend()
     backend.uses = [LEGAL]
     legal, polite = listed(backend)
@@ -56,11 +56,11 @@ def test_an_adapter_is_shown_with_its_place_and_use() -> None:
         "prompt_tokens": 0,
         "generation_tokens": 0,
     }
-    # The engine has not heard of this one yet.
+    # The engine has not registered this one yet.
     assert (polite["tier"], polite["rank"], polite["last_use"]) == ("source", 8, None)
 
 
-def test_two_names_are_one_entry_and_an_unloaded_one_that_still_runs_is_seen() -> None:
+def test_two_names_are_one_entry_and_a_removed_adapter_that_still_runs_is_listed() -> None:
     backend = ScriptedBackend()
     backend.give_name("alias", named("legal"))
     backend.uses = [LEGAL, replace(LEGAL, cid="cidv1:sha256:gone")]
@@ -75,7 +75,7 @@ def test_two_names_are_one_entry_and_an_unloaded_one_that_still_runs_is_seen() -
 def test_one_adapter_by_its_name_also_with_a_slash() -> None:
     app = make_app()
     assert get(app, "/v1/adapters/team/polite").json()["id"] == "team/polite"
-    missing = get(app, "/v1/adapters/nobody")
+    missing = get(app, "/v1/adapters/unknown")
     assert missing.status_code == 404
     assert missing.json()["error"]["param"] == "name"
 
@@ -86,10 +86,10 @@ def test_pin_and_unpin(name: str) -> None:
     assert request(app, "POST", f"/v1/adapters/{name}/pin").json()["pinned"] is True
     assert get(app, f"/v1/adapters/{name}").json()["pinned"] is True
     assert request(app, "DELETE", f"/v1/adapters/{name}/pin").json()["pinned"] is False
-    assert request(app, "POST", "/v1/adapters/nobody/pin").status_code == 404
+    assert request(app, "POST", "/v1/adapters/unknown/pin").status_code == 404
 
 
-def test_busiest_come_first_and_the_list_can_be_cut() -> None:
+def test_the_list_can_be_sorted_by_traffic_and_limited() -> None:
     backend = ScriptedBackend()
     app = make_app(backend)
     complete(app, model="team/polite")
@@ -102,14 +102,14 @@ def test_busiest_come_first_and_the_list_can_be_cut() -> None:
 
 
 @pytest.mark.parametrize("query", ["order=size", "limit=-1", "limit=x", "limit=", "limit=1e3"])
-def test_a_wrong_query_is_named(query: str) -> None:
+def test_an_invalid_query_parameter_is_named(query: str) -> None:
     response = get(make_app(), f"/v1/adapters?{query}")
     assert response.status_code == 400
     assert response.json()["error"]["param"] == query.partition("=")[0]
 
 
 @pytest.mark.parametrize("path", ["/v1/adapters", "/v1/adapters/legal"])
-def test_without_an_engine_there_is_nothing_to_tell(path: str) -> None:
+def test_the_routes_need_a_ready_engine(path: str) -> None:
     backend = ScriptedBackend()
     backend.health = Health.RESTARTING
     assert get(make_app(backend), path).status_code == 503

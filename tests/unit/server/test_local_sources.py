@@ -1,4 +1,4 @@
-"""Sources that a request names: folders under the roots, and ids of other places."""
+"""Sources of adapters: folders under the roots, and remote sources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_folder_under_a_root_is_used_in_place(tmp_path: Path) -> None:
         local_folder("b", [str(tmp_path)])
 
 
-def test_no_root_means_no_folder(tmp_path: Path) -> None:
+def test_without_roots_no_folder_is_allowed(tmp_path: Path) -> None:
     with (
         pytest.raises(SourceForbidden, match="no root is allowed"),
         fetched_folder("/tmp", [], SourceConfig(), tmp_path / "fetch"),
@@ -31,7 +31,7 @@ def test_no_root_means_no_folder(tmp_path: Path) -> None:
         pass
 
 
-def test_another_place_is_fetched_only_where_it_is_allowed(tmp_path: Path) -> None:
+def test_a_remote_source_is_fetched_only_if_allowed(tmp_path: Path) -> None:
     assert is_remote("s3://bucket/a") and is_remote("hf:owner/name") and not is_remote("a/b")
     with (
         pytest.raises(SourceForbidden, match="allowed hosts"),
@@ -40,7 +40,7 @@ def test_another_place_is_fetched_only_where_it_is_allowed(tmp_path: Path) -> No
         pass
 
 
-def test_an_allowed_host_is_fetched_from_and_a_private_one_only_by_its_own_list(
+def test_a_private_host_needs_its_own_list(
     tmp_path: Path,
 ) -> None:
     with FaultServer(adapter_files("pirate")) as web:

@@ -1,4 +1,4 @@
-"""The list of models: what it names can be asked for, and says where it comes from."""
+"""GET /v1/models: every listed name can be requested."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def test_base_comes_first_then_adapters_with_root_and_parent() -> None:
     }
 
 
-def test_created_does_not_change_from_call_to_call() -> None:
+def test_created_is_stable() -> None:
     app = make_app()
     assert get(app, "/v1/models").json() == get(app, "/v1/models").json()
 
 
-def test_every_listed_name_can_be_got_and_asked() -> None:
+def test_every_listed_name_can_be_retrieved_and_requested() -> None:
     app = make_app()
     for entry in get(app, "/v1/models").json()["data"]:
         assert get(app, f"/v1/models/{entry['id']}").json() == entry
         assert complete(app, model=entry["id"]).json()["model"] == entry["id"]
 
 
-def test_adapter_that_is_removed_is_gone_from_both() -> None:
+def test_an_unloaded_adapter_is_not_listed() -> None:
     backend = ScriptedBackend()
     app = make_app(backend)
     run(backend.names.unload("legal"))
@@ -57,7 +57,7 @@ def test_adapter_that_is_removed_is_gone_from_both() -> None:
     assert complete(app, model="legal").status_code == 404
 
 
-def test_models_are_listed_while_the_engine_restarts_but_not_before_it_was_up() -> None:
+def test_models_are_listed_during_a_restart_but_not_before_the_first_start() -> None:
     backend = ScriptedBackend()
     backend.health = Health.RESTARTING
     assert get(make_app(backend), "/v1/models").status_code == 200

@@ -1,4 +1,4 @@
-"""vLLM's admin calls: each status, body and text that its clients know."""
+"""vLLM's routes that load and unload adapters: status, body and text of each response."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ REFUSALS: dict[str, tuple[str, Any, int, str, str, str | None]] = {
         {"lora_name": ""},
         *(400, INVALID, "'lora_name' needs to be provided to unload a LoRA adapter.", None),
     ),
-    "unload of a stranger": (
+    "unload of an unknown name": (
         UNLOAD,
         {"lora_name": "x"},
         *(404, "NotFoundError", "The lora adapter 'x' cannot be found.", None),
@@ -117,7 +117,7 @@ def test_refusals_have_vllms_status_and_body(case: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b'"x"'])
-def test_a_body_that_is_no_object_is_one_validation_error(body: bytes) -> None:
+def test_a_body_that_is_not_an_object_is_one_validation_error(body: bytes) -> None:
     app, _ = serve()
     error = post(app, LOAD, body).json()["error"]
     assert (error["code"], error["type"], error["param"]) == (400, "Bad Request", "body")
@@ -131,7 +131,7 @@ def test_another_content_type_is_a_validation_error() -> None:
     assert response.status_code == 400 and response.json()["error"]["type"] == "Bad Request"
 
 
-def test_an_adapter_comes_and_goes(tmp_path: Path) -> None:
+def test_an_adapter_is_loaded_and_unloaded(tmp_path: Path) -> None:
     app, backend = serve()
     body = {"lora_name": "new", "lora_path": str(write_tiny(tmp_path / "a"))}
     response = post(app, LOAD, body)
@@ -178,7 +178,7 @@ REFUSED_ADAPTERS = {
 
 
 @pytest.mark.parametrize("phrase", REFUSED_ADAPTERS)
-def test_an_adapter_that_cannot_be_served_is_500_with_vllms_words(phrase: str) -> None:
+def test_a_refused_adapter_is_500_with_vllms_phrase(phrase: str) -> None:
     app, backend = serve()
     backend.refusal = REFUSED_ADAPTERS[phrase]
     response = post(app, LOAD, {"lora_name": "a", "lora_path": "/secret/place"})
@@ -205,20 +205,20 @@ def test_a_name_that_would_not_select_the_adapter_is_refused(name: str, tmp_path
     assert (error["code"], error["type"]) == (400, INVALID) and not backend.added
 
 
-def test_what_cannot_be_honoured_is_refused() -> None:
+def test_unsupported_fields_are_refused() -> None:
     app, backend = serve()
     body = {"lora_name": "a", "lora_path": "/x", "is_3d_lora_weight": True}
     assert "is_3d_lora_weight" in post(app, LOAD, body).json()["error"]["message"]
     assert not backend.added
 
 
-def test_without_the_permission_there_are_no_such_routes() -> None:
+def test_the_routes_exist_only_if_enabled() -> None:
     app = make_app()
     for method, path in [("POST", LOAD), ("POST", UNLOAD), ("DELETE", UNLOAD)]:
         assert request(app, method, path, json={"lora_name": "legal"}).status_code == 404
 
 
-def test_with_roots_a_path_must_lie_under_one(tmp_path: Path) -> None:
+def test_with_roots_a_path_must_be_under_one(tmp_path: Path) -> None:
     inside = write_tiny(tmp_path / "root" / "a")
     outside = write_tiny(tmp_path / "other")
     (tmp_path / "root" / "link").symlink_to(outside)
@@ -233,7 +233,7 @@ def test_with_roots_a_path_must_lie_under_one(tmp_path: Path) -> None:
     assert backend.added == [str(inside)] * 2
 
 
-def test_of_two_loads_at_once_the_second_finds_the_first(tmp_path: Path) -> None:
+def test_of_two_concurrent_loads_the_second_is_refused(tmp_path: Path) -> None:
     import httpx2
 
     app, backend = serve()
@@ -249,7 +249,7 @@ def test_of_two_loads_at_once_the_second_finds_the_first(tmp_path: Path) -> None
     assert len(backend.added) == 1
 
 
-def test_a_dead_engine_is_503_as_everywhere() -> None:
+def test_a_dead_engine_is_503() -> None:
     app, backend = serve()
     backend.refusal = EngineStopped("It died.")
     response = post(app, LOAD, {"lora_name": "a", "lora_path": "/x"})

@@ -50,8 +50,7 @@ def test_every_served_model_name_selects_the_base() -> None:
     assert backend.cids == [None, None]
 
 
-def test_a_name_of_the_base_always_selects_the_base() -> None:
-    """A name of the base always selects the base, also if an adapter has the same name."""
+def test_a_name_of_the_base_selects_the_base_even_if_an_adapter_has_it() -> None:
     backend = ScriptedBackend()
     backend.give_name("tiny-base", named("legal"))
     app = make_app(backend)
@@ -82,7 +81,7 @@ def cid_served(served: RegistryApp, model: str, **fields: str) -> str | None:
     return served.backend.cids[-1]
 
 
-def test_every_form_of_a_name_reaches_its_version(registry_app: Make) -> None:
+def test_every_form_of_a_reference_selects_its_version(registry_app: Make) -> None:
     served = registry_app()
     first, second = served.push("acme/sql@1.0.0", 1), served.push("acme/sql@1.1.0", 2)
     home = served.push("default/own@2.0.0", 3)
@@ -102,7 +101,7 @@ def test_every_form_of_a_name_reaches_its_version(registry_app: Make) -> None:
     assert {model: cid_served(served, model) for model in cases} == cases
 
 
-def test_names_given_at_start_win(registry_app: Make) -> None:
+def test_given_names_take_precedence_over_the_registry(registry_app: Make) -> None:
     """A push must not take over a name that the operator gave."""
     served = registry_app()
     served.push("default/legal@1.0.0", 1)
@@ -141,7 +140,7 @@ def test_an_unknown_name_is_404_with_the_models_message(registry_app: Make, mode
     assert not served.backend.requests
 
 
-def test_a_prefix_of_several_content_ids_says_how_many(
+def test_an_ambiguous_cid_prefix_is_refused_with_the_number_of_matches(
     registry_app: Make,
 ) -> None:
     served = registry_app()
@@ -160,7 +159,7 @@ def test_a_cid_prefix_with_too_few_digits_is_refused(registry_app: Make) -> None
     assert error["code"] == 400 and "12" in error["message"]
 
 
-def test_without_a_registry_a_given_adapter_is_found_by_its_content_id() -> None:
+def test_without_a_registry_a_given_adapter_is_found_by_its_cid() -> None:
     backend = ScriptedBackend()
     cid, similar = CID_PREFIX + "ab" * 32, CID_PREFIX + "ab" * 31 + "cc"
     backend.give_name("legal", replace(named("legal"), cid=cid))
@@ -181,7 +180,7 @@ def test_a_removed_version_is_404_although_the_engine_still_has_it(registry_app:
     assert complete(served.app, model=cid).status_code == 404
 
 
-def test_a_user_stays_on_one_side_of_a_split(registry_app: Make) -> None:
+def test_a_user_always_gets_the_same_version_of_a_split(registry_app: Make) -> None:
     served = registry_app()
     sides = {served.push("acme/sql@1.0.0", 1), served.push("acme/sql@1.1.0", 2)}
     served.registry.split("acme/sql", {"1.0.0": 1, "1.1.0": 1}, alias="prod")

@@ -10,7 +10,7 @@ from tests.unit.server.registry_app import Make
 from tests.unit.server.scripted_backend import ScriptedBackend, named
 
 
-def test_an_adapter_is_used_once_by_any_of_its_names(registry_app: Make) -> None:
+def test_warming_generates_one_token_with_any_name_of_the_adapter(registry_app: Make) -> None:
     served = registry_app()
     cid = served.push("acme/sql@1.0.0", 1)
     for name in ("acme/sql@1.0.0", cid, "legal"):
@@ -21,13 +21,13 @@ def test_an_adapter_is_used_once_by_any_of_its_names(registry_app: Make) -> None
     assert post(served.app, "/v1/adapters/acme/none/warm", {}).status_code == 404
 
 
-def test_a_server_that_is_not_ready_warms_nothing() -> None:
+def test_warming_needs_a_ready_engine() -> None:
     backend = ScriptedBackend()
     backend.health = Health.RESTARTING
     assert post(make_app(backend), "/v1/adapters/legal/warm", {}).status_code == 503
 
 
-def test_names_of_the_registry_are_prewarmed_and_both_sides_of_a_split(
+def test_registry_names_are_prewarmed_with_all_versions_of_a_split(
     registry_app: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     served = registry_app()
@@ -44,7 +44,7 @@ def test_names_of_the_registry_are_prewarmed_and_both_sides_of_a_split(
 
 
 @pytest.mark.parametrize("name", ["acme/none", "acme/sql@9.9.9", "acme/sql@beta", "no name at all"])
-def test_what_the_registry_does_not_have_is_an_error_that_names_the_setting(
+def test_an_unknown_prewarm_adapter_is_an_error_that_names_the_flag(
     name: str, registry_app: Make
 ) -> None:
     served = registry_app()
