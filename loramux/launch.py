@@ -38,8 +38,8 @@ from loramux.registry.records import Resolved
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
 from loramux.server.names import AdapterNames
+from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.registry_adapters import RegistryAdapters
-from loramux.server.serving import ReceiptDesk
 from loramux.server.warming import find_prewarmed, prewarm
 from loramux.sources.config import SourceConfig, source_config
 
@@ -67,7 +67,7 @@ async def _serve(
 ) -> None:
     # First of all: what is wrong with it should not cost the wait for the model.
     sources = source_config(config)
-    with opened_registry(config, sources=sources) as (registry, desk):
+    with opened_registry(config, sources=sources) as (registry, issuer):
         given = {module.name for module in config.lora_modules}
         others = [name for name in config.prewarm_adapters if name not in given]
         prewarmed = find_prewarmed(registry, others)
@@ -76,7 +76,7 @@ async def _serve(
             names = await _name_adapters(config, engine, registry, progress)
             await stack.enter_async_context(_prewarming(engine, names, prewarmed))
             options = server_options(config, sources=sources, base_name=engine.card.name)
-            app = create_app(engine, options, names=names, receipts=desk)
+            app = create_app(engine, options, names=names, receipts=issuer)
             server = DrainingServer(_uvicorn_config(config, app), engine, config.drain_s)
             host, port = listener.getsockname()[:2]
 
@@ -139,12 +139,12 @@ def opened_registry(
     environment: Mapping[str, str] = os.environ,
     *,
     sources: SourceConfig | None = None,
-) -> Iterator[tuple[RegistryAdapters | None, ReceiptDesk]]:
+) -> Iterator[tuple[RegistryAdapters | None, ReceiptIssuer]]:
     """The registry where there is one, and how receipts are written; both closed after."""
     places = registry_places(config, environment)
     is_on = config.receipts != "off"
     key = None if config.receipt_key is None else read_private_key(Path(config.receipt_key))
-    desk = ReceiptDesk(
+    issuer = ReceiptIssuer(
         is_on=is_on,
         in_streams=is_on and (config.receipts == "on" or places is not None),
         pool_id=config.pool_id or socket.gethostname(),
@@ -152,7 +152,7 @@ def opened_registry(
         key=key,
     )
     if places is None:
-        yield None, desk
+        yield None, issuer
         return
     library_options = LibraryOptions(
         home_tenant=config.home_tenant,
@@ -167,7 +167,7 @@ def opened_registry(
         days = config.receipt_retention_days
         max_age_s = None if days is None else days * SECONDS_PER_DAY
         writer = stack.enter_context(ReceiptWriter(library.registry, max_age_s=max_age_s))
-        yield adapters, replace(desk, writer=writer)
+        yield adapters, replace(issuer, writer=writer)
 
 
 def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:

@@ -16,10 +16,9 @@ from loramux.server.body import json_response
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.openapi import answering
-from loramux.server.registry_bodies import RegistryEntry, registry_entry
 from loramux.server.selection import find_named
 from loramux.server.warming import warm_up
-from loramux.server.wire import AdapterEntry, AdapterList
+from loramux.server.wire import AdapterEntry, AdapterList, RegistryEntry, registry_entry
 
 ADDED, BUSIEST = "added", "busiest"
 ORDERS = (ADDED, BUSIEST)

@@ -13,20 +13,20 @@ from loramux.backend import StoreTierStats, TextBackend
 from loramux.metrics.server import Metrics
 from loramux.metrics.store import ReceiptCollector, StoreCollector
 from loramux.server.adapters import adapter_routes
-from loramux.server.chat import chat_routes
-from loramux.server.completions import completion_routes
+from loramux.server.caller import CallerMiddleware
 from loramux.server.context import Context, ServerOptions
 from loramux.server.errors import install_error_handlers
 from loramux.server.models import model_routes
 from loramux.server.names import AdapterNames
+from loramux.server.openai import chat_routes, completion_routes
 from loramux.server.openapi import install_openapi
 from loramux.server.plans import plan_routes
+from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.receipts import receipt_routes
 from loramux.server.registry_routes import registry_routes
 from loramux.server.request_ids import RECEIPT_HEADER, RequestIds
 from loramux.server.run import run_routes
 from loramux.server.runtime_lora import runtime_lora_routes
-from loramux.server.serving import ReceiptDesk
 from loramux.server.status import status_routes
 from loramux.server.tokens import token_routes
 
@@ -52,7 +52,7 @@ def create_app(
     options: ServerOptions,
     *,
     names: AdapterNames | None = None,
-    receipts: ReceiptDesk | None = None,
+    receipts: ReceiptIssuer | None = None,
     lifespan: Lifespan | None = None,
 ) -> FastAPI:
     """The backend may start before or after; until it is ready, requests are answered with 503."""
@@ -71,7 +71,7 @@ def create_app(
         labels_of=names.labels_of,
     )
     metrics.registry.register(StoreCollector(lambda: _tier_stats(names)))
-    receipts = receipts or ReceiptDesk()
+    receipts = receipts or ReceiptIssuer()
     metrics.registry.register(ReceiptCollector(lambda: receipts.num_dropped))
     context = Context(
         backend=backend,
@@ -90,6 +90,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", RECEIPT_HEADER],
         )
+    app.add_middleware(CallerMiddleware, tenant_header=options.tenant_header)
     app.add_middleware(RequestIds)
     install_error_handlers(app)
     install_openapi(app)

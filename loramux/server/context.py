@@ -12,8 +12,8 @@ from loramux.errors import EngineStopped
 from loramux.metrics.server import Metrics
 from loramux.server.errors import NotServed
 from loramux.server.names import AdapterNames
+from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.registry_adapters import RegistryAdapters
-from loramux.server.serving import ReceiptDesk
 from loramux.sources.config import SourceConfig
 
 _NOT_READY = {
@@ -58,12 +58,18 @@ class Context:
     options: ServerOptions
     metrics: Metrics
     names: AdapterNames
-    receipts: ReceiptDesk = field(default_factory=ReceiptDesk)
+    receipts: ReceiptIssuer = field(default_factory=ReceiptIssuer)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def base_names(self) -> tuple[str, ...]:
         return self.options.served_model_names or (self.backend.card.name,)
+
+    def base_identity(self) -> tuple[str, str]:
+        """Name and digest of the base model for receipts; empty until the engine has started."""
+        if self.backend.health is Health.STARTING:
+            return "".join(self.options.served_model_names[:1]), ""
+        return self.base_names[0], self.backend.card.digest
 
     @property
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""The jobs of one HTTP request, run as one stream of deltas; closing it aborts what still runs."""
+"""Runs a GenerationRequest: its engine requests as one stream of deltas."""
 
 from __future__ import annotations
 
@@ -8,42 +8,134 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+from starlette.requests import Request as HttpRequest
+
 from loramux.backend import Delta, TextBackend, failure_of
-from loramux.errors import AdapterRefused, EngineBusy, EngineStopped, LoramuxError
+from loramux.errors import AdapterRefused, EngineBusy, EngineStopped, InvalidRequest, LoramuxError
 from loramux.metrics.server import Metrics
 from loramux.receipts.receipt import ServingStatus
+from loramux.server.caller import Caller
+from loramux.server.context import Context
 from loramux.server.names import AdapterNames, Selected
-from loramux.server.serving import ServingRecord
+from loramux.server.prompts import check_token_ids, room_for_answer
+from loramux.server.receipt_draft import ReceiptDraft
+from loramux.server.sampling import MaxTokens, UnsupportedFields
 from loramux.server.usage import UsageCount
 from loramux.server.wire import Usage
 from loramux.types.request import FinishReason, Request, TokenLogprob
+from loramux.types.sampling import SamplingParams
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
-"""(which job, delta)"""
+"""Pairs of the index of an engine request and its delta."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What stays the same through all of an answer."""
+class RouteKind:
+    """The differences between the generating routes."""
 
-    answer_id: str
-    created_s: int
+    id_prefix: str
+    prompt_param: str
+    """The field of the body that contains the prompt, for error messages."""
+    default_max_tokens: int | None
+    """None: as many as fit."""
+    unsupported: UnsupportedFields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A checked request of any route, with its adapter resolved and its prompts tokenized."""
+
+    id: str
+    kind: RouteKind
+    caller: Caller
     selected: Selected
-    fingerprint: str
-    jobs: tuple[Request, ...]
-    record: ServingRecord
+    params: SamplingParams
+    """Sampling parameters; the engine requests get their own max_tokens."""
+    max_tokens: MaxTokens
+    prompts: tuple[tuple[int, ...], ...] = ()
+    """Token ids of each prompt."""
+    cache_salt: str = ""
+    timeout_s: float | None = None
+    stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
 
-    def choice_index(self, job_index: int, delta: Delta) -> int:
-        return job_index * self.jobs[0].params.n + delta.index
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A GenerationRequest that runs: its engine requests and its receipt."""
+
+    request: GenerationRequest
+    engine_requests: tuple[Request, ...]
+    draft: ReceiptDraft
+    fingerprint: str
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    def choice_index(self, request_index: int, delta: Delta) -> int:
+        return request_index * self.request.params.n + delta.index
+
+
+def open_generation(
+    context: Context, http: HttpRequest, request: GenerationRequest, draft: ReceiptDraft
+) -> Generation:
+    """Make the engine requests; raises InvalidRequest for a prompt that does not fit."""
+    options = context.options
+    engine_requests = tuple(
+        Request(
+            request_id=f"{request.id}-{number}",
+            prompt_token_ids=token_ids,
+            params=_params_for(context, request, token_ids),
+            selection=request.selected.selection,
+            tenant=request.caller.tenant,
+            tenant_share=options.tenant_shares.get(request.caller.tenant, 1.0),
+            adapter_share=options.adapter_shares.get(request.selected.label or "", 1.0),
+            cache_salt=request.cache_salt,
+            timeout_s=request.timeout_s,
+        )
+        for number, token_ids in enumerate(request.prompts)
+    )
+    draft.serve(engine_requests)
+    if context.receipts.is_on:
+        # Middleware writes it into the response's header, also if the generation fails.
+        http.state.receipt_id = draft.id
+    return Generation(
+        request=request,
+        engine_requests=engine_requests,
+        draft=draft,
+        fingerprint=context.fingerprint,
+    )
+
+
+def check_num_choices(context: Context, request: GenerationRequest, num_prompts: int) -> None:
+    n, limit = request.params.n, context.options.max_choices
+    if num_prompts * n > limit:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n={n} make {num_prompts * n} answers; one "
+            f"request may ask for {limit}. Send several requests.",
+            param="prompt",
+        )
+
+
+def _params_for(
+    context: Context, request: GenerationRequest, token_ids: Sequence[int]
+) -> SamplingParams:
+    card, kind = context.backend.card, request.kind
+    max_tokens = room_for_answer(
+        len(token_ids),
+        request.max_tokens,
+        max_model_len=card.max_model_len,
+        default=kind.default_max_tokens,
+        param=kind.prompt_param,
+    )
+    check_token_ids(token_ids, vocab_size=card.vocab_size, param=kind.prompt_param)
+    return replace(request.params, max_tokens=max_tokens)
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice, as far as its deltas have come."""
+    """Collects the deltas of one choice."""
 
-    job: Request
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -63,37 +155,35 @@ class Choice:
             self.stop_reason = delta.stop_reason
 
 
-async def collect(answer: Answer, deltas: Deltas) -> tuple[list[Choice], Usage]:
-    """All choices, whole; raises rather than return a part."""
-    choices = [Choice(job) for job in answer.jobs for _ in range(job.params.n)]
-    count = UsageCount(answer.jobs)
+async def collect(generation: Generation, deltas: Deltas) -> tuple[list[Choice], Usage]:
+    """Read all deltas into complete choices; raises if one of them fails."""
+    choices = [Choice() for one in generation.engine_requests for _ in range(one.params.n)]
+    count = UsageCount(generation.engine_requests)
     async with aclosing(deltas):
-        async for job_index, delta in deltas:
-            count.add(job_index, delta)
-            choices[answer.choice_index(job_index, delta)].add(delta)
+        async for index, delta in deltas:
+            count.add(index, delta)
+            choices[generation.choice_index(index, delta)].add(delta)
     return choices, count.usage()
 
 
-async def run_jobs(
-    backend: TextBackend, metrics: Metrics, names: AdapterNames, answer: Answer
-) -> Deltas:
-    """However it ends, the answer's record hears of it."""
-    record = answer.record
+async def run(context: Context, generation: Generation) -> Deltas:
+    """Run all engine requests; closing the stream aborts them. The receipt is issued at the end."""
+    draft = generation.draft
     try:
-        streams = [_run_job(backend, metrics, names, answer, job) for job in answer.jobs]
+        streams = [_run_one(context, generation, one) for one in generation.engine_requests]
         async with aclosing(_run_all(streams)) as deltas:
-            async for job_index, delta in deltas:
-                record.saw(job_index, delta)
-                yield job_index, delta
-        record.end(ServingStatus.COMPLETED)
+            async for index, delta in deltas:
+                draft.add_delta(index, delta)
+                yield index, delta
+        draft.end(ServingStatus.COMPLETED)
     except EngineBusy as error:
-        record.end(ServingStatus.REFUSED, error)
+        draft.end(ServingStatus.REFUSED, error)
         raise
     except Exception as error:
-        record.end(ServingStatus.FAILED, error)
+        draft.end(ServingStatus.FAILED, error)
         raise
     finally:
-        record.end(ServingStatus.ABORTED)
+        draft.end(ServingStatus.ABORTED)
 
 
 async def _run_all(streams: Sequence[AsyncGenerator[Delta, None]]) -> Deltas:
@@ -108,10 +198,10 @@ async def _run_all(streams: Sequence[AsyncGenerator[Delta, None]]) -> Deltas:
 
 
 async def submit(
-    backend: TextBackend, names: AdapterNames, job: Request
+    backend: TextBackend, names: AdapterNames, request: Request
 ) -> AsyncGenerator[Delta, None]:
-    """Submits the request, and again if the adapter's files were missing and could be restored."""
-    deltas = backend.submit(job)
+    """Submit the request, and again if the adapter's files were missing and could be restored."""
+    deltas = backend.submit(request)
     has_begun = False
     try:
         async for delta in deltas:
@@ -119,11 +209,12 @@ async def submit(
             yield delta
         return
     except AdapterRefused:
-        if has_begun or not job.selection or not await names.restore(job.selection[0][0]):
+        selection = request.selection
+        if has_begun or not selection or not await names.restore(selection[0][0]):
             raise
     finally:
         await _close(deltas)
-    deltas = backend.submit(job)
+    deltas = backend.submit(request)
     try:
         async for delta in deltas:
             yield delta
@@ -131,48 +222,51 @@ async def submit(
         await _close(deltas)
 
 
-async def _run_job(
-    backend: TextBackend, metrics: Metrics, names: AdapterNames, answer: Answer, job: Request
+async def _run_one(
+    context: Context, generation: Generation, request: Request
 ) -> AsyncGenerator[Delta, None]:
+    selected = generation.request.selected
     # Nothing is awaited between here and the backend, so the name cannot move any more.
-    job = names.rebind(job, answer.selected.name)
-    watch = _Watch(metrics, job, answer.selected.label)
-    for cid, _ in job.selection:
-        answer.record.begin(cid)
-    deltas = submit(backend, names, job)
+    request = context.names.rebind(request, selected.name)
+    monitor = _Monitor(context.metrics, request, selected.label)
+    for cid, _ in request.selection:
+        generation.draft.add_adapter(cid)
+    deltas = submit(context.backend, context.names, request)
     try:
         async for delta in deltas:
-            watch.saw(delta)
+            monitor.add(delta)
             yield delta
-        watch.check_complete()
+        monitor.check_complete()
     except LoramuxError:
-        watch.outcome = FinishReason.ERROR
+        monitor.outcome = FinishReason.ERROR
         raise
     finally:
         await _close(deltas)
-        watch.ended()
+        monitor.end()
 
 
-class _Watch:
-    """Counts one job, and holds it to the contract: every choice ends, none of them in an error."""
+class _Monitor:
+    """Counts one engine request in the metrics, and raises unless every choice ends properly."""
 
-    def __init__(self, metrics: Metrics, job: Request, label: str | None) -> None:
+    def __init__(self, metrics: Metrics, request: Request, label: str | None) -> None:
         self._metrics = metrics
-        self._job = job
+        self._request = request
         self._adapters = [
-            counted for cid, _ in job.selection for counted in metrics.counted(cid, label or cid)
+            counted
+            for cid, _ in request.selection
+            for counted in metrics.counted(cid, label or cid)
         ]
         for adapter in self._adapters:
             adapter.add(requests=1)
-        self._open = set(range(job.params.n))
+        self._open = set(range(request.params.n))
         self._started_s = time.monotonic()
         self._last_s: dict[int, float] = {}
         self.outcome = FinishReason.ABORT
 
-    def saw(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> None:
         now = time.monotonic()
         is_first = not self._last_s
-        num_prompt_tokens = len(self._job.prompt_token_ids) if is_first else 0
+        num_prompt_tokens = len(self._request.prompt_token_ids) if is_first else 0
         if is_first:
             self._metrics.first_token(now - self._started_s, num_prompt_tokens=num_prompt_tokens)
         elif delta.index in self._last_s:
@@ -193,12 +287,12 @@ class _Watch:
         if self._open:
             raise EngineStopped("The engine's answer broke off before its end.")
 
-    def ended(self) -> None:
+    def end(self) -> None:
         self._metrics.ended(time.monotonic() - self._started_s, self.outcome)
 
 
 async def _merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> Deltas:
-    """Items as they come, a bounded number ahead of the reader; the first failure ends all."""
+    """Merge streams through a bounded queue; the first failure ends all of them."""
     queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(len(streams))
     tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
     num_open = len(tasks)

@@ -11,28 +11,10 @@ from fastapi.openapi.utils import get_openapi
 
 from loramux.capacity.plan import MemoryPlan
 from loramux.receipts.receipt import Receipt
-from loramux.server.registry_bodies import (
-    AliasEntry,
-    PromoteRequest,
-    PushedEntry,
-    PushRequest,
-    RegistryEntry,
-    Removed,
-    RollbackRequest,
-    SplitRequest,
-)
-from loramux.server.serving_bodies import (
-    ReceiptList,
-    RunAnswer,
-    RunChunk,
-    RunRequest,
-    ServedChat,
-    ServedChatChunk,
-    ServedCompletion,
-)
 from loramux.server.wire import (
     AdapterEntry,
     AdapterList,
+    AliasEntry,
     ChatChunk,
     ChatCompletion,
     ChatRequest,
@@ -46,6 +28,20 @@ from loramux.server.wire import (
     ModelEntry,
     ModelList,
     PlanRequest,
+    PromoteRequest,
+    PushedEntry,
+    PushRequest,
+    ReceiptList,
+    RegistryEntry,
+    Removed,
+    RollbackRequest,
+    RunAnswer,
+    RunChunk,
+    RunRequest,
+    ServedChat,
+    ServedChatChunk,
+    ServedCompletion,
+    SplitRequest,
     TokenizeAnswer,
     TokenizeRequest,
     VersionReport,

@@ -1,31 +1,30 @@
-"""Prompts and messages to token ids, and whether they leave room to answer."""
+"""Tokenization of prompts and messages, and checks of their length."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.sampling import AskedLength
-from loramux.server.wire import ChatRequest, TokenizeRequest
+from loramux.server.sampling import MaxTokens
 
 T = TypeVar("T")
 
-# No tokenizer in use has longer tokens; a longer text cannot fit, whatever it says.
+# No known tokenizer has longer tokens, so a longer text cannot fit.
 MAX_CHARACTERS_PER_TOKEN = 256
-# Above this, tokenizing takes long enough to be felt by the streams that share the loop.
+# Tokenizing a larger body would delay the streams that share the event loop.
 INLINE_BODY_BYTES = 8192
 
 
 async def off_loop(body_bytes: int, work: Callable[[], T]) -> T:
-    """Runs work that is proportional to the body's size: at once if small, else on a thread."""
+    """Run work proportional to the body's size: inline for a small body, else on a thread."""
     return work() if body_bytes <= INLINE_BODY_BYTES else await asyncio.to_thread(work)
 
 
 def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """The four forms that a completion's prompt has, as a list of texts or of token ids."""
+    """Convert the four forms of a completion's prompt to a list of texts or of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
@@ -51,13 +50,17 @@ def encode_prompt(
 
 
 def encode_messages(
-    codec: TextCodec, request: ChatRequest | TokenizeRequest, *, max_model_len: int
+    codec: TextCodec,
+    messages: Sequence[dict[str, Any]],
+    *,
+    max_model_len: int,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    messages = request.messages or []
     check_characters(_check_messages(messages), max_model_len, "messages")
-    arguments = dict(request.chat_template_kwargs or {})
-    add_generation_prompt = request.add_generation_prompt
-    if isinstance(request, ChatRequest) and request.continue_final_message:
+    arguments = dict(chat_template_kwargs or {})
+    if continue_final_message:
         if add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt exclude each other.",
@@ -85,17 +88,17 @@ def check_token_ids(token_ids: Sequence[int], *, vocab_size: int, param: str) ->
 
 def room_for_answer(
     num_prompt_tokens: int,
-    asked: AskedLength,
+    asked: MaxTokens,
     *,
     max_model_len: int,
     default: int | None,
     param: str,
 ) -> int:
-    """max_tokens of one prompt, or a refusal that has the numbers. default None: all that fits."""
+    """max_tokens of one prompt; raises if it does not fit. Default None: as many as fit."""
     if num_prompt_tokens == 0:
         raise InvalidRequest(f"{param} is empty: give at least one token.", param=param)
     room = max_model_len - num_prompt_tokens
-    max_tokens = asked.max_tokens
+    max_tokens = asked.value
     if room < (1 if max_tokens is None else min(1, max_tokens)):
         raise InvalidRequest(
             f"{param} has {num_prompt_tokens} tokens, and this model takes {max_model_len} tokens "
@@ -123,7 +126,7 @@ def check_characters(num_characters: int, max_model_len: int, param: str) -> Non
 
 
 def _check_messages(messages: Sequence[dict[str, Any]]) -> int:
-    """Refuses parts that are not text; returns the characters of all content."""
+    """Refuse parts that are not text; return the number of characters of all content."""
     if not messages:
         raise InvalidRequest("messages must not be empty: send at least one.", param="messages")
     num_characters = 0

@@ -18,7 +18,7 @@ from loramux.server.body import json_response
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.openapi import answering
-from loramux.server.serving_bodies import ReceiptList
+from loramux.server.wire import ReceiptList
 
 DEFAULT_LIMIT = 100
 

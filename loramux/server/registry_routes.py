@@ -19,7 +19,8 @@ from loramux.server.context import Context
 from loramux.server.local_sources import fetched_folder
 from loramux.server.openapi import answering, changing
 from loramux.server.registry_adapters import RegistryAdapters
-from loramux.server.registry_bodies import (
+from loramux.server.warming import warm_up
+from loramux.server.wire import (
     AliasEntry,
     PromoteRequest,
     PushedEntry,
@@ -29,7 +30,6 @@ from loramux.server.registry_bodies import (
     SplitRequest,
     alias_entry,
 )
-from loramux.server.warming import warm_up
 from loramux.sources.parse import lasting_name
 from loramux.store.library import Pushed
 

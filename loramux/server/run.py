@@ -1,9 +1,10 @@
-"""POST /v1/run: an artifact and an input, an output and its receipt."""
+"""POST /v1/run: run an artifact on an input, and return the output with its receipt."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from fastapi import APIRouter
 from msgspec import UNSET
@@ -13,17 +14,24 @@ from starlette.responses import Response
 from loramux.errors import InvalidRequest
 from loramux.server.body import json_response
 from loramux.server.context import Context
-from loramux.server.generation import Answer, Deltas, collect, run_jobs
-from loramux.server.intake import PromptKind, make_answer, take_in
+from loramux.server.generation import Deltas, Generation, RouteKind, collect, open_generation, run
 from loramux.server.names import Selected, full_name
 from loramux.server.openapi import generating
 from loramux.server.prompts import check_characters, encode_prompt, off_loop
-from loramux.server.refusals import noting_refusals
-from loramux.server.serving_bodies import RunAnswer, RunChunk, RunRequest
+from loramux.server.receipt_draft import ReceiptDraft, receipt_draft
+from loramux.server.requests import read_generation_body, resolve_request
+from loramux.server.sampling import UNSUPPORTED_IN_COMPLETIONS, Logprobs
+from loramux.server.selection import ModelReference
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.server.usage import UsageCount
+from loramux.server.wire import RunAnswer, RunChunk, RunRequest
 
-RUN = PromptKind(id_prefix="run", param="input", default_max_tokens=None)
+RUN = RouteKind(
+    id_prefix="run",
+    prompt_param="input",
+    default_max_tokens=None,
+    unsupported=UNSUPPORTED_IN_COMPLETIONS,
+)
 
 
 def run_routes(context: Context) -> APIRouter:
@@ -32,30 +40,37 @@ def run_routes(context: Context) -> APIRouter:
     @router.post("/v1/run", **generating(RunRequest, RunAnswer))
     async def run_artifact(request: Request) -> Response:
         """Runs an artifact of the registry, or an adapter by its name, on an input."""
-        with noting_refusals(context, request) as draft:
-            intake = await take_in(context, request, RunRequest, draft)
-            _check_fields(intake.request)
-            token_ids = await off_loop(
-                intake.num_body_bytes, lambda: _encode(context, intake.request)
-            )
-            answer = make_answer(context, intake, [token_ids], RUN)
-        artifact = artifact_name(intake.selected)
-        deltas = run_jobs(context.backend, context.metrics, context.names, answer)
-        if intake.request.stream:
-            return await stream_events(request, _events(answer, deltas, artifact))
-        choices, usage = await until_gone(request, collect(answer, deltas))
+        with receipt_draft(context.receipts, context.base_identity, request) as draft:
+            generation = await _open_run(context, request, draft)
+        artifact = artifact_name(generation.request.selected)
+        deltas = run(context, generation)
+        if generation.request.stream:
+            return await stream_events(request, _events(generation, deltas, artifact))
+        choices, usage = await until_gone(request, collect(generation, deltas))
         return json_response(
             RunAnswer(
-                id=answer.answer_id,
+                id=generation.request.id,
                 artifact=artifact,
                 output=choices[0].text,
                 finish_reason=choices[0].finish_reason,
                 usage=usage,
-                serving=answer.record.receipt or UNSET,
+                serving=generation.draft.receipt or UNSET,
             )
         )
 
     return router
+
+
+async def _open_run(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
+    body, num_bytes = await read_generation_body(context, http, RunRequest, RUN)
+    reference = ModelReference(artifact=body.artifact)
+    draft.asked = body.artifact
+    request = await resolve_request(
+        context, http, draft, body, RUN, reference=reference, logprobs=Logprobs()
+    )
+    _check_fields(body)
+    token_ids = await off_loop(num_bytes, lambda: _encode(context, body))
+    return open_generation(context, http, replace(request, prompts=(tuple(token_ids),)), draft)
 
 
 def artifact_name(selected: Selected) -> str:
@@ -65,7 +80,7 @@ def artifact_name(selected: Selected) -> str:
 def _check_fields(request: RunRequest) -> None:
     for name in ("model", "adapters", "adapter_weights"):
         if getattr(request, name) is not None:
-            raise InvalidRequest(f"{name} has no place here: artifact decides.", param=name)
+            raise InvalidRequest(f"{name} is not allowed here: give artifact.", param=name)
     if request.n not in (None, 1):
         raise InvalidRequest("A run has one output: leave n out.", param="n")
 
@@ -80,24 +95,24 @@ def _encode(context: Context, request: RunRequest) -> Sequence[int]:
     return codec.apply_chat_template([{"role": "user", "content": request.input}])
 
 
-async def _events(answer: Answer, deltas: Deltas, artifact: str) -> Events:
-    """Pieces of the output; the last event has none, but usage and receipt."""
-    count = UsageCount(answer.jobs)
+async def _events(generation: Generation, deltas: Deltas, artifact: str) -> Events:
+    """Events with parts of the output; the last one has usage and receipt instead."""
+    count = UsageCount(generation.engine_requests)
     finish_reason: str | None = None
     async with aclosing(deltas):
-        async for job_index, delta in deltas:
-            count.add(job_index, delta)
+        async for request_index, delta in deltas:
+            count.add(request_index, delta)
             if delta.finish_reason is not None:
                 finish_reason = delta.finish_reason.value
-            yield event(RunChunk(id=answer.answer_id, artifact=artifact, output=delta.text))
+            yield event(RunChunk(id=generation.request.id, artifact=artifact, output=delta.text))
     yield event(
         RunChunk(
-            id=answer.answer_id,
+            id=generation.request.id,
             artifact=artifact,
             output="",
             finish_reason=finish_reason,
             usage=count.usage(),
-            serving=answer.record.receipt or UNSET,
+            serving=generation.draft.receipt or UNSET,
         )
     )
     yield DONE

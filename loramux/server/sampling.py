@@ -1,7 +1,8 @@
-"""A request's fields to SamplingParams; what cannot be honoured is refused by name."""
+"""Sampling fields of a body: conversion to SamplingParams, and fields that are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,21 +10,21 @@ import msgspec
 
 from loramux.errors import InvalidRequest
 from loramux.server.body import decode
-from loramux.server.wire import ChatRequest, CompletionRequest, GenerationRequest
+from loramux.server.wire import ChatRequest, CompletionRequest, GenerationBody
 from loramux.types.sampling import MAX_LOGPROBS, SamplingParams
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_SEED = 2**63
 
-TAKEN_AS_THEY_ARE = (
+COPIED_FIELDS = (
     *("n", "temperature", "top_p", "min_p", "seed"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
 )
 
-# Fields that clients know from other servers -> the values that change nothing here. An adapter
-# named in another server's way must not silently select the base.
+# Fields of other servers -> their values that have no effect and are accepted. A request that names
+# an adapter in such a field must not silently run on the base.
 REFUSED_ANYWHERE: dict[str, tuple[Any, ...]] = {
     "best_of": (),
     "use_beam_search": (False,),
@@ -68,87 +69,95 @@ REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
 }
 REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
 
-_ChatRefused = msgspec.defstruct(
-    "ChatRefused", [(name, Any, None) for name in REFUSED_ANYWHERE | REFUSED_IN_CHAT]
-)
-_CompletionRefused = msgspec.defstruct(
-    "CompletionRefused", [(name, Any, None) for name in REFUSED_ANYWHERE | REFUSED_IN_COMPLETIONS]
-)
+
+class UnsupportedFields:
+    """Fields of other servers that a route refuses, unless their value has no effect."""
+
+    def __init__(self, harmless: Mapping[str, tuple[Any, ...]]) -> None:
+        self._harmless = harmless
+        self._struct = msgspec.defstruct("Unsupported", [(name, Any, None) for name in harmless])
+
+    def check(self, raw: bytes, *, num_choices: int) -> None:
+        """Raise InvalidRequest for the first such field of the body."""
+        given = decode(raw, self._struct)
+        for name, values in self._harmless.items():
+            value = getattr(given, name)
+            is_num_choices = name == "best_of" and value == num_choices
+            if value is not None and value not in values and not is_num_choices:
+                raise InvalidRequest(
+                    f"{name} is not supported by this server: leave it out.", param=name
+                )
 
 
-def refuse_unsupported(body: bytes, request: GenerationRequest) -> None:
-    """Raises for a field of another server's that this one knows but cannot honour."""
-    is_chat = isinstance(request, ChatRequest)
-    given = decode(body, _ChatRefused if is_chat else _CompletionRefused)
-    harmless = REFUSED_ANYWHERE | (REFUSED_IN_CHAT if is_chat else REFUSED_IN_COMPLETIONS)
-    for name, values in harmless.items():
-        value = getattr(given, name)
-        is_own_n = name == "best_of" and value == (request.n or 1)
-        if value is not None and value not in values and not is_own_n:
-            raise InvalidRequest(
-                f"{name} is not supported by this server: leave it out.", param=name
-            )
-
-
-def sampling_params(request: GenerationRequest, *, vocab_size: int) -> SamplingParams:
-    """All but max_tokens, which depends on the prompt."""
-    _check_seed(request.seed)
-    given: dict[str, Any] = {
-        name: value for name in TAKEN_AS_THEY_ARE if (value := getattr(request, name)) is not None
-    }
-    return SamplingParams(
-        **given | _logprobs(request),
-        top_k=min(request.top_k or 0, vocab_size),
-        stop=_stop(request.stop),
-        stop_token_ids=_token_ids(request.stop_token_ids or [], "stop_token_ids", vocab_size),
-        logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
-    )
+UNSUPPORTED_IN_CHAT = UnsupportedFields(REFUSED_ANYWHERE | REFUSED_IN_CHAT)
+UNSUPPORTED_IN_COMPLETIONS = UnsupportedFields(REFUSED_ANYWHERE | REFUSED_IN_COMPLETIONS)
 
 
 @dataclass(frozen=True, slots=True)
-class AskedLength:
-    max_tokens: int | None
-    """None: the route's default."""
-    param: str = "max_tokens"
-    """The field that said so."""
+class Logprobs:
+    """How many log probabilities a request wants per token; None: no log probabilities."""
+
+    num_output: int | None = None
+    num_prompt: int | None = None
 
 
-def asked_length(request: GenerationRequest) -> AskedLength:
-    for name in ("max_completion_tokens", "max_tokens"):
-        value: int | None = getattr(request, name)
-        if value is not None:
-            if value < 0:
-                raise InvalidRequest(f"{name} must be 0 or more, got {value}.", param=name)
-            return AskedLength(value, name)
-    return AskedLength(None)
-
-
-def check_stream_options(request: GenerationRequest) -> None:
-    if request.stream_options is not None and not request.stream:
-        raise InvalidRequest(
-            "stream_options is only for requests with stream: true.", param="stream_options"
-        )
-
-
-def _logprobs(request: GenerationRequest) -> dict[str, int]:
-    if isinstance(request, ChatRequest):
-        return _chat_logprobs(request)
-    if not isinstance(request, CompletionRequest) or request.logprobs is None:
-        return {}
-    if request.echo:
-        return {"logprobs": request.logprobs, "prompt_logprobs": request.logprobs}
-    return {"logprobs": request.logprobs}
-
-
-def _chat_logprobs(request: ChatRequest) -> dict[str, int]:
-    top = request.top_logprobs or 0
+def chat_logprobs_of(body: ChatRequest) -> Logprobs:
+    top = body.top_logprobs or 0
     if not 0 <= top <= MAX_LOGPROBS:
         raise InvalidRequest(
             f"top_logprobs must be 0 to {MAX_LOGPROBS}, got {top}.", param="top_logprobs"
         )
-    if top and not request.logprobs:
+    if top and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
-    return {"logprobs": top} if request.logprobs else {}
+    return Logprobs(top if body.logprobs else None)
+
+
+def completion_logprobs_of(body: CompletionRequest) -> Logprobs:
+    return Logprobs(body.logprobs, body.logprobs if body.echo else None)
+
+
+def sampling_params(body: GenerationBody, logprobs: Logprobs, *, vocab_size: int) -> SamplingParams:
+    """All sampling parameters but max_tokens, which depends on the prompt."""
+    _check_seed(body.seed)
+    given: dict[str, Any] = {
+        name: value for name in COPIED_FIELDS if (value := getattr(body, name)) is not None
+    }
+    return SamplingParams(
+        **given,
+        logprobs=logprobs.num_output,
+        prompt_logprobs=logprobs.num_prompt,
+        top_k=min(body.top_k or 0, vocab_size),
+        stop=_stop(body.stop),
+        stop_token_ids=_token_ids(body.stop_token_ids or [], "stop_token_ids", vocab_size),
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MaxTokens:
+    """The limit of output tokens that a body sets."""
+
+    value: int | None
+    """None: the route's default."""
+    param: str = "max_tokens"
+    """The field that sets it."""
+
+
+def max_tokens_of(body: GenerationBody) -> MaxTokens:
+    for name in ("max_completion_tokens", "max_tokens"):
+        value: int | None = getattr(body, name)
+        if value is not None:
+            if value < 0:
+                raise InvalidRequest(f"{name} must be 0 or more, got {value}.", param=name)
+            return MaxTokens(value, name)
+    return MaxTokens(None)
+
+
+def check_stream_options(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest(
+            "stream_options is only for requests with stream: true.", param="stream_options"
+        )
 
 
 def _check_seed(seed: int | None) -> None:
@@ -160,12 +169,13 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(strings) > MAX_STOP_STRINGS:
         raise InvalidRequest(
-            f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are taken.", param="stop"
+            f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed.",
+            param="stop",
         )
     longest = max((len(string) for string in strings), default=0)
     if longest > MAX_STOP_CHARACTERS:
         raise InvalidRequest(
-            f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are taken.",
+            f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are valid.",
             param="stop",
         )
     return strings

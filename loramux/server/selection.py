@@ -9,66 +9,62 @@ from loramux.adapters.identity import CID_PREFIX, is_digest_start
 from loramux.adapters.peft.folder import short_base_name
 from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest
 from loramux.registry.records import Resolved
+from loramux.server.caller import ANONYMOUS, Caller
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.names import Selected, full_name
-from loramux.server.serving_bodies import RunRequest
-from loramux.server.wire import GenerationRequest
 
 MAX_WEIGHT = 100.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
-    """The tenant and user of a request: they decide where a bare name is looked up, and which
-    version of a split alias serves it."""
+class ModelReference:
+    """The fields of a body that name a model: `model` and `adapters`, or `artifact`."""
 
-    tenant: str = ""
-    user: str | None = None
+    model: str | None = None
+    adapters: Sequence[str] | None = None
+    adapter_weights: Sequence[float] | None = None
+    artifact: str | None = None
 
-    @property
-    def sticky_key(self) -> str | None:
-        return self.user or self.tenant or None
-
-
-ANONYMOUS = Asker()
+    def __str__(self) -> str:
+        return self.artifact or "+".join(self.adapters or ()) or self.model or ""
 
 
 async def select(
-    context: Context, request: GenerationRequest, *, asker: Asker = ANONYMOUS
+    context: Context, reference: ModelReference, *, caller: Caller = ANONYMOUS
 ) -> Selected:
     """`adapters` takes precedence over `model`; both must name something that is served."""
-    if isinstance(request, RunRequest):
-        return await _select_artifact(context, request.artifact, asker)
-    selected = await select_model(context, request.model, asker=asker)
-    if request.adapters is None:
-        if request.adapter_weights is not None:
+    if reference.artifact is not None:
+        return await _select_artifact(context, reference.artifact, caller)
+    selected = await select_model(context, reference.model, caller=caller)
+    if reference.adapters is None:
+        if reference.adapter_weights is not None:
             raise InvalidRequest(
                 "adapter_weights needs adapters to go with.", param="adapter_weights"
             )
         return selected
-    weights = _weights(request.adapters, request.adapter_weights)
-    if not request.adapters:
+    weights = _weights(reference.adapters, reference.adapter_weights)
+    if not reference.adapters:
         return selected if selected.cid is None else Selected(context.base_names[0])
-    if len(request.adapters) > 1:
+    if len(reference.adapters) > 1:
         raise InvalidRequest(
-            f"adapters names {len(request.adapters)} adapters, but composing several in one "
+            f"adapters names {len(reference.adapters)} adapters, but composing several in one "
             "request is not supported yet: name one.",
             param="adapters",
         )
-    name = request.adapters[0]
-    found = await find_named(context, name, param="adapters", asker=asker)
+    name = reference.adapters[0]
+    found = await find_named(context, name, param="adapters", caller=caller)
     if found is None or found.cid is None:
         raise _unknown(context, f"The adapter `{name}`", "adapters")
     return replace(found, weight=weights[0])
 
 
 async def select_model(
-    context: Context, model: str | None, *, asker: Asker = ANONYMOUS
+    context: Context, model: str | None, *, caller: Caller = ANONYMOUS
 ) -> Selected:
     if model is None:
         return Selected(context.base_names[0])
-    found = await find_named(context, model, param="model", asker=asker)
+    found = await find_named(context, model, param="model", caller=caller)
     if found is None:
         raise _unknown(context, f"The model `{model}`", "model")
     return found
@@ -79,7 +75,7 @@ async def find_named(
     text: str,
     *,
     param: str,
-    asker: Asker = ANONYMOUS,
+    caller: Caller = ANONYMOUS,
     own_base_only: bool = False,
 ) -> Selected | None:
     """Returns what the name selects, or None; the host has the adapter of a registry afterwards.
@@ -91,7 +87,7 @@ async def find_named(
     given = context.names.find(text)
     if given is not None:
         return Selected(text, given.cid, given.name)
-    resolved = await _resolve(context, text, param, asker)
+    resolved = await _resolve(context, text, param, caller)
     if resolved is None:
         return _find_by_cid(context, text, param)
     if own_base_only:
@@ -100,19 +96,19 @@ async def find_named(
     return Selected(text, resolved.cid, resolved=resolved)
 
 
-async def _select_artifact(context: Context, artifact: str, asker: Asker) -> Selected:
-    found = await find_named(context, artifact, param="artifact", asker=asker, own_base_only=True)
+async def _select_artifact(context: Context, artifact: str, caller: Caller) -> Selected:
+    found = await find_named(context, artifact, param="artifact", caller=caller, own_base_only=True)
     if found is None:
         raise _unknown(context, f"The artifact `{artifact}`", "artifact")
     return found
 
 
-async def _resolve(context: Context, text: str, param: str, asker: Asker) -> Resolved | None:
+async def _resolve(context: Context, text: str, param: str, caller: Caller) -> Resolved | None:
     if context.registry is None:
         return None
     try:
         return await context.registry.resolve(
-            text, sticky_key=asker.sticky_key, tenant=asker.tenant
+            text, sticky_key=caller.sticky_key, tenant=caller.tenant
         )
     except AdapterNotFound:
         return None

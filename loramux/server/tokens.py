@@ -18,8 +18,8 @@ from loramux.server.wire import DetokenizeAnswer, DetokenizeRequest, TokenizeAns
 
 
 @runtime_checkable
-class DescribesItself(Protocol):
-    """A codec that also knows its special tokens and its chat template."""
+class DescribesTokenizer(Protocol):
+    """A codec that also describes its special tokens and its chat template."""
 
     def tokenizer_info(self) -> dict[str, Any]: ...
 
@@ -30,8 +30,8 @@ def token_routes(context: Context) -> APIRouter:
     @router.post("/tokenize", **taking(TokenizeRequest, TokenizeAnswer))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt, or of messages in the model's chat template."""
-        asked, num_bytes = await _read(context, request, TokenizeRequest)
-        token_ids = await off_loop(num_bytes, lambda: _tokenize(context, asked))
+        body, num_bytes = await _read(context, request, TokenizeRequest)
+        token_ids = await off_loop(num_bytes, lambda: _tokenize(context, body))
         codec = context.backend.codec
         strings = [codec.token_to_str(token_id) for token_id in token_ids]
         return json_response(
@@ -39,29 +39,29 @@ def token_routes(context: Context) -> APIRouter:
                 count=len(token_ids),
                 max_model_len=context.backend.card.max_model_len,
                 tokens=token_ids,
-                token_strs=strings if asked.return_token_strs else None,
+                token_strs=strings if body.return_token_strs else None,
             )
         )
 
     @router.post("/detokenize", **taking(DetokenizeRequest, DetokenizeAnswer))
     async def detokenize(request: Request) -> Response:
         """Text of token ids, special tokens included."""
-        asked, num_bytes = await _read(context, request, DetokenizeRequest)
-        if asked.tokens:
+        body, num_bytes = await _read(context, request, DetokenizeRequest)
+        if body.tokens:
             vocab_size = context.backend.card.vocab_size
-            check_token_ids(asked.tokens, vocab_size=vocab_size, param="tokens")
+            check_token_ids(body.tokens, vocab_size=vocab_size, param="tokens")
         codec = context.backend.codec
         text = await off_loop(
-            num_bytes, lambda: codec.decode(asked.tokens, skip_special_tokens=False)
+            num_bytes, lambda: codec.decode(body.tokens, skip_special_tokens=False)
         )
         return json_response(DetokenizeAnswer(prompt=text))
 
     @router.get("/tokenizer_info", **answering(dict[str, Any], 503))
     async def tokenizer_info() -> Response:
-        """The tokenizer's settings, for tools that count tokens as this server does."""
+        """The tokenizer's settings, for tools that count tokens like this server."""
         context.require_known()
         codec, card = context.backend.codec, context.backend.card
-        info = codec.tokenizer_info() if isinstance(codec, DescribesItself) else {}
+        info = codec.tokenizer_info() if isinstance(codec, DescribesTokenizer) else {}
         known = {"vocab_size": card.vocab_size, "model_max_length": card.max_model_len}
         return json_response(info | known)
 
@@ -69,23 +69,29 @@ def token_routes(context: Context) -> APIRouter:
 
 
 async def _read(context: Context, request: Request, kind: type[Any]) -> tuple[Any, int]:
-    asked, num_bytes = await read_json(request, kind, max_bytes=context.options.max_body_bytes)
+    body, num_bytes = await read_json(request, kind, max_bytes=context.options.max_body_bytes)
     context.require_known()
-    await select_model(context, asked.model)
-    return asked, num_bytes
+    await select_model(context, body.model)
+    return body, num_bytes
 
 
-def _tokenize(context: Context, asked: TokenizeRequest) -> list[int]:
+def _tokenize(context: Context, body: TokenizeRequest) -> list[int]:
     codec, max_model_len = context.backend.codec, context.backend.card.max_model_len
-    if (asked.prompt is None) == (asked.messages is None):
+    if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
-    if asked.prompt is None:
-        return encode_messages(codec, asked, max_model_len=max_model_len)
+    if body.prompt is None:
+        return encode_messages(
+            codec,
+            body.messages or [],
+            max_model_len=max_model_len,
+            add_generation_prompt=body.add_generation_prompt,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
     return list(
         encode_prompt(
             codec,
-            asked.prompt,
+            body.prompt,
             max_model_len=max_model_len,
-            add_special_tokens=asked.add_special_tokens is not False,
+            add_special_tokens=body.add_special_tokens is not False,
         )
     )

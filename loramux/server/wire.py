@@ -1,10 +1,13 @@
-"""JSON bodies as they travel between server and clients: OpenAI's shapes with vLLM's additions."""
+"""JSON bodies of the HTTP API: OpenAI's format, vLLM's additions, and loramux's own."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
+
+from loramux.receipts.receipt import Receipt
+from loramux.registry.records import AdapterInfo, AliasState, VersionInfo
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -14,8 +17,8 @@ class StreamOptions(Struct, kw_only=True):
     """With include_usage: put the usage so far into every chunk."""
 
 
-class GenerationRequest(Struct, kw_only=True):
-    """What both generating routes take. Absent or null: the default. Unknown fields are ignored."""
+class GenerationBody(Struct, kw_only=True):
+    """Fields of all generating routes. Absent or null: the default. Unknown fields are ignored."""
 
     model: str | None = None
     """The base's name or an adapter's; absent: the base."""
@@ -51,7 +54,7 @@ class GenerationRequest(Struct, kw_only=True):
     user: str | None = None
 
 
-class ChatRequest(GenerationRequest, kw_only=True):
+class ChatRequest(GenerationBody, kw_only=True):
     messages: list[dict[str, Any]]
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -60,7 +63,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class CompletionRequest(GenerationRequest, kw_only=True):
+class CompletionRequest(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     """A text, token ids, or a list of either."""
     logprobs: int | None = None
@@ -335,3 +338,161 @@ class HealthReport(Struct, kw_only=True):
 
 class VersionReport(Struct, kw_only=True):
     version: str
+
+
+class ServedChat(ChatCompletion, kw_only=True):
+    serving: Receipt | UnsetType = UNSET
+
+
+class ServedChatChunk(ChatChunk, kw_only=True):
+    serving: Receipt | UnsetType = UNSET
+
+
+class ServedCompletion(Completion, kw_only=True):
+    """A whole answer, and also one chunk of a streamed one."""
+
+    serving: Receipt | UnsetType = UNSET
+
+
+class ReceiptList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+
+
+class RunRequest(GenerationBody, kw_only=True):
+    """Sampling fields as in the other routes; `artifact` names the adapter."""
+
+    artifact: str
+    """tenant/name, with @version or @alias, a content id, or a name that was given at start."""
+    input: str
+    raw: bool | None = None
+    """The input is the prompt itself; otherwise it is a user's message in the chat template."""
+
+
+class RunAnswer(Struct, kw_only=True):
+    id: str
+    object: Literal["run"] = "run"
+    artifact: str
+    """As it was resolved."""
+    output: str
+    finish_reason: str
+    usage: Usage
+    serving: Receipt | UnsetType = UNSET
+
+
+class RunChunk(Struct, kw_only=True):
+    id: str
+    object: Literal["run.chunk"] = "run.chunk"
+    artifact: str
+    output: str
+    finish_reason: str | None = None
+    usage: Usage | UnsetType = UNSET
+    """With the last chunk."""
+    serving: Receipt | UnsetType = UNSET
+
+
+class PushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    reference: str
+    """tenant/name@1.4.2; without a version the next free one is taken."""
+    source: str
+    """A folder of the server's, or an id such as hf:owner/name or s3://bucket/folder."""
+
+
+class PromoteRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    version: str
+    alias: str = "prod"
+    if_revision: int | None = None
+    """Refuse (409) unless the alias is still at this revision."""
+    warm: bool = False
+    """Load the version first, so that nobody waits for it."""
+
+
+class RollbackRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    alias: str = "prod"
+    if_revision: int | None = None
+    warm: bool = False
+
+
+class SplitRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    weights: dict[str, int]
+    """Version -> share, such as {"1.4.2": 90, "1.5.0": 10}."""
+    alias: str = "prod"
+    if_revision: int | None = None
+    warm: bool = False
+
+
+class VersionEntry(Struct, kw_only=True):
+    version: str
+    cid: str
+    bytes: int
+    base_model: str | None
+    created: float
+
+
+class AliasEntry(Struct, kw_only=True):
+    alias: str
+    revision: int
+    action: str
+    targets: dict[str, int]
+    """Version -> share; empty: the alias is gone."""
+    created: float
+
+
+class RegistryEntry(Struct, kw_only=True):
+    """An adapter of the registry."""
+
+    id: str
+    object: Literal["registry.adapter"] = "registry.adapter"
+    tenant: str
+    name: str
+    latest: str | None
+    versions: list[VersionEntry]
+    """Highest first."""
+    aliases: list[AliasEntry]
+
+
+class PushedEntry(Struct, kw_only=True):
+    id: str
+    object: Literal["registry.version"] = "registry.version"
+    version: str
+    cid: str
+    bytes: int
+    is_new: bool
+    """False: the version was there with the same bytes."""
+
+
+class Removed(Struct, kw_only=True):
+    id: str
+    object: Literal["registry.removed"] = "registry.removed"
+    deleted: bool = True
+
+
+def registry_entry(info: AdapterInfo) -> RegistryEntry:
+    return RegistryEntry(
+        id=str(info.adapter),
+        tenant=info.adapter.tenant,
+        name=info.adapter.name,
+        latest=info.latest,
+        versions=[version_entry(version) for version in info.versions],
+        aliases=[alias_entry(state) for state in info.aliases],
+    )
+
+
+def version_entry(version: VersionInfo) -> VersionEntry:
+    return VersionEntry(
+        version=version.version,
+        cid=version.cid,
+        bytes=version.size_bytes,
+        base_model=version.base_model,
+        created=version.created_at,
+    )
+
+
+def alias_entry(state: AliasState) -> AliasEntry:
+    return AliasEntry(
+        alias=state.alias,
+        revision=state.revision,
+        action=state.action.value,
+        targets={target.version: target.weight for target in state.targets},
+        created=state.created_at,
+    )

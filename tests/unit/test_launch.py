@@ -51,17 +51,17 @@ def test_without_a_registry_streams_have_receipts_only_when_asked(
     receipts: str, in_body: bool, in_streams: bool, tmp_path: Path
 ) -> None:
     environment = {"XDG_DATA_HOME": str(tmp_path)}
-    with opened_registry(ServeConfig(receipts=receipts), environment) as (registry, desk):
-        assert registry is None and desk.writer is None
-        assert (desk.is_on, desk.in_streams) == (in_body, in_streams)
-        assert desk.pool_id == socket.gethostname()
+    with opened_registry(ServeConfig(receipts=receipts), environment) as (registry, issuer):
+        assert registry is None and issuer.writer is None
+        assert (issuer.is_on, issuer.in_streams) == (in_body, in_streams)
+        assert issuer.pool_id == socket.gethostname()
 
 
 def test_a_registry_is_opened_where_the_settings_or_the_environment_say(tmp_path: Path) -> None:
     config = ServeConfig(data=str(tmp_path / "data"), pool_id="p", home_tenant="acme")
-    with opened_registry(config, environment={}) as (registry, desk):
-        assert registry is not None and desk.writer is not None and desk.in_streams
-        assert (desk.pool_id, desk.home_tenant) == ("p", "acme")
+    with opened_registry(config, environment={}) as (registry, issuer):
+        assert registry is not None and issuer.writer is not None and issuer.in_streams
+        assert (issuer.pool_id, issuer.home_tenant) == ("p", "acme")
         assert registry.registry.adapters() == []
     assert (tmp_path / "data" / "registry.db").exists()
     environment = {REGISTRY_VARIABLE: str(tmp_path / "named.db"), "LORAMUX_DATA": str(tmp_path)}
@@ -73,13 +73,13 @@ def test_a_registry_is_opened_where_the_settings_or_the_environment_say(tmp_path
 def test_what_was_pushed_into_the_users_folder_is_served_without_a_word(tmp_path: Path) -> None:
     environment = {"XDG_DATA_HOME": str(tmp_path)}
     path = tmp_path / "loramux" / "registry.db"
-    with opened_registry(ServeConfig(), environment) as (registry, desk):
-        assert registry is None and not desk.in_streams
+    with opened_registry(ServeConfig(), environment) as (registry, issuer):
+        assert registry is None and not issuer.in_streams
     assert not path.exists(), "a server makes no registry that nobody asked for"
     with Registry(path):
         pass
-    with opened_registry(ServeConfig(), environment) as (registry, desk):
-        assert registry is not None and desk.writer is not None and desk.in_streams
+    with opened_registry(ServeConfig(), environment) as (registry, issuer):
+        assert registry is not None and issuer.writer is not None and issuer.in_streams
     with opened_registry(ServeConfig(registry="none"), environment) as (registry, _):
         assert registry is None
     options = server_options(ServeConfig(), base_name="b", environment=environment)
@@ -104,8 +104,8 @@ def test_a_key_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
     file = tmp_path / "key.pem"
     make_key_files(file)
     environment = {"XDG_DATA_HOME": str(tmp_path)}
-    with opened_registry(ServeConfig(receipt_key=str(file)), environment) as (_, desk):
-        assert desk.key is not None
+    with opened_registry(ServeConfig(receipt_key=str(file)), environment) as (_, issuer):
+        assert issuer.key is not None
     file.write_text("no key")
     with (
         pytest.raises(InvalidRequest, match="Ed25519"),

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
-from loramux.server.serving import ReceiptDesk
+from loramux.server.receipt_draft import ReceiptIssuer
 from tests.unit.server.scripted_backend import ScriptedBackend
 
 TIMEOUT_S = 20
@@ -21,7 +21,7 @@ COMPLETIONS = "/v1/completions"
 
 
 def make_app(
-    backend: ScriptedBackend | None = None, *, receipts: ReceiptDesk | None = None, **options: Any
+    backend: ScriptedBackend | None = None, *, receipts: ReceiptIssuer | None = None, **options: Any
 ) -> FastAPI:
     backend = backend or ScriptedBackend()
     return create_app(backend, ServerOptions(**options), names=backend.names, receipts=receipts)

@@ -14,8 +14,8 @@ from loramux.receipts.writer import to_record
 from loramux.registry.registry import Registry
 from loramux.server.app import create_app
 from loramux.server.context import ServerOptions
+from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.registry_adapters import RegistryAdapters
-from loramux.server.serving import ReceiptDesk
 from loramux.store.library import AdapterLibrary
 from loramux.store.store import ContentStore
 from tests.store_factory import CONFIG, write_tiny
@@ -77,6 +77,6 @@ def make_registry_app(folder: Path, *, in_streams: bool = True, **options: Any) 
         backend,
         ServerOptions(**options),
         names=backend.names,
-        receipts=ReceiptDesk(in_streams=in_streams, pool_id="pool", writer=writer),
+        receipts=ReceiptIssuer(in_streams=in_streams, pool_id="pool", writer=writer),
     )
     return RegistryApp(folder, app, backend, adapters, writer)

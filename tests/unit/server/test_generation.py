@@ -1,4 +1,4 @@
-"""Jobs as one stream: order, bounds, completeness, and what the counters say afterwards."""
+"""The engine requests of a generation as one stream: order, completeness, metrics."""
 
 from __future__ import annotations
 
@@ -20,16 +20,27 @@ from loramux.errors import (
     RequestTimeout,
 )
 from loramux.metrics.server import Metrics
-from loramux.server.generation import Answer, collect, run_jobs
+from loramux.server.caller import ANONYMOUS
+from loramux.server.context import Context, ServerOptions
+from loramux.server.generation import Deltas, Generation, GenerationRequest, RouteKind, collect
+from loramux.server.generation import run as run_generation
 from loramux.server.names import AdapterNames, Selected
-from loramux.server.serving import Arrival, ReceiptDesk, Served, ServingRecord
+from loramux.server.receipt_draft import ReceiptDraft, ReceiptIssuer
+from loramux.server.sampling import UNSUPPORTED_IN_COMPLETIONS, MaxTokens
 from loramux.types.request import FinishReason, Request
 from loramux.types.sampling import SamplingParams
 from tests.unit.server.asgi_client import run
 from tests.unit.server.scripted_backend import CARD, ScriptedBackend, delta, named
 
+KIND = RouteKind(
+    id_prefix="x",
+    prompt_param="prompt",
+    default_max_tokens=16,
+    unsupported=UNSUPPORTED_IN_COMPLETIONS,
+)
 
-def make_jobs(*prompts: bytes, n: int = 1) -> tuple[Request, ...]:
+
+def make_requests(*prompts: bytes, n: int = 1) -> tuple[Request, ...]:
     params = SamplingParams(n=n)
     return tuple(
         Request(request_id=f"r-{i}", prompt_token_ids=tuple(prompt), params=params)
@@ -37,33 +48,46 @@ def make_jobs(*prompts: bytes, n: int = 1) -> tuple[Request, ...]:
     )
 
 
-def make_record(jobs: Sequence[Request]) -> ServingRecord:
-    served = Served(
-        base_name="m",
-        base_digest=CARD.digest,
-        tenant="",
+def make_generation(engine_requests: Sequence[Request]) -> Generation:
+    request = GenerationRequest(
+        id="x",
+        kind=KIND,
+        caller=ANONYMOUS,
         selected=Selected("m"),
-        arrival=Arrival(),
+        params=engine_requests[0].params,
+        max_tokens=MaxTokens(None),
     )
-    return ServingRecord(ReceiptDesk(), served, jobs)
-
-
-def make_answer(jobs: Sequence[Request]) -> Answer:
-    return Answer(
-        answer_id="x",
-        created_s=0,
-        selected=Selected("m"),
+    draft = ReceiptDraft(ReceiptIssuer(), lambda: ("m", CARD.digest))
+    draft.selected = request.selected
+    return Generation(
+        request=request,
+        engine_requests=tuple(engine_requests),
+        draft=draft,
         fingerprint="fp",
-        jobs=tuple(jobs),
-        record=make_record(jobs),
     )
+
+
+def start(
+    backend: ScriptedBackend,
+    generation: Generation,
+    *,
+    metrics: Metrics | None = None,
+    names: AdapterNames | None = None,
+) -> Deltas:
+    context = Context(
+        backend=backend,
+        options=ServerOptions(),
+        metrics=metrics or Metrics(backend),
+        names=names or backend.names,
+    )
+    return run_generation(context, generation)
 
 
 def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, {"model_name": "tiny-base", **labels})
 
 
-def test_choices_of_many_jobs_never_swap() -> None:
+def test_choices_of_many_requests_keep_their_order() -> None:
     async def own_prompt(job: Request) -> AsyncIterator[Delta]:
         prompt = bytes(job.prompt_token_ids)
         for turn in range(3):
@@ -74,31 +98,30 @@ def test_choices_of_many_jobs_never_swap() -> None:
                     await asyncio.sleep(0)
 
     backend = ScriptedBackend(own_prompt)
-    jobs = make_jobs(b"aaa", b"b", b"cc", n=2)
-    answer = make_answer(jobs)
-    choices, usage = run(
-        collect(answer, run_jobs(backend, Metrics(backend), backend.names, answer))
-    )
+    jobs = make_requests(b"aaa", b"b", b"cc", n=2)
+    generation = make_generation(jobs)
+    choices, usage = run(collect(generation, start(backend, generation)))
     texts = [choice.text for choice in choices]
     assert texts == [f"{p}{i}" * 3 for p in ("aaa", "b", "cc") for i in range(2)]
     assert (usage.prompt_tokens, usage.total_tokens) == (6, 6 + 2 * 3 * (4 + 2 + 3))
 
 
-def test_counters_tell_how_jobs_ended() -> None:
+def test_metrics_count_how_requests_ended() -> None:
     backend = ScriptedBackend()
     metrics = Metrics(backend)
 
     async def work() -> None:
-        answer = make_answer(make_jobs(b"abc", b"d"))
-        await collect(answer, run_jobs(backend, metrics, backend.names, answer))
+        generation = make_generation(make_requests(b"abc", b"d"))
+        await collect(generation, start(backend, generation, metrics=metrics))
         async with aclosing(
-            run_jobs(backend, metrics, backend.names, make_answer(make_jobs(b"e")))
+            start(backend, make_generation(make_requests(b"e")), metrics=metrics)
         ) as deltas:
             await anext(deltas)
         backend.script = broken
         with pytest.raises(EngineStopped):
             await collect(
-                answer, run_jobs(backend, metrics, backend.names, make_answer(answer.jobs[:1]))
+                generation,
+                start(backend, make_generation(generation.engine_requests[:1]), metrics=metrics),
             )
 
     async def broken(job: Request) -> AsyncIterator[Delta]:
@@ -118,36 +141,34 @@ def test_counters_tell_how_jobs_ended() -> None:
     assert sample(metrics, "vllm:e2e_request_latency_seconds_count") == 4
 
 
-def test_answer_without_every_choice_is_an_error() -> None:
+def test_a_missing_choice_is_an_error() -> None:
     async def forgets_the_second(job: Request) -> AsyncIterator[Delta]:
         yield delta(job, 0, b"a", FinishReason.STOP)
 
     backend = ScriptedBackend(forgets_the_second)
-    answer = make_answer(make_jobs(b"a", n=2))
+    generation = make_generation(make_requests(b"a", n=2))
     with pytest.raises(EngineStopped, match="broke off"):
-        run(collect(answer, run_jobs(backend, Metrics(backend), backend.names, answer)))
+        run(collect(generation, start(backend, generation)))
 
 
 @pytest.mark.parametrize(
     ("code", "kind"),
     [("timeout", RequestTimeout), ("adapter", AdapterRefused), ("memory", DoesNotFit)],
 )
-def test_job_that_ends_in_the_engine_raises_what_its_code_says(
-    code: str, kind: type[LoramuxError]
-) -> None:
+def test_an_error_of_the_engine_is_raised_by_its_code(code: str, kind: type[LoramuxError]) -> None:
     async def fails(job: Request) -> AsyncIterator[Delta]:
         end = delta(job, 0, b"", FinishReason.ERROR)
         yield replace(end, error="Said why.", error_code=code)
 
     backend = ScriptedBackend(fails)
-    answer = make_answer(make_jobs(b"a"))
+    generation = make_generation(make_requests(b"a"))
     metrics = Metrics(backend)
     with pytest.raises(kind, match="Said why."):
-        run(collect(answer, run_jobs(backend, metrics, backend.names, answer)))
+        run(collect(generation, start(backend, generation, metrics=metrics)))
     assert sample(metrics, "vllm:request_success_total", finished_reason="error") == 1
 
 
-def test_backend_may_hand_out_a_plain_iterator() -> None:
+def test_a_backend_may_return_a_plain_iterator() -> None:
     """The contract promises an AsyncIterator; only generators have aclose()."""
 
     class Plain:
@@ -167,8 +188,8 @@ def test_backend_may_hand_out_a_plain_iterator() -> None:
             return Plain(job)
 
     backend = PlainBackend()
-    answer = make_answer(make_jobs(b"a"))
-    [choice], _ = run(collect(answer, run_jobs(backend, Metrics(backend), backend.names, answer)))
+    generation = make_generation(make_requests(b"a"))
+    [choice], _ = run(collect(generation, start(backend, generation)))
     assert choice.text == "a"
 
 
@@ -183,9 +204,11 @@ class RestoringNames(AdapterNames):
         return self._is_restored
 
 
-def make_adapter_answer() -> Answer:
+def make_adapter_generation() -> Generation:
     cid = named("legal").cid
-    return make_answer([structs.replace(job, selection=((cid, 1.0),)) for job in make_jobs(b"a")])
+    return make_generation(
+        [structs.replace(job, selection=((cid, 1.0),)) for job in make_requests(b"a")]
+    )
 
 
 @pytest.mark.parametrize("is_restored", [True, False])
@@ -200,14 +223,14 @@ def test_a_request_runs_again_once_its_adapters_files_are_restored(is_restored: 
 
     backend = ScriptedBackend(missing_at_first)
     names = RestoringNames(backend, is_restored=is_restored)
-    answer = make_adapter_answer()
-    deltas = run_jobs(backend, Metrics(backend), names, answer)
+    generation = make_adapter_generation()
+    deltas = start(backend, generation, names=names)
     if is_restored:
-        [choice], _ = run(collect(answer, deltas))
+        [choice], _ = run(collect(generation, deltas))
         assert choice.text == "here"
     else:
         with pytest.raises(AdapterRefused, match="folder is gone"):
-            run(collect(answer, deltas))
+            run(collect(generation, deltas))
     assert names.asked == [named("legal").cid] and len(tries) == 1 + is_restored
 
 
@@ -218,7 +241,7 @@ def test_an_answer_that_has_begun_is_not_started_again() -> None:
 
     backend = ScriptedBackend(fails_later)
     names = RestoringNames(backend, is_restored=True)
-    answer = make_adapter_answer()
+    generation = make_adapter_generation()
     with pytest.raises(AdapterRefused, match="lost"):
-        run(collect(answer, run_jobs(backend, Metrics(backend), names, answer)))
+        run(collect(generation, start(backend, generation, names=names)))
     assert names.asked == []

@@ -18,14 +18,13 @@ from loramux.server.prompts import (
     room_for_answer,
     split_prompts,
 )
-from loramux.server.sampling import AskedLength
-from loramux.server.wire import ChatRequest
+from loramux.server.sampling import MaxTokens
 from tests.unit.server.scripted_backend import ByteCodec
 
 
 def room(num_tokens: int, asked: int | None, default: int | None = None) -> int:
     return room_for_answer(
-        num_tokens, AskedLength(asked), max_model_len=10, default=default, param="prompt"
+        num_tokens, MaxTokens(asked), max_model_len=10, default=default, param="prompt"
     )
 
 
@@ -83,9 +82,7 @@ def test_messages_that_exhaust_the_stack_are_refused() -> None:
             raise RecursionError
 
     with pytest.raises(InvalidRequest, match="nested too deeply"):
-        encode_messages(
-            Deep(), ChatRequest(messages=[{"role": "user", "content": "hi"}]), max_model_len=10
-        )
+        encode_messages(Deep(), [{"role": "user", "content": "hi"}], max_model_len=10)
 
 
 def test_continued_message_reaches_the_template() -> None:
@@ -97,7 +94,6 @@ def test_continued_message_reaches_the_template() -> None:
             return [1]
 
     messages = [{"role": "assistant", "content": "Once"}]
-    request = ChatRequest(messages=messages, continue_final_message=True)
-    encode_messages(Recorder(), request, max_model_len=10)
+    encode_messages(Recorder(), messages, max_model_len=10, continue_final_message=True)
     assert seen["chat_template_kwargs"] == {"continue_final_message": True}
     assert seen["add_generation_prompt"] is False

@@ -8,7 +8,7 @@ import pytest
 
 from loramux.backend import Health
 from loramux.errors import EngineBusy
-from loramux.server.serving import ReceiptDesk
+from loramux.server.receipt_draft import ReceiptIssuer
 from tests.unit.server.asgi_client import CHAT, COMPLETIONS, chat, complete, get, make_app, post
 from tests.unit.server.registry_app import Make, RegistryApp
 from tests.unit.server.scripted_backend import ScriptedBackend
@@ -85,8 +85,8 @@ def test_an_engine_that_is_not_there_yet_is_a_refusal(registry_app: Make) -> Non
     assert served.writer.receipts[0].base_digest == ""
 
 
-@pytest.mark.parametrize("desk", [ReceiptDesk(), ReceiptDesk(is_on=False)])
-def test_nobody_is_given_the_id_of_a_receipt_that_is_not_kept(desk: ReceiptDesk) -> None:
-    response = complete(make_app(ScriptedBackend(), receipts=desk), model="parrot")
+@pytest.mark.parametrize("issuer", [ReceiptIssuer(), ReceiptIssuer(is_on=False)])
+def test_nobody_is_given_the_id_of_a_receipt_that_is_not_kept(issuer: ReceiptIssuer) -> None:
+    response = complete(make_app(ScriptedBackend(), receipts=issuer), model="parrot")
     assert response.status_code == 404
     assert "x-loramux-receipt" not in response.headers

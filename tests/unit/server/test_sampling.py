@@ -10,8 +10,10 @@ from loramux.errors import InvalidRequest
 from loramux.server.sampling import (
     REFUSED_ANYWHERE,
     REFUSED_IN_CHAT,
-    AskedLength,
-    asked_length,
+    MaxTokens,
+    chat_logprobs_of,
+    completion_logprobs_of,
+    max_tokens_of,
     sampling_params,
 )
 from loramux.server.wire import ChatRequest, CompletionRequest
@@ -38,7 +40,8 @@ GIVEN: dict[str, Any] = {
 
 
 def params(**fields: Any) -> SamplingParams:
-    return sampling_params(CompletionRequest(prompt="", **fields), vocab_size=100)
+    body = CompletionRequest(prompt="", **fields)
+    return sampling_params(body, completion_logprobs_of(body), vocab_size=100)
 
 
 @pytest.mark.parametrize("name", GIVEN)
@@ -67,7 +70,8 @@ def test_prompt_logprobs_come_with_echo_only() -> None:
 
 def test_chat_logprobs_count_alternatives() -> None:
     def of(**fields: Any) -> int | None:
-        return sampling_params(ChatRequest(messages=[], **fields), vocab_size=9).logprobs
+        body = ChatRequest(messages=[], **fields)
+        return sampling_params(body, chat_logprobs_of(body), vocab_size=9).logprobs
 
     assert of() is None
     assert of(logprobs=True) == 0
@@ -77,10 +81,10 @@ def test_chat_logprobs_count_alternatives() -> None:
 
 def test_max_completion_tokens_wins_and_is_named() -> None:
     both = CompletionRequest(prompt="", max_tokens=1, max_completion_tokens=2)
-    assert asked_length(both) == AskedLength(2, "max_completion_tokens")
-    assert asked_length(CompletionRequest(prompt="")) == AskedLength(None)
+    assert max_tokens_of(both) == MaxTokens(2, "max_completion_tokens")
+    assert max_tokens_of(CompletionRequest(prompt="")) == MaxTokens(None)
     with pytest.raises(InvalidRequest, match="max_completion_tokens"):
-        asked_length(CompletionRequest(prompt="", max_completion_tokens=-1))
+        max_tokens_of(CompletionRequest(prompt="", max_completion_tokens=-1))
 
 
 @pytest.mark.parametrize("name", REFUSED_ANYWHERE | REFUSED_IN_CHAT)

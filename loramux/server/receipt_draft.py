@@ -1,19 +1,23 @@
-"""The receipt of one answer: what its deltas tell, gathered as they pass."""
+"""Receipts of the server: a draft that is filled in while a request is read and served."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec import UNSET
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 
 from loramux.backend import Delta
 from loramux.receipts import receipt as receipts
 from loramux.receipts.receipt import Receipt, ServedAdapter, ServingStatus, base_label
 from loramux.registry.names import DEFAULT_TENANT
+from loramux.server.caller import known_caller
 from loramux.server.errors import error_info
 from loramux.server.names import Selected
 from loramux.server.usage import UsageCount
@@ -26,7 +30,10 @@ ON_DEVICE = "device"
 ID_PREFIX = "rcpt_"
 MS_PER_S = 1000.0
 MAX_REASON_CHARACTERS = 300
+MAX_ASKED_CHARACTERS = 200
 NO_FACTS = RequestFacts(None, 0.0, 0, 0.0, 0)
+BaseIdentity = Callable[[], tuple[str, str]]
+"""Returns name and digest of the base model; both are empty until the engine has started."""
 
 
 class ReceiptQueue(Protocol):
@@ -40,26 +47,19 @@ class ReceiptQueue(Protocol):
     def find(self, receipt_id: str) -> Receipt | None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    at: float = field(default_factory=time.time)
-    """Seconds since 1970."""
-    clock_s: float = field(default_factory=time.monotonic)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiptDesk:
-    """How this server writes receipts."""
+class ReceiptIssuer:
+    """Signs receipts and stores them, as the settings of the server say."""
 
     is_on: bool = True
     in_streams: bool = False
-    """As one more event before the end, without choices."""
+    """Streams end with an event that contains the receipt."""
     pool_id: str = "local"
     home_tenant: str = DEFAULT_TENANT
-    """Of requests that name no tenant."""
+    """Tenant of requests without one."""
     key: Ed25519PrivateKey | None = None
     writer: ReceiptQueue | None = None
-    """None: they are given to the client, and not kept."""
+    """None: receipts are sent to the client and not stored."""
 
     @property
     def num_dropped(self) -> int:
@@ -67,8 +67,8 @@ class ReceiptDesk:
         return 0 if self.writer is None else self.writer.num_dropped
 
     @property
-    def keeps_refusals(self) -> bool:
-        """They are not in the answer, so that nobody could read what is not kept."""
+    def stores_refusals(self) -> bool:
+        """Receipts of refused requests are not part of the reply, so they exist only if stored."""
         return self.is_on and self.writer is not None
 
     def issue(self, receipt: Receipt) -> Receipt:
@@ -78,28 +78,23 @@ class ReceiptDesk:
         return issued
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """What stays the same through all of an answer."""
+class ReceiptDraft:
+    """The receipt of one request; it is issued when the request is refused or has ended."""
 
-    base_name: str
-    base_digest: str
-    tenant: str
-    selected: Selected | None
-    """None: the request was refused before its adapter was resolved."""
-    arrival: Arrival
-    asked: str | None = None
-    """What the request named; kept of one that is refused."""
-
-
-class ServingRecord:
-    def __init__(self, desk: ReceiptDesk, served: Served, jobs: Sequence[Request]) -> None:
+    def __init__(self, issuer: ReceiptIssuer, base: BaseIdentity, *, tenant: str = "") -> None:
         self.id = ID_PREFIX + secrets.token_hex(16)
+        self.asked: str | None = None
+        """The model, adapter or artifact that the request names."""
+        self.selected: Selected | None = None
+        """None: the request was refused before its adapter was resolved."""
         self.receipt: Receipt | None = None
-        """Once the answer has ended, where receipts are written."""
-        self._desk = desk
-        self._served = served
-        self._usage = UsageCount(jobs)
+        """Set when the request has ended, if receipts are on."""
+        self._issuer = issuer
+        self._base = base
+        self._tenant = tenant
+        self._arrived_at = time.time()
+        self._arrived_s = time.monotonic()
+        self._usage = UsageCount(())
         self._cids: dict[str, None] = {}
         self._facts = NO_FACTS
         self._ttft_ms: float | None = None
@@ -107,43 +102,54 @@ class ServingRecord:
 
     @property
     def is_streamed(self) -> bool:
-        return self._desk.in_streams and self.receipt is not None
+        return self._issuer.in_streams and self.receipt is not None
 
-    def begin(self, cid: str) -> None:
-        """A job goes to the engine on this adapter."""
+    def serve(self, requests: Sequence[Request]) -> None:
+        """Begin to count the tokens of these requests to the engine."""
+        self._usage = UsageCount(requests)
+
+    def add_adapter(self, cid: str) -> None:
+        """Record an adapter with which a request goes to the engine."""
         self._cids[cid] = None
 
-    def saw(self, job_index: int, delta: Delta) -> None:
+    def add_delta(self, request_index: int, delta: Delta) -> None:
         if self._ttft_ms is None:
             self._ttft_ms = self._elapsed_ms()
         if delta.facts is not None:
-            self._facts = slower(self._facts, delta.facts)
-        self._usage.add(job_index, delta)
+            self._facts = slowest(self._facts, delta.facts)
+        self._usage.add(request_index, delta)
+
+    def refuse(self, error: Exception) -> None:
+        """End a request that the engine has not seen."""
+        if self.selected is not None and self.selected.cid is not None:
+            self.add_adapter(self.selected.cid)
+        self.end(ServingStatus.REFUSED, error)
 
     def end(self, status: ServingStatus, error: Exception | None = None) -> None:
-        """Only the first end counts."""
+        """Issue the receipt; only the first call counts."""
         if not self._has_ended:
             self._has_ended = True
-            if self._desk.is_on:
-                self.receipt = self._desk.issue(self._write(status, error))
+            if self._issuer.is_on:
+                self.receipt = self._issuer.issue(self._write(status, error))
 
     def _elapsed_ms(self) -> float:
-        return round((time.monotonic() - self._served.arrival.clock_s) * MS_PER_S, 3)
+        return round((time.monotonic() - self._arrived_s) * MS_PER_S, 3)
 
     def _write(self, status: ServingStatus, error: Exception | None) -> Receipt:
-        served, facts, usage = self._served, self._facts, self._usage.usage()
+        facts, usage = self._facts, self._usage.usage()
+        base_name, base_digest = self._base()
         adapters = tuple(self._served_adapter(cid) for cid in self._cids)
         info = None if error is None else error_info(error)
-        is_refused = status is ServingStatus.REFUSED
+        is_refused = status is ServingStatus.REFUSED and self.asked is not None
         return Receipt(
             id=self.id,
-            time=served.arrival.at,
-            tenant=served.tenant or self._desk.home_tenant,
-            base_model=base_label(served.base_name, served.base_digest),
-            base_digest=served.base_digest,
+            time=self._arrived_at,
+            tenant=self._tenant or self._issuer.home_tenant,
+            base_model=base_label(base_name, base_digest),
+            base_digest=base_digest,
             adapter_cid=adapters[0].cid if adapters else None,
             adapters=adapters,
-            pool_id=self._desk.pool_id,
+            pool_id=self._issuer.pool_id,
             tier_found=facts.tier_found,
             cold_miss=facts.tier_found not in (None, ON_DEVICE),
             load_ms=round(facts.load_s * MS_PER_S, 3),
@@ -156,13 +162,13 @@ class ServingRecord:
             reused_tokens=usage.prompt_tokens_details.cached_tokens,
             distinct_adapters=facts.num_distinct,
             status=status,
-            asked=served.asked if is_refused and served.asked is not None else UNSET,
+            asked=(self.asked or "")[:MAX_ASKED_CHARACTERS] if is_refused else UNSET,
             http_status=UNSET if info is None else info.code,
             reason=UNSET if info is None else info.message[:MAX_REASON_CHARACTERS],
         )
 
     def _served_adapter(self, cid: str) -> ServedAdapter:
-        selected = self._served.selected
+        selected = self.selected
         assert selected is not None, "an adapter is served only after it was selected"
         resolved = selected.resolved
         if resolved is None:
@@ -177,8 +183,25 @@ class ServingRecord:
         )
 
 
-def slower(first: RequestFacts, second: RequestFacts) -> RequestFacts:
-    """Of several prompts in one request, what the slowest went through."""
+@contextmanager
+def receipt_draft(
+    issuer: ReceiptIssuer, base: BaseIdentity, http: HttpRequest
+) -> Iterator[ReceiptDraft]:
+    """The draft of a request's receipt; an error inside the context is a refusal."""
+    draft = ReceiptDraft(issuer, base, tenant=known_caller(http).tenant)
+    try:
+        yield draft
+    except ClientDisconnect:
+        raise
+    except Exception as error:
+        if issuer.stores_refusals:
+            draft.refuse(error)
+            http.state.receipt_id = draft.id
+        raise
+
+
+def slowest(first: RequestFacts, second: RequestFacts) -> RequestFacts:
+    """Combine the facts of several prompts of one request: those of the slowest count."""
     if first is NO_FACTS:
         return second
     later = second if second.load_s > first.load_s else first

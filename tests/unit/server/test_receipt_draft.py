@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from loramux.backend import Delta
 from loramux.errors import EngineStopped
 from loramux.receipts.receipt import Receipt, Verdict, check
-from loramux.server.serving import NO_FACTS, ReceiptDesk, slower
+from loramux.server.receipt_draft import NO_FACTS, ReceiptIssuer, slowest
 from loramux.types.request import Request, RequestFacts
 from tests.unit.server.asgi_client import (
     CHAT,
@@ -58,10 +58,10 @@ def with_facts(script: Script, *facts: RequestFacts) -> Script:
     return told
 
 
-def serve(script: Script = say_hello, **desk: Any) -> tuple[Any, ScriptedBackend, Kept]:
+def serve(script: Script = say_hello, **issuer: Any) -> tuple[Any, ScriptedBackend, Kept]:
     kept, backend = Kept(), ScriptedBackend(script)
-    settings = {"in_streams": True, "pool_id": "us-west-2/pool-3", "writer": kept, **desk}
-    return make_app(backend, receipts=ReceiptDesk(**settings)), backend, kept
+    settings = {"in_streams": True, "pool_id": "us-west-2/pool-3", "writer": kept, **issuer}
+    return make_app(backend, receipts=ReceiptIssuer(**settings)), backend, kept
 
 
 def test_a_receipt_has_the_fields_that_tell_why_an_answer_was_slow() -> None:
@@ -193,7 +193,7 @@ def test_several_prompts_have_one_receipt_of_the_slowest() -> None:
 
 
 def test_facts_of_the_first_are_taken_as_they_are() -> None:
-    assert slower(NO_FACTS, FACTS) is FACTS
+    assert slowest(NO_FACTS, FACTS) is FACTS
 
 
 def test_a_signed_receipt_can_be_checked_by_who_has_the_public_key() -> None:

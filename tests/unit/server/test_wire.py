@@ -1,10 +1,13 @@
-"""Bodies that travel: optional fields are absent or null where clients expect it."""
+"""JSON bodies: optional fields are absent or null where clients expect it."""
 
 from __future__ import annotations
 
 import msgspec
 
+from loramux.registry.names import AdapterName
+from loramux.registry.records import AdapterInfo, AliasAction, AliasState, Target, VersionInfo
 from loramux.server import wire
+from loramux.server.wire import RunRequest, ServedChatChunk, registry_entry
 
 
 def encoded(value: msgspec.Struct) -> object:
@@ -42,3 +45,35 @@ def test_logit_bias_keys_are_strings_in_json_and_numbers_here() -> None:
     decoded = msgspec.json.decode(body, type=wire.CompletionRequest)
     assert decoded.logit_bias == {5: -1.0}
     assert msgspec.json.decode(msgspec.json.encode(decoded))["logit_bias"] == {"5": -1.0}
+
+
+def test_a_chunk_without_a_receipt_has_no_such_field() -> None:
+    chunk = ServedChatChunk(id="x", created=1, model="m", choices=[])
+    assert "serving" not in msgspec.to_builtins(chunk)
+
+
+def test_a_run_takes_the_sampling_fields_of_the_other_routes() -> None:
+    body = b'{"artifact": "a/b", "input": "x", "temperature": 0, "stream": true}'
+    asked = msgspec.json.decode(body, type=RunRequest)
+    assert (asked.artifact, asked.temperature, asked.stream, asked.raw) == ("a/b", 0, True, None)
+
+
+def test_an_adapter_is_shown_with_its_versions_and_shares() -> None:
+    name = AdapterName("acme", "sql")
+    version = VersionInfo(
+        adapter=name, version="1.0.0", cid="c", size_bytes=5, base_model="b", created_at=1.0
+    )
+    state = AliasState(
+        alias="prod",
+        revision=2,
+        action=AliasAction.SPLIT,
+        targets=(Target("1.0.0", 90), Target("1.1.0", 10)),
+        created_at=2.0,
+    )
+    info = AdapterInfo(
+        adapter=name, latest="1.0.0", versions=(version,), aliases=(state,), revision=3
+    )
+    entry = registry_entry(info)
+    assert entry.id == "acme/sql" and entry.versions[0].bytes == 5
+    assert entry.aliases[0].targets == {"1.0.0": 90, "1.1.0": 10}
+    assert entry.aliases[0].action == "split"

@@ -1,0 +1,425 @@
+"""POST /v1/chat/completions and POST /v1/completions, in OpenAI's format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from fastapi import APIRouter
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux.backend import Delta, TextCodec
+from loramux.server.body import json_response
+from loramux.server.context import Context
+from loramux.server.generation import (
+    Choice,
+    Deltas,
+    Generation,
+    RouteKind,
+    check_num_choices,
+    collect,
+    open_generation,
+    run,
+)
+from loramux.server.openapi import generating
+from loramux.server.prompts import encode_messages, encode_prompt, off_loop, split_prompts
+from loramux.server.receipt_draft import ReceiptDraft, receipt_draft
+from loramux.server.requests import read_generation_body, resolve_request
+from loramux.server.sampling import (
+    UNSUPPORTED_IN_CHAT,
+    UNSUPPORTED_IN_COMPLETIONS,
+    chat_logprobs_of,
+    completion_logprobs_of,
+)
+from loramux.server.selection import ModelReference
+from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
+from loramux.server.usage import UsageCount
+from loramux.server.wire import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    ChatTokenLogprob,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    ServedChat,
+    ServedChatChunk,
+    ServedCompletion,
+    TopLogprob,
+    Usage,
+)
+from loramux.types.request import TokenLogprob
+from loramux.types.sampling import SamplingParams
+
+# JSON has no -Infinity.
+LOWEST = -9999.0
+
+
+def chat_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+    return ChatLogprobs(content=[_chat_token(codec, entry) for entry in logprobs])
+
+
+class CompletionLogprobsWriter:
+    """Of one choice: offsets go on from one chunk to the next."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._offset = 0
+
+    def write(
+        self, logprobs: Sequence[TokenLogprob], *, first_prompt_token: int | None = None
+    ) -> CompletionLogprobs:
+        """first_prompt_token: stands before all others and has no probability of its own."""
+        written = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+        if first_prompt_token is not None:
+            self._add(written, first_prompt_token, None)
+        for entry in logprobs:
+            self._add(written, entry.token_id, entry)
+        return written
+
+    def _add(self, written: CompletionLogprobs, token_id: int, entry: TokenLogprob | None) -> None:
+        token = self._codec.token_to_str(token_id)
+        written.tokens.append(token)
+        written.text_offset.append(self._offset)
+        written.token_logprobs.append(None if entry is None else max(entry.logprob, LOWEST))
+        written.top_logprobs.append(None if entry is None else self._top(token, entry))
+        self._offset += len(token)
+
+    def _top(self, token: str, entry: TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token_id, logprob in entry.top:
+            # Parts of characters look alike as text: the likeliest stands for them.
+            top.setdefault(self._codec.token_to_str(token_id), max(logprob, LOWEST))
+        top.setdefault(token, max(entry.logprob, LOWEST))
+        return top
+
+
+def _chat_token(codec: TextCodec, entry: TokenLogprob) -> ChatTokenLogprob:
+    return ChatTokenLogprob(
+        token=codec.token_to_str(entry.token_id),
+        logprob=max(entry.logprob, LOWEST),
+        bytes=list(codec.token_bytes(entry.token_id)),
+        top_logprobs=[
+            TopLogprob(
+                token=codec.token_to_str(token_id),
+                logprob=max(logprob, LOWEST),
+                bytes=list(codec.token_bytes(token_id)),
+            )
+            for token_id, logprob in entry.top
+        ],
+    )
+
+
+CHAT = RouteKind(
+    id_prefix="chatcmpl",
+    prompt_param="messages",
+    default_max_tokens=None,
+    unsupported=UNSUPPORTED_IN_CHAT,
+)
+
+
+def chat_routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post("/v1/chat/completions", **generating(ChatRequest, ServedChat))
+    async def create_chat_completion(request: Request) -> Response:
+        """Generates the next message of a conversation, complete or as a stream of chunks."""
+        codec = context.backend.codec
+        with receipt_draft(context.receipts, context.base_identity, request) as draft:
+            generation = await _open_chat(context, request, draft)
+        deltas = run(context, generation)
+        if generation.request.stream:
+            return await stream_events(request, _chat_events(generation, deltas, codec))
+        choices, usage = await until_gone(request, collect(generation, deltas))
+        return json_response(_complete_chat(generation, choices, usage, codec))
+
+    return router
+
+
+async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
+    body, num_bytes = await read_generation_body(context, http, ChatRequest, CHAT)
+    reference = ModelReference(body.model, body.adapters, body.adapter_weights)
+    draft.asked = str(reference) or None
+    request = await resolve_request(
+        context,
+        http,
+        draft,
+        body,
+        CHAT,
+        reference=reference,
+        logprobs=chat_logprobs_of(body),
+    )
+    token_ids = await off_loop(
+        num_bytes,
+        lambda: encode_messages(
+            context.backend.codec,
+            body.messages,
+            max_model_len=context.backend.card.max_model_len,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs,
+        ),
+    )
+    request = replace(request, prompts=(tuple(token_ids),))
+    return open_generation(context, http, request, draft)
+
+
+def _complete_chat(
+    generation: Generation, choices: list[Choice], usage: Usage, codec: TextCodec
+) -> ServedChat:
+    wants_logprobs = generation.request.params.logprobs is not None
+    return ServedChat(
+        id=generation.request.id,
+        created=generation.created_s,
+        model=generation.request.selected.model,
+        system_fingerprint=generation.fingerprint,
+        choices=[
+            ChatChoice(
+                index=index,
+                message=ChatMessage(content=choice.text),
+                logprobs=chat_logprobs(codec, choice.logprobs) if wants_logprobs else None,
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+            )
+            for index, choice in enumerate(choices)
+        ],
+        usage=usage,
+        serving=generation.draft.receipt or UNSET,
+    )
+
+
+async def _chat_events(generation: Generation, deltas: Deltas, codec: TextCodec) -> Events:
+    options = generation.request
+    begun: set[int] = set()
+    count = UsageCount(generation.engine_requests)
+
+    def chunk_event(choice: ChatChunkChoice) -> bytes:
+        usage = count.usage() if options.continuous_usage else None
+        return event(_chat_chunk(generation, [choice], usage))
+
+    async with aclosing(deltas):
+        async for request_index, delta in deltas:
+            written = b""
+            if delta.index not in begun:
+                begun.add(delta.index)
+                role = ChatDelta(role="assistant", content="")
+                written = chunk_event(ChatChunkChoice(index=delta.index, delta=role))
+            count.add(request_index, delta)
+            yield written + chunk_event(_chat_chunk_choice(delta, codec))
+    if options.include_usage:
+        yield event(_chat_chunk(generation, [], count.usage()))
+    if generation.draft.is_streamed:
+        chunk = _chat_chunk(generation, [], None)
+        chunk.serving = generation.draft.receipt or UNSET
+        yield event(chunk)
+    yield DONE
+
+
+def _chat_chunk(
+    generation: Generation, choices: list[ChatChunkChoice], usage: Usage | None
+) -> ServedChatChunk:
+    chunk = ServedChatChunk(
+        id=generation.request.id,
+        created=generation.created_s,
+        model=generation.request.selected.model,
+        system_fingerprint=generation.fingerprint,
+        choices=choices,
+    )
+    if usage is not None:
+        chunk.usage = usage
+    return chunk
+
+
+def _chat_chunk_choice(delta: Delta, codec: TextCodec) -> ChatChunkChoice:
+    choice = ChatChunkChoice(index=delta.index, delta=ChatDelta(content=delta.text))
+    if delta.logprobs is not None:
+        choice.logprobs = chat_logprobs(codec, delta.logprobs)
+    if delta.finish_reason is not None:
+        choice.finish_reason = delta.finish_reason.value
+        choice.stop_reason = delta.stop_reason
+    return choice
+
+
+COMPLETION = RouteKind(
+    id_prefix="cmpl",
+    prompt_param="prompt",
+    default_max_tokens=16,
+    unsupported=UNSUPPORTED_IN_COMPLETIONS,
+)
+
+
+def completion_routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post("/v1/completions", **generating(CompletionRequest, ServedCompletion))
+    async def create_completion(request: Request) -> Response:
+        """Continues one or several prompts, complete or as a stream of chunks."""
+        with receipt_draft(context.receipts, context.base_identity, request) as draft:
+            generation, writers = await _open_completion(context, request, draft)
+        deltas = run(context, generation)
+        if generation.request.stream:
+            return await stream_events(request, _completion_events(generation, deltas, writers))
+        choices, usage = await until_gone(request, collect(generation, deltas))
+        return json_response(_complete_completion(generation, choices, usage, writers))
+
+    return router
+
+
+async def _open_completion(
+    context: Context, http: Request, draft: ReceiptDraft
+) -> tuple[Generation, list[ChoiceWriter]]:
+    backend = context.backend
+    body, num_bytes = await read_generation_body(context, http, CompletionRequest, COMPLETION)
+    reference = ModelReference(body.model, body.adapters, body.adapter_weights)
+    draft.asked = str(reference) or None
+    request = await resolve_request(
+        context,
+        http,
+        draft,
+        body,
+        COMPLETION,
+        reference=reference,
+        logprobs=completion_logprobs_of(body),
+    )
+    prompts = split_prompts(body.prompt)
+    check_num_choices(context, request, len(prompts))
+
+    def encode_all() -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(
+                encode_prompt(
+                    backend.codec,
+                    prompt,
+                    max_model_len=backend.card.max_model_len,
+                    add_special_tokens=body.add_special_tokens is not False,
+                )
+            )
+            for prompt in prompts
+        )
+
+    request = replace(request, prompts=await off_loop(num_bytes, encode_all))
+    generation = open_generation(context, http, request, draft)
+    return generation, _writers(generation, prompts, backend.codec, echo=bool(body.echo))
+
+
+class ChoiceWriter:
+    """Writes one choice; with `echo`, its first part contains the prompt."""
+
+    def __init__(
+        self, codec: TextCodec, first_token_id: int, echoed: str | None, *, wants_logprobs: bool
+    ) -> None:
+        self._first_token_id = first_token_id
+        self._echoed = echoed
+        self._wants_logprobs = wants_logprobs
+        self._logprobs = CompletionLogprobsWriter(codec)
+        self._is_first = True
+
+    def write(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        prompt_logprobs: Sequence[TokenLogprob],
+    ) -> CompletionChoice:
+        echoes = self._is_first and self._echoed is not None
+        self._is_first = False
+        shown = None
+        if self._wants_logprobs:
+            shown = self._write_logprobs(logprobs, prompt_logprobs if echoes else None)
+        return CompletionChoice(
+            index=index, text=(self._echoed or "") + text if echoes else text, logprobs=shown
+        )
+
+    def _write_logprobs(
+        self,
+        logprobs: Sequence[TokenLogprob],
+        prompt_logprobs: Sequence[TokenLogprob] | None,
+    ) -> CompletionLogprobs:
+        if prompt_logprobs is None:
+            return self._logprobs.write(logprobs)
+        return self._logprobs.write(
+            [*prompt_logprobs, *logprobs], first_prompt_token=self._first_token_id
+        )
+
+
+def _writers(
+    generation: Generation, prompts: Sequence[str | list[int]], codec: TextCodec, *, echo: bool
+) -> list[ChoiceWriter]:
+    writers = []
+    params = generation.request.params
+    for prompt, token_ids in zip(prompts, generation.request.prompts, strict=True):
+        echoed = _text_of(prompt, codec, params) if echo else None
+        wants_logprobs = params.logprobs is not None
+        writers += [
+            ChoiceWriter(codec, token_ids[0], echoed, wants_logprobs=wants_logprobs)
+            for _ in range(params.n)
+        ]
+    return writers
+
+
+def _text_of(prompt: str | list[int], codec: TextCodec, params: SamplingParams) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return codec.decode(prompt, skip_special_tokens=params.skip_special_tokens)
+
+
+def _complete_completion(
+    generation: Generation, choices: list[Choice], usage: Usage, writers: list[ChoiceWriter]
+) -> ServedCompletion:
+    written = []
+    for index, (choice, writer) in enumerate(zip(choices, writers, strict=True)):
+        shown = writer.write(index, choice.text, choice.logprobs, choice.prompt_logprobs)
+        shown.finish_reason, shown.stop_reason = choice.finish_reason, choice.stop_reason
+        written.append(shown)
+    whole = _completion(generation, written, usage)
+    whole.serving = generation.draft.receipt or UNSET
+    return whole
+
+
+async def _completion_events(
+    generation: Generation, deltas: Deltas, writers: list[ChoiceWriter]
+) -> Events:
+    count = UsageCount(generation.engine_requests)
+    async with aclosing(deltas):
+        async for request_index, delta in deltas:
+            count.add(request_index, delta)
+            index = generation.choice_index(request_index, delta)
+            choice = _completion_chunk_choice(writers[index], index, delta)
+            usage = count.usage() if generation.request.continuous_usage else None
+            yield event(_completion(generation, [choice], usage))
+    if generation.request.include_usage:
+        yield event(_completion(generation, [], count.usage()))
+    if generation.draft.is_streamed:
+        last = _completion(generation, [], None)
+        last.serving = generation.draft.receipt or UNSET
+        yield event(last)
+    yield DONE
+
+
+def _completion_chunk_choice(writer: ChoiceWriter, index: int, delta: Delta) -> CompletionChoice:
+    choice = writer.write(index, delta.text, delta.logprobs or (), delta.prompt_logprobs or ())
+    if delta.finish_reason is not None:
+        choice.finish_reason = delta.finish_reason.value
+        choice.stop_reason = delta.stop_reason
+    return choice
+
+
+def _completion(
+    generation: Generation, choices: list[CompletionChoice], usage: Usage | None
+) -> ServedCompletion:
+    completion = ServedCompletion(
+        id=generation.request.id,
+        created=generation.created_s,
+        model=generation.request.selected.model,
+        system_fingerprint=generation.fingerprint,
+        choices=choices,
+    )
+    if usage is not None:
+        completion.usage = usage
+    return completion

@@ -1,0 +1,93 @@
+"""From an HTTP body to a GenerationRequest: the steps that all generating routes share."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from dataclasses import replace
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from loramux.errors import InvalidRequest
+from loramux.server.body import decode, read_body
+from loramux.server.caller import caller_of
+from loramux.server.context import Context
+from loramux.server.generation import GenerationRequest, RouteKind
+from loramux.server.receipt_draft import ReceiptDraft
+from loramux.server.sampling import (
+    Logprobs,
+    check_stream_options,
+    max_tokens_of,
+    sampling_params,
+)
+from loramux.server.selection import ModelReference, select
+from loramux.server.wire import GenerationBody, StreamOptions
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+
+# The prefix cache keeps a salt as long as its prefixes.
+MAX_SALT_CHARACTERS = 1024
+
+
+async def read_generation_body(
+    context: Context, http: Request, body_type: type[BodyT], kind: RouteKind
+) -> tuple[BodyT, int]:
+    """The decoded body and its size in bytes; raises for fields that this server cannot honour."""
+    raw = await read_body(http, context.options.max_body_bytes)
+    body = decode(raw, body_type)
+    kind.unsupported.check(raw, num_choices=body.n or 1)
+    return body, len(raw)
+
+
+async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
+    context: Context,
+    http: Request,
+    draft: ReceiptDraft,
+    body: GenerationBody,
+    kind: RouteKind,
+    *,
+    reference: ModelReference,
+    logprobs: Logprobs,
+) -> GenerationRequest:
+    """The request with its adapter resolved and its fields checked; it has no prompts yet."""
+    check_stream_options(body)
+    caller = replace(caller_of(http), user=body.user)
+    cache_salt, timeout_s = _cache_salt(body.cache_salt), _timeout_s(body.timeout)
+    context.require_ready()
+    params = sampling_params(body, logprobs, vocab_size=context.backend.card.vocab_size)
+    max_tokens = max_tokens_of(body)
+    draft.selected = selected = await select(context, reference, caller=caller)
+    streaming = body.stream_options or StreamOptions()
+    return GenerationRequest(
+        id=f"{kind.id_prefix}-{uuid.uuid4().hex}",
+        kind=kind,
+        caller=caller,
+        selected=selected,
+        params=params,
+        max_tokens=max_tokens,
+        cache_salt=cache_salt,
+        timeout_s=timeout_s,
+        stream=bool(body.stream),
+        include_usage=bool(streaming.include_usage),
+        continuous_usage=bool(streaming.include_usage and streaming.continuous_usage_stats),
+    )
+
+
+def _cache_salt(salt: str | None) -> str:
+    if salt is None:
+        return ""
+    if not 0 < len(salt) <= MAX_SALT_CHARACTERS:
+        raise InvalidRequest(
+            f"cache_salt must have 1 to {MAX_SALT_CHARACTERS} characters, got {len(salt)}.",
+            param="cache_salt",
+        )
+    return salt
+
+
+def _timeout_s(timeout_s: float | None) -> float | None:
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise InvalidRequest(
+            f"timeout must be a number of seconds over 0, got {timeout_s:g}.", param="timeout"
+        )
+    return timeout_s
