@@ -37,18 +37,21 @@ KINDS = {
     "nvjet": "GEMM",
     "gemm": "GEMM",
     "splitK": "GEMM",
-    "gate_up": "GEMM",
     "shrink": "shrink",
     "expand": "expand",
     "attend": "attention",
-    "rotate_write": "RoPE",
-    "activate_mul": "SwiGLU",
+    "rotate_": "RoPE",
+    "activate_": "SwiGLU",
     "add_norm": "norm",
+    "swiglu_kernel": "GEMM",
+    "rows_kernel": "GEMM",
+    "tile_kernel": "GEMM",
     "_sum_parts": "sampling",
     "_choose": "sampling",
     "_draw": "sampling",
 }
 """Part of a kernel's name: its kind. The first match counts; any other kernel is "other"."""
+LIBRARY_KERNELS = ("nvjet", "gemm", "splitK")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.studies.trace_profile import by_tokens, kind_of, step_profiles
+import loramux
+from benchmarks.studies.trace_profile import (
+    KINDS,
+    LAST_OF_STEP,
+    LIBRARY_KERNELS,
+    by_tokens,
+    kind_of,
+    step_profiles,
+)
 
 STEP_END = "_choose"
 
@@ -19,8 +29,23 @@ def event(name: str, start: float, end: float, tokens: int = 1, stream: int = 7)
     return {**facts, "ts": start, "dur": end - start}
 
 
-def test_the_swiglu_fused_gemm_counts_as_a_gemm() -> None:
-    assert kind_of(event("swiglu_kernel", 0, 1)) == "GEMM"
+def test_kernels_have_a_kind_by_their_name() -> None:
+    kinds = {
+        "swiglu_kernel": "GEMM",
+        "expand_swiglu_kernel": "expand",
+        "activate_tiles_kernel": "SwiGLU",
+        "nvjet_tst_128x64": "GEMM",
+        "_copy_block": "other",
+    }
+    assert {name: kind_of(event(name, 0, 1)) for name in kinds} == kinds
+
+
+def test_the_names_are_those_of_triton_kernels() -> None:
+    folder = Path(loramux.__file__).parent / "kernels" / "gpu"
+    source = "\n".join(path.read_text() for path in folder.rglob("*.py"))
+    names = {*KINDS, *LAST_OF_STEP} - {*LIBRARY_KERNELS}
+    kernels = re.findall(r"@triton\.jit[^\n]*\ndef (\w+)", source)
+    assert [name for name in names if not any(name in kernel for kernel in kernels)] == []
 
 
 def test_a_kernel_counts_from_the_end_of_all_earlier_kernels() -> None:

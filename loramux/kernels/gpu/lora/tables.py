@@ -174,7 +174,7 @@ _MAX_TILE_SPLITS = 16
 # A block of 128 for each of four warps.
 _MIN_FP12_INPUTS = 512
 
-# On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_lora_kernels.py.
+# On an H200, Llama-3.1-8B shapes, by benchmarks/lib/gpu_lora.py.
 _DECODE = LaunchShape(
     step_k=128,
     shrink_warps=4,

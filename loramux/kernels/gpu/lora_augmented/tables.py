@@ -43,7 +43,7 @@ class AugmentedLaunch:
         assert self.fuses_norm or self.tile_rows > 1, "single rows need the fused norm"
 
 
-# On an H200, Llama-3.1-8B shapes, by benchmarks/gpu_tail.py.
+# Tuned on an H200 with the shapes of Llama-3.1-8B.
 _LEAST_ROWS = AugmentedLaunch(tile_rows=1, max_blocks=4)
 _FEW_ROWS = AugmentedLaunch(tile_rows=1, narrow_blocks=8)
 _SOME_ROWS = AugmentedLaunch(tile_rows=16, narrow_blocks=8)
