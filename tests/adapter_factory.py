@@ -19,7 +19,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def tiny_llama_config(**overrides: Any) -> LlamaConfig:
-    """Every size differs from every other, so that a mix-up cannot pass."""
+    """Returns a config in which all sizes differ, so that a mix-up cannot pass."""
     settings: dict[str, Any] = {
         "vocab_size": 96,
         "hidden_size": 32,
@@ -41,7 +41,7 @@ def tiny_llama(config: LlamaConfig, seed: int = 0) -> LlamaForCausalLM:
 
 
 def tiny_base_info(config: Any, name: str = BASE_NAME) -> BaseModelInfo:
-    """Of any transformers config whose layers are those of Llama."""
+    """Returns the shapes of any transformers config with Llama's layers."""
     shapes = linear_shapes(config)
     return BaseModelInfo(
         name=name,
@@ -55,7 +55,7 @@ def tiny_base_info(config: Any, name: str = BASE_NAME) -> BaseModelInfo:
 
 
 def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
-    """(in, out) of each projection."""
+    """Returns (in, out) of each projection."""
     hidden, middle = config.hidden_size, config.intermediate_size
     head_size = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     queries = config.num_attention_heads * head_size
@@ -80,12 +80,12 @@ def make_peft_adapter(
     dtype: torch.dtype = torch.float32,
     **lora_config: Any,
 ) -> Path:
-    """PEFT writes it, with a random B so that it has an effect. The model is left alone."""
+    """Lets PEFT write an adapter with a random B; the model is not changed."""
     from peft import LoraConfig, get_peft_model
 
     is_model = isinstance(model_or_config, torch.nn.Module)
     model = copy.deepcopy(model_or_config) if is_model else tiny_llama(model_or_config)
-    # PEFT records what the model calls itself, and warns where the config says otherwise.
+    # PEFT records the name of the model, and warns if the config has another one.
     model.name_or_path = model.name_or_path or BASE_NAME
     settings: dict[str, Any] = {
         "lora_alpha": 8,
@@ -104,7 +104,7 @@ def make_peft_adapter(
 
 
 def load_with_peft(folder: Path, model: torch.nn.Module) -> dict[str, Any]:
-    """PEFT's own layers by module path: what read_adapter must agree with."""
+    """Returns PEFT's layers by module path, the reference for read_adapter."""
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
@@ -117,7 +117,7 @@ def load_with_peft(folder: Path, model: torch.nn.Module) -> dict[str, Any]:
 
 
 def lora_config_dict(**overrides: Any) -> dict[str, Any]:
-    """What the tensors of `lora_tensors` ask for."""
+    """Returns a config that fits the tensors of `lora_tensors`."""
     settings: dict[str, Any] = {
         "peft_type": "LORA",
         "base_model_name_or_path": BASE_NAME,
@@ -131,7 +131,7 @@ def lora_config_dict(**overrides: Any) -> dict[str, Any]:
 def lora_tensors(
     config: Any, *, seed: int = 0, r: int = 4, names: tuple[str, ...] = ("q_proj", "v_proj")
 ) -> dict[str, torch.Tensor]:
-    """Under PEFT's names, for every layer."""
+    """Returns the tensors of every layer under PEFT's names."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for target in tiny_base_info(config).targets:
@@ -148,7 +148,7 @@ def write_adapter(
     config: Mapping[str, Any] | str | None,
     tensors: Mapping[str, torch.Tensor] | bytes | None,
 ) -> Path:
-    """A text or bytes are written as they are; None leaves the file out."""
+    """Writes a folder; strings and bytes are written unchanged, None omits the file."""
     folder.mkdir(parents=True, exist_ok=True)
     if config is not None:
         text = config if isinstance(config, str) else json.dumps(config, indent=2)

@@ -1,4 +1,4 @@
-"""Adapters that must be refused, each with the code that it must be refused with."""
+"""Adapters that must be refused, each with the expected code."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Broken:
     name: str
     code: str
     build: Build
-    """(folder, transformers config of the base) -> None"""
+    """Writes the folder for the transformers config of the base."""
     max_rank: int | None = None
     strict_base: bool = False
 
 
 def with_config(**overrides: Any) -> Build:
-    """Sound tensors under a config that is not."""
+    """Builds valid tensors with an invalid config."""
 
     def build(folder: Path, base_config: Any) -> None:
         write_adapter(folder, lora_config_dict(**overrides), lora_tensors(base_config))
@@ -48,7 +48,7 @@ def with_config_text(text: str) -> Build:
 
 
 def with_tensors(change: Callable[[dict[str, torch.Tensor]], Any], **overrides: Any) -> Build:
-    """`change` edits the sound tensors in place."""
+    """Builds tensors that `change` edits in place."""
 
     def build(folder: Path, base_config: Any) -> None:
         tensors = lora_tensors(base_config)
@@ -59,7 +59,7 @@ def with_tensors(change: Callable[[dict[str, torch.Tensor]], Any], **overrides: 
 
 
 def with_bytes(make: Callable[[bytes], bytes]) -> Build:
-    """`make` turns a sound weights file into another."""
+    """Builds a weights file from a valid one with `make`."""
 
     def build(folder: Path, base_config: Any) -> None:
         write_adapter(folder, lora_config_dict(), make(save(lora_tensors(base_config))))
@@ -68,7 +68,7 @@ def with_bytes(make: Callable[[bytes], bytes]) -> Build:
 
 
 def with_header(change: Callable[[dict[str, Any]], Any]) -> Build:
-    """`change` edits the header of a sound weights file in place."""
+    """Builds a weights file with a header that `change` edits in place."""
 
     def rewrite(content: bytes) -> bytes:
         (length,) = struct.unpack("<Q", content[:8])

@@ -1,4 +1,4 @@
-"""A web server on a thread: serves files or stands before another server, and fails on order."""
+"""A web server on a thread that serves files or proxies another server, and fails on demand."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """For the next request of that method whose path ends so."""
+    """A fault of the next request with this method and end of the path."""
 
     method: str = "GET"
     path_end: str = ""
     answer: Answer | None = None
-    """Instead of the true one."""
+    """The status to send instead of the real one."""
     cut_at: int | None = None
-    """The connection ends after so many bytes of the body."""
+    """The number of body bytes after which the connection is closed."""
     is_silent: bool = False
-    """No answer, as long as the server lives."""
+    """Whether the server never replies."""
     headers: dict[str, str] = field(default_factory=dict)
-    """Over those of the true answer."""
+    """Headers that replace those of the real response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that leave are what these tests are about."""
+        """Ignores disconnected clients, which these tests cause on purpose."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -64,10 +64,10 @@ class FaultServer:
         upstream: str | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`files` by path, without the first slash."""
+        """Serves `files` by path without the first slash."""
         self.files = files if files is not None else {}
         self.headers: dict[str, str] = {"Accept-Ranges": "bytes"}
-        """Sent with every file."""
+        """Headers that are sent with every file."""
         self.has_etags = True
         self.faults: list[Fault] = []
         self.seen: list[Seen] = []
@@ -99,7 +99,7 @@ class FaultServer:
         self._server.server_close()
 
     def wait_for_silence(self, timeout_s: float) -> bool:
-        """Until a request has come that gets no answer."""
+        """Blocks until a request has arrived that gets no reply."""
         return self._is_silent.wait(timeout_s)
 
     def requests(self, method: str, path_end: str = "") -> list[Seen]:
@@ -148,7 +148,7 @@ class FaultServer:
         return Answer(status=206, headers=headers, body=content[start : end + 1])
 
     def forward(self, seen: Seen, body: bytes) -> Answer:
-        """With the same Host, which a signature covers."""
+        """Forwards a request with the same Host, which a signature covers."""
         assert self._upstream is not None
         connection = http.client.HTTPConnection(self._upstream.removeprefix("http://"))
         try:
@@ -188,7 +188,7 @@ class Handler(BaseHTTPRequestHandler):
             if self.command != "HEAD":
                 self.wfile.write(answer.body[: fault.cut_at])
         except OSError:
-            # The client has had enough.
+            # The client has disconnected.
             self.close_connection = True
         if fault.cut_at is not None or not sent["content-length"]:
             self.close_connection = True

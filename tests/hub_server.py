@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: enough of it for the unchanged client."""
+"""A fake Hugging Face hub, complete enough for the real client."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def git_hash(content: bytes) -> str:
 @dataclass(slots=True)
 class HubRepository:
     revisions: dict[str, dict[str, bytes]]
-    """Files by branch, tag or commit."""
+    """The files by branch, tag or commit."""
     readers: frozenset[str] | None = None
-    """Tokens that have accepted the terms; None: it is not gated."""
+    """The tokens that have accepted the terms; None if the repository is not gated."""
 
     def commit_of(self, revision: str) -> str:
         return hashlib.sha1(repr(sorted(self.revisions[revision].items())).encode()).hexdigest()
 
     def find(self, revision: str) -> str | None:
-        """A revision by its name or by its commit."""
+        """Returns a revision by its name or its commit."""
         names = (name for name in self.revisions if revision in (name, self.commit_of(name)))
         return next(names, None)
 
 
 class HubServer(FaultServer):
-    """Large files are on another server, to which the hub redirects with a signed URL."""
+    """A hub whose large files are on another server, behind signed URLs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ class PostgresServer:
     user: str | None
 
     def run(self, program: str, *arguments: str) -> None:
-        # Into a file: a server that is left behind would keep a pipe open.
+        # Into a file, because an orphaned server would keep a pipe open.
         output = self.folder / f"{program}.output"
         with output.open("wb") as writer:
             done = subprocess.run(
@@ -68,7 +68,7 @@ class PostgresServer:
         return f"postgresql://tester@/postgres?{query}"
 
     def new_database(self) -> str:
-        """The URL of an empty one: a schema of its own, made in milliseconds."""
+        """Returns the URL of an empty schema, which is created in milliseconds."""
         import psycopg
 
         name = f"test_{uuid4().hex}"
@@ -94,7 +94,7 @@ def find_programs() -> Path | None:
 
 
 def find_user() -> str | None:
-    """Whom to become: None when this is not root."""
+    """Returns the user to run the server as, or None if this process is not root."""
     if os.geteuid() != 0:
         return None
     known = {entry.pw_name for entry in pwd.getpwall()}
@@ -107,7 +107,7 @@ def postgres_server() -> Iterator[PostgresServer]:
     if programs is None:
         pytest.skip("PostgreSQL is not installed. Run: apt-get install postgresql")
     user = find_user()
-    # Not under pytest's own folder, which other users may not enter; sockets need a short path.
+    # Not under pytest's folder, which other users cannot enter; sockets need a short path.
     folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))
     if user is not None:
         shutil.chown(folder, user)

@@ -33,7 +33,7 @@ def make_content(seed: object = 0, *, base_model: str | None = "tiny") -> Conten
 
 
 def wipe(database: Database) -> None:
-    """As it was when it was made."""
+    """Returns the fields as they were at creation."""
     with database.writing() as connection:
         for table in reversed(tables.metadata.sorted_tables):
             if table is not tables.registry_state:

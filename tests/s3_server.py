@@ -97,7 +97,7 @@ def s3_server() -> Iterator[S3Server]:
         process.wait()
         reader.join()
         shutil.rmtree(folder)
-        # Its sockets are always in /tmp, and outlive it.
+        # Its sockets are always in /tmp and remain after it.
         for port in ports:
             for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
                 path.unlink()

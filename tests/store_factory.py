@@ -1,4 +1,4 @@
-"""Adapters of a few bytes, tiers that can be watched, and stores that share a folder."""
+"""Adapters of a few bytes, and a tier that records its calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = {
 
 
 def tiny_weights(seed: int, *, num_values: int = 4) -> bytes:
-    """A sound safetensors file; another seed gives other bytes of the same length."""
+    """Returns a valid safetensors file; another seed gives other content of the same size."""
     size = 4 * num_values
     entry = {"dtype": "F32", "shape": [num_values], "data_offsets": [0, size]}
     header = json.dumps({"lora_A": entry}).encode()
@@ -38,7 +38,7 @@ def write_tiny(
 
 
 class FolderTier:
-    """A RemoteTier in a folder, which remembers what it was asked."""
+    """A RemoteTier in a folder that records its calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,7 +69,7 @@ class FolderTier:
 
 
 def damage(path: Path) -> None:
-    """Other bytes of the same length and time, as a bad disk gives them."""
+    """Replaces the content with the same size and time, as a bad disk would."""
     content, stat = path.read_bytes(), path.stat()
     path.chmod(0o644)
     path.write_bytes(bytes(255 - byte for byte in content))

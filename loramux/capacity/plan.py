@@ -31,6 +31,7 @@ MAX_ZIPF = 10.0
 MAX_BYTES = 2**60
 # The default KV reservation of a plan, limited to half the pool.
 DEFAULT_KV_TOKENS = 16_384
+Tier = Literal["device", "host", "disk", "source"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +137,6 @@ def parse_dtype(name: str) -> str:
 def _require(is_allowed: bool, param: str, says: str, value: object) -> None:
     if not is_allowed:
         raise InvalidRequest(f"{param} must be {says}, got {value!r}.", param=param)
-
-
-Tier = Literal["device", "host", "disk", "source"]
 
 
 class BaseSizes(Struct, kw_only=True, frozen=True):

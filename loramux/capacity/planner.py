@@ -30,6 +30,9 @@ from loramux.capacity.plan import (
 from loramux.errors import InvalidRequest
 
 MAX_EXACT_RANK = 256
+Array = np.ndarray[Any, np.dtype[np.float64]]
+MAX_STEPS = 100
+PRECISION = 1e-9
 
 
 def plan_memory(base: PlannedBase, fleet: Fleet, budgets: Budgets) -> MemoryPlan:
@@ -240,12 +243,6 @@ def _repeated(sizes: Sequence[int], num_adapters: int) -> Array:
 
 def _rounded(share: float) -> float:
     return max(0.0, round(share, 6))
-
-
-Array = np.ndarray[Any, np.dtype[np.float64]]
-
-MAX_STEPS = 100
-PRECISION = 1e-9
 
 
 def zipf_shares(num_adapters: int, exponent: float) -> Array:

@@ -17,6 +17,14 @@ VERSION = re.compile(
     re.ASCII,
 )
 MAX_VERSION_CHARACTERS = 64
+DEFAULT_TENANT = "default"
+LATEST = "latest"
+PROD = "prod"
+MAX_REFERENCE_CHARACTERS = 512
+NAME = re.compile(r"[A-Za-z0-9](?:[._-]?[A-Za-z0-9]){0,127}", re.ASCII)
+ALIAS = re.compile(r"[a-z](?:-?[a-z0-9]){0,62}", re.ASCII)
+MAX_NAME_CHARACTERS = 128
+MAX_ALIAS_CHARACTERS = 63
 
 
 @total_ordering
@@ -66,17 +74,6 @@ def highest(versions: list[SemanticVersion]) -> SemanticVersion | None:
     """Returns the highest release, or the highest prerelease if there is no release."""
     releases = [version for version in versions if not version.prerelease]
     return max(releases or versions, default=None)
-
-
-DEFAULT_TENANT = "default"
-LATEST = "latest"
-PROD = "prod"
-MAX_REFERENCE_CHARACTERS = 512
-
-NAME = re.compile(r"[A-Za-z0-9](?:[._-]?[A-Za-z0-9]){0,127}", re.ASCII)
-ALIAS = re.compile(r"[a-z](?:-?[a-z0-9]){0,62}", re.ASCII)
-MAX_NAME_CHARACTERS = 128
-MAX_ALIAS_CHARACTERS = 63
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -46,6 +46,8 @@ from loramux.registry.rows import usage as usage_rows
 from loramux.registry.verify import find_faults
 from loramux.registry.watch import DEFAULT_POLL_S, Watch
 
+MAX_ROUTES = 100_000
+
 
 class Registry:
     """A registry for all threads of a process; every change is one transaction.
@@ -283,9 +285,6 @@ class Registry:
 
     def _parse_adapter(self, adapter: str) -> AdapterName:
         return parse_adapter_name(adapter, home_tenant=self._home_tenant)
-
-
-MAX_ROUTES = 100_000
 
 
 class RouteCache:

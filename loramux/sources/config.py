@@ -16,6 +16,22 @@ from loramux.errors import InvalidRequest, LoramuxError, SourceRefused
 from loramux.sources.source_id import SourceKind
 
 HIDDEN = "***"
+GIBIBYTE = 2**30
+MEBIBYTE = 2**20
+DEFAULT_PORTS = {"http": 80, "https": 443}
+T = TypeVar("T")
+# The last name is used by LoRAX.
+S3_ENDPOINT_NAMES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "S3_ENDPOINT_URL")
+SOURCE_SETTINGS = (
+    "allowed_roots",
+    "allowed_http_hosts",
+    "private_http_hosts",
+    "allowed_buckets",
+    "allowed_hub_owners",
+    "max_adapter_size",
+    "fetch_timeout_s",
+    "fetch_workers",
+)
 
 
 class Secret:
@@ -67,11 +83,6 @@ def scrub_error(error: LoramuxError, secrets: Iterable[Secret]) -> None:
     )
     if isinstance(error, SourceRefused):
         error.reason, error.fix = scrub(error.reason, hidden), scrub(error.fix, hidden)
-
-
-GIBIBYTE = 2**30
-MEBIBYTE = 2**20
-DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,11 +249,6 @@ def entry_matches(entry: str, scheme: str, host: str, port: int) -> bool:
     return wanted in ("*", host)
 
 
-T = TypeVar("T")
-# The last name is used by LoRAX.
-S3_ENDPOINT_NAMES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "S3_ENDPOINT_URL")
-
-
 def read_environment(environment: Mapping[str, str], config: SourceConfig) -> SourceConfig:
     """Returns the config with unset fields filled from environment variables."""
 
@@ -292,18 +298,6 @@ def read_environment(environment: Mapping[str, str], config: SourceConfig) -> So
 
 def first(given: T | None, found: T | None) -> T | None:
     return found if given is None else given
-
-
-SOURCE_SETTINGS = (
-    "allowed_roots",
-    "allowed_http_hosts",
-    "private_http_hosts",
-    "allowed_buckets",
-    "allowed_hub_owners",
-    "max_adapter_size",
-    "fetch_timeout_s",
-    "fetch_workers",
-)
 
 
 def source_config(config: ServeConfig, environment: Mapping[str, str] = os.environ) -> SourceConfig:

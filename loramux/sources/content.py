@@ -6,19 +6,21 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from loramux.adapters.peft.config import CONFIG_NAME, MAX_CONFIG_BYTES
+from loramux.adapters.peft.safetensors import (
+    LENGTH_BYTES,
+    LFS_MAGIC,
+    MAX_HEADER_BYTES,
+    PICKLE_MAGICS,
+)
 from loramux.errors import SourceFailed, SourceRefused
 from loramux.sources.origins.base import Checksum, RemoteFile
 from loramux.sources.refusals import SourceCode, archive_refused, pickle_refused, too_large
-from loramux.sources.source_id import CONFIG_NAME
 
-MAX_CONFIG_BYTES = 2**20
-MAX_HEADER_BYTES = 16 * 2**20
-LENGTH_BYTES = 8
 # Enough to contain the magic number of a tar archive.
 HEAD_BYTES = 512
 CHUNK_BYTES = 2**20
 TAR_MAGIC, TAR_POSITION = b"ustar", 257
-PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 ARCHIVES = (
     b"PK\x03\x04",
     b"PK\x05\x06",
@@ -28,7 +30,6 @@ ARCHIVES = (
     b"(\xb5/\xfd",
     b"7z\xbc\xaf",
 )
-LFS_MAGIC = b"version https://git-lfs"
 
 
 def check_start(name: str, head: bytes, size_bytes: int | None) -> None:
@@ -60,7 +61,7 @@ def check_weights_start(name: str, head: bytes, size_bytes: int | None) -> None:
     fits = size_bytes is None or LENGTH_BYTES + length <= size_bytes
     if is_safetensors and length <= MAX_HEADER_BYTES and fits:
         return
-    if head.startswith(PICKLES):
+    if head.startswith(PICKLE_MAGICS):
         raise pickle_refused(name)
     if head.startswith(ARCHIVES) or head[TAR_POSITION:].startswith(TAR_MAGIC):
         raise archive_refused(name)

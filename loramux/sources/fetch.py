@@ -26,6 +26,9 @@ from loramux.sources.retry import SYSTEM_TIMING, Backoff, Deadline, Timing, retr
 from loramux.sources.source_id import SourceId, SourceKind
 
 _log = logging.getLogger(__name__)
+# Partial downloads that are not resumed are removed after this time.
+ABANDONED_S = 7 * 86_400.0
+LOCK_NAME = "lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,11 +173,6 @@ def may_succeed_later(error: BaseException) -> bool:
     if isinstance(error, SourceFailed):
         return error.is_temporary
     return not isinstance(error, LoramuxError)
-
-
-# Partial downloads that are not resumed are removed after this time.
-ABANDONED_S = 7 * 86_400.0
-LOCK_NAME = "lock"
 
 
 @contextmanager

@@ -10,9 +10,6 @@ from urllib.parse import quote
 
 from loramux.sources.refusals import archive_refused, bad_form, pickle_refused
 
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
-PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 WEIGHTS_SUFFIX = ".safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 ARCHIVE_SUFFIXES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z")

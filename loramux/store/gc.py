@@ -18,6 +18,10 @@ from loramux.store.files import StoreLayout, size_of, sync_folder
 from loramux.store.record import MAX_RECORD_BYTES, decode_record
 from loramux.store.tiers import blob_key, record_key
 
+FindKept = Callable[[], AbstractSet[str]]
+"""Returns the content ids that are referenced now."""
+RECORDS, BLOBS = "records/", "blobs/"
+
 
 @dataclass(frozen=True, slots=True)
 class Collected:
@@ -68,11 +72,6 @@ def unneeded_blobs(layout: StoreLayout) -> list[Path]:
         assert record is not None, "the lock keeps records in place"
         needed.update(layout.blob(digest) for digest in record.files.values())
     return [path for path in layout.all_blobs() if path not in needed]
-
-
-FindKept = Callable[[], AbstractSet[str]]
-"""Returns the content ids that are referenced now."""
-RECORDS, BLOBS = "records/", "blobs/"
 
 
 class Bucket(Protocol):

@@ -38,6 +38,7 @@ T = TypeVar("T")
 OpenSource = Callable[[str], AbstractContextManager[Path]]
 """Opens a source; its files exist as long as the context."""
 _log = logging.getLogger(__name__)
+SHARED_CACHE, REMOTE_STORE = "shared_cache", "remote_store"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,9 +187,6 @@ def refuse_other(cid: str, source: str) -> Callable[[StagedAdapter], None]:
             )
 
     return check
-
-
-SHARED_CACHE, REMOTE_STORE = "shared_cache", "remote_store"
 
 
 def open_store(

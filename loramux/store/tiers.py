@@ -20,6 +20,9 @@ from loramux.store.record import (
     decode_record,
 )
 
+RECORD_NAME = "record"
+_log = logging.getLogger(__name__)
+
 
 class RemoteTier(Protocol):
     """Stores files by key. A tier is not trusted: the store checks every file that it returns.
@@ -82,11 +85,6 @@ def blob_key(sha256: str) -> str:
 
 def record_key(digest: str) -> str:
     return f"records/{digest}"
-
-
-RECORD_NAME = "record"
-
-_log = logging.getLogger(__name__)
 
 
 def upload(record: Record, paths: dict[str, Path], tiers: Sequence[RemoteTier]) -> None:

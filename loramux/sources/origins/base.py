@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from loramux.adapters.peft.config import CONFIG_NAME
+from loramux.adapters.peft.safetensors import PICKLE_NAMES, WEIGHTS_NAME
 from loramux.errors import SourceFailed, SourceNotFound
 from loramux.sources.refusals import pickle_refused
-from loramux.sources.source_id import CONFIG_NAME, PICKLE_NAMES, WEIGHTS_NAME, SourceId
+from loramux.sources.source_id import SourceId
 
 # An interrupted transfer loses at most this many bytes.
 CHUNK_BYTES = 64 * 2**10

@@ -29,6 +29,7 @@ STATUS = re.compile(r"non-2xx status code: (\d{3})")
 PERMANENT_STATUSES = range(400, 500)
 RETRIED_STATUSES = frozenset({408, 429})
 DEFAULT_REGION = "us-east-1"
+SHA256_ATTRIBUTE = "sha256"
 
 
 def open_store(
@@ -168,9 +169,6 @@ def generic_error(what: str, error: Exception) -> SourceFailed:
         f"{what} was answered with status {status}. Try again later, or check the bucket.",
         is_temporary=status not in PERMANENT_STATUSES or status in RETRIED_STATUSES,
     )
-
-
-SHA256_ATTRIBUTE = "sha256"
 
 
 class ObjectOrigin:

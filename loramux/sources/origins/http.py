@@ -41,6 +41,10 @@ REPR_SHA256 = re.compile(r"(?:^|[,\s])sha-256=:([A-Za-z0-9+/=]+):")
 CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 # Without compression, ranges and sizes are those of the file.
 PLAIN_HEADERS = {"Accept-Encoding": "identity"}
+MAX_REDIRECTS = 5
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+# Servers with these replies to HEAD may still support GET.
+NO_HEAD = frozenset({400, 403, 405, 501})
 
 
 @contextmanager
@@ -161,10 +165,6 @@ def from_base64(algorithm: str, text: str) -> Checksum | None:
         return Checksum(algorithm, base64.b64decode(text, validate=True).hex())
     except (binascii.Error, ValueError):
         return None
-
-
-MAX_REDIRECTS = 5
-REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +294,6 @@ def bad_redirect(message: str) -> SourceRefused:
     return SourceRefused(
         SourceCode.BAD_REDIRECT, message, fix="Give the address where the files themselves are."
     )
-
-
-# Servers with these replies to HEAD may still support GET.
-NO_HEAD = frozenset({400, 403, 405, 501})
 
 
 class HttpOrigin:

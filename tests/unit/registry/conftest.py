@@ -1,4 +1,4 @@
-"""Every test of the registry that asks for a database runs on both kinds."""
+"""Fixtures that run each test on SQLite and on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ["sqlite", "postgresql"]
 
 @pytest.fixture(params=KINDS)
 def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A database without any table."""
+    """The URL of a database without tables."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'registry.db'}"
     server: PostgresServer = request.getfixturevalue("postgres_server")
@@ -42,7 +42,7 @@ def postgres_database(postgres_server: PostgresServer) -> Iterator[Database]:
 
 @pytest.fixture(params=KINDS)
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A database with all tables and no rows."""
+    """The URL of a database with all tables and no rows."""
     if request.param == "sqlite":
         template: Path = request.getfixturevalue("sqlite_template")
         return f"sqlite:///{shutil.copy(template, tmp_path / 'registry.db')}"
@@ -58,7 +58,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def open_registry(database_url: str, clock: FakeClock) -> Iterator[Callable[[], Registry]]:
-    """Opens the same database each time, as another process would."""
+    """Returns a function that opens the same database again, like another process."""
     opened: list[Registry] = []
 
     def open_one() -> Registry:

@@ -17,7 +17,7 @@ from tests.postgres_server import PostgresServer
 from tests.registry_factory import make_content
 
 POLL_S = 0.01
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 SQL, CHAT = AdapterName("a", "sql"), AdapterName("a", "chat")
 
 
@@ -30,8 +30,8 @@ def feed(registry: Registry) -> Iterator[Watch]:
 def collect(feed: Watch, count: int) -> list[AdapterName]:
     names: list[AdapterName] = []
     while len(names) < count:
-        changed = feed.next(timeout_s=PATIENCE_S)
-        assert changed is not None, f"only {names} in {PATIENCE_S} s"
+        changed = feed.next(timeout_s=TIMEOUT_S)
+        assert changed is not None, f"only {names} in {TIMEOUT_S} s"
         names += changed
     return names
 
@@ -66,9 +66,9 @@ def test_whoever_waits_is_released_when_the_watch_is_closed(registry: Registry) 
     reader.start()
     feed.close()
     feed.close()
-    reader.join(PATIENCE_S)
+    reader.join(TIMEOUT_S)
     assert not reader.is_alive() and seen == []
-    assert feed.next(timeout_s=PATIENCE_S) is None
+    assert feed.next(timeout_s=TIMEOUT_S) is None
     assert list(feed) == []
 
 

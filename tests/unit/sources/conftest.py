@@ -15,7 +15,7 @@ from tests.unit.sources.source_factory import FAST, adapter_files
 
 @pytest.fixture
 def web() -> Iterator[FaultServer]:
-    """Has an adapter under /pirate."""
+    """A web server with an adapter under /pirate."""
     with FaultServer(adapter_files("pirate")) as server:
         yield server
 
@@ -27,7 +27,7 @@ def web_config(web: FaultServer) -> SourceConfig:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """The client may go online, and knows no token of whoever runs the tests."""
+    """A hub for the client, which may go online and has no stored token."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -51,7 +51,7 @@ def s3_config(s3_server: S3Server) -> SourceConfig:
 
 @pytest.fixture
 def s3_proxy(s3_server: S3Server) -> Iterator[FaultServer]:
-    """Stands before the real server, and fails on order."""
+    """A proxy of the real server that fails on demand."""
     with FaultServer(upstream=s3_server.endpoint) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""Adapters to fetch, and a clock that nobody waits for."""
+"""Adapters to fetch, and a fake clock."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG = json.dumps({"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}).encode()
 FAST = FetchLimits(max_attempts=3, part_bytes=4096)
-# For servers that never answer. On a busy machine others may seem to do so too, hence the tries.
+# For servers that never reply. A busy machine may delay other replies too, hence the retries.
 IMPATIENT = replace(FAST, read_timeout_s=0.3, max_attempts=10)
 
 
 def make_weights(num_bytes: int = 10_000, *, seed: int = 0) -> bytes:
-    """A safetensors file whose bytes all differ from their neighbours."""
+    """Returns a safetensors file in which adjacent bytes differ."""
     content = bytes((index * 7 + index // 251 + seed) % 256 for index in range(num_bytes))
     header = {"lora": {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}}
     encoded = json.dumps(header).encode()
@@ -36,7 +36,7 @@ def adapter_files(folder: str = "", weights: bytes = WEIGHTS) -> dict[str, bytes
 
 @dataclass(slots=True)
 class FakeTime:
-    """Sleeping passes its time at once; `tick_s` passes at every look at the clock."""
+    """A clock that sleeping advances at once; each reading advances it by `tick_s`."""
 
     now_s: float = 0.0
     tick_s: float = 0.0
@@ -56,5 +56,5 @@ class FakeTime:
 
 
 def entries(folder: Path) -> list[str]:
-    """Everything in a folder, so that a test sees what was left behind."""
+    """Returns all entries of a folder, including leftovers."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))

@@ -42,7 +42,7 @@ def test_another_machine_gets_the_adapter_from_the_tier(tmp_path: Path, far: Fol
 
 
 def test_a_tier_gets_the_record_last_and_nothing_twice(tmp_path: Path, far: FolderTier) -> None:
-    """Whoever sees the record may count on the files."""
+    """A reader that sees the record may rely on the files."""
     push(tmp_path, far)
     puts = [key.split("/")[0] for call, key in far.calls if call == "put"]
     assert puts == ["blobs", "blobs", "records"]
