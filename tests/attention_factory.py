@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.ops import AttendArgs, SequenceRows
 from loramux.kernels.reference import attention as attention_torch
+from loramux.types.model import PagedLayout
 
 LAYOUT = PagedLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_tokens=4)
 PAGE = 3 * 2 * 4 * 2 * 8

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from loramux.adapters.catalog import KnownAdapter
-from loramux.adapters.packed.dense import DenseLayout, Site, plan_dense
+from loramux.adapters.packed.dense import DenseLayout, plan_dense
 from loramux.adapters.packed.image import AdapterImage
 from loramux.adapters.packed.packing import DensePacking
 from loramux.errors import AdapterNotFound, AdapterRefused
@@ -23,13 +23,14 @@ from loramux.memory.host_tier import HostTier
 from loramux.memory.loader import AdapterLoader
 from loramux.memory.pages import PageAllocator
 from loramux.memory.policies import EvictionPolicy, LruPolicy
-from loramux.memory.pool import KVGeometry, PagePool
+from loramux.memory.pool import PagePool
 from loramux.memory.prefix import PrefixCache, ReuseEstimator
 from loramux.memory.reclaim import PageTier, Reclaimer
 from loramux.memory.records import Placement
 from loramux.memory.residency import AdapterResidency, DeviceTable, LowerTiers
+from loramux.types.model import FusedLinear, PagedLayout
 
-SITES = (Site(name="o", in_features=8, projections=("o_proj",), out_features=(8,)),)
+SITES = (FusedLinear(name="o", in_features=8, projections=("o_proj",), out_features=(8,)),)
 PACKING = DensePacking(SITES, torch.float32)
 # One rank of an adapter is one page: 16 elements of float32.
 PAGE_ELEMENTS = 16
@@ -243,7 +244,7 @@ def tiny_memory(  # noqa: PLR0913
     has_single_use_penalty: bool = True,
 ) -> TinyMemory:
     """`prefix_block_tokens`: None for no prefix cache."""
-    geometry = KVGeometry(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
+    geometry = PagedLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
     pool = PagePool(
         num_pages=num_pages, geometry=geometry, dtype=torch.float32, device=torch.device("cpu")
     )

@@ -12,7 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.lib.report import Table
 from benchmarks.lib.timing import replay_times
 from loramux.kernels.gpu.attention import ops as attention
-from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.ops import AttendArgs, SequenceRows
+from loramux.types.model import PagedLayout
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
 READ_BYTES_PER_S = 4.06e12

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, Site, fused_sites, plan_dense
+from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, plan_dense
 from loramux.adapters.packed.paged import plan_rank_blocks, uses_fp12
 from loramux.capacity.advice import advise
 from loramux.capacity.plan import (
@@ -28,6 +28,7 @@ from loramux.capacity.plan import (
     TierPlan,
 )
 from loramux.errors import InvalidRequest
+from loramux.types.model import FusedLinear
 
 MAX_EXACT_RANK = 256
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -169,7 +170,7 @@ def _adapter_size(base: PlannedBase, fleet: Fleet, rank: int) -> AdapterSize:
     for target in fleet.targets:
         if target not in shapes:
             raise InvalidRequest(f"The base {base.name} has no {target}.", param="targets")
-    sites = fused_sites(shapes)
+    sites = base.shapes.fused_linears
     if base.packing == "paged":
         num_elements = _paged_elements(base, sites, fleet, rank)
     else:
@@ -188,7 +189,9 @@ def _adapter_size(base: PlannedBase, fleet: Fleet, rank: int) -> AdapterSize:
     )
 
 
-def _paged_elements(base: PlannedBase, sites: tuple[Site, ...], fleet: Fleet, rank: int) -> int:
+def _paged_elements(
+    base: PlannedBase, sites: tuple[FusedLinear, ...], fleet: Fleet, rank: int
+) -> int:
     """Returns the size of an adapter in rank blocks.
 
     It is exact up to MAX_EXACT_RANK; the pages of a higher rank are those of several lower ones,
@@ -208,7 +211,7 @@ def _paged_elements(base: PlannedBase, sites: tuple[Site, ...], fleet: Fleet, ra
 
 @lru_cache(maxsize=4 * MAX_EXACT_RANK)
 def _rank_block_elements(
-    sites: tuple[Site, ...],
+    sites: tuple[FusedLinear, ...],
     num_layers: int,
     targets: tuple[str, ...],
     rank: int,

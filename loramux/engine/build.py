@@ -1,4 +1,4 @@
-"""Puts an engine together from a model on disk and a config."""
+"""Builds an engine from a model on disk and a config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from loramux.adapters.catalog import AdapterRules
-from loramux.adapters.packed.dense import Site, sites_of
 from loramux.adapters.packed.packing import DensePacking, Packing, PagedPacking
 from loramux.config.engine import EngineConfig, SchedulerConfig
 from loramux.engine.engine import Engine
@@ -22,24 +21,27 @@ from loramux.lora.merge import MergeSource, PageDeltas
 from loramux.lora.merge_controller import MergeController
 from loramux.memory.device import default_pool_bytes, host_buffer, total_memory_bytes
 from loramux.memory.host_buffers import HostBuffers
-from loramux.memory.pool import KVGeometry, PagePool
+from loramux.memory.pool import PagePool
 from loramux.models.architectures import DecoderConfig, base_info
 from loramux.models.dtypes import resolve_dtype
 from loramux.models.loader import LoadedModel, load_model
 from loramux.models.packed_linear import pack_linears
 from loramux.runner.cpu_runner import CpuRunner
 from loramux.scheduler.scheduler import Scheduler
+from loramux.types.model import BaseModelInfo, PagedLayout
 
 if TYPE_CHECKING:
-    from loramux.engine.build_device import DevicePlan
+    from loramux.engine.build_device import GpuPlan
 
-# What images leave of host memory may be kept for the next ones up to this part of it.
-_SPARE_PARTS = 16
+# Freed host buffers are kept for reuse up to this fraction of the host budget.
+_MAX_SPARE_FRACTION = 1 / 16
 
 
 def load_base(
     path: Path, config: EngineConfig, *, progress: Callable[[str, float], None] | None = None
 ) -> LoadedModel:
+    """Load the base, with packed weights where the CPU kernels use them."""
+
     def dtype(sizes: DecoderConfig) -> torch.dtype:
         count = base_info(sizes, path.name).num_parameters
         return resolve_dtype(config.dtype, config.device, num_parameters=count)
@@ -59,18 +61,17 @@ def build_engine(
     loads: Executor | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Engine:
-    """`loads`: where adapters are loaded; None: on threads of the engine's own."""
+    """Build an engine; `loads` runs adapter loads, by default on threads of the engine."""
     base = base_info(model.config, model.name)
-    sites = sites_of(base)
-    device_plan = _device_plan(model, config, sites) if config.wants_device_kernels else None
-    pool = _make_pool(model, config, device_plan, progress)
+    gpu_plan = _gpu_plan(model, config, base) if config.wants_device_kernels else None
+    pool = _make_pool(model, config, base.kv_layout(config.block_tokens), gpu_plan, progress)
     rules = AdapterRules(
         base=base,
-        packing=_packing(sites, pool, config, for_device=device_plan is not None),
+        packing=_packing(base, pool, config, is_paged=gpu_plan is not None),
         max_rank=config.max_rank,
         strict_base=config.strict_base,
     )
-    directory = None if device_plan is None else device_plan.make_directory(pool)
+    directory = None if gpu_plan is None else gpu_plan.make_directory(pool)
     memory = build_memory(config, rules, pool, clock=clock, loads=loads, device_table=directory)
     scheduler = Scheduler(
         _scheduler_config(model, config, pool),
@@ -80,20 +81,20 @@ def build_engine(
         prefixes=memory.prefixes,
     )
     vocab_size = model.config.vocab_size
-    if device_plan is not None and directory is not None:
+    if gpu_plan is not None and directory is not None:
         from loramux.engine.build_device import prepare
 
-        device_runner = device_plan.make_runner(pool, directory)
-        prepare(device_plan, device_runner, progress)
+        gpu_runner = gpu_plan.make_runner(pool, directory)
+        prepare(gpu_plan, gpu_runner, progress)
         return Engine(
-            scheduler=scheduler, executor=device_runner, memory=memory, vocab_size=vocab_size
+            scheduler=scheduler, executor=gpu_runner, memory=memory, vocab_size=vocab_size
         )
     if progress is not None and not config.is_gpu:
-        # With numba, 15 to 26 s on two cores at the first start, less than one later.
+        # Numba compiles for 15 to 26 s on two cores at the first start, under 1 s later.
         progress("Preparing CPU kernels", 0.0)
     runner = CpuRunner(
         decoder=model.decoder,
-        site_names=tuple(site.name for site in sites),
+        linear_names=tuple(linear.name for linear in base.fused_linears),
         pool=pool,
         adapters=memory.placement.device,
         kernels=select_kernels(
@@ -113,18 +114,18 @@ def build_engine(
 
 
 def _packing(
-    sites: tuple[Site, ...], pool: PagePool, config: EngineConfig, *, for_device: bool
+    base: BaseModelInfo, pool: PagePool, config: EngineConfig, *, is_paged: bool
 ) -> Packing:
-    dtype = pool.storage.dtype
+    linears, dtype = base.fused_linears, pool.storage.dtype
     allocate = host_buffer(pool.device)
-    if not for_device:
+    if not is_paged:
         if pool.device.type == "cpu":
             budget_bytes = config.host_memory_bytes
             allocate = HostBuffers(
-                spare_bytes=budget_bytes // _SPARE_PARTS, budget_bytes=budget_bytes
+                spare_bytes=int(budget_bytes * _MAX_SPARE_FRACTION), budget_bytes=budget_bytes
             ).allocate
-        return DensePacking(sites, dtype, allocate)
-    return PagedPacking(sites, dtype, pool.geometry.page_elements, allocate)
+        return DensePacking(linears, dtype, allocate)
+    return PagedPacking(linears, dtype, pool.geometry.page_elements, allocate)
 
 
 def _merge_controller(
@@ -140,45 +141,36 @@ def _merge_controller(
     )
 
 
-def _geometry(model: LoadedModel, config: EngineConfig) -> KVGeometry:
-    return KVGeometry(
-        num_layers=model.config.num_layers,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
-        block_tokens=config.block_tokens,
-    )
-
-
-def _device_plan(model: LoadedModel, config: EngineConfig, sites: tuple[Site, ...]) -> DevicePlan:
-    from loramux.engine.build_device import DevicePlan
+def _gpu_plan(model: LoadedModel, config: EngineConfig, base: BaseModelInfo) -> GpuPlan:
+    from loramux.engine.build_device import GpuPlan
     from loramux.models.augmented_linear import RANK_BLOCK, augment_linears
     from loramux.runner.gpu_runner import BatchLimits
 
     if config.lora_augmented_ranks:
-        # Before anything is measured: it is part of the weights.
+        # Before free memory is measured: the appended rows are part of the weights.
         augment_linears(model.decoder, config.lora_augmented_ranks // RANK_BLOCK)
     limits = BatchLimits(
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,
         max_pages=-(-_max_model_len(model, config) // config.block_tokens),
     )
-    return DevicePlan(model, sites, _geometry(model, config), limits)
+    return GpuPlan(model, base.fused_linears, base.kv_layout(config.block_tokens), limits)
 
 
 def _make_pool(
     model: LoadedModel,
     config: EngineConfig,
-    device_plan: DevicePlan | None,
+    layout: PagedLayout,
+    gpu_plan: GpuPlan | None,
     progress: Callable[[str, float], None] | None,
 ) -> PagePool:
-    geometry = _geometry(model, config)
     dtype = model.decoder.dtype
-    page_bytes = geometry.page_elements * dtype.itemsize
+    page_bytes = layout.page_elements * dtype.itemsize
     pool_bytes = config.device_memory_bytes
-    if pool_bytes is None and config.is_gpu and device_plan is not None:
+    if pool_bytes is None and config.is_gpu and gpu_plan is not None:
         from loramux.engine.build_device import measured_pool_bytes
 
-        pool_bytes = measured_pool_bytes(device_plan, config, progress=progress)
+        pool_bytes = measured_pool_bytes(gpu_plan, config, progress=progress)
     if pool_bytes is None:
         pool_bytes = default_pool_bytes()
     if pool_bytes < 2 * page_bytes:
@@ -188,7 +180,7 @@ def _make_pool(
         )
     return PagePool(
         num_pages=pool_bytes // page_bytes,
-        geometry=geometry,
+        geometry=layout,
         dtype=dtype,
         device=torch.device(config.device),
     )

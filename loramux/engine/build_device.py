@@ -1,4 +1,4 @@
-"""The parts of an engine that a GPU needs: how large its pool may be, and the runner over it."""
+"""Builds the GPU parts of an engine: sizes its page pool and prepares its runner."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from loramux.adapters.packed.dense import Site
 from loramux.config.engine import EngineConfig
 from loramux.errors import DoesNotFit
 from loramux.kernels.select import select_device_kernels
@@ -17,32 +16,33 @@ from loramux.memory.device import (
     is_out_of_memory,
     release_cached,
 )
-from loramux.memory.pool import KVGeometry, PagePool
+from loramux.memory.pool import PagePool
 from loramux.models.loader import LoadedModel
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
+from loramux.types.model import FusedLinear, PagedLayout
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow, StepPlan
 
 Progress = Callable[[str, float], None]
-# Adapters on the device at once, and groups of 16 ranks that each has in a layer on average.
+# Most adapters on the device at once, and their average number of rank blocks in a layer.
 _MAX_ADAPTERS = 8192
-_GROUPS_PER_ADAPTER = 16
+_BLOCKS_PER_ADAPTER = 16
 _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class DevicePlan:
-    """What a runner is made for, before there is memory to run in."""
+class GpuPlan:
+    """The model and batch limits of a GPU runner, before its page pool is allocated."""
 
     model: LoadedModel
-    sites: tuple[Site, ...]
-    geometry: KVGeometry
+    linears: tuple[FusedLinear, ...]
+    layout: PagedLayout
     limits: BatchLimits
 
     def make_pool(self, num_pages: int, device: torch.device) -> PagePool:
         return PagePool(
             num_pages=num_pages,
-            geometry=self.geometry,
+            geometry=self.layout,
             dtype=self.model.decoder.dtype,
             device=device,
         )
@@ -50,10 +50,10 @@ class DevicePlan:
     def make_directory(self, pool: PagePool) -> DeviceDirectory:
         max_adapters = min(_MAX_ADAPTERS, pool.num_pages)
         return DeviceDirectory(
-            self.sites,
-            num_layers=self.geometry.num_layers,
+            self.linears,
+            num_layers=self.layout.num_layers,
             max_adapters=max_adapters,
-            max_blocks=_GROUPS_PER_ADAPTER * max_adapters,
+            max_blocks=_BLOCKS_PER_ADAPTER * max_adapters,
             device=pool.device,
         )
 
@@ -67,8 +67,8 @@ class DevicePlan:
         )
 
 
-def prepare(plan: DevicePlan, runner: GpuRunner, progress: Progress | None) -> None:
-    """Captures and compiles all that is not compiled yet; the pool must be empty."""
+def prepare(plan: GpuPlan, runner: GpuRunner, progress: Progress | None) -> None:
+    """Capture the CUDA graphs and compile the other kernels; the pool must be empty."""
     runner.capture(progress)
     if runner.is_gpu:
         num_pages = runner.num_pages
@@ -81,9 +81,9 @@ def _fits(step: StepPlan, num_pages: int) -> bool:
 
 
 def measured_pool_bytes(
-    plan: DevicePlan, config: EngineConfig, *, progress: Progress | None = None
+    plan: GpuPlan, config: EngineConfig, *, progress: Progress | None = None
 ) -> int:
-    """What is left of the share that we may use, after weights, working memory and graphs."""
+    """Return the device memory left for pages after weights, working memory and graphs."""
     device = torch.device(config.device)
     if progress is not None:
         progress("Measuring memory", 0.0)
@@ -97,14 +97,14 @@ def measured_pool_bytes(
         release_cached(device)
     free, total = device_memory_bytes(device)
     pool_bytes = int(total * config.gpu_memory_utilization) - (total - free) - working
-    page_bytes = plan.geometry.page_elements * plan.model.decoder.dtype.itemsize
+    page_bytes = plan.layout.page_elements * plan.model.decoder.dtype.itemsize
     if pool_bytes < page_bytes * _pages_of_step(plan):
         raise DoesNotFit(_too_little(device, config, working))
     return pool_bytes
 
 
-def _working_bytes(plan: DevicePlan, device: torch.device) -> int:
-    """Memory that a runner takes when it has computed its largest step and its largest graph."""
+def _working_bytes(plan: GpuPlan, device: torch.device) -> int:
+    """Measure the memory of a runner after its largest step and its largest graphs."""
     release_cached(device)
     before, _ = device_memory_bytes(device)
     pool = plan.make_pool(_pages_of_step(plan), device)
@@ -115,8 +115,8 @@ def _working_bytes(plan: DevicePlan, device: torch.device) -> int:
     return before - after - runner.pool_bytes
 
 
-def largest_step(plan: DevicePlan) -> StepPlan:
-    """As many rows as a step may have, of as many sequences, with a token sampled for each."""
+def largest_step(plan: GpuPlan) -> StepPlan:
+    """A step of the most tokens and sequences, sampling a token for each sequence."""
     limits = plan.limits
     num_sequences = min(limits.max_sequences, limits.max_batch_tokens)
     lengths = [limits.max_batch_tokens // num_sequences] * num_sequences
@@ -124,24 +124,24 @@ def largest_step(plan: DevicePlan) -> StepPlan:
     return _step(plan, [(0, length) for length in lengths])
 
 
-def warm_up_steps(plan: DevicePlan, num_pages: int) -> list[StepPlan]:
-    """Prompts and tokens, few and many, short and long: each has kernels of its own."""
-    limits, block = plan.limits, plan.geometry.block_tokens
+def warm_up_steps(plan: GpuPlan, num_pages: int) -> list[StepPlan]:
+    """Steps of prefill and decode at small and large sizes, which use different kernels."""
+    limits, block = plan.limits, plan.layout.block_tokens
     longest = min(limits.max_pages, num_pages // 4) * block
-    rows = max(1, min(limits.max_batch_tokens, longest - 1))
-    few = max(1, rows // 8)
+    most = max(1, min(limits.max_batch_tokens, longest - 1))
+    few = max(1, most // 8)
     shapes = [
-        [(0, rows)],
+        [(0, most)],
         [(0, few)] * min(8, limits.max_sequences),
         [(longest - 1, 1), (0, few)],
-        [(longest - rows, rows), (0, 1)],
+        [(longest - most, most), (0, 1)],
     ]
     return [largest_step(plan), *(_step(plan, shape) for shape in shapes)]
 
 
-def _step(plan: DevicePlan, shape: Sequence[tuple[int, int]]) -> StepPlan:
-    """shape: (position of the first row, rows) of each sequence."""
-    block = plan.geometry.block_tokens
+def _step(plan: GpuPlan, shape: Sequence[tuple[int, int]]) -> StepPlan:
+    """Make a step from the (first position, number of tokens) of each sequence."""
+    block = plan.layout.block_tokens
     row = SampleRow(SamplingParams(temperature=0.0), 0, (), ())
     chunks = []
     first_page = 0
@@ -153,8 +153,8 @@ def _step(plan: DevicePlan, shape: Sequence[tuple[int, int]]) -> StepPlan:
     return StepPlan(tuple(chunks))
 
 
-def _pages_of_step(plan: DevicePlan) -> int:
-    block = plan.geometry.block_tokens
+def _pages_of_step(plan: GpuPlan) -> int:
+    block = plan.layout.block_tokens
     return plan.limits.max_sequences + -(-plan.limits.max_batch_tokens // block)
 
 

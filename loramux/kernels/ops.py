@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loramux.types.model import PagedLayout
+
 if TYPE_CHECKING:
     from loramux.kernels.gpu.lora.tables import LoraTables
     from loramux.kernels.gpu.lora_augmented.tables import AugmentedSite, AugmentedWeights
@@ -25,16 +27,6 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 # ---- Attention ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PagedLayout:
-    """Shape of a KV page: [layers, 2, block_tokens, kv_heads, head_dim]."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loramux.adapters.packed.dense import Site
 from loramux.adapters.packed.paged import RankBlockLayout, RankBlockTable, tabulate, uses_fp12
 from loramux.errors import DoesNotFit
 from loramux.kernels.gpu.lora.tables import (
@@ -34,6 +33,7 @@ from loramux.kernels.gpu.lora.work_list import (
 )
 from loramux.kernels.gpu.transfer import send
 from loramux.memory.records import ResidentAdapter
+from loramux.types.model import FusedLinear
 from loramux.types.request import Selection
 
 Ints = NDArray[np.int32]
@@ -51,7 +51,7 @@ class DeviceDirectory:
 
     def __init__(
         self,
-        sites: Sequence[Site],
+        sites: Sequence[FusedLinear],
         *,
         num_layers: int,
         max_adapters: int,

@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from loramux.adapters.packed.file import SLICE_BYTES
 from loramux.memory.device import Fence, SideCopier, zeros
-
-
-@dataclass(frozen=True, slots=True)
-class KVGeometry:
-    """The dimensions of the KV cache of a base model."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_tokens: int
-
-    @property
-    def token_elements(self) -> int:
-        """Returns the elements of one token's keys (or values) in one layer."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def page_elements(self) -> int:
-        """Returns the elements of a page: keys and values of block_tokens tokens in all layers."""
-        return self.num_layers * 2 * self.block_tokens * self.token_elements
+from loramux.types.model import PagedLayout
 
 
 class PagePool:
@@ -38,7 +17,7 @@ class PagePool:
     """
 
     def __init__(
-        self, *, num_pages: int, geometry: KVGeometry, dtype: torch.dtype, device: torch.device
+        self, *, num_pages: int, geometry: PagedLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.geometry = geometry
         self.num_pages = num_pages

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from loramux.kernels.gpu.transfer import send
-from loramux.kernels.ops import AttendArgs, AttentionPlan, PagedLayout, SequenceRows
-from loramux.memory.pool import PagePool
+from loramux.kernels.ops import AttendArgs, AttentionPlan, SequenceRows
 from loramux.runner.sampler import prompt_logprobs
 from loramux.types.request import TokenLogprob
 from loramux.types.step import Chunk
@@ -62,16 +61,6 @@ def build_batch(chunks: Sequence[Chunk], device: torch.device) -> StepBatch:
         row_starts=tuple(row_starts),
         token_ids=rows[0],
         positions=rows[1],
-    )
-
-
-def layout_of(pool: PagePool) -> PagedLayout:
-    geometry = pool.geometry
-    return PagedLayout(
-        num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        block_tokens=geometry.block_tokens,
     )
 
 

@@ -20,7 +20,6 @@ from loramux.runner.batch import (
     StepBatch,
     build_batch,
     half_filled_pages,
-    layout_of,
     prompt_logprobs_of,
     rows_read,
 )
@@ -36,7 +35,7 @@ class CpuRunner:
         self,
         *,
         decoder: Decoder,
-        site_names: tuple[str, ...],
+        linear_names: tuple[str, ...],
         pool: PagePool,
         adapters: Mapping[str, ResidentAdapter],
         kernels: Kernels,
@@ -45,9 +44,9 @@ class CpuRunner:
         self._pool = pool
         self._adapters = adapters
         self._kernels = kernels
-        self._layout = layout_of(pool)
+        self._layout = pool.geometry
         self._stacks = LoraStacks(pool, in_place=kernels.lora.READS_ADDRESSES)
-        self._lora = attach(decoder.layers, site_names, kernels.lora)
+        self._lora = attach(decoder.layers, linear_names, kernels.lora)
         self._compiled = (
             None
             if kernels.jit is None

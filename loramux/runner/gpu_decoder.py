@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from loramux.kernels.linear import dense_of
-from loramux.kernels.ops import DeviceAttentionPlan, DeviceKernels, Norm, PagedLayout
+from loramux.kernels.ops import DeviceAttentionPlan, DeviceKernels, Norm
 from loramux.lora.augmented_step import AugmentedStep
 from loramux.models.augmented_linear import appended_rows
 from loramux.models.decoder import Decoder
@@ -22,6 +22,7 @@ from loramux.runner.gpu_ops import (
     LoraStep,
     SegmentedLinearOps,
 )
+from loramux.types.model import PagedLayout
 
 
 class GpuDecoder:

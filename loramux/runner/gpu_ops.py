@@ -18,7 +18,6 @@ from loramux.kernels.ops import (
     ElementwiseOps,
     KVTarget,
     Norm,
-    PagedLayout,
     Rotation,
 )
 from loramux.lora.augmented_step import AugmentedStep
@@ -27,7 +26,7 @@ from loramux.models.decoder import Decoder
 from loramux.models.forward import Layer
 from loramux.models.layers import Rotary
 from loramux.runner.gemm.dispatch import GemmDispatcher
-from loramux.types.model import FUSED_LINEARS
+from loramux.types.model import FUSED_LINEARS, PagedLayout
 
 QKV, OUT, GATE_UP, DOWN = range(len(FUSED_LINEARS))
 _NAMES = tuple(FUSED_LINEARS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from loramux.errors import DoesNotFit
 from loramux.kernels.gpu.transfer import send
-from loramux.kernels.ops import DeviceKernels, PagedLayout, SequenceRows
+from loramux.kernels.ops import DeviceKernels, SequenceRows
 from loramux.lora.augmented_step import augmented_work
 from loramux.lora.graph_lora import GraphLora
 from loramux.lora.segmented import (
@@ -61,13 +61,7 @@ class GpuRunner:
         self.directory = directory
         self._kernels = kernels
         geometry = pool.geometry
-        layout = PagedLayout(
-            num_layers=geometry.num_layers,
-            num_kv_heads=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
-            block_tokens=geometry.block_tokens,
-        )
-        self._decoder = GpuDecoder(decoder, kernels, layout, pool.storage)
+        self._decoder = GpuDecoder(decoder, kernels, geometry, pool.storage)
         lora = LoraDevice(
             kernels=kernels.lora,
             directory=directory,

@@ -17,7 +17,6 @@ from loramux.kernels.ops import (
     LoraWeights,
     Norm,
     NormArrays,
-    PagedLayout,
     RotateWriteArrays,
     Rows,
     SequenceRows,
@@ -28,6 +27,7 @@ from loramux.models.decoder import Decoder
 from loramux.models.forward import Layer, hidden_states
 from loramux.models.layers import HeadNorm, RMSNorm, Rotary
 from loramux.models.packed_linear import PackedLinear
+from loramux.types.model import PagedLayout
 
 # In the last layer these read no other token's activations: unsampled tokens are skipped.
 _LINEARS_AFTER_ATTENTION = ("o", "gate_up", "down")

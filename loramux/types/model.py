@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -31,6 +32,36 @@ class Projection:
     def block(self) -> str:
         """Submodule of a decoder layer that holds the projection."""
         return "self_attn" if self.name in ATTENTION_PROJECTIONS else "mlp"
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLinear:
+    """A linear of the decoder; projection i writes out_features[i] columns of its output."""
+
+    name: str
+    """qkv, o, gate_up or down"""
+    in_features: int
+    projections: tuple[str, ...]
+    out_features: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayout:
+    """Shape of a KV page: [layers, key and value, block_tokens, kv_heads, head_dim]."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+
+    @property
+    def token_elements(self) -> int:
+        """Elements of one token's keys (or values) in one layer."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def page_elements(self) -> int:
+        return self.num_layers * 2 * self.block_tokens * self.token_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +95,32 @@ class BaseModelInfo:
         return _targets(self.num_layers, self.projections)
 
     @property
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
+        return fuse_projections(self.projections)
+
+    @property
     def kv_token_elements(self) -> int:
         """Elements of one token's keys and values over all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim
+        return self.kv_layout(block_tokens=1).page_elements
+
+    def kv_layout(self, block_tokens: int) -> PagedLayout:
+        """The layout of KV pages that hold block_tokens tokens each."""
+        return PagedLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_tokens)
+
+
+def fuse_projections(projections: Iterable[Projection]) -> tuple[FusedLinear, ...]:
+    """The fused linears of a decoder layer that has these projections."""
+    known = {projection.name: projection for projection in projections}
+    return tuple(
+        FusedLinear(
+            name=name,
+            in_features=known[members[0]].in_features,
+            projections=members,
+            out_features=tuple(known[member].out_features for member in members),
+        )
+        for name, members in FUSED_LINEARS.items()
+        if members[0] in known
+    )
 
 
 @lru_cache(maxsize=8)

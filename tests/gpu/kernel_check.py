@@ -30,13 +30,13 @@ from loramux.kernels.ops import (
     AttendArgs,
     KVTarget,
     Norm,
-    PagedLayout,
     Rotation,
     SequenceRows,
 )
 from loramux.kernels.reference import attention as attention_reference
 from loramux.kernels.reference import elementwise as elementwise_reference
 from loramux.kernels.reference import sampling as sampling_reference
+from loramux.types.model import PagedLayout
 
 DEVICE = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loramux.types.model import FUSED_LINEARS, BaseModelInfo
+from loramux.types.model import FusedLinear
 
 # What a packed adapter's file on disk has before its buffer.
 IMAGE_HEADER_BYTES = 65536
 
 ATTENTION_SITES = ("qkv", "o")
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """One fused matrix product of a layer. Slice i writes out_features[i] columns of its output."""
-
-    name: str
-    in_features: int
-    projections: tuple[str, ...]
-    out_features: tuple[int, ...]
-
-
-def sites_of(base: BaseModelInfo) -> tuple[Site, ...]:
-    return fused_sites(
-        {t.projection: (t.in_features, t.out_features) for t in base.targets if t.layer == 0}
-    )
-
-
-def fused_sites(shapes: Mapping[str, tuple[int, int]]) -> tuple[Site, ...]:
-    """`shapes`: projection -> (in features, out features)"""
-    return tuple(
-        Site(
-            name=name,
-            in_features=shapes[projections[0]][0],
-            projections=projections,
-            out_features=tuple(shapes[projection][1] for projection in projections),
-        )
-        for name, projections in FUSED_LINEARS.items()
-        if projections[0] in shapes
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +46,7 @@ class DenseLayout:
         return max(rank for _, _, ranks in self.key for rank in ranks)
 
 
-def plan_dense(sites: tuple[Site, ...], ranks: dict[tuple[int, str], int]) -> DenseLayout:
+def plan_dense(sites: tuple[FusedLinear, ...], ranks: dict[tuple[int, str], int]) -> DenseLayout:
     """`ranks`: (layer, projection) -> rank of what the adapter changes; the rest takes no room."""
     places: dict[tuple[int, str], SitePlace] = {}
     key: list[tuple[int, str, tuple[int, ...]]] = []
@@ -95,7 +64,7 @@ def plan_dense(sites: tuple[Site, ...], ranks: dict[tuple[int, str], int]) -> De
     return DenseLayout(places=places, num_elements=offset, key=tuple(key))
 
 
-def _place_site(site: Site, ranks: tuple[int, ...], offset: int) -> SitePlace:
+def _place_site(site: FusedLinear, ranks: tuple[int, ...], offset: int) -> SitePlace:
     slices = []
     b_offset = offset + sum(ranks) * site.in_features
     rank_start = out_start = 0

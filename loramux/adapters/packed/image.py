@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from loramux.adapters.packed.dense import DenseLayout, Site, plan_dense
+from loramux.adapters.packed.dense import DenseLayout, plan_dense
 from loramux.adapters.packed.fp12 import fits_fp12, pack_fp12, row_exponents
 from loramux.errors import AdapterRefused
+from loramux.types.model import FusedLinear
 
 if TYPE_CHECKING:
     from loramux.adapters.packed.paged import RankBlock, RankBlockLayout
@@ -59,7 +60,7 @@ def mapped_buffer(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 def pack_dense(
     adapter: CheckedAdapter,
-    sites: tuple[Site, ...],
+    sites: tuple[FusedLinear, ...],
     dtype: torch.dtype,
     allocate: Allocate = mapped_buffer,
 ) -> AdapterImage:

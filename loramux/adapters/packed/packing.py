@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from loramux.adapters.packed.dense import DenseLayout, Site, plan_dense
+from loramux.adapters.packed.dense import DenseLayout, plan_dense
 from loramux.adapters.packed.image import (
     AdapterImage,
     Allocate,
@@ -18,6 +18,7 @@ from loramux.adapters.packed.image import (
     pack_rank_blocks,
 )
 from loramux.adapters.packed.paged import Place, RankBlockLayout, plan_rank_blocks, uses_fp12
+from loramux.types.model import FusedLinear
 
 if TYPE_CHECKING:
     from loramux.adapters.peft.reader import CheckedAdapter
@@ -28,7 +29,7 @@ class Packing(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def sites(self) -> tuple[Site, ...]: ...
+    def sites(self) -> tuple[FusedLinear, ...]: ...
 
     @property
     def allocate(self) -> Allocate:
@@ -55,7 +56,7 @@ class Packing(Protocol):
 class DensePacking:
     """For kernels that work on copies: A as [in, ranks], B as [rank, out], without gaps."""
 
-    sites: tuple[Site, ...]
+    sites: tuple[FusedLinear, ...]
     dtype: torch.dtype
     allocate: Allocate = mapped_buffer
 
@@ -84,7 +85,7 @@ class DensePacking:
 class PagedPacking:
     """For kernels that follow addresses into pages: groups of ranks, none across a page."""
 
-    sites: tuple[Site, ...]
+    sites: tuple[FusedLinear, ...]
     dtype: torch.dtype
     page_elements: int
     allocate: Allocate

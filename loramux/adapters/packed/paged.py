@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from loramux.adapters.packed.dense import Site
+    from loramux.types.model import FusedLinear
 
 RANK_BLOCK = 16
 # Blocks begin at multiples of this many elements, the unit of the addresses in a group table.
@@ -133,7 +133,11 @@ def fp12_elements(num_rows: int, width: int) -> int:
 
 
 def plan_rank_blocks(
-    sites: Sequence[Site], ranks: Mapping[Place, int], page_elements: int, *, is_fp12: bool = False
+    sites: Sequence[FusedLinear],
+    ranks: Mapping[Place, int],
+    page_elements: int,
+    *,
+    is_fp12: bool = False,
 ) -> RankBlockLayout:
     """`ranks`: what the adapter changes. Layers come in order, so that a copy can follow them."""
     if page_elements % ALIGN_ELEMENTS:
@@ -240,7 +244,7 @@ def _cut(rank: int, shape: tuple[int, int], page_elements: int) -> list[tuple[in
     return [(start, min(per_group, rank - start)) for start in range(0, rank, per_group)]
 
 
-def _shapes(sites: Sequence[Site]) -> dict[str, tuple[int, int]]:
+def _shapes(sites: Sequence[FusedLinear]) -> dict[str, tuple[int, int]]:
     return {
         name: (site.in_features, out_features)
         for site in sites

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.ops import AttendArgs, SequenceRows
+from loramux.types.model import PagedLayout
 
 # Sequences are padded to the longest of their group, so a group's lengths stay within this factor.
 _LENGTH_SPREAD = 1.5

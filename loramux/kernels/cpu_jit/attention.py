@@ -24,12 +24,12 @@ from loramux.kernels.cpu_jit.runtime import LONG_BYTES, OPTIONS, exp, floats_at,
 from loramux.kernels.cpu_jit.tiles import FLOAT_BYTES, LINE_BYTES
 from loramux.kernels.ops import (
     AttendArgs,
-    PagedLayout,
     Rows,
     SequenceRows,
     empty_rows,
     kv_slots,
 )
+from loramux.types.model import PagedLayout
 
 # A chunk of several rows that sees more tokens than this is cheaper as products of matrices.
 _MAX_TOKENS_BY_ROW = 128

@@ -15,11 +15,11 @@ from loramux.kernels.ops import (
     KVTarget,
     Norm,
     NormArrays,
-    PagedLayout,
     RotateWriteArrays,
     Rotation,
 )
 from loramux.kernels.reference import elementwise as fused_torch
+from loramux.types.model import PagedLayout
 
 rotation = fused_torch.rotation
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.ops import AttendArgs, SequenceRows
+from loramux.types.model import PagedLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import torch
 
 from loramux.adapters.catalog import AdapterCatalog, AdapterRules, VerifiedAdapters
 from loramux.adapters.identity import FileDigest
-from loramux.adapters.packed.dense import sites_of
 from loramux.adapters.packed.image import pack_dense
 from loramux.adapters.packed.packing import DensePacking
 from loramux.adapters.peft.reader import read_adapter
@@ -30,7 +29,7 @@ BASE = tiny_base_info(tiny_llama_config())
 def make_catalog(
     dtype: torch.dtype = torch.float32, *, state: Path | None = None, **options: Any
 ) -> AdapterCatalog:
-    rules = AdapterRules(base=BASE, packing=DensePacking(sites_of(BASE), dtype))
+    rules = AdapterRules(base=BASE, packing=DensePacking(BASE.fused_linears, dtype))
     return AdapterCatalog(rules, verified=VerifiedAdapters(state), **options)
 
 
@@ -61,7 +60,7 @@ def test_registration_predicts_the_size_of_the_packed_image_and_packs_nothing(
     monkeypatch.setattr(DensePacking, "pack", lambda *_: pytest.fail("registration packed"))
     known = catalog.register(folder)
     monkeypatch.undo()
-    expected = pack_dense(read_adapter(folder, BASE), sites_of(BASE), torch.float32)
+    expected = pack_dense(read_adapter(folder, BASE), BASE.fused_linears, torch.float32)
     assert (known.num_elements, known.num_bytes) == (expected.buffer.numel(), expected.num_bytes)
     assert known.max_rank == expected.layout.max_rank
     assert torch.equal(catalog.read(known.cid).buffer, expected.buffer)
@@ -193,7 +192,7 @@ def test_weights_that_overflow_the_serving_dtype_are_refused(tmp_path: Path) -> 
 def test_the_scale_is_folded_into_b(tmp_path: Path) -> None:
     plain = read_adapter(write(tmp_path / "a", lora_alpha=4), BASE)
     scaled = read_adapter(write(tmp_path / "b", lora_alpha=12), BASE)
-    images = [pack_dense(a, sites_of(BASE), torch.float32) for a in (plain, scaled)]
+    images = [pack_dense(a, BASE.fused_linears, torch.float32) for a in (plain, scaled)]
     place = images[0].layout.places[0, "qkv"]
     a_size = place.in_features * place.total_rank
     first, second = (image.buffer[place.a_offset :][:a_size] for image in images)

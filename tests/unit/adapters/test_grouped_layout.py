@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.packed.dense import fused_sites, sites_of
 from loramux.adapters.packed.image import pack_rank_blocks
 from loramux.adapters.packed.paged import (
     ALIGN_ELEMENTS,
@@ -23,10 +22,11 @@ from loramux.adapters.packed.paged import (
 from loramux.adapters.peft.reader import CheckedAdapter, read_adapter
 from loramux.errors import AdapterRefused, DoesNotFit
 from loramux.kernels.reference.fp12 import read_fp12
+from loramux.types.model import Projection, fuse_projections
 from tests.adapter_factory import make_peft_adapter, tiny_base_info, tiny_llama_config
 
 BASE = tiny_base_info(tiny_llama_config())
-SITES = sites_of(BASE)
+SITES = BASE.fused_linears
 PROJECTIONS = tuple(name for site in SITES for name in site.projections)
 SHAPES = {
     name: (site.in_features, out)
@@ -41,6 +41,7 @@ LLAMA_8B = {
     **dict.fromkeys(("gate_proj", "up_proj"), (4096, 14336)),
     "down_proj": (14336, 4096),
 }
+LLAMA_8B_LINEARS = fuse_projections(Projection(name, *shape) for name, shape in LLAMA_8B.items())
 PAGE_OF_2_MIB = 1 << 20
 
 
@@ -93,7 +94,7 @@ def test_an_adapter_of_a_real_base_takes_no_page_more_than_its_bytes(
     rank: int, names: tuple[str, ...]
 ) -> None:
     ranks = {(layer, name): rank for layer in range(4) for name in names}
-    layout = plan_rank_blocks(fused_sites(LLAMA_8B), ranks, PAGE_OF_2_MIB)
+    layout = plan_rank_blocks(LLAMA_8B_LINEARS, ranks, PAGE_OF_2_MIB)
     assert layout.num_pages == -(-layout.num_weights // PAGE_OF_2_MIB)
 
 
@@ -132,7 +133,7 @@ def test_what_an_adapter_leaves_alone_has_no_ranks_in_the_table() -> None:
 
 def test_a_page_too_small_for_one_rank_is_refused() -> None:
     with pytest.raises(DoesNotFit, match="larger block size"):
-        plan_rank_blocks(fused_sites(LLAMA_8B), {(0, "down_proj"): 1}, 8192)
+        plan_rank_blocks(LLAMA_8B_LINEARS, {(0, "down_proj"): 1}, 8192)
 
 
 def test_a_page_that_addresses_cannot_reach_is_an_error() -> None:
@@ -161,7 +162,7 @@ def random_adapter(scale: float = 0.5, size: float = 0.02) -> Any:
     return SimpleNamespace(modules=[module])
 
 
-WIDE_SITES = fused_sites({"o_proj": (256, 64)})
+WIDE_SITES = fuse_projections([Projection("o_proj", 256, 64)])
 
 
 def test_short_weights_change_what_the_adapter_does_by_less_than_bfloat16_does() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.adapters.packed.dense import sites_of
 from loramux.adapters.packed.image import mapped_buffer, pack_dense
 from loramux.adapters.peft.reader import read_adapter
 from tests.adapter_factory import make_peft_adapter, tiny_base_info, tiny_llama_config
@@ -23,7 +22,7 @@ def test_every_projection_can_be_read_back_from_its_place(tmp_path: Path) -> Non
         rank_pattern={"v_proj": 2},
     )
     adapter = read_adapter(folder, BASE)
-    sites = sites_of(BASE)
+    sites = BASE.fused_linears
     image = pack_dense(adapter, sites, torch.float32)
     projections = {site.name: site.projections for site in sites}
     modules = {(m.target.layer, m.target.projection): m for m in adapter.modules}
@@ -41,7 +40,7 @@ def test_every_projection_can_be_read_back_from_its_place(tmp_path: Path) -> Non
 
 def test_an_image_takes_its_elements_and_no_more(tmp_path: Path) -> None:
     adapter = read_adapter(make_peft_adapter(tmp_path / "a", tiny_llama_config()), BASE)
-    image = pack_dense(adapter, sites_of(BASE), torch.float32)
+    image = pack_dense(adapter, BASE.fused_linears, torch.float32)
     assert image.num_bytes == 4 * image.layout.num_elements
     assert image.num_bytes == sum(4 * (m.a.numel() + m.b.numel()) for m in adapter.modules)
 

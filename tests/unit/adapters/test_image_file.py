@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from loramux.adapters.packed import file as image_file
-from loramux.adapters.packed.dense import Site, plan_dense
+from loramux.adapters.packed.dense import plan_dense
 from loramux.adapters.packed.file import KnownLayouts, read_image, write_image
 from loramux.adapters.packed.image import AdapterImage, mapped_buffer
 from loramux.adapters.packed.packing import DensePacking
 from loramux.errors import AdapterRefused
+from loramux.types.model import FusedLinear
 
 SITES = (
-    Site("qkv", 8, ("q_proj", "k_proj", "v_proj"), (8, 4, 4)),
-    Site("o", 8, ("o_proj",), (8,)),
+    FusedLinear("qkv", 8, ("q_proj", "k_proj", "v_proj"), (8, 4, 4)),
+    FusedLinear("o", 8, ("o_proj",), (8,)),
 )
 PACKING = DensePacking(SITES, torch.float32)
 RANKS = {(0, "q_proj"): 3, (0, "v_proj"): 1, (2, "o_proj"): 5}

@@ -3,16 +3,17 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.packed.dense import Site, plan_dense
+from loramux.adapters.packed.dense import plan_dense
+from loramux.types.model import FusedLinear
 
 SITES = (
-    Site(
+    FusedLinear(
         name="qkv",
         in_features=6,
         projections=("q_proj", "k_proj", "v_proj"),
         out_features=(6, 2, 2),
     ),
-    Site(name="o", in_features=6, projections=("o_proj",), out_features=(6,)),
+    FusedLinear(name="o", in_features=6, projections=("o_proj",), out_features=(6,)),
 )
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.adapters.packed.dense import fused_sites, sites_of
 from loramux.adapters.packed.image import mapped_buffer
 from loramux.adapters.packed.packing import DensePacking, Packing, PagedPacking
 from loramux.adapters.peft.reader import read_adapter
+from loramux.types.model import Projection, fuse_projections
 from tests.adapter_factory import (
     lora_config_dict,
     lora_tensors,
@@ -19,7 +19,7 @@ from tests.adapter_factory import (
 )
 
 BASE = tiny_base_info(tiny_llama_config())
-SITES = sites_of(BASE)
+SITES = BASE.fused_linears
 STACKED = DensePacking(SITES, torch.float32)
 GROUPED = PagedPacking(SITES, torch.float32, 4096, mapped_buffer)
 
@@ -46,7 +46,7 @@ def test_what_makes_other_buffers_has_another_fingerprint() -> None:
 
 
 def test_adapters_of_a_wide_base_in_bfloat16_have_a_short_a() -> None:
-    sites = fused_sites({"o_proj": (256, 64)})
+    sites = fuse_projections([Projection("o_proj", 256, 64)])
     packings = [
         PagedPacking(sites, dtype, 4096, mapped_buffer) for dtype in (torch.bfloat16, torch.float32)
     ]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, sites_of
+from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES
 from loramux.adapters.packed.file import write_image
 from loramux.adapters.packed.image import mapped_buffer, pack_dense
 from loramux.adapters.packed.packing import PagedPacking
@@ -17,9 +17,9 @@ from loramux.capacity.plan import Budgets, Fleet, MemoryPlan, PlannedBase, parse
 from loramux.capacity.planner import plan_memory
 from loramux.engine.stats import tier_stats
 from loramux.errors import InvalidRequest
-from loramux.memory.pool import KVGeometry, PagePool
+from loramux.memory.pool import PagePool
 from loramux.models.architectures import DecoderConfig, base_info, parse_config
-from loramux.types.model import BaseModelInfo, PackingKind, Projection
+from loramux.types.model import BaseModelInfo, PackingKind, PagedLayout, Projection
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request, run_all
 from tests.model_factory import MODEL_CLASSES, tiny_config, tiny_transformers_model
@@ -72,7 +72,7 @@ def shape_of(family: str) -> tuple[Any, dict[str, Any]]:
 
 
 def pool_for(config: DecoderConfig, num_pages: int) -> PagePool:
-    geometry = KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim, block_tokens=16)
+    geometry = PagedLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_tokens=16)
     return PagePool(
         num_pages=num_pages, geometry=geometry, dtype=torch.float32, device=torch.device("cpu")
     )
@@ -91,7 +91,7 @@ def test_bytes_and_pages_are_those_of_a_packed_adapter(
         lora_config_dict(r=16, target_modules=list(targets)),
         lora_tensors(config, r=16, names=targets),
     )
-    image = pack_dense(read_adapter(folder, base), sites_of(base), torch.float32)
+    image = pack_dense(read_adapter(folder, base), base.fused_linears, torch.float32)
     told = planned(as_json)
     [size] = plan(told, {"ranks": (16,), "targets": targets}).sizes
     assert size.bytes == pytest.approx(image.num_bytes, rel=0.01)
@@ -119,7 +119,7 @@ def test_paged_bytes_are_those_of_an_adapter_in_rank_blocks(
         lora_tensors(config, r=20, names=ALL),
     )
     told = planned(as_json, str(dtype).removeprefix("torch."), packing="paged")
-    packing = PagedPacking(sites_of(base), dtype, told.page_elements, mapped_buffer)
+    packing = PagedPacking(base.fused_linears, dtype, told.page_elements, mapped_buffer)
     image = packing.pack(read_adapter(folder, base))
     [size] = plan(told, {"ranks": (20,), "targets": ALL}).sizes
     assert (size.bytes, size.device_bytes) == (image.num_bytes, image.num_bytes)

@@ -6,19 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.adapters.packed.dense import sites_of
 from loramux.config.engine import EngineConfig
 from loramux.engine.build import load_base
 from loramux.engine.build_device import (
-    DevicePlan,
+    GpuPlan,
     largest_step,
     measured_pool_bytes,
     warm_up_steps,
 )
 from loramux.errors import DoesNotFit
-from loramux.memory.pool import KVGeometry
 from loramux.models.architectures import base_info
 from loramux.runner.gpu_runner import BatchLimits
+from loramux.types.model import PagedLayout
 from tests.device_factory import device_engine, two_adapters
 from tests.engine_factory import make_prompt, make_request, run_all
 from tests.model_factory import save_hf_folder, tiny_transformers_model
@@ -27,12 +26,12 @@ pytest.importorskip("triton", reason="no Triton on this machine")
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> DevicePlan:
+def plan(tmp_path: Path) -> GpuPlan:
     save_hf_folder(tiny_transformers_model("llama", num_hidden_layers=1), tmp_path)
     model = load_base(tmp_path, EngineConfig(dtype="float32", pack_weights=False))
-    geometry = KVGeometry(num_layers=1, num_kv_heads=2, head_dim=16, block_tokens=16)
+    geometry = PagedLayout(num_layers=1, num_kv_heads=2, head_dim=16, block_tokens=16)
     limits = BatchLimits(max_batch_tokens=20, max_sequences=3, max_pages=4)
-    return DevicePlan(model, sites_of(base_info(model.config, "tiny")), geometry, limits)
+    return GpuPlan(model, base_info(model.config, "tiny").fused_linears, geometry, limits)
 
 
 def test_tables_follow_the_adapters_that_come_and_go(
@@ -61,7 +60,7 @@ def test_residents_never_outnumber_the_places_in_the_tables(
     assert runner.directory.max_adapters == engine.pages.num_pages
 
 
-def test_the_step_that_is_measured_has_all_rows_and_all_samples(plan: DevicePlan) -> None:
+def test_the_step_that_is_measured_has_all_rows_and_all_samples(plan: GpuPlan) -> None:
     step = largest_step(plan)
     assert step.num_tokens == 20 and len(step.chunks) == 3
     assert all(chunk.sample is not None for chunk in step.chunks)
@@ -72,7 +71,7 @@ def test_the_step_that_is_measured_has_all_rows_and_all_samples(plan: DevicePlan
     assert len(runner.run(step).token_ids) == 3
 
 
-def test_steps_to_warm_up_with_stay_within_what_the_runner_was_made_for(plan: DevicePlan) -> None:
+def test_steps_to_warm_up_with_stay_within_what_the_runner_was_made_for(plan: GpuPlan) -> None:
     pool = plan.make_pool(16, torch.device("cpu"))
     runner = plan.make_runner(pool, plan.make_directory(pool))
     steps = warm_up_steps(plan, 16)
@@ -86,7 +85,7 @@ def test_steps_to_warm_up_with_stay_within_what_the_runner_was_made_for(plan: De
     runner.warm_up(steps[:2])
 
 
-def test_too_little_memory_is_refused_with_the_numbers(plan: DevicePlan) -> None:
+def test_too_little_memory_is_refused_with_the_numbers(plan: GpuPlan) -> None:
     config = EngineConfig(gpu_memory_utilization=1e-6, max_batch_tokens=20)
     told: list[str] = []
     with pytest.raises(DoesNotFit, match=r"MiB are taken.*max_batch_tokens \(20\)"):
@@ -95,11 +94,11 @@ def test_too_little_memory_is_refused_with_the_numbers(plan: DevicePlan) -> None
 
 
 def test_running_out_of_memory_while_measuring_is_told_the_same_way(
-    plan: DevicePlan, monkeypatch: pytest.MonkeyPatch
+    plan: GpuPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(DevicePlan, "make_pool", fail)
+    monkeypatch.setattr(GpuPlan, "make_pool", fail)
     with pytest.raises(DoesNotFit, match="need more than is left"):
         measured_pool_bytes(plan, EngineConfig())

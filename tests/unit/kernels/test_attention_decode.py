@@ -15,8 +15,9 @@ import triton.language as tl  # noqa: E402
 
 from loramux.kernels.gpu.attention import ops as attention_triton
 from loramux.kernels.gpu.attention.decode_tma import _load_queries  # noqa: E402
-from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
+from loramux.kernels.ops import AttendArgs, SequenceRows  # noqa: E402
 from loramux.kernels.reference import attention as attention_torch
+from loramux.types.model import PagedLayout  # noqa: E402
 from tests.unit.kernels.conftest import output_of_compiler  # noqa: E402
 
 DEVICE = torch.device(os.environ.get("LORAMUX_TEST_DEVICE", "cpu"))

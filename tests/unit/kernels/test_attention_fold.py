@@ -15,8 +15,9 @@ import triton.language as tl  # noqa: E402
 from loramux.kernels.gpu.attention import ops as attention_triton
 from loramux.kernels.gpu.attention.online_softmax import load_ordered_q  # noqa: E402
 from loramux.kernels.gpu.attention.ops import Tiles  # noqa: E402
-from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
+from loramux.kernels.ops import AttendArgs, SequenceRows  # noqa: E402
 from loramux.kernels.reference import attention as attention_torch
+from loramux.types.model import PagedLayout  # noqa: E402
 
 DEVICE = torch.device(os.environ.get("LORAMUX_TEST_DEVICE", "cpu"))
 LENGTHS = [1, 16, 17, 47, 64, 90]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from loramux.kernels.gpu.attention import split_kv as attention_items
 from loramux.kernels.gpu.attention.split_kv import Cut
-from loramux.kernels.ops import PagedLayout, SequenceRows, StepRows
+from loramux.kernels.ops import SequenceRows, StepRows
+from loramux.types.model import PagedLayout
 
 LAYOUT = PagedLayout(num_layers=1, num_kv_heads=1, head_dim=16, block_tokens=4)
 

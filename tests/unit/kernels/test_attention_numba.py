@@ -11,8 +11,9 @@ pytest.importorskip("numba", reason="no numba on this machine")
 
 from loramux.kernels.cpu_jit import attention as attention_numba
 from loramux.kernels.cpu_jit.attention_tiles import MIX_WIDTH
-from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.ops import AttendArgs, SequenceRows
 from loramux.kernels.reference import attention as attention_torch
+from loramux.types.model import PagedLayout
 from tests.attention_factory import (
     ARGS,
     CPU,

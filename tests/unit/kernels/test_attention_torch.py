@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows
+from loramux.kernels.ops import AttendArgs, SequenceRows
 from loramux.kernels.reference import attention as attention_torch
+from loramux.types.model import PagedLayout
 
 
 def test_chunks_over_pages_equal_dense_causal_attention() -> None:

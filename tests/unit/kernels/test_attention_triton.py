@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA GPUs only")
 
 from loramux.kernels.gpu.attention import ops as attention_triton
-from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows  # noqa: E402
+from loramux.kernels.ops import AttendArgs, SequenceRows  # noqa: E402
 from loramux.kernels.reference import attention as attention_torch
+from loramux.types.model import PagedLayout  # noqa: E402
 
 DEVICE = torch.device(os.environ.get("LORAMUX_TEST_DEVICE", "cpu"))
 NUM_HEADS = 6

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from loramux.kernels.ops import ACTIVATIONS, KVTarget, Norm, PagedLayout, Rotation, SequenceRows
+from loramux.kernels.ops import ACTIVATIONS, KVTarget, Norm, Rotation, SequenceRows
 from loramux.kernels.reference import attention as attention_torch
 from loramux.kernels.reference import elementwise as fused_torch
 from loramux.models.layers import HeadNorm, RMSNorm, Rotary, rotate_
 from loramux.models.rope import RopeConfig
+from loramux.types.model import PagedLayout
 
 LAYOUT = PagedLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=4)
 

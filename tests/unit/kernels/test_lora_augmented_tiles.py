@@ -15,9 +15,10 @@ from loramux.kernels.gpu.lora_augmented.tables import (
     augmented_launch,
     make_augmented_weights,
 )
-from loramux.kernels.ops import KVTarget, PagedLayout, Rotation
+from loramux.kernels.ops import KVTarget, Rotation
 from loramux.kernels.reference import elementwise as fused_torch
 from loramux.kernels.reference import lora_augmented as augmented_reference
+from loramux.types.model import PagedLayout
 from tests.attention_factory import random_angles
 from tests.augmented_factory import LONG_TILE, ROW, TILE, make_augmented_world, two_ctas  # noqa: E402
 from tests.lora_factory import NUM_LAYERS, Selection, make_world, random_rows  # noqa: E402

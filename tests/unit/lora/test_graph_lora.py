@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.adapters.packed.dense import ATTENTION_SITES, FUSED_LINEARS, Site
+from loramux.adapters.packed.dense import ATTENTION_SITES, FUSED_LINEARS
 from loramux.adapters.packed.paged import plan_rank_blocks
 from loramux.kernels.gpu.lora_augmented.tables import AugmentedLaunch
 from loramux.kernels.reference import lora_segmented
@@ -15,6 +15,7 @@ from loramux.lora.augmented_step import AugmentedStep, AugmentedWork
 from loramux.lora.graph_lora import BASE_MODE, GraphLora, LoraMode, LoraPath
 from loramux.lora.segmented import DeviceDirectory, LoraDevice, SegmentedWork, decode_work
 from loramux.memory.records import ResidentAdapter
+from loramux.types.model import FusedLinear
 from loramux.types.request import Selection
 from tests.lora_factory import (
     AUGMENTED,
@@ -35,7 +36,9 @@ MLP: Selection = (("mlp", 1.0),)
 Places = Sequence[tuple[int, str]]
 
 
-def resident(cid: str, *places: tuple[int, str], sites: Sequence[Site] = SITES) -> ResidentAdapter:
+def resident(
+    cid: str, *places: tuple[int, str], sites: Sequence[FusedLinear] = SITES
+) -> ResidentAdapter:
     """Of rank 3 at some projections of some layers."""
     layout = plan_rank_blocks(sites, dict.fromkeys(places, 3), PAGE_ELEMENTS)
     return ResidentAdapter(cid, layout, list(range(layout.num_pages)))
@@ -54,7 +57,7 @@ def make_lora(*, has_augmented: bool, num_blocks: int = 1) -> GraphLora:
     )
 
 
-def make_lists(sites: Sequence[Site], *residents: ResidentAdapter) -> GraphLora:
+def make_lists(sites: Sequence[FusedLinear], *residents: ResidentAdapter) -> GraphLora:
     directory = DeviceDirectory(
         sites, num_layers=NUM_LAYERS, max_adapters=4, max_blocks=32, device=CPU
     )

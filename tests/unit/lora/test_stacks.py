@@ -7,16 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.packed.dense import Site, plan_dense
+from loramux.adapters.packed.dense import plan_dense
 from loramux.lora.stacks import LoraStacks
-from loramux.memory.pool import KVGeometry, PagePool
+from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter
+from loramux.types.model import FusedLinear, PagedLayout
 
 SITES = (
-    Site(name="qkv", in_features=4, projections=("q", "k", "v"), out_features=(4, 2, 2)),
-    Site(name="o", in_features=4, projections=("o",), out_features=(4,)),
+    FusedLinear(name="qkv", in_features=4, projections=("q", "k", "v"), out_features=(4, 2, 2)),
+    FusedLinear(name="o", in_features=4, projections=("o",), out_features=(4,)),
 )
-GEOMETRY = KVGeometry(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
+GEOMETRY = PagedLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_tokens=2)
 both_ways = pytest.mark.parametrize("in_place", [False, True])
 
 

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import torch
 
-from loramux.memory.pool import KVGeometry, PagePool, copy_pairs
+from loramux.memory.pool import PagePool, copy_pairs
+from loramux.types.model import PagedLayout
 
-GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=1, head_dim=4, block_tokens=2)
+GEOMETRY = PagedLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_tokens=2)
 
 
 def make_pool(num_pages: int = 5) -> PagePool:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from loramux.errors import UnsupportedModel
-from loramux.memory.pool import KVGeometry
 from loramux.models.architectures import base_info, parse_config
 from loramux.models.decoder import Decoder
 from loramux.models.default_model import default_model_path
 from loramux.models.loader import describe_model
+from loramux.types.model import PagedLayout
 from tests.model_factory import FAMILIES, MODEL_CLASSES, tiny_config
 
 
@@ -28,7 +28,7 @@ def test_parameters_and_tokens_are_counted_as_the_decoder_has_them(family: str) 
     info = base_info(config, "tiny")
     decoder = Decoder(config, dtype=torch.float32, device="meta")
     assert info.num_parameters == sum(p.numel() for p in decoder.parameters())
-    geometry = KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim, block_tokens=4)
+    geometry = PagedLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_tokens=4)
     assert 4 * info.kv_token_elements == geometry.page_elements
     assert {p.name: p.out_features for p in info.projections}["k_proj"] == config.kv_size
 

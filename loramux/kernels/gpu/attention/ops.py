@@ -17,7 +17,8 @@ from loramux.kernels.gpu.attention.kernel import attend_items, write_rows
 from loramux.kernels.gpu.attention.split_kv import Cut, cut_sequences
 from loramux.kernels.gpu.pdl import num_sms, pdl_options, supports_tma
 from loramux.kernels.gpu.transfer import send
-from loramux.kernels.ops import AttendArgs, PagedLayout, SequenceRows, StepRows, kv_slots
+from loramux.kernels.ops import AttendArgs, SequenceRows, StepRows, kv_slots
+from loramux.types.model import PagedLayout
 
 # Prompts in one step before it has more items than a graph was made for.
 _MAX_PROMPTS = 64

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loramux.kernels.ops import PagedLayout, StepRows
+from loramux.kernels.ops import StepRows
+from loramux.types.model import PagedLayout
 
 Ints = NDArray[np.signedinteger[Any]]
 Flags = NDArray[np.bool_]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from loramux.kernels.gpu.attention.split_kv import ITEM_FIELDS, Cut
 from loramux.kernels.gpu.pdl import pdl_options, pdl_wait_and_launch
-from loramux.kernels.ops import PagedLayout
+from loramux.types.model import PagedLayout
 
 _ITEMS_PER_PROGRAM = 16
 
