@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.adapters.packed.dense import ATTENTION_SITES, FUSED_LINEARS
+from loramux.adapters.packed.dense import ATTENTION_SITES
 from loramux.adapters.packed.paged import plan_rank_blocks
 from loramux.kernels.gpu.lora_augmented.tables import AugmentedLaunch
 from loramux.kernels.reference import lora_segmented
@@ -15,7 +15,7 @@ from loramux.lora.augmented_step import AugmentedStep, AugmentedWork
 from loramux.lora.graph_lora import BASE_MODE, GraphLora, LoraMode, LoraPath
 from loramux.lora.segmented import DeviceDirectory, LoraDevice, SegmentedWork, decode_work
 from loramux.memory.records import ResidentAdapter
-from loramux.types.model import FusedLinear
+from loramux.types.model import FUSED_LINEARS, FusedLinear
 from loramux.types.request import Selection
 from tests.lora_factory import (
     AUGMENTED,
