@@ -1,22 +1,7 @@
 """Many LoRA adapters on one base model, mixed in one batch.
 
-The folders, in the order in which a request meets them:
-
-    cli/        commands: serve, chat, doctor, bench
-    launch.py   config -> engine -> app -> a listening server; the only file that knows everyone
-    client/     Python client of a server, sync and async
-    server/     HTTP in OpenAI's shapes, over a TextBackend; knows no torch and no engine
-    engine/     the step loop in its own process, its supervisor, LLM, tokenizer, text output
-    scheduler/  which sequences run in the next step; no torch
-    runner/     a step plan becomes tensors, one forward, sampled tokens
-    models/     one decoder described by data; loaders for safetensors and GGUF
-    lora/       which rows of a batch use which adapter, and what that adds
-    kernels/    the arithmetic: a torch reference beside every fast twin
-    memory/     equal pages shared by KV cache and adapter weights
-    adapters/   PEFT folder -> checked weights and a content id
-    backend.py  what a server needs of an engine
-    types.py    what the layers hand to each other
-    errors.py   what can go wrong on purpose
+docs/ARCHITECTURE.md describes the packages in the order in which a request passes them: cli,
+launch, server, engine, scheduler, runner, models, lora, kernels, memory.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ class LoramuxError(Exception):
 
 
 class InvalidRequest(LoramuxError):
-    """A request field has a value that cannot be honoured."""
+    """A field of a request or a setting has an invalid value."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -19,15 +19,15 @@ class InvalidRequest(LoramuxError):
 
 
 class UnsupportedModel(LoramuxError):
-    """The base model cannot be served: unknown architecture, odd config, missing files."""
+    """The base model cannot be served: unknown architecture, invalid config or missing files."""
 
 
 class AdapterNotFound(LoramuxError):
-    """No adapter where the request said it would be."""
+    """The named adapter does not exist."""
 
 
 class Refusal(LoramuxError):
-    """Something that must not be used, with the fix.
+    """An input that must not be used, with the fix.
 
     `code` is a stable short word for programs ("wrong_shape"), the message says what is wrong, and
     `fix` what to do about it.
@@ -41,15 +41,15 @@ class Refusal(LoramuxError):
 
 
 class AdapterRefused(Refusal):
-    """An adapter that must not be served."""
+    """The adapter must not be served."""
 
 
 class DoesNotFit(LoramuxError):
-    """A request or an adapter that could never fit into the page pool, even if it were empty."""
+    """A request or an adapter does not fit into the page pool, even if the pool is empty."""
 
 
 class EngineBusy(LoramuxError):
-    """The queue is full; the same request may be sent again after retry_after_s."""
+    """The queue is full; the request may be retried after retry_after_s."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -57,15 +57,15 @@ class EngineBusy(LoramuxError):
 
 
 class RequestTimeout(LoramuxError):
-    """The time that the request allowed was over before its last token."""
+    """The time limit of the request expired before its last token."""
 
 
 class EngineStopped(LoramuxError):
-    """The engine died, hung or is shutting down; what had been answered so far is not complete."""
+    """The engine died, hung or is shutting down; the output so far is incomplete."""
 
 
 class RegistryConflict(LoramuxError):
-    """A name already means something else, or another writer was first; nothing was changed."""
+    """The name is already in use, or another writer was first; nothing was changed."""
 
 
 class RegistryUnavailable(LoramuxError):
@@ -73,19 +73,19 @@ class RegistryUnavailable(LoramuxError):
 
 
 class StoreFull(LoramuxError):
-    """The adapter store has no room for more: its own limit, or the disk's."""
+    """The adapter store has reached its own limit or that of the disk."""
 
 
 class StoreDamaged(LoramuxError):
-    """Bytes in the adapter store are not those that their digest names."""
+    """Bytes in the adapter store do not match their digest."""
 
 
 class SourceRefused(Refusal):
-    """An id or its bytes that must not be fetched."""
+    """The source id or its bytes must not be fetched."""
 
 
 class SourceForbidden(SourceRefused):
-    """A sound id of a place that this server, or its credentials, may not read."""
+    """This server or its credentials may not read a valid source id."""
 
 
 class SourceNotFound(LoramuxError):
@@ -93,7 +93,7 @@ class SourceNotFound(LoramuxError):
 
 
 class SourceFailed(LoramuxError):
-    """The source could not be reached, broke off, or gave other bytes than it had promised."""
+    """The source could not be reached, broke off, or sent other bytes than announced."""
 
     def __init__(
         self, message: str, *, is_temporary: bool = True, retry_after_s: float | None = None

@@ -1,4 +1,4 @@
-"""The composition root: config -> engine -> app -> server. Nothing else knows everyone."""
+"""Composition root of the server: config -> engine -> HTTP application -> listening server."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from loramux.sources.config import SourceConfig, source_config
 RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 SECONDS_PER_DAY = 86_400.0
 _log = logging.getLogger(__name__)
-# After the drain every stream has ended, with an error event if need be; this is for the sockets.
+# After the drain every stream has ended; this is the time for closing the sockets.
 _CLOSING_S = 5
 
 OnReady = Callable[[str, int, str, Sequence[str]], None]
-"""host, port, name of the base, names of the adapters"""
+"""Receives host, port, name of the base model and names of the adapters."""
 
 
 def serve(config: ServeConfig, *, progress: OnProgress, on_ready: OnReady) -> int:
-    """Blocks until SIGTERM or Ctrl-C; raises LoramuxError for what keeps it from starting."""
+    """Serve until SIGTERM or Ctrl-C; raises LoramuxError if the server cannot start."""
     _allow_many_connections()
-    # Before the model is loaded: a port in use should not cost the wait.
+    # Bound before the model is loaded, so that a port in use fails at once.
     with _listen(config.host, config.port) as listener:
         asyncio.run(_serve(config, listener, progress, on_ready))
     return 0
@@ -65,7 +65,7 @@ def serve(config: ServeConfig, *, progress: OnProgress, on_ready: OnReady) -> in
 async def _serve(
     config: ServeConfig, listener: socket.socket, progress: OnProgress, on_ready: OnReady
 ) -> None:
-    # First of all: what is wrong with it should not cost the wait for the model.
+    # Parsed before the model is loaded, so that an invalid setting fails at once.
     sources = source_config(config)
     with opened_registry(config, sources=sources) as (registry, issuer):
         given = {module.name for module in config.lora_modules}
@@ -80,12 +80,12 @@ async def _serve(
             server = DrainingServer(_uvicorn_config(config, app), engine, config.drain_s)
             host, port = listener.getsockname()[:2]
 
-            def say() -> None:
+            def announce() -> None:
                 known = [] if registry is None else map(str, registry.registry.adapters())
                 shown = [*(given.name for given in names.given()), *known]
                 on_ready(host, port, options.served_model_names[0], shown)
 
-            announcing = asyncio.create_task(_announce(server, say))
+            announcing = asyncio.create_task(_when_started(server, announce))
             await server.serve(sockets=[listener])
             announcing.cancel()
             await server.wait_until_drained()
@@ -114,7 +114,7 @@ def server_options(
 
 
 def registry_places(config: ServeConfig, environment: Mapping[str, str]) -> DataPlaces | None:
-    """None: the server has no registry, because none is named and nobody has ever pushed."""
+    """Where the registry is; None if none is configured and the default one does not exist."""
     if config.registry == NONE:
         return None
     named = (config.registry, config.data, environment.get(REGISTRY_VARIABLE))
@@ -140,7 +140,7 @@ def opened_registry(
     *,
     sources: SourceConfig | None = None,
 ) -> Iterator[tuple[RegistryAdapters | None, ReceiptIssuer]]:
-    """The registry where there is one, and how receipts are written; both closed after."""
+    """The registry, if there is one, and the issuer of receipts; closed with the context."""
     places = registry_places(config, environment)
     is_on = config.receipts != "off"
     key = None if config.receipt_key is None else read_private_key(Path(config.receipt_key))
@@ -220,7 +220,7 @@ async def _name_adapters(
 async def _prewarming(
     engine: AsyncEngine, names: AdapterNames, adapters: Sequence[Resolved]
 ) -> AsyncIterator[None]:
-    """Meanwhile the server answers: what is not in the store may take long to come."""
+    """Prewarm in the background, because fetching missing adapters may take long."""
     if not adapters:
         yield
         return
@@ -239,7 +239,7 @@ def _with_disk_folder(config: EngineConfig) -> EngineConfig:
 
 
 class DrainingServer(uvicorn.Server):
-    """On the first signal no new work is taken, and what runs may end for drain_s."""
+    """On the first signal, refuses new requests and gives running ones drain_s to finish."""
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_s: float) -> None:
         super().__init__(config)
@@ -248,7 +248,7 @@ class DrainingServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn would raise the signal again after its own shutdown, and end the process with it.
+        # uvicorn's handler would raise the signal again after its shutdown and kill the process.
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         if self._draining is None:
@@ -261,22 +261,22 @@ class DrainingServer(uvicorn.Server):
             await self._draining
 
 
-async def _announce(server: uvicorn.Server, say: Callable[[], None]) -> None:
+async def _when_started(server: uvicorn.Server, announce: Callable[[], None]) -> None:
     while not server.started:
         await asyncio.sleep(0.02)
-    say()
+    announce()
 
 
 def _allow_many_connections() -> None:
-    """Every stream is an open file: the usual soft limit of 1024 would limit the streams."""
+    """Raise the soft limit of open files: every stream is one, and the usual limit is 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol left at 0 asyncio would not turn Nagle's algorithm off, and each answer
-    # would wait some 40 ms for the client's acknowledgement.
+    # With protocol 0 asyncio would not set TCP_NODELAY, and each reply would wait about 40 ms for
+    # the client's acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

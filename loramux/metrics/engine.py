@@ -1,4 +1,4 @@
-"""The engine's own figures, read at each scrape."""
+"""Metrics of the engine, read at each scrape."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from loramux.backend import AdapterHost, EngineStats, Health, TierStats
 
 # Limit of the names of one adapter: many tenants may have pushed the same bytes.
 MAX_LABELS = 4
-# Name, what it says, field of TierStats.
+# Name, help text, field of TierStats.
 TIER_COUNTERS = (
     ("hits", "Requests that found their adapter in this tier, and in no faster one.", "hits"),
     ("misses", "Requests whose adapter was in a slower tier.", "misses"),
-    ("loads", "Adapters brought into this tier.", "loads"),
-    ("evictions", "Adapters that had to leave this tier.", "evictions"),
-    ("load_seconds", "Time that loads into this tier took.", "load_seconds"),
-    ("load_bytes", "Bytes that loads into this tier moved.", "load_bytes"),
+    ("loads", "Adapters loaded into this tier.", "loads"),
+    ("evictions", "Adapters evicted from this tier.", "evictions"),
+    ("load_seconds", "Duration of loads into this tier.", "load_seconds"),
+    ("load_bytes", "Bytes loaded into this tier.", "load_bytes"),
     ("load_failures", "Loads into this tier that failed.", "failures"),
 )
 TIER_GAUGES = (
     ("bytes", "Bytes of adapters in this tier.", "used_bytes"),
-    ("budget_bytes", "Bytes that this tier may take.", "budget_bytes"),
+    ("budget_bytes", "Memory budget of this tier.", "budget_bytes"),
     ("adapters", "Adapters in this tier.", "num_adapters"),
 )
 
 
 class EngineCollector(Collector):
-    """Its counters start again at 0 when the engine does."""
+    """Reads the engine's stats; its counters restart at 0 with the engine."""
 
     def __init__(
         self,
@@ -73,20 +73,24 @@ def _gauges(stats: EngineStats, health: Health) -> list[tuple[str, str, float]]:
         ("vllm:num_requests_waiting", "Sequences in the queue.", stats.num_waiting),
         (
             "vllm:kv_cache_usage_perc",
-            "Part of the pages that running sequences and their adapters hold; 1 is full.",
+            "Fraction of the pages in use by running sequences and their adapters; 1 is full.",
             num_busy / stats.num_pages if stats.num_pages else 0.0,
         ),
         ("loramux:pages_used", "Pages of KV cache and adapters, idle ones included.", num_used),
         ("loramux:pages", "All pages of the pool.", stats.num_pages),
-        ("loramux:engine_ready", "1 while the engine can answer.", health is Health.READY),
+        ("loramux:engine_ready", "1 while the engine accepts requests.", health is Health.READY),
     ]
 
 
 def _counters(stats: EngineStats, num_restarts: int) -> list[tuple[str, str, int]]:
     return [
-        ("vllm:num_preemptions", "Sequences that had to give pages back.", stats.num_preemptions),
-        ("loramux:adapter_loads", "Adapters copied into pages.", stats.num_adapter_loads),
-        ("loramux:adapter_evictions", "Adapters dropped from pages.", stats.num_adapter_evictions),
+        ("vllm:num_preemptions", "Sequences that were preempted.", stats.num_preemptions),
+        ("loramux:adapter_loads", "Adapters loaded into the page pool.", stats.num_adapter_loads),
+        (
+            "loramux:adapter_evictions",
+            "Adapters evicted from the page pool.",
+            stats.num_adapter_evictions,
+        ),
         (
             "vllm:prefix_cache_queries",
             "Prompt tokens looked up in the prefix cache.",
@@ -94,18 +98,18 @@ def _counters(stats: EngineStats, num_restarts: int) -> list[tuple[str, str, int
         ),
         (
             "vllm:prefix_cache_hits",
-            "Prompt tokens that the prefix cache had.",
+            "Prompt tokens found in the prefix cache.",
             stats.prefix_hit_tokens,
         ),
         ("loramux:engine_steps", "Batches computed.", stats.num_steps),
-        ("loramux:engine_restarts", "Engines that died or hung.", num_restarts),
+        ("loramux:engine_restarts", "Restarts after the engine died or hung.", num_restarts),
     ]
 
 
 def _lora_requests_info(
     stats: EngineStats, names: Mapping[str, list[str]], *, max_loras: int
 ) -> Metric:
-    """One sample whose labels are the lists; routers take the newest by its value, a time."""
+    """One sample whose labels are the lists; routers find the newest by its value, a time."""
     info = GaugeMetricFamily(
         "vllm:lora_requests_info",
         "Adapters of running and of waiting requests.",
@@ -118,14 +122,16 @@ def _lora_requests_info(
 
 
 def _max_loras(backend: AdapterHost) -> int:
-    """Without a cap, any known adapter may share the batch: the pool has no fixed slots."""
+    """The limit of adapters in a batch; without one, all registered adapters may be in it."""
     cap = None if backend.health is Health.STARTING else backend.card.max_loras
     return len(backend.adapters) if cap is None else cap
 
 
 def _resident(stats: EngineStats, names: Mapping[str, list[str]]) -> Metric:
     resident = GaugeMetricFamily(
-        "loramux:adapter_resident", "1: the adapter's weights are in pages.", labels=["adapter"]
+        "loramux:adapter_resident",
+        "1 if the adapter's weights are in the page pool.",
+        labels=["adapter"],
     )
     for cid in stats.resident_adapters:
         for name in names.get(cid, ()):
@@ -151,7 +157,7 @@ def _tier_metrics(tiers: Iterable[TierStats], model_name: str) -> Iterator[Metri
 def _step_loss(stats: EngineStats, model_name: str) -> Metric:
     histogram = HistogramMetricFamily(
         "loramux:step_load_loss_seconds",
-        "Time that steps lost to adapter loads, for each step that had to do with one.",
+        "Time that adapter loads added to a step, for steps with a load.",
         labels=["model_name"],
     )
     if stats.step_loss_s:

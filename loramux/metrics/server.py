@@ -1,4 +1,4 @@
-"""What a server counts, in Prometheus' terms; routers and dashboards scrape the vllm: names."""
+"""Prometheus metrics of a server; the vllm: names are those that routers and dashboards use."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ WHOLE_REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 2.5, 5, 10, 20, 30, 60, 120, 240
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledSeries:
+    """Series with the model's label, looked up once."""
+
     first_token: Histogram
     inter_token: Histogram
     whole: Histogram
@@ -34,7 +36,7 @@ class LabelledSeries:
 
 
 class Metrics:
-    """Counters of one server, and its engine's figures read at each scrape."""
+    """Metrics of one server, and those of its engine, which are read at each scrape."""
 
     def __init__(
         self,
@@ -49,21 +51,23 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds",
-            "From arrival to the first token.",
+            "Time from arrival to the first token.",
             FIRST_TOKEN_BUCKETS,
         )
         self._inter_token = self._histogram(
             "vllm:inter_token_latency_seconds",
-            "Between two deltas of a choice.",
+            "Time between two deltas of a choice.",
             INTER_TOKEN_BUCKETS,
         )
         self._whole = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the end.", WHOLE_REQUEST_BUCKETS
+            "vllm:e2e_request_latency_seconds",
+            "Time from arrival to the end.",
+            WHOLE_REQUEST_BUCKETS,
         )
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens computed.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         self._success = self._counter(
-            "vllm:request_success", "Ended requests, by how they ended.", "finished_reason"
+            "vllm:request_success", "Finished requests by finish reason.", "finished_reason"
         )
         self.traffic = AdapterTraffic()
         """Traffic by CID."""
@@ -76,7 +80,7 @@ class Metrics:
 
     @property
     def model_name(self) -> str:
-        """The base's name; empty until the engine has told it."""
+        """Name of the base model; empty until the engine has started."""
         if self._model_name is None and self._backend.health is not Health.STARTING:
             self._model_name = self._backend.card.name
         return self._model_name or ""
@@ -108,7 +112,7 @@ class Metrics:
 
     @cached_property
     def _labelled(self) -> LabelledSeries:
-        """Looked up once, by the first request: labels() costs more than the counting itself."""
+        """The series, looked up by the first request: labels() costs more than an increment."""
         name = self.model_name
         return LabelledSeries(
             first_token=self._first_token.labels(name),

@@ -1,4 +1,4 @@
-"""Who asks for which adapter how much: exact for all, and shown to Prometheus for the busiest."""
+"""Traffic by adapter: exact for all of them, and as metrics for the busiest."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from loramux.backend import AdapterHost
 
 NUM_SHOWN = 20
 OTHER = "other"
-# What was asked for this long ago counts half.
+# Half-life of the traffic in the ranking.
 HALF_LIFE_S = 600.0
-# A newcomer must be this much busier than one that is shown, or the two would take turns.
-STAYING = 1.2
+# Hysteresis: an adapter replaces a shown one only if it is this much busier.
+HYSTERESIS = 1.2
 
 
 @dataclass(slots=True)
 class Traffic:
+    """Counters of requests and tokens."""
+
     num_requests: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
@@ -32,12 +34,14 @@ class Traffic:
 
 @dataclass(slots=True)
 class CountedAdapter:
+    """Traffic of one adapter."""
+
     name: str
     shown_in: Traffic
-    """The series that its traffic is added to: its own, or that of all others."""
+    """The series to which its traffic is added: its own, or that of all others."""
     total: Traffic = field(default_factory=Traffic)
     own: Traffic = field(default_factory=Traffic)
-    """Its series, of the times when it was among the busiest."""
+    """Its own series: the traffic while it was among the busiest."""
     score: float = 0.0
     scored_tokens: int = 0
 
@@ -53,7 +57,7 @@ class CountedAdapter:
 
 
 class AdapterTraffic:
-    """What is counted goes into one series for good, so that none of them ever goes down."""
+    """Counts traffic; each request stays in one series, so that no counter ever decreases."""
 
     def __init__(
         self, *, num_shown: int = NUM_SHOWN, clock: Callable[[], float] = time.monotonic
@@ -65,7 +69,7 @@ class AdapterTraffic:
         self._ranked_s = clock()
 
     def counted(self, name: str) -> CountedAdapter:
-        """To be added to as the adapter's requests go on."""
+        """The counters of an adapter, to be incremented while its requests run."""
         found = self._counted.get(name)
         if found is None:
             found = self._counted[name] = CountedAdapter(name, self._other)
@@ -79,18 +83,18 @@ class AdapterTraffic:
         return Traffic() if found is None else found.total
 
     def busiest(self) -> list[str]:
-        """Names of those that had any traffic."""
+        """Names of the adapters with traffic, busiest first."""
         self._score()
         ranked = sorted(self._counted.values(), key=lambda adapter: adapter.score, reverse=True)
         return [adapter.name for adapter in ranked]
 
     def series(self, known: Iterable[str]) -> Iterator[tuple[str, Traffic]]:
-        """Of the busiest among the known adapters, and of all others together."""
+        """Series of the busiest of the known adapters, and one series of all others."""
         self._score()
         self.forget_all_but(known)
         ranked = sorted(
             (adapter for name, adapter in self._counted.items() if name != OTHER),
-            key=lambda adapter: adapter.score * (STAYING if adapter.is_shown else 1.0),
+            key=lambda adapter: adapter.score * (HYSTERESIS if adapter.is_shown else 1.0),
             reverse=True,
         )
         for rank, adapter in enumerate(ranked):
@@ -114,6 +118,8 @@ class AdapterTraffic:
 
 
 class TrafficCollector(Collector):
+    """Reads the traffic at each scrape."""
+
     def __init__(
         self,
         traffic: AdapterTraffic,
@@ -132,10 +138,12 @@ class TrafficCollector(Collector):
             "loramux:adapter_requests", "Requests for the busiest adapters.", labels=labels
         )
         prompts = CounterMetricFamily(
-            "loramux:adapter_prompt_tokens", "Their prompt tokens.", labels=labels
+            "loramux:adapter_prompt_tokens", "Prompt tokens of the busiest adapters.", labels=labels
         )
         answers = CounterMetricFamily(
-            "loramux:adapter_generation_tokens", "Their generated tokens.", labels=labels
+            "loramux:adapter_generation_tokens",
+            "Generated tokens of the busiest adapters.",
+            labels=labels,
         )
         known = [label for cid in list(self._backend.adapters) for label in self._labels_of(cid)]
         for name, traffic in self._traffic.series(known):

@@ -1,4 +1,4 @@
-"""The HTTP application: routes over one TextBackend, wherever its engine runs."""
+"""The HTTP application: all routes over one TextBackend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from loramux.server.plans import plan_routes
 from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.receipts import receipt_routes
 from loramux.server.registry_routes import registry_routes
-from loramux.server.request_ids import RECEIPT_HEADER, RequestIds
+from loramux.server.request_ids import RECEIPT_HEADER, RequestIdMiddleware
 from loramux.server.run import run_routes
 from loramux.server.runtime_lora import runtime_lora_routes
 from loramux.server.status import status_routes
@@ -39,7 +39,7 @@ ROUTES = (
     runtime_lora_routes,
     plan_routes,
     adapter_routes,
-    # After /pin, which its DELETE would take for a part of the name.
+    # After /pin: the DELETE of a name would also match its path.
     registry_routes,
     token_routes,
     status_routes,
@@ -55,7 +55,7 @@ def create_app(
     receipts: ReceiptIssuer | None = None,
     lifespan: Lifespan | None = None,
 ) -> FastAPI:
-    """The backend may start before or after; until it is ready, requests are answered with 503."""
+    """Make the application; requests are answered with 503 until the backend is ready."""
     app = FastAPI(
         title="loramux",
         version=__version__,
@@ -91,7 +91,7 @@ def create_app(
             expose_headers=["x-request-id", RECEIPT_HEADER],
         )
     app.add_middleware(CallerMiddleware, tenant_header=options.tenant_header)
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIdMiddleware)
     install_error_handlers(app)
     install_openapi(app)
     return app

@@ -1,4 +1,4 @@
-"""Request bodies: bounded in size, decoded by msgspec, faults named by their field."""
+"""Reads and decodes JSON bodies of bounded size; errors name the invalid field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIELD = re.compile(r"`\$\.(\w+)|missing required field `(\w+)`")
 
 
 async def read_json(request: Request, kind: type[T], *, max_bytes: int) -> tuple[T, int]:
-    """The decoded body, and its size in bytes."""
+    """Read and decode a body; returns it with its size in bytes."""
     body = await read_body(request, max_bytes)
     return decode(body, kind), len(body)
 
@@ -52,8 +52,8 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise InvalidRequest("The body is nested too deeply.") from error
 
 
-def json_response(answer: Any, *, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(answer), status_code=status, media_type="application/json")
+def json_response(reply: Any, *, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(reply), status_code=status, media_type="application/json")
 
 
 def _field(message: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What every route needs: the engine, the options, the counters."""
+"""The objects that all routes share: backend, options, metrics, adapter names, receipts."""
 
 from __future__ import annotations
 
@@ -17,43 +17,47 @@ from loramux.server.registry_adapters import RegistryAdapters
 from loramux.sources.config import SourceConfig
 
 _NOT_READY = {
-    Health.STARTING: "The engine is starting: ask again in a moment.",
-    Health.RESTARTING: "The engine stopped and is being started again: ask again in a moment.",
-    Health.DRAINING: "The server is shutting down and takes no new requests.",
+    Health.STARTING: "The engine is starting: try again in a moment.",
+    Health.RESTARTING: "The engine stopped and is restarting: try again in a moment.",
+    Health.DRAINING: "The server is shutting down and accepts no new requests.",
     Health.STOPPED: "The engine has stopped.",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
+    """Settings of the HTTP application."""
+
     served_model_names: tuple[str, ...] = ()
-    """Names of the base; the first is the one that answers show. Empty: its own name."""
+    """Names of the base model; replies contain the first. Empty: the model's own name."""
     max_body_bytes: int = 32 * 2**20
-    """A larger request body is refused without being read."""
+    """Maximum size of a request body."""
     max_choices: int = 1024
-    """Prompts of one request times its n."""
+    """Maximum number of prompts times n of one request."""
     cors_origins: tuple[str, ...] = ()
-    """Web origins whose pages may call this server; "*" for any."""
+    """Origins of web pages that may call this server; "*" for any."""
     probe_timeout_s: float = 30.0
-    """What a deep health check may take."""
+    """Time limit of a deep health check."""
     tenant_header: str | None = None
-    """Header that names a request's tenant; None: all requests are one tenant's."""
+    """Header with the tenant of a request; None: all requests belong to one tenant."""
     allow_runtime_lora_updating: bool = False
-    """Whether vLLM's calls to load and unload adapters are there."""
+    """Whether vLLM's endpoints to load and unload adapters are enabled."""
     sources: SourceConfig = field(default_factory=SourceConfig)
-    """Where a push may fetch adapters from, with which credentials and within which limits."""
+    """Allowed sources of a push, with credentials and limits."""
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
     adapter_shares: Mapping[str, float] = field(default_factory=dict)
     """Shares under fair scheduling, by tenant and by adapter label; the default is 1."""
     unopened_registry: str | None = None
-    """A SQLite file that was not there at the start, so that the server has no registry."""
+    """Default registry file that did not exist at start; the server runs without a registry."""
     allowed_roots: tuple[str, ...] = ()
-    """Folders that adapters may be read from when a request names a path. Empty: a push may name
-    none, and vLLM's call to load an adapter any."""
+    """Folders from which requests may load adapters by path. Empty: a push may use no path, and
+    vLLM's load endpoint any path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
+    """Shared by all routes of one application."""
+
     backend: TextBackend
     options: ServerOptions
     metrics: Metrics
@@ -90,7 +94,7 @@ class Context:
 
     @property
     def missed_registry(self) -> str:
-        """A sentence for who asks for something that was pushed after the start; mostly empty."""
+        """A hint for error messages if a registry was created after the start, else empty."""
         path = self.options.unopened_registry
         if self.registry is not None or path is None or not Path(path).exists():
             return ""
@@ -105,6 +109,6 @@ class Context:
             raise EngineStopped(_NOT_READY[health])
 
     def require_known(self) -> None:
-        """Enough for routes that ask nothing of the engine itself: it has been up once."""
+        """Raise until the engine has been ready once; for routes that only need its model card."""
         if self.backend.health is Health.STARTING:
             self.require_ready()

@@ -1,4 +1,4 @@
-"""One table from errors to HTTP, and OpenAI's shape for all of them."""
+"""Maps errors to HTTP statuses and to bodies in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from loramux.server.wire import ErrorBody, ErrorInfo
 
 
 class NotServed(LoramuxError):
-    """The request names a model or an adapter that is not here."""
+    """The request names a model or an adapter that this server does not have."""
 
     def __init__(self, message: str, *, param: str | None) -> None:
         super().__init__(message)
@@ -43,11 +43,11 @@ class NotServed(LoramuxError):
 
 
 class BodyTooLarge(LoramuxError):
-    """The request's body is over the limit."""
+    """The request's body is larger than the limit."""
 
 
 class NotJson(LoramuxError):
-    """The request's body is declared to be something else than JSON."""
+    """The request's Content-Type is not JSON."""
 
 
 HTTP_STATUS: dict[type[LoramuxError], int] = {
@@ -91,12 +91,12 @@ ERROR_TYPE = {
 
 CLIENT_GONE_STATUS = 499
 RESTART_RETRY_AFTER_S = 2.0
-# Messages quote what was sent, which may be megabytes.
+# Messages quote fields of the request, which may be megabytes.
 MAX_MESSAGE_CHARACTERS = 1000
 
 
 def error_info(error: Exception) -> ErrorInfo:
-    """What a client may know of an error; the text of an unforeseen one stays in the log."""
+    """The error as the client sees it; the text of an unexpected error goes to the log only."""
     if isinstance(error, LoramuxError):
         status = next(HTTP_STATUS[kind] for kind in type(error).__mro__ if kind in HTTP_STATUS)
         info = _info(status, str(error), getattr(error, "param", None))
@@ -115,7 +115,7 @@ def error_response(error: Exception) -> Response:
     if retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
     if isinstance(error, RequestTimeout):
-        # OpenAI's clients would send it again at once, to a server that is busy already.
+        # OpenAI's clients would retry at once and increase the load.
         headers["x-should-retry"] = "false"
     return Response(
         msgspec.json.encode(ErrorBody(error=info)),
@@ -134,7 +134,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 async def _handle(request: Request, error: Exception) -> Response:
     response = error_response(error)
-    # Unforeseen errors are answered outside all middleware.
+    # Starlette handles unexpected errors outside of all middleware.
     request_id = getattr(request.state, "request_id", None)
     if request_id is not None and not isinstance(error, (LoramuxError, HTTPException)):
         response.headers["x-request-id"] = request_id
@@ -149,7 +149,7 @@ async def _handle_validation(request: Request, error: Exception) -> Response:
 
 
 async def _handle_client_gone(request: Request, error: Exception) -> Response:
-    """Nobody reads it; access logs show the status."""
+    """The client has disconnected; the status is for access logs only."""
     return Response(status_code=CLIENT_GONE_STATUS)
 
 
@@ -163,5 +163,5 @@ def _info(status: int, message: str, param: str | None = None) -> ErrorInfo:
 def _retry_after_s(error: Exception) -> float | None:
     if isinstance(error, EngineBusy):
         return error.retry_after_s
-    passes = isinstance(error, EngineStopped | RegistryUnavailable)
-    return RESTART_RETRY_AFTER_S if passes else None
+    is_temporary = isinstance(error, EngineStopped | RegistryUnavailable)
+    return RESTART_RETRY_AFTER_S if is_temporary else None

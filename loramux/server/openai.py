@@ -39,25 +39,25 @@ from loramux.server.streaming import DONE, Events, event, stream_events, until_g
 from loramux.server.usage import UsageCount
 from loramux.server.wire import (
     ChatChoice,
+    ChatChunk,
     ChatChunkChoice,
+    ChatCompletion,
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
     ChatTokenLogprob,
+    Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
-    ServedChat,
-    ServedChatChunk,
-    ServedCompletion,
     TopLogprob,
     Usage,
 )
 from loramux.types.request import TokenLogprob
 from loramux.types.sampling import SamplingParams
 
-# JSON has no -Infinity.
+# JSON cannot represent -Infinity.
 LOWEST = -9999.0
 
 
@@ -66,7 +66,7 @@ def chat_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> ChatLog
 
 
 class CompletionLogprobsWriter:
-    """Of one choice: offsets go on from one chunk to the next."""
+    """Writes the log probabilities of one choice; text offsets continue across chunks."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -75,7 +75,7 @@ class CompletionLogprobsWriter:
     def write(
         self, logprobs: Sequence[TokenLogprob], *, first_prompt_token: int | None = None
     ) -> CompletionLogprobs:
-        """first_prompt_token: stands before all others and has no probability of its own."""
+        """Write tokens; `first_prompt_token` comes first and has no log probability."""
         written = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         if first_prompt_token is not None:
             self._add(written, first_prompt_token, None)
@@ -94,7 +94,7 @@ class CompletionLogprobsWriter:
     def _top(self, token: str, entry: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
         for token_id, logprob in entry.top:
-            # Parts of characters look alike as text: the likeliest stands for them.
+            # Tokens that are parts of characters have equal text: keep the most likely one.
             top.setdefault(self._codec.token_to_str(token_id), max(logprob, LOWEST))
         top.setdefault(token, max(entry.logprob, LOWEST))
         return top
@@ -127,12 +127,12 @@ CHAT = RouteKind(
 def chat_routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
-    @router.post("/v1/chat/completions", **generating(ChatRequest, ServedChat))
+    @router.post("/v1/chat/completions", **generating(ChatRequest, ChatCompletion))
     async def create_chat_completion(request: Request) -> Response:
         """Generates the next message of a conversation, complete or as a stream of chunks."""
-        codec = context.backend.codec
         with receipt_draft(context.receipts, context.base_identity, request) as draft:
             generation = await _open_chat(context, request, draft)
+        codec = context.backend.codec
         deltas = run(context, generation)
         if generation.request.stream:
             return await stream_events(request, _chat_events(generation, deltas, codec))
@@ -143,7 +143,7 @@ def chat_routes(context: Context) -> APIRouter:
 
 
 async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
-    body, num_bytes = await read_generation_body(context, http, ChatRequest, CHAT)
+    body, raw = await read_generation_body(context, http, ChatRequest)
     reference = ModelReference(body.model, body.adapters, body.adapter_weights)
     draft.asked = str(reference) or None
     request = await resolve_request(
@@ -152,11 +152,12 @@ async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Ge
         draft,
         body,
         CHAT,
+        raw=raw,
         reference=reference,
         logprobs=chat_logprobs_of(body),
     )
     token_ids = await off_loop(
-        num_bytes,
+        len(raw),
         lambda: encode_messages(
             context.backend.codec,
             body.messages,
@@ -172,9 +173,9 @@ async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Ge
 
 def _complete_chat(
     generation: Generation, choices: list[Choice], usage: Usage, codec: TextCodec
-) -> ServedChat:
+) -> ChatCompletion:
     wants_logprobs = generation.request.params.logprobs is not None
-    return ServedChat(
+    return ChatCompletion(
         id=generation.request.id,
         created=generation.created_s,
         model=generation.request.selected.model,
@@ -223,8 +224,8 @@ async def _chat_events(generation: Generation, deltas: Deltas, codec: TextCodec)
 
 def _chat_chunk(
     generation: Generation, choices: list[ChatChunkChoice], usage: Usage | None
-) -> ServedChatChunk:
-    chunk = ServedChatChunk(
+) -> ChatChunk:
+    chunk = ChatChunk(
         id=generation.request.id,
         created=generation.created_s,
         model=generation.request.selected.model,
@@ -257,7 +258,7 @@ COMPLETION = RouteKind(
 def completion_routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
-    @router.post("/v1/completions", **generating(CompletionRequest, ServedCompletion))
+    @router.post("/v1/completions", **generating(CompletionRequest, Completion))
     async def create_completion(request: Request) -> Response:
         """Continues one or several prompts, complete or as a stream of chunks."""
         with receipt_draft(context.receipts, context.base_identity, request) as draft:
@@ -275,7 +276,7 @@ async def _open_completion(
     context: Context, http: Request, draft: ReceiptDraft
 ) -> tuple[Generation, list[ChoiceWriter]]:
     backend = context.backend
-    body, num_bytes = await read_generation_body(context, http, CompletionRequest, COMPLETION)
+    body, raw = await read_generation_body(context, http, CompletionRequest)
     reference = ModelReference(body.model, body.adapters, body.adapter_weights)
     draft.asked = str(reference) or None
     request = await resolve_request(
@@ -284,6 +285,7 @@ async def _open_completion(
         draft,
         body,
         COMPLETION,
+        raw=raw,
         reference=reference,
         logprobs=completion_logprobs_of(body),
     )
@@ -303,7 +305,7 @@ async def _open_completion(
             for prompt in prompts
         )
 
-    request = replace(request, prompts=await off_loop(num_bytes, encode_all))
+    request = replace(request, prompts=await off_loop(len(raw), encode_all))
     generation = open_generation(context, http, request, draft)
     return generation, _writers(generation, prompts, backend.codec, echo=bool(body.echo))
 
@@ -371,7 +373,7 @@ def _text_of(prompt: str | list[int], codec: TextCodec, params: SamplingParams) 
 
 def _complete_completion(
     generation: Generation, choices: list[Choice], usage: Usage, writers: list[ChoiceWriter]
-) -> ServedCompletion:
+) -> Completion:
     written = []
     for index, (choice, writer) in enumerate(zip(choices, writers, strict=True)):
         shown = writer.write(index, choice.text, choice.logprobs, choice.prompt_logprobs)
@@ -412,8 +414,8 @@ def _completion_chunk_choice(writer: ChoiceWriter, index: int, delta: Delta) -> 
 
 def _completion(
     generation: Generation, choices: list[CompletionChoice], usage: Usage | None
-) -> ServedCompletion:
-    completion = ServedCompletion(
+) -> Completion:
+    completion = Completion(
         id=generation.request.id,
         created=generation.created_s,
         model=generation.request.selected.model,

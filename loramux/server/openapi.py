@@ -1,4 +1,4 @@
-"""The OpenAPI document: routes say what they take and answer, msgspec gives the schemas."""
+"""The OpenAPI document: routes declare their bodies and replies, msgspec makes the schemas."""
 
 from __future__ import annotations
 
@@ -38,9 +38,6 @@ from loramux.server.wire import (
     RunAnswer,
     RunChunk,
     RunRequest,
-    ServedChat,
-    ServedChatChunk,
-    ServedCompletion,
     SplitRequest,
     TokenizeAnswer,
     TokenizeRequest,
@@ -52,7 +49,7 @@ STRUCTS = (
     *(TokenizeRequest, TokenizeAnswer, DetokenizeRequest, DetokenizeAnswer),
     *(ModelList, ModelEntry, HealthReport, VersionReport, ErrorBody),
     *(AdapterList, AdapterEntry, EngineReport, PlanRequest, MemoryPlan),
-    *(ServedChat, ServedChatChunk, ServedCompletion, Receipt, ReceiptList),
+    *(Receipt, ReceiptList),
     *(RunRequest, RunAnswer, RunChunk, PushRequest, PushedEntry, RegistryEntry, Removed),
     *(PromoteRequest, RollbackRequest, SplitRequest, AliasEntry),
 )
@@ -71,19 +68,19 @@ EXAMPLES: dict[type[Any], dict[str, Any]] = {
 }
 
 WHEN = {
-    400: "A field has a wrong type or a value that cannot be honoured; `param` names it.",
+    400: "A field has an invalid type or value; `param` names it.",
     403: "The server, or its credentials, may not read the source.",
     404: "No such model, adapter or receipt.",
-    408: "The time that the request's `timeout` allows was over before its last token.",
-    409: "A name means something else already, or another writer was first.",
+    408: "The request's `timeout` expired before its last token.",
+    409: "The name is already in use, or another writer was first.",
     413: "The body is larger than the limit.",
-    415: "The body is not declared as JSON.",
+    415: "The Content-Type is not JSON.",
     422: "The adapter cannot be used.",
-    429: "The queue is full; Retry-After says when to come back.",
-    500: "A fault of the server.",
+    429: "The queue is full; Retry-After says when to retry.",
+    500: "Internal error of the server.",
     502: "The source of the adapter failed.",
-    503: "The engine is starting, restarting or stopping; Retry-After says when to come back.",
-    507: "The store has no room left.",
+    503: "The engine is starting, restarting or stopping; Retry-After says when to retry.",
+    507: "The store is full.",
 }
 OF_A_BODY = (400, 404, 413, 415, 500, 503)
 OF_GENERATION = (*OF_A_BODY, 408, 422, 429)
@@ -91,7 +88,7 @@ OF_A_CHANGE = (*OF_A_BODY, 403, 408, 409, 422, 429, 502, 507)
 
 
 def generating(request: type[Any], answer: type[Any]) -> dict[str, Any]:
-    """Keyword arguments of a route that generates, whole or as server-sent events."""
+    """Keyword arguments of a route that generates, complete or as server-sent events."""
     documented = _route(answer, OF_GENERATION, body=request)
     documented["responses"][200]["content"]["text/event-stream"] = {
         "schema": {
@@ -106,7 +103,7 @@ def taking(request: type[Any], answer: type[Any]) -> dict[str, Any]:
 
 
 def changing(request: type[Any], answer: type[Any], path_name: str | None = None) -> dict[str, Any]:
-    """Of a route that changes the registry."""
+    """Keyword arguments of a route that changes the registry."""
     documented = _route(answer, OF_A_CHANGE, body=request)
     if path_name is not None:
         documented["openapi_extra"]["parameters"] = [_in_path(path_name)]
@@ -135,7 +132,7 @@ def answering(
 def health_answers(*parameters: dict[str, Any]) -> dict[str, Any]:
     documented = _route(HealthReport, (500,))
     documented["responses"][503] = {
-        "description": "Requests are not taken now.",
+        "description": "Requests are not accepted now.",
         "content": _json_content(HealthReport),
     }
     documented["openapi_extra"]["parameters"] = list(parameters)
@@ -147,7 +144,7 @@ def deep_parameter() -> dict[str, Any]:
         "name": "deep",
         "in": "query",
         "required": False,
-        "description": "1: really generate a token and load an adapter.",
+        "description": "1: also generate a token and load an adapter.",
         "schema": {"type": "string"},
     }
 
@@ -181,7 +178,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
 def _route(
     answer: Any, statuses: tuple[int, ...], *, body: type[Any] | None = None
 ) -> dict[str, Any]:
-    responses: dict[int, dict[str, Any]] = {200: {"description": "The answer."}}
+    responses: dict[int, dict[str, Any]] = {200: {"description": "The reply."}}
     if answer is not None:
         responses[200]["content"] = _json_content(answer)
     for status in statuses:
@@ -191,7 +188,7 @@ def _route(
         content = _json_content(body)
         content["application/json"]["example"] = EXAMPLES[body]
         extra["requestBody"] = {"required": True, "content": content}
-    # No response_model: handlers answer with bytes that msgspec wrote.
+    # No response_model: handlers return bytes that msgspec has encoded.
     return {"responses": responses, "openapi_extra": extra, "response_model": None}
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/adapters/plan: what a number of adapters would do to this server's memory."""
+"""POST /v1/adapters/plan: how many planned adapters fit into this server's memory."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def plan_routes(context: Context) -> APIRouter:
 
     @router.post("/v1/adapters/plan", **taking(PlanRequest, MemoryPlan))
     async def plan_adapters(request: Request) -> Response:
-        """How many would fit in each tier, expected hit rates, what would be evicted, advice."""
+        """Computes how many adapters fit in each tier, hit rates, evictions and advice."""
         max_bytes = context.options.max_body_bytes
-        asked, _ = await read_json(request, PlanRequest, max_bytes=max_bytes)
+        body, _ = await read_json(request, PlanRequest, max_bytes=max_bytes)
         context.require_ready()
         card = context.backend.card
-        base, fleet, budgets = _base(card), _fleet(asked), _budgets(asked, card)
+        base, fleet, budgets = _base(card), _fleet(body), _budgets(body, card)
         plan = await asyncio.to_thread(plan_memory, base, fleet, budgets)
         uses = await context.backend.adapter_uses()
         evicted = would_evict(plan, context.backend.stats, uses, _names(context))
@@ -50,9 +50,9 @@ def would_evict(
     uses: Sequence[AdapterUse],
     names: Mapping[str, str],
 ) -> EvictedNow:
-    """Idle adapters, the longest unused first, until the planned ones have room."""
+    """The idle adapters that would be evicted for the planned ones, least recently used first."""
     needed = plan.tier("device").used_bytes
-    # Before its first step the engine has told nothing, and everything is free.
+    # Before its first step the engine has no stats, and all pages are free.
     room = stats.num_free_pages * plan.base.page_bytes if stats.num_pages else needed
     idle = [use for use in uses if use.tier == "device" and not use.is_pinned]
     idle = [use for use in idle if not use.num_running]
@@ -73,7 +73,7 @@ def _names(context: Context) -> dict[str, str]:
 
 def _base(card: ModelCard) -> PlannedBase:
     if card.shapes is None:
-        raise LoramuxError("The engine did not say what shapes its base has.")
+        raise LoramuxError("The engine did not report the shapes of its base model.")
     return PlannedBase(
         name=card.name,
         shapes=card.shapes,
@@ -83,27 +83,27 @@ def _base(card: ModelCard) -> PlannedBase:
     )
 
 
-def _fleet(asked: PlanRequest) -> Fleet:
-    ranks = [asked.rank] if isinstance(asked.rank, int) else asked.rank
+def _fleet(body: PlanRequest) -> Fleet:
+    ranks = [body.rank] if isinstance(body.rank, int) else body.rank
     if len(ranks) > MAX_RANKS:
         raise InvalidRequest(f"rank has more than {MAX_RANKS} entries.", param="rank")
-    targets = asked.targets if asked.targets is not None else DEFAULT_TARGETS
+    targets = body.targets if body.targets is not None else DEFAULT_TARGETS
     if isinstance(targets, str):
         targets = [name.strip() for name in targets.split(",") if name.strip()]
     return Fleet(
-        num_adapters=asked.adapters,
+        num_adapters=body.adapters,
         ranks=tuple(ranks),
         targets=parse_targets(targets),
-        zipf=1.0 if asked.zipf is None else asked.zipf,
+        zipf=1.0 if body.zipf is None else body.zipf,
     )
 
 
-def _budgets(asked: PlanRequest, card: ModelCard) -> Budgets:
+def _budgets(body: PlanRequest, card: ModelCard) -> Budgets:
     return Budgets(
-        device_bytes=_size(asked.device_memory, card.pool_bytes, "device_memory"),
-        host_bytes=_size(asked.host_memory, card.host_memory_bytes, "host_memory"),
-        disk_bytes=_size(asked.disk_space, card.disk_space_bytes, "disk_space"),
-        kv_tokens=asked.kv_tokens,
+        device_bytes=_size(body.device_memory, card.pool_bytes, "device_memory"),
+        host_bytes=_size(body.host_memory, card.host_memory_bytes, "host_memory"),
+        disk_bytes=_size(body.disk_space, card.disk_space_bytes, "disk_space"),
+        kv_tokens=body.kv_tokens,
         adapter_fraction=card.adapter_memory_fraction,
     )
 

@@ -1,4 +1,4 @@
-"""GET /v1/receipts: what was served, to whom, on which bytes, and how fast."""
+"""GET /v1/receipts: list and read the receipts of served requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def receipt_routes(context: Context) -> APIRouter:
 
     @router.get("/v1/receipts", **answering(ReceiptList, 400, 404, 503, parameters=_parameters()))
     async def list_receipts(request: Request) -> Response:
-        """The newest first; with `slow_ms` the slowest. A new one is there within a second."""
+        """Lists receipts, newest first, or slowest first with `slow_ms`."""
         registry = context.require_registry().registry
         wanted = await asyncio.to_thread(_filter, context, request)
         found = await asyncio.to_thread(registry.find_receipts, wanted)
@@ -42,10 +42,10 @@ def receipt_routes(context: Context) -> APIRouter:
         pending = None if writer is None else writer.find(receipt_id)
         if pending is not None:
             return json_response(pending)
-        kept = await asyncio.to_thread(registry.receipt, receipt_id)
-        if kept is None:
+        stored = await asyncio.to_thread(registry.receipt, receipt_id)
+        if stored is None:
             raise NotServed(f"There is no receipt `{receipt_id}`.", param="receipt_id")
-        return json_response(dict(kept.body))
+        return json_response(dict(stored.body))
 
     return router
 
@@ -64,7 +64,7 @@ def _filter(context: Context, request: Request) -> ReceiptFilter:
 
 
 def _cids(context: Context, adapter: str | None) -> tuple[str, ...] | None:
-    """A name stands for all that it ever meant, a name with @ for what it means now."""
+    """CIDs of an adapter: a bare name means all its versions, a name with @ the current one."""
     if adapter is None:
         return None
     given = context.names.find(adapter)
@@ -94,9 +94,9 @@ def _number(text: str | None, param: str) -> float | None:
 def _parameters() -> list[dict[str, Any]]:
     meanings = {
         "adapter": "tenant/name for all its versions, tenant/name@version, or a content id.",
-        "tenant": "Who asked.",
-        "slow_ms": "Only those that took at least so long, the slowest first.",
-        "limit": f"At most so many; default {DEFAULT_LIMIT}.",
+        "tenant": "Tenant of the request.",
+        "slow_ms": "Only receipts with at least this latency, slowest first.",
+        "limit": f"Maximum number of receipts; default {DEFAULT_LIMIT}.",
     }
     return [
         {

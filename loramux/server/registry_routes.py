@@ -1,4 +1,4 @@
-"""The registry over HTTP: push, promote, roll back, split, remove."""
+"""Routes that change the registry: push, promote, rollback, split and rechange."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def registry_routes(context: Context) -> APIRouter:
 
     @router.post("/v1/adapters", **changing(PushRequest, PushedEntry))
     async def push_adapter(request: Request) -> Response:
-        """Copies an adapter into the store, and gives it a name and a version."""
+        """Copies an adapter into the store under a name and a version."""
         registry = context.require_registry()
-        asked = await _read(context, request, PushRequest)
-        pushed = await asyncio.to_thread(_push, context, registry, asked)
+        body = await _read(context, request, PushRequest)
+        pushed = await asyncio.to_thread(_push, context, registry, body)
         registry.forget([AdapterName(pushed.tenant, pushed.name)])
         return json_response(_pushed_entry(pushed))
 
@@ -52,39 +52,39 @@ def registry_routes(context: Context) -> APIRouter:
         "/v1/adapters/{name:path}", **answering(Removed, 400, 404, 409, 503, path_name="name")
     )
     async def remove_adapter(request: Request) -> Response:
-        """A version (name@1.4.2), an alias (name@prod), or the adapter with all of both."""
+        """Removes a version (name@1.4.2), an alias (name@prod), or the adapter with all of them."""
         registry = context.require_registry()
         reference = request.path_params["name"]
         await asyncio.to_thread(registry.registry.remove, reference)
         registry.forget([parse_name_reference(reference, home_tenant=_home(context)).adapter])
         return json_response(Removed(id=reference))
 
-    _add_moves(router, context)
+    _add_alias_routes(router, context)
     return router
 
 
-def _add_moves(router: APIRouter, context: Context) -> None:
+def _add_alias_routes(router: APIRouter, context: Context) -> None:
     @router.post("/v1/adapters/{name:path}/promote", **changing(PromoteRequest, AliasEntry, "name"))
     async def promote_adapter(request: Request) -> Response:
-        """Moves an alias to a version; requests that have begun finish on theirs."""
-        asked = await _read(context, request, PromoteRequest)
-        move = _Move(context, request)
-        await move.warm([asked.version] if asked.warm else [])
-        return await move.run(
+        """Moves an alias to a version; running requests finish on the old one."""
+        body = await _read(context, request, PromoteRequest)
+        change = _AliasChange(context, request)
+        await change.warm([body.version] if body.warm else [])
+        return await change.run(
             lambda registry, name: registry.promote(
-                name, asked.version, alias=asked.alias, if_revision=asked.if_revision
+                name, body.version, alias=body.alias, if_revision=body.if_revision
             )
         )
 
     @router.post("/v1/adapters/{name:path}/split", **changing(SplitRequest, AliasEntry, "name"))
     async def split_adapter(request: Request) -> Response:
-        """Shares an alias between versions; the same user always gets the same one."""
-        asked = await _read(context, request, SplitRequest)
-        move = _Move(context, request)
-        await move.warm(list(asked.weights) if asked.warm else [])
-        return await move.run(
+        """Splits the requests of an alias among versions; a user always gets the same one."""
+        body = await _read(context, request, SplitRequest)
+        change = _AliasChange(context, request)
+        await change.warm(list(body.weights) if body.warm else [])
+        return await change.run(
             lambda registry, name: registry.split(
-                name, asked.weights, alias=asked.alias, if_revision=asked.if_revision
+                name, body.weights, alias=body.alias, if_revision=body.if_revision
             )
         )
 
@@ -92,21 +92,21 @@ def _add_moves(router: APIRouter, context: Context) -> None:
         "/v1/adapters/{name:path}/rollback", **changing(RollbackRequest, AliasEntry, "name")
     )
     async def rollback_adapter(request: Request) -> Response:
-        """Moves an alias back to what it named before."""
-        asked = await _read(context, request, RollbackRequest)
-        move = _Move(context, request)
-        revision = asked.if_revision
-        if asked.warm:
-            # What was warmed is what the alias moves to, or it does not move.
-            warmed_at = await move.warm_previous(asked.alias)
+        """Moves an alias back to its previous state."""
+        body = await _read(context, request, RollbackRequest)
+        change = _AliasChange(context, request)
+        revision = body.if_revision
+        if body.warm:
+            # The alias moves only if its previous state is still what was warmed.
+            warmed_at = await change.warm_previous(body.alias)
             revision = warmed_at if revision is None else revision
-        return await move.run(
-            lambda registry, name: registry.rollback(name, alias=asked.alias, if_revision=revision)
+        return await change.run(
+            lambda registry, name: registry.rollback(name, alias=body.alias, if_revision=revision)
         )
 
 
-class _Move:
-    """A change of one alias of the adapter that the path names."""
+class _AliasChange:
+    """A change of one alias of the adapter in the path."""
 
     def __init__(self, context: Context, request: Request) -> None:
         self._context = context
@@ -121,7 +121,7 @@ class _Move:
             await warm_up(self._context, resolved.cid)
 
     async def warm_previous(self, alias: str) -> int:
-        """The revision that the alias is at now."""
+        """Warm the previous targets of the alias, and return its current revision."""
         registry = self._registry.registry
         current, previous = await asyncio.to_thread(registry.previous, str(self._name), alias=alias)
         await self.warm([target.version for target in previous.targets])
@@ -133,12 +133,12 @@ class _Move:
         return json_response(alias_entry(state))
 
 
-def _push(context: Context, registry: RegistryAdapters, asked: PushRequest) -> Pushed:
+def _push(context: Context, registry: RegistryAdapters, body: PushRequest) -> Pushed:
     options = context.options
     area = registry.library.store.root.parent / FETCH_FOLDER
-    with fetched_folder(asked.source, options.allowed_roots, options.sources, area) as folder:
-        source = lasting_name(asked.source, folder, options.sources)
-        reference = _full_reference(context, asked.reference)
+    with fetched_folder(body.source, options.allowed_roots, options.sources, area) as folder:
+        source = lasting_name(body.source, folder, options.sources)
+        reference = _full_reference(context, body.reference)
         return registry.library.push(folder, reference, source=source)
 
 
@@ -161,5 +161,5 @@ def _home(context: Context) -> str:
 
 
 async def _read(context: Context, request: Request, kind: type[T]) -> T:
-    asked, _ = await read_json(request, kind, max_bytes=context.options.max_body_bytes)
-    return asked
+    body, _ = await read_json(request, kind, max_bytes=context.options.max_body_bytes)
+    return body

@@ -1,5 +1,4 @@
-"""Every response says which request it answers, by the client's X-Request-Id or one made here,
-and which receipt was written for it."""
+"""Middleware that adds the id of the request and of its receipt to every response."""
 
 from __future__ import annotations
 
@@ -10,10 +9,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 RECEIPT_HEADER = "x-loramux-receipt"
-_SANE = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-class RequestIds:
+class RequestIdMiddleware:
+    """Takes the client's X-Request-Id if it is valid, and makes one otherwise."""
+
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
@@ -21,8 +22,8 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        asked = Headers(scope=scope).get("x-request-id", "")
-        request_id = asked if _SANE.fullmatch(asked) else uuid.uuid4().hex
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
 

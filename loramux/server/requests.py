@@ -31,13 +31,11 @@ MAX_SALT_CHARACTERS = 1024
 
 
 async def read_generation_body(
-    context: Context, http: Request, body_type: type[BodyT], kind: RouteKind
-) -> tuple[BodyT, int]:
-    """The decoded body and its size in bytes; raises for fields that this server cannot honour."""
+    context: Context, http: Request, body_type: type[BodyT]
+) -> tuple[BodyT, bytes]:
+    """The decoded body and its bytes."""
     raw = await read_body(http, context.options.max_body_bytes)
-    body = decode(raw, body_type)
-    kind.unsupported.check(raw, num_choices=body.n or 1)
-    return body, len(raw)
+    return decode(raw, body_type), raw
 
 
 async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
@@ -47,10 +45,12 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
     body: GenerationBody,
     kind: RouteKind,
     *,
+    raw: bytes,
     reference: ModelReference,
     logprobs: Logprobs,
 ) -> GenerationRequest:
     """The request with its adapter resolved and its fields checked; it has no prompts yet."""
+    kind.unsupported.check(raw, num_choices=body.n or 1)
     check_stream_options(body)
     caller = replace(caller_of(http), user=body.user)
     cache_salt, timeout_s = _cache_salt(body.cache_salt), _timeout_s(body.timeout)

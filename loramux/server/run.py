@@ -62,14 +62,14 @@ def run_routes(context: Context) -> APIRouter:
 
 
 async def _open_run(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
-    body, num_bytes = await read_generation_body(context, http, RunRequest, RUN)
+    body, raw = await read_generation_body(context, http, RunRequest)
     reference = ModelReference(artifact=body.artifact)
     draft.asked = body.artifact
     request = await resolve_request(
-        context, http, draft, body, RUN, reference=reference, logprobs=Logprobs()
+        context, http, draft, body, RUN, raw=raw, reference=reference, logprobs=Logprobs()
     )
     _check_fields(body)
-    token_ids = await off_loop(num_bytes, lambda: _encode(context, body))
+    token_ids = await off_loop(len(raw), lambda: _encode(context, body))
     return open_generation(context, http, replace(request, prompts=(tuple(token_ids),)), draft)
 
 

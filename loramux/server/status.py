@@ -1,4 +1,4 @@
-"""GET /health, /ping, /version, /metrics, /v1/stats"""
+"""GET /health, /ping, /version, /metrics and /v1/stats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def status_routes(context: Context) -> APIRouter:
 
     @router.get("/health", **health_answers(deep_parameter()))
     async def health(request: Request) -> Response:
-        """200 while requests are taken. `deep` really generates a token and loads an adapter."""
+        """200 while requests are accepted; `deep` also generates a token and loads an adapter."""
         is_deep = request.query_params.get("deep", "").lower() in YES
         report = _report(context)
         if is_deep and context.backend.health is Health.READY:
@@ -44,12 +44,12 @@ def status_routes(context: Context) -> APIRouter:
 
     @router.get("/metrics", **text_answer())
     async def metrics() -> Response:
-        """Figures in Prometheus' text format."""
+        """Metrics in Prometheus' text format."""
         return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/v1/stats", **answering(EngineReport, 503))
     async def stats() -> Response:
-        """Batch, queue, pages and tiers, for programs that show them."""
+        """Batch, queue, pages and tiers of the engine."""
         context.require_known()
         return json_response(_engine_report(context))
 
@@ -107,7 +107,7 @@ def _report(context: Context) -> HealthReport:
 
 
 async def _probe(context: Context, report: HealthReport, probing: asyncio.Lock) -> None:
-    """One probe at a time, so that checks alone cannot load the engine."""
+    """Run one probe at a time, so that health checks cannot overload the engine."""
     timeout_s = context.options.probe_timeout_s
     try:
         async with asyncio.timeout(timeout_s + 1), probing:

@@ -1,4 +1,4 @@
-"""Server-sent events that respect a slow reader, notice a gone one, and never end silently."""
+"""Server-sent events with backpressure, disconnect detection and an error event on failure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def event(chunk: msgspec.Struct) -> bytes:
 
 
 async def stream_events(request: Request, events: Events) -> Response:
-    """Waits for the first event, so that what fails before it is a plain HTTP error."""
+    """Wait for the first event, so that an earlier failure becomes a plain HTTP error."""
     try:
         first = await until_gone(request, anext(events))
     except BaseException:
@@ -37,11 +37,13 @@ async def stream_events(request: Request, events: Events) -> Response:
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
-    """The work's result; when the client goes away first, the work is cancelled."""
+    """Await the work; it is cancelled if the client disconnects first."""
     return await _first_of(_as_coroutine(work), request.receive)
 
 
 class EventStream(Response):
+    """A response of server-sent events."""
+
     media_type = "text/event-stream"
 
     def __init__(self, first: bytes, events: Events) -> None:
@@ -62,7 +64,7 @@ class EventStream(Response):
         await send(_body(self._first, more=True))
         try:
             async for chunk in self._events:
-                # Waits while the client's buffers are full, and so does the engine's side.
+                # This waits while the client's buffers are full, and nothing is read meanwhile.
                 await send(_body(chunk, more=True))
         except Exception as error:
             await send(_body(event(ErrorBody(error=error_info(error))), more=False))

@@ -1,4 +1,4 @@
-"""Tokens of an answer, as far as its deltas have come."""
+"""Counts the tokens of a generation."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from loramux.types.request import Request
 
 
 class UsageCount:
-    def __init__(self, jobs: Sequence[Request]) -> None:
-        self._num_prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
+    """The usage of a generation, from the deltas so far."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._num_prompt_tokens = sum(len(one.prompt_token_ids) for one in requests)
         self._num_completion_tokens = 0
         self._num_reused: dict[int, int] = {}
 
-    def add(self, job_index: int, delta: Delta) -> None:
+    def add(self, request_index: int, delta: Delta) -> None:
         self._num_completion_tokens += len(delta.token_ids)
         if delta.num_reused is not None:
-            # A prompt counts once for all its choices: what the first computed, others only reuse.
-            before = self._num_reused.get(job_index, delta.num_reused)
-            self._num_reused[job_index] = min(before, delta.num_reused)
+            # A prompt counts once for all its choices: others reuse what the first computed.
+            before = self._num_reused.get(request_index, delta.num_reused)
+            self._num_reused[request_index] = min(before, delta.num_reused)
 
     def usage(self) -> Usage:
         return Usage(

@@ -12,23 +12,23 @@ from loramux.registry.records import AdapterInfo, AliasState, VersionInfo
 
 class StreamOptions(Struct, kw_only=True):
     include_usage: bool | None = None
-    """Send one more chunk before the end, with usage and no choices."""
+    """Send a last chunk with usage and without choices."""
     continuous_usage_stats: bool | None = None
-    """With include_usage: put the usage so far into every chunk."""
+    """With include_usage: every chunk contains the usage so far."""
 
 
 class GenerationBody(Struct, kw_only=True):
     """Fields of all generating routes. Absent or null: the default. Unknown fields are ignored."""
 
     model: str | None = None
-    """The base's name or an adapter's; absent: the base."""
+    """Name of the base model or of an adapter; absent: the base."""
     adapters: list[str] | None = None
-    """Adapters by name, whatever `model` says; an empty list is the base."""
+    """Names of adapters, which take precedence over `model`; an empty list selects the base."""
     adapter_weights: list[float] | None = None
-    """One factor per entry of `adapters`; absent: 1.0 each."""
+    """One LoRA weight per entry of `adapters`; absent: 1.0 each."""
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    """Another name of max_tokens; wins when both are given."""
+    """Another name of max_tokens, which takes precedence."""
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -39,7 +39,7 @@ class GenerationBody(Struct, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
-    """Token id (as a string) -> number added to its logit, in [-100, 100]."""
+    """Token id (as a string) -> number in [-100, 100] that is added to its logit."""
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
@@ -48,9 +48,9 @@ class GenerationBody(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: float | None = None
-    """Seconds from arrival to the last token; then the request ends with an error."""
+    """Limit in seconds from arrival to the last token; a later request ends with an error."""
     cache_salt: str | None = None
-    """Only requests of the same salt share cached prefixes."""
+    """Only requests with the same salt share cached prefixes."""
     user: str | None = None
 
 
@@ -65,7 +65,7 @@ class ChatRequest(GenerationBody, kw_only=True):
 
 class CompletionRequest(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
-    """A text, token ids, or a list of either."""
+    """A text, a list of token ids, or a list of either."""
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -73,7 +73,7 @@ class CompletionRequest(GenerationBody, kw_only=True):
 
 class PromptTokensDetails(Struct, kw_only=True):
     cached_tokens: int
-    """Prompt tokens that were not computed again."""
+    """Prompt tokens found in the prefix cache."""
 
 
 class Usage(Struct, kw_only=True):
@@ -111,7 +111,7 @@ class ChatChoice(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str
     stop_reason: int | str | None = None
-    """The stop string or the id of the stop token that ended it."""
+    """The stop string or stop token id that ended the choice."""
 
 
 class ChatCompletion(Struct, kw_only=True):
@@ -122,6 +122,8 @@ class ChatCompletion(Struct, kw_only=True):
     system_fingerprint: str | None = None
     choices: list[ChatChoice]
     usage: Usage
+    serving: Receipt | UnsetType = UNSET
+    """Receipt of the request; in a stream, in the last chunk only."""
 
 
 class ChatDelta(Struct, kw_only=True):
@@ -145,6 +147,8 @@ class ChatChunk(Struct, kw_only=True):
     system_fingerprint: str | None = None
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
+    serving: Receipt | UnsetType = UNSET
+    """Receipt of the request; in a stream, in the last chunk only."""
 
 
 class CompletionLogprobs(Struct, kw_only=True):
@@ -163,7 +167,7 @@ class CompletionChoice(Struct, kw_only=True):
 
 
 class Completion(Struct, kw_only=True):
-    """A whole answer, and also one chunk of a streamed one."""
+    """A complete reply, or one chunk of a stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -172,17 +176,19 @@ class Completion(Struct, kw_only=True):
     system_fingerprint: str | None = None
     choices: list[CompletionChoice]
     usage: Usage | UnsetType = UNSET
+    serving: Receipt | UnsetType = UNSET
+    """Receipt of the request; in a stream, in the last chunk only."""
 
 
 class ErrorInfo(Struct, kw_only=True):
     message: str
     type: str
     param: str | None = None
-    """The field of the request that is at fault."""
+    """The invalid field of the request."""
     code: int
-    """The HTTP status; in a stream, the one it would have had."""
+    """The HTTP status; within a stream, the status that the error would have had."""
     reason: str | UnsetType = UNSET
-    """What is wrong with an adapter, as a short word for programs."""
+    """Refusal code of an adapter, for programs."""
 
 
 class ErrorBody(Struct, kw_only=True):
@@ -195,9 +201,9 @@ class ModelEntry(Struct, kw_only=True):
     created: int
     owned_by: str = "loramux"
     root: str | None
-    """Where its files are."""
+    """Path of its files."""
     parent: str | None
-    """The base of an adapter."""
+    """Name of an adapter's base model."""
     max_model_len: int | None
 
 
@@ -207,10 +213,10 @@ class ModelList(Struct, kw_only=True):
 
 
 class AdapterEntry(Struct, kw_only=True):
-    """One adapter, whatever it is called."""
+    """Residency and traffic of one adapter with all its names."""
 
     id: str
-    """The first of its names; its CID when it has none any more."""
+    """Its first name, or its CID if it has no name."""
     object: Literal["adapter"] = "adapter"
     names: list[str]
     cid: str
@@ -218,17 +224,17 @@ class AdapterEntry(Struct, kw_only=True):
     rank: int
     bytes: int
     tier: str
-    """The fastest that has its bytes: device, host, disk or source; loading while they move."""
+    """Fastest tier that holds it: device, host, disk or source; loading during a load."""
     pinned: bool
     hits: int
-    """Requests that found it on the device."""
+    """Requests that found the adapter on the device."""
     misses: int
     last_use: float | None
     """Seconds since the epoch."""
     running: int
     waiting: int
     cached_tokens: int
-    """Tokens of its prompts that are kept for the next one."""
+    """Tokens of its prompts in the prefix cache."""
     requests: int
     prompt_tokens: int
     generation_tokens: int
@@ -238,7 +244,7 @@ class AdapterList(Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[AdapterEntry]
     total: int
-    """How many there are, whatever `limit` said."""
+    """Number of adapters without `limit`."""
 
 
 class TierEntry(Struct, kw_only=True):
@@ -256,7 +262,7 @@ class TierEntry(Struct, kw_only=True):
 
 
 class EngineReport(Struct, kw_only=True):
-    """The engine and its memory at a glance; counters grow from the start."""
+    """State and counters of the engine; counters start at 0 with the server."""
 
     model: str
     status: str
@@ -277,31 +283,31 @@ class EngineReport(Struct, kw_only=True):
 
 
 class PlanRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Adapters to plan for; budgets that are left out are those of this server."""
+    """Adapters to plan for; absent budgets are those of this server."""
 
     adapters: int
     rank: int | list[int]
-    """One rank, or several to deal out in turn."""
+    """One rank, or several that the adapters take in turn."""
     targets: str | list[str] | None = None
     """q,k,v,o, attention, mlp, all or any projections; absent: q,k,v,o."""
     zipf: float | None = None
-    """How unequal their popularity is; 0: all equal; absent: 1."""
+    """Zipf exponent of their popularity; 0: all equal; absent: 1."""
     device_memory: int | str | None = None
     """Bytes, or text such as 8GiB."""
     host_memory: int | str | None = None
     disk_space: int | str | None = None
     kv_tokens: int | None = None
-    """Tokens of KV cache to keep free."""
+    """Tokens of KV cache to reserve."""
 
 
 class TokenizeRequest(Struct, kw_only=True):
-    """Either prompt or messages."""
+    """A body with either prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    """For a prompt; true unless said otherwise."""
+    """For a prompt; absent: true."""
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
@@ -327,11 +333,11 @@ class HealthReport(Struct, kw_only=True):
     status: str
     """starting, ready, restarting, draining, stopped; failing when a deep check failed."""
     restarts: int
-    """How often the engine had to be started again."""
+    """Number of restarts of the engine."""
     running: int
     waiting: int
     checks: dict[str, float] | UnsetType = UNSET
-    """Of a deep check: seconds that each thing took."""
+    """Durations in seconds of the parts of a deep check."""
     failure: str | UnsetType = UNSET
     """Why a deep check failed."""
 
@@ -340,40 +346,26 @@ class VersionReport(Struct, kw_only=True):
     version: str
 
 
-class ServedChat(ChatCompletion, kw_only=True):
-    serving: Receipt | UnsetType = UNSET
-
-
-class ServedChatChunk(ChatChunk, kw_only=True):
-    serving: Receipt | UnsetType = UNSET
-
-
-class ServedCompletion(Completion, kw_only=True):
-    """A whole answer, and also one chunk of a streamed one."""
-
-    serving: Receipt | UnsetType = UNSET
-
-
 class ReceiptList(Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]
 
 
 class RunRequest(GenerationBody, kw_only=True):
-    """Sampling fields as in the other routes; `artifact` names the adapter."""
+    """A run: the sampling fields of the other routes, and `artifact`, which names the adapter."""
 
     artifact: str
-    """tenant/name, with @version or @alias, a content id, or a name that was given at start."""
+    """tenant/name with optional @version or @alias, a content id, or a name from --lora-modules."""
     input: str
     raw: bool | None = None
-    """The input is the prompt itself; otherwise it is a user's message in the chat template."""
+    """Use the input as the prompt; otherwise it becomes a user message in the chat template."""
 
 
 class RunAnswer(Struct, kw_only=True):
     id: str
     object: Literal["run"] = "run"
     artifact: str
-    """As it was resolved."""
+    """The resolved name with its version."""
     output: str
     finish_reason: str
     usage: Usage
@@ -387,24 +379,24 @@ class RunChunk(Struct, kw_only=True):
     output: str
     finish_reason: str | None = None
     usage: Usage | UnsetType = UNSET
-    """With the last chunk."""
+    """Set in the last chunk."""
     serving: Receipt | UnsetType = UNSET
 
 
 class PushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     reference: str
-    """tenant/name@1.4.2; without a version the next free one is taken."""
+    """tenant/name@1.4.2; without a version, the next free one."""
     source: str
-    """A folder of the server's, or an id such as hf:owner/name or s3://bucket/folder."""
+    """A folder on the server, or an id such as hf:owner/name or s3://bucket/folder."""
 
 
 class PromoteRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     version: str
     alias: str = "prod"
     if_revision: int | None = None
-    """Refuse (409) unless the alias is still at this revision."""
+    """Refuse with 409 unless the alias is still at this revision."""
     warm: bool = False
-    """Load the version first, so that nobody waits for it."""
+    """Load the version first, so that no request waits for it."""
 
 
 class RollbackRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -434,7 +426,7 @@ class AliasEntry(Struct, kw_only=True):
     revision: int
     action: str
     targets: dict[str, int]
-    """Version -> share; empty: the alias is gone."""
+    """Version -> share; empty: the alias was removed."""
     created: float
 
 
@@ -447,7 +439,7 @@ class RegistryEntry(Struct, kw_only=True):
     name: str
     latest: str | None
     versions: list[VersionEntry]
-    """Highest first."""
+    """Versions, highest first."""
     aliases: list[AliasEntry]
 
 
@@ -458,7 +450,7 @@ class PushedEntry(Struct, kw_only=True):
     cid: str
     bytes: int
     is_new: bool
-    """False: the version was there with the same bytes."""
+    """False: the version already existed with the same bytes."""
 
 
 class Removed(Struct, kw_only=True):

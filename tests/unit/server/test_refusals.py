@@ -1,4 +1,4 @@
-"""A request that is refused before the engine has a receipt too."""
+"""Receipts of requests that are refused before they reach the engine."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def told(served: RegistryApp, response: Any) -> dict[str, Any]:
         (CHAT, {"model": "acme/sql@9.9.9", "messages": []}, 404, "acme/sql@9.9.9"),
         (CHAT, {"model": "m" * 999, "messages": []}, 404, "m" * 200),
         (RUN, {"artifact": "acme/none", "input": "x"}, 404, "acme/none"),
+        (CHAT, {"model": "legal", "messages": [], "tools": [{}]}, 400, "legal"),
         (RUN, b"{", 400, None),
     ],
 )
-def test_what_was_asked_and_why_it_was_refused_is_kept(
+def test_the_receipt_has_the_model_and_the_reason(
     registry_app: Make, path: str, body: Any, status: int, asked: str | None
 ) -> None:
     served = registry_app(tenant_header="x-tenant")
@@ -76,7 +77,7 @@ def test_a_full_queue_is_a_refusal(registry_app: Make) -> None:
     assert (receipt["status"], receipt["http_status"]) == ("refused", 429)
 
 
-def test_an_engine_that_is_not_there_yet_is_a_refusal(registry_app: Make) -> None:
+def test_an_engine_that_is_starting_is_a_refusal(registry_app: Make) -> None:
     served = registry_app()
     served.backend.health = Health.STARTING
     response = complete(served.app)
@@ -86,7 +87,7 @@ def test_an_engine_that_is_not_there_yet_is_a_refusal(registry_app: Make) -> Non
 
 
 @pytest.mark.parametrize("issuer", [ReceiptIssuer(), ReceiptIssuer(is_on=False)])
-def test_nobody_is_given_the_id_of_a_receipt_that_is_not_kept(issuer: ReceiptIssuer) -> None:
+def test_a_receipt_that_is_not_stored_has_no_header(issuer: ReceiptIssuer) -> None:
     response = complete(make_app(ScriptedBackend(), receipts=issuer), model="parrot")
     assert response.status_code == 404
     assert "x-loramux-receipt" not in response.headers

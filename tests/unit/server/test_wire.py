@@ -7,7 +7,7 @@ import msgspec
 from loramux.registry.names import AdapterName
 from loramux.registry.records import AdapterInfo, AliasAction, AliasState, Target, VersionInfo
 from loramux.server import wire
-from loramux.server.wire import RunRequest, ServedChatChunk, registry_entry
+from loramux.server.wire import ChatChunk, RunRequest, registry_entry
 
 
 def encoded(value: msgspec.Struct) -> object:
@@ -48,7 +48,7 @@ def test_logit_bias_keys_are_strings_in_json_and_numbers_here() -> None:
 
 
 def test_a_chunk_without_a_receipt_has_no_such_field() -> None:
-    chunk = ServedChatChunk(id="x", created=1, model="m", choices=[])
+    chunk = ChatChunk(id="x", created=1, model="m", choices=[])
     assert "serving" not in msgspec.to_builtins(chunk)
 
 
