@@ -12,23 +12,23 @@ from loramux import __version__
 from loramux.backend import StoreTierStats, TextBackend
 from loramux.metrics.server import Metrics
 from loramux.metrics.store import ReceiptCollector, StoreCollector
-from loramux.server.adapters import adapter_routes
 from loramux.server.caller import CallerMiddleware
 from loramux.server.context import Context, ServerOptions
 from loramux.server.errors import install_error_handlers
-from loramux.server.models import model_routes
 from loramux.server.names import AdapterNames
-from loramux.server.openai import chat_routes, completion_routes
 from loramux.server.openapi import install_openapi
-from loramux.server.plans import plan_routes
 from loramux.server.receipt_draft import ReceiptIssuer
-from loramux.server.receipts import receipt_routes
-from loramux.server.registry_routes import registry_routes
 from loramux.server.request_ids import RECEIPT_HEADER, RequestIdMiddleware
-from loramux.server.run import run_routes
-from loramux.server.runtime_lora import runtime_lora_routes
-from loramux.server.status import status_routes
-from loramux.server.tokens import token_routes
+from loramux.server.routes.adapters import adapter_routes
+from loramux.server.routes.models import model_routes
+from loramux.server.routes.openai import chat_routes, completion_routes
+from loramux.server.routes.plans import plan_routes
+from loramux.server.routes.receipts import receipt_routes
+from loramux.server.routes.registry import registry_routes
+from loramux.server.routes.run import run_routes
+from loramux.server.routes.runtime_lora import runtime_lora_routes
+from loramux.server.routes.status import status_routes
+from loramux.server.routes.tokens import token_routes
 
 ROUTES = (
     chat_routes,

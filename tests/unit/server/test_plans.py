@@ -10,7 +10,7 @@ import pytest
 from loramux.backend import AdapterUse, EngineStats, Health
 from loramux.capacity.plan import Budgets, Fleet, PlannedBase
 from loramux.capacity.planner import plan_memory
-from loramux.server.plans import would_evict
+from loramux.server.routes.plans import would_evict
 from tests.unit.server.asgi_client import make_app, post
 from tests.unit.server.scripted_backend import CARD, SHAPES, ScriptedBackend, named
 
