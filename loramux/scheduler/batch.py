@@ -1,4 +1,4 @@
-"""The sequences that run, and all that they hold: places, pages, adapters, shared prefixes."""
+"""The running sequences and what they hold: slots, pages, adapter leases, prefix leases."""
 
 from __future__ import annotations
 
@@ -14,52 +14,58 @@ from loramux.scheduler.sequence import Sequence
 
 
 class AdapterGate(Protocol):
-    """What the scheduler needs to know of adapters; it never sees where their bytes are."""
+    """The scheduler's view of the adapters; it does not know in which tier they are."""
 
     def num_pages(self, cid: str) -> int:
         """Raises AdapterNotFound."""
         ...
 
     def add_waiters(self, cids: Iterable[str]) -> None:
-        """Somebody waits for them: they start to move to the device. Each needs one unwant."""
+        """Adds a waiter to each and starts their loads; each needs one remove_waiters()."""
         ...
 
     def remove_waiters(self, cids: Iterable[str]) -> None: ...
 
     def is_ready(self, cids: Iterable[str]) -> bool:
-        """All are in pages. Raises the load's error if one failed since it was wanted."""
+        """Returns whether all are on the device; raises the error of a load that failed."""
         ...
 
     def acquire(self, cids: Iterable[str]) -> bool:
-        """Leases all and loads none; False: one is not ready, and nothing was leased."""
+        """Leases all of them; returns False, without a lease, if one is not on the device."""
         ...
 
     def release(self, cids: Iterable[str]) -> None: ...
 
     def missing_pages(self, cids: Iterable[str]) -> int:
-        """Pages that must still be found before all could be on the device."""
+        """Returns the number of pages that the adapters need and do not own yet."""
         ...
 
     def prioritize(self, cids: Iterable[str]) -> None:
-        """Room was made for these: they come before all others that wait for pages."""
+        """Moves these adapters before all others that wait for pages."""
         ...
 
     @property
     def is_loading(self) -> bool:
-        """Whether any load is under way; until it ends, its pages cannot be had."""
+        """Returns whether a load is in flight; its pages cannot be reclaimed until it ends."""
         ...
 
 
 class PageReclaimer(Protocol):
+    """Frees pages by evicting idle adapters and cached prefixes."""
+
     def reclaim(self, num_pages: int) -> bool:
-        """Evicts until so many are free; False: cannot, and nothing was evicted."""
+        """Evicts until so many are free; returns False, with no eviction, if that cannot be."""
         ...
 
     @property
-    def num_available(self) -> int: ...
+    def num_available(self) -> int:
+        """Returns the number of pages that are free or could be freed by evictions."""
+        ...
 
 
 class PrefixGate(Protocol):
+    """The scheduler's view of the prefix cache."""
+
     def acquire(self, key: PrefixKey, token_ids: TokenIds[int]) -> PrefixLease: ...
 
     def peek(self, key: PrefixKey, token_ids: TokenIds[int]) -> int: ...
@@ -72,7 +78,7 @@ class PrefixGate(Protocol):
 
 
 class Batch:
-    """A running sequence has a place, leased adapters, and pages for all it has been promised."""
+    """The running sequences; each has a slot, adapter leases, and pages for its planned tokens."""
 
     def __init__(
         self,
@@ -90,8 +96,8 @@ class Batch:
         self._prefixes = prefixes
         self._running: dict[int, Sequence] = {}
         self._users: Counter[str] = Counter()
-        # With a row for each, every running sequence goes on in every step.
-        self._num_places = min(config.max_sequences, config.max_batch_tokens)
+        # At most one sequence per token of a step, so that each can decode in every step.
+        self._num_slots = min(config.max_sequences, config.max_batch_tokens)
 
     def __len__(self) -> int:
         return len(self._running)
@@ -103,63 +109,66 @@ class Batch:
         return sequence.sequence_id in self._running
 
     @property
-    def has_place(self) -> bool:
-        return len(self._running) < self._num_places
+    def has_slot(self) -> bool:
+        return len(self._running) < self._num_slots
 
     @property
     def num_adapters(self) -> int:
-        """Distinct ones that run."""
+        """Returns the number of distinct adapters in the batch."""
         return len(self._users)
 
-    def uses(self, cids: Iterable[str]) -> bool:
-        """Whether all of them run already."""
-        return self.lacking(cids) is None
+    def runs_all(self, cids: Iterable[str]) -> bool:
+        """Returns whether all of these adapters are in the batch."""
+        return self.first_missing(cids) is None
 
-    def lacking(self, cids: Iterable[str]) -> str | None:
-        """The first of them that does not run."""
+    def first_missing(self, cids: Iterable[str]) -> str | None:
+        """Returns the first of these adapters that is not in the batch."""
         for cid in cids:
             if cid not in self._users:
                 return cid
         return None
 
-    def has_place_for_adapters(self, cids: Iterable[str], *, without: Iterable[str] = ()) -> bool:
-        """Within max_loras; `without`: adapters that would no longer be used."""
+    def fits_adapter_limit(self, cids: Iterable[str], *, without: Iterable[str] = ()) -> bool:
+        """R9: returns whether the batch with these adapters, less `without`, is in max_loras."""
         limit = self._config.max_loras
         return limit is None or len((self._users.keys() - set(without)) | set(cids)) <= limit
 
     def could_admit(self, sequence: Sequence, victims: list[Sequence]) -> bool:
-        """Whether there might be room if these were gone; what they share may stay in use."""
+        """Returns whether the sequence might fit without the victims.
+
+        It is an upper bound: pages that victims share with others stay in use.
+        """
         gone = self._unused_without(victims)
-        if not self.has_place_for_adapters(sequence.cids, without=gone):
+        if not self.fits_adapter_limit(sequence.cids, without=gone):
             return False
         needed = self.pages_for(sequence.num_tokens) - self._num_cached_pages(sequence)
         return needed <= self.pages_without(victims)
 
     def pages_without(self, victims: list[Sequence]) -> int:
-        """Pages that might be had if these were gone."""
+        """Returns an upper bound of the pages available without the victims."""
         held = sum(len(victim.page_ids) for victim in victims)
         adapters = sum(self._adapters.num_pages(cid) for cid in self._unused_without(victims))
         return self._reclaimer.num_available + held + adapters
 
-    def admit(self, sequence: Sequence, *, num_held: int) -> bool:
-        """Takes all that it needs and leaves num_held pages; False: nothing was taken."""
-        if not self.has_place or not self.has_place_for_adapters(sequence.cids):
+    def admit(self, sequence: Sequence, *, num_reserved: int) -> bool:
+        """Starts a sequence, leaving num_reserved pages; returns False if it does not fit."""
+        if not self.has_slot or not self.fits_adapter_limit(sequence.cids):
             return False
         if not self._adapters.acquire(sequence.cids):
             return False
-        if not self._take_prompt_pages(sequence, num_held):
+        if not self._take_prompt_pages(sequence, num_reserved):
             self._adapters.release(sequence.cids)
             return False
         self._running[sequence.sequence_id] = sequence
         self._users.update(sequence.cids)
         return True
 
-    def grow(self, sequence: Sequence, num_tokens: int, *, num_held: int) -> bool:
-        """Pages for so many tokens in all; False: there are none, and nothing was taken."""
+    def grow(self, sequence: Sequence, num_tokens: int, *, num_reserved: int) -> bool:
+        """Allocates pages for so many tokens in all; returns False if there are too few."""
         num_missing = self.pages_for(num_tokens) - len(sequence.page_ids)
         if num_missing <= 0:
             return True
-        if not self._reclaimer.reclaim(num_missing + num_held):
+        if not self._reclaimer.reclaim(num_missing + num_reserved):
             return False
         page_ids = self._pages.allocate(sequence.owner, num_missing)
         assert page_ids is not None
@@ -167,7 +176,7 @@ class Batch:
         return True
 
     def share(self, sequence: Sequence) -> None:
-        """Lets others use the whole blocks that it has computed."""
+        """Commits the whole blocks that the sequence has computed to the prefix cache."""
         if self._prefixes is None or sequence.lease is None:
             return
         if sequence.num_computed // self._config.block_tokens > sequence.num_shared_pages:
@@ -179,7 +188,7 @@ class Batch:
             )
 
     def remove(self, sequence: Sequence) -> None:
-        """Gives everything back; what it has computed stays in the cache as long as it may."""
+        """Frees what a sequence holds; its computed blocks stay in the prefix cache."""
         self.share(sequence)
         del self._running[sequence.sequence_id]
         self._free_pages(sequence)
@@ -190,12 +199,12 @@ class Batch:
         return -(-num_tokens // self._config.block_tokens)
 
     def claims(self) -> dict[Owner, list[int]]:
-        """The pages of each sequence that are not shared."""
+        """Returns the unshared pages of each sequence."""
         own = {sequence.owner: sequence.page_ids[sequence.num_shared_pages :] for sequence in self}
         return {owner: page_ids for owner, page_ids in own.items() if page_ids}
 
     def leases(self) -> Counter[str]:
-        """CID -> sequences that use it."""
+        """Returns the number of running sequences by CID."""
         return self._users.copy()
 
     def prefix_leases(self) -> list[PrefixLease]:
@@ -204,8 +213,8 @@ class Batch:
     def check_integrity(self) -> None:
         users = Counter(cid for sequence in self for cid in sequence.cids)
         assert users == self._users, f"{users} != {self._users}"
-        assert self.has_place_for_adapters(()), "more adapters than allowed"
-        assert len(self) <= self._num_places, "more sequences than allowed"
+        assert self.fits_adapter_limit(()), "more adapters than allowed"
+        assert len(self) <= self._num_slots, "more sequences than allowed"
         for sequence in self:
             held = len(sequence.page_ids) * self._config.block_tokens
             assert sequence.num_computed <= held, "computed tokens without a page"
@@ -213,19 +222,19 @@ class Batch:
             shared = [] if sequence.lease is None else sequence.lease.page_ids
             assert sequence.page_ids[: len(shared)] == shared, "shared pages are not the first"
 
-    def _take_prompt_pages(self, sequence: Sequence, num_held: int) -> bool:
+    def _take_prompt_pages(self, sequence: Sequence, num_reserved: int) -> bool:
         needed = self.pages_for(sequence.num_tokens) - self._num_cached_pages(sequence)
-        num_spare = self._reclaimer.num_available - num_held - needed
+        num_spare = self._reclaimer.num_available - num_reserved - needed
         refused = sequence.num_spare_refused
-        # An attempt counts in the prefix cache's figures: try again only when it may go better.
+        # An attempt counts in the prefix cache's hit rate: retry only with more spare pages.
         if num_spare < 0 or (self._running and refused is not None and num_spare <= refused):
             return False
         if self._prefixes is not None:
             key, token_ids = self._prefix_key(sequence), sequence.reusable_token_ids()
             sequence.lease = self._prefixes.acquire(key, token_ids)
             sequence.page_ids = list(sequence.lease.page_ids)
-        # The cached pages may have been among those available, and are not any more.
-        if not self.grow(sequence, sequence.num_tokens, num_held=num_held):
+        # The cached pages may have been counted as available before they were locked.
+        if not self.grow(sequence, sequence.num_tokens, num_reserved=num_reserved):
             self._free_pages(sequence)
             sequence.num_spare_refused = num_spare
             return False
@@ -247,7 +256,7 @@ class Batch:
 
     def _prefix_key(self, sequence: Sequence) -> PrefixKey:
         request = sequence.request
-        # The length keeps a tenant from naming himself into another's cache.
+        # The length prevents a tenant name and salt that collide with another tenant's.
         salt = f"{len(request.tenant)}:{request.tenant}{request.cache_salt}"
         return self._config.base_digest, request.selection, salt
 

@@ -1,4 +1,4 @@
-"""What the scheduler says of a sequence: a token, or its end."""
+"""Builds the events of sequences: a token, or the end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
 
 
 def length_event(sequence: Sequence) -> TokenEvent:
-    """An end without a token: none was asked for, or there is no room for a further one."""
+    """Builds the end of a sequence without a token: max_tokens is 0, or the pool is full."""
     is_first = not sequence.output_token_ids
     return TokenEvent(
         request_id=sequence.request.request_id,
@@ -63,7 +63,7 @@ def error_event(sequence: Sequence, code: str, message: str) -> TokenEvent:
 
 def timeout_event(sequence: Sequence) -> TokenEvent:
     request = sequence.request
-    where = "it was still waiting for a place" if sequence.started_s is None else "it was running"
+    where = "it was still waiting for a slot" if sequence.started_s is None else "it was running"
     return error_event(
         sequence,
         "timeout",

@@ -1,4 +1,4 @@
-"""Sequences that wait for a place, by tenant and adapter, and in which order they get one."""
+"""Queues of waiting sequences, one per tenant and selection (R1), and their order (R4)."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from operator import attrgetter
 
-from loramux.scheduler.fairness import Standing
+from loramux.scheduler.fairness import Clients
 from loramux.scheduler.sequence import Sequence
 from loramux.types.request import Selection
 
 Rank = tuple[float, ...]
 _arrival = attrgetter("sequence_id")
-_adapter_counter = attrgetter("standing.adapter.counter")
-_tenant_counter = attrgetter("standing.tenant.counter")
+_adapter_counter = attrgetter("clients.adapter.counter")
+_tenant_counter = attrgetter("clients.tenant.counter")
 
 
 def fair_rank(sequence: Sequence) -> Rank:
-    """Who has had least comes first: the tenant, then the adapter; among equals the oldest."""
-    standing = sequence.standing
-    return standing.tenant.counter, standing.adapter.counter, sequence.sequence_id
+    """R4: orders by the tenant's counter, then the adapter's counter, then arrival."""
+    clients = sequence.clients
+    return clients.tenant.counter, clients.adapter.counter, sequence.sequence_id
 
 
 def arrival_rank(sequence: Sequence) -> Rank:
+    """R4 for `fcfs`: orders by arrival alone."""
     return (sequence.sequence_id,)
 
 
-class Lane:
-    """What waits of one tenant for one selection, in order of arrival."""
+class AdapterQueue:
+    """R1: the waiting sequences of one tenant with one selection, in order of arrival."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -45,11 +46,11 @@ class Lane:
         return self._sequences[0]
 
     @property
-    def standing(self) -> Standing:
-        return self._sequences[0].standing
+    def clients(self) -> Clients:
+        return self._sequences[0].clients
 
     def add(self, sequence: Sequence) -> None:
-        """New ones come last, preempted ones to their old place."""
+        """Appends a new sequence; puts a preempted one back to its old position."""
         insort(self._sequences, sequence, key=_arrival)
 
     def remove(self, sequence: Sequence) -> None:
@@ -58,24 +59,26 @@ class Lane:
         del self._sequences[index]
 
 
-class WaitingQueue:
+class WaitingQueues:
+    """All waiting sequences, in queues."""
+
     def __init__(self, *, is_fair: bool) -> None:
         self._is_fair = is_fair
         self.rank: Callable[[Sequence], Rank] = fair_rank if is_fair else arrival_rank
-        self._lanes: dict[tuple[str, Selection], Lane] = {}
+        self._queues: dict[tuple[str, Selection], AdapterQueue] = {}
         self._num_sequences = 0
 
     def __len__(self) -> int:
         return self._num_sequences
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for lane in self._lanes.values() for sequence in lane)
+        return (sequence for queue in self._queues.values() for sequence in queue)
 
-    def lanes(self) -> Iterable[Lane]:
-        return self._lanes.values()
+    def queues(self) -> Iterable[AdapterQueue]:
+        return self._queues.values()
 
     def in_order(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """By rank. Stable sorts of plain numbers: much faster than one by ranks."""
+        """Sorts sequences by rank. Stable sorts by one number each are faster than by tuples."""
         order = sorted(sequences, key=_arrival)
         if self._is_fair:
             order.sort(key=_adapter_counter)
@@ -83,55 +86,55 @@ class WaitingQueue:
         return order
 
     def add(self, sequence: Sequence) -> None:
-        self._lanes.setdefault(_key(sequence), Lane()).add(sequence)
+        self._queues.setdefault(_key(sequence), AdapterQueue()).add(sequence)
         self._num_sequences += 1
 
     def remove(self, sequence: Sequence) -> None:
-        lane = self._lanes[_key(sequence)]
-        lane.remove(sequence)
+        queue = self._queues[_key(sequence)]
+        queue.remove(sequence)
         self._num_sequences -= 1
-        if not lane:
-            del self._lanes[_key(sequence)]
+        if not queue:
+            del self._queues[_key(sequence)]
 
-    def some_lanes(self, count: int) -> list[Lane]:
-        """The next few in turn, so that each is looked at every now and then."""
-        keys = list(islice(self._lanes, count))
+    def next_queues(self, count: int) -> list[AdapterQueue]:
+        """Returns the next queues in round-robin order."""
+        keys = list(islice(self._queues, count))
         for key in keys:
-            self._lanes[key] = self._lanes.pop(key)
-        return [self._lanes[key] for key in keys]
+            self._queues[key] = self._queues.pop(key)
+        return [self._queues[key] for key in keys]
 
     def check_integrity(self) -> None:
-        assert self._num_sequences == sum(map(len, self._lanes.values()))
-        for key, lane in self._lanes.items():
-            ids = [sequence.sequence_id for sequence in lane]
-            assert ids and ids == sorted(ids), f"the lane of {key} is empty or out of order"
-            assert all(_key(sequence) == key for sequence in lane), "a sequence in a wrong lane"
+        assert self._num_sequences == sum(map(len, self._queues.values()))
+        for key, queue in self._queues.items():
+            ids = [sequence.sequence_id for sequence in queue]
+            assert ids and ids == sorted(ids), f"the queue of {key} is empty or out of order"
+            assert all(_key(sequence) == key for sequence in queue), "a sequence in a wrong queue"
 
 
 class Candidates:
-    """One pass over lanes in order of their heads. While it lasts, ranks may only grow."""
+    """One pass over queues in the order of their heads; ranks may only grow meanwhile."""
 
-    def __init__(self, lanes: Iterable[Lane], rank: Callable[[Sequence], Rank]) -> None:
+    def __init__(self, queues: Iterable[AdapterQueue], rank: Callable[[Sequence], Rank]) -> None:
         self._rank = rank
-        self._heap = [(rank(lane.head), lane) for lane in lanes]
+        self._heap = [(rank(queue.head), queue) for queue in queues]
         heapq.heapify(self._heap)
 
-    def pop(self) -> Lane | None:
+    def pop(self) -> AdapterQueue | None:
         while self._heap:
-            rank, lane = heapq.heappop(self._heap)
-            if not lane:
+            rank, queue = heapq.heappop(self._heap)
+            if not queue:
                 continue
-            if self._rank(lane.head) == rank:
-                return lane
-            self.push(lane)
+            if self._rank(queue.head) == rank:
+                return queue
+            self.push(queue)
         return None
 
     def comes_before(self, other: Candidates) -> bool:
         return bool(self._heap) and (not other._heap or self._heap[0] < other._heap[0])
 
-    def push(self, lane: Lane) -> None:
-        if lane:
-            heapq.heappush(self._heap, (self._rank(lane.head), lane))
+    def push(self, queue: AdapterQueue) -> None:
+        if queue:
+            heapq.heappush(self._heap, (self._rank(queue.head), queue))
 
 
 def _key(sequence: Sequence) -> tuple[str, Selection]:

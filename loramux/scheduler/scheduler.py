@@ -1,4 +1,4 @@
-"""What runs in the next step. Pure Python: no torch, no clock; pages and adapters are asked for."""
+"""Plans the next step. Pure Python without torch or a clock; the caller passes the time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from loramux.scheduler.sequence import Sequence
 from loramux.types.request import Request, TokenEvent
 from loramux.types.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
 
-# An adapter keeps this part of all places against others of its tenant: among hundreds of adapters
-# one has two requests in the batch and another none by chance, and to change that over and over
-# costs more than it gives.
-_KEPT_PART = 64
+# R10: the slots of an adapter that are protected from others of its tenant are max_sequences
+# divided by this. Among hundreds of adapters one runs two sequences and another none by chance, and
+# preemptions for such differences cost more than they give.
+_PROTECTED_DIVISOR = 64
 
 
 @dataclass(slots=True)
@@ -36,41 +36,15 @@ class _Step:
     now: float
     budget: int
     order: list[Sequence]
-    """All that ran before the step; who comes last gives way first."""
+    """The running sequences in order (R4); the last one is preempted first (R13)."""
     chunks: list[Chunk] = field(default_factory=list)
     planned: set[int] = field(default_factory=set)
 
 
 class Scheduler:
-    """Continuous batching: every running sequence's next token first, then chunks of prompts.
+    """Plans the steps by continuous batching: decodes first, then chunks of prefills.
 
-    A request waits until its adapters are on the device; others go past it meanwhile. Free places
-    go to the tenant who has had least, inside it to the adapter that has had least, and there to
-    the oldest; `fcfs`: simply to the oldest that is ready. Counters grow by one for each prompt
-    token that is really computed and by two for each token of output, divided by the weight; who
-    had nothing waiting is lifted to the least of the others. A request whose adapters run already
-    goes before the first in this order; if there is none, one of the first one's tenant for whose
-    adapters more requests wait. It does so for max_wait_s at most, while its adapter is less than
-    MAX_ADAPTER_LEAD ahead of the first one's (another tenant: MAX_TENANT_LEAD), and never before
-    one that is owed a place.
-
-    The bound (fair): a request starts no later than
-
-        max_wait_s + the load of its adapters + three steps
-
-    after its arrival if, by then, its tenant has had less than another one who runs (inside a
-    tenant: its adapter less than another that runs), and has nothing running, or with this one at
-    most half as many sequences as the other keeps. Those who have had still less go first, and who
-    has but one request open is not taken from, nor inside a tenant an adapter with no more than a
-    64th of all places. The means: sequences of who had most are preempted, the newest first, until
-    there are a place, places for its adapters, and pages for these and for its prompt. The steps:
-    to see that it is late, that pages were freed for the load, and that the load has ended. Each
-    place is kept for max_wait_s, save against those who came first when it was given, so that two
-    who are owed by each other in turn do not change places all the time.
-
-    When pages run out, who comes last in the order gives its own back and is computed again later,
-    from the prefix cache where that still has them. Who comes first always goes on, and counters
-    change with real progress only, so the queue always drains.
+    docs/scheduling.md describes the rules of admission, fairness and preemption (R1 to R15).
     """
 
     def __init__(
@@ -85,7 +59,7 @@ class Scheduler:
         self.config = config
         self._num_pages = pages.num_pages
         self._adapters = adapters
-        self._shares = FairShares(num_kept=config.max_sequences // _KEPT_PART)
+        self._shares = FairShares(num_protected_slots=config.max_sequences // _PROTECTED_DIVISOR)
         self._batch = Batch(
             config, pages=pages, reclaimer=reclaimer, adapters=adapters, prefixes=prefixes
         )
@@ -95,7 +69,7 @@ class Scheduler:
         self._waiting = self._admission.waiting
         self._sequences: dict[int, Sequence] = {}
         self._by_request: dict[str, dict[int, Sequence]] = {}
-        # (when, sequence id); those that have ended are skipped.
+        # (time, sequence id); ended sequences are skipped.
         self._deadlines: list[tuple[float, int]] = []
         self._events: list[TokenEvent] = []
         self._ids = count()
@@ -114,29 +88,25 @@ class Scheduler:
 
     @property
     def num_running_adapters(self) -> int:
-        """Distinct ones in the batch."""
+        """Returns the number of distinct adapters in the batch."""
         return self._batch.num_adapters
 
     @property
     def num_loading(self) -> int:
-        """Sequences that the last plan went past because an adapter was not there yet."""
+        """Returns how many sequences the last plan skipped as an adapter was not loaded."""
         return self._admission.num_loading
 
     @property
     def num_preemptions(self) -> int:
         return self._admission.num_preemptions
 
-    def open_choices(self, request_id: str) -> list[int]:
-        """Which of the request's choices have not ended; none for an unknown id."""
-        return list(self._by_request.get(request_id, {}))
-
     def add(self, request: Request, now: float) -> None:
-        """Queues a request, or raises when it could never run here."""
+        """Queues a request; raises if it could never run here."""
         if request.request_id in self._by_request:
             raise InvalidRequest(f"Request id {request.request_id!r} is in use.")
         check_shares(request)
         max_length = self._max_length(request)
-        self._want(request)
+        self._add_waiters(request)
         choices = self._by_request[request.request_id] = {}
         for index in range(request.params.n):
             sequence = Sequence(
@@ -144,7 +114,7 @@ class Scheduler:
                 request,
                 index,
                 max_length=max_length,
-                standing=self._shares.arrive(request),
+                clients=self._shares.arrive(request),
                 now=now,
             )
             choices[index] = self._sequences[sequence.sequence_id] = sequence
@@ -154,22 +124,22 @@ class Scheduler:
                 heapq.heappush(self._deadlines, deadline)
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request; its pages are free before the next step. Unknown ids are fine."""
+        """Ends a request and frees its pages at once; ignores an unknown id."""
         for sequence in list(self._by_request.get(request_id, {}).values()):
             self._drop(sequence)
 
     def finish(self, request_id: str, index: int) -> None:
-        """Ends one choice from outside: its text ran into a stop string."""
+        """Ends one choice whose text contains a stop string."""
         sequence = self._by_request.get(request_id, {}).get(index)
         if sequence is not None:
             self._drop(sequence)
 
     def next_plan(self, now: float) -> StepPlan | None:
-        """None: nothing can be computed now; what remains waits for its adapters."""
+        """Returns the plan of the next step; None if all sequences wait for their adapters."""
         self._expire(now)
         self._admission.begin_step(now)
         step = _Step(now, self.config.max_batch_tokens, self._waiting.in_order(self._batch))
-        # Tokens before prompts, each of them in order.
+        # Decodes before prefills, each in order.
         for sequence in self._plan_decodes(step):
             self._plan(sequence, step)
         if step.budget > 0:
@@ -178,14 +148,14 @@ class Scheduler:
                 if step.budget == 0:
                     break
         if not step.chunks:
-            self._admission.hold_for_first(now)
+            self._admission.reserve_for_first(now)
             return None
         return StepPlan(chunks=tuple(step.chunks))
 
     def launched(self, plan: StepPlan) -> None:
-        """The plan is on the device: the next one may build on tokens that nobody knows yet.
+        """Records that a plan was launched; the next plan may build on its unknown tokens.
 
-        The result of the one before it has been applied by now.
+        The result of the plan before it must have been applied.
         """
         for chunk in plan.chunks:
             sequence = self._sequences.get(chunk.sequence_id)
@@ -196,7 +166,7 @@ class Scheduler:
                 sequence.output_token_ids.append(UNKNOWN_TOKEN)
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
-        """Of a plan that was launched."""
+        """Applies the result of a launched plan and returns its events."""
         for chunk in plan.chunks:
             sequence = self._sequences.get(chunk.sequence_id)
             if sequence is None:
@@ -214,7 +184,7 @@ class Scheduler:
         return self.take_events()
 
     def fail(self, plan: StepPlan, message: str) -> None:
-        """Ends all who are in a plan that could not be launched."""
+        """Ends the sequences of a plan that could not be launched."""
         for chunk in plan.chunks:
             sequence = self._sequences.get(chunk.sequence_id)
             if sequence is not None:
@@ -225,22 +195,22 @@ class Scheduler:
         return events
 
     def claims(self) -> dict[Owner, list[int]]:
-        """Pages that are a sequence's own; shared ones belong to the prefix cache."""
+        """Returns the unshared pages of each sequence; shared ones belong to the prefix cache."""
         return self._batch.claims()
 
     def leases(self) -> dict[str, int]:
-        """CID -> sequences that keep it on the device: those that run, and one that is about to."""
-        return dict(self._batch.leases() + self._admission.held_adapters())
+        """Returns the adapter leases by CID: of running sequences and of a reservation (R12)."""
+        return dict(self._batch.leases() + self._admission.retained_adapters())
 
     def running_adapters(self) -> dict[str, int]:
-        """CID -> sequences in the batch that use it."""
+        """Returns the number of running sequences by CID."""
         return dict(self._batch.leases())
 
     def prefix_leases(self) -> list[PrefixLease]:
         return self._batch.prefix_leases()
 
     def waiting_adapters(self) -> dict[str, int]:
-        """CID -> sequences that wait with it; so often each is wanted."""
+        """Returns the number of waiting sequences by CID."""
         return dict(Counter(cid for sequence in self._waiting for cid in sequence.cids))
 
     def check_integrity(self) -> None:
@@ -262,7 +232,7 @@ class Scheduler:
         )
 
     def _max_length(self, request: Request) -> int:
-        """Tokens that the request may grow to; raises if not even its prompt can ever run."""
+        """Returns the maximum length of the request; raises if its prompt can never run."""
         num_prompt = len(request.prompt_token_ids)
         limit = self.config.max_model_len
         if num_prompt == 0:
@@ -290,16 +260,16 @@ class Scheduler:
             )
         return min(limit, room)
 
-    def _want(self, request: Request) -> None:
-        """Once for each choice, or not at all."""
+    def _add_waiters(self, request: Request) -> None:
+        """Adds a waiter for each choice, or none if one of them fails."""
         cids = [cid for cid, _ in request.selection]
-        num_wanted = 0
+        num_added = 0
         try:
             for _ in range(request.params.n):
                 self._adapters.add_waiters(cids)
-                num_wanted += 1
+                num_added += 1
         except BaseException:
-            for _ in range(num_wanted):
+            for _ in range(num_added):
                 self._adapters.remove_waiters(cids)
             raise
 
@@ -310,7 +280,7 @@ class Scheduler:
                 self._end(sequence, timeout_event(sequence))
 
     def _plan_decodes(self, step: _Step) -> list[Sequence]:
-        """As _plan, for all who are decoding: one token each, no prompt to charge; the others."""
+        """Plans one token of each decoding sequence; returns the sequences in prefill."""
         batch, block_tokens = self._batch, self.config.block_tokens
         others = []
         for sequence in step.order:
@@ -328,7 +298,7 @@ class Scheduler:
         return others
 
     def _plan(self, sequence: Sequence, step: _Step) -> None:
-        """Adds the sequence's chunk, unless there is no budget or it had to give way."""
+        """Plans a chunk of the sequence, unless the budget is used up or it is preempted."""
         num_tokens = min(sequence.num_uncomputed, step.budget)
         if num_tokens == 0 or sequence not in self._batch:
             return
@@ -342,12 +312,12 @@ class Scheduler:
         step.budget -= num_tokens
 
     def _reserve(self, sequence: Sequence, num_tokens: int, step: _Step) -> bool:
-        """Pages at the cost of those who come later; False: there are none for it now."""
-        num_held = self._admission.num_held_against(sequence)
-        while not self._batch.grow(sequence, num_tokens, num_held=num_held):
+        """R13: allocates pages, preempting later sequences; returns False if there are none."""
+        num_reserved = self._admission.num_reserved_against(sequence)
+        while not self._batch.grow(sequence, num_tokens, num_reserved=num_reserved):
             if len(self._batch) == 1:
-                # Somebody's load has the pages, or will have them; else no more will ever come.
-                is_last = num_held == 0 and not self._adapters.is_loading
+                # Pages of a load in flight or of a reservation may become free later.
+                is_last = num_reserved == 0 and not self._adapters.is_loading
                 if is_last and not sequence.has_unknown:
                     self._end(sequence, length_event(sequence))
                 return False
@@ -362,13 +332,13 @@ class Scheduler:
         return True
 
     def _accept(self, sequence: Sequence, result: StepResult) -> None:
-        """Append the step's tokens in place of the unknown one, up to one that ends it."""
+        """Replaces the unknown token by the step's tokens, up to one that ends the sequence."""
         token_ids = result.token_ids[sequence.sequence_id]
         logprobs = result.logprobs.get(sequence.sequence_id)
         sequence.output_token_ids.pop()
         for number, token_id in enumerate(token_ids):
             sequence.output_token_ids.append(token_id)
-            sequence.standing.charge(OUTPUT_TOKEN_COST)
+            sequence.clients.charge(OUTPUT_TOKEN_COST)
             reason = finish_reason(sequence, token_id)
             logprob = None if logprobs is None else logprobs[number]
             event = token_event(sequence, token_id, reason, logprob)
@@ -386,13 +356,13 @@ class Scheduler:
         self._drop(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
-        """The one way out of the scheduler: frees everything that the sequence holds."""
+        """Removes a sequence from the scheduler and frees everything that it holds."""
         is_running = sequence in self._batch
         if is_running:
             self._batch.remove(sequence)
         else:
             self._admission.leave(sequence)
-        self._shares.leave(sequence.request, sequence.standing, is_running=is_running)
+        self._shares.leave(sequence.request, sequence.clients, is_running=is_running)
         del self._sequences[sequence.sequence_id]
         choices = self._by_request[sequence.request.request_id]
         del choices[sequence.index]

@@ -1,4 +1,4 @@
-"""One choice of one request, on its way through the engine."""
+"""A sequence: one choice of one request, waiting or running."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from loramux.memory.pages import Owner
 from loramux.memory.prefix import PrefixLease
-from loramux.scheduler.fairness import PROMPT_TOKEN_COST, Standing, Tenure
+from loramux.scheduler.fairness import PROMPT_TOKEN_COST, Clients, PreemptionLimit
 from loramux.types.request import Request, TokenLogprob
 from loramux.types.step import UNKNOWN_TOKEN, Chunk, SampleRow
 
@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 class Sequence:
-    """Tokens so far, how many of them have their keys and values in pages, and those pages."""
+    """The tokens of a choice, its pages, and how many tokens have their KV in these pages."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Sequence:
         index: int,
         *,
         max_length: int,
-        standing: Standing,
+        clients: Clients,
         now: float,
     ) -> None:
         self.sequence_id = sequence_id
@@ -33,7 +33,7 @@ class Sequence:
         self._max_outputs = min(
             request.params.max_tokens, max_length - len(request.prompt_token_ids)
         )
-        self.standing = standing
+        self.clients = clients
         self.cids = tuple(cid for cid, _ in request.selection)
         self.owner: Owner = ("kv", sequence_id)
         self.prompt_token_ids = list(request.prompt_token_ids)
@@ -41,23 +41,23 @@ class Sequence:
         self.num_computed = 0
         self.page_ids: list[int] = []
         self.lease: PrefixLease | None = None
-        """The first of page_ids, which it shares with others."""
+        """The lease of the shared pages, which are the first of page_ids."""
         self.num_reused_tokens = 0
-        """Prompt tokens that somebody else had computed."""
+        """Prompt tokens that came from the prefix cache at the first start."""
         self.prompt_logprobs: list[TokenLogprob] = []
         self.seed = (request.seed + index * _CHOICE_STRIDE) & _MASK
         self.queued_s = now
-        """Since when it waits; after a preemption, since that."""
+        """Time of its arrival, or of its last preemption."""
         self.started_s: float | None = None
-        """Since when it runs."""
+        """Time of its start; None while it waits."""
         self.start_counters = (0.0, 0.0)
-        """What its tenant and its adapter had had when it got its place."""
-        self.passed_over_s: float | None = None
-        """Since when others go first although it is the best, to keep adapters out of the batch."""
-        self.no_hold_until_s = -math.inf
-        """Until then, no pages are kept free for its adapters: they were not used."""
+        """R11: the counters of its tenant and its adapter when it started."""
+        self.bypassed_since_s: float | None = None
+        """R8: since when others are admitted before it although it is the first in order."""
+        self.no_reservation_until_s = -math.inf
+        """R12: until then no pages are reserved for its adapters, as a reservation was unused."""
         self.num_spare_refused: int | None = None
-        """Pages that seemed to be left over when it was refused all the same."""
+        """Spare pages at its last failed attempt to start."""
         self.first_started_s: float | None = None
         self._sample_row = SampleRow(
             params=request.params,
@@ -78,7 +78,7 @@ class Sequence:
 
     @property
     def has_unknown(self) -> bool:
-        """Its newest token is still on the device."""
+        """Returns whether its newest token is still on the device."""
         return bool(self.output_token_ids) and self.output_token_ids[-1] == UNKNOWN_TOKEN
 
     @property
@@ -87,7 +87,7 @@ class Sequence:
 
     @property
     def is_full(self) -> bool:
-        """No token may follow the newest one."""
+        """Returns whether no token may follow the newest one."""
         return len(self.output_token_ids) >= self._max_outputs
 
     @property
@@ -105,12 +105,12 @@ class Sequence:
         return self.request.params.prompt_logprobs is not None and not self.output_token_ids
 
     def reusable_token_ids(self) -> list[int]:
-        """What may come from the prefix cache: one token at least must be computed to go on."""
+        """Returns the tokens that may come from the prefix cache: all but the last one."""
         return [] if self.wants_prompt_logprobs else self.tokens(0, self.num_tokens - 1)
 
     def start(self, now: float) -> None:
         self.started_s = now
-        self.start_counters = (self.standing.tenant.counter, self.standing.adapter.counter)
+        self.start_counters = (self.clients.tenant.counter, self.clients.adapter.counter)
         self.num_spare_refused = None
         self._num_starts += 1
         if self._num_starts == 1:
@@ -118,7 +118,7 @@ class Sequence:
             self.num_reused_tokens = self.num_computed
 
     def chunk(self, num_tokens: int) -> Chunk:
-        """The next num_tokens uncomputed tokens, with a sample row if they are the last."""
+        """Returns the next num_tokens uncomputed tokens, sampled if they are the last ones."""
         start, stop = self.num_computed, self.num_computed + num_tokens
         completes = stop == self.num_tokens
         is_sampled = completes and self.request.params.max_tokens > 0
@@ -137,7 +137,7 @@ class Sequence:
         )
 
     def decode_chunk(self) -> Chunk:
-        """As chunk(1), of a sequence that is decoding."""
+        """Returns chunk(1) of a decoding sequence, at less cost."""
         return Chunk(
             self.sequence_id,
             self.output_token_ids[-1:],
@@ -147,28 +147,29 @@ class Sequence:
             self._sample_row,
         )
 
-    def tenure(self, now: float, min_s: float) -> Tenure:
-        """For min_s, it yields only to those who came before it when it started."""
+    def preemption_limit(self, now: float, min_s: float) -> PreemptionLimit:
+        """R11: for min_s, returns the counters at the start, and then the current ones."""
         assert self.started_s is not None
         if now - self.started_s < min_s:
-            return Tenure(self.standing, *self.start_counters)
-        return Tenure(self.standing, self.standing.tenant.counter, self.standing.adapter.counter)
+            return PreemptionLimit(self.clients, *self.start_counters)
+        tenant, adapter = self.clients.tenant, self.clients.adapter
+        return PreemptionLimit(self.clients, tenant.counter, adapter.counter)
 
     def charge_prompt(self, num_tokens: int) -> None:
-        """For the next num_tokens: what is computed again after a preemption costs nothing."""
+        """R2: charges the next num_tokens, except those that were charged before a preemption."""
         stop = min(self.num_computed + num_tokens, len(self.prompt_token_ids))
         num_new = stop - max(self.num_computed, self._num_charged)
         if num_new > 0:
-            self.standing.charge(PROMPT_TOKEN_COST * num_new)
+            self.clients.charge(PROMPT_TOKEN_COST * num_new)
             self._num_charged = stop
 
     def restart(self, now: float) -> None:
-        """After preemption: nothing is in pages any more; the tokens stay."""
+        """Resets the computed state after a preemption; the tokens stay."""
         self.num_computed = 0
         self.page_ids = []
         self.prompt_logprobs = []
         self.queued_s = now
-        self.passed_over_s = None
+        self.bypassed_since_s = None
         self.started_s = None
 
     def tokens(self, start: int, stop: int) -> list[int]:

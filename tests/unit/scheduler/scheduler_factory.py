@@ -364,7 +364,7 @@ class FakeKV:
 
 
 def wide(max_sequences: int = 2, **settings: object) -> World:
-    """Everything fits, and only the preference decides."""
+    """Everything fits, and only the affinity decides."""
     settings = {"num_pages": 5000, "max_wait_s": 1e9, "max_model_len": 20_000, **settings}
     settings |= {"max_batch_tokens": 2 * max_sequences + 6, "check_every": 50}
     return World(max_sequences=max_sequences, has_prefixes=False, **settings)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ def first_seen(events: list[TokenEvent]) -> list[str]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_others_go_past_a_request_whose_adapter_is_on_its_way(schedule: str) -> None:
+def test_r5_a_request_whose_adapter_is_loading_is_skipped(schedule: str) -> None:
     world = World(load_s=0.55, schedule=schedule)
     world.add("cold", 3, cid="x")
     world.add("base", 3, max_tokens=20)
@@ -31,7 +31,7 @@ def test_others_go_past_a_request_whose_adapter_is_on_its_way(schedule: str) -> 
     assert first_seen(world.run())
 
 
-def test_while_everything_loads_there_is_no_plan() -> None:
+def test_r5_there_is_no_plan_while_every_request_loads() -> None:
     world = World(load_s=0.5)
     world.add("a", 3, cid="x", n=2)
     assert world.begin() is None
@@ -41,7 +41,7 @@ def test_while_everything_loads_there_is_no_plan() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_failed_load_fails_exactly_the_requests_that_named_it(schedule: str) -> None:
+def test_r5_a_failed_load_ends_exactly_the_requests_that_named_it(schedule: str) -> None:
     world = World(load_s=0.15, schedule=schedule)
     world.add("a", 3, cid="bad", n=2)
     world.add("b", 3, selection=(("x", 1.0), ("bad", 0.5)))
@@ -54,7 +54,7 @@ def test_a_failed_load_fails_exactly_the_requests_that_named_it(schedule: str) -
     assert sum(e.request_id in "cd" for e in events) == 8
 
 
-def test_a_failed_load_is_told_at_once_and_may_be_tried_again() -> None:
+def test_r5_a_failed_load_is_reported_at_once_and_may_be_tried_again() -> None:
     """Catches a request that waits for a place only to learn that its adapter is broken."""
     world = World(max_sequences=1)
     world.add("long", 3, max_tokens=50)
@@ -64,14 +64,14 @@ def test_a_failed_load_is_told_at_once_and_may_be_tried_again() -> None:
     world.run()
 
 
-def test_arrivals_decide_under_fcfs() -> None:
+def test_r4_fcfs_orders_by_arrival() -> None:
     world = World(schedule="fcfs", max_sequences=1)
     for number, name in enumerate("abcde"):
         world.add(name, 2, tenant=f"t{number % 2}", cid=f"x{number % 3}", max_tokens=2)
     assert first_seen(world.run()) == list("abcde")
 
 
-def test_tenants_get_their_weight_in_tokens() -> None:
+def test_r2_tenants_get_tokens_in_proportion_to_their_shares() -> None:
     world = World(max_sequences=1, max_wait_s=1e9)
     for number in range(40):
         world.add(f"a{number}", 4, tenant="a", tenant_share=3.0)
@@ -83,7 +83,7 @@ def test_tenants_get_their_weight_in_tokens() -> None:
     assert share == pytest.approx(0.75, abs=0.05)
 
 
-def test_inside_a_tenant_adapters_share_alike() -> None:
+def test_r2_adapters_of_a_tenant_get_equal_tokens() -> None:
     world = World(max_sequences=1, max_wait_s=1e9)
     for number in range(30):
         world.add(f"hot{number}", 4, cid="hot")
@@ -93,7 +93,7 @@ def test_inside_a_tenant_adapters_share_alike() -> None:
     assert abs(order[:16].count("hot") - 8) <= 1
 
 
-def test_reused_tokens_are_not_charged() -> None:
+def test_r2_tokens_from_the_prefix_cache_are_not_charged() -> None:
     prompt = list(range(33))
     world = World(max_batch_tokens=64)
     world.add("a", prompt, tenant="a", max_tokens=1)
@@ -104,16 +104,14 @@ def test_reused_tokens_are_not_charged() -> None:
     world.add("b2", list(range(150, 183)), tenant="b", max_tokens=9)
     world.step()
     counters = {
-        s.request.tenant: s.standing.tenant.counter for s in world.scheduler._sequences.values()
+        s.request.tenant: s.clients.tenant.counter for s in world.scheduler._sequences.values()
     }
     # Two last tokens and two of output, against a whole prompt and one of output.
     assert counters["b"] - counters["a"] >= 33 - 2 - 2 - 2
 
 
 @pytest.mark.parametrize(("schedule", "second"), [("fair", "c"), ("fcfs", "b")])
-def test_over_the_cap_of_adapters_fair_looks_further_and_fcfs_waits(
-    schedule: str, second: str
-) -> None:
+def test_r9_over_max_loras_fair_skips_and_fcfs_blocks(schedule: str, second: str) -> None:
     world = World(max_loras=1, schedule=schedule)
     world.add("a", 3, cid="x", max_tokens=9)
     world.add("b", 3, cid="y")
@@ -121,7 +119,7 @@ def test_over_the_cap_of_adapters_fair_looks_further_and_fcfs_waits(
     assert first_seen(world.run())[1] == second
 
 
-def test_a_full_pool_of_requests_does_not_starve_a_cold_adapter_under_fcfs() -> None:
+def test_r12_a_full_pool_does_not_starve_a_cold_adapter_under_fcfs() -> None:
     """Newer requests whose adapter is there must leave pages for the load of an older one."""
     world = World(num_pages=14, schedule="fcfs", max_wait_s=0.5)
     world.add("hot0", 3, cid="hot", max_tokens=30)
@@ -136,7 +134,7 @@ def test_a_full_pool_of_requests_does_not_starve_a_cold_adapter_under_fcfs() -> 
     world.run()
 
 
-def test_two_requests_of_two_adapters_each_do_not_keep_each_other_out() -> None:
+def test_r12_two_requests_of_two_adapters_each_do_not_deadlock() -> None:
     """Each holds one adapter in the queue, and there is room for three."""
     world = World(num_pages=7, load_s=0.3)
     world.add("a", 3, selection=(("p", 1.0), ("q", 1.0)))
@@ -144,7 +142,7 @@ def test_two_requests_of_two_adapters_each_do_not_keep_each_other_out() -> None:
     assert {e.request_id for e in world.run() if e.finish_reason} == {"a", "b"}
 
 
-def test_a_step_does_not_ask_after_every_waiting_request(
+def test_a_step_does_not_examine_every_waiting_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(max_sequences=2, load_s=1e9, num_pages=2100)
@@ -168,7 +166,7 @@ def long_hot(world: World, num_sequences: int, **fields: object) -> None:
     world.step()
 
 
-def test_the_newest_of_who_had_most_gives_its_place_and_not_before_its_time() -> None:
+def test_r11_the_newest_of_the_most_served_is_preempted_and_not_too_early() -> None:
     world = World(max_sequences=3, max_wait_s=1.0, max_model_len=600, num_pages=600)
     long_hot(world, 3, tenant="a")
     world.add("cold", 4, cid="cold", tenant="b", max_tokens=500)
@@ -179,12 +177,11 @@ def test_the_newest_of_who_had_most_gives_its_place_and_not_before_its_time() ->
     world.begin()
     assert sorted(world.running()) == ["cold", "hot", "hot"]
     assert world.scheduler.num_preemptions == 1
-    assert world.scheduler.open_choices("hot") == [0, 1, 2]
     waiting = [s for s in world.scheduler._waiting if s.request.request_id == "hot"]
     assert [s.index for s in waiting] == [2]
 
 
-def test_who_was_put_out_does_not_come_back_at_once_at_the_others_cost() -> None:
+def test_r11_a_preempted_sequence_does_not_preempt_in_turn_at_once() -> None:
     """Two who flood, one place: it changes hands after max_wait_s, not with every token."""
     world = World(max_sequences=1, max_wait_s=1.0, max_model_len=600, num_pages=600)
     for tenant in "ab":
@@ -207,7 +204,7 @@ def full_pool() -> World:
     return world
 
 
-def test_pages_for_a_late_load_are_found_and_kept_from_those_who_come_later() -> None:
+def test_r12_pages_are_reserved_for_an_overdue_load() -> None:
     """Five sequences of a page each and their adapter fill the pool, and nobody grows soon."""
     world = World(num_pages=7, max_wait_s=0.5, max_batch_tokens=32, block_tokens=32)
     long_hot(world, 4, tenant="a")
@@ -226,7 +223,7 @@ def test_pages_for_a_late_load_are_found_and_kept_from_those_who_come_later() ->
     assert world.now - came < 0.5 + 0.3 + 3 * world.step_s
 
 
-def test_a_late_load_goes_before_those_that_were_asked_for_earlier() -> None:
+def test_r12_an_overdue_load_is_prioritized() -> None:
     """Else the pages that were freed for it go to the other's next adapters."""
     world = full_pool()
     for number in range(40):
@@ -239,7 +236,7 @@ def test_a_late_load_goes_before_those_that_were_asked_for_earlier() -> None:
 
 
 @pytest.mark.parametrize("max_wait_s", [0.5, 1.1])
-def test_a_load_that_cannot_start_in_spite_of_free_pages_stops_nobody(max_wait_s: float) -> None:
+def test_r12_an_unused_reservation_does_not_block_others(max_wait_s: float) -> None:
     """The host tier is full, say: who runs must neither wait for it for ever nor be cut short."""
     world = World(num_pages=8, max_wait_s=max_wait_s, max_sequences=1)
     long_hot(world, 1, tenant="a")
@@ -254,7 +251,7 @@ def test_a_load_that_cannot_start_in_spite_of_free_pages_stops_nobody(max_wait_s
     world.run()
 
 
-def test_requests_that_each_keep_half_of_what_the_other_needs_both_end() -> None:
+def test_r12_requests_that_each_hold_half_of_the_adapters_both_end() -> None:
     """p is old and q is new; r and s are in between: no adapter gives way to a younger one."""
     world = World(num_pages=5, load_s=0.3)
     world.add("one", 3, cid="p", max_tokens=1)
@@ -264,7 +261,7 @@ def test_requests_that_each_keep_half_of_what_the_other_needs_both_end() -> None
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_a_late_request_has_of_its_adapters_is_not_evicted_under_it(schedule: str) -> None:
+def test_r12_an_overdue_request_retains_its_resident_adapters(schedule: str) -> None:
     """Its second adapter loads; a base request must not push out the first meanwhile."""
     world = World(num_pages=8, max_wait_s=0.3, schedule=schedule)
     world.add("first", 2, cid="p", max_tokens=1)
@@ -276,7 +273,7 @@ def test_what_a_late_request_has_of_its_adapters_is_not_evicted_under_it(schedul
     assert first_seen(world.run()) == ["pair", "base"]
 
 
-def test_a_prompt_for_which_no_room_will_ever_come_is_refused() -> None:
+def test_r14_a_prompt_that_can_never_get_pages_is_refused() -> None:
     """Pinned adapters came after the check at arrival; waiting for ever would be the worst."""
     world = World(num_pages=12, check_every=10**9)
     world.pages.allocate(("adapter", "pinned"), 6)
@@ -289,7 +286,7 @@ def test_a_prompt_for_which_no_room_will_ever_come_is_refused() -> None:
     assert sum(e.request_id == "small" for e in events) == 4
 
 
-def test_an_answer_ends_where_pinned_adapters_leave_no_room() -> None:
+def test_r13_an_output_ends_where_pinned_adapters_leave_no_pages() -> None:
     world = World(num_pages=8, check_every=10**9)
     world.add("a", 8, max_tokens=30)
     world.step()
@@ -300,7 +297,7 @@ def test_an_answer_ends_where_pinned_adapters_leave_no_room() -> None:
     assert sum(e.token_id is not None for e in events) == 3 * 4 + 1 - 8 - 1
 
 
-def test_the_last_sequence_waits_for_a_load_instead_of_giving_up() -> None:
+def test_r13_the_last_sequence_waits_for_the_pages_of_a_load() -> None:
     """The load has the pages; giving up would bring the two to take turns for ever."""
     world = World(num_pages=5, load_s=0.5)
     world.add("a", 8, max_tokens=9)
@@ -314,7 +311,7 @@ def test_the_last_sequence_waits_for_a_load_instead_of_giving_up() -> None:
 
 @pytest.mark.parametrize("tenants", ["a", "ab"])
 @pytest.mark.parametrize("num_adapters", [1, 4, 30])
-def test_those_who_are_owed_a_place_are_found_as_by_asking_each_that_runs(
+def test_r10_the_index_finds_the_same_entitled_queues_as_a_full_comparison(
     tenants: str, num_adapters: int
 ) -> None:
     """Catches a short cut that leaves out somebody who has a place to give."""
@@ -331,14 +328,14 @@ def test_those_who_are_owed_a_place_are_found_as_by_asking_each_that_runs(
             name, tenant = f"{step}-{number}", source.choice(tenants)
             world.add(name, 3, cid=cid, tenant=tenant, max_tokens=source.randrange(1, 30))
         admission = world.scheduler._admission
-        tenures = [s.tenure(world.now, 0.25) for s in world.scheduler._batch]
+        limits = [s.preemption_limit(world.now, 0.25) for s in world.scheduler._batch]
         expected = {
-            lane
-            for lane in admission.waiting.lanes()
-            if world.now - lane.head.queued_s >= 0.25
-            and any(tenure.yields_to(lane.standing) for tenure in tenures)
+            queue
+            for queue in admission.waiting.queues()
+            if world.now - queue.head.queued_s >= 0.25
+            and any(limit.allows(queue.clients) for limit in limits)
         }
-        assert set(admission._owed_lanes(world.now)) == expected
+        assert set(admission._entitled_queues(world.now)) == expected
         num_owed += len(expected)
         world.step()
     assert num_owed > 0 or num_adapters == 1

@@ -18,7 +18,7 @@ def reused(events: list[TokenEvent]) -> dict[str, int]:
     return found
 
 
-def test_a_prompt_that_was_computed_before_is_not_computed_again() -> None:
+def test_a_cached_prompt_is_not_computed_again() -> None:
     world = World()
     world.add("a", PROMPT)
     world.run()
@@ -86,7 +86,7 @@ def test_a_prefix_is_shared_only_where_it_is_the_same_and_allowed(other: dict[st
     assert reused(world.run()) == {"d": 0}
 
 
-def test_a_preempted_sequence_goes_on_from_what_the_cache_still_has() -> None:
+def test_r13_a_preempted_sequence_continues_from_the_prefix_cache() -> None:
     world = World(num_pages=12, max_batch_tokens=32)
     world.add("a", list(range(20)), max_tokens=20)
     world.add("b", list(range(50, 66)), max_tokens=20)
@@ -118,7 +118,7 @@ def test_a_refused_prompt_does_not_count_as_a_use_of_the_cache() -> None:
     world.run()
 
 
-def test_no_more_adapters_run_than_allowed() -> None:
+def test_r9_no_more_adapters_run_than_allowed() -> None:
     world = World(max_loras=2)
     for number in range(6):
         world.add(str(number), 3, cid=f"x{number % 4}")
@@ -127,7 +127,7 @@ def test_no_more_adapters_run_than_allowed() -> None:
         assert len(world.scheduler.leases()) <= 2
 
 
-def test_a_base_request_takes_no_adapter_place() -> None:
+def test_r9_a_base_request_does_not_count_as_an_adapter() -> None:
     world = World(max_loras=1)
     world.add("a", 3, cid="x")
     world.add("b", 3)

@@ -78,26 +78,26 @@ def flood(tenants: tuple[str, str], num_output: int, **settings: object) -> Floo
         {"num_output": 400, "num_pages": 48, "has_prefixes": False},
     ],
 )
-def test_a_cold_adapter_waits_no_longer_than_the_bound(
+def test_r15_a_cold_adapter_waits_no_longer_than_the_bound(
     tenants: tuple[str, str], settings: dict[str, object]
 ) -> None:
     assert flood(tenants, **settings).longest() <= BOUND_S  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tenants", TENANTS)
-def test_first_come_first_served_breaks_it(tenants: tuple[str, str]) -> None:
+def test_r15_fcfs_does_not_keep_the_bound(tenants: tuple[str, str]) -> None:
     """Else the test above would prove nothing."""
     assert flood(tenants, 20, schedule="fcfs").longest() > 2 * BOUND_S
 
 
-def test_the_flood_still_gets_what_the_others_leave() -> None:
+def test_r15_the_flood_gets_the_remaining_slots() -> None:
     """Catches a bound that is bought by computing everything again and again."""
     quiet = flood(("hog", "other"), 100, num_pages=400)
     assert quiet.world.scheduler.num_preemptions <= len(quiet.arrivals)
 
 
 @pytest.mark.parametrize("num_tenants", [2, 12])
-def test_equal_floods_share_alike_and_do_not_push_each_other_out_all_the_time(
+def test_r11_equal_floods_share_equally_without_constant_preemption(
     num_tenants: int,
 ) -> None:
     world = World(
@@ -116,7 +116,7 @@ def test_equal_floods_share_alike_and_do_not_push_each_other_out_all_the_time(
     assert world.scheduler.num_preemptions <= 5 * 400 * STEP_S / MAX_WAIT_S
 
 
-def test_single_requests_are_not_taken_from() -> None:
+def test_r10_the_single_request_of_a_client_is_not_preempted() -> None:
     """Many adapters with one request each: taking turns would only cost."""
     world = World(max_sequences=2, max_wait_s=0.5, num_pages=200)
     for number in range(12):
@@ -126,7 +126,9 @@ def test_single_requests_are_not_taken_from() -> None:
 
 
 @pytest.mark.parametrize(("num_open", "is_taken_from"), [(2, False), (3, True)])
-def test_few_places_of_many_are_not_taken_from(num_open: int, is_taken_from: bool) -> None:
+def test_r10_the_protected_slots_of_an_adapter_are_not_preempted(
+    num_open: int, is_taken_from: bool
+) -> None:
     """Of 128 places an adapter keeps two: uniform adapters have one or two of them by chance."""
     world = World(
         max_sequences=128, max_wait_s=0.5, step_s=STEP_S, num_pages=6000, max_batch_tokens=2048

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 from loramux.scheduler.events import error_event, length_event, timeout_event, token_event
-from loramux.scheduler.fairness import Account, Standing
+from loramux.scheduler.fairness import Client, Clients
 from loramux.scheduler.sequence import Sequence
 from loramux.types.request import FinishReason, TokenLogprob
 from tests.unit.scheduler.scheduler_factory import make_request
 
 
 def make_sequence(**fields: object) -> Sequence:
-    standing = Standing(Account(), Account())
+    clients = Clients(Client(), Client())
     request = make_request("a", 3, **fields)
-    return Sequence(5, request, 1, max_length=64, standing=standing, now=0.0)
+    return Sequence(5, request, 1, max_length=64, clients=clients, now=0.0)
 
 
 def test_the_first_token_alone_brings_what_is_said_once() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.scheduler.fairness import Account, Standing
+from loramux.scheduler.fairness import Client, Clients
 from loramux.scheduler.sequence import Sequence
 from loramux.types.request import Request
 from loramux.types.sampling import SamplingParams
@@ -15,8 +15,8 @@ def make_sequence(**params: object) -> Sequence:
         prompt_token_ids=(1, 2, 3, 4),
         params=SamplingParams(**params),  # type: ignore[arg-type]
     )
-    standing = Standing(Account(), Account())
-    return Sequence(5, request, 0, max_length=64, standing=standing, now=0.0)
+    clients = Clients(Client(), Client())
+    return Sequence(5, request, 0, max_length=64, clients=clients, now=0.0)
 
 
 def test_a_chunk_runs_from_the_prompt_into_the_output_after_preemption() -> None:
@@ -52,7 +52,7 @@ def test_prompt_logprobs_need_every_prompt_token_computed() -> None:
     assert sequence.reusable_token_ids() == [1, 2, 3, 4]
 
 
-def test_restart_keeps_the_tokens_and_waits_anew() -> None:
+def test_a_restart_keeps_the_tokens_and_resets_the_wait() -> None:
     sequence = make_sequence()
     sequence.start(1.0)
     sequence.output_token_ids, sequence.num_computed, sequence.page_ids = [8], 4, [0]
@@ -61,22 +61,22 @@ def test_restart_keeps_the_tokens_and_waits_anew() -> None:
     assert (sequence.queued_s, sequence.started_s) == (3.0, None)
 
 
-def test_each_prompt_token_is_charged_once_and_reused_ones_never() -> None:
+def test_r2_each_prompt_token_is_charged_once_and_reused_ones_never() -> None:
     """Catches a tenant who pays again for what a preemption threw away."""
     sequence = make_sequence()
-    account = sequence.standing.tenant
+    client = sequence.clients.tenant
     sequence.num_computed = 1
     sequence.charge_prompt(2)
-    assert account.counter == 2
+    assert client.counter == 2
     sequence.num_computed = 0
     sequence.charge_prompt(3)
-    assert account.counter == 2
+    assert client.counter == 2
     sequence.num_computed = 3
     sequence.charge_prompt(2)
-    assert account.counter == 3
+    assert client.counter == 3
 
 
-def test_only_the_first_start_says_what_others_had_computed() -> None:
+def test_only_the_first_start_counts_reused_tokens() -> None:
     sequence = make_sequence()
     sequence.num_computed = 2
     sequence.start(1.0)
@@ -87,18 +87,18 @@ def test_only_the_first_start_says_what_others_had_computed() -> None:
 
 
 @pytest.mark.parametrize(("now", "limits"), [(2.9, (10.0, 4.0)), (3.0, (19.0, 13.0))])
-def test_a_place_is_kept_for_a_while_against_all_who_were_not_passed_over(
+def test_r11_a_slot_is_protected_for_a_while_by_the_counters_at_the_start(
     now: float, limits: tuple[float, float]
 ) -> None:
     sequence = make_sequence()
-    sequence.standing.tenant.counter, sequence.standing.adapter.counter = 10.0, 4.0
+    sequence.clients.tenant.counter, sequence.clients.adapter.counter = 10.0, 4.0
     sequence.start(1.0)
-    sequence.standing.charge(9.0)
-    tenure = sequence.tenure(now, 2.0)
-    assert (tenure.tenant_limit, tenure.adapter_limit) == limits
+    sequence.clients.charge(9.0)
+    limit = sequence.preemption_limit(now, 2.0)
+    assert (limit.tenant_limit, limit.adapter_limit) == limits
 
 
-def test_a_token_in_flight_counts_as_one_that_nobody_has_seen() -> None:
+def test_a_token_in_flight_is_unknown() -> None:
     sequence = make_sequence(max_tokens=2)
     assert not sequence.has_unknown and not sequence.is_full
     sequence.output_token_ids = [8, UNKNOWN_TOKEN]

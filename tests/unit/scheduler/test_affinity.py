@@ -9,8 +9,8 @@ import pytest
 
 from loramux.scheduler.admission import Admission
 from loramux.scheduler.fairness import MAX_ADAPTER_LEAD, MAX_TENANT_LEAD
-from loramux.scheduler.queue import Lane
-from loramux.scheduler.running_queues import RunningLanes
+from loramux.scheduler.queue import AdapterQueue
+from loramux.scheduler.running_queues import RunningQueues
 from loramux.scheduler.sequence import Sequence
 from loramux.types.request import TokenEvent
 from tests.unit.scheduler.scheduler_factory import World, occupied, sequence_of, wide
@@ -31,7 +31,7 @@ def start_of(world: World, name: str, limit: int = 200) -> float:
 
 
 @pytest.mark.parametrize("num_between", [1, 500])
-def test_a_lane_of_a_running_adapter_is_found_however_many_come_before_it(
+def test_r6_a_queue_with_a_running_adapter_is_found_among_many(
     num_between: int,
 ) -> None:
     world = occupied()
@@ -43,7 +43,7 @@ def test_a_lane_of_a_running_adapter_is_found_however_many_come_before_it(
     assert set(world.running()) == {"x1", "x2"}
 
 
-def test_a_lane_whose_adapter_enters_in_the_same_pass_is_found() -> None:
+def test_r6_a_queue_whose_adapter_started_in_the_same_pass_is_found() -> None:
     """p2 has its adapters' first half from the batch, and the other from p1 in this very pass."""
     world = wide(3)
     world.add("q", 2, cid="q", max_tokens=50)
@@ -56,36 +56,38 @@ def test_a_lane_whose_adapter_enters_in_the_same_pass_is_found() -> None:
 
 
 @pytest.mark.parametrize(("lead", "is_first"), [(-1.0, True), (0.0, False)])
-def test_an_adapter_goes_first_only_within_its_lead(lead: float, is_first: bool) -> None:
+def test_r6_an_adapter_is_first_only_within_the_maximum_lead(lead: float, is_first: bool) -> None:
     world = occupied()
     world.add("y1", 3, cid="y")
     world.add("x2", 3, cid="x")
     world.step()
-    x, y = sequence_of(world, "x2").standing.adapter, sequence_of(world, "y1").standing.adapter
+    x, y = sequence_of(world, "x2").clients.adapter, sequence_of(world, "y1").clients.adapter
     x.counter = y.counter + MAX_ADAPTER_LEAD + lead
     world.begin()
     assert ("x2" in world.running()) is is_first
 
 
 @pytest.mark.parametrize(("lead", "is_first"), [(-1.0, True), (0.0, False)])
-def test_between_tenants_the_lead_is_that_of_a_short_request(lead: float, is_first: bool) -> None:
+def test_r6_the_maximum_lead_between_tenants_is_a_short_request(
+    lead: float, is_first: bool
+) -> None:
     world = occupied()
     world.add("y1", 3, cid="y", tenant="a")
     world.add("x2", 3, cid="x", tenant="b")
     world.step()
-    a, b = sequence_of(world, "y1").standing.tenant, sequence_of(world, "x2").standing.tenant
+    a, b = sequence_of(world, "y1").clients.tenant, sequence_of(world, "x2").clients.tenant
     a.counter, b.counter = 0.0, MAX_TENANT_LEAD + lead
     world.begin()
     assert ("x2" in world.running()) is is_first
 
 
-def test_going_before_another_tenant_is_no_way_past_ones_own_adapters() -> None:
+def test_r6_another_tenants_queue_must_be_within_its_own_adapter_lead() -> None:
     world = occupied()
     world.add("y1", 3, cid="y", tenant="a")
     world.add("z1", 3, cid="z", tenant="b")
     world.add("x2", 3, cid="x", tenant="b")
     world.step()
-    z, x = sequence_of(world, "z1").standing.adapter, sequence_of(world, "x2").standing.adapter
+    z, x = sequence_of(world, "z1").clients.adapter, sequence_of(world, "x2").clients.adapter
     x.counter = z.counter + MAX_ADAPTER_LEAD
     world.begin()
     assert "x2" not in world.running()
@@ -96,50 +98,50 @@ def feed(world: World, cid: str, number: int) -> None:
     world.add(f"{cid}-{number}", 3, cid=cid, max_tokens=2)
     for sequence in world.scheduler._sequences.values():
         if sequence.cids == (cid,):
-            sequence.standing.adapter.counter = 1.0
+            sequence.clients.adapter.counter = 1.0
 
 
-def test_who_is_passed_over_goes_first_after_max_wait() -> None:
+def test_r8_a_bypassed_sequence_is_first_after_max_wait() -> None:
     """x never gets ahead here and never runs out, and y comes first when nobody owes it."""
     world = occupied(max_wait_s=1.0)
     world.add("y1", 3, cid="y", max_tokens=2)
     world.add("y2", 3, cid="y", max_tokens=2)
     y1 = sequence_of(world, "y1")
-    number, passed_over_s = 0, None
+    number, bypassed_since_s = 0, None
     while y1.started_s is None:
         feed(world, "x", number)
         # Never late: what ends the wait must be the time for which it was passed over.
-        y1.standing.adapter.counter, y1.queued_s = 0.0, world.now
+        y1.clients.adapter.counter, y1.queued_s = 0.0, world.now
         world.step()
         number += 1
         assert number < 100
-        passed_over_s = y1.passed_over_s if passed_over_s is None else passed_over_s
-    assert passed_over_s is not None and number > 5
+        bypassed_since_s = y1.bypassed_since_s if bypassed_since_s is None else bypassed_since_s
+    assert bypassed_since_s is not None and number > 5
     place_s = 3 * world.step_s
-    assert 1.0 <= y1.started_s - passed_over_s <= 1.0 + place_s
+    assert 1.0 <= y1.started_s - bypassed_since_s <= 1.0 + place_s
     assert world.scheduler.num_preemptions == 0
 
 
-def test_a_preempted_one_may_be_passed_over_anew() -> None:
+def test_r8_a_preempted_sequence_may_be_bypassed_again() -> None:
     world = occupied()
     sequence = sequence_of(world, "x1")
-    sequence.passed_over_s = 0.0
+    sequence.bypassed_since_s = 0.0
     world.scheduler._admission.preempt(sequence, world.now)
-    assert sequence.passed_over_s is None
+    assert sequence.bypassed_since_s is None
 
 
-def test_who_is_late_and_owed_a_place_is_not_passed_over() -> None:
+def test_r8_an_entitled_sequence_is_not_bypassed() -> None:
     """x runs twice and has had more than y; without the rule x3 would get the free place."""
     world = occupied(max_wait_s=0.35, max_sequences=3)
     world.add("x2", 3, cid="x", max_tokens=10_000)
     world.add("y1", 3, cid="y", max_tokens=2)
     world.add("x3", 3, cid="x", max_tokens=2)
-    sequence_of(world, "y1").standing.adapter.counter = 0.0
+    sequence_of(world, "y1").clients.adapter.counter = 0.0
     came, started = world.now, start_of(world, "y1")
     assert started - came <= 0.35 + 3 * world.step_s
 
 
-def test_who_is_owed_a_place_and_finds_no_room_keeps_others_from_going_first(
+def test_r8_an_unserved_entitled_sequence_ends_the_affinity_of_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = occupied()
@@ -148,19 +150,19 @@ def test_who_is_owed_a_place_and_finds_no_room_keeps_others_from_going_first(
     world.step()
     unserved = {sequence_of(world, "y1").sequence_id}
     monkeypatch.setattr(
-        Admission, "_serve_overdue", lambda self, now: setattr(self, "_unserved", unserved)
+        Admission, "_preempt_for_entitled", lambda self, now: setattr(self, "_unserved", unserved)
     )
     world.begin()
     assert "x2" not in world.running()
 
 
-def test_being_late_alone_does_not_end_the_preference() -> None:
+def test_r8_an_overdue_sequence_that_is_not_entitled_may_be_bypassed() -> None:
     """y is late, but x, which runs for another tenant, owes it nothing."""
     world = occupied(max_wait_s=0.05)
     world.add("y1", 3, cid="y", tenant="a")
     world.add("x2", 3, cid="x", tenant="a")
     world.step()
-    tenants = {s.standing.tenant for s in world.scheduler._sequences.values()}
+    tenants = {s.clients.tenant for s in world.scheduler._sequences.values()}
     for tenant in tenants:
         tenant.counter = 5.0
     world.begin()
@@ -168,7 +170,7 @@ def test_being_late_alone_does_not_end_the_preference() -> None:
     assert "x2" in world.running()
 
 
-def test_a_place_that_would_be_taken_back_at_once_is_not_given() -> None:
+def test_r8_a_sequence_that_would_be_preempted_at_once_is_not_admitted() -> None:
     """y is late; x owes it nothing yet, because its only place is new."""
     world = occupied(max_wait_s=1.0)
     world.add("y1", 3, cid="y")
@@ -177,12 +179,12 @@ def test_a_place_that_would_be_taken_back_at_once_is_not_given() -> None:
     sequence_of(world, "y1").queued_s = -1.0
     x1 = sequence_of(world, "x1")
     x1.start_counters, x1.started_s = (0.0, 0.0), world.now
-    assert x1.standing.adapter.counter > sequence_of(world, "y1").standing.adapter.counter
+    assert x1.clients.adapter.counter > sequence_of(world, "y1").clients.adapter.counter
     world.begin()
     assert set(world.running()) == {"x1", "y1"}
 
 
-def test_one_that_finds_no_pages_but_those_of_the_bests_adapter_does_not_go_first() -> None:
+def test_r8_the_adapter_of_the_first_sequence_is_not_evicted() -> None:
     world = occupied(num_pages=14)
     world.add("y1", 3, cid="y")
     world.add("x2", 40, cid="x")
@@ -191,7 +193,7 @@ def test_one_that_finds_no_pages_but_those_of_the_bests_adapter_does_not_go_firs
     assert set(world.running()) == {"x1", "y1"}
 
 
-def test_first_come_first_served_prefers_nobody() -> None:
+def test_r6_fcfs_has_no_affinity() -> None:
     world = occupied(schedule="fcfs")
     world.add("y1", 3, cid="y")
     world.add("x2", 3, cid="x")
@@ -200,42 +202,42 @@ def test_first_come_first_served_prefers_nobody() -> None:
     assert set(world.running()) == {"x1", "y1"}
 
 
-def test_a_pass_looks_at_a_lane_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a search through all lanes for each of many free places."""
-    num_lanes, num_places = 300, 60
+def test_r6_a_pass_examines_a_queue_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a search through all queues for each of many free places."""
+    num_queues, num_places = 300, 60
     world = wide(num_places)
     world.adapters.load_s = 0.0
     world.add("x", 1, cid="x0", max_tokens=3)
     world.step()
-    for number in range(num_lanes):
+    for number in range(num_queues):
         world.add(f"a{number}", 1, cid=f"x{number}", max_tokens=1, tenant="a")
         world.add(f"b{number}", 1, cid=f"x{number}", max_tokens=1, tenant=f"b{number % 50}")
     heads = 0
-    head = Lane.head.fget  # type: ignore[attr-defined]
+    head = AdapterQueue.head.fget  # type: ignore[attr-defined]
 
-    def count(lane: Lane) -> Sequence:
+    def count(queue: AdapterQueue) -> Sequence:
         nonlocal heads
         heads += 1
-        return head(lane)  # type: ignore[no-any-return]
+        return head(queue)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(Lane, "head", property(count))
+    monkeypatch.setattr(AdapterQueue, "head", property(count))
     world.begin()
     assert len(world.running()) >= 50
-    assert heads < 2 * num_lanes * 20
+    assert heads < 2 * num_queues * 20
 
 
-def test_lanes_of_an_adapter_that_left_the_batch_wait_for_its_return() -> None:
+def test_r6_queues_of_an_adapter_that_left_the_batch_are_no_longer_preferred() -> None:
     world = occupied()
     world.add("x2", 3, cid="x")
-    batch, lanes = world.scheduler._batch, world.scheduler._waiting.lanes()
-    running = RunningLanes(lanes, batch)
+    batch, queues = world.scheduler._batch, world.scheduler._waiting.queues()
+    running = RunningQueues(queues, batch)
     x1, x2 = sequence_of(world, "x1"), sequence_of(world, "x2")
     batch.remove(x1)
-    assert running.pop(x2.standing) is None
-    assert batch.admit(x1, num_held=0)
-    running.enter(["x"])
-    lane = running.pop(x2.standing)
-    assert lane is not None and lane.head is x2
+    assert running.pop_running(x2.clients) is None
+    assert batch.admit(x1, num_reserved=0)
+    running.adapters_started(["x"])
+    queue = running.pop_running(x2.clients)
+    assert queue is not None and queue.head is x2
 
 
 def distinct_adapters(num_waiting: int = 24, num_places: int = 24) -> float:
@@ -253,21 +255,23 @@ def distinct_adapters(num_waiting: int = 24, num_places: int = 24) -> float:
     return mean(counts)
 
 
-def test_a_backlog_brings_the_number_of_adapters_in_the_batch_down(
+def test_r6_affinity_lowers_the_number_of_adapters_in_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     preferred = distinct_adapters()
-    monkeypatch.setattr(Admission, "_start_preferred", lambda *arguments: None)
+    monkeypatch.setattr(Admission, "_admit_by_affinity", lambda *arguments: None)
     assert preferred < 0.8 * distinct_adapters()
 
 
-def test_full_lanes_bring_it_down_further(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r7_longer_queues_lower_the_number_of_adapters_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     preferred = distinct_adapters()
-    monkeypatch.setattr(RunningLanes, "pop_fuller", lambda *arguments: None)
+    monkeypatch.setattr(RunningQueues, "pop_longer", lambda *arguments: None)
     assert preferred < 0.97 * distinct_adapters()
 
 
-def test_in_an_empty_batch_the_best_goes_first() -> None:
+def test_r6_in_an_empty_batch_the_first_sequence_is_admitted() -> None:
     """The base brings no adapter either, and yet there is nothing to keep together."""
     world = wide(1)
     world.add("y", 3, cid="y")
