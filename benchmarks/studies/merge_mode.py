@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,7 +48,8 @@ class DecodeSteps:
         self._engine = engine
         self._selection = selection
         self._context = context
-        block_tokens = engine.executor._pool.geometry.block_tokens
+        self._runner: Any = engine.executor
+        block_tokens = self._runner._pool.geometry.block_tokens
         pages_each = -(-(context + 1) // block_tokens)
         self._owner = ("kv", "benchmark")
         pages = engine.pages.allocate(self._owner, batch * pages_each)
@@ -57,14 +59,14 @@ class DecodeSteps:
         for sequence in range(batch):
             tokens = [(7 * sequence + 13 * i) % 1000 + 100 for i in range(context)]
             chunk = Chunk(sequence, tokens, 0, self._pages[sequence], selection, sample=None)
-            engine.executor.run(StepPlan((chunk,)))
+            self._runner.run(StepPlan((chunk,)))
 
     def close(self) -> None:
         self._engine.pages.release(self._owner, self._page_ids)
 
     def run(self, variant: str, weights: MergedWeights) -> tuple[float, list[int]]:
         """Return the seconds of one step and its sampled tokens."""
-        runner = self._engine.executor
+        runner = self._runner
         # Tokens on merged weights have no adapter left to add.
         plan = self._plan(self._selection if variant == "unmerged" else ())
         runner._lora.merged = weights.sites if variant == "merged" else None
@@ -90,9 +92,10 @@ class DecodeSteps:
 
 
 def make_merge(engine: Engine, selection: Selection) -> Merge:
+    runner: Any = engine.executor
     source = MergeSource(
-        bases=engine.executor._lora.bases,
-        deltas=PageDeltas(engine.residency.resident, engine.executor._pool),
+        bases=runner._lora.bases,
+        deltas=PageDeltas(engine.residency.resident, runner._pool),
     )
     times = []
     for _ in range(NUM_BUILDS):

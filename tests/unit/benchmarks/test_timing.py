@@ -14,10 +14,13 @@ from benchmarks.lib.lora_cases import CASES, Case
 from benchmarks.lib.machine import PowerMeter, visible_device
 from benchmarks.lib.random_weights import SHAPES, llama_settings
 from benchmarks.lib.roofline import H200_BYTES_PER_S, H200_FLOPS, measure_cpu, roofline_of
-from benchmarks.lib.timing import StepTime, drift_of, mean_of
+from benchmarks.lib.timing import StepTime, drift_of, graph_seconds, mean_of
+from benchmarks.lib.traffic import make_request
 from loramux.models.architectures import parse_config
 from loramux.models.decoder import Decoder
 from loramux.models.loader import LoadedModel
+from tests.device_factory import device_engine
+from tests.model_factory import tiny_transformers_model
 
 COLD = StepTime(batch=4, step_s=1.0, graph_s=0.8, context=64.0, prompt_tokens_per_s=9.0)
 
@@ -145,3 +148,19 @@ def test_the_cpu_kernels_are_timed_and_checked() -> None:
 def test_segments_cover_all_tokens() -> None:
     segments = cpu_kernels.segments_of([0, 0, 1, 3, 3, 3])
     assert [(s.slot, s.start, s.stop) for s in segments] == [(0, 0, 2), (1, 2, 3), (3, 3, 6)]
+
+
+def test_graph_seconds_replays_the_graph_of_the_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    engine = device_engine(monkeypatch, model, tmp_path / "model", max_sequences=2)[0]
+    assert graph_seconds(engine, 1, has_lora=False) is None, "a CPU has no CUDA graph"
+    engine.add(make_request("one", (3, 4, 5), (), 4))
+    for _ in range(3):
+        engine.step()
+    monkeypatch.setattr(type(engine.executor), "is_gpu", True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seconds = graph_seconds(engine, 1, has_lora=False)
+    assert seconds is not None and seconds > 0
+    engine.close()
