@@ -1,4 +1,4 @@
-"""Settings that every test needs, made before torch or a tokenizer is imported."""
+"""Settings of all tests, made before torch or a tokenizer is imported; servers per session."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests import interpreter
+from tests.postgres_server import postgres_server as postgres_server
+from tests.redis_server import redis_url as redis_url
+from tests.s3_server import s3_server as s3_server
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")

@@ -24,7 +24,6 @@ from loramux.store.library import AdapterLibrary
 from loramux.store.store import ContentStore
 from tests.kill_worker import ADAPTER
 from tests.postgres_server import PostgresServer
-from tests.postgres_server import postgres_server as postgres_server
 from tests.store_factory import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,6 @@ from obstore.store import S3Store
 
 from tests.registry_scene import Scene, ask, client_of, push
 from tests.s3_server import S3Server
-from tests.s3_server import s3_server as s3_server
 
 NAME, OTHER = "acme/sql", "acme/chat"
 

@@ -9,10 +9,8 @@ from uuid import uuid4
 import httpx2
 from redis import Redis
 
-from tests.redis_server import redis_url as redis_url
 from tests.registry_scene import Scene, ask, client_of, push, send
 from tests.s3_server import S3Server
-from tests.s3_server import s3_server as s3_server
 
 NAME = "acme/sql"
 AWAY = "redis://:hunter2@127.0.0.1:1/0"

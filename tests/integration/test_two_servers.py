@@ -9,7 +9,6 @@ import httpx2
 import pytest
 
 from tests.postgres_server import PostgresServer
-from tests.postgres_server import postgres_server as postgres_server
 from tests.registry_scene import Scene, ask, client_of, push, send
 
 NAME = "acme/sql"

@@ -20,7 +20,7 @@ class Heard:
         self.num_bytes += num_bytes
 
 
-def test_a_store_tells_of_all_bytes_that_it_copies(tmp_path: Path) -> None:
+def test_a_store_reports_all_copied_bytes(tmp_path: Path) -> None:
     heard = Heard()
     store = ContentStore(tmp_path / "store", sink=heard)
     folder = write_tiny(tmp_path / "a")
@@ -32,7 +32,7 @@ def test_a_store_tells_of_all_bytes_that_it_copies(tmp_path: Path) -> None:
     assert heard.stages[-1] == ("Copying", all_bytes) and heard.num_bytes == all_bytes
 
 
-def test_nobody_has_to_listen(tmp_path: Path) -> None:
+def test_the_sink_is_optional(tmp_path: Path) -> None:
     SILENT.begin("Storing", None)
     SILENT.add(1)
     store = ContentStore(tmp_path / "store", tiers=[FolderTier(tmp_path / "far")])

@@ -74,24 +74,24 @@ def advice_for(**budgets: int) -> str:
     return " ".join(plan_memory(BASE, fleet, Budgets(**budgets)).advice)
 
 
-def test_a_tier_that_holds_no_more_than_the_one_above_is_called_useless() -> None:
+def test_a_tier_no_larger_than_the_faster_one_is_reported_as_useless() -> None:
     pool = {"device_bytes": 2**27, "kv_tokens": 2048}
     assert "host tier has room for" in advice_for(**pool, host_bytes=2**23)
     assert "host tier has room for" not in advice_for(**pool, host_bytes=2**28)
     assert "disk tier has room for" in advice_for(**pool, host_bytes=2**26, disk_bytes=2**23)
 
 
-def test_an_adapter_that_could_never_be_served_is_told() -> None:
+def test_an_adapter_larger_than_the_pool_is_reported() -> None:
     assert "it cannot be served" in advice_for(device_bytes=2**18, host_bytes=2**30)
     assert "goes through host memory" in advice_for(device_bytes=2**30, host_bytes=0)
 
 
-def test_too_little_kv_and_too_small_a_batch_are_told() -> None:
+def test_too_few_kv_tokens_and_small_batches_are_reported() -> None:
     text = advice_for(device_bytes=2**22, host_bytes=2**30, kv_tokens=0)
     assert "No batch can mix more than" in text and "tokens of KV cache are left" in text
 
 
-def test_nothing_is_to_be_done_when_all_fit() -> None:
+def test_no_advice_when_all_adapters_fit() -> None:
     fleet = Fleet(num_adapters=3, ranks=(8,), targets=TARGETS)
     plan = plan_memory(BASE, fleet, Budgets(device_bytes=2**30, host_bytes=2**30))
     assert plan.advice == ["All 3 adapters fit on the device: each is loaded once."]

@@ -1,9 +1,22 @@
 from __future__ import annotations
 
-import msgspec
+from typing import Any
 
-from loramux.capacity.plan import Budgets, EvictedNow, Fleet, MemoryPlan, PlannedBase
+import msgspec
+import pytest
+
+from loramux.capacity.plan import (
+    PROJECTIONS,
+    Budgets,
+    EvictedNow,
+    Fleet,
+    MemoryPlan,
+    PlannedBase,
+    parse_dtype,
+    parse_targets,
+)
 from loramux.capacity.planner import plan_memory
+from loramux.errors import InvalidRequest
 from loramux.types.model import BaseModelInfo, Projection
 
 SHAPES = BaseModelInfo(
@@ -27,3 +40,36 @@ def test_a_plan_survives_its_json() -> None:
     for one in (plan, msgspec.structs.replace(plan, evicted_now=now)):
         assert msgspec.json.decode(msgspec.json.encode(one), type=MemoryPlan) == one
     assert plan.tier("host") is plan.tiers[1]
+
+
+def test_names_of_targets() -> None:
+    assert parse_targets(["v", "q_proj"]) == ("q_proj", "v_proj")
+    assert parse_targets(["all-linear"]) == parse_targets(["attention", "mlp"]) == PROJECTIONS
+    with pytest.raises(InvalidRequest, match="Did you mean q_proj"):
+        parse_targets(["q_prj"])
+    with pytest.raises(InvalidRequest, match="targets must be"):
+        parse_targets([])
+    assert parse_dtype("bf16") == parse_dtype("bfloat16") == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("fleet", "budgets", "param"),
+    [
+        ({"num_adapters": 0}, {}, "adapters"),
+        ({"num_adapters": 10**9}, {}, "adapters"),
+        ({"ranks": ()}, {}, "rank"),
+        ({"ranks": (8, 0)}, {}, "rank"),
+        ({"zipf": -1.0}, {}, "zipf"),
+        ({"zipf": float("nan")}, {}, "zipf"),
+        ({}, {"device_bytes": -1}, "device_memory"),
+        ({}, {"host_bytes": 2**80}, "host_memory"),
+        ({}, {"adapter_fraction": 0.0}, "adapter_memory_fraction"),
+    ],
+)
+def test_invalid_plans_are_refused_by_parameter(
+    fleet: dict[str, Any], budgets: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Fleet(**{"num_adapters": 3, "ranks": (8,), "targets": ("q_proj",), **fleet})
+        Budgets(**{"device_bytes": 1, **budgets})
+    assert caught.value.param == param

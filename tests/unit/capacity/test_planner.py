@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES
 from loramux.adapters.packed.file import write_image
@@ -14,7 +18,13 @@ from loramux.adapters.packed.image import mapped_buffer, pack_dense
 from loramux.adapters.packed.packing import PagedPacking
 from loramux.adapters.peft.reader import read_adapter
 from loramux.capacity.plan import Budgets, Fleet, MemoryPlan, PlannedBase, parse_targets
-from loramux.capacity.planner import plan_memory
+from loramux.capacity.planner import (
+    ideal_hit_rate,
+    lru_hit_rate,
+    num_kept,
+    plan_memory,
+    zipf_shares,
+)
 from loramux.engine.stats import tier_stats
 from loramux.errors import InvalidRequest
 from loramux.memory.pool import PagePool
@@ -133,7 +143,7 @@ def test_fp12_saves_space_on_a_gpu_and_high_ranks_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama31", "gemma2"])
-def test_a_running_engine_takes_what_was_planned(tmp_path: Path, family: str) -> None:
+def test_a_running_engine_uses_the_planned_bytes(tmp_path: Path, family: str) -> None:
     model = tiny_transformers_model(family)
     engine = make_engine(model, tmp_path / "model", reference_kernels=True)
     cids = []
@@ -161,14 +171,14 @@ def test_llama_8b_at_rank_16_is_26_mib_because_grouped_queries_are_counted() -> 
     assert told.base.weight_bytes == 2 * 8_030_261_248
 
 
-def test_a_mix_of_ranks_is_dealt_out_in_turn() -> None:
+def test_ranks_are_assigned_in_turn() -> None:
     told = plan(planned(SMOLLM2), {"num_adapters": 10, "ranks": (8, 16, 32, 64)})
     assert [(size.rank, size.count) for size in told.sizes] == [(8, 3), (16, 3), (32, 2), (64, 2)]
     total = sum(size.count * size.bytes for size in told.sizes)
     assert told.tier("host").needed_bytes == total
 
 
-def test_each_tier_answers_for_what_the_faster_ones_do_not_have() -> None:
+def test_hit_rates_of_a_tier_exclude_faster_tiers() -> None:
     base = planned(LLAMA_8B, "bfloat16")
     told = plan(
         base,
@@ -198,7 +208,7 @@ def test_adapters_that_fit_leave_the_rest_to_the_kv_cache() -> None:
     assert told.kv_tokens_left == pages * 16
 
 
-def test_fraction_limits_what_adapters_take_of_the_pool() -> None:
+def test_the_fraction_limits_the_adapters_part_of_the_pool() -> None:
     base = planned(SMOLLM2)
     half = plan(base, {"num_adapters": 5000}, adapter_fraction=0.5).tier("device")
     assert half.used_bytes <= 2**29 < half.used_bytes + plan(base).sizes[0].device_bytes
@@ -219,3 +229,64 @@ def test_a_pool_smaller_than_a_page_holds_nothing() -> None:
     assert told.tier("device").adapters == 0 and told.kv_tokens_left == 0
     with pytest.raises(InvalidRequest, match="has no gate_proj"):
         plan(base, {"targets": ALL})
+
+
+def simulated_lru(shares: np.ndarray, sizes: np.ndarray, capacity: float) -> float:
+    """Hit rate of a real LRU cache, once it is warm."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    used, num_hits, num_warm = 0.0, 0, 4000
+    asked = np.random.default_rng(7).choice(len(shares), size=24_000, p=shares)
+    for step, item in enumerate(asked.tolist()):
+        is_hit = item in cache
+        num_hits += is_hit and step >= num_warm
+        if not is_hit:
+            used += sizes[item]
+        cache[item] = None
+        cache.move_to_end(item)
+        while used > capacity:
+            oldest, _ = cache.popitem(last=False)
+            used -= sizes[oldest]
+    return num_hits / (len(asked) - num_warm)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.8, 1.2])
+def test_approximation_agrees_with_a_simulated_cache(exponent: float) -> None:
+    shares, sizes = zipf_shares(120, exponent), np.ones(120)
+    assert lru_hit_rate(shares, sizes, 30) == pytest.approx(
+        simulated_lru(shares, sizes, 30), abs=0.015
+    )
+
+
+def test_approximation_counts_true_sizes() -> None:
+    """Catches a cache that is measured in adapters where it holds bytes."""
+    shares, sizes = zipf_shares(200, 1.0), np.resize([8.0, 16.0, 32.0, 64.0], 200)
+    expected = simulated_lru(shares, sizes, 1500)
+    assert lru_hit_rate(shares, sizes, 1500) == pytest.approx(expected, abs=0.02)
+
+
+def test_shares_fall_off_by_their_exponent() -> None:
+    shares = zipf_shares(10, 2.0)
+    assert shares.sum() == pytest.approx(1)
+    assert shares[0] / shares[3] == pytest.approx(16)
+    assert set(zipf_shares(4, 0.0)) == {0.25}
+
+
+@given(
+    num=st.integers(1, 400),
+    exponent=st.floats(0, 10),
+    ranks=st.lists(st.integers(1, 512), min_size=1, max_size=5),
+    room=st.floats(0, 1.2),
+)
+def test_rates_stay_between_none_and_all(
+    num: int, exponent: float, ranks: list[int], room: float
+) -> None:
+    shares, sizes = zipf_shares(num, exponent), np.resize(np.array(ranks, dtype=float), num)
+    capacity = room * float(sizes.sum())
+    kept = num_kept(sizes, capacity)
+    ideal, lru = ideal_hit_rate(shares, sizes, capacity), lru_hit_rate(shares, sizes, capacity)
+    assert sizes[:kept].sum() <= capacity or kept == 0
+    assert 0 <= lru <= 1 + 1e-9 and 0 <= ideal <= 1 + 1e-9
+    if kept == num:
+        assert lru == 1
+    if len(set(ranks)) == 1:
+        assert lru <= ideal + 1e-6

@@ -11,7 +11,6 @@ from loramux.store.library import AdapterLibrary
 from tests.cli_factory import NAME, Shell
 from tests.receipt_factory import make_receipt
 from tests.s3_server import S3Server
-from tests.s3_server import s3_server as s3_server
 
 
 @pytest.fixture

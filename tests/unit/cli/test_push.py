@@ -17,7 +17,6 @@ from tests.adapter_factory import (
 from tests.cli_factory import NAME, Shell
 from tests.fault_server import FaultServer
 from tests.s3_server import S3Server
-from tests.s3_server import s3_server as s3_server
 
 
 def stored(shell: Shell) -> tuple[int, int]:

@@ -114,13 +114,13 @@ def test_any_body_that_has_a_canonical_form_can_be_signed(body: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("signature", ["", "?", "AAAA", "ä", SIGNED["signature"][:-4]])
-def test_a_text_that_is_no_signature_does_not_verify(signature: str) -> None:
+def test_an_invalid_signature_does_not_verify(signature: str) -> None:
     assert not verify(SIGNED, signature, PUBLIC)
     assert check({**SIGNED, "signature": signature}, PUBLIC) is Verdict.CHANGED
 
 
 @pytest.mark.parametrize("value", [float("nan"), 2**60, "\ud800", {1: 2}, object()])
-def test_what_has_no_canonical_form_does_not_verify(value: object) -> None:
+def test_a_body_without_a_canonical_form_does_not_verify(value: object) -> None:
     assert check({**SIGNED, "tenant": value}, PUBLIC) is Verdict.CHANGED
 
 

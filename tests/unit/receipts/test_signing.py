@@ -28,7 +28,7 @@ def test_the_pair_belongs_together_and_its_id_is_the_public_keys_digest(tmp_path
     assert key_id == hashlib.sha256(public.public_bytes_raw()).hexdigest()[:16]
 
 
-def test_nobody_else_may_read_the_private_key(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_the_private_key(tmp_path: Path) -> None:
     make_key_files(tmp_path / "key")
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
 

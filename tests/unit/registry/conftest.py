@@ -11,7 +11,6 @@ import pytest
 from loramux.registry.database import Database
 from loramux.registry.registry import Registry
 from tests.postgres_server import PostgresServer
-from tests.postgres_server import postgres_server as postgres_server
 from tests.registry_factory import FakeClock, wipe
 
 KINDS = ["sqlite", "postgresql"]

@@ -69,14 +69,14 @@ def test_a_removed_version_is_found_only_as_a_record(connection: Connection) -> 
     assert adapter_rows.next_version(connection, adapter_id) == parse_version("1.0.1")
 
 
-def test_a_version_that_never_was(connection: Connection) -> None:
+def test_an_unknown_version_is_not_found(connection: Connection) -> None:
     add(connection, "1.0.0")
     row = adapter_rows.get_adapter(connection, SQL)
     with pytest.raises(AdapterNotFound, match=r"has no version 3\.0\.0; its latest is 1\.0\.0"):
         adapter_rows.get_version(connection, row, SQL, "3.0.0")
 
 
-def test_other_bytes_under_a_taken_number_are_refused(connection: Connection) -> None:
+def test_other_content_under_an_existing_version_is_refused(connection: Connection) -> None:
     adapter_id = add(connection, "1.0.0", seed=1)
     found = adapter_rows.find_version(connection, adapter_id, "1.0.0")
     assert found is not None
@@ -85,7 +85,7 @@ def test_other_bytes_under_a_taken_number_are_refused(connection: Connection) ->
         adapter_rows.refuse_other_content(SQL, found, make_content(2))
 
 
-def test_changes_are_told_from_a_number_on_oldest_first(connection: Connection) -> None:
+def test_changes_since_a_revision_are_listed_oldest_first(connection: Connection) -> None:
     chat = AdapterName("alice", "chat")
     add(connection, "1.0.0")
     add(connection, "1.0.0", adapter=chat)
@@ -96,7 +96,7 @@ def test_changes_are_told_from_a_number_on_oldest_first(connection: Connection) 
     assert adapter_rows.changed_since(connection, 3) == (3, [])
 
 
-def test_sources_are_told_newest_first_each_once_and_of_live_versions_alone(
+def test_sources_of_live_versions_are_listed_newest_first(
     connection: Connection,
 ) -> None:
     adapter_id = add(connection, "1.0.0", seed="same")

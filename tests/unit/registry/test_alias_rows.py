@@ -75,7 +75,7 @@ def test_the_database_itself_refuses_two_current_states(
 
 
 @pytest.mark.parametrize("expected", [None, 1])
-def test_who_knows_the_current_revision_may_move(
+def test_the_current_revision_may_move_an_alias(
     connection: Connection, adapter_id: int, expected: int | None
 ) -> None:
     add(connection, adapter_id, state(1, OLD))
@@ -83,7 +83,7 @@ def test_who_knows_the_current_revision_may_move(
     alias_rows.refuse_stale(SQL, "prod", current, expected)
 
 
-def test_who_knows_an_older_one_may_not(connection: Connection, adapter_id: int) -> None:
+def test_an_older_revision_may_not(connection: Connection, adapter_id: int) -> None:
     alias_rows.refuse_stale(SQL, "prod", None, 0)
     with pytest.raises(RegistryConflict, match="at revision 0, not 3"):
         alias_rows.refuse_stale(SQL, "prod", None, 3)

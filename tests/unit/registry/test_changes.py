@@ -37,7 +37,7 @@ def aliases(change: Change) -> list[AliasState]:
     return alias_rows.list_aliases(change.connection, row.id)
 
 
-def test_the_same_bytes_again_change_nothing(change: Change) -> None:
+def test_the_same_content_again_changes_nothing(change: Change) -> None:
     first, is_new = change.push(SQL, "1.0.0", make_content(1))
     again, is_new_again = change.push(SQL, "1.0.0", make_content(1, base_model="other"))
     assert (is_new, is_new_again) == (True, False)
@@ -67,7 +67,7 @@ def test_a_removed_number_comes_back_with_its_own_bytes_only(change: Change) -> 
     assert adapter_rows.get_adapter(change.connection, SQL).latest == "1.0.0"
 
 
-def test_what_an_alias_names_cannot_be_removed(change: Change) -> None:
+def test_a_target_of_an_alias_cannot_be_removed(change: Change) -> None:
     change.push(SQL, "1.0.0", make_content(1))
     change.push(SQL, "2.0.0", make_content(2))
     promote(change, "1.0.0")
@@ -130,7 +130,7 @@ def test_a_removed_alias_can_be_rolled_back(change: Change) -> None:
 
 
 @pytest.mark.parametrize("act", ["promote", "rollback", "remove_alias"])
-def test_nobody_moves_an_alias_that_was_moved_meanwhile(change: Change, act: str) -> None:
+def test_a_stale_revision_cannot_move_an_alias(change: Change, act: str) -> None:
     change.push(SQL, "1.0.0", make_content(1))
     promote(change, "1.0.0", if_revision=0)
     with pytest.raises(RegistryConflict, match="moved meanwhile"):
@@ -140,7 +140,7 @@ def test_nobody_moves_an_alias_that_was_moved_meanwhile(change: Change, act: str
             getattr(change, act)(SQL, "prod", if_revision=0)
 
 
-def test_an_alias_of_a_version_that_is_not_there(change: Change) -> None:
+def test_an_alias_needs_an_existing_version(change: Change) -> None:
     change.push(SQL, "1.0.0", make_content(1))
     with pytest.raises(AdapterNotFound, match=r"no version 9\.0\.0"):
         promote(change, "9.0.0")

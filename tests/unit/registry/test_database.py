@@ -41,13 +41,13 @@ def test_a_registry_in_memory_would_be_another_one_for_every_connection() -> Non
         Database("sqlite://")
 
 
-def test_a_database_that_is_away_is_reported_without_its_password() -> None:
+def test_an_unreachable_database_is_reported_without_its_password() -> None:
     with pytest.raises(RegistryUnavailable) as caught:
         Database("postgresql://someone:secret@127.0.0.1:1/none?connect_timeout=2")
     assert "secret" not in str(caught.value) and "127.0.0.1" in str(caught.value)
 
 
-def test_what_fails_midway_leaves_the_old_state(database_url: str) -> None:
+def test_a_failed_transaction_leaves_the_old_state(database_url: str) -> None:
     database = Database(database_url)
     with pytest.raises(KeyboardInterrupt), database.writing() as connection:
         connection.execute(insert(tenants).values(name="half", created_at=0))

@@ -57,7 +57,7 @@ def test_a_batch_that_is_sent_again_changes_nothing(registry: Registry) -> None:
         ({"slowest_first": True, "limit": 3}, ["r-1", "r-5", "r-4"]),
     ],
 )
-def test_receipts_are_found_by_who_what_and_how_slow(
+def test_receipts_are_found_by_tenant_cid_and_latency(
     registry: Registry, wanted: dict[str, Any], expected: list[str]
 ) -> None:
     registry.add_receipts(
@@ -73,12 +73,12 @@ def test_receipts_are_found_by_who_what_and_how_slow(
 
 
 @pytest.mark.parametrize("limit", [0, -1, 10_001])
-def test_nobody_reads_all_of_it_at_once(registry: Registry, limit: int) -> None:
+def test_the_number_of_returned_receipts_is_limited(registry: Registry, limit: int) -> None:
     with pytest.raises(InvalidRequest, match="limit"):
         ids(registry, limit=limit)
 
 
-def test_old_receipts_go_by_age_and_by_number(registry: Registry, clock: FakeClock) -> None:
+def test_old_receipts_are_pruned_by_age_and_count(registry: Registry, clock: FakeClock) -> None:
     start = clock.now
     registry.add_receipts([make_receipt(n, created_at=start + n) for n in range(10)])
     clock.advance(12.0)
@@ -88,7 +88,7 @@ def test_old_receipts_go_by_age_and_by_number(registry: Registry, clock: FakeClo
     assert ids(registry) == ["r-9", "r-8", "r-7", "r-6", "r-5"]
 
 
-def test_the_adapters_that_kept_receipts_name_are_known(registry: Registry) -> None:
+def test_the_cids_of_stored_receipts_are_listed(registry: Registry) -> None:
     registry.add_receipts([make_receipt(1), make_receipt(2), make_receipt(3, cid=None)])
     assert registry.receipt_cids() == {make_cid(1)}
     registry.prune_receipts(max_count=0)

@@ -7,13 +7,13 @@ import pytest
 from loramux.registry.records import AliasAction, Resolved, Target
 
 
-def test_what_a_request_was_resolved_to_cannot_change_under_it() -> None:
+def test_a_resolved_reference_is_immutable() -> None:
     resolved = Resolved(cid="cidv1:sha256:00")
     with pytest.raises(dataclasses.FrozenInstanceError):
         resolved.cid = "cidv1:sha256:11"  # type: ignore[misc]
 
 
-def test_a_content_id_alone_names_nobody() -> None:
+def test_a_cid_has_no_name() -> None:
     resolved = Resolved(cid="cidv1:sha256:00")
     assert (resolved.tenant, resolved.name, resolved.version, resolved.alias) == (None,) * 4
 

@@ -98,7 +98,7 @@ def test_one_alias_can_be_removed(registry: Registry) -> None:
         lambda registry: registry.rollback("a/b", alias="PROD"),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_nothing_changes(
+def test_invalid_requests_are_refused_and_change_nothing(
     registry: Registry, act: Callable[[Registry], object]
 ) -> None:
     registry.push("a/b@1.0.0", make_content(0))

@@ -27,7 +27,7 @@ def test_an_empty_batch_is_nothing(registry: Registry) -> None:
     assert registry.most_used(limit=5) == []
 
 
-def test_what_to_warm_is_what_was_asked_for_most_of_late(registry: Registry) -> None:
+def test_the_most_used_recent_adapters_come_first(registry: Registry) -> None:
     for number, (count, at) in enumerate([(5, 100.0), (9, 10.0), (7, 90.0), (5, 110.0)]):
         registry.add_uses([Use(cid=make_cid(number), num_requests=count, at=at)])
     most = [usage.cid for usage in registry.most_used(limit=3, since=50.0)]

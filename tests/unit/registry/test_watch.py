@@ -49,7 +49,7 @@ def test_changes_of_another_process_arrive_in_their_order(
     assert collect(feed, 1) == [CHAT]
 
 
-def test_what_was_before_the_watch_and_what_changes_nothing_is_not_told(
+def test_only_later_real_changes_are_reported(
     registry: Registry,
 ) -> None:
     registry.push("a/sql@1.0.0", make_content(1))
@@ -59,7 +59,7 @@ def test_what_was_before_the_watch_and_what_changes_nothing_is_not_told(
         assert collect(feed, 1) == [CHAT]
 
 
-def test_whoever_waits_is_released_when_the_watch_is_closed(registry: Registry) -> None:
+def test_close_releases_waiting_threads(registry: Registry) -> None:
     feed = registry.watch(poll_s=3600.0)
     seen: list[object] = []
     reader = threading.Thread(target=lambda: seen.extend(feed))

@@ -9,7 +9,6 @@ from loramux.sources.config import HttpConfig, HubConfig, S3Config, Secret, Sour
 from tests.fault_server import FaultServer
 from tests.hub_server import HubServer
 from tests.s3_server import S3Server
-from tests.s3_server import s3_server as s3_server
 from tests.unit.sources.source_factory import FAST, adapter_files
 
 

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import base64
+import copy
+from dataclasses import asdict, dataclass, fields
+
 import pytest
 
-from loramux.errors import InvalidRequest
+from loramux.config.serve import ServeConfig
+from loramux.errors import InvalidRequest, SourceFailed, SourceRefused
 from loramux.sources.config import (
+    SOURCE_SETTINGS,
     AzureConfig,
     FetchLimits,
     GcsConfig,
@@ -12,6 +18,10 @@ from loramux.sources.config import (
     S3Config,
     Secret,
     SourceConfig,
+    read_environment,
+    scrub,
+    scrub_error,
+    source_config,
 )
 from loramux.sources.source_id import SourceKind
 
@@ -92,3 +102,128 @@ def test_each_kind_of_bucket_has_its_settings() -> None:
 def test_half_a_key_is_a_mistake() -> None:
     with pytest.raises(InvalidRequest, match="both"):
         S3Config(access_key_id=Secret("id"))
+
+
+VALUE = "hf_top/secret+key="
+
+
+@dataclass(frozen=True)
+class Holder:
+    token: Secret
+
+
+def test_a_secret_shows_in_no_text_of_it_or_of_what_holds_it() -> None:
+    secret = Secret(VALUE)
+    holder = Holder(secret)
+    texts = [repr(secret), str(secret), f"{secret}", f"{secret!r:>40}", repr(holder)]
+    texts += [repr(asdict(holder)), repr(copy.deepcopy(holder)), repr(vars(holder))]
+    assert not any(VALUE in text for text in texts)
+    assert secret.reveal() == VALUE
+
+
+def test_secrets_compare_by_value() -> None:
+    assert Secret("a") == Secret("a")
+    assert Secret("a") != Secret("b")
+    assert Secret("a") != "a"
+    assert len({Secret("a"), Secret("a")}) == 1
+
+
+def test_an_empty_credential_is_a_mistake() -> None:
+    with pytest.raises(InvalidRequest, match="empty"):
+        Secret("")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [VALUE, "hf_top%2Fsecret%2Bkey%3D", base64.b64encode(VALUE.encode()).decode()],
+    ids=["plain", "in a URL", "in a header"],
+)
+def test_scrub_finds_every_way_of_writing(written: str) -> None:
+    assert scrub(f"GET /?key={written} failed", [Secret(VALUE)]) == "GET /?key=*** failed"
+
+
+def test_scrub_takes_the_longer_of_two_secrets_first() -> None:
+    assert scrub("abcdef", [Secret("abc"), Secret("abcdef")]) == "***"
+
+
+def test_scrubbed_errors_keep_their_facts() -> None:
+    failed = SourceFailed(f"bad {VALUE}", is_temporary=False)
+    refused = SourceRefused("no_access", f"bad {VALUE}", fix=f"not {VALUE}")
+    for error in (failed, refused):
+        scrub_error(error, [Secret(VALUE)])
+    assert (str(failed), failed.is_temporary) == ("bad ***", False)
+    assert str(refused) == "bad *** not ***"
+    assert (refused.reason, refused.fix) == ("bad ***", "not ***")
+
+
+ENVIRONMENT = {
+    "HF_ENDPOINT": "http://hub",
+    "HF_TOKEN": "hf_token",
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_SESSION_TOKEN": "session",
+    "AWS_DEFAULT_REGION": "eu-central-1",
+    "AWS_ENDPOINT_URL": "http://all",
+    "AWS_ENDPOINT_URL_S3": "http://s3",
+    "GOOGLE_APPLICATION_CREDENTIALS": "/key.json",
+    "AZURE_STORAGE_ACCOUNT_NAME": "account",
+    "AZURE_STORAGE_ACCOUNT_KEY": "azure-key",
+    "AZURE_STORAGE_SAS_TOKEN": "",
+    "PREDIBASE_MODEL_BUCKET": "models",
+}
+
+
+def test_the_usual_variables_fill_the_gaps() -> None:
+    config = read_environment(ENVIRONMENT, SourceConfig())
+    assert config.hub == HubConfig(endpoint="http://hub", token=Secret("hf_token"))
+    assert config.s3 == S3Config(
+        endpoint="http://s3",
+        region="eu-central-1",
+        access_key_id=Secret("key"),
+        secret_access_key=Secret("secret"),
+        session_token=Secret("session"),
+        default_bucket="models",
+    )
+    assert config.gcs.credentials_path == "/key.json"
+    assert (config.azure.account_name, config.azure.account_key) == (
+        "account",
+        Secret("azure-key"),
+    )
+    assert config.azure.sas_token is None, "an empty variable is not a credential"
+
+
+def test_the_config_wins_and_keys_are_not_mixed() -> None:
+    given = S3Config(access_key_id=Secret("mine"), secret_access_key=Secret("own"), region="r")
+    config = read_environment(ENVIRONMENT, SourceConfig(s3=given))
+    assert config.s3.access_key_id == Secret("mine")
+    assert config.s3.session_token is None
+    assert config.s3.region == "r"
+
+
+def test_an_empty_environment_changes_nothing() -> None:
+    assert read_environment({}, SourceConfig()) == SourceConfig()
+
+
+def test_the_settings_become_the_policy_for_sources() -> None:
+    config = ServeConfig(
+        allowed_http_hosts=("a.example",),
+        private_http_hosts=("10.0.0.1:80",),
+        allowed_buckets=("mine",),
+        allowed_hub_owners=("me",),
+        max_adapter_size=100,
+        fetch_timeout_s=5,
+        fetch_workers=2,
+    )
+    sources = source_config(config, {"AWS_ENDPOINT_URL": "http://s3.example"})
+    assert sources.http.allows("https", "a.example", 443)
+    assert not sources.http.allows_private("https", "a.example", 443)
+    assert sources.http.allows_private("http", "10.0.0.1", 80)
+    assert {sources.s3.allowed_buckets, sources.gcs.allowed_buckets} == {("mine",)}
+    assert sources.hub.allowed_owners == ("me",) and sources.s3.endpoint == "http://s3.example"
+    limits = sources.limits
+    assert (limits.max_file_bytes, limits.timeout_s, limits.num_workers) == (100, 5, 2)
+    assert source_config(ServeConfig(), {}).limits == FetchLimits()
+
+
+def test_every_source_setting_exists() -> None:
+    assert set(SOURCE_SETTINGS) <= {setting.name for setting in fields(ServeConfig)}

@@ -1,6 +1,9 @@
+"""Fetches for a moment: nothing stays but what the next try can go on with."""
+
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +14,7 @@ import pytest
 from loramux.errors import InvalidRequest, SourceFailed, SourceNotFound, SourceRefused
 from loramux.sources.config import FetchLimits, SourceConfig
 from loramux.sources.download import Progress
-from loramux.sources.fetch import Fetcher
+from loramux.sources.fetch import ABANDONED_S, Fetcher, fetched, held, sweep
 from loramux.sources.parse import parse_source
 from tests.fault_server import Answer, Fault, FaultServer
 from tests.unit.sources.source_factory import (
@@ -93,7 +96,7 @@ def test_a_second_try_goes_on_where_the_first_broke_off(
     assert ranges == [None, f"bytes=6000-{len(WEIGHTS) - 1}"]
 
 
-def test_what_changed_between_two_tries_is_fetched_anew(
+def test_a_source_that_changed_between_attempts_is_fetched_again(
     web: FaultServer, web_config: SourceConfig, tmp_path: Path
 ) -> None:
     config = replace(web_config, limits=replace(FAST, max_attempts=1, part_bytes=10**6))
@@ -106,7 +109,7 @@ def test_what_changed_between_two_tries_is_fetched_anew(
     assert (folder / WEIGHTS_NAME).read_bytes() == other
 
 
-def test_what_changes_under_our_hands_is_fetched_anew_not_mixed(
+def test_a_source_that_changes_during_a_fetch_is_fetched_again(
     web: FaultServer, web_config: SourceConfig, tmp_path: Path
 ) -> None:
     other = make_weights(seed=1)
@@ -187,7 +190,7 @@ def test_the_right_expected_digest_passes_and_one_for_no_file_does_not(
         ({"Content-MD5": "A" * 22 + "=="}, "md5"),
     ],
 )
-def test_bytes_that_are_not_what_the_server_says_leave_nothing(
+def test_content_that_does_not_match_the_servers_checksum_is_discarded(
     web: FaultServer,
     web_config: SourceConfig,
     tmp_path: Path,
@@ -361,3 +364,43 @@ def test_a_killed_process_leaves_no_target_and_the_next_one_goes_on(
     assert entries(tmp_path) == ["target", f"target/{CONFIG_NAME}", f"target/{WEIGHTS_NAME}"]
     ranges = [seen.headers["range"] for seen in web.requests("GET")[num_before:]]
     assert sorted(ranges) == ["bytes=4096-8191", "bytes=8192-10078"]
+
+
+def test_the_files_are_there_as_long_as_they_are_wanted(
+    web: FaultServer, web_config: SourceConfig, tmp_path: Path
+) -> None:
+    source = parse_source(f"{web.url}/pirate", web_config)
+    fetcher = Fetcher(web_config)
+    with fetched(fetcher, source, tmp_path) as folder:
+        assert (folder / WEIGHTS_NAME).read_bytes() == WEIGHTS
+        with fetched(fetcher, source, tmp_path) as other:
+            assert other != folder and (other / WEIGHTS_NAME).read_bytes() == WEIGHTS
+    assert entries(tmp_path) == []
+
+
+def test_an_interrupted_fetch_is_resumed(
+    web: FaultServer, web_config: SourceConfig, tmp_path: Path
+) -> None:
+    once = replace(web_config, limits=replace(web_config.limits, max_attempts=1))
+    source = parse_source(f"{web.url}/pirate", once)
+    fetcher = Fetcher(once, timing=FakeTime().timing)
+    web.faults = [Fault(path_end=WEIGHTS_NAME, cut_at=3000)]
+    with pytest.raises(SourceFailed), fetched(fetcher, source, tmp_path):
+        pass
+    assert entries(tmp_path), "nothing was kept"
+    seen: list[int] = []
+    with fetched(fetcher, source, tmp_path, progress=lambda p: seen.append(p.received_bytes)):
+        pass
+    assert max(seen) >= len(WEIGHTS) and entries(tmp_path) == []
+
+
+def test_abandoned_downloads_are_swept(tmp_path: Path) -> None:
+    old, new, used = (tmp_path / name for name in ("old", "new", "used"))
+    for place in (old, new, used):
+        place.mkdir()
+    for place in (old, used):
+        os.utime(place, (0, 0))
+    with held(used):
+        os.utime(used, (0, 0))
+        sweep(tmp_path, older_than=ABANDONED_S)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "used"]

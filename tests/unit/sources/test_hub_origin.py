@@ -153,7 +153,7 @@ def test_a_download_that_breaks_off_goes_on(
 
 
 @pytest.mark.parametrize("name", [CONFIG_NAME, WEIGHTS_NAME])
-def test_bytes_that_the_hub_did_not_promise_leave_nothing(
+def test_content_that_does_not_match_the_hubs_digest_is_discarded(
     hub: HubServer, hub_config: SourceConfig, tmp_path: Path, name: str
 ) -> None:
     content = {CONFIG_NAME: CONFIG.replace(b"4", b"8"), WEIGHTS_NAME: WEIGHTS[:-1] + b"!"}[name]
@@ -193,7 +193,7 @@ def test_a_hub_that_is_silent_or_away_is_a_failure(
         fetch(away, "hf:acme/pirate", tmp_path)
 
 
-def test_offline_means_offline_and_says_what_to_do(
+def test_offline_mode_is_a_failure_with_a_fix(
     hub: HubServer,
     hub_config: SourceConfig,
     tmp_path: Path,

@@ -121,7 +121,7 @@ def test_owners_and_buckets_may_be_listed() -> None:
             parse_source(text, config)
 
 
-def test_a_kind_that_is_turned_off_is_refused() -> None:
+def test_a_disabled_kind_is_refused() -> None:
     config = replace(CONFIG, enabled=(SourceKind.S3,))
     with pytest.raises(SourceForbidden, match="turned off") as refused:
         parse_source("hf:acme/x", config)

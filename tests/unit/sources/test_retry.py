@@ -52,7 +52,7 @@ def test_a_wait_that_the_source_asks_for_is_kept() -> None:
     assert time.sleeps_s == [7.0]
 
 
-def test_nobody_waits_beyond_the_deadline() -> None:
+def test_no_wait_exceeds_the_deadline() -> None:
     time = FakeTime()
     with pytest.raises(SourceFailed, match="busy"):
         retrying(

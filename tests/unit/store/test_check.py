@@ -46,7 +46,7 @@ def test_each_kind_of_damage_is_named(
     assert not store.verify().is_sound
 
 
-def test_what_gc_takes_during_the_check_is_no_damage(
+def test_files_removed_by_gc_during_the_check_are_no_damage(
     tmp_path: Path, store: ContentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put_folder(write_tiny(tmp_path / "a"))

@@ -16,7 +16,7 @@ LIMITS = StoreLimits(max_file_bytes=2**20, max_adapter_bytes=2**20)
 WEIGHTS = "adapter_model.safetensors"
 
 
-def test_what_is_staged_is_a_copy_that_the_source_cannot_change(tmp_path: Path) -> None:
+def test_staged_files_are_independent_copies(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "a", seed=3)
     (tmp_path / "staging").mkdir()
     staged = stage_folder(folder, tmp_path / "staging", LIMITS)
@@ -74,9 +74,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_must_not_be_kept_is_refused_before_a_byte_is_copied(
-    tmp_path: Path, case: str
-) -> None:
+def test_refusals_come_before_the_weights_are_copied(tmp_path: Path, case: str) -> None:
     break_it, code = BROKEN[case]
     folder = write_tiny(tmp_path / "a")
     break_it(folder)
@@ -88,7 +86,7 @@ def test_what_must_not_be_kept_is_refused_before_a_byte_is_copied(
     assert not list(staging.iterdir())
 
 
-def test_no_folder(tmp_path: Path) -> None:
+def test_a_missing_folder_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(AdapterNotFound):
         stage_folder(tmp_path / "none", tmp_path, LIMITS)
 

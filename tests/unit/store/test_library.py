@@ -1,12 +1,17 @@
+"""A store as its settings describe it: local first, then the cache, then the bucket."""
+
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
+from redis import Redis
 
+from loramux.config.paths import DataPlaces
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -15,12 +20,15 @@ from loramux.errors import (
     RegistryConflict,
     SourceFailed,
     SourceNotFound,
+    SourceRefused,
 )
 from loramux.registry.records import Use
 from loramux.registry.registry import Registry
-from loramux.store.library import AdapterLibrary
+from loramux.sources.config import FetchLimits, S3Config, Secret, SourceConfig
+from loramux.store.library import AdapterLibrary, open_store
 from loramux.store.store import ContentStore
 from tests.registry_factory import FakeClock
+from tests.s3_server import S3Server
 from tests.store_factory import FolderTier, all_files, damage, tiny_weights, write_tiny
 
 WEIGHTS = "adapter_model.safetensors"
@@ -55,9 +63,7 @@ def test_from_push_to_pull(library: AdapterLibrary, tmp_path: Path) -> None:
     assert (resolved.alias, (view / WEIGHTS).read_bytes()) == ("latest", tiny_weights(1))
 
 
-def test_pushing_again_is_fine_and_other_bytes_are_not(
-    library: AdapterLibrary, tmp_path: Path
-) -> None:
+def test_a_second_push_needs_the_same_content(library: AdapterLibrary, tmp_path: Path) -> None:
     push(library, tmp_path, "alice/sql@1.0.0", 1)
     again = library.push(write_tiny(tmp_path / "b", seed=1), "alice/sql@1.0.0")
     assert not again.is_new
@@ -72,9 +78,7 @@ def test_without_a_version_each_push_gets_the_next(library: AdapterLibrary, tmp_
     assert versions == ["1.0.0", "1.0.0", "1.0.1"]
 
 
-def test_two_tenants_with_the_same_bytes_share_the_disk(
-    library: AdapterLibrary, tmp_path: Path
-) -> None:
+def test_tenants_with_equal_content_share_files(library: AdapterLibrary, tmp_path: Path) -> None:
     push(library, tmp_path, "alice/sql@1.0.0", 1)
     size = library.store.size_bytes()
     push(library, tmp_path, "bob/other@7.0.0", 1)
@@ -85,7 +89,7 @@ def test_two_tenants_with_the_same_bytes_share_the_disk(
 
 
 @pytest.mark.parametrize("reference", ["../x@1.0.0", "a/b@prod", "a b@1.0.0", "a/b@1.0"])
-def test_a_name_that_cannot_be_leaves_nothing_written(
+def test_an_invalid_name_writes_no_files(
     library: AdapterLibrary, tmp_path: Path, reference: str
 ) -> None:
     with pytest.raises(InvalidRequest):
@@ -93,7 +97,7 @@ def test_a_name_that_cannot_be_leaves_nothing_written(
     assert all_files(tmp_path / "store") == {"lock"}
 
 
-def test_gc_keeps_what_is_named_used_or_new(
+def test_gc_keeps_named_used_and_new_adapters(
     library: AdapterLibrary, tmp_path: Path, clock: FakeClock
 ) -> None:
     cids = [push(library, tmp_path, f"a/b@{n}.0.0", n) for n in range(4)]
@@ -109,7 +113,7 @@ def test_gc_keeps_what_is_named_used_or_new(
     assert library.store.cids() == [cids[0]]
 
 
-def test_gc_never_takes_what_a_push_beside_it_names(
+def test_gc_never_removes_an_adapter_of_a_concurrent_push(
     library: AdapterLibrary, tmp_path: Path
 ) -> None:
     stop = threading.Event()
@@ -133,7 +137,7 @@ def test_gc_never_takes_what_a_push_beside_it_names(
     assert library.verify().faults == ()
 
 
-def test_a_name_whose_bytes_are_gone_is_reported(library: AdapterLibrary, tmp_path: Path) -> None:
+def test_a_name_without_files_is_reported(library: AdapterLibrary, tmp_path: Path) -> None:
     cid = push(library, tmp_path, "alice/sql@1.0.0", 1)
     library.store.gc(set)
     assert library.verify().faults == (
@@ -204,7 +208,7 @@ def lose(library: AdapterLibrary) -> None:
             (library.store.root / path).unlink()
 
 
-def test_what_the_store_has_lost_comes_from_its_source_once(
+def test_a_lost_adapter_is_fetched_from_its_source_once(
     fetching: AdapterLibrary, sources: Sources, tmp_path: Path
 ) -> None:
     cid = fetching.push(tmp_path / "a", "alice/sql@1.0.0", source="s3://b/a").cid
@@ -220,7 +224,7 @@ def test_what_the_store_has_lost_comes_from_its_source_once(
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == tiny_weights(1)
 
 
-def test_a_source_with_other_bytes_is_refused_by_both_ids_and_nothing_is_kept(
+def test_a_source_with_other_content_is_refused_with_both_cids(
     fetching: AdapterLibrary, sources: Sources, tmp_path: Path
 ) -> None:
     cid = fetching.push(tmp_path / "a", "alice/sql@1.0.0", source="s3://b/a").cid
@@ -233,7 +237,7 @@ def test_a_source_with_other_bytes_is_refused_by_both_ids_and_nothing_is_kept(
     assert fetching.store.cids() == []
 
 
-def test_the_next_source_is_asked_and_what_may_pass_is_told_as_such(
+def test_the_next_source_is_tried_and_a_temporary_failure_is_reported(
     fetching: AdapterLibrary, sources: Sources, tmp_path: Path
 ) -> None:
     cid = fetching.push(tmp_path / "a", "alice/sql@1.0.0", source="s3://b/a").cid
@@ -251,7 +255,7 @@ def test_the_next_source_is_asked_and_what_may_pass_is_told_as_such(
         fetching.materialize(cid)
 
 
-def test_what_has_no_source_is_missing_as_before(
+def test_an_adapter_without_a_source_stays_missing(
     fetching: AdapterLibrary, library: AdapterLibrary, tmp_path: Path
 ) -> None:
     cid = library.push(tmp_path / "a", "alice/sql@1.0.0").cid
@@ -259,3 +263,99 @@ def test_what_has_no_source_is_missing_as_before(
     for each in (fetching, library):
         with pytest.raises(AdapterNotFound, match=f"{cid} is in the store"):
             each.materialize(cid)
+
+
+AWAY = "redis://127.0.0.1:1/0"
+
+
+@pytest.fixture
+def bucket_settings(s3_server: S3Server) -> SourceConfig:
+    return SourceConfig(
+        s3=S3Config(
+            endpoint=s3_server.endpoint,
+            access_key_id=Secret(s3_server.access_key_id),
+            secret_access_key=Secret(s3_server.secret_access_key),
+        ),
+        limits=FetchLimits(max_attempts=1),
+    )
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server) -> str:
+    return f"s3://{s3_server.bucket}/{uuid4().hex}"
+
+
+def places(folder: Path, cache: str | None, bucket: str | None) -> DataPlaces:
+    return DataPlaces(str(folder / "r.db"), folder / "store", cache, bucket)
+
+
+def hits(store: ContentStore) -> dict[str, int]:
+    return {tier.tier: tier.hits for tier in store.tier_stats()}
+
+
+def test_a_missing_adapter_comes_from_the_cache_then_from_the_bucket(
+    tmp_path: Path, redis_url: str, bucket: str, bucket_settings: SourceConfig
+) -> None:
+    with Redis.from_url(redis_url) as client:
+        client.flushall()
+        pushing = open_store(places(tmp_path / "a", redis_url, bucket), bucket_settings)
+        cid = pushing.put_folder(write_tiny(tmp_path / "adapter", 3))
+        cached = open_store(places(tmp_path / "b", redis_url, bucket), bucket_settings)
+        cached.materialize(cid)
+        assert hits(cached) == {"shared_cache": 3, "remote_store": 0}
+        client.flushall()
+        cold = open_store(places(tmp_path / "c", redis_url, bucket), bucket_settings)
+        view = cold.materialize(cid)
+        assert (view / "adapter_model.safetensors").read_bytes() == tiny_weights(3)
+        assert hits(cold) == {"shared_cache": 0, "remote_store": 3}
+        again = open_store(places(tmp_path / "d", redis_url, None), bucket_settings)
+        again.materialize(cid)
+        assert hits(again) == {"shared_cache": 3}, "what came from afar is cached for the others"
+
+
+def test_an_unreachable_cache_does_not_hide_the_bucket(
+    tmp_path: Path, bucket: str, bucket_settings: SourceConfig
+) -> None:
+    pushing = open_store(places(tmp_path / "a", AWAY, bucket), bucket_settings)
+    cid = pushing.put_folder(write_tiny(tmp_path / "adapter"))
+    store = open_store(places(tmp_path / "b", AWAY, bucket), bucket_settings)
+    store.materialize(cid)
+    cache, remote = store.tier_stats()
+    assert (cache.hits, cache.failures, remote.hits, remote.failures) == (0, 1, 3, 0)
+
+
+def test_an_unreachable_bucket_fails_a_push_but_not_local_reads(
+    tmp_path: Path, bucket: str, bucket_settings: SourceConfig
+) -> None:
+    here = tmp_path / "a"
+    cid = open_store(places(here, None, None), bucket_settings).put_folder(
+        write_tiny(tmp_path / "x", 1)
+    )
+    nowhere = SourceConfig(
+        s3=S3Config(
+            endpoint="http://127.0.0.1:9",
+            access_key_id=Secret("key-id"),
+            secret_access_key=Secret("hunter2"),
+        ),
+        limits=FetchLimits(max_attempts=1),
+    )
+    store = open_store(places(here, None, bucket), nowhere)
+    assert store.materialize(cid).is_dir()
+    with pytest.raises(SourceFailed, match="could not be reached") as failed:
+        store.put_folder(write_tiny(tmp_path / "y", 2))
+    assert "hunter2" not in str(failed.value)
+    assert store.cids() == [cid], "a push that the bucket missed seems to be kept"
+    assert store.tier_stats()[0].failures == 1
+
+
+@pytest.mark.parametrize("url", ["s3://key:hunter2@bucket/x", "s3://bucket/x?key=hunter2"])
+def test_credentials_in_the_url_are_refused_and_not_shown(url: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="AWS_SECRET_ACCESS_KEY") as refused:
+        open_store(places(tmp_path, None, url), SourceConfig())
+    assert "hunter2" not in str(refused.value)
+
+
+def test_an_invalid_bucket_url_is_refused_before_the_store_opens(tmp_path: Path) -> None:
+    with pytest.raises(SourceRefused, match="s3://bucket/folder"):
+        open_store(places(tmp_path, None, "https://example.com/x"), SourceConfig())
+    assert not (tmp_path / "store").exists()

@@ -60,7 +60,7 @@ def test_a_record_counts_all_files() -> None:
         b"[" * 100_000,
     ],
 )
-def test_what_is_no_record_is_damage(content: bytes) -> None:
+def test_invalid_records_are_damage(content: bytes) -> None:
     with pytest.raises(StoreDamaged, match="is broken"):
         decode_record(content, sample().cid)
 
@@ -95,7 +95,7 @@ def test_only_content_ids_become_paths(cid: str) -> None:
         parse_cid(cid)
 
 
-def test_the_config_file_may_differ_in_what_does_not_count() -> None:
+def test_the_config_file_may_differ_in_harmless_fields() -> None:
     record = sample()
     other_base = json.dumps({**CONFIG, "base_model_name_or_path": "renamed"}).encode()
     assert check_config_file(record, other_base).base_model_name == "renamed"

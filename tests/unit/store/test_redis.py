@@ -12,7 +12,6 @@ from loramux.errors import InvalidRequest
 from loramux.store import redis as store_redis
 from loramux.store.redis import RedisLimits, RedisTier
 from loramux.store.store import ContentStore
-from tests.redis_server import redis_url as redis_url
 from tests.registry_factory import FakeClock
 from tests.store_factory import FolderTier, tiny_weights, write_tiny
 
@@ -62,7 +61,7 @@ def test_a_file_comes_back_whatever_the_size_of_its_pieces(
     assert get(tier, tmp_path, "blobs/b") is None
 
 
-def test_nobody_gets_more_than_asked_for(tier: RedisTier, tmp_path: Path) -> None:
+def test_max_bytes_limits_a_download(tier: RedisTier, tmp_path: Path) -> None:
     put(tier, tmp_path, "blobs/a", b"x" * 30)
     assert get(tier, tmp_path, "blobs/a", max_bytes=29) is None
 
@@ -72,7 +71,7 @@ def test_a_large_file_is_not_cached(tier: RedisTier, tmp_path: Path) -> None:
     assert not tier.has("blobs/a")
 
 
-def test_what_was_not_used_for_longest_makes_room(
+def test_the_least_recently_used_entry_is_evicted(
     tier: RedisTier, tmp_path: Path, clock: FakeClock
 ) -> None:
     for key in "abc":
@@ -87,7 +86,7 @@ def test_what_was_not_used_for_longest_makes_room(
     assert tier.has("blobs/a")
 
 
-def test_what_expired_no_longer_takes_room(
+def test_expired_entries_do_not_count(
     tier: RedisTier, client: Redis, tmp_path: Path, clock: FakeClock
 ) -> None:
     put(tier, tmp_path, "blobs/a", b"a" * 60)
@@ -97,7 +96,7 @@ def test_what_expired_no_longer_takes_room(
     assert client.hgetall("{loramux}:sizes") == {b"{loramux}:blobs/b": b"30"}
 
 
-def test_an_upload_that_died_expires_and_is_never_seen(
+def test_an_unfinished_upload_expires_and_is_never_visible(
     tier: RedisTier, client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(*arguments: object) -> None:
@@ -126,7 +125,7 @@ def test_an_eviction_in_the_middle_of_a_read_is_a_miss(
     assert get(tier, tmp_path, "blobs/a") is None
 
 
-def test_serving_goes_on_while_redis_is_away(
+def test_an_unreachable_redis_acts_like_an_empty_cache(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     away = RedisTier.from_url("redis://:secret@127.0.0.1:1/0")
@@ -141,7 +140,7 @@ def test_serving_goes_on_while_redis_is_away(
     away.close()
 
 
-def test_it_is_asked_again_later_and_each_absence_is_said_once(
+def test_redis_is_retried_later_and_each_outage_is_logged_once(
     tmp_path: Path, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = Redis.from_url("redis://127.0.0.1:1/0")

@@ -78,13 +78,13 @@ def test_a_view_costs_no_space_and_is_made_once(tmp_path: Path, store: ContentSt
     }
 
 
-def test_half_a_view_is_made_anew(tmp_path: Path, store: ContentStore) -> None:
+def test_a_partial_view_is_rebuilt(tmp_path: Path, store: ContentStore) -> None:
     cid = store.put_folder(write_tiny(tmp_path / "a", seed=1))
     (store.materialize(cid) / WEIGHTS).unlink()
     assert (store.materialize(cid) / WEIGHTS).read_bytes() == tiny_weights(1)
 
 
-def test_what_is_not_there(store: ContentStore, tmp_path: Path) -> None:
+def test_an_absent_adapter_is_not_found(store: ContentStore, tmp_path: Path) -> None:
     cid = "cidv1:sha256:" + "0" * 64
     for ask in (store.materialize, store.read, lambda c: store.copy_out(c, tmp_path / "x")):
         with pytest.raises(AdapterNotFound, match="No adapter with content id"):
@@ -93,7 +93,7 @@ def test_what_is_not_there(store: ContentStore, tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-def test_damaged_bytes_are_never_given_out(
+def test_damaged_files_are_never_returned(
     tmp_path: Path, store: ContentStore, layout: StoreLayout
 ) -> None:
     cid = store.put_folder(write_tiny(tmp_path / "a"))
@@ -105,7 +105,7 @@ def test_damaged_bytes_are_never_given_out(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_record_is_told_as_such(
+def test_a_damaged_record_is_reported(
     tmp_path: Path, store: ContentStore, layout: StoreLayout
 ) -> None:
     cid = store.put_folder(write_tiny(tmp_path / "a"))
@@ -115,7 +115,7 @@ def test_a_damaged_record_is_told_as_such(
 
 
 @pytest.mark.parametrize("with_view", [True, False])
-def test_putting_it_again_mends_it(
+def test_a_second_put_repairs_damage(
     tmp_path: Path, store: ContentStore, layout: StoreLayout, with_view: bool
 ) -> None:
     folder = write_tiny(tmp_path / "a", seed=1)
@@ -129,7 +129,7 @@ def test_putting_it_again_mends_it(
     assert (store.materialize(cid) / WEIGHTS).read_bytes() == tiny_weights(1)
 
 
-def test_nothing_of_a_refused_folder_is_kept(tmp_path: Path, store: ContentStore) -> None:
+def test_a_refused_folder_leaves_no_files(tmp_path: Path, store: ContentStore) -> None:
     folder = write_tiny(tmp_path / "a")
     (folder / WEIGHTS).write_bytes(b"PK\x03\x04" + b"\0" * 50)
     with pytest.raises(AdapterRefused):
@@ -151,9 +151,7 @@ def test_the_store_has_a_limit_and_what_is_there_already_needs_no_room(tmp_path:
     store.put_folder(folders[2])
 
 
-def test_whoever_names_the_bytes_does_so_before_gc_may_come(
-    tmp_path: Path, store: ContentStore
-) -> None:
+def test_gc_cannot_run_before_the_adapter_is_named(tmp_path: Path, store: ContentStore) -> None:
     """gc in another thread waits until the name is written, and then sees it."""
     names: set[str] = set()
     collector = threading.Thread(target=lambda: store.gc(lambda: set(names)))
@@ -167,7 +165,7 @@ def test_whoever_names_the_bytes_does_so_before_gc_may_come(
     assert store.has(cid)
 
 
-def test_a_name_that_is_refused_leaves_an_orphan_that_gc_takes(
+def test_a_refused_name_leaves_an_orphan_that_gc_removes(
     tmp_path: Path, store: ContentStore
 ) -> None:
     def refuse(staged: object) -> None:
@@ -192,7 +190,7 @@ def test_copies_are_ordinary_writable_folders(tmp_path: Path, store: ContentStor
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
 
 
-def test_a_copy_never_goes_over_what_is_there(tmp_path: Path, store: ContentStore) -> None:
+def test_a_copy_never_overwrites_files(tmp_path: Path, store: ContentStore) -> None:
     cid = store.put_folder(write_tiny(tmp_path / "a"))
     (tmp_path / "empty").mkdir()
     assert store.copy_out(cid, tmp_path / "empty") == tmp_path / "empty"
@@ -201,7 +199,7 @@ def test_a_copy_never_goes_over_what_is_there(tmp_path: Path, store: ContentStor
             store.copy_out(cid, target)
 
 
-def test_leftovers_of_a_copy_that_died_are_swept_by_the_next(
+def test_leftovers_of_an_interrupted_copy_are_swept_by_the_next(
     tmp_path: Path, store: ContentStore
 ) -> None:
     cid = store.put_folder(write_tiny(tmp_path / "a"))

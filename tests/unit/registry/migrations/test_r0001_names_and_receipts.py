@@ -14,7 +14,7 @@ def run(connection: Connection, step: str) -> None:
         getattr(first, step)()
 
 
-def test_the_way_back_removes_all_that_the_way_forth_made(tmp_path: Path) -> None:
+def test_the_downgrade_removes_all_that_the_upgrade_created(tmp_path: Path) -> None:
     engine = create_engine(f"sqlite:///{tmp_path / 'registry.db'}")
     with engine.begin() as connection:
         run(connection, "upgrade")
@@ -24,5 +24,5 @@ def test_the_way_back_removes_all_that_the_way_forth_made(tmp_path: Path) -> Non
     engine.dispose()
 
 
-def test_it_is_where_every_database_begins() -> None:
+def test_it_is_the_first_migration() -> None:
     assert (first.revision, first.down_revision) == ("0001", None)

@@ -27,7 +27,7 @@ def columns(connection: Connection) -> set[str]:
     return {column["name"] for column in inspect(connection).get_columns("versions")}
 
 
-def test_versions_that_were_there_keep_their_rows_and_have_no_source(tmp_path: Path) -> None:
+def test_existing_versions_have_no_source(tmp_path: Path) -> None:
     engine = create_engine(f"sqlite:///{tmp_path / 'registry.db'}")
     with engine.begin() as connection:
         run(connection, first, "upgrade")

@@ -36,7 +36,9 @@ def make_tier(url: str, config: SourceConfig) -> ObjectTier:
     return ObjectTier(url, config, timing=FakeTime().timing)
 
 
-def test_it_has_what_was_put(url: str, s3_config: SourceConfig, file: Path, tmp_path: Path) -> None:
+def test_an_uploaded_object_is_found(
+    url: str, s3_config: SourceConfig, file: Path, tmp_path: Path
+) -> None:
     tier = make_tier(url, s3_config)
     assert not tier.has(KEY)
     assert not tier.get(KEY, tmp_path / "copy", max_bytes=10**6)
@@ -47,7 +49,7 @@ def test_it_has_what_was_put(url: str, s3_config: SourceConfig, file: Path, tmp_
     assert not make_tier(f"{url}/other", s3_config).has(KEY), "prefixes do not share keys"
 
 
-def test_more_than_is_wanted_is_not_written(
+def test_objects_over_max_bytes_are_not_written(
     url: str, s3_config: SourceConfig, file: Path, tmp_path: Path
 ) -> None:
     tier = make_tier(url, s3_config)
@@ -56,7 +58,7 @@ def test_more_than_is_wanted_is_not_written(
     assert not (tmp_path / "copy").exists()
 
 
-def test_failures_are_waited_out(
+def test_temporary_failures_are_retried(
     url: str,
     s3_proxy: FaultServer,
     s3_proxy_config: SourceConfig,
@@ -77,7 +79,7 @@ def test_failures_are_waited_out(
     assert s3_proxy.faults == []
 
 
-def test_a_bucket_that_is_away_is_not_one_that_lacks_the_key(
+def test_an_unreachable_bucket_is_not_an_absent_key(
     url: str, s3_config: SourceConfig, file: Path, tmp_path: Path
 ) -> None:
     away = replace(s3_config, s3=replace(s3_config.s3, endpoint="http://127.0.0.1:9"))

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loramux.adapters.identity import CID_PREFIX
 from loramux.errors import AdapterNotFound, InvalidRequest
-from loramux.registry.records import Content, Resolved
+from loramux.registry.records import Content, Resolved, Target
 from loramux.registry.registry import Registry
+from loramux.registry.resolve import check_targets, choose
 from tests.registry_factory import make_cid, make_content
 
 
@@ -47,7 +52,7 @@ def test_a_hotfix_of_an_older_line_does_not_become_latest(registry: Registry) ->
     assert registry.resolve("alice/sql@latest").version == "1.4.0"
 
 
-def test_a_bare_name_is_looked_for_at_home(registry: Registry) -> None:
+def test_a_plain_name_belongs_to_the_home_tenant(registry: Registry) -> None:
     push(registry, "sql@1.0.0", 1)
     push(registry, "bob/sql@1.0.0", 2)
     assert registry.resolve("sql").tenant == "default"
@@ -63,7 +68,7 @@ def test_a_bare_name_is_looked_for_at_home(registry: Registry) -> None:
         (make_cid("nothing"), "No version in the registry"),
     ],
 )
-def test_what_is_not_there_is_said_with_what_is(
+def test_an_unknown_reference_lists_the_known_ones(
     registry: Registry, reference: str, reason: str
 ) -> None:
     push(registry, "alice/sql@1.0.0", 1)
@@ -99,7 +104,7 @@ def test_two_names_of_one_content_do_not_make_its_start_ambiguous(registry: Regi
     assert registry.resolve("aaaaaaaaaaaa").cid == cid
 
 
-def test_a_content_whose_versions_were_all_removed_is_not_served(registry: Registry) -> None:
+def test_content_without_versions_is_not_found(registry: Registry) -> None:
     push(registry, "alice/sql@1.0.0", 1)
     push(registry, "bob/sql@1.0.0", 1)
     registry.remove("alice/sql")
@@ -107,3 +112,83 @@ def test_a_content_whose_versions_were_all_removed_is_not_served(registry: Regis
     registry.remove("bob/sql@1.0.0")
     with pytest.raises(AdapterNotFound):
         registry.resolve(make_cid(1))
+
+
+WEIGHTS = st.dictionaries(
+    st.sampled_from(["1.0.0", "1.1.0", "2.0.0", "2.0.1"]), st.integers(1, 1000), min_size=1
+)
+KEYS = st.text(max_size=20)
+
+
+@given(WEIGHTS, KEYS, st.randoms())
+def test_a_key_belongs_to_one_target_whatever_their_order(
+    weights: dict[str, int], key: str, random: object
+) -> None:
+    targets = list(weights.items())
+    expected = choose(targets, salt="a/b", key=key)
+    random.shuffle(targets)  # type: ignore[attr-defined]
+    assert choose(targets, salt="a/b", key=key) == expected
+    assert expected in weights
+
+
+@given(WEIGHTS, KEYS, st.integers(1, 1000))
+def test_a_change_of_weight_moves_keys_to_or_from_that_target_only(
+    weights: dict[str, int], key: str, weight: int
+) -> None:
+    changed = min(weights)
+    before = choose(weights.items(), salt="a/b", key=key)
+    after = choose({**weights, changed: weight}.items(), salt="a/b", key=key)
+    if before != after:
+        assert changed == (after if weight > weights[changed] else before)
+
+
+@given(KEYS)
+def test_more_weight_never_loses_a_key(key: str) -> None:
+    """A canary that grows from 1 % to 99 % keeps every user it ever had."""
+    sides = [
+        choose([("1.0.0", 100 - share), ("2.0.0", share)], salt="a/b", key=key)
+        for share in range(1, 100, 7)
+    ]
+    assert sides == sorted(sides)
+
+
+def test_shares_are_those_of_the_weights() -> None:
+    targets = [("1.0.0", 90), ("2.0.0", 10)]
+    counts = Counter(choose(targets, salt="a/b", key=f"user-{i}") for i in range(5000))
+    # Five standard deviations of a binomial with p = 0.1 are 106.
+    assert abs(counts["2.0.0"] - 500) < 110
+
+
+def test_splits_of_two_adapters_are_independent() -> None:
+    targets = [("1.0.0", 50), ("2.0.0", 50)]
+    same = sum(
+        choose(targets, salt="a/b", key=str(i)) == choose(targets, salt="a/c", key=str(i))
+        for i in range(1000)
+    )
+    assert 400 < same < 600
+
+
+def test_the_choice_of_known_keys_never_changes() -> None:
+    """Servers of different versions share one registry: they must agree."""
+    targets = [("1.0.0", 50), ("2.0.0", 50)]
+    chosen = "".join(choose(targets, salt="a/b", key=str(i))[0] for i in range(16))
+    assert chosen == "1211122222122121"
+
+
+@pytest.mark.parametrize("weight", [0, -1, 1_000_001, 0.5, True, "90"])
+def test_weights_are_positive_integers(weight: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"weight of 1\.0\.0"):
+        check_targets([("1.0.0", weight)])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("count", [0, 17])
+def test_a_split_has_a_sensible_number_of_versions(count: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"not {count}"):
+        check_targets([(f"1.0.{i}", 1) for i in range(count)])
+
+
+def test_targets_are_kept_in_one_order() -> None:
+    assert check_targets([("2.0.0", 10), ("1.0.0", 90)]) == (
+        Target("1.0.0", 90),
+        Target("2.0.0", 10),
+    )

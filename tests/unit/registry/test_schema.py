@@ -4,13 +4,34 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
 from sqlalchemy import text
 
+from loramux.adapters import identity
 from loramux.errors import RegistryUnavailable
-from loramux.registry import schema
+from loramux.registry import names, schema
+from loramux.registry import schema as tables
 from loramux.registry.database import Database
 from loramux.registry.registry import Registry
 from tests.registry_factory import make_content
+
+
+def test_the_migrations_create_exactly_the_tables_of_the_code(empty_url: str) -> None:
+    database = Database(empty_url)
+    options = {"version_table": tables.VERSION_TABLE, "compare_type": True}
+    with database.reading() as connection:
+        context = MigrationContext.configure(connection, opts=options)
+        assert compare_metadata(context, tables.metadata) == []
+    database.close()
+
+
+def test_content_ids_and_names_fit_their_columns() -> None:
+
+    assert tables.versions.c.cid.type.length == len(identity.CID_PREFIX) + identity.DIGEST_DIGITS  # type: ignore[attr-defined]
+    assert tables.adapters.c.name.type.length == names.MAX_NAME_CHARACTERS  # type: ignore[attr-defined]
+    assert tables.alias_states.c.alias.type.length == names.MAX_ALIAS_CHARACTERS  # type: ignore[attr-defined]
+    assert tables.versions.c.version.type.length == names.MAX_VERSION_CHARACTERS  # type: ignore[attr-defined]
 
 
 def test_a_second_opening_finds_the_schema_and_keeps_the_rows(empty_url: str) -> None:
@@ -20,7 +41,7 @@ def test_a_second_opening_finds_the_schema_and_keeps_the_rows(empty_url: str) ->
         assert registry.resolve("a/b").version == "1.0.0"
 
 
-def test_the_schema_of_a_later_program_is_left_alone(empty_url: str) -> None:
+def test_a_newer_schema_is_refused(empty_url: str) -> None:
     database = Database(empty_url)
     with database.writing() as connection:
         connection.execute(text(f"UPDATE {schema.VERSION_TABLE} SET version_num = '9999'"))

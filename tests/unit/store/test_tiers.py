@@ -8,8 +8,22 @@ import pytest
 
 from loramux.errors import AdapterNotFound, AdapterRefused, StoreDamaged
 from loramux.store.intake import StoreLimits
+from loramux.store.redis import RedisTier
 from loramux.store.store import ContentStore
+from loramux.store.tiers import RemoteTier, blob_key, record_key
 from tests.store_factory import FolderTier, damage, tiny_weights, write_tiny
+
+
+def test_keys_of_bytes_and_of_adapters_never_meet() -> None:
+    digest = "a" * 64
+    assert blob_key(digest) == f"blobs/{digest}"
+    assert record_key(digest) == f"records/{digest}"
+
+
+def test_the_tiers_have_the_shape(tmp_path: Path) -> None:
+    tiers: list[type[RemoteTier]] = [RedisTier, FolderTier]
+    for tier in tiers:
+        assert all(callable(getattr(tier, name)) for name in ("has", "get", "put"))
 
 
 @pytest.fixture
@@ -72,7 +86,7 @@ def test_a_bad_copy_in_one_tier_is_passed_over(
 
 
 @pytest.mark.parametrize("how", ["lost", "damaged", "longer"])
-def test_an_adapter_that_is_whole_nowhere_is_not_found_and_nothing_is_kept(
+def test_an_adapter_that_no_tier_has_completely_is_not_found(
     tmp_path: Path, far: FolderTier, how: str
 ) -> None:
     cid = push(tmp_path, far)
@@ -117,7 +131,7 @@ def test_limits_hold_for_what_comes_from_a_tier(tmp_path: Path, far: FolderTier)
     assert small.size_bytes() == 0
 
 
-def test_damage_here_is_mended_from_a_tier(tmp_path: Path, far: FolderTier) -> None:
+def test_local_damage_is_repaired_from_a_tier(tmp_path: Path, far: FolderTier) -> None:
     cid = push(tmp_path, far)
     store = ContentStore(tmp_path / "first", tiers=[far])
     for folder in ("blobs/*", "records"):

@@ -87,7 +87,7 @@ def test_receipts_of_many_threads_all_arrive(held: HeldRegistry) -> None:
     assert len(held.ids()) == 200
 
 
-def test_a_registry_that_hangs_holds_nobody_up_and_costs_the_oldest(held: HeldRegistry) -> None:
+def test_a_hanging_registry_blocks_no_request_and_drops_the_oldest(held: HeldRegistry) -> None:
     held.go.clear()
     with ReceiptWriter(held, max_pending=3) as writer:
         writer.add(make_receipt(0))
@@ -101,7 +101,7 @@ def test_a_registry_that_hangs_holds_nobody_up_and_costs_the_oldest(held: HeldRe
     assert held.ids() == {"cmpl-0", "cmpl-3", "cmpl-4", "cmpl-5"}
 
 
-def test_what_is_on_its_way_can_be_found(held: HeldRegistry) -> None:
+def test_a_queued_receipt_can_be_found(held: HeldRegistry) -> None:
     held.go.clear()
     with ReceiptWriter(held) as writer:
         writer.add(make_receipt(0))
@@ -115,7 +115,7 @@ def test_what_is_on_its_way_can_be_found(held: HeldRegistry) -> None:
         assert writer.find("cmpl-0") is None
 
 
-def test_receipts_wait_for_a_registry_that_is_away(
+def test_receipts_wait_for_an_unreachable_registry(
     held: HeldRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receipt_writer, "RETRY_S", 0.0)
@@ -127,7 +127,7 @@ def test_receipts_wait_for_a_registry_that_is_away(
     assert held.ids() == {"cmpl-0"}
 
 
-def test_a_registry_that_stays_away_does_not_keep_the_writer_from_closing(
+def test_an_unreachable_registry_does_not_block_close(
     held: HeldRegistry,
 ) -> None:
     held.faults = [RegistryUnavailable("away")] * 9
@@ -141,7 +141,7 @@ def test_a_registry_that_stays_away_does_not_keep_the_writer_from_closing(
     assert held.faults, "it went on trying although it was closed"
 
 
-def test_one_receipt_that_cannot_be_kept_does_not_take_the_others_with_it(
+def test_one_rejected_receipt_does_not_lose_the_others(
     held: HeldRegistry,
 ) -> None:
     held.go.clear()
@@ -165,7 +165,7 @@ def test_uses_are_counted_for_every_adapter(held: HeldRegistry) -> None:
     assert usage.last_used_at == 1_800_000_000.0
 
 
-def test_old_receipts_go_when_a_minute_has_passed(registry: Registry, clock: FakeClock) -> None:
+def test_old_receipts_are_pruned_once_a_minute(registry: Registry, clock: FakeClock) -> None:
     seconds = FakeClock(0.0)
     old, new = make_receipt(0, time=clock.now - 100), make_receipt(1, time=clock.now)
     registry.add_receipts([to_record(old)])
@@ -185,7 +185,7 @@ def test_old_receipts_go_when_a_minute_has_passed(registry: Registry, clock: Fak
         assert registry.receipt(new.id) is None
 
 
-def test_without_retention_nothing_goes(held: HeldRegistry) -> None:
+def test_without_retention_receipts_stay(held: HeldRegistry) -> None:
     held.add_receipts([to_record(make_receipt(0, time=0.0))])
     ReceiptWriter(held).close()
     assert held.ids() == {"cmpl-0"}

@@ -16,7 +16,7 @@ def fill(registry: Registry) -> None:
         registry.promote("a/b", version, alias="prod")
 
 
-def test_a_registry_that_was_only_used_as_meant_has_none(registry: Registry) -> None:
+def test_a_valid_registry_has_no_faults(registry: Registry) -> None:
     assert registry.verify() == ()
     fill(registry)
     registry.rollback("a/b", alias="prod")

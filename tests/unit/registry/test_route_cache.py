@@ -30,7 +30,7 @@ def counting(database_url: str) -> CountingRegistry:
     return registry
 
 
-def test_a_name_is_asked_for_once_until_its_adapter_changes(counting: CountingRegistry) -> None:
+def test_a_name_is_queried_once_until_its_adapter_changes(counting: CountingRegistry) -> None:
     cache = RouteCache(counting)
     for _ in range(3):
         assert cache.resolve("a/sql").version == "1.0.0"
@@ -44,7 +44,7 @@ def test_a_name_is_asked_for_once_until_its_adapter_changes(counting: CountingRe
     counting.close()
 
 
-def test_a_content_id_is_asked_for_again_after_any_change(counting: CountingRegistry) -> None:
+def test_a_cid_is_queried_again_after_any_change(counting: CountingRegistry) -> None:
     cache = RouteCache(counting)
     assert cache.resolve(make_cid(1)).cid == make_cid(1)
     counting.remove("a/sql")
@@ -54,7 +54,7 @@ def test_a_content_id_is_asked_for_again_after_any_change(counting: CountingRegi
     counting.close()
 
 
-def test_what_is_missing_is_not_remembered_as_missing(counting: CountingRegistry) -> None:
+def test_failed_lookups_are_not_cached(counting: CountingRegistry) -> None:
     cache = RouteCache(counting)
     with pytest.raises(AdapterNotFound):
         cache.resolve("a/new")
@@ -63,7 +63,7 @@ def test_what_is_missing_is_not_remembered_as_missing(counting: CountingRegistry
     counting.close()
 
 
-def test_an_answer_that_a_change_overtook_is_not_kept(counting: CountingRegistry) -> None:
+def test_a_route_read_before_a_change_is_not_cached(counting: CountingRegistry) -> None:
     cache = RouteCache(counting)
 
     def change() -> None:
@@ -77,7 +77,7 @@ def test_an_answer_that_a_change_overtook_is_not_kept(counting: CountingRegistry
     counting.close()
 
 
-def test_a_kept_split_still_follows_the_key(counting: CountingRegistry) -> None:
+def test_a_cached_split_follows_the_sticky_key(counting: CountingRegistry) -> None:
     cache = RouteCache(counting)
     counting.push("a/sql@2.0.0", make_content(3))
     counting.split("a/sql", {"1.0.0": 1, "2.0.0": 1}, alias="prod")
