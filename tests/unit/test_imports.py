@@ -59,7 +59,7 @@ sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys
 ALL_THAT_A_BARE_GPU_MACHINE_RUNS = """
 import importlib, importlib.util, pkgutil, loramux
 
-WEB = ("cli", "client", "server", "launch", "metrics", "registry", "sources", "store", "receipts")
+WEB = "cli client compose launch metrics receipts registry server sources store".split()
 COMPILERS = {"gpu": "triton", "cpu_jit": "numba"}
 for module in pkgutil.walk_packages(loramux.__path__, "loramux."):
     parts = module.name.split(".")
