@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,6 @@ RECEIPTS = ("auto", "on", "off")
 class ServeConfig:
     """Everything that `loramux serve` may be told; the engine's part is an EngineConfig."""
 
-    engine: EngineConfig = field(default_factory=EngineConfig)
     model: str | None = setting(
         None,
         Kind.PATH,
@@ -205,6 +205,7 @@ class ServeConfig:
         "Name of this server in receipts. Default: the host name.",
         metavar="NAME",
     )
+    engine: EngineConfig = field(default_factory=EngineConfig)
     prewarm: int = setting(
         10,
         Kind.COUNT,
@@ -321,18 +322,21 @@ def check_names(config: ServeConfig) -> None:
         seen.add(module.name)
 
 
-def _by_name(settings: Iterable[Setting]) -> dict[str, Setting]:
-    return {found.name: found for found in settings}
+def _all_settings() -> Iterator[Setting]:
+    """The settings of both dataclasses; the engine's are at the position of its field."""
+    server = {found.field: found for found in settings_of(ServeConfig)}
+    for one in dataclasses.fields(ServeConfig):
+        if one.name in server:
+            yield server[one.name]
+        else:
+            yield from settings_of(EngineConfig)
 
 
-_ENGINE = _by_name(settings_of(EngineConfig))
-_SERVER = _by_name(settings_of(ServeConfig))
-SETTINGS: dict[str, Setting] = _by_name(
-    sorted(
-        [*_SERVER.values(), *_ENGINE.values()],
-        key=lambda found: GROUPS.index(found.group),
-    )
-)
+_ENGINE_NAMES = {found.name for found in settings_of(EngineConfig)}
+SETTINGS: dict[str, Setting] = {
+    found.name: found
+    for found in sorted(_all_settings(), key=lambda found: GROUPS.index(found.group))
+}
 """All settings by name, in the order of the help."""
 ALIASES = {alias: found.name for found in SETTINGS.values() for alias in found.aliases}
 """Former names of settings."""
@@ -344,6 +348,6 @@ def serve_config(values: Mapping[str, object]) -> ServeConfig:
     server: dict[str, Any] = {}
     for name, value in values.items():
         found = SETTINGS[name]
-        fields = engine if name in _ENGINE else server
+        fields = engine if name in _ENGINE_NAMES else server
         fields[found.field] = not value if found.is_inverted else value
     return ServeConfig(engine=EngineConfig(**engine), **server)
