@@ -35,9 +35,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import settings
 
-    # No deadline: on a shared machine the first example may take seconds.
-    settings.register_profile("local", deadline=None)
-    settings.load_profile("ci" if os.environ.get("CI") else "local")
+    # No deadline: on a shared machine the first example may take seconds. A CI run uses the same
+    # examples each time, so that a failure there can be repeated.
+    is_ci = bool(os.environ.get("CI"))
+    settings.register_profile(
+        "quick", deadline=None, derandomize=is_ci, max_examples=30, stateful_step_count=30
+    )
+    settings.register_profile(
+        "full", deadline=None, derandomize=is_ci, max_examples=150, stateful_step_count=50
+    )
+    settings.load_profile(os.environ.get("LORAMUX_HYPOTHESIS", "quick"))
 
 
 @pytest.hookimpl(tryfirst=True)

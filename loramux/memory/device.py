@@ -1,4 +1,4 @@
-"""The one place that asks the machine about its memory, and the only one that may use CUDA."""
+"""Access to the memory, streams, events and graphs of the device; only this module uses CUDA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from loramux.adapters.packed.image import mapped_buffer, mapped_memory
 
 _DEFAULT_POOL_LIMIT = 4 * 2**30
-# Of a GPU: some 300 us.
+# About 300 us on a GPU.
 _LAUNCH_CYCLES = 600_000
 # A power-limited GPU lowers its clocks, but not within the first 100 ms.
 _STEADY_S = 0.3
@@ -33,7 +33,7 @@ def default_pool_bytes() -> int:
 
 
 def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU, memory that costs nothing until it is written, in huge pages where it can."""
+    """Returns zeros; on a CPU they are mapped on first write, in huge pages where possible."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mapped_memory(math.prod(shape) * dtype.itemsize)
@@ -41,7 +41,7 @@ def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -
 
 
 def host_buffer(device: torch.device) -> Callable[[int, torch.dtype], Tensor]:
-    """Makes buffers that are copied to the device: pinned when it is a GPU."""
+    """Returns an allocator of buffers to be copied to the device: pinned if it is a GPU."""
     is_pinned = device.type == "cuda"
 
     def allocate(num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -55,7 +55,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def device_memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Free and in all."""
+    """Returns the free and the total bytes."""
     if device.type != "cuda":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), total_memory_bytes()
     return torch.cuda.mem_get_info(device)
@@ -66,20 +66,20 @@ def device_name(device: torch.device) -> str:
 
 
 def release_cached(device: torch.device) -> None:
-    """Gives memory that torch keeps for later back to the device, which is idle afterwards."""
+    """Returns the memory that torch caches to the device, after all work has finished."""
     wait_for(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def wait_for(device: torch.device) -> None:
-    """Until all that it was given is done."""
+    """Waits until the device has finished all launched work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def load_library(name: str, device: torch.device) -> ctypes.CDLL | None:
-    """The one of CUDA's libraries that torch itself uses; None: there is none."""
+    """Loads a CUDA library in the version that torch uses; returns None if there is none."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     try:
@@ -89,20 +89,20 @@ def load_library(name: str, device: torch.device) -> ctypes.CDLL | None:
 
 
 def stream_address(device: torch.device) -> int:
-    """Of the stream that the calling thread launches into, for libraries in C."""
+    """Returns the handle of the calling thread's current stream, for C libraries."""
     return torch.cuda.current_stream(device).cuda_stream
 
 
 def is_capturing() -> bool:
-    """Whether what is launched now becomes part of a graph, and does not run."""
+    """Returns whether launches are being captured into a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def run_seconds(run: Callable[[], object]) -> float:
-    """How long the current device takes for what `run` launches, within some 100 us."""
+    """Measures the device time of what `run` launches, which must take about 100 us at most."""
     begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    # The device begins when all is launched: the host's pace must not count.
+    # The device starts after all launches, so that the launch rate of the host does not count.
     torch.cuda._sleep(_LAUNCH_CYCLES)  # type: ignore[no-untyped-call]
     begin.record()
     run()
@@ -112,14 +112,14 @@ def run_seconds(run: Callable[[], object]) -> float:
 
 
 def steady_state_seconds(device: torch.device, runs: Sequence[Callable[[], object]]) -> list[float]:
-    """How long each takes at steady-state clocks, as when the GPU serves."""
+    """Measures the device time of each run at steady-state clocks, as during serving."""
     maker = GraphMaker(device)
     replays = [maker.make(partial(_repeat, run)) for run in runs]
     rounds: list[list[float]] = []
     began = time.perf_counter()
     while time.perf_counter() - began < _STEADY_S or len(rounds) < 2:
         events = []
-        # Not timed: a device that has ended its work waits for the next launch.
+        # An untimed replay first: an idle device would wait for the next launch.
         replays[-1]()
         for replay in replays:
             pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -139,28 +139,28 @@ def _repeat(run: Callable[[], object]) -> None:
 
 
 class Fence:
-    """A point in the work that the calling thread's stream has been given."""
+    """A CUDA event in the calling thread's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Until the device has passed it."""
+        """Waits until the device has passed the event."""
         self.event.synchronize()
 
 
-class SideCopier:
-    """Copies to the device beside its kernels: each thread that copies has a stream of its own."""
+class StreamCopier:
+    """Copies to the device concurrently with kernels, on one stream per copying thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._threads = threading.local()
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], *, after: Fence | None) -> None:
-        """Each pair's first becomes its second, once `after` has passed; returns at the end."""
+        """Copies the second of each pair to the first, after `after`; waits for the end."""
         stream = self._stream()
-        # Waiting gives up the processor: loads must not take cores from the step loop.
+        # A blocking event does not spin: loads must not take cores from the step loop.
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         if after is not None:
             stream.wait_event(after.event)
@@ -179,7 +179,7 @@ class SideCopier:
 
 
 class GraphMaker:
-    """Makes one launch of all that a function does to fixed tensors. On a CPU it stays as it is."""
+    """Captures functions as CUDA graphs; on a CPU it returns the functions themselves."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -190,7 +190,7 @@ class GraphMaker:
 
     @property
     def has_run(self) -> bool:
-        """Whether what was made has run once by then: its kernels are compiled by running them."""
+        """Returns whether make() runs the work once, which compiles its kernels."""
         return self._is_real
 
     def make(self, work: Callable[[], None]) -> Callable[[], None]:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from loramux.adapters.packed.file import SLICE_BYTES
-from loramux.memory.device import Fence, SideCopier, zeros
+from loramux.memory.device import Fence, StreamCopier, zeros
 from loramux.types.model import PagedLayout
 
 
@@ -24,7 +24,7 @@ class PagePool:
         # Zeros, not empty: unwritten KV is read and masked, and 0 * NaN is NaN.
         self.storage = zeros((num_pages, geometry.page_elements), dtype=dtype, device=device)
         self._bytes = self.storage.view(torch.uint8).numpy() if self.storage.is_cpu else None
-        self._copier = SideCopier(device) if device.type == "cuda" else None
+        self._copier = StreamCopier(device) if device.type == "cuda" else None
         # First page of a load -> fence, until the load is written.
         self._fences: dict[int, Fence] = {}
 

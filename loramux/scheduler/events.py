@@ -12,7 +12,7 @@ def token_event(
     reason: FinishReason | None,
     logprob: TokenLogprob | None = None,
 ) -> TokenEvent:
-    """Describe the token that was appended to the sequence's output last."""
+    """Builds the event of the token that was appended to the sequence's output last."""
     is_first = len(sequence.output_token_ids) == 1
     return TokenEvent(
         request_id=sequence.request.request_id,
@@ -28,7 +28,7 @@ def token_event(
 
 
 def finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
-    """`token_id` is the newest token."""
+    """Returns why the sequence ends with its newest token, `token_id`, or None if it goes on."""
     request, params = sequence.request, sequence.request.params
     is_eos = token_id in request.eos_token_ids and not params.ignore_eos
     if is_eos or token_id in params.stop_token_ids:

@@ -89,7 +89,7 @@ class Running:
         self.bench.check()
 
 
-def test_a_second_request_finds_the_whole_blocks_of_the_first_and_not_its_tail() -> None:
+def test_a_second_request_finds_the_whole_blocks_of_the_first_and_not_its_partial_block() -> None:
     bench = Bench()
     bench.serve(range(10))
     assert bench.pages.num_free == 16 - 2, "the half-filled page went back"
@@ -150,7 +150,7 @@ def test_of_two_that_compute_the_same_the_second_takes_the_pages_of_the_first() 
     second.commit(9)
     first.commit(9)
     assert first.page_ids[:2] == second.page_ids[:2], "one copy of the shared blocks"
-    assert first.page_ids[2] != second.page_ids[2], "each has its own tail"
+    assert first.page_ids[2] != second.page_ids[2], "each has its own last page"
     assert bench.pages.num_free == 16 - 2 - 2
     second.end()
     assert bench.cache.num_idle_pages == 0, "the first still reads them"

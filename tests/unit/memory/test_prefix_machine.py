@@ -6,7 +6,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import count
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -234,7 +233,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.running) < MAX_RUNNING)
     @rule(key=keys, tokens=prompts)
-    def twins(self, key: PrefixKey, tokens: list[int]) -> None:
+    def equal_prompts(self, key: PrefixKey, tokens: list[int]) -> None:
         """Two that compute the same, to be shared later."""
         for running in [self.arrive(key, tokens), self.arrive(key, tokens)]:
             self.extend(running, len(tokens) - len(running.token_ids))
@@ -345,4 +344,3 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 TestPrefixMachine = PrefixMachine.TestCase
-TestPrefixMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

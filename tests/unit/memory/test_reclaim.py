@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -293,4 +292,3 @@ class ReclaimMachine(RuleBasedStateMachine):
 
 
 TestReclaimMachine = ReclaimMachine.TestCase
-TestReclaimMachine.settings = settings(max_examples=60, deadline=None)

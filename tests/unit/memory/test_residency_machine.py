@@ -5,6 +5,7 @@ The actions are counted by tier, so that the test fails if one of them never hap
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -31,7 +32,8 @@ NUM_PAGES = 10
 CIDS = [cid_of(number, rank=1 + number % 4) for number in range(1, 9)]
 # A file of the disk tier: its header, and an adapter of rank 4 at most.
 FILE_BYTES = 65536 + 256
-NUM_STEPS = 10_000
+NUM_STEPS = 10_000 if os.environ.get("LORAMUX_HYPOTHESIS") == "full" else 1_500
+MAX_STEPS = 30_000
 adapters = st.sampled_from(CIDS)
 
 
@@ -312,16 +314,16 @@ class TierMachine(RuleBasedStateMachine):
         self.watch.look()
 
 
-def test_every_tier_stays_whole_for_ten_thousand_steps_of_everything() -> None:
+def test_every_tier_is_consistent_after_thousands_of_actions_of_each_kind() -> None:
     class Counted(TierMachine):
         tally = Tally()
 
-    enough = settings(max_examples=120, stateful_step_count=100, deadline=None, database=None)
-    # A run may end early or miss an action; then there is another.
+    run = settings(max_examples=15, stateful_step_count=100, deadline=None, database=None)
+    # A run may end early or miss an action; then there is another one.
     tally = Counted.tally
-    while tally.num_steps < NUM_STEPS or (tally.never and tally.num_steps < 3 * NUM_STEPS):
+    while tally.num_steps < NUM_STEPS or (tally.never and tally.num_steps < MAX_STEPS):
         num_before = Counted.tally.num_steps
-        run_state_machine_as_test(Counted, settings=enough)
+        run_state_machine_as_test(Counted, settings=run)
         assert Counted.tally.num_steps > num_before, "no steps are made any more"
-    assert not Counted.tally.never, f"in {Counted.tally.num_steps} steps never happened"
+    assert not Counted.tally.never, f"some actions never happened: {Counted.tally.never}"
     print(f"{Counted.tally.num_steps} steps:", dict(sorted(Counted.tally.counts.items())))

@@ -1,4 +1,4 @@
-"""A scheduler on real pages and a real prefix cache; adapters load when the clock says so."""
+"""Builds a scheduler with real pages and prefix cache, and adapters that load by the clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FakeAdapter:
     num_leases: int = 0
     page_ids: list[int] = field(default_factory=list)
     done_s: float | None = None
-    """When its load ends; None: it has not begun."""
+    """Time at which its load ends; None if it has not started."""
     is_ready: bool = False
     error: LoramuxError | None = None
 
@@ -41,7 +41,7 @@ class FakeAdapter:
 
 
 class FakeAdapters:
-    """Adapters of two pages each, that take load_s once they have them; "bad..." cannot load."""
+    """Adapters of two pages that load for load_s once they have pages; loads of "bad..." fail."""
 
     def __init__(self, pages: PageAllocator, reclaimer: Reclaimer, load_s: float) -> None:
         self._pages = pages
@@ -52,7 +52,7 @@ class FakeAdapters:
         self._ticks = count()
         self.load_s = load_s
         self.is_stuck = False
-        """No load can start."""
+        """Whether no load can start."""
         reclaimer.add_holder(self)
 
     def num_pages(self, cid: str) -> int:
@@ -121,7 +121,7 @@ class FakeAdapters:
                 self._arrive(record)
         for cid in [] if self.is_stuck else list(self._pending):
             record = self._records[cid]
-            # It may take the place of what was asked for after it.
+            # It may evict adapters that were requested after it.
             later = [
                 r for r in self._idle.values() if r.num_waiters and r.wait_tick > record.wait_tick
             ]
@@ -178,7 +178,7 @@ class FakeAdapters:
     def _update(self, record: FakeAdapter) -> None:
         if record.is_ready and record.num_leases == 0:
             self._idle[record.cid] = record
-            # Of those that somebody waits for, the one that was asked for last goes first.
+            # Of the awaited adapters, the one that was requested last is evicted first.
             score, is_protected = -float(record.wait_tick), record.num_waiters > 0
             self._reclaimer.add_candidate(
                 record.owner, self, score=score, is_protected=is_protected
@@ -189,7 +189,7 @@ class FakeAdapters:
 
 
 class World:
-    """The engine without a model: one call of step() is one step of step_s seconds."""
+    """An engine without a model: each call of step() is one step of step_s seconds."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class World:
         self.kv = FakeKV(self.config.block_tokens)
         self.plan: StepPlan | None = None
         self._runs_ahead = runs_ahead
-        self._flying: StepPlan | None = None
+        self._in_flight: StepPlan | None = None
         self._check_every = check_every
         self._num_checks = 0
 
@@ -253,14 +253,14 @@ class World:
             # The device computes it when it knows the tokens, and who ended with them.
             self._compute(self.plan)
             self.scheduler.launched(self.plan)
-            self._flying = self.plan
+            self._in_flight = self.plan
             if not self._runs_ahead:
                 events += self._land(token)
         self.check()
         return events
 
     def _land(self, token: int) -> list[TokenEvent]:
-        plan, self._flying = self._flying, None
+        plan, self._in_flight = self._in_flight, None
         if plan is None:
             return self.scheduler.take_events()
         return self.scheduler.apply(plan, answer(plan, token))
@@ -278,7 +278,7 @@ class World:
         raise AssertionError("the queue does not drain")
 
     def running(self) -> list[str]:
-        """Request ids in the current plan, in its order."""
+        """Returns the request ids in the current plan, in its order."""
         assert self.plan is not None
         names = {s.sequence_id: s.request.request_id for s in self.scheduler._sequences.values()}
         return [names[chunk.sequence_id] for chunk in self.plan.chunks]
@@ -313,7 +313,7 @@ class World:
 
 
 def make_request(name: str, num_prompt: int | list[int] = 3, **fields: object) -> Request:
-    """Fields of Request, of SamplingParams, and `cid` for a selection of one."""
+    """Takes fields of Request and SamplingParams, and `cid` for a selection of one adapter."""
     own = {key: fields.pop(key) for key in Request.__struct_fields__ if key in fields}
     cid = fields.pop("cid", None)
     if cid is not None:
@@ -333,7 +333,7 @@ def answer(plan: StepPlan, token: int = 7) -> StepResult:
 
 
 class FakeKV:
-    """What a model would have written: each slot knows the tokens and adapters that made it."""
+    """A KV cache in which each position records the tokens and adapters that it depends on."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -345,13 +345,13 @@ class FakeKV:
                 self._slots.pop((page_id, offset), None)
 
     def scribble(self, chunk: Chunk) -> None:
-        """Rows of a sequence that ended while they were planned."""
+        """Drops the positions of a sequence that ended while they were planned."""
         for position in range(chunk.start, chunk.start + len(chunk.token_ids)):
             page_id = chunk.page_ids[position // self._block_tokens]
             self._slots[page_id, position % self._block_tokens] = -1
 
     def compute(self, chunk: Chunk, token_ids: list[int]) -> None:
-        """`token_ids`: all of the sequence up to the chunk's end."""
+        """`token_ids` are all tokens of the sequence up to the end of the chunk."""
         state = hash(chunk.selection)
         for position, token_id in enumerate(token_ids):
             state = hash((state, token_id))
@@ -364,14 +364,14 @@ class FakeKV:
 
 
 def wide(max_sequences: int = 2, **settings: object) -> World:
-    """Everything fits, and only the affinity decides."""
+    """Returns a world in which everything fits and only affinity decides."""
     settings = {"num_pages": 5000, "max_wait_s": 1e9, "max_model_len": 20_000, **settings}
     settings |= {"max_batch_tokens": 2 * max_sequences + 6, "check_every": 50}
     return World(max_sequences=max_sequences, has_prefixes=False, **settings)  # type: ignore[arg-type]
 
 
 def occupied(**settings: object) -> World:
-    """x runs for long, and the other place comes free at the next step."""
+    """Returns a world in which x runs for long and the other slot is free at the next step."""
     world = wide(**settings)
     world.add("x1", 3, cid="x", max_tokens=10_000)
     world.add("base", 3, max_tokens=2)

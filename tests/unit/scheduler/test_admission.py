@@ -1,4 +1,4 @@
-"""Who gets a place: readiness, shares, caps and order. The bound is in test_bound.py."""
+"""Admission and preemption, by the rules of docs/scheduling.md. The bound is in test_bound.py."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_r5_a_failed_load_ends_exactly_the_requests_that_named_it(schedule: str)
 
 
 def test_r5_a_failed_load_is_reported_at_once_and_may_be_tried_again() -> None:
-    """Catches a request that waits for a place only to learn that its adapter is broken."""
+    """Catches a request with a broken adapter that waits for a slot before it fails."""
     world = World(max_sequences=1)
     world.add("long", 3, max_tokens=50)
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_r9_over_max_loras_fair_skips_and_fcfs_blocks(schedule: str, second: str
 
 
 def test_r12_a_full_pool_does_not_starve_a_cold_adapter_under_fcfs() -> None:
-    """Newer requests whose adapter is there must leave pages for the load of an older one."""
+    """Newer requests with a resident adapter must leave pages for the load of an older one."""
     world = World(num_pages=14, schedule="fcfs", max_wait_s=0.5)
     world.add("hot0", 3, cid="hot", max_tokens=30)
     world.step()
@@ -135,7 +135,7 @@ def test_r12_a_full_pool_does_not_starve_a_cold_adapter_under_fcfs() -> None:
 
 
 def test_r12_two_requests_of_two_adapters_each_do_not_deadlock() -> None:
-    """Each holds one adapter in the queue, and there is room for three."""
+    """Each retains one adapter, and the pool has pages for three."""
     world = World(num_pages=7, load_s=0.3)
     world.add("a", 3, selection=(("p", 1.0), ("q", 1.0)))
     world.add("b", 3, selection=(("r", 1.0), ("s", 1.0)))
@@ -160,7 +160,7 @@ def test_a_step_does_not_examine_every_waiting_request(
 
 
 def long_hot(world: World, num_sequences: int, **fields: object) -> None:
-    """Two requests, so that it may be taken from; all on one adapter, none ends soon."""
+    """Adds two long requests on one adapter, so that its client may be preempted."""
     world.add("hot", 4, cid="hot", max_tokens=500, n=num_sequences, **fields)
     world.add("more", 4, cid="hot", max_tokens=500, **fields)
     world.step()
@@ -182,7 +182,7 @@ def test_r11_the_newest_of_the_most_served_is_preempted_and_not_too_early() -> N
 
 
 def test_r11_a_preempted_sequence_does_not_preempt_in_turn_at_once() -> None:
-    """Two who flood, one place: it changes hands after max_wait_s, not with every token."""
+    """Two floods share one slot: it changes after max_wait_s, not with every token."""
     world = World(max_sequences=1, max_wait_s=1.0, max_model_len=600, num_pages=600)
     for tenant in "ab":
         world.add(tenant, 4, tenant=tenant, max_tokens=500, n=2)
@@ -205,7 +205,7 @@ def full_pool() -> World:
 
 
 def test_r12_pages_are_reserved_for_an_overdue_load() -> None:
-    """Five sequences of a page each and their adapter fill the pool, and nobody grows soon."""
+    """Five sequences of a page each and their adapter fill the pool; none grows soon."""
     world = World(num_pages=7, max_wait_s=0.5, max_batch_tokens=32, block_tokens=32)
     long_hot(world, 4, tenant="a")
     world.adapters.load_s = 0.3
@@ -224,7 +224,7 @@ def test_r12_pages_are_reserved_for_an_overdue_load() -> None:
 
 
 def test_r12_an_overdue_load_is_prioritized() -> None:
-    """Else the pages that were freed for it go to the other's next adapters."""
+    """Otherwise the pages that were freed for it go to the other client's next adapters."""
     world = full_pool()
     for number in range(40):
         world.add(f"next{number}", 4, cid=f"next{number}", tenant="a", max_tokens=9)
@@ -237,7 +237,7 @@ def test_r12_an_overdue_load_is_prioritized() -> None:
 
 @pytest.mark.parametrize("max_wait_s", [0.5, 1.1])
 def test_r12_an_unused_reservation_does_not_block_others(max_wait_s: float) -> None:
-    """The host tier is full, say: who runs must neither wait for it for ever nor be cut short."""
+    """If the host tier is full, running sequences must neither wait for the load nor end early."""
     world = World(num_pages=8, max_wait_s=max_wait_s, max_sequences=1)
     long_hot(world, 1, tenant="a")
     world.adapters.is_stuck = True
@@ -252,7 +252,7 @@ def test_r12_an_unused_reservation_does_not_block_others(max_wait_s: float) -> N
 
 
 def test_r12_requests_that_each_hold_half_of_the_adapters_both_end() -> None:
-    """p is old and q is new; r and s are in between: no adapter gives way to a younger one."""
+    """p is old, q is new, r and s are in between: no adapter is evicted for a newer request."""
     world = World(num_pages=5, load_s=0.3)
     world.add("one", 3, cid="p", max_tokens=1)
     world.add("zed", 3, selection=(("r", 1.0), ("s", 1.0)), max_tokens=1)
@@ -262,7 +262,7 @@ def test_r12_requests_that_each_hold_half_of_the_adapters_both_end() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_r12_an_overdue_request_retains_its_resident_adapters(schedule: str) -> None:
-    """Its second adapter loads; a base request must not push out the first meanwhile."""
+    """While its second adapter loads, a base request must not evict the first."""
     world = World(num_pages=8, max_wait_s=0.3, schedule=schedule)
     world.add("first", 2, cid="p", max_tokens=1)
     world.run()
@@ -274,7 +274,7 @@ def test_r12_an_overdue_request_retains_its_resident_adapters(schedule: str) -> 
 
 
 def test_r14_a_prompt_that_can_never_get_pages_is_refused() -> None:
-    """Pinned adapters came after the check at arrival; waiting for ever would be the worst."""
+    """Adapters were pinned after the check at arrival; the request must not wait forever."""
     world = World(num_pages=12, check_every=10**9)
     world.pages.allocate(("adapter", "pinned"), 6)
     world.add("big", 40, max_tokens=1)
@@ -298,7 +298,7 @@ def test_r13_an_output_ends_where_pinned_adapters_leave_no_pages() -> None:
 
 
 def test_r13_the_last_sequence_waits_for_the_pages_of_a_load() -> None:
-    """The load has the pages; giving up would bring the two to take turns for ever."""
+    """The load owns the pages; ending the sequence would make the two alternate forever."""
     world = World(num_pages=5, load_s=0.5)
     world.add("a", 8, max_tokens=9)
     world.step()
@@ -314,7 +314,7 @@ def test_r13_the_last_sequence_waits_for_the_pages_of_a_load() -> None:
 def test_r10_the_index_finds_the_same_entitled_queues_as_a_full_comparison(
     tenants: str, num_adapters: int
 ) -> None:
-    """Catches a short cut that leaves out somebody who has a place to give."""
+    """Catches a shortcut that misses a client with a preemptible slot."""
     source = random.Random(num_adapters)
     world = World(
         num_pages=4000, max_sequences=70, max_batch_tokens=200, max_wait_s=0.25, check_every=20

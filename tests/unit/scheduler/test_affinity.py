@@ -1,4 +1,4 @@
-"""Adapters that run already go first where it pays, and how far and how long they may."""
+"""Adapter affinity (R6) and its limits (R8)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def first_seen(events: list[TokenEvent]) -> list[str]:
 
 
 def start_of(world: World, name: str, limit: int = 200) -> float:
-    """When it got its place."""
+    """Returns the time at which the request started."""
     for _ in range(limit):
         world.begin()
         if world.plan is not None and name in world.running():
@@ -44,7 +44,7 @@ def test_r6_a_queue_with_a_running_adapter_is_found_among_many(
 
 
 def test_r6_a_queue_whose_adapter_started_in_the_same_pass_is_found() -> None:
-    """p2 has its adapters' first half from the batch, and the other from p1 in this very pass."""
+    """One adapter of p2 runs already, and the other one starts with p1 in the same pass."""
     world = wide(3)
     world.add("q", 2, cid="q", max_tokens=50)
     world.step()
@@ -94,7 +94,7 @@ def test_r6_another_tenants_queue_must_be_within_its_own_adapter_lead() -> None:
 
 
 def feed(world: World, cid: str, number: int) -> None:
-    """Somebody always waits for the adapter, and it never gets ahead."""
+    """Keeps a request for the adapter waiting, without a lead."""
     world.add(f"{cid}-{number}", 3, cid=cid, max_tokens=2)
     for sequence in world.scheduler._sequences.values():
         if sequence.cids == (cid,):
@@ -102,7 +102,7 @@ def feed(world: World, cid: str, number: int) -> None:
 
 
 def test_r8_a_bypassed_sequence_is_first_after_max_wait() -> None:
-    """x never gets ahead here and never runs out, and y comes first when nobody owes it."""
+    """x has no lead and never runs out of requests; y is first and not entitled."""
     world = occupied(max_wait_s=1.0)
     world.add("y1", 3, cid="y", max_tokens=2)
     world.add("y2", 3, cid="y", max_tokens=2)
@@ -131,7 +131,7 @@ def test_r8_a_preempted_sequence_may_be_bypassed_again() -> None:
 
 
 def test_r8_an_entitled_sequence_is_not_bypassed() -> None:
-    """x runs twice and has had more than y; without the rule x3 would get the free place."""
+    """x runs twice with a higher counter than y; without R8 x3 would get the free slot."""
     world = occupied(max_wait_s=0.35, max_sequences=3)
     world.add("x2", 3, cid="x", max_tokens=10_000)
     world.add("y1", 3, cid="y", max_tokens=2)
@@ -157,7 +157,7 @@ def test_r8_an_unserved_entitled_sequence_ends_the_affinity_of_the_step(
 
 
 def test_r8_an_overdue_sequence_that_is_not_entitled_may_be_bypassed() -> None:
-    """y is late, but x, which runs for another tenant, owes it nothing."""
+    """y is overdue, but not entitled to a slot of x, which runs for another tenant."""
     world = occupied(max_wait_s=0.05)
     world.add("y1", 3, cid="y", tenant="a")
     world.add("x2", 3, cid="x", tenant="a")
@@ -171,7 +171,7 @@ def test_r8_an_overdue_sequence_that_is_not_entitled_may_be_bypassed() -> None:
 
 
 def test_r8_a_sequence_that_would_be_preempted_at_once_is_not_admitted() -> None:
-    """y is late; x owes it nothing yet, because its only place is new."""
+    """y is overdue and not entitled to a slot of x yet, whose only slot is new."""
     world = occupied(max_wait_s=1.0)
     world.add("y1", 3, cid="y")
     world.add("x2", 3, cid="x")
@@ -203,7 +203,7 @@ def test_r6_fcfs_has_no_affinity() -> None:
 
 
 def test_r6_a_pass_examines_a_queue_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a search through all queues for each of many free places."""
+    """Catches a search through all queues for each of many free slots."""
     num_queues, num_places = 300, 60
     world = wide(num_places)
     world.adapters.load_s = 0.0
@@ -241,7 +241,7 @@ def test_r6_queues_of_an_adapter_that_left_the_batch_are_no_longer_preferred() -
 
 
 def distinct_adapters(num_waiting: int = 24, num_places: int = 24) -> float:
-    """Mean number of them in a full batch, if each is as popular as the others."""
+    """Returns the mean number of adapters in a full batch with uniform popularity."""
     source = random.Random(1)
     world = wide(num_places)
     count, counts = 0, []
@@ -272,7 +272,7 @@ def test_r7_longer_queues_lower_the_number_of_adapters_further(
 
 
 def test_r6_in_an_empty_batch_the_first_sequence_is_admitted() -> None:
-    """The base brings no adapter either, and yet there is nothing to keep together."""
+    """A base sequence adds no adapter either, but there is no running adapter to prefer."""
     world = wide(1)
     world.add("y", 3, cid="y")
     world.add("base", 3)

@@ -1,4 +1,4 @@
-"""What running sequences hold: shared prefixes, pages, places for adapters."""
+"""What running sequences hold: shared prefixes, pages and adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROMPT = list(range(100, 122))
 
 
 def reused(events: list[TokenEvent]) -> dict[str, int]:
-    """What each request's events say of reuse, all together."""
+    """Returns the number of reused tokens that the events of each request report."""
     found: dict[str, int] = {}
     for event in events:
         found[event.request_id] = found.get(event.request_id, 0) + event.num_reused
@@ -29,7 +29,7 @@ def test_a_cached_prompt_is_not_computed_again() -> None:
 
 
 def test_the_last_token_is_always_computed() -> None:
-    """Without it there would be nothing to sample from."""
+    """Without a computed token there are no logits to sample from."""
     world = World()
     for name in "ab":
         world.add(name, PROMPT[:20])
@@ -76,7 +76,7 @@ def test_the_next_turn_of_a_chat_finds_the_answer_too() -> None:
     ],
 )
 def test_a_prefix_is_shared_only_where_it_is_the_same_and_allowed(other: dict[str, object]) -> None:
-    """Catches another tenant's, salt's, adapter's or weight's keys and values in an answer."""
+    """Catches KV of another tenant, salt, adapter or weight in an answer."""
     world = World()
     world.add("a", PROMPT, tenant="a", cache_salt="bc")
     world.add("b", PROMPT)

@@ -1,4 +1,4 @@
-"""How long a cold adapter waits while somebody floods a hot one."""
+"""The bound on the wait of a cold adapter (R15) while another client floods a hot one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TENANTS = [("hog", "other"), ("one", "one")]
 
 @dataclass
 class Flood:
-    """One tenant asks for ten times what can be served; another once a second, always colder."""
+    """One tenant requests ten times the capacity; another sends a cold request per second."""
 
     world: World
     tenants: tuple[str, str]
@@ -86,12 +86,12 @@ def test_r15_a_cold_adapter_waits_no_longer_than_the_bound(
 
 @pytest.mark.parametrize("tenants", TENANTS)
 def test_r15_fcfs_does_not_keep_the_bound(tenants: tuple[str, str]) -> None:
-    """Else the test above would prove nothing."""
+    """Shows that the scenario of the test above needs the bound."""
     assert flood(tenants, 20, schedule="fcfs").longest() > 2 * BOUND_S
 
 
 def test_r15_the_flood_gets_the_remaining_slots() -> None:
-    """Catches a bound that is bought by computing everything again and again."""
+    """Catches a bound that is kept by constant preemption and recomputation."""
     quiet = flood(("hog", "other"), 100, num_pages=400)
     assert quiet.world.scheduler.num_preemptions <= len(quiet.arrivals)
 
@@ -117,7 +117,7 @@ def test_r11_equal_floods_share_equally_without_constant_preemption(
 
 
 def test_r10_the_single_request_of_a_client_is_not_preempted() -> None:
-    """Many adapters with one request each: taking turns would only cost."""
+    """With one request per adapter, preemption would only cost."""
     world = World(max_sequences=2, max_wait_s=0.5, num_pages=200)
     for number in range(12):
         world.add(str(number), 8, cid=f"x{number}", max_tokens=30)
@@ -129,7 +129,7 @@ def test_r10_the_single_request_of_a_client_is_not_preempted() -> None:
 def test_r10_the_protected_slots_of_an_adapter_are_not_preempted(
     num_open: int, is_taken_from: bool
 ) -> None:
-    """Of 128 places an adapter keeps two: uniform adapters have one or two of them by chance."""
+    """Two of 128 slots are protected: uniform adapters have one or two by chance."""
     world = World(
         max_sequences=128, max_wait_s=0.5, step_s=STEP_S, num_pages=6000, max_batch_tokens=2048
     )

@@ -33,7 +33,7 @@ def preemption_limit(clients: Clients) -> PreemptionLimit:
 
 
 def test_r3_a_new_client_is_lifted_to_the_lowest_counter_of_the_others() -> None:
-    """Catches credit for absence: a tenant who comes back would shut everybody else out."""
+    """Catches credit for absence, with which a returning tenant would starve all others."""
     table = ClientTable()
     busy, other = table.add_waiting("busy", 1.0), table.add_waiting("other", 1.0)
     busy.counter, other.counter = 900.0, 500.0
@@ -41,7 +41,7 @@ def test_r3_a_new_client_is_lifted_to_the_lowest_counter_of_the_others() -> None
 
 
 def test_r3_a_high_counter_is_remembered_during_absence() -> None:
-    """Catches a tenant who is served twice as much by leaving and coming back."""
+    """Catches a tenant that is served twice as much by leaving and returning."""
     table = ClientTable()
     table.add_waiting("other", 1.0)
     greedy = table.add_waiting("greedy", 1.0)
@@ -80,7 +80,7 @@ actions = st.lists(
 def test_r3_the_lowest_counter_is_that_of_a_full_search(
     taken: list[tuple[str, int, float]],
 ) -> None:
-    """Beside a table that looks at all of them."""
+    """Compares with a search of all clients."""
     table = ClientTable()
     there: dict[int, Client] = {}
     last, remembered = 0.0, {}
@@ -105,7 +105,7 @@ def test_r3_the_lowest_counter_is_that_of_a_full_search(
 
 
 def test_r3_inactive_clients_are_removed_from_the_heap() -> None:
-    """Behind one who has had least, and stays."""
+    """One client with the lowest counter stays active, so that the others stay in the heap."""
     table = ClientTable()
     table.add_waiting("stays", 1.0)
     for number in range(1000):
@@ -156,11 +156,11 @@ def test_r3_a_client_becomes_inactive_with_its_last_sequence() -> None:
     [
         ((50.0, 0, 1.0), (100.0, 8, 1.0), True),
         ((100.0, 0, 1.0), (100.0, 8, 1.0), False),
-        # With a place of one's own already, only from who keeps at least twice as many.
+        # With a slot of its own, only from a client that keeps at least twice as many.
         ((50.0, 1, 1.0), (100.0, 5, 1.0), True),
         ((50.0, 1, 1.0), (100.0, 4, 1.0), False),
         ((50.0, 1, 2.0), (100.0, 4, 1.0), True),
-        # The only place of who has more waiting; but not that of a single request.
+        # The only slot of a client with more waiting, but not that of a single request.
         ((50.0, 0, 1.0), (100.0, 1, 1.0), True),
         ((50.0, 0, 1.0), (100.0, -1, 1.0), False),
     ],
@@ -175,7 +175,7 @@ def test_r10_which_client_may_preempt_another(
 
 
 def test_r10_adapters_have_protected_slots_and_tenants_have_none() -> None:
-    """Catches a tenant who keeps places against another."""
+    """Catches protected slots of a tenant against another one."""
     shares = FairShares(num_protected_slots=2)
     clients = shares.arrive(make_request("a", cid="x"))
     assert (clients.tenant.num_protected_slots, clients.adapter.num_protected_slots) == (0, 2)

@@ -1,4 +1,4 @@
-"""Where no running adapter has a request waiting, the queue where most wait goes first."""
+"""The longest queue is served first where no running adapter has a waiting request (R7)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.unit.scheduler.scheduler_factory import World, occupied, sequence_of
 
 
 def fuller(num_first: int = 1, num_full: int = 2, tenant: str = "a") -> World:
-    """y comes first, and z's queue is fuller; neither runs."""
+    """Returns a world in which y is first and z's queue is longer; neither runs."""
     world = occupied()
     for number in range(num_first):
         world.add(f"y{number}", 3, cid="y", tenant="a", max_tokens=2)
@@ -67,7 +67,7 @@ def test_r7_a_longer_queue_that_is_loading_does_not_block() -> None:
 
 
 def test_r7_the_longest_queue_stays_within_max_loras() -> None:
-    """One of two adapters has no place; y, which has one, is the best that may start."""
+    """The other adapter is above max_loras; y is not and may start."""
     world = occupied(max_loras=2)
     world.add("y0", 3, cid="y")
     world.add("z0", 3, selection=(("z", 1.0), ("w", 1.0)), n=2)
@@ -89,7 +89,7 @@ def test_r7_a_queue_that_shrank_during_the_pass_has_its_new_length() -> None:
 
 
 def test_r7_a_queue_is_found_after_its_missing_adapter_has_changed() -> None:
-    """It lacks z; then x leaves the batch as well, and x is the first that it lacks."""
+    """Its missing adapter is z; after x has left the batch, x is its first missing one."""
     world = occupied(max_sequences=3)
     world.add("y0", 3, cid="y")
     world.add("z0", 3, selection=(("x", 1.0), ("z", 1.0)), n=2)

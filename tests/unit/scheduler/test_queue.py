@@ -64,7 +64,7 @@ def test_r1_a_preempted_sequence_returns_to_its_position() -> None:
 
 
 def test_r4_a_charge_during_a_pass_moves_a_queue_back() -> None:
-    """Catches a tenant who takes all free places of a step with the counter it had before."""
+    """Catches a tenant that gets all free slots of a step by its old counter."""
     make = Maker()
     waiting = WaitingQueues(is_fair=True)
     sequences = [make("a"), make("b")]
@@ -113,7 +113,7 @@ def test_r4_two_passes_can_be_merged() -> None:
 
 @pytest.mark.parametrize("is_fair", [True, False])
 def test_r4_sequences_are_sorted_by_rank(is_fair: bool) -> None:
-    """Catches stable sorts in the wrong sequence, and equal counters that forget who came first."""
+    """Catches stable sorts in the wrong order, and equal counters without order of arrival."""
     source = random.Random(3)
     make = Maker()
     waiting = WaitingQueues(is_fair=is_fair)

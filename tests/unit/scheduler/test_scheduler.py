@@ -196,7 +196,7 @@ def test_a_request_that_can_never_run_is_refused_at_once(
 
 
 def test_an_add_that_fails_halfway_leaves_no_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adapter is forgotten between the check and the last of the request's choices."""
+    """The adapter is removed between the check and the last choice of the request."""
     world = World()
     add_waiters, calls = world.adapters.add_waiters, []
 
@@ -214,7 +214,7 @@ def test_an_add_that_fails_halfway_leaves_no_waiters(monkeypatch: pytest.MonkeyP
 
 
 def test_r13_an_output_ends_where_the_pool_does() -> None:
-    """An adapter's pages leave less room for tokens; that ends the output, not the request."""
+    """An adapter's pages leave fewer for tokens, which ends the output without an error."""
     lengths = {}
     for cid in (None, "x"):
         world = World(num_pages=9)
@@ -234,7 +234,7 @@ def test_an_id_in_use_is_refused() -> None:
 
 @pytest.mark.parametrize("limit", ["max_sequences", "max_batch_tokens"])
 def test_no_more_sequences_run_than_allowed(limit: str) -> None:
-    """Each running sequence has a row in every step, so a small budget is a limit, too."""
+    """Each running sequence has a token in every step, so that the budget is a limit, too."""
     world = World(**{limit: 2})
     for name in "abcde":
         world.add(name, 2)

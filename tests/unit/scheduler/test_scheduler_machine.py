@@ -1,4 +1,4 @@
-"""Arrivals, loads that end or fail, aborts, deadlines and too few pages, in any order."""
+"""State machine: arrivals, loads, failures, aborts, deadlines and page exhaustion."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ selections = st.sampled_from(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """World checks integrity, and what attention would read, before and after each step."""
+    """The world checks integrity and the KV that attention would read, around each step."""
 
     @initialize(
         num_pages=st.sampled_from([9, 14, 40]),
@@ -141,10 +141,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.world.reclaimer.num_available == self.world.pages.num_pages
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=40,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+SchedulerMachine.TestCase.settings = settings(suppress_health_check=[HealthCheck.too_slow])
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -62,7 +62,7 @@ def test_a_restart_keeps_the_tokens_and_resets_the_wait() -> None:
 
 
 def test_r2_each_prompt_token_is_charged_once_and_reused_ones_never() -> None:
-    """Catches a tenant who pays again for what a preemption threw away."""
+    """Catches a tenant that is charged again for tokens recomputed after a preemption."""
     sequence = make_sequence()
     client = sequence.clients.tenant
     sequence.num_computed = 1
@@ -109,7 +109,7 @@ def test_a_token_in_flight_is_unknown() -> None:
 
 
 def test_the_chunk_of_a_decode_is_that_of_one_token() -> None:
-    """Catches a short cut that plans something else: another position, or no sample."""
+    """Catches a shortcut with another position or without a sample."""
     sequence = make_sequence()
     sequence.output_token_ids += [8, UNKNOWN_TOKEN]
     sequence.num_computed, sequence.page_ids = 5, [3, 4]
