@@ -91,10 +91,16 @@ async def complete(client: httpx2.AsyncClient, *, stream: bool, **body: Any) -> 
     return "".join(json.loads(e)["choices"][0]["text"] for e in events[:-1])
 
 
-async def read_events(client: httpx2.AsyncClient, body: dict[str, Any]) -> list[str]:
+async def read_events(
+    client: httpx2.AsyncClient, body: dict[str, Any], begun: asyncio.Event | None = None
+) -> list[str]:
+    lines = []
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
-        lines = [line async for line in answer.aiter_lines()]
+        async for line in answer.aiter_lines():
+            lines.append(line)
+            if begun is not None:
+                begun.set()
     return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
 
 
@@ -106,11 +112,12 @@ def test_when_the_engine_dies_or_hangs_every_stream_says_so_and_the_server_recov
         async with httpx2.AsyncClient(base_url=server.url, timeout=60) as client:
             restarts = (await client.get("/health")).json()["restarts"]
             body = {"prompt": "The", "max_tokens": 480, "ignore_eos": True, "stream": True}
+            begun = {name: asyncio.Event() for name in names()[:16]}
             streams = [
-                asyncio.create_task(read_events(client, {**body, "model": name}))
-                for name in names()[:16]
+                asyncio.create_task(read_events(client, {**body, "model": name}, event))
+                for name, event in begun.items()
             ]
-            await asyncio.sleep(0.3)
+            await asyncio.gather(*(event.wait() for event in begun.values()))
             (pid,) = server.engine_pids
             os.kill(pid, how)
             for events in await asyncio.gather(*streams):
