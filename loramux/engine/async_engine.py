@@ -327,4 +327,5 @@ class AsyncEngine:
         for stream in self._streams.values():
             stream.fail(error)
         self._streams.clear()
-        self._running.fail_calls(error)
+        if self._process is not None:
+            self._process.fail_calls(error)

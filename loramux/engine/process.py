@@ -45,8 +45,12 @@ class PendingCalls:
     def __init__(self) -> None:
         self._ids = count()
         self._futures: dict[int, asyncio.Future[Answer]] = {}
+        self._error: LoramuxError | None = None
 
     def open(self) -> tuple[int, asyncio.Future[Answer]]:
+        """Returns a new call id and its future; raises the error of fail() once it was called."""
+        if self._error is not None:
+            raise self._error
         call_id = next(self._ids)
         future = self._futures[call_id] = asyncio.get_running_loop().create_future()
         return call_id, future
@@ -61,6 +65,8 @@ class PendingCalls:
             future.set_result(answer)
 
     def fail(self, error: LoramuxError) -> None:
+        """Fails all pending and future calls: the engine is dead."""
+        self._error = error
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(error)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -69,6 +71,9 @@ class AdapterNames:
         # CIDs from the registry -> the full name of the last request.
         self._full_names: dict[str, str] = {}
         self._pulling: dict[str, asyncio.Task[None]] = {}
+        # An adapter without names stays while the host adds any: it may be the same adapter.
+        self._num_adding = 0
+        self._unnamed: set[str] = set()
 
     def find(self, name: str) -> GivenName | None:
         """Returns a given name, or None if there is none or the host has lost its adapter."""
@@ -97,11 +102,12 @@ class AdapterNames:
 
     async def load(self, name: str, path: str) -> AdapterCard:
         """Adds the folder's adapter to the host, and gives it the name; raises AdapterRefused."""
-        card = await self._host.add_adapter(path)
-        before = self._given.get(name)
-        self.bind(name, card)
-        if before is not None:
-            await self._release(before.cid)
+        async with self._adding():
+            card = await self._host.add_adapter(path)
+            before = self._given.get(name)
+            self.bind(name, card)
+            if before is not None:
+                self._unnamed.add(before.cid)
         return card
 
     def bind(self, name: str, card: AdapterCard, *, created_s: int | None = None) -> None:
@@ -114,7 +120,8 @@ class AdapterNames:
         if given is None:
             raise AdapterNotFound(f"The lora adapter '{name}' cannot be found.")
         self._unlink(given)
-        await self._release(given.cid)
+        self._unnamed.add(given.cid)
+        await self._remove_unnamed()
 
     async def pull(self, resolved: Resolved) -> None:
         """Adds an adapter of the registry to the host, once for all concurrent callers."""
@@ -170,19 +177,31 @@ class AdapterNames:
         if not names:
             del self._names[given.cid]
 
-    async def _release(self, cid: str) -> None:
-        """Removes an adapter from the host if it has no name left."""
-        is_named = cid in self._names or cid in self._labels
-        if not is_named and cid in self._host.adapters:
-            await self._host.remove_adapter(cid)
+    @asynccontextmanager
+    async def _adding(self) -> AsyncIterator[None]:
+        """Keeps unnamed adapters on the host until the context has named the one it adds."""
+        self._num_adding += 1
+        try:
+            yield
+        finally:
+            self._num_adding -= 1
+            await self._remove_unnamed()
+
+    async def _remove_unnamed(self) -> None:
+        while self._unnamed and not self._num_adding:
+            cid = self._unnamed.pop()
+            is_named = cid in self._names or cid in self._labels
+            if not is_named and cid in self._host.adapters:
+                await self._host.remove_adapter(cid)
 
     async def _pull(self, cid: str) -> None:
         assert self.registry is not None, "there is nothing to pull from"
         folder = await self.registry.materialize(cid)
-        card = await self._host.add_adapter(str(folder))
-        if card.cid != cid:
-            await self._release(card.cid)
-            raise StoreDamaged(f"The store's files of {cid} are those of {card.cid}.")
+        async with self._adding():
+            card = await self._host.add_adapter(str(folder))
+            if card.cid != cid:
+                self._unnamed.add(card.cid)
+                raise StoreDamaged(f"The store's files of {cid} are those of {card.cid}.")
 
     def _pulled(self, cid: str, task: asyncio.Task[None]) -> None:
         del self._pulling[cid]

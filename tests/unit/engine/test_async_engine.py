@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def model(folder: Path) -> Any:
     return save_model(folder)
 
@@ -47,19 +47,34 @@ def adapter(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_peft_adapter(tmp_path_factory.mktemp("adapters") / "one", model, lora_alpha=32)
 
 
-def with_engine(
-    folder: Path, use: Callable[[AsyncEngine], Awaitable[None]], **options: Any
-) -> None:
-    async def run() -> None:
-        config = EngineConfig(device_memory_bytes=8 * 2**20, dtype="float32")
-        engine = AsyncEngine(AsyncEngineOptions(model=folder, config=config, **options))
-        await engine.start()
-        try:
-            await use(engine)
-        finally:
-            await engine.close(drain_s=0)
+class EngineRunner:
+    """An engine and the event loop on which it runs, for several tests one after another."""
 
-    asyncio.run(run())
+    def __init__(self, folder: Path, **options: Any) -> None:
+        config = EngineConfig(device_memory_bytes=8 * 2**20, dtype="float32")
+        self.engine = AsyncEngine(AsyncEngineOptions(model=folder, config=config, **options))
+        self.runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        try:
+            self.run(lambda engine: engine.start())
+        except BaseException:
+            self.runner.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.run(lambda engine: engine.close(drain_s=0))
+        self.runner.close()
+
+    def run(self, use: Callable[[AsyncEngine], Coroutine[Any, Any, None]]) -> None:
+        self.runner.run(use(self.engine))
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path, model: Any) -> Iterator[EngineRunner]:
+    with EngineRunner(folder) as shared:
+        yield shared
 
 
 def make_greedy(
@@ -86,7 +101,7 @@ async def wait_until_ready(engine: AsyncEngine) -> None:
 
 
 def test_answers_equal_those_of_the_engine_in_this_process(
-    folder: Path, model: Any, adapter: Path
+    shared: EngineRunner, folder: Path, model: Any, adapter: Path
 ) -> None:
     local = make_engine(model, folder)
     cid = local.register_adapter(adapter).cid
@@ -97,7 +112,7 @@ def test_answers_equal_those_of_the_engine_in_this_process(
 
     async def use(engine: AsyncEngine) -> None:
         card = await engine.add_adapter(str(adapter))
-        assert card.cid == cid and engine.adapters == {cid: card}
+        assert card.cid == cid and engine.adapters[cid] == card
         requests = [make_greedy(str(i), cid=(None, cid)[i % 2]) for i in range(6)]
         answers = await asyncio.gather(*(tokens_of(engine, request) for request in requests))
         assert answers == [base, changed] * 3
@@ -107,10 +122,10 @@ def test_answers_equal_those_of_the_engine_in_this_process(
         with pytest.raises(AdapterNotFound):
             await tokens_of(engine, make_greedy("gone", cid=cid))
 
-    with_engine(folder, use)
+    shared.run(use)
 
 
-def test_errors_of_one_request_do_not_stop_the_engine(folder: Path, tmp_path: Path) -> None:
+def test_errors_of_one_request_do_not_stop_the_engine(shared: EngineRunner, tmp_path: Path) -> None:
     async def use(engine: AsyncEngine) -> None:
         with pytest.raises(AdapterRefused):
             await engine.add_adapter(str(write_adapter(tmp_path / "bad", "{", None)))
@@ -125,10 +140,12 @@ def test_errors_of_one_request_do_not_stop_the_engine(folder: Path, tmp_path: Pa
         assert len(await tokens_of(engine, make_greedy("fine"))) == 8
         assert engine.health is Health.READY and engine.num_restarts == 0
 
-    with_engine(folder, use)
+    shared.run(use)
 
 
-def test_closing_a_stream_aborts_its_request_and_limits_refuse_more(folder: Path) -> None:
+def test_closing_a_stream_aborts_its_request_and_limits_refuse_more(
+    folder: Path, model: Any
+) -> None:
     async def use(engine: AsyncEngine) -> None:
         stream = engine.submit(make_greedy("long", max_tokens=480))
         await anext(stream)
@@ -146,15 +163,16 @@ def test_closing_a_stream_aborts_its_request_and_limits_refuse_more(folder: Path
         stats = engine.stats
         assert stats.num_free_pages + stats.num_idle_pages == stats.num_pages
 
-    with_engine(folder, use, max_requests=2, max_tokens=600)
+    with EngineRunner(folder, max_requests=2, max_tokens=600) as own:
+        own.run(use)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_hung_engine_fails_open_requests_and_is_restarted(
-    how: signal.Signals, folder: Path, adapter: Path
+    how: signal.Signals, shared: EngineRunner, adapter: Path
 ) -> None:
     async def use(engine: AsyncEngine) -> None:
-        cid = (await engine.add_adapter(str(adapter))).cid
+        cid, num_restarts = (await engine.add_adapter(str(adapter))).cid, engine.num_restarts
         before = await tokens_of(engine, make_greedy("before", cid=cid))
         streams = [engine.submit(make_greedy(str(i), max_tokens=480)) for i in range(3)]
         for stream in streams:
@@ -170,15 +188,15 @@ def test_a_dead_or_hung_engine_fails_open_requests_and_is_restarted(
             await tokens_of(engine, make_greedy("too early"))
         await wait_until_ready(engine)
         assert await tokens_of(engine, make_greedy("after", cid=cid)) == before
-        assert engine.num_restarts == 1
+        assert engine.num_restarts == num_restarts + 1
 
-    with_engine(folder, use)
+    shared.run(use)
 
 
-def test_closing_drains_running_requests_and_refuses_new_ones(folder: Path) -> None:
+def test_closing_drains_running_requests_and_refuses_new_ones(folder: Path, model: Any) -> None:
     async def use(engine: AsyncEngine) -> None:
         running = asyncio.create_task(tokens_of(engine, make_greedy("running", max_tokens=60)))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         closing = asyncio.create_task(engine.close(drain_s=30))
         await asyncio.sleep(0)
         with pytest.raises(EngineStopped, match="draining"):
@@ -187,10 +205,11 @@ def test_closing_drains_running_requests_and_refuses_new_ones(folder: Path) -> N
         await closing
         assert engine.health is Health.STOPPED
 
-    with_engine(folder, use)
+    with EngineRunner(folder) as own:
+        own.run(use)
 
 
 def test_a_model_that_cannot_be_served_fails_the_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
-    with pytest.raises(UnsupportedModel, match="MambaForCausalLM"):
-        with_engine(tmp_path, lambda engine: asyncio.sleep(0))
+    with pytest.raises(UnsupportedModel, match="MambaForCausalLM"), EngineRunner(tmp_path):
+        pass

@@ -87,5 +87,7 @@ def test_a_dead_engine_fails_all_pending_calls() -> None:
         for future in futures[1:]:
             with pytest.raises(EngineStopped):
                 await future
+        with pytest.raises(EngineStopped):
+            calls.open()
 
     asyncio.run(check())

@@ -37,6 +37,23 @@ def test_the_host_keeps_an_adapter_until_its_last_name_is_unloaded(tmp_path: Pat
     run(work())
 
 
+def test_an_adapter_is_kept_if_it_gets_a_new_name_while_its_last_one_goes(tmp_path: Path) -> None:
+    """Catches a host that removes an adapter between its registration and its naming."""
+    backend = ScriptedBackend()
+    names, folder = backend.names, write_tiny(tmp_path / "a")
+
+    async def work() -> None:
+        cid = (await names.load("one", str(folder))).cid
+        loading = asyncio.create_task(names.load("two", str(folder)))
+        await asyncio.sleep(0)
+        await names.unload("one")
+        await loading
+        assert backend.removed == [] and names.names_of(cid) == ["two"]
+        assert cid in backend.adapters
+
+    run(work())
+
+
 def test_a_name_that_moves_removes_the_adapter_that_it_leaves_unnamed(tmp_path: Path) -> None:
     backend = ScriptedBackend()
     names, folder = backend.names, write_tiny(tmp_path / "a", 1)
