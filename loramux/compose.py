@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from loramux.config.paths import FETCH_FOLDER, DataPlaces
+from loramux.config.paths import FETCH_FOLDER, DataPaths
 from loramux.errors import InvalidRequest
 from loramux.progress import SILENT, ByteSink
 from loramux.registry.names import DEFAULT_TENANT
@@ -37,13 +37,13 @@ class LibraryOptions:
 
 
 @contextmanager
-def open_registry(places: DataPlaces) -> Iterator[Registry]:
+def open_registry(places: DataPaths) -> Iterator[Registry]:
     with Registry(places.registry) as registry:
         yield registry
 
 
 @contextmanager
-def open_library(places: DataPlaces, options: LibraryOptions) -> Iterator[AdapterLibrary]:
+def open_library(places: DataPaths, options: LibraryOptions) -> Iterator[AdapterLibrary]:
     """The adapter library of a data folder; its registry is closed with the context."""
     with Registry(places.registry, home_tenant=options.home_tenant) as registry:
         sources = options.sources or read_environment(os.environ, SourceConfig())
@@ -51,7 +51,7 @@ def open_library(places: DataPlaces, options: LibraryOptions) -> Iterator[Adapte
         yield AdapterLibrary(store, registry, open_source=_open_source(places, options))
 
 
-def open_bucket(places: DataPlaces) -> ObjectTier:
+def open_bucket(places: DataPaths) -> ObjectTier:
     """The remote store as a bucket of its own, for garbage collection."""
     if places.remote_store is None:
         raise InvalidRequest("Name the bucket with --remote-store or LORAMUX_REMOTE_STORE.")
@@ -67,7 +67,7 @@ def store_limits(max_adapter_bytes: int, max_store_bytes: int | None = None) -> 
     )
 
 
-def _open_source(places: DataPlaces, options: LibraryOptions) -> OpenSource | None:
+def _open_source(places: DataPaths, options: LibraryOptions) -> OpenSource | None:
     if options.sources is None:
         return None
     return partial(

@@ -23,9 +23,9 @@ from loramux.config.fields import NONE
 from loramux.config.paths import (
     REGISTRY_FILE,
     REGISTRY_VARIABLE,
-    DataPlaces,
+    DataPaths,
     data_folder,
-    find_places,
+    find_data_paths,
 )
 from loramux.config.serve import ServeConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
@@ -113,14 +113,14 @@ def server_options(
     )
 
 
-def registry_places(config: ServeConfig, environment: Mapping[str, str]) -> DataPlaces | None:
+def registry_paths(config: ServeConfig, environment: Mapping[str, str]) -> DataPaths | None:
     """Where the registry is; None if none is configured and the default one does not exist."""
     if config.registry == NONE:
         return None
     named = (config.registry, config.data, environment.get(REGISTRY_VARIABLE))
     if not any(named) and not Path(_default_registry(environment)).exists():
         return None
-    return find_places(
+    return find_data_paths(
         registry=config.registry,
         data=config.data,
         shared_cache=config.shared_cache,
@@ -141,7 +141,7 @@ def opened_registry(
     sources: SourceConfig | None = None,
 ) -> Iterator[tuple[RegistryAdapters | None, ReceiptIssuer]]:
     """The registry, if there is one, and the issuer of receipts; closed with the context."""
-    places = registry_places(config, environment)
+    places = registry_paths(config, environment)
     is_on = config.receipts != "off"
     key = None if config.receipt_key is None else read_private_key(Path(config.receipt_key))
     issuer = ReceiptIssuer(

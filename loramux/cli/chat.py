@@ -69,6 +69,8 @@ class Answer:
 
 
 class ChatView:
+    """Prints notes, errors, lists and answers of a chat."""
+
     def __init__(self, console: Console) -> None:
         self.console = console
 
@@ -182,6 +184,8 @@ OTHER_HINT = "The conversation is kept: /retry sends your message again."
 
 @dataclass(slots=True)
 class ChatSession:
+    """The conversation with a server, and its slash commands."""
+
     client: Client
     view: ChatView
     system: str | None = None

@@ -19,7 +19,7 @@ from loramux.cli.registry_options import (
     open_library,
     open_registry,
 )
-from loramux.config.paths import find_places
+from loramux.config.paths import find_data_paths
 from loramux.errors import InvalidRequest, RegistryConflict
 
 if TYPE_CHECKING:
@@ -121,7 +121,9 @@ def collect_remote(
         from loramux.store.gc import collect_bucket, plan_bucket
 
         since = time.time() - parse_duration(older_than)
-        bucket = open_bucket(find_places(registry=registry, data=data, remote_store=remote_store))
+        bucket = open_bucket(
+            find_data_paths(registry=registry, data=data, remote_store=remote_store)
+        )
         with working("Listing the bucket"):
             plan = plan_bucket(bucket, lambda: referred_cids(opened, since), older_than=since)
         if not is_empty_right:

@@ -27,7 +27,7 @@ from loramux.cli.registry_options import (
 )
 from loramux.cli.registry_view import show_alias
 from loramux.config.fields import parse_bytes
-from loramux.config.paths import FETCH_FOLDER, find_places
+from loramux.config.paths import FETCH_FOLDER, find_data_paths
 from loramux.registry.names import check_alias, parse_push_reference
 from loramux.sources.config import FetchLimits, HttpConfig, SourceConfig
 
@@ -73,7 +73,7 @@ def source_folder(source: str, options: FetchOptions, view: ByteView) -> Iterato
     config = read_environment(os.environ, source_config(source, options))
     parsed = parse_source(source, config)
     view.begin(f"Fetching {parsed}", None)
-    area = find_places(data=options.data).store.parent / FETCH_FOLDER
+    area = find_data_paths(data=options.data).store.parent / FETCH_FOLDER
     with fetched(
         Fetcher(config),
         parsed,

@@ -228,6 +228,8 @@ UNIT_S = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 class ReceiptsGroup(TyperGroup):
+    """A command group whose --slow flag may have no value."""
+
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         return super().parse_args(ctx, with_latency(args))
 

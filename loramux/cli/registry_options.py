@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from loramux.cli.console import show_error
-from loramux.config.paths import find_places
+from loramux.config.paths import find_data_paths
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.progress import SILENT, ByteSink
 
@@ -73,7 +73,7 @@ def open_registry(registry: str | None, data: Path | None) -> Iterator[Registry]
         # Imported here and below: a database driver slows down `--help`.
         from loramux import compose
 
-        with compose.open_registry(find_places(registry=registry, data=data)) as opened:
+        with compose.open_registry(find_data_paths(registry=registry, data=data)) as opened:
             yield opened
 
 
@@ -102,7 +102,7 @@ def open_library(
         from loramux import compose
         from loramux.store.intake import StoreLimits
 
-        places = find_places(
+        places = find_data_paths(
             registry=registry,
             data=data,
             shared_cache=options.shared_cache,

@@ -32,6 +32,8 @@ TIER_STYLES = {"device": "green", "host": "cyan", "disk": "yellow", "loading": "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
+    """The state of a server at one time, and the previous one for rates."""
+
     url: str
     engine: EngineInfo
     adapters: tuple[AdapterInfo, ...]

@@ -1,4 +1,4 @@
-"""Where the registry and the adapter store are, for the server and every command alike."""
+"""Locations of the registry and the adapter store, for the server and the commands."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ FETCH_FOLDER = "fetch"
 
 
 @dataclass(frozen=True, slots=True)
-class DataPlaces:
+class DataPaths:
+    """Locations of the registry, the adapter store and the tiers behind it."""
+
     registry: str = field(repr=False)
-    """A database's URL, or the path of a SQLite file."""
+    """URL of a database, or path of a SQLite file."""
     store: Path
     shared_cache: str | None = field(default=None, repr=False)
-    """A Redis' URL."""
+    """URL of a Redis server."""
     remote_store: str | None = None
-    """A bucket's."""
+    """URL of a bucket."""
 
 
-def find_places(
+def find_data_paths(
     *,
     registry: str | None = None,
     data: str | Path | None = None,
     shared_cache: str | None = None,
     remote_store: str | None = None,
     environment: Mapping[str, str] | None = None,
-) -> DataPlaces:
-    """What is given, else what the environment names, else files in the user's data folder."""
+) -> DataPaths:
+    """Locations from the arguments, else from the environment, else in the user's data folder."""
     environment = os.environ if environment is None else environment
     folder = data_folder(data, environment)
     chosen = registry or environment.get(REGISTRY_VARIABLE) or str(folder / REGISTRY_FILE)
-    return DataPlaces(
+    return DataPaths(
         registry=chosen,
         store=folder / STORE_FOLDER,
         shared_cache=shared_cache or environment.get(SHARED_CACHE_VARIABLE) or None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from loramux.config.paths import DataPlaces
+from loramux.config.paths import DataPaths
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -190,7 +190,7 @@ def refuse_other(cid: str, source: str) -> Callable[[StagedAdapter], None]:
 
 
 def open_store(
-    places: DataPlaces,
+    places: DataPaths,
     sources: SourceConfig,
     *,
     limits: StoreLimits = DEFAULT_LIMITS,
@@ -202,7 +202,7 @@ def open_store(
     )
 
 
-def open_tiers(places: DataPlaces, sources: SourceConfig, sink: ByteSink) -> list[CountedTier]:
+def open_tiers(places: DataPaths, sources: SourceConfig, sink: ByteSink) -> list[CountedTier]:
     """Returns the tiers, the nearest first."""
     tiers = []
     if places.shared_cache is not None:

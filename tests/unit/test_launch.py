@@ -15,7 +15,7 @@ from loramux.registry.registry import Registry
 from tests.store_factory import write_tiny
 
 
-def test_a_port_in_use_is_said_before_the_model_is_loaded() -> None:
+def test_a_port_in_use_fails_before_the_model_is_loaded() -> None:
     steps: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = ServeConfig(port=taken.getsockname()[1])
@@ -24,7 +24,7 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded() -> None:
     assert caught.value.param == "port" and not steps
 
 
-def test_a_name_to_prewarm_that_nothing_has_is_said_before_the_model_is_loaded() -> None:
+def test_an_unknown_prewarm_adapter_fails_before_the_model_is_loaded() -> None:
     steps: list[str] = []
     config = ServeConfig(
         port=0,
@@ -57,7 +57,7 @@ def test_without_a_registry_streams_have_receipts_only_when_asked(
         assert issuer.pool_id == socket.gethostname()
 
 
-def test_a_registry_is_opened_where_the_settings_or_the_environment_say(tmp_path: Path) -> None:
+def test_settings_and_environment_locate_the_registry(tmp_path: Path) -> None:
     config = ServeConfig(data=str(tmp_path / "data"), pool_id="p", home_tenant="acme")
     with opened_registry(config, environment={}) as (registry, issuer):
         assert registry is not None and issuer.writer is not None and issuer.in_streams
@@ -70,7 +70,7 @@ def test_a_registry_is_opened_where_the_settings_or_the_environment_say(tmp_path
     assert (tmp_path / "named.db").exists()
 
 
-def test_what_was_pushed_into_the_users_folder_is_served_without_a_word(tmp_path: Path) -> None:
+def test_the_default_registry_is_served_if_it_exists(tmp_path: Path) -> None:
     environment = {"XDG_DATA_HOME": str(tmp_path)}
     path = tmp_path / "loramux" / "registry.db"
     with opened_registry(ServeConfig(), environment) as (registry, issuer):

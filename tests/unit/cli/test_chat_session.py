@@ -69,7 +69,7 @@ def chat(server: ScriptedServer) -> Iterator[Chat]:
         yield chat
 
 
-def test_the_whole_conversation_is_sent_and_the_answerer_shown(
+def test_the_whole_conversation_is_sent_and_the_model_is_shown(
     server: ScriptedServer, chat: Chat
 ) -> None:
     assert chat.say("hello") == "smol: I am smol.\n"

@@ -31,7 +31,7 @@ def test_text_appears_chunk_by_chunk_as_it_was_made() -> None:
     assert answer.text == said
 
 
-def test_an_answer_cut_by_its_limit_says_so() -> None:
+def test_an_answer_cut_at_max_tokens_is_marked() -> None:
     console, file = screen()
     answer = Answer(console)
     answer.add(chunk(chat_chunk("Half", "length")))

@@ -54,7 +54,7 @@ def test_a_dry_run_shows_what_a_run_removes(pushed: Shell, remote: list[str]) ->
     assert pushed.json("verify", *remote)["is_sound"]
 
 
-def test_what_a_kept_receipt_names_stays(pushed: Shell, remote: list[str]) -> None:
+def test_adapters_of_stored_receipts_are_not_collected(pushed: Shell, remote: list[str]) -> None:
     def removed(library: AdapterLibrary) -> str:
         [cid] = library.registry.cids_of(NAME) - library.registry.cids()
         return cid
@@ -65,9 +65,7 @@ def test_what_a_kept_receipt_names_stays(pushed: Shell, remote: list[str]) -> No
     assert "Removed  0 adapters" in pushed.ok("gc", "--remote", "--older-than", "0", *remote)
 
 
-def test_a_registry_that_refers_to_nothing_there_does_not_cost_the_bucket(
-    pushed: Shell, remote: list[str]
-) -> None:
+def test_remote_gc_with_another_registry_is_refused(pushed: Shell, remote: list[str]) -> None:
     wrong = ["--registry", pushed.folder / "wrong.db", *remote, "--older-than", "0"]
     refused = pushed.run("gc", "--remote", *wrong)
     assert refused.exit_code == 1 and "--all" in refused.stderr

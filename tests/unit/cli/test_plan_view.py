@@ -38,7 +38,7 @@ def test_every_rank_and_every_tier_has_its_row() -> None:
     assert "least popular adapters are not on the device" in text
 
 
-def test_nothing_is_called_evicted_when_all_fit() -> None:
+def test_no_eviction_is_shown_if_all_adapters_fit() -> None:
     text = shown(10)
     assert "least popular" not in text and "All 10 adapters fit" in text
 

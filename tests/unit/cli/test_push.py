@@ -37,7 +37,7 @@ def test_without_a_version_the_next_one_is_taken(shell: Shell) -> None:
     assert f"{NAME}@1.4.3" in shell.ok("push", shell.adapter(2), NAME)
 
 
-def test_the_same_bytes_again_are_known_and_other_bytes_refused(shell: Shell) -> None:
+def test_pushing_the_same_bytes_again_succeeds_and_others_are_refused(shell: Shell) -> None:
     shell.push(f"{NAME}@1.4.2", seed=1)
     assert "Known    alice/flagger@1.4.2" in shell.ok("push", shell.adapter(1), f"{NAME}@1.4.2")
     refused = shell.run("push", shell.adapter(2), f"{NAME}@1.4.2")
@@ -55,7 +55,7 @@ def test_wrong_usage_is_2_and_nothing_is_stored(words: list[str], shell: Shell) 
     assert stored(shell) == (0, 0)
 
 
-def test_what_is_no_adapter_is_refused_and_nothing_is_stored(shell: Shell, tmp_path: Path) -> None:
+def test_an_invalid_adapter_is_refused_and_not_stored(shell: Shell, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     pickled = shell.adapter(1)

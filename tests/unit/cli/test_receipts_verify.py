@@ -58,7 +58,9 @@ def test_another_receipts_body_under_an_id_does_not_verify(shell: Shell, key: Pa
     assert shell.run("receipts", "verify", "cmpl-0", *public(key)).exit_code == 1
 
 
-def test_the_wrong_key_is_told_from_a_change(shell: Shell, key: Path, tmp_path: Path) -> None:
+def test_another_key_is_distinguished_from_a_changed_receipt(
+    shell: Shell, key: Path, tmp_path: Path
+) -> None:
     make_key_files(tmp_path / "other")
     keep(shell, to_record(make_signed(key)))
     result = shell.run("receipts", "verify", "--all", *public(tmp_path / "other"))
@@ -111,7 +113,7 @@ def test_a_file_without_a_receipt_is_not_taken_for_a_valid_one(
     assert result.exit_code == 2
 
 
-def test_what_to_verify_must_be_said_once(key: Path, shell: Shell) -> None:
+def test_exactly_one_verification_target_is_required(key: Path, shell: Shell) -> None:
     for words in ([], ["cmpl-1", "--all"], ["--file", "f", "--all"]):
         assert shell.run("receipts", "verify", *words, *public(key)).exit_code == 2
     assert shell.run("receipts", "verify", "--all").exit_code == 2, "no key"

@@ -52,7 +52,7 @@ def test_an_alias_is_promoted_split_and_rolled_back_step_by_step(two_versions: S
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_what_cannot_be_done_changes_nothing(
+def test_an_invalid_change_has_no_effect(
     status: int, words: list[str], two_versions: Shell
 ) -> None:
     shell = two_versions
@@ -80,7 +80,7 @@ def test_collecting_frees_what_was_removed_and_keeps_the_rest(two_versions: Shel
     assert shell.json("verify")["num_adapters"] == 1
 
 
-def test_a_registry_that_names_nothing_does_not_cost_the_store(two_versions: Shell) -> None:
+def test_gc_with_an_empty_registry_is_refused(two_versions: Shell) -> None:
     shell = two_versions
     wrong = ["--registry", shell.folder / "wrong.db"]
     refused = shell.run("gc", "--grace-s", "0", *wrong)

@@ -45,7 +45,7 @@ def test_a_push_never_loads_torch(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_says_where_its_data_is(command: str, shell: Shell) -> None:
+def test_every_command_has_the_data_options(command: str, shell: Shell) -> None:
     result = shell.run_bare(command, "--help")
     assert result.exit_code == 0
     for word in ("--registry", "--data", "LORAMUX_REGISTRY", "LORAMUX_DATA"):

@@ -28,7 +28,7 @@ def test_an_empty_registry_is_no_error(shell: Shell) -> None:
     assert shell.json("verify")["is_sound"]
 
 
-def test_a_version_is_shown_with_all_that_is_known_of_it(shell: Shell) -> None:
+def test_a_version_is_shown_with_its_details(shell: Shell) -> None:
     cid = shell.push(f"{NAME}@1.4.2")
     shell.push("bob/same@1.0.0")
     shell.in_library(lambda found: found.registry.add_uses([Use(cid=cid, at=1_700_000_000.0)]))

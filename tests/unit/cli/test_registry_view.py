@@ -44,7 +44,7 @@ def test_a_short_content_id_is_still_a_reference() -> None:
     assert str(parse_reference(short_cid(make_cid(1)))) == "cidv1:sha256:" + short_cid(make_cid(1))
 
 
-def test_a_reference_says_by_which_alias_it_was_found() -> None:
+def test_a_reference_contains_its_alias() -> None:
     named = Resolved(cid=make_cid(0), tenant="alice", name="x", version="1.0.0", alias="prod")
     assert reference_text(named) == "alice/x@1.0.0 (as prod)"
     assert reference_text(Resolved(cid=make_cid(0))) == short_cid(make_cid(0))
@@ -77,7 +77,7 @@ def rendered_adapter(info: AdapterInfo) -> str:
     return console.file.getvalue()
 
 
-def test_an_alias_that_was_rolled_back_to_nothing_says_so() -> None:
+def test_an_alias_without_targets_is_shown_as_such() -> None:
     state = AliasState(
         alias="prod", revision=3, action=AliasAction.ROLLBACK, targets=(), created_at=0.0
     )

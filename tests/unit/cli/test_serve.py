@@ -162,7 +162,7 @@ def raising(error: BaseException, *, after_ready: bool = False) -> Callable[...,
         (raising(Stopped(143), after_ready=True), 0),
     ],
 )
-def test_exit_status_says_how_it_ended(launch: Callable[..., int], status: int) -> None:
+def test_the_exit_status_depends_on_the_end(launch: Callable[..., int], status: int) -> None:
     console = Console(file=io.StringIO())
     assert run(ServeConfig(), console, lambda: launch) == status
 

@@ -87,7 +87,7 @@ def test_no_server_is_one_clear_sentence() -> None:
     assert invoke("localhost:8000").exit_code == 2
 
 
-def test_another_kind_of_server_is_told(server: ScriptedServer) -> None:
+def test_a_server_of_another_kind_is_reported(server: ScriptedServer) -> None:
     server.answer = lambda request: reply_error(404)
     result = invoke(server.url, "--once")
     assert result.exit_code == 1 and "is not loramux" in result.output
@@ -137,7 +137,7 @@ def test_q_and_ctrl_c_leave() -> None:
     assert watched([], [KeyboardInterrupt]).count("=====") == 0
 
 
-def test_a_server_that_goes_away_is_told_and_asked_again() -> None:
+def test_an_unreachable_server_is_shown_and_polled_again() -> None:
     text = watched([ConnectFailed("nobody there"), frame(running=7)], ["", "x", "q"])
     first, second, third = text.split("=====")
     assert "No answer" not in first + third

@@ -75,7 +75,7 @@ def test_tiers_share_out_where_adapters_were_found() -> None:
     assert row(text, "disk")[4:] == ["25.0%", "4", "25.0 ms", "3", "1"]
 
 
-def test_what_a_server_says_cannot_steer_the_terminal() -> None:
+def test_terminal_sequences_from_a_server_are_escaped() -> None:
     bad = "x\x1b[2J"
     text = shown(frame(0.0, adapter(bad, tier=bad), tiers=(TierInfo(tier=bad),)), fault=bad)
     assert "\x1b[2J" not in text

@@ -163,7 +163,7 @@ def test_each_status_has_its_exception_and_is_not_retried(
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_busy_server_is_asked_again_when_it_said(
+def test_a_busy_server_is_retried_after_its_delay(
     status: int, server: ScriptedServer, client: Client, sleeps: list[float]
 ) -> None:
     server.replies += [reply_error(status, Retry_After="2"), reply_error(status), ANSWER]
@@ -213,7 +213,7 @@ def test_a_server_that_comes_up_between_the_tries_is_found() -> None:
                 server.__exit__(None, None, None)
 
 
-def test_nobody_listening_is_said_with_the_address(sleeps: list[float]) -> None:
+def test_a_refused_connection_is_reported_with_the_address(sleeps: list[float]) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with Client(url, max_retries=1, sleep=sleeps.append) as client:
         with pytest.raises(ConnectFailed, match=url) as caught:

@@ -41,7 +41,7 @@ def test_the_message_is_found_in_every_shape(body: str, message: str, param: str
     assert read_error(body) == (message, param)
 
 
-def test_an_empty_body_still_says_the_status() -> None:
+def test_an_empty_body_is_reported_by_its_status() -> None:
     assert str(error_for_status(502, "")) == "HTTP status 502."
 
 

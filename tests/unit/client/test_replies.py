@@ -25,7 +25,7 @@ def test_a_newer_server_with_more_fields_is_still_read() -> None:
     assert reply.usage is not None and reply.usage.total_tokens == 3
 
 
-def test_text_is_the_first_choice_alone() -> None:
+def test_text_is_that_of_the_first_choice() -> None:
     body = (
         b'{"id": "1", "model": "m", "choices": [{"index": 1, "delta": {"content": "b"}}, '
         b'{"index": 0, "delta": {"content": "a"}}]}'

@@ -26,7 +26,7 @@ def test_jitter_spreads_clients() -> None:
 
 
 @pytest.mark.parametrize("luck", [0.0, 0.999])
-def test_nobody_comes_back_before_the_server_said(luck: float) -> None:
+def test_no_retry_comes_before_the_requested_delay(luck: float) -> None:
     delay = RetryPolicy(draw=lambda: luck).delay_s(1, busy(4.0))
     assert delay is not None and 4.0 <= delay < 5.0
 

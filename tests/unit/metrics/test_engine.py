@@ -75,7 +75,7 @@ def test_engine_figures_have_the_names_that_routers_know() -> None:
     }
 
 
-def test_adapters_are_told_by_name_in_two_different_lists() -> None:
+def test_adapters_are_listed_by_name_in_two_labels() -> None:
     [(labels, value)] = scraped(loaded_backend())["vllm:lora_requests_info"]
     assert labels == {
         "max_lora": "2",
@@ -85,7 +85,7 @@ def test_adapters_are_told_by_name_in_two_different_lists() -> None:
     assert abs(value - time.time()) < 60
 
 
-def test_two_names_of_one_adapter_are_both_told() -> None:
+def test_both_names_of_one_adapter_are_listed() -> None:
     backend = loaded_backend()
     backend.give_name("alias", named("legal"))
     found = scraped(backend)

@@ -108,7 +108,7 @@ def test_usage_chunk_comes_last_and_without_choices() -> None:
     assert not any("usage" in chunk for chunk in chunks)
 
 
-def test_tokens_from_the_prefix_cache_are_told_whole_and_streamed() -> None:
+def test_cached_tokens_are_in_complete_and_streamed_usage() -> None:
     """With two choices the prompt counts once: by the one that had to compute most of it."""
     app = make_app(ScriptedBackend(says_it_reused(4, 6)))
     assert chat(app).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}

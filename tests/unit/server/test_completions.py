@@ -70,7 +70,7 @@ def test_echo_with_logprobs_scores_the_prompt_but_for_its_first_token() -> None:
     assert backend.requests[0].params.prompt_logprobs == 1
 
 
-def test_scoring_alone_fills_the_context_to_the_brim() -> None:
+def test_scoring_may_use_the_whole_context() -> None:
     response = complete(make_app(), "x" * 64, echo=True, logprobs=0, max_tokens=0)
     assert response.status_code == 200
     assert response.json()["choices"][0]["text"] == "x" * 64

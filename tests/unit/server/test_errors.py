@@ -66,7 +66,7 @@ def test_every_error_of_the_project_has_a_status() -> None:
         assert any(parent in HTTP_STATUS for parent in kind.__mro__)
 
 
-def test_busy_engine_says_when_to_come_back() -> None:
+def test_a_busy_engine_sends_retry_after() -> None:
     backend = failing_backend(EngineBusy("Full.", retry_after_s=2.5))
     assert complete(make_app(backend)).headers["retry-after"] == "3"
     assert error_response(EngineBusy("x", retry_after_s=0)).headers["retry-after"] == "1"
@@ -79,7 +79,7 @@ def test_timed_out_request_is_not_to_be_sent_again_by_itself() -> None:
     assert "x-should-retry" not in error_response(EngineBusy("x")).headers
 
 
-def test_refused_adapter_has_a_word_for_programs_and_others_have_none() -> None:
+def test_only_refusals_have_a_reason_code() -> None:
     backend = failing_backend(AdapterRefused("adapter_unavailable", "Its files are gone."))
     error = complete(make_app(backend)).json()["error"]
     assert (error["reason"], error["message"]) == ("adapter_unavailable", "Its files are gone.")
@@ -87,7 +87,7 @@ def test_refused_adapter_has_a_word_for_programs_and_others_have_none() -> None:
 
 
 @pytest.mark.parametrize("health", [h for h in Health if h is not Health.READY])
-def test_requests_meet_503_while_the_engine_is_not_ready(health: Health) -> None:
+def test_requests_get_503_until_the_engine_is_ready(health: Health) -> None:
     backend = ScriptedBackend()
     backend.health = health
     response = chat(make_app(backend), stream=True)

@@ -93,7 +93,7 @@ def use(name: str, last_use_s: float | None, **fields: Any) -> AdapterUse:
     return AdapterUse(cid=name, last_use_s=last_use_s, **settings)
 
 
-def test_who_would_leave_the_device_now() -> None:
+def test_would_evict_lists_idle_adapters_by_last_use() -> None:
     base = PlannedBase(name="b", shapes=SHAPES, dtype=CARD.dtype)
     fleet = Fleet(num_adapters=3, ranks=(8,), targets=("q_proj", "v_proj"))
     plan = plan_memory(base, fleet, Budgets(device_bytes=1 << 20))

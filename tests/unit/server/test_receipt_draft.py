@@ -134,7 +134,7 @@ async def dies(job: Request) -> AsyncIterator[Delta]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failed_answer_has_a_receipt_that_says_so(stream: bool) -> None:
+def test_a_failed_reply_has_a_receipt_with_its_status(stream: bool) -> None:
     app, _, kept = serve(dies)
     response = complete(app, stream=stream, model="legal")
     (receipt,) = kept
@@ -143,7 +143,7 @@ def test_a_failed_answer_has_a_receipt_that_says_so(stream: bool) -> None:
     assert "serving" not in response.text
 
 
-def test_one_that_never_had_a_token_has_no_time_to_it() -> None:
+def test_a_request_without_a_token_has_no_ttft() -> None:
     async def dies_at_once(job: Request) -> AsyncIterator[Delta]:
         raise EngineStopped("The engine died.")
         yield
@@ -196,7 +196,7 @@ def test_facts_of_the_first_are_taken_as_they_are() -> None:
     assert slowest(NO_FACTS, FACTS) is FACTS
 
 
-def test_a_signed_receipt_can_be_checked_by_who_has_the_public_key() -> None:
+def test_a_signed_receipt_is_verified_with_the_public_key() -> None:
     key = Ed25519PrivateKey.generate()
     app, _, kept = serve(key=key)
     told = chat(app).json()["serving"]

@@ -79,7 +79,7 @@ def test_odd_numbers_are_refused(registry_app: Make, query: str) -> None:
     assert get(registry_app().app, f"/v1/receipts?{query}").status_code == 400
 
 
-def test_without_a_registry_the_fix_is_told() -> None:
+def test_without_a_registry_the_error_names_the_flag() -> None:
     for path in ("/v1/receipts", "/v1/receipts/x"):
         response = get(make_app(), path)
         assert response.status_code == 404 and "--registry" in response.text

@@ -39,9 +39,7 @@ def test_an_adapter_is_pushed_once_and_served(registry_app: Make, tmp_path: Path
     assert push(served, "sql", "sql").json()["id"].startswith("default/sql@")
 
 
-def test_what_must_not_be_pushed_is_refused_and_nothing_is_named(
-    registry_app: Make, tmp_path: Path
-) -> None:
+def test_a_forbidden_push_is_refused_and_has_no_effect(registry_app: Make, tmp_path: Path) -> None:
     served = registry_app(allowed_roots=(str(tmp_path / "root"),))
     write_tiny(tmp_path / "root" / "sql", 1)
     write_tiny(tmp_path / "root" / "new", 2)
@@ -117,7 +115,7 @@ def test_a_rollback_warms_what_it_goes_back_to_before_the_alias_moves(registry_a
     assert post(served.app, f"{SQL}/rollback", {"warm": True}).status_code == 409
 
 
-def test_a_rollback_that_was_overtaken_while_it_warmed_moves_nothing(registry_app: Make) -> None:
+def test_a_rollback_after_a_concurrent_change_is_refused(registry_app: Make) -> None:
     served, _, second = two_versions(registry_app)
     for version in ("1.1.0", "1.0.0"):
         post(served.app, f"{SQL}/promote", {"version": version})
@@ -212,7 +210,7 @@ def test_an_adapter_of_the_registry_is_pinned_by_its_name(registry_app: Make) ->
 
 
 @pytest.mark.parametrize("path", ["promote", "split", "rollback"])
-def test_without_a_registry_the_fix_is_told(path: str) -> None:
+def test_without_a_registry_the_error_names_the_flag(path: str) -> None:
     bodies = {"promote": {"version": "1.0.0"}, "split": {"weights": {}}, "rollback": {}}
     response = post(make_app(), f"{SQL}/{path}", bodies[path])
     assert response.status_code == 404 and "--registry" in response.text

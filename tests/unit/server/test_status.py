@@ -53,7 +53,7 @@ def test_failed_deep_check_is_503_with_its_reason(error: Exception) -> None:
     assert str(error) in response.json()["failure"]
 
 
-def test_probe_that_never_answers_is_given_up() -> None:
+def test_a_probe_without_an_answer_times_out() -> None:
     class Hanging(ScriptedBackend):
         async def probe(self, timeout_s: float) -> dict[str, float]:
             await asyncio.Event().wait()

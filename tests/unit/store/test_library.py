@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 from redis import Redis
 
-from loramux.config.paths import DataPlaces
+from loramux.config.paths import DataPaths
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -285,8 +285,8 @@ def bucket(s3_server: S3Server) -> str:
     return f"s3://{s3_server.bucket}/{uuid4().hex}"
 
 
-def places(folder: Path, cache: str | None, bucket: str | None) -> DataPlaces:
-    return DataPlaces(str(folder / "r.db"), folder / "store", cache, bucket)
+def places(folder: Path, cache: str | None, bucket: str | None) -> DataPaths:
+    return DataPaths(str(folder / "r.db"), folder / "store", cache, bucket)
 
 
 def hits(store: ContentStore) -> dict[str, int]:
