@@ -22,8 +22,8 @@ from benchmarks.lib.report import Section, Table, parse_arguments, start_report
 from benchmarks.lib.timing import capture
 from loramux.kernels.gpu import elementwise, sampling
 from loramux.kernels.gpu.attention import ops as attention
-from loramux.kernels.gpu.attention import split_kv, split_kv_device
-from loramux.kernels.gpu.attention.split_kv import Cut
+from loramux.kernels.gpu.attention import split_kv
+from loramux.kernels.gpu.attention.split_kv import Partition
 from loramux.kernels.gpu.gemm import small_m, swiglu
 from loramux.kernels.ops import (
     ACTIVATIONS,
@@ -36,6 +36,7 @@ from loramux.kernels.ops import (
 from loramux.kernels.reference import attention as attention_reference
 from loramux.kernels.reference import elementwise as elementwise_reference
 from loramux.kernels.reference import sampling as sampling_reference
+from loramux.kernels.reference import split_kv as split_kv_reference
 from loramux.types.model import PagedLayout
 
 DEVICE = torch.device("cuda")
@@ -162,7 +163,7 @@ def check_decode_graph(dtype: torch.dtype, shape: tuple[int, int, int]) -> Error
         num_tokens.copy_(torch.tensor(some))
         reference_storage = storage.clone()
         graph.replay()
-        slots = split_kv.last_slots(num_tokens, pages, layout)
+        slots = split_kv_reference.last_slots(num_tokens, pages, layout)
         target = KVTarget(reference_storage, slots, layout, 1)
         q = elementwise_reference.rotate_write(qkv.clone(), rotation, target)
         rows = [i for i, n in enumerate(some) if n]
@@ -260,10 +261,10 @@ def check_rotate_write(errors: Errors, layout: PagedLayout, group: int, dtype: t
 def check_items() -> Errors:
     for window in (None, 100):
         lengths = [0, 1, 64, 65, 700, 0, 20_000]
-        cut = Cut(rows=1, tile_tokens=64, num_shares=33, window=window)
+        partition = Partition(rows=1, tile_tokens=64, target_splits=33, window=window)
         num_tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        actual = split_kv_device.cut_decodes(num_tokens, cut)
-        assert torch.equal(actual, split_kv.cut_decodes(num_tokens, cut))
+        actual = split_kv.partition_decodes(num_tokens, partition)
+        assert torch.equal(actual, split_kv_reference.partition_decodes(num_tokens, partition))
     return {}
 
 

@@ -316,7 +316,7 @@ def kernels_of_large_steps() -> Iterator[None]:
     from loramux.kernels.gpu.gemm import swiglu
 
     with (
-        mock.patch.object(attention, "_COPIED_PER_MULTIPROCESSOR", 0),
+        mock.patch.object(attention, "_TMA_CTAS_PER_SM", 0),
         mock.patch.object(swiglu, "SMALL_M_ROWS", 0),
         mock.patch.object(GemmDispatcher, "_is_fused_faster", return_value=True),
     ):

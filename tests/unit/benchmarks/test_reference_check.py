@@ -91,13 +91,13 @@ def test_16_bit_steps_use_the_kernels_of_large_steps(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = []
-    launch = attention._launch_decodes
+    launch = attention._launch_decode_tma
 
     def counted(*args: Any) -> None:
         launched.append(args)
         launch(*args)
 
-    monkeypatch.setattr(attention, "_launch_decodes", counted)
+    monkeypatch.setattr(attention, "_launch_decode_tma", counted)
     check = check_traffic(lambda: make(0, "float16"), requests, interpreted)
     assert check.wrong == [] and 0 < check.worst["attention.attend"] < 1e-3
     assert check.worst["swiglu.linear_swiglu"] < 1e-3

@@ -51,9 +51,9 @@ def decode(
     (work,) = plan.work[None]
     assert attention_triton._uses_tma(plan, work, q)
     plan.partition(torch.tensor(LENGTHS, dtype=torch.int32))
-    assert work.items[:, 6].max() > 1, "no span was cut"
+    assert work.items[:, 6].max() > 1, "no span was partition"
     found = plan.attend(storage, q, args)
-    assert work.arrivals.count_nonzero() == 0
+    assert work.semaphores.count_nonzero() == 0
     sequences = [
         SequenceRows(i, 1, length - 1, own)
         for i, (length, own) in enumerate(zip(LENGTHS, pages.tolist(), strict=True))
@@ -67,7 +67,7 @@ def decode(
 
 @pytest.fixture(autouse=True)
 def are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_triton, "_COPIED_PER_MULTIPROCESSOR", 0)
+    monkeypatch.setattr(attention_triton, "_TMA_CTAS_PER_SM", 0)
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def test_other_steps_keep_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not copies(make_layout(head_dim=96))
     assert not copies(PagedLayout(2, 2, 64, 32))
     assert not copies(make_layout(), window=20)
-    monkeypatch.setattr(attention_triton, "_COPIED_PER_MULTIPROCESSOR", 1)
+    monkeypatch.setattr(attention_triton, "_TMA_CTAS_PER_SM", 1)
     assert not copies(make_layout())
     monkeypatch.setattr(attention_triton, "num_sms", lambda _: 7)
     assert copies(make_layout())
@@ -150,13 +150,13 @@ from triton.compiler import ASTSource
 from loramux.kernels.gpu.attention.decode_tma import attend_decodes
 
 known = {
-    "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "HAS_SOFTCAP": False, "ROWS": 16, "MERGED": 2048,
+    "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "HAS_SOFTCAP": False, "ROWS": 16, "REDUCED": 2048,
     "PDL": True,
 }
 types = {"tiles": "tensordesc<bf16[1,16,128]>", "scale": "fp32", "softcap": "fp32"}
 types |= dict.fromkeys(("q_ptr", "out_ptr"), "*bf16")
 types |= dict.fromkeys(("partial_ptr", "log_sum_ptr"), "*fp32")
-types |= dict.fromkeys(("items_ptr", "page_table_ptr", "arrivals_ptr"), "*i32")
+types |= dict.fromkeys(("items_ptr", "page_table_ptr", "semaphores_ptr"), "*i32")
 names = attend_decodes.arg_names
 signature = {n: "constexpr" if n in known else types.get(n, "i32") for n in names}
 source = ASTSource(attend_decodes, signature, known)

@@ -23,7 +23,7 @@ TILES = {
     "one tile a step": Tiles(16, 16, 16, 1, 5, 2),
     "two tiles a step": Tiles(16, 16, 64, 1, 5, 2, num_tiles=2),
     "tiles over several pages": Tiles(16, 64, 64, 4, 3, 2),
-    "many items, merged two at a time": Tiles(16, 16, 16, 1, 5, 16, merged_per_warp=64),
+    "many items, merged two at a time": Tiles(16, 16, 16, 1, 5, 16, reduced_per_warp=64),
     "large query blocks": Tiles(64, 32, 32, 4, 3, 8, two_phases=True),
 }
 
@@ -34,7 +34,7 @@ def test_any_shape_of_tiles_equals_the_reference(
     tiles: Tiles, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_triton, "decode_tiles", lambda *_, **__: tiles)
-    monkeypatch.setattr(attention_triton, "prompt_tiles", lambda *_: tiles)
+    monkeypatch.setattr(attention_triton, "prefill_tiles", lambda *_: tiles)
     torch.manual_seed(1)
     order = torch.randperm(9).tolist()
     sequences = [
@@ -59,7 +59,7 @@ def test_parts_of_decodes_add_up(
     group: int, merged: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twelve of them, one, and those of a sequence without tokens; a few at once, or all."""
-    tiles = Tiles(16, 16, 16, 1, 5, 16, merged_per_warp=merged)
+    tiles = Tiles(16, 16, 16, 1, 5, 16, reduced_per_warp=merged)
     monkeypatch.setattr(attention_triton, "decode_tiles", lambda *_, **__: tiles)
     torch.manual_seed(2)
     layout = PagedLayout(1, 2, head_dim, 16)
@@ -111,7 +111,7 @@ def test_decodes_that_may_be_copied_are_cut_as_before() -> None:
     """Kernels of copied tiles have no registers for two tiles' parts."""
     layout = PagedLayout(1, 8, 128, 16)
     found = [
-        attention_triton.decode_tiles(4, layout, torch.bfloat16, per_multiprocessor=each)
+        attention_triton.decode_tiles(4, layout, torch.bfloat16, ctas_per_sm=each)
         for each in (0.1, 3, 3.1, 4.1, 6.1, 8.1, 11, 11.1, 500)
     ]
     assert [tiles.num_tiles for tiles in found] == [2, 2, 2, 2, 1, 2, 2, 1, 1]

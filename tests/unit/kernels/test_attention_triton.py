@@ -144,5 +144,5 @@ def test_counters_of_cut_spans_are_back_at_zero() -> None:
     (work,) = plan.work[None]
     assert work.items[0, 6] > 1
     plan.attend(make_storage(20, layout).normal_(), q, ARGS["plain"])
-    assert work.arrivals is not None
-    assert work.arrivals.count_nonzero() == 0
+    assert work.semaphores is not None
+    assert work.semaphores.count_nonzero() == 0

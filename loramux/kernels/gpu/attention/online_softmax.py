@@ -1,4 +1,4 @@
-"""What the attention kernel does with a tile of tokens: the running softmax."""
+"""Online-softmax update of attention over one or two tiles of tokens."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import triton.language as tl
 from loramux.kernels.gpu.pdl import axis
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Weights may grow to 2 to this before sums are scaled anew: float16 has room for it.
-ROOM = tl.constexpr(8.0)
+# Weights may grow to 2 to this power before sums are rescaled: float16 can represent it.
+RESCALE_MARGIN = tl.constexpr(8.0)
 
 
 @triton.jit
-def load_ordered_q(q_ptr, count, q_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+def load_q_fragment(q_ptr, count, q_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
     """[16, HEAD_DIM]: the first `count` rows, each GROUP heads of a token; zeros behind them.
 
-    As lanes hand it to a matrix unit (two numbers of a row each), so that it stays with them. The
-    axes: lanes (4), lanes (8), halves of the rows, groups of 16 numbers, their halves, two numbers.
+    In the MMA fragment layout, so that no data moves between threads. The axes: threads (4),
+    threads (8), halves of the rows, groups of 16 elements, their halves, two elements.
     """
     row = axis(8, 1, 6) + 8 * axis(2, 2, 6)
     dim = axis(HEAD_DIM // 16, 3, 6) * 16 + axis(2, 4, 6) * 8
@@ -29,10 +29,10 @@ def load_ordered_q(q_ptr, count, q_stride, GROUP: tl.constexpr, HEAD_DIM: tl.con
 
 
 @triton.jit
-def fold_seen(  # noqa: PLR0913
+def update_unmasked(  # noqa: PLR0913
     q,
     acc,
-    best,
+    row_max,
     sums,
     keys_ptr,
     pages_ptr,
@@ -50,11 +50,10 @@ def fold_seen(  # noqa: PLR0913
     DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As fold, where every row sees every token. sums [ROWS, TOKENS]: not yet added up.
+    """`update` where every row sees every token. sums [ROWS, TOKENS]: not reduced over tokens yet
 
-    A decode step reads as fast as the card allows, and draws as much power as it may: what is not
-    computed here makes the products faster. So nothing is scaled anew until a score is 2 to the
-    ROOM above the best: mostly that is the first one.
+    Decode steps are power-limited, so work that is saved here speeds up the GEMMs: sums are only
+    rescaled when a score exceeds the maximum by 2 ** RESCALE_MARGIN, mostly at the first tile.
     """
     k, v = load_tile(
         keys_ptr, pages_ptr, page_stride, start, end, token_stride, HEAD_DIM, BLOCK_TOKENS,
@@ -63,7 +62,7 @@ def fold_seen(  # noqa: PLR0913
     scores, factor = _scores(
         q, k, start, end, start, scale, softcap, 0, HAS_SOFTCAP, False, True, TOKENS, PRECISION
     )
-    highest = scores
+    tile_max = scores
     if TILES == 2:
         next_k, next_v = load_tile(
             keys_ptr, pages_ptr, page_stride, start + TOKENS, end, token_stride, HEAD_DIM,
@@ -73,30 +72,30 @@ def fold_seen(  # noqa: PLR0913
             q, next_k, start + TOKENS, end, start, scale, softcap, 0, HAS_SOFTCAP, False, True,
             TOKENS, PRECISION,
         )  # fmt: skip
-        highest = tl.maximum(scores, next_scores)
-    highest = tl.max(highest, 1) * factor
-    if tl.max((highest > best + ROOM).to(tl.int32), 0) > 0:
-        new_best = tl.maximum(best, highest)
-        fade = tl.exp2(best - new_best)
-        sums *= fade[:, None]
-        acc *= fade[:, None]
-        best = new_best
-    weights = tl.exp2(scores * factor - best[:, None])
+        tile_max = tl.maximum(scores, next_scores)
+    tile_max = tl.max(tile_max, 1) * factor
+    if tl.max((tile_max > row_max + RESCALE_MARGIN).to(tl.int32), 0) > 0:
+        new_max = tl.maximum(row_max, tile_max)
+        rescale = tl.exp2(row_max - new_max)
+        sums *= rescale[:, None]
+        acc *= rescale[:, None]
+        row_max = new_max
+    weights = tl.exp2(scores * factor - row_max[:, None])
     sums += weights
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     if TILES == 2:
-        weights = tl.exp2(next_scores * factor - best[:, None])
+        weights = tl.exp2(next_scores * factor - row_max[:, None])
         sums += weights
         acc = tl.dot(weights.to(v.dtype), next_v, acc, input_precision=PRECISION)
-    return acc, best, sums
+    return acc, row_max, sums
 
 
 @triton.jit
-def fold(  # noqa: PLR0913
+def update(  # noqa: PLR0913
     q,
     acc,
-    best,
-    total,
+    row_max,
+    row_sum,
     keys_ptr,
     pages_ptr,
     page_stride,
@@ -117,7 +116,7 @@ def fold(  # noqa: PLR0913
     DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One step of the running softmax, over one or two tiles of tokens from `start` on."""
+    """Online-softmax update over one or two tiles of tokens from `start` on, with masks."""
     k, v = load_tile(
         keys_ptr, pages_ptr, page_stride, start, end, token_stride, HEAD_DIM, BLOCK_TOKENS,
         MASKED, TOKENS, DIM,
@@ -126,7 +125,7 @@ def fold(  # noqa: PLR0913
         q, k, start, end, positions, scale, softcap, WINDOW, HAS_SOFTCAP, CAUSAL, MASKED,
         TOKENS, PRECISION,
     )  # fmt: skip
-    highest = tl.max(scores, 1)
+    tile_max = tl.max(scores, 1)
     if TILES == 2:
         next_k, next_v = load_tile(
             keys_ptr, pages_ptr, page_stride, start + TOKENS, end, token_stride, HEAD_DIM,
@@ -136,22 +135,22 @@ def fold(  # noqa: PLR0913
             q, next_k, start + TOKENS, end, positions, scale, softcap, WINDOW, HAS_SOFTCAP,
             CAUSAL, MASKED, TOKENS, PRECISION,
         )  # fmt: skip
-        highest = tl.maximum(highest, tl.max(next_scores, 1))
-    new_best = tl.maximum(best, highest * factor)
-    shift = new_best
+        tile_max = tl.maximum(tile_max, tl.max(next_scores, 1))
+    new_max = tl.maximum(row_max, tile_max * factor)
+    shift = new_max
     if MASKED and (CAUSAL or WINDOW > 0):
-        # A row may have seen nothing yet.
-        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+        # A row may not have seen any token yet.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * factor - shift[:, None])
-    fade = tl.exp2(best - shift)
-    total = total * fade + tl.sum(weights, 1)
-    acc = acc * fade[:, None]
+    rescale = tl.exp2(row_max - shift)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    acc = acc * rescale[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     if TILES == 2:
         weights = tl.exp2(next_scores * factor - shift[:, None])
-        total += tl.sum(weights, 1)
+        row_sum += tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), next_v, acc, input_precision=PRECISION)
-    return acc, new_best, total
+    return acc, new_max, row_sum
 
 
 @triton.jit
@@ -168,17 +167,17 @@ def load_tile(  # noqa: PLR0913
     TOKENS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Keys and values [TOKENS, DIM]; keys past the end are any finite or other numbers."""
+    """Keys and values [TOKENS, DIM]; keys past the end are arbitrary, values there are finite."""
     offset = tl.arange(0, TOKENS)
     dim = tl.arange(0, DIM)
     inside = (start + offset < end)[:, None]
     if BLOCK_TOKENS % TOKENS == 0:
-        # A tile within one page: its address is one number.
+        # The tile lies within one page: one address.
         first = tl.minimum(start, end - 1)
         page = tl.load(pages_ptr + first // BLOCK_TOKENS)
         keys_ptr += page.to(tl.int64) * page_stride + first % BLOCK_TOKENS * token_stride
         if MASKED:
-            # Past the end, the last token again: it weighs nothing, and is a number.
+            # Tokens past the end clamp to the last one, which is finite; their weight is zero.
             offset = tl.minimum(offset, end - 1 - first)
             inside = (offset >= 0)[:, None]
         at = offset * token_stride
@@ -194,7 +193,7 @@ def load_tile(  # noqa: PLR0913
         v = tl.load(values_ptr + at, mask=in_head & inside, other=0.0)
     elif MASKED and BLOCK_TOKENS % TOKENS != 0:
         k = tl.load(keys_ptr + at)
-        # What lies past the end may be no number, and 0 times that is none either.
+        # Unwritten KV may be NaN, and 0 * NaN is NaN.
         v = tl.load(values_ptr + at, mask=inside, other=0.0)
     else:
         k = tl.load(keys_ptr + at)
@@ -218,11 +217,11 @@ def _scores(  # noqa: PLR0913
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """q k^T, and the factor that makes it exponents of 2."""
+    """q k^T, and the factor that turns it into exponents of 2."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     factor = scale * LOG2_E
     if HAS_SOFTCAP:
-        scores = capped(scores, scale, softcap)
+        scores = apply_softcap(scores, scale, softcap)
         factor = LOG2_E
     if MASKED:
         token = start + tl.arange(0, TOKENS)
@@ -236,6 +235,6 @@ def _scores(  # noqa: PLR0913
 
 
 @triton.jit
-def capped(scores, scale, softcap):
+def apply_softcap(scores, scale, softcap):
     """softcap * tanh(scores * scale / softcap)"""
     return (2.0 * tl.sigmoid(scores * (2.0 * scale / softcap)) - 1.0) * softcap

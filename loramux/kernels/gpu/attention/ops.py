@@ -1,4 +1,4 @@
-"""Paged attention on a GPU. A step's plan is made on the host, or on the device for decodes."""
+"""Paged attention on a GPU, planned on the host, or on the device for decodes."""
 
 from __future__ import annotations
 
@@ -11,64 +11,63 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from loramux.kernels.gpu.attention import decode_tma as attention_decode_triton
-from loramux.kernels.gpu.attention import split_kv_device as attention_items_triton
+from loramux.kernels.gpu.attention import decode_tma, split_kv
 from loramux.kernels.gpu.attention.kernel import attend_items, write_rows
-from loramux.kernels.gpu.attention.split_kv import Cut, cut_sequences
+from loramux.kernels.gpu.attention.split_kv import Partition, partition_sequences
 from loramux.kernels.gpu.pdl import num_sms, pdl_options, supports_tma
 from loramux.kernels.gpu.transfer import send
 from loramux.kernels.ops import AttendArgs, SequenceRows, StepRows, kv_slots
 from loramux.types.model import PagedLayout
 
-# Prompts in one step before it has more items than a graph was made for.
-_MAX_PROMPTS = 64
-# Sixteen programs whose tiles are copied fit a multiprocessor. With fewer than this on each, those
-# that begin beside the kernel ahead gather where that does not run.
-_COPIED_PER_MULTIPROCESSOR = 11
-# Programs of a multiprocessor with no span cut, at most; tiles at once, stages, shares. As many fit
-# as there are and few more, or they gather: eight of one tile, six of two, four with more stages.
-# With few warps, none of which hides its own latency, two tiles at once are faster anyway. Measured
-# on an H200, as are all tiles below.
-_DECODES = (
+# A step with more prefills may have more work items than a graph has room for.
+_MAX_PREFILLS = 64
+# Sixteen CTAs of the TMA kernel fit an SM. With fewer than this per SM, CTAs that start during the
+# previous kernel crowd on the SMs that it leaves idle.
+_TMA_CTAS_PER_SM = 11
+# Most CTAs per SM without splitting; tiles per update, stages, target splits. All CTAs should fit
+# at once and spread over the SMs: eight fit with one tile, six with two, four with more stages.
+# With few warps per SM, two tiles per update hide latency better. Measured on an H200, as are all
+# tiles below.
+_DECODE_TILES = (
     *((3, 2, 5, 2), (4, 2, 7, 3), (6, 2, 5, 4), (8, 1, 5, 6)),
-    (_COPIED_PER_MULTIPROCESSOR, 2, 5, 4),
+    (_TMA_CTAS_PER_SM, 2, 5, 4),
 )
-_MANY_DECODES = (1, 5, 6)
+_MANY_DECODE_TILES = (1, 5, 6)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     rows: int
-    """Query rows of a program: tokens times the query heads that share one kv head."""
+    """Query rows of a CTA: tokens times the query heads that share one KV head."""
     tokens: int
     """Tokens of a tile."""
     item_tokens: int
-    """Items are cut at multiples of this."""
+    """Spans are split at multiples of this."""
     num_warps: int
     num_stages: int
-    shares_per_multiprocessor: int
-    """Programs that one multiprocessor should have before spans are no longer cut."""
+    splits_per_sm: int
+    """CTAs per SM that splitting aims at."""
     num_tiles: int = 1
-    """Tiles that a program folds in at once, one or two."""
+    """Tiles of one online-softmax update, one or two."""
     two_phases: bool = False
-    """Tokens that all rows see are folded in without masks, before the others."""
-    merged_per_warp: int = 1024
-    """Numbers of partial results that are added up at once; as many more are under way then."""
-    least_tokens: int = 1
-    """Shorter spans are not cut: for many rows it takes longer to add partial results up."""
+    """Tokens that all rows see are processed without masks, before the others."""
+    reduced_per_warp: int = 1024
+    """Elements of partial results that a warp reduces at once, while as many are in flight."""
+    min_split_tokens: int = 1
+    """Shorter spans are not split: for many rows the reduction takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Items with one tile shape, and room for the partial results of spans that were cut."""
+    """Work items of one tile shape, and room for the partial results of split spans."""
 
     items: Tensor
     tiles: Tiles
     window: int | None
     partial: Tensor
     log_sums: Tensor
-    arrivals: Tensor
-    """Zero between kernels."""
+    semaphores: Tensor
+    """Counts finished splits; zero between kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +76,15 @@ class Plan:
     page_table: Tensor
     """[sequences, pages] int32"""
     slots: Tensor
-    """[rows] int32: page * block_tokens + token; below 0 the row is not stored."""
+    """[rows] int32: page * block_tokens + token; a row with a negative slot is not stored."""
     sequences: tuple[SequenceRows, ...] = ()
     is_causal: bool = True
-    """False: every row sees all tokens of its items."""
+    """False: every row sees all tokens of its work items."""
     work: dict[int | None, tuple[Work, ...]] = field(default_factory=dict)
     """By sliding window; made on first use when `sequences` are known."""
 
     def first_rows(self, num_rows: int, num_items: Sequence[int]) -> Plan:
-        """The same buffers for a smaller graph: so many rows, and items of each kind."""
+        """The same buffers for a smaller graph: num_rows rows, and num_items of each tile shape."""
         work = {
             window: tuple(
                 replace(kind, items=kind.items[:count])
@@ -96,15 +95,15 @@ class Plan:
         return replace(self, slots=self.slots[:num_rows], work=work)
 
     def partition(self, num_tokens: Tensor) -> None:
-        """Cuts a decode plan's work anew. num_tokens [sequences] int32, 0 for padding.
+        """Partitions a decode plan's KV on the device. num_tokens [sequences] int32, 0 for padding
 
-        attend reads it before it waits for the kernel ahead: there must be another one in between.
+        attend reads the items before its PDL wait: another kernel must run in between.
         """
-        attention_items_triton.last_slots(num_tokens, self.page_table, self.layout, self.slots)
+        split_kv.last_slots(num_tokens, self.page_table, self.layout, self.slots)
         for window, works in self.work.items():
             for work in works:
-                cut = _cut(work.tiles, self.layout, work.items.device, window, group=1)
-                attention_items_triton.cut_decodes(num_tokens, cut, work.items)
+                cut = _partition(work.tiles, self.layout, work.items.device, window, group=1)
+                split_kv.partition_decodes(num_tokens, cut, work.items)
 
     def write_kv(self, storage: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores the step's keys and values in their pages."""
@@ -131,14 +130,14 @@ class Plan:
             self.work[args.sliding_window] = _make_work(self, q, args.sliding_window)
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         for work in self.work[args.sliding_window]:
-            launch = _launch_decodes if _uses_tma(self, work, q) else _launch
+            launch = _launch_decode_tma if _uses_tma(self, work, q) else _launch
             launch(storage, self, work, q, args, out)
         return out
 
 
 def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.device) -> Plan:
     slots = kv_slots(sequences, layout.block_tokens)
-    # One compiled kernel for all widths: they differ in nothing that it could use.
+    # Rounded up, so that Triton does not specialise the kernel for every width.
     width = _round_up(max(len(sequence.page_ids) for sequence in sequences), 16)
     page_table = [[*s.page_ids, *[0] * (width - len(s.page_ids))] for s in sequences]
     return Plan(
@@ -162,8 +161,8 @@ def plan_decodes(
     num_sequences, device = page_table.shape[0], page_table.device
     group, num_programs = q.shape[1] // layout.num_kv_heads, num_sequences * layout.num_kv_heads
     each = num_programs / num_sms(device.type)
-    tiles = decode_tiles(group, layout, q.dtype, per_multiprocessor=each)
-    num_items = num_sequences + _num_shares(tiles, layout, device)
+    tiles = decode_tiles(group, layout, q.dtype, ctas_per_sm=each)
+    num_items = num_sequences + _target_splits(tiles, layout, device)
     items = torch.zeros(num_items, 8, dtype=torch.int32, device=device)
     return Plan(
         layout=layout,
@@ -194,27 +193,27 @@ def plan_steps(
 
 
 def max_items(num_rows: int, num_sequences: int, q: Tensor, layout: PagedLayout) -> list[int]:
-    """For as many rows of as many sequences, of each kind that partition_steps makes, at most.
+    """Most work items of each tile shape that partition_steps makes for such a step.
 
-    But for steps of very many prompts: those have more.
+    A step with very many prefills may have more.
     """
     group = q.shape[1] // layout.num_kv_heads
     tiles = step_tiles(group, layout, q.dtype)
-    shares = [_num_shares(kind, layout, q.device) for kind in tiles]
-    blocks = -(-num_rows // (tiles[0].rows // group)) + min(num_sequences, _MAX_PROMPTS)
+    shares = [_target_splits(kind, layout, q.device) for kind in tiles]
+    blocks = -(-num_rows // (tiles[0].rows // group)) + min(num_sequences, _MAX_PREFILLS)
     return [blocks + shares[0], min(num_sequences, num_rows) + shares[1]]
 
 
 def partition_steps(
     rows: StepRows, window: int | None, q: Tensor, layout: PagedLayout
 ) -> list[Tensor]:
-    """[items, 8] int32 on the CPU: of sequences with many rows, and of those with few."""
+    """[items, 8] int32 on the CPU: work items of sequences with many rows, and with few."""
     group = q.shape[1] // layout.num_kv_heads
     many, few = step_tiles(group, layout, q.dtype)
     limit = few.rows // group
     is_short = rows.lengths <= limit
     return [
-        cut_sequences(rows, members, _cut(tiles, layout, q.device, window, group))
+        partition_sequences(rows, members, _partition(tiles, layout, q.device, window, group))
         for tiles, members in ((many, ~is_short), (few, is_short))
     ]
 
@@ -231,7 +230,7 @@ def _launch(  # noqa: PLR0913
         plan.page_table,
         work.partial,
         work.log_sums,
-        work.arrivals,
+        work.semaphores,
         q.stride(0),
         storage.stride(0),
         plan.page_table.stride(0),
@@ -250,7 +249,7 @@ def _launch(  # noqa: PLR0913
         TILES=tiles.num_tiles,
         TOKENS=tiles.tokens,
         DIM=triton.next_power_of_2(layout.head_dim),
-        MERGED=tiles.num_warps * tiles.merged_per_warp,
+        REDUCED=tiles.num_warps * tiles.reduced_per_warp,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -259,26 +258,26 @@ def _launch(  # noqa: PLR0913
 
 
 def _uses_tma(plan: Plan, work: Work, q: Tensor) -> bool:
-    """Decodes that fill the device."""
+    """Whether decodes fill the device and fit the TMA kernel."""
     layout, device_type = plan.layout, q.device.type
-    least = _COPIED_PER_MULTIPROCESSOR * num_sms(device_type)
+    least = _TMA_CTAS_PER_SM * num_sms(device_type)
     return (
         not (plan.is_causal or work.window)
         and len(plan.page_table) * layout.num_kv_heads > least
         and q.dtype != torch.float32
-        and q.shape[1] <= attention_decode_triton.MOST_ROWS.value * layout.num_kv_heads
+        and q.shape[1] <= decode_tma.MAX_ROWS.value * layout.num_kv_heads
         and layout.head_dim in (64, 128)
-        and layout.block_tokens == attention_decode_triton.TOKENS.value
+        and layout.block_tokens == decode_tma.TOKENS.value
         and supports_tma(device_type)
     )
 
 
-def _launch_decodes(  # noqa: PLR0913
+def _launch_decode_tma(  # noqa: PLR0913
     storage: Tensor, plan: Plan, work: Work, q: Tensor, args: AttendArgs, out: Tensor
 ) -> None:
     layout, tiles = plan.layout, work.tiles
     copied = storage.view(-1, layout.block_tokens, layout.num_kv_heads * layout.head_dim)
-    attention_decode_triton.attend_decodes[(work.items.shape[0] * layout.num_kv_heads,)](
+    decode_tma.attend_decodes[(work.items.shape[0] * layout.num_kv_heads,)](
         q,
         TensorDescriptor.from_tensor(copied, [1, layout.block_tokens, layout.head_dim]),
         out,
@@ -286,7 +285,7 @@ def _launch_decodes(  # noqa: PLR0913
         plan.page_table,
         work.partial,
         work.log_sums,
-        work.arrivals,
+        work.semaphores,
         q.stride(0),
         2 * layout.num_layers,
         plan.page_table.stride(0),
@@ -298,42 +297,42 @@ def _launch_decodes(  # noqa: PLR0913
         HEAD_DIM=layout.head_dim,
         HAS_SOFTCAP=args.softcap is not None,
         ROWS=tiles.rows,
-        MERGED=tiles.num_warps * tiles.merged_per_warp,
+        REDUCED=tiles.num_warps * tiles.reduced_per_warp,
         num_warps=tiles.num_warps,
-        # A page ahead of its tile; programs are so many that no tile is copied ahead.
+        # Prefetches the page number; there are so many CTAs that no tile is prefetched.
         num_stages=3,
         **pdl_options(q.device.type),
     )
 
 
 def decode_tiles(
-    group: int, layout: PagedLayout, dtype: torch.dtype, *, per_multiprocessor: float = math.inf
+    group: int, layout: PagedLayout, dtype: torch.dtype, *, ctas_per_sm: float = math.inf
 ) -> Tiles:
-    """For sequences with few rows. per_multiprocessor: its programs, if no span were cut."""
+    """For sequences with few rows. ctas_per_sm: if no span were split"""
     rows = max(16, triton.next_power_of_2(group))
     if layout.head_dim > 128 or dtype == torch.float32 or rows > 16:
-        return Tiles(rows, 16, 64, 4, 5, 2, merged_per_warp=512)
-    fitting = (kind for most, *kind in _DECODES if per_multiprocessor <= most)
-    num_tiles, stages, shares = next(fitting, _MANY_DECODES)
+        return Tiles(rows, 16, 64, 4, 5, 2, reduced_per_warp=512)
+    fitting = (kind for most, *kind in _DECODE_TILES if ctas_per_sm <= most)
+    num_tiles, stages, shares = next(fitting, _MANY_DECODE_TILES)
     return Tiles(
-        rows, 16, 64, 1, stages, shares, num_tiles=num_tiles, merged_per_warp=1024 * num_tiles
+        rows, 16, 64, 1, stages, shares, num_tiles=num_tiles, reduced_per_warp=1024 * num_tiles
     )
 
 
-def prompt_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
+def prefill_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
     rows = triton.next_power_of_2(group)
     if dtype == torch.float32:
-        # Without matrix units; larger tiles take the compiler a minute.
-        return Tiles(max(16, rows), 16, 64, 4, 2, 2, merged_per_warp=512)
+        # Without tensor cores; larger tiles take the compiler a minute.
+        return Tiles(max(16, rows), 16, 64, 4, 2, 2, reduced_per_warp=512)
     stages = 3 if head_dim > 128 else 5
-    return Tiles(max(128, rows), 64, 64, 8, stages, 1, two_phases=True, least_tokens=512)
+    return Tiles(max(128, rows), 64, 64, 8, stages, 1, two_phases=True, min_split_tokens=512)
 
 
 def step_tiles(group: int, layout: PagedLayout, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
     """For sequences with many rows, and for those whose rows fit one decode tile."""
-    # One shape, whoever is in the step: a shape is a kernel to compile.
+    # One shape for every step: each shape is a kernel to compile.
     few = decode_tiles(group, layout, dtype)
-    return prompt_tiles(group, layout.head_dim, dtype), few
+    return prefill_tiles(group, layout.head_dim, dtype), few
 
 
 def _make_work(plan: Plan, q: Tensor, window: int | None) -> tuple[Work, ...]:
@@ -347,20 +346,20 @@ def _make_work(plan: Plan, q: Tensor, window: int | None) -> tuple[Work, ...]:
     )
 
 
-def _cut(
+def _partition(
     tiles: Tiles, layout: PagedLayout, device: torch.device, window: int | None, group: int
-) -> Cut:
-    return Cut(
+) -> Partition:
+    return Partition(
         rows=tiles.rows // group,
         tile_tokens=tiles.item_tokens,
-        num_shares=_num_shares(tiles, layout, device),
+        target_splits=_target_splits(tiles, layout, device),
         window=window,
-        least_tokens=tiles.least_tokens,
+        min_split_tokens=tiles.min_split_tokens,
     )
 
 
-def _num_shares(tiles: Tiles, layout: PagedLayout, device: torch.device) -> int:
-    programs = num_sms(device.type) * tiles.shares_per_multiprocessor
+def _target_splits(tiles: Tiles, layout: PagedLayout, device: torch.device) -> int:
+    programs = num_sms(device.type) * tiles.splits_per_sm
     return max(1, programs // layout.num_kv_heads)
 
 
@@ -372,7 +371,7 @@ def _work(items: Tensor, tiles: Tiles, layout: PagedLayout, window: int | None) 
         window=window,
         partial=items.new_empty(num_slots, layout.head_dim, dtype=torch.float32),
         log_sums=items.new_empty(num_slots, dtype=torch.float32),
-        arrivals=items.new_zeros(items.shape[0] * layout.num_kv_heads),
+        semaphores=items.new_zeros(items.shape[0] * layout.num_kv_heads),
     )
 
 

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton", reason="triton is installed with torch fo
 import triton.language as tl  # noqa: E402
 
 from loramux.kernels.gpu.attention import ops as attention_triton
-from loramux.kernels.gpu.attention.online_softmax import load_ordered_q  # noqa: E402
+from loramux.kernels.gpu.attention.online_softmax import load_q_fragment  # noqa: E402
 from loramux.kernels.gpu.attention.ops import Tiles  # noqa: E402
 from loramux.kernels.ops import AttendArgs, SequenceRows  # noqa: E402
 from loramux.kernels.reference import attention as attention_torch
@@ -59,7 +59,7 @@ def decode(
 @triton.jit
 def _read_q(q, out, count, stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
     at = tl.arange(0, 16)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(out + at, load_ordered_q(q, count, stride, GROUP, HEAD_DIM))
+    tl.store(out + at, load_q_fragment(q, count, stride, GROUP, HEAD_DIM))
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
