@@ -1,4 +1,4 @@
-"""The numbers are those of RFC 8785, appendix B; the rest follows its section 3."""
+"""The numbers are from RFC 8785, appendix B; the other cases follow section 3."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_is_not_json_is_an_error(value: object) -> None:
 @settings(max_examples=50)
 @given(JSON)
 def test_reading_it_back_gives_the_value(value: object) -> None:
-    # A double is read back from its digits, as every JSON reader but Python's does.
+    # JSON readers other than Python's parse every number as a double.
     assert json.loads(canonical_json(value), parse_int=float) == value
 
 

@@ -33,8 +33,6 @@ from loramux.adapters.peft.tensors import MatchedTensors, match_tensors
 from loramux.errors import AdapterRefused
 from loramux.types.model import BaseModelInfo, TargetModule
 
-HASH_BYTES = 2**20
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
@@ -65,18 +63,6 @@ class WeightsFile:
         except SafetensorError as error:
             raise broken(str(error)) from error
         return LoadedWeights(tensors, digest)
-
-    def hash(self) -> FileDigest:
-        """Returns the digest of the file; reads it in pieces and parses no tensor."""
-        with refusing_os_errors(self.path):
-            self.file.seek(len(self.head))
-            digest, size = hashlib.sha256(self.head), len(self.head)
-            while piece := self.file.read(HASH_BYTES):
-                digest.update(piece)
-                size += len(piece)
-        if size != self.size:
-            raise _changed_while_read()
-        return FileDigest(digest.hexdigest(), size)
 
 
 def _changed_while_read() -> AdapterRefused:
@@ -186,13 +172,6 @@ def inspect_adapter(
     """
     with _inspecting(folder, base, max_rank=max_rank, strict_base=strict_base) as (found, _):
         return found
-
-
-def hash_adapter(adapter: InspectedAdapter) -> str:
-    """Returns the CID of an inspected adapter; hashes its weights without parsing them."""
-    with open_weights(adapter.path) as weights:
-        digest = weights.hash()
-    return compute_cid(make_manifest(adapter.config.canonical(), {WEIGHTS_NAME: digest}))
 
 
 @contextmanager

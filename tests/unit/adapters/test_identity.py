@@ -26,7 +26,7 @@ HARMLESS = {
     "rank_pattern": {},
     "layers_to_transform": None,
 }
-# What RFC 8785 makes of the manifest of lora_config_dict() and DIGEST.
+# The canonical JSON of the manifest of lora_config_dict() and DIGEST.
 CANONICAL = (
     '{"config":{"alpha_pattern":[],"exclude_modules":[],"layers_pattern":[],'
     '"layers_to_transform":[],"lora_alpha":8,"peft_type":"LORA","r":4,"rank_pattern":[],'
@@ -60,7 +60,7 @@ def test_the_manifest_holds_format_config_and_files() -> None:
 
 
 def test_a_known_adapter_keeps_its_cid() -> None:
-    """A change here gives every adapter in every store a new identity."""
+    """A change of this value would change the CID of every stored adapter."""
     assert cid_of(lora_config_dict()) == KNOWN_CID
 
 

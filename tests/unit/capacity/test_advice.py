@@ -1,4 +1,4 @@
-"""Advice must be true: who follows it gets what it promises."""
+"""Tests that the advised values have the promised effect."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SHAPES = BaseModelInfo(
 
 
 def test_a_plan_survives_its_json() -> None:
-    """Catches a field that a client could not read back."""
+    """A client must be able to decode every field."""
     base = PlannedBase(name="base", shapes=SHAPES, dtype="float32")
     fleet = Fleet(num_adapters=9, ranks=(4, 8), targets=("q_proj",))
     plan = plan_memory(base, fleet, Budgets(device_bytes=2**20))

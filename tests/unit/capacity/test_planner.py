@@ -232,7 +232,7 @@ def test_a_pool_smaller_than_a_page_holds_nothing() -> None:
 
 
 def simulated_lru(shares: np.ndarray, sizes: np.ndarray, capacity: float) -> float:
-    """Hit rate of a real LRU cache, once it is warm."""
+    """Returns the hit rate of a simulated LRU cache after its warm-up."""
     cache: OrderedDict[int, None] = OrderedDict()
     used, num_hits, num_warm = 0.0, 0, 4000
     asked = np.random.default_rng(7).choice(len(shares), size=24_000, p=shares)
@@ -258,7 +258,7 @@ def test_approximation_agrees_with_a_simulated_cache(exponent: float) -> None:
 
 
 def test_approximation_counts_true_sizes() -> None:
-    """Catches a cache that is measured in adapters where it holds bytes."""
+    """The capacity is in bytes, not in adapters."""
     shares, sizes = zipf_shares(200, 1.0), np.resize([8.0, 16.0, 32.0, 64.0], 200)
     expected = simulated_lru(shares, sizes, 1500)
     assert lru_hit_rate(shares, sizes, 1500) == pytest.approx(expected, abs=0.02)

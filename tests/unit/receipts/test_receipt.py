@@ -1,4 +1,4 @@
-"""What is signed is all of a receipt, and nothing but what was signed verifies."""
+"""Signatures cover all fields of a receipt, and only signed receipts verify."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys: made once, private, and read back as what they are."""
+"""Key files: creation, permissions and parsing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receipts reach the registry without anybody waiting, whatever state the registry is in."""
+"""Receipts are stored in the background, also with a slow or unreachable registry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_S = 30.0
 
 
 class HeldRegistry(Registry):
-    """A real one whose receipts can be held up, refused or watched."""
+    """A real registry whose writes can be delayed, refused or observed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -24,7 +24,7 @@ def connection(database_url: str) -> Iterator[Connection]:
 
 
 def add(connection: Connection, version: str, seed: object = 0, adapter: AdapterName = SQL) -> int:
-    """The adapter's id."""
+    """Creates an adapter and returns its id."""
     revision = adapter_rows.begin_change(connection)
     row = adapter_rows.make_adapter(connection, adapter, revision=revision, now=1.0)
     adapter_rows.add_version(connection, row, version, make_content(seed), now=2.0)
@@ -65,7 +65,7 @@ def test_a_removed_version_is_found_only_as_a_record(connection: Connection) -> 
     assert adapter_rows.find_version(connection, adapter_id, "1.0.0") is not None
     assert adapter_rows.named_cids(connection) == set()
     assert adapter_rows.live_versions(connection, adapter_id) == []
-    # Its number is not given out again.
+    # Its number is not used again.
     assert adapter_rows.next_version(connection, adapter_id) == parse_version("1.0.1")
 
 

@@ -1,4 +1,4 @@
-"""One transaction for each change; what two writers do at once is in test_registry.py."""
+"""Changes of names; concurrent writers are in test_registry.py."""
 
 from __future__ import annotations
 

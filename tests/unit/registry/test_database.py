@@ -80,7 +80,7 @@ def test_a_reader_sees_one_state_while_another_writes(database_url: str) -> None
 
 
 def test_writers_wait_for_each_other_instead_of_failing(database_url: str) -> None:
-    """Each reads and writes back: a lost update would show in the sum."""
+    """Each writer increments a number; a lost update would show in the sum."""
     database = Database(database_url)
 
     def count() -> None:

@@ -1,4 +1,4 @@
-"""Any sequence of changes against a model of what names should mean."""
+"""Compares any sequence of changes with a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MORE = int(os.environ.get("LORAMUX_EXAMPLES", "1"))
 @dataclass
 class ModelAlias:
     current: dict[str, int] = field(default_factory=dict)
-    """Version -> weight; empty: there is none."""
+    """Maps versions to weights; empty if the alias does not exist."""
     past: list[dict[str, int]] = field(default_factory=list)
     num_states: int = 0
 
@@ -48,7 +48,7 @@ class ModelAlias:
 @dataclass
 class ModelAdapter:
     cids: dict[str, str] = field(default_factory=dict)
-    """All that ever were."""
+    """All versions, also removed ones."""
     live: set[str] = field(default_factory=set)
     aliases: dict[str, ModelAlias] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class RegistryMachine(RuleBasedStateMachine):
         wipe(self.database)
 
     def find(self, adapter: str) -> ModelAdapter | None:
-        """None: no adapter of this name is to be seen."""
+        """Returns None if no adapter of this name is visible."""
         known = self.model.get(adapter)
         return known if known is not None and known.live else None
 

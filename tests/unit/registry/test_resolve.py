@@ -40,7 +40,7 @@ def test_a_name_alone_is_latest_until_something_is_in_production(registry: Regis
     registry.promote("alice/sql", "1.0.0", alias="prod")
     found = registry.resolve("alice/sql")
     assert (found.version, found.alias) == ("1.0.0", "prod")
-    # What is pushed next is not served by surprise.
+    # A later push is not served without a promotion.
     push(registry, "alice/sql@3.0.0", 3)
     assert registry.resolve("alice/sql").version == "1.0.0"
     assert registry.resolve("alice/sql@latest").version == "3.0.0"
@@ -169,7 +169,7 @@ def test_splits_of_two_adapters_are_independent() -> None:
 
 
 def test_the_choice_of_known_keys_never_changes() -> None:
-    """Servers of different versions share one registry: they must agree."""
+    """Servers of different releases that share a registry must agree."""
     targets = [("1.0.0", 50), ("2.0.0", 50)]
     chosen = "".join(choose(targets, salt="a/b", key=str(i))[0] for i in range(16))
     assert chosen == "1211122222122121"

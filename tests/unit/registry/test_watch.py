@@ -94,7 +94,7 @@ def test_a_watch_outlives_whatever_happens_to_its_database(
 def test_postgresql_wakes_its_watchers_and_a_broken_line_is_mended(
     postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is asked by the clock here: without LISTEN no change would ever arrive."""
+    """Polling is off, so that changes arrive only through LISTEN."""
     monkeypatch.setattr(watch, "LISTEN_POLL_S", 3600.0)
     monkeypatch.setattr(watch, "RETRY_S", 0.0)
     url = postgres_server.new_database()

@@ -55,7 +55,7 @@ from tests.unit.sources.source_factory import (
 
 @pytest.fixture
 def prefix(s3_config: SourceConfig) -> str:
-    """A folder of the bucket with an adapter in it, of this test alone."""
+    """Returns a folder of the bucket with an adapter, unique to the test."""
     name = f"tests/{uuid4().hex}"
     upload(s3_config, adapter_files(name))
     return name
@@ -85,7 +85,7 @@ def test_an_adapter_comes_from_a_real_bucket(
 def test_a_single_object_and_one_of_several_parts(
     s3_config: SourceConfig, prefix: str, tmp_path: Path
 ) -> None:
-    # Over 5 MiB, where obstore uploads in parts.
+    # Over 5 MiB, from which obstore uploads in parts.
     large = make_weights(2**10) + bytes(6 * 2**20)
     upload(s3_config, {f"{prefix}/styles/water.safetensors": large})
     config = replace(s3_config, limits=replace(FAST, part_bytes=2**20))
@@ -164,7 +164,7 @@ def test_bytes_that_do_not_match_the_etag_leave_nothing(
 ) -> None:
     wrong = {"ETag": f'"{"0" * 32}"'}
     config = replace(s3_proxy_config, limits=replace(FAST, part_bytes=10**6))
-    # The server itself refuses a range of another ETag, so it is given the true one's answer.
+    # The server refuses a range of another ETag, so the proxy sends the response of the real one.
     body = {"Content-Range": f"bytes 0-{len(WEIGHTS) - 1}/{len(WEIGHTS)}", **wrong}
     body["Last-Modified"] = "Thu, 01 Jan 1970 00:01:40 GMT"
     s3_proxy.faults += [

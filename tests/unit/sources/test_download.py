@@ -34,7 +34,7 @@ FILE = RemoteFile(path="x", size_bytes=len(WEIGHTS), validator='"1"')
 
 
 class ScriptedOrigin:
-    """Gives at most so many bytes a read before it fails; then the rest."""
+    """An origin that fails after a number of bytes per read, then returns the rest."""
 
     revision = None
 
@@ -95,7 +95,7 @@ def result(folder: Path) -> bytes:
     return (folder / ".target.partial" / "files" / WEIGHTS_NAME).read_bytes()
 
 
-# Few: every part is put on the disk.
+# Few examples, because every part is synced to disk.
 @settings(max_examples=20)
 @given(
     cuts=st.lists(st.integers(0, 5000), max_size=12),
@@ -142,7 +142,7 @@ def test_a_source_that_brings_a_little_each_time_is_not(tmp_path: Path) -> None:
 
 def test_a_body_that_ends_early_without_an_error_is_noticed(tmp_path: Path) -> None:
     origin = ScriptedOrigin(WEIGHTS[:5000])
-    # One by one: of several that break off, any may be the first to be given up.
+    # One worker, because of several failing parts any may be given up first.
     with pytest.raises(SourceFailed, match="broke off after 904 of 4096 bytes"):
         download(origin, tmp_path, limits=replace(LIMITS, num_workers=1))
 

@@ -1,4 +1,4 @@
-"""Fetches for a moment: nothing stays but what the next try can go on with."""
+"""Fetches of complete adapters: limits, resumption, checks and temporary folders."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def test_a_source_that_stays_broken_is_given_up_and_leaves_nothing(
 def test_a_body_that_drips_forever_ends_at_the_time_limit(
     web: FaultServer, web_config: SourceConfig, tmp_path: Path
 ) -> None:
-    # Each look at the clock is a second: two for a part, of which there are many.
+    # Each reading of the clock takes a second, two for each of many parts.
     limits = replace(FAST, timeout_s=20.0, part_bytes=64)
     time = FakeTime(tick_s=1.0)
     source = parse_source(f"{web.url}/pirate", web_config)
@@ -349,7 +349,7 @@ def test_a_local_folder_is_copied(tmp_path: Path) -> None:
 def test_a_killed_process_leaves_no_target_and_the_next_one_goes_on(
     web: FaultServer, web_config: SourceConfig, tmp_path: Path
 ) -> None:
-    # The second part is never answered: then the first is on the disk, and the other waits.
+    # The second part gets no reply; the first is on disk by then.
     web.faults += [Fault(path_end=WEIGHTS_NAME), Fault(path_end=WEIGHTS_NAME, is_silent=True)]
     program = PROGRAM.format(url=f"{web.url}/pirate", host=web.host, folder=tmp_path / "target")
     with subprocess.Popen([sys.executable, "-c", program]) as process:

@@ -179,7 +179,7 @@ TOKEN = "token-of-the-first-host"
 
 @contextmanager
 def client_for(config: HttpConfig, *addresses: str) -> Iterator[GuardedClient]:
-    """With addresses: every name resolves to them."""
+    """Makes a client; with addresses, every name resolves to them."""
     resolvers = {"resolver": lambda *_: addresses} if addresses else {}
     client = GuardedClient(config, FAST, **resolvers)
     try:
@@ -241,7 +241,7 @@ def test_a_name_is_looked_up_once_since_a_second_answer_could_be_another(
 def test_the_next_address_is_tried_when_one_does_not_answer(server: FaultServer) -> None:
     host = server.host.replace("127.0.0.1", "models.test")
     config = HttpConfig(private_hosts=(host,))
-    # Nothing listens there.
+    # No server listens on this port.
     with client_for(config, "127.0.0.2", "127.0.0.1") as client:
         assert get(client, f"http://{host}/x") == b"content"
     with client_for(config, "127.0.0.2") as client, pytest.raises(httpx2.ConnectError):
@@ -342,7 +342,7 @@ def test_the_signature_of_a_redirect_is_not_logged_by_the_client(
 
 
 def make_certificate(folder: Path, host: str) -> tuple[Path, Path]:
-    """Signed by itself, so that it is its own root."""
+    """Makes a self-signed certificate."""
     pytest.importorskip("cryptography")
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

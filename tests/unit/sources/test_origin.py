@@ -14,7 +14,7 @@ SINGLE = SourceId(kind=SourceKind.HUB, place="acme/pirate", weights_name="x.safe
 
 
 class Names:
-    """An origin that only knows which names it has."""
+    """An origin that only finds files."""
 
     revision = None
 

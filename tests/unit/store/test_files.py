@@ -62,7 +62,7 @@ def test_files_are_never_overwritten(tmp_path: Path) -> None:
 def test_bytes_and_names_reach_the_disk_in_this_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name on the disk before its bytes would be an empty file after a power loss."""
+    """A name that is synced before its content would be an empty file after a power loss."""
     steps: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
@@ -272,7 +272,7 @@ def test_links_in_the_staging_area_are_not_followed(tmp_path: Path) -> None:
 def test_a_folder_removed_during_the_check_is_not_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a sweep that fails because there is nothing left to remove."""
+    """A sweep must not fail on a folder that was removed meanwhile."""
     folder = tmp_path / "work-1"
     folder.mkdir()
     monkeypatch.setattr("loramux.store.files.fcntl.flock", lambda *_: folder.rmdir())

@@ -1,4 +1,4 @@
-"""Against a real bucket of SeaweedFS; its objects are as old as the test is."""
+"""Garbage collection of the store, and of a real bucket in SeaweedFS."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_kept_adapters_keep_all_files(tmp_path: Path, store: ContentStore) -> No
     for cid in (kept, lost):
         store.materialize(cid)
     size = store.read(lost).weights_files["adapter_model.safetensors"].size
-    # They share the config file, which therefore stays.
+    # Both share the config file, so it stays.
     assert store.gc(lambda: {kept}) == Collected(num_adapters=1, num_files=1, freed_bytes=size)
     assert store.cids() == [kept]
     assert store.verify().is_sound
@@ -56,7 +56,7 @@ def test_recently_put_adapters_stay(tmp_path: Path, store: ContentStore, clock: 
     cid = put(store, tmp_path, 1)
     clock.advance(59.0)
     assert store.gc(set, min_age_s=60.0).num_adapters == 0
-    # Putting it again counts as new, and so does a look at it.
+    # A second put counts as new, and so does opening it.
     for use in (lambda: put(store, tmp_path, 1), lambda: store.materialize(cid)):
         use()
         clock.advance(59.0)
@@ -67,7 +67,7 @@ def test_recently_put_adapters_stay(tmp_path: Path, store: ContentStore, clock: 
 
 
 def test_leftovers_of_a_crash_are_removed(tmp_path: Path, store: ContentStore) -> None:
-    """A blob whose record was never written, a view and a record that were cut off."""
+    """Leaves a blob without a record, a partial view and a partial record."""
     cid = put(store, tmp_path, 1)
     store.materialize(cid)
     layout = StoreLayout(tmp_path / "store")
@@ -82,7 +82,7 @@ def test_a_damaged_kept_record_keeps_all_files(tmp_path: Path, store: ContentSto
     cid = put(store, tmp_path, 1)
     damage(StoreLayout(tmp_path / "store").record(cid))
     assert store.gc(lambda: {cid}).num_files == 0
-    # Putting it again mends it.
+    # A second put repairs it.
     put(store, tmp_path, 1)
     assert store.verify().is_sound
 
@@ -101,7 +101,7 @@ def store_size(tmp_path: Path) -> int:
 def test_a_crash_at_any_removal_leaves_an_intact_store(
     tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Dies at the first removal, then at the second, and so on."""
+    """The process dies at the first removal, then at the second, and so on."""
     store = ContentStore(tmp_path / "store", clock=clock)
     kept = put(store, tmp_path, 0)
     for num_allowed in range(8):
@@ -158,7 +158,7 @@ class Shared:
         return collect_bucket(self.tier, plan, lambda: kept)
 
     def is_whole(self, cid: str) -> bool:
-        """On a machine that has nothing else."""
+        """Fetches an adapter on a machine with an empty store."""
         fresh = ContentStore(self.folder / uuid4().hex, tiers=[self.tier])
         return fresh.materialize(cid).is_dir()
 

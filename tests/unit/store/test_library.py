@@ -1,4 +1,4 @@
-"""A store as its settings describe it: local first, then the cache, then the bucket."""
+"""Adapters by name, and a store with its tiers: local first, then the cache, then the bucket."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_gc_keeps_named_used_and_new_adapters(
     for number in (1, 2, 3):
         library.registry.remove(f"a/b@{number}.0.0")
     clock.advance(5000.0)
-    # A request on 2 may still run; 3 was put again without a name.
+    # Adapter 2 may still be in use; 3 was put again without a name.
     library.registry.add_uses([Use(cid=cids[2], at=clock.now - 10.0)])
     library.store.put_folder(tmp_path / "sources" / "3")
     assert library.gc(grace_s=3600.0).num_adapters == 1
@@ -150,7 +150,7 @@ def test_a_name_without_files_is_reported(library: AdapterLibrary, tmp_path: Pat
 def test_a_machine_that_shares_only_registry_and_bucket_serves_the_push(
     library: AdapterLibrary, tmp_path: Path
 ) -> None:
-    """The bytes are behind the store before the name is there for others to see."""
+    """The files are in the remote tier before the name is visible to others."""
     tier = FolderTier(tmp_path / "bucket")
     here = AdapterLibrary(ContentStore(tmp_path / "here", tiers=[tier]), library.registry)
     there = AdapterLibrary(ContentStore(tmp_path / "there", tiers=[tier]), library.registry)
@@ -160,7 +160,7 @@ def test_a_machine_that_shares_only_registry_and_bucket_serves_the_push(
 
 
 def test_the_library_comes_without_a_database_driver() -> None:
-    """The engine's machines have neither SQLAlchemy nor Redis."""
+    """Machines of the engine have neither SQLAlchemy nor Redis."""
     import subprocess
     import sys
 
@@ -175,7 +175,7 @@ import loramux.store.library, loramux.store.redis
 
 
 class Sources:
-    """Folders by name; opening one is counted, and fails on order."""
+    """Sources by name that count their opening and fail on demand."""
 
     def __init__(self) -> None:
         self.folders: dict[str, Path] = {}

@@ -81,7 +81,7 @@ def test_the_least_recently_used_entry_is_evicted(
     clock.advance(1.0)
     put(tier, tmp_path, "blobs/d", b"d" * 60)
     assert [key for key in "abcd" if tier.has(f"blobs/{key}")] == ["a", "d"]
-    # Nothing is counted that is gone: 30 more would not fit otherwise.
+    # Evicted entries do not count, or 30 more bytes would not fit.
     put(tier, tmp_path, "blobs/e", b"e" * 10)
     assert tier.has("blobs/a")
 
@@ -135,7 +135,7 @@ def test_an_unreachable_redis_acts_like_an_empty_cache(
             write_tiny(tmp_path / "a")
         )
         ContentStore(tmp_path / "two", tiers=[away, far]).materialize(cid)
-    assert away.num_failures == 1, "nobody waits again for a cache that is away"
+    assert away.num_failures == 1, "an unreachable cache is not asked again"
     assert caplog.text.count("Redis cache failed to look") == 1 and "secret" not in caplog.text
     away.close()
 

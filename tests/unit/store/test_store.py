@@ -56,12 +56,12 @@ def test_the_reader_finds_in_the_store_what_was_put(tmp_path: Path, store: Conte
 def test_the_same_bytes_are_kept_once(tmp_path: Path, store: ContentStore) -> None:
     first = store.put_folder(write_tiny(tmp_path / "a"))
     size = store.size_bytes()
-    # The base's name is not part of what the adapter computes.
+    # The name of the base is not part of the CID.
     renamed = {**CONFIG, "base_model_name_or_path": "renamed"}
     assert store.put_folder(write_tiny(tmp_path / "b", config=renamed)) == first
     assert store.size_bytes() == size
     assert store.put_folder(write_tiny(tmp_path / "c", config={**CONFIG, "r": 8})) != first
-    # Another config, the same weights.
+    # A different config with the same weights.
     assert store.size_bytes() < 2 * size
     view = store.materialize(first)
     assert json.loads((view / "adapter_config.json").read_text()) == CONFIG
@@ -152,7 +152,7 @@ def test_the_store_has_a_limit_and_what_is_there_already_needs_no_room(tmp_path:
 
 
 def test_gc_cannot_run_before_the_adapter_is_named(tmp_path: Path, store: ContentStore) -> None:
-    """gc in another thread waits until the name is written, and then sees it."""
+    """A gc in another thread blocks until the name is written, and then sees it."""
     names: set[str] = set()
     collector = threading.Thread(target=lambda: store.gc(lambda: set(names)))
 

@@ -1,4 +1,4 @@
-"""Any sequence of puts, views, copies, collections, crashes and damage, against a model."""
+"""Compares any sequence of puts, views, copies, collections, crashes and damage with a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_EXAMPLES = 20 * int(os.environ.get("LORAMUX_EXAMPLES", "1"))
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Two processes, as far as the store can tell, share one folder."""
+    """Two stores that share one folder, like two processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,39 +43,39 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         shutil.rmtree(self.root)
 
-    @rule(seed=SEEDS, who=st.integers(0, 1))
-    def put(self, seed: int, who: int) -> None:
-        assert self.stores[who].put_folder(self.source(seed)) == self.cids[seed]
+    @rule(seed=SEEDS, process=st.integers(0, 1))
+    def put(self, seed: int, process: int) -> None:
+        assert self.stores[process].put_folder(self.source(seed)) == self.cids[seed]
         self.here.add(seed)
         self.damaged.discard(seed)
 
-    @rule(seed=SEEDS, who=st.integers(0, 1))
-    def materialize(self, seed: int, who: int) -> None:
+    @rule(seed=SEEDS, process=st.integers(0, 1))
+    def materialize(self, seed: int, process: int) -> None:
         cid = self.cids[seed]
         if seed not in self.here:
             with pytest.raises(AdapterNotFound):
-                self.stores[who].materialize(cid)
+                self.stores[process].materialize(cid)
             return
         if seed in self.damaged:
             return
-        view = self.stores[who].materialize(cid)
+        view = self.stores[process].materialize(cid)
         assert (view / WEIGHTS).read_bytes() == tiny_weights(seed)
 
-    @rule(seed=SEEDS, who=st.integers(0, 1))
-    def copy_out(self, seed: int, who: int) -> None:
+    @rule(seed=SEEDS, process=st.integers(0, 1))
+    def copy_out(self, seed: int, process: int) -> None:
         self.num_copies += 1
         folder = self.root / "out" / str(self.num_copies)
         if seed in self.here and seed not in self.damaged:
-            self.stores[who].copy_out(self.cids[seed], folder)
+            self.stores[process].copy_out(self.cids[seed], folder)
             assert (folder / WEIGHTS).read_bytes() == tiny_weights(seed)
             return
         with pytest.raises((AdapterNotFound, StoreDamaged)):
-            self.stores[who].copy_out(self.cids[seed], folder)
+            self.stores[process].copy_out(self.cids[seed], folder)
         assert not folder.exists()
 
-    @rule(kept=st.sets(SEEDS), who=st.integers(0, 1))
-    def collect(self, kept: set[int], who: int) -> None:
-        found = self.stores[who].gc(lambda: {self.cids[seed] for seed in kept})
+    @rule(kept=st.sets(SEEDS), process=st.integers(0, 1))
+    def collect(self, kept: set[int], process: int) -> None:
+        found = self.stores[process].gc(lambda: {self.cids[seed] for seed in kept})
         assert found.num_adapters == len(self.here - kept)
         self.here &= kept
         self.damaged &= kept
@@ -90,12 +90,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def break_view(self, seed: int) -> None:
-        """As a crash in the middle of a removal by hand would."""
+        """Removes a view partially, like a crash during a removal."""
         (self.layout.view(self.cids[seed]) / WEIGHTS).unlink(missing_ok=True)
 
     @rule(seed=SEEDS)
     def die_before_the_record(self, seed: int) -> None:
-        """The files are in place, the process is gone."""
+        """Leaves files of a process that died."""
         if seed in self.here:
             return
         self.stores[0].put_folder(self.source(seed))

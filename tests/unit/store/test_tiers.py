@@ -81,7 +81,7 @@ def test_a_bad_copy_in_one_tier_is_passed_over(
         view = ContentStore(tmp_path / "second", tiers=[near, far]).materialize(cid)
     assert (view / "adapter_model.safetensors").read_bytes() == tiny_weights(1)
     assert "bad copy" in caplog.text
-    # And mended on the way.
+    # The fetch has also repaired it.
     assert blob_of(near, len(tiny_weights(1))).read_bytes() == tiny_weights(1)
 
 
@@ -105,7 +105,7 @@ def test_an_adapter_that_no_tier_has_completely_is_not_found(
 
 
 def test_a_record_that_names_another_config_is_refused(tmp_path: Path, far: FolderTier) -> None:
-    """The CID does not cover the config's bytes, but it does cover what they mean."""
+    """The CID covers the meaning of the config, not its bytes."""
     cid = push(tmp_path, far)
     other_config = write_tiny(tmp_path / "evil", config={"peft_type": "LORA", "r": 64})
     evil = (other_config / "adapter_config.json").read_bytes()

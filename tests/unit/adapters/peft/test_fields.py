@@ -1,4 +1,4 @@
-"""PEFT's own LoraConfig decides which fields there are."""
+"""PEFT's LoraConfig is the reference for the list of fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.adapter_factory import lora_config_dict
 
 FIELDS = [field.name for field in dataclasses.fields(peft.LoraConfig)]
 
-# One value for each field that is refused, which PEFT would act on.
+# One effective value for each refused field.
 ACTIVE = {
     "alora_invocation_tokens": [1, 2],
     "arrow_config": {"top_k": 2},

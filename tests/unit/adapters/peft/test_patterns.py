@@ -8,7 +8,7 @@ from loramux.errors import AdapterRefused
 
 KEYS = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(32) for name in "qkvo"]
 LONGEST = max(map(len, KEYS))
-# As a training tool for vision models writes it by itself.
+# Written by a training tool for vision models.
 GENERATED = (
     r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense).*?"
     r"(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj).*?)"

@@ -1,4 +1,4 @@
-"""Whole folders: what PEFT writes is read as PEFT reads it, and what is broken is refused."""
+"""Adapter folders are read like PEFT reads them, and broken ones are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from loramux.adapters.peft.folder import short_base_name
 from loramux.adapters.peft.reader import (
     LoraModule,
     has_effect,
-    hash_adapter,
     inspect_adapter,
     read_adapter,
 )
@@ -101,7 +100,7 @@ def test_fan_in_fan_out_changes_nothing_on_linear_layers(tmp_path: Path) -> None
 
 
 def test_a_config_that_says_all_linear_is_read_as_peft_reads_it(tmp_path: Path) -> None:
-    """PEFT itself writes the names it found instead."""
+    """PEFT itself would save the matched names instead."""
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     config = lora_config_dict(target_modules="all-linear")
     assert_same_as_peft(write_adapter(tmp_path, config, lora_tensors(CONFIG, names=names)))
@@ -115,7 +114,7 @@ def test_velora_keeps_tensors_that_serving_does_not_need(tmp_path: Path) -> None
 
 
 def test_peft_changes_the_base_for_pissa(tmp_path: Path) -> None:
-    """Why it is refused: on the base as it is, the same tensors mean another model."""
+    """On the original base the same tensors compute another result."""
     make_peft_adapter(tmp_path, MODEL, init_lora_weights="pissa")
     layer = load_with_peft(tmp_path, MODEL)["model.layers.0.self_attn.q_proj"]
     original = MODEL.model.layers[0].self_attn.q_proj.weight
@@ -169,7 +168,6 @@ def test_an_inspection_tells_the_same_without_reading_a_tensor(tmp_path: Path) -
     assert found.ranks == {
         (module.target.layer, module.target.projection): module.rank for module in adapter.modules
     }
-    assert hash_adapter(found) == adapter.cid
 
 
 def test_an_inspection_refuses_what_the_header_shows(tmp_path: Path) -> None:
@@ -247,7 +245,7 @@ def test_one_value_that_is_not_finite_is_found(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("position", [0, 77_777, -1])
 def test_one_nan_in_a_large_tensor_is_found(dtype: torch.dtype, position: int) -> None:
-    """Large reductions are split between threads and vector lanes."""
+    """Large reductions are split between threads and SIMD vectors."""
     a = torch.ones(16, 8192, dtype=dtype)
     a.view(-1)[position] = math.nan
     module = LoraModule(BASE.targets[0], 16, 16, 1.0, a, torch.ones(4, 16, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Every way to be refused has an adapter that shows it."""
+"""Every refusal code has a broken adapter."""
 
 from __future__ import annotations
 

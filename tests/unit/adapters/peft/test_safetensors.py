@@ -1,4 +1,4 @@
-"""Hostile files are in test_safetensors_file.py and test_store_intake.py; here, what is sound."""
+"""Valid, broken and hostile safetensors files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def refusal_of(header: bytes, data_bytes: int) -> str:
 
 
 def read_file(content: bytes) -> None:
-    """All that read_adapter does with the file; a refusal is a good end."""
+    """Reads a file like read_adapter; a refusal is accepted."""
     with tempfile.TemporaryDirectory() as folder:
         write_adapter(Path(folder), None, content)
         with open_weights(Path(folder)) as weights:
@@ -97,7 +97,7 @@ def test_every_float_type_is_kept(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_a_header_as_short_as_a_pickles_first_bytes_is_read(tmp_path: Path) -> None:
-    """Length 0x0280: the file begins like a pickle of protocol 2."""
+    """A header of 0x0280 bytes makes the file begin like a pickle of protocol 2."""
     text = header_bytes(a=entry(0, 4)).ljust(0x0280)
     write_adapter(tmp_path, None, struct.pack("<Q", len(text)) + text + bytes(4))
     with open_weights(tmp_path) as weights:

@@ -1,4 +1,4 @@
-"""PEFT's own matching is the judge, on the modules of a tiny Llama."""
+"""PEFT's matching is the reference, on the modules of a tiny Llama."""
 
 from __future__ import annotations
 

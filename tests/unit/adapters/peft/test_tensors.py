@@ -1,4 +1,4 @@
-"""Names and shapes; the refusals themselves are in broken_adapters."""
+"""Names and shapes of tensors; broken_adapters has the refusals."""
 
 from __future__ import annotations
 
