@@ -125,7 +125,7 @@ def graph_seconds(engine: Engine, batch: int, *, has_lora: bool) -> float | None
     runner: Any = engine.executor
     if not getattr(runner, "is_gpu", False):
         return None
-    graphs = runner._graphs
+    graphs = runner._decode_graphs
     size = next((size for size in getattr(graphs, "_sizes", ()) if size >= batch), None)
     if size is None or not hasattr(graphs, "_step"):
         return None

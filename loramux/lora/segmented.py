@@ -254,8 +254,8 @@ def _wider(limits: WorkLimits) -> WorkLimits:
 def _tiles(
     slots: Sequence[tuple[tuple[int, float], ...]], num_rows: Sequence[int], tile_rows: int
 ) -> RowTiles:
-    is_plain = all(len(s) == 0 or (len(s) == 1 and s[0][1] == 1.0) for s in slots)
-    if is_plain and len(slots) == sum(num_rows):
+    can_sample_on_device = all(len(s) == 0 or (len(s) == 1 and s[0][1] == 1.0) for s in slots)
+    if can_sample_on_device and len(slots) == sum(num_rows):
         single = [s[0][0] if s else -1 for s in slots]
         ids = np.array(single, dtype=np.int32)
         return plain_tiles(ids, tile_rows, keeps_base=True)

@@ -1,4 +1,4 @@
-"""Linear layers on CPU with a second, packed copy of the weight that is read faster."""
+"""Linear layers with a second copy of the weight in a panel layout for CPU GEMMs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from loramux.kernels.ops import PackedMatrix
 from loramux.kernels.select import select_jit_gemm
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
+from loramux.types.model import FUSED_LINEARS
 
-SITES = ("qkv", "o", "gate_up", "down")
-# A single row is a vector product, which the plain weight serves 1.3 to 2.5 times as fast; in
-# bfloat16 the packed one does (AMX: 1.2 to 3 times), and with the bits of up to 32 rows.
+# A single token is a GEMV, 1.3 to 2.5 times as fast on the plain weight in float32; in bfloat16 the
+# packed weight is faster (AMX: 1.2 to 3 times), with the same bits as a GEMM of up to 32 tokens.
 MAX_PLAIN_ROWS = 1
 TYPICAL_ROWS = 32
 
@@ -31,7 +31,7 @@ class PackedLinear(nn.Module):
         self.weight = linear.weight
         self.bias = linear.bias
         self.matrix: PackedMatrix | None = None
-        """For the compiled product; None: oneDNN computes it, from `packed`."""
+        """Panels of the compiled GEMM; None if oneDNN computes it from `packed`."""
         self.packed: Tensor | None = None
         self.max_plain_rows = 0 if linear.weight.dtype == torch.bfloat16 else MAX_PLAIN_ROWS
         self._gemm = select_jit_gemm(linear.weight.dtype)
@@ -63,15 +63,15 @@ class PackedLinear(nn.Module):
         )
 
     def matrix_for(self, num_rows: int) -> PackedMatrix | None:
-        """What a compiled product of so many rows reads; None: `forward` has a faster way."""
+        """Return the panels for a compiled GEMM of num_rows rows; None if `forward` is faster."""
         return None if num_rows <= self.max_plain_rows else self.matrix
 
 
 def pack_linears(decoder: Decoder, *, byte_limit: int) -> int:
-    """Pack what fits into `byte_limit`, the first layers first. Returns the bytes it took."""
+    """Pack linears in order while they fit into `byte_limit`; return the bytes taken."""
     if not can_pack(decoder.dtype, decoder.norm.weight.device):
         return 0
-    sites = [(layer, site) for layer in decoder.layers for site in SITES]
+    sites = [(layer, site) for layer in decoder.layers for site in FUSED_LINEARS]
     num_bytes = 0
     for owner, site in [*sites, (decoder, "lm_head")]:
         linear = getattr(owner, site)

@@ -1,4 +1,4 @@
-"""A step's plan as tensors: tokens, positions, pages, and which rows use which adapter."""
+"""The tensors of a step: tokens, positions and KV pages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from loramux.runner.sampler import prompt_logprobs
 from loramux.types.request import TokenLogprob
 from loramux.types.step import Chunk
 
-# With more rows than this part of all, picking them costs more than it saves.
-_MAX_PICKED_PART = 0.75
+# Above this fraction of the tokens, selecting rows costs more than it saves.
+_MAX_SELECTED_FRACTION = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
+    """The tokens of a step, one row each, chunk by chunk."""
+
     chunks: tuple[Chunk, ...]
-    """In the order of their rows."""
+    """In row order."""
     row_starts: tuple[int, ...]
     token_ids: Tensor
     positions: Tensor
@@ -43,7 +45,7 @@ class StepBatch:
 
     @property
     def sampled_rows(self) -> list[int]:
-        """The last row of each chunk that samples."""
+        """The last row of each chunk with a sample row."""
         return [self.rows(i)[-1] for i, chunk in enumerate(self.chunks) if chunk.sample is not None]
 
 
@@ -79,7 +81,7 @@ class PagedAttention:
 
 
 def half_filled_pages(chunks: Sequence[Chunk], block_tokens: int) -> list[int]:
-    """Pages that this step begins to fill and does not fill to the end."""
+    """Return the pages that the step starts but does not fill."""
     pages = []
     for chunk in chunks:
         stop = chunk.start + len(chunk.token_ids)
@@ -89,18 +91,18 @@ def half_filled_pages(chunks: Sequence[Chunk], block_tokens: int) -> list[int]:
     return pages
 
 
-def rows_read(batch: StepBatch) -> list[int] | None:
-    """The rows that sample, where nothing else is read of the model; None: compute all."""
+def selected_rows(batch: StepBatch) -> list[int] | None:
+    """Return the sampled rows if nothing else is needed of the model; None for all rows."""
     if any(chunk.prompt_logprobs is not None for chunk in batch.chunks):
         return None
     rows = batch.sampled_rows
-    return rows if len(rows) < _MAX_PICKED_PART * batch.num_rows else None
+    return rows if len(rows) < _MAX_SELECTED_FRACTION * batch.num_rows else None
 
 
 def prompt_logprobs_of(
     batch: StepBatch, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
 ) -> dict[int, list[TokenLogprob]]:
-    """By sequence, of the chunks that ask for them. hidden [rows, hidden]"""
+    """Compute the prompt logprobs of the chunks that ask for them. hidden [rows, hidden]"""
     result = {}
     for i, chunk in enumerate(batch.chunks):
         if chunk.prompt_logprobs is None or not chunk.next_prompt_token_ids:

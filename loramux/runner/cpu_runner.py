@@ -1,4 +1,4 @@
-"""Runs one plan: one forward for everybody, then one sampled token for each row that asked."""
+"""Runs step plans on the CPU (or with the reference kernels on any device), one at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from loramux.runner.batch import (
     build_batch,
     half_filled_pages,
     prompt_logprobs_of,
-    rows_read,
+    selected_rows,
 )
 from loramux.runner.in_flight import FinishedStep
 from loramux.runner.jit_decoder import JitDecoder
@@ -31,6 +31,8 @@ from loramux.types.step import InFlightStep, StepPlan, StepResult
 
 
 class CpuRunner:
+    """The executor of a CPU; a step is finished when `launch` returns."""
+
     def __init__(
         self,
         *,
@@ -70,7 +72,7 @@ class CpuRunner:
         return self._pool.storage.data_ptr()
 
     def can_run_ahead(self, plan: StepPlan) -> bool:
-        """No step is ever in flight here."""
+        """Return False: no step is ever in flight."""
         return False
 
     def launch(self, plan: StepPlan) -> InFlightStep:
@@ -79,13 +81,13 @@ class CpuRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         batch, lora = self._build(plan)
-        rows = None if self._compiled is None else rows_read(batch)
+        rows = None if self._compiled is None else selected_rows(batch)
         hidden = self._forward(batch, lora, rows)
         return self._choose(batch, hidden, is_picked=rows is not None)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> dict[int, Tensor]:
-        """The logits of every row, by sequence; for probes and tests."""
+        """Compute the logits of every token by sequence id, without sampling."""
         batch, lora = self._build(plan)
         hidden = self._forward(batch, lora, None)
         logits = self._decoder.logits(hidden)
@@ -116,12 +118,12 @@ class CpuRunner:
     def _forward(
         self, batch: StepBatch, lora: LoraBatch | None, rows: Sequence[int] | None
     ) -> Tensor:
-        """The hidden states of these rows; None: of all."""
+        """Compute the hidden states of these rows (None: all)."""
         inputs, device = (batch.token_ids, batch.positions), self._pool.device
         self._lora.batch = lora
         try:
             if self._compiled is None:
-                assert rows is None, "only the compiled decoder picks rows"
+                assert rows is None, "only the compiled decoder selects rows"
                 plan = self._kernels.attention.plan(batch.sequences, self._layout, device)
                 attention = PagedAttention(plan, self._pool.storage)
                 return cast(Tensor, self._decoder(*inputs, attention))
@@ -132,7 +134,7 @@ class CpuRunner:
             self._lora.batch = None
 
     def _choose(self, batch: StepBatch, hidden: Tensor, *, is_picked: bool) -> StepResult:
-        """hidden: of the rows that sample if `is_picked`, else of all."""
+        """Sample from the hidden states: of the sampled rows if `is_picked`, else of all."""
         samples = [(c.sequence_id, c.sample) for c in batch.chunks if c.sample is not None]
         token_ids: dict[int, list[int]] = {}
         logprobs: dict[int, list[TokenLogprob]] = {}

@@ -1,4 +1,4 @@
-"""Decode steps without the host: one CUDA graph for each size of batch and mode of LoRA."""
+"""CUDA graphs of decode steps, one for each batch size and LoRA mode."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from loramux.kernels.ops import DeviceAttentionPlan, DeviceKernels
 from loramux.lora.graph_lora import BASE_MODE, GraphLora, LoraMode
 from loramux.runner.decode_inputs import DecodeInputs
-from loramux.runner.device_sampler import Draws
 from loramux.runner.gpu_decoder import GpuDecoder
+from loramux.runner.gpu_sampler import SampleInputs
 from loramux.runner.step_graphs import StepGraphs
 from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import Chunk
@@ -25,9 +25,9 @@ Progress = Callable[[str, float], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
     max_sequences: int
-    """Of one step; larger ones than the last of BATCH_SIZES are not captured."""
+    """Most sequences of a step; sizes above the last of BATCH_SIZES are not captured."""
     max_pages: int
-    """Of one sequence."""
+    """Pages of the longest sequence."""
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -40,7 +40,7 @@ def is_decode(chunk: Chunk) -> bool:
 
 
 class DecodeGraphs:
-    """Every size shares its inputs, its tokens and its logits with the others: one runs at once."""
+    """All graphs share inputs, tokens and logits, so that one of them runs at a time."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class DecodeGraphs:
         self._plans = {size: self._plan(size) for size in self._sizes}
         self._steps = StepGraphs(device)
         self.last_mode = BASE_MODE
-        """Of the last step."""
+        """LoRA mode of the last step."""
 
     @property
     def num_sizes(self) -> int:
-        """Of every mode."""
+        """Number of graphs over all sizes and modes."""
         return len(self._todo)
 
     @property
@@ -81,7 +81,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> None:
-        """The largest first: the others fit into the memory that it took. On a CPU, nothing."""
+        """Capture all graphs, the largest first: the others reuse its memory."""
         todo = self._todo
         for number, (size, mode) in enumerate(todo):
             self._step(size, mode)
@@ -90,21 +90,21 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture_largest(self) -> None:
-        """Of every mode, as the first ones of `capture`."""
+        """Capture the largest size in every mode."""
         for mode in self.lora.modes(self._sizes[-1]):
             self._step(self._sizes[-1], mode)
 
     @property
-    def feed(self) -> TokenBuffer:
-        """Has the tokens of the last step."""
-        return self._inputs.feed
+    def token_buffer(self) -> TokenBuffer:
+        """The tokens of the last step, on the device."""
+        return self._inputs.token_buffer
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk], draws: Draws) -> Tensor | None:
-        """Logits of each chunk, in the order given; None: this is not a step for a graph.
+    def launch(self, chunks: Sequence[Chunk], samples: SampleInputs) -> Tensor | None:
+        """Launch a step and return the logits of each chunk in order; None if no graph fits.
 
-        The feed has the tokens of all rows that the kernel can sample. Chunks of one selection
-        stand together. Does not wait for the device.
+        The kernel's samples are written to the token buffer. Chunks of one selection must be
+        adjacent. Does not wait for the device.
         """
         if len(chunks) > self._sizes[-1]:
             return None
@@ -115,7 +115,7 @@ class DecodeGraphs:
         mode = self.lora.fill(selections, lengths, size, self._inputs.host_lora_words)
         if mode is None:
             return None
-        self._inputs.fill(chunks, draws.temperatures, draws.noise)
+        self._inputs.fill(chunks, samples.temperatures, samples.noise)
         self._inputs.send()
         work = partial(self._compute, size, mode)
         self._steps.run((size, mode), work)
@@ -127,7 +127,7 @@ class DecodeGraphs:
         return self._steps.get((size, mode), work)
 
     def _plan(self, size: int) -> DeviceAttentionPlan:
-        """The attention's; its shape depends on the number of rows alone."""
+        """Make the attention plan of a graph; its shape depends on the batch size alone."""
         layout = self._decoder.layout
         q = self._logits.new_empty(
             size, self._decoder.num_heads, layout.head_dim, dtype=self._decoder.dtype
@@ -137,7 +137,7 @@ class DecodeGraphs:
         )
 
     def _compute(self, size: int, mode: LoraMode) -> None:
-        """Nothing here asks the device for a value: it is captured once and run again."""
+        """Compute a step without reading values from the device, so that it can be captured."""
         inputs, plan = self._inputs, self._plans[size]
         num_tokens = inputs.num_tokens[:size]
         inputs.pages.write_table(self._page_table[:size])
@@ -146,7 +146,7 @@ class DecodeGraphs:
         hidden = self._decoder.hidden(inputs.token_ids(size), num_tokens - 1, plan, lora)
         logits: Tensor = self._logits[:size]
         self._decoder.write_logits(hidden, logits)
-        self.feed.take(
+        self.token_buffer.store(
             self._kernels.sampling.choose_tokens(
                 logits, inputs.temperatures[:size], inputs.noise[:size]
             )

@@ -1,4 +1,4 @@
-"""All that a decode step reads from the host."""
+"""The host inputs of a decode step."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from loramux.lora.segmented import Ints
-from loramux.runner.host_buffer import PackedWords, align
-from loramux.runner.page_tables import PageLists
+from loramux.runner.host_buffer import HostBuffer, align
+from loramux.runner.page_tables import PageTables
 from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import Chunk
 
 
 class DecodeInputs:
-    """Rows of fixed places on the device, filled from the front; a row without tokens is padding.
+    """One row per sequence at fixed addresses; rows without tokens are padding.
 
-    The last step's tokens lie in front of this step's, so that both are found by one index.
+    The last step's tokens precede this step's in memory, so that one index addresses both.
     """
 
     def __init__(
@@ -31,25 +31,25 @@ class DecodeInputs:
         device: torch.device,
     ) -> None:
         self._num_fed = align(max_sequences)
-        num_page_words = PageLists.most_words(max_rows, max_pages)
+        num_page_words = PageTables.most_words(max_rows, max_pages)
         sizes = [max_rows] * 5 + [2 * max_rows, num_lora_words, num_page_words]
-        self._words = PackedWords(sizes, device, num_ahead=self._num_fed)
+        self._words = HostBuffer(sizes, device, num_ahead=self._num_fed)
         fields = self._words.fields
-        self.feed = TokenBuffer(self._words.all[: self._num_fed])
+        self.token_buffer = TokenBuffer(self._words.all[: self._num_fed])
         self._all_tokens = self._words.all[: self._num_fed + fields[0].shape[0]]
         self._sources, self.num_tokens = fields[1:3]
-        self.pages = PageLists(self._words, starts=3, max_pages=max_pages)
+        self.pages = PageTables(self._words, starts=3, max_pages=max_pages)
         self.temperatures = fields[4].view(torch.float32)
         self.noise = fields[5].view(torch.float64)
         self.lora_words = fields[6]
 
     def begin(self) -> None:
-        """A new step, whose fields are then filled and sent."""
+        """Begin a step, whose fields are then filled and sent."""
         self._words.begin()
 
     @property
     def host_lora_words(self) -> Ints:
-        """Where the step's list of LoRA work is written before `send`."""
+        """Destination of the step's LoRA work list, to be written before `send`."""
         return self._words.host[6]
 
     def fill(
@@ -62,7 +62,7 @@ class DecodeInputs:
         token_ids[:count] = [chunk.token_ids[0] for chunk in chunks]
         sources[:] = range(self._num_fed, self._num_fed + len(sources))
         for row, chunk in enumerate(chunks):
-            place = self.feed.place(chunk)
+            place = self.token_buffer.place(chunk)
             if place is not None:
                 sources[row] = place
         num_tokens[:count] = [chunk.start + 1 for chunk in chunks]
@@ -71,9 +71,9 @@ class DecodeInputs:
         self.pages.fill(chunks)
 
     def send(self) -> None:
-        """One copy; does not wait for the device."""
+        """Copy all fields to the device at once, without waiting for it."""
         self._words.send(self.pages.num_words)
 
     def token_ids(self, num_rows: int) -> Tensor:
-        """[rows] int32: each row's own token, or what the last step sampled for it."""
+        """Gather each row's token from the host inputs or from the last step: [rows] int32."""
         return self._all_tokens.index_select(0, self._sources[:num_rows])

@@ -1,4 +1,4 @@
-"""Runs one plan on a GPU: as one graph, or kernel by kernel where no graph can."""
+"""Runs step plans on a GPU: as one CUDA graph, or kernel by kernel where no graph fits."""
 
 from __future__ import annotations
 
@@ -30,10 +30,16 @@ from loramux.memory.pool import PagePool
 from loramux.models.decoder import Decoder
 from loramux.runner.batch import StepBatch, build_batch, prompt_logprobs_of
 from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits, Progress, is_decode
-from loramux.runner.device_sampler import Draws, choose, draw, finish, is_plain
 from loramux.runner.gpu_decoder import GpuDecoder
+from loramux.runner.gpu_sampler import (
+    SampleInputs,
+    can_sample_on_device,
+    sample_inputs,
+    sample_on_device,
+    sample_others,
+)
 from loramux.runner.in_flight import FinishedStep, LaunchedStep
-from loramux.runner.prefill_graphs import RowGraphs
+from loramux.runner.prefill_graphs import PrefillGraphs
 from loramux.runner.sampler import SampleOutput
 from loramux.runner.split_plan import halves, join, with_known
 from loramux.types.step import InFlightStep, SampleRow, StepPlan, StepResult
@@ -44,10 +50,12 @@ class BatchLimits:
     max_batch_tokens: int
     max_sequences: int
     max_pages: int
-    """Of one sequence."""
+    """Pages of the longest sequence."""
 
 
 class GpuRunner:
+    """The executor of one GPU, with CUDA graphs; launches steps ahead of their results."""
+
     def __init__(
         self,
         *,
@@ -69,31 +77,31 @@ class GpuRunner:
             pool=pool.storage,
             num_sms=kernels.num_sms,
         )
-        self._prompt_lora = prefill_work(lora, limits.max_batch_tokens)
+        self._prefill_lora = prefill_work(lora, limits.max_batch_tokens)
         decodes = decode_work(lora, limits.max_sequences, use_pdl=kernels.supports_pdl)
         rows = prefill_graph_work(lora, limits.max_batch_tokens, use_pdl=kernels.supports_pdl)
         self._augmented = augmented_work(decodes, self._decoder.appended, kernels.augmented)
-        self._graphs = DecodeGraphs(
+        self._decode_graphs = DecodeGraphs(
             self._decoder,
             kernels,
             GraphLora(decodes, self._augmented),
             DecodeLimits(max_sequences=limits.max_sequences, max_pages=limits.max_pages),
             pool.device,
         )
-        self._feed = self._graphs.feed
-        self._rows = RowGraphs(
+        self._token_buffer = self._decode_graphs.token_buffer
+        self._prefill_graphs = PrefillGraphs(
             self._decoder,
             kernels,
             GraphLora(rows, None if self._augmented is None else self._augmented.over(rows)),
-            self._feed,
+            self._token_buffer,
             pool.device,
-            max_rows=limits.max_batch_tokens,
+            max_tokens=limits.max_batch_tokens,
             max_sequences=limits.max_sequences,
             max_pages=limits.max_pages,
         )
         self._last: InFlightStep | None = None
-        # Rows that a step may have; fewer after one ran out of memory.
-        self._max_rows = limits.max_batch_tokens
+        # Most tokens of one launch; halved when a step runs out of memory.
+        self._max_tokens = limits.max_batch_tokens
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,11 +124,11 @@ class GpuRunner:
         return self._pool.storage.data_ptr()
 
     def capture(self, progress: Progress | None = None) -> None:
-        """Makes the graphs of decode steps; without it each is made when first needed."""
+        """Capture all graphs; without it each is captured when it is first needed."""
         if self._augmented is not None:
             self._augmented.warm_up()
-        sizes = self._rows.sizes
-        num_decodes = self._graphs.num_sizes
+        sizes = self._prefill_graphs.sizes
+        num_decodes = self._decode_graphs.num_sizes
         todo = num_decodes + len(sizes)
 
         def tell(done: float) -> None:
@@ -128,41 +136,41 @@ class GpuRunner:
                 progress("Capturing graphs", done / todo)
 
         for number, size in enumerate(sizes):
-            self._rows.make(*size)
+            self._prefill_graphs.make(*size)
             tell(number + 1)
-        self._graphs.capture(lambda _, share: tell(len(sizes) + share * num_decodes))
+        self._decode_graphs.capture(lambda _, share: tell(len(sizes) + share * num_decodes))
 
     def capture_largest(self) -> None:
-        """Takes the memory that all graphs together will take, or nearly."""
-        for size in self._rows.largest:
-            self._rows.make(*size)
-        self._graphs.capture_largest()
+        """Capture the largest graphs, which take nearly the memory of all graphs together."""
+        for size in self._prefill_graphs.largest:
+            self._prefill_graphs.make(*size)
+        self._decode_graphs.capture_largest()
 
     @torch.inference_mode()
     def warm_up(self, plans: Sequence[StepPlan]) -> None:
-        """Compiles the kernels of such steps, with LoRA and without: no request waits for it."""
+        """Compile the kernels of such steps, with and without LoRA, before requests arrive."""
         for plan in plans:
             for has_lora in (False, True):
                 self._launch(plan, has_lora=has_lora)
 
     def can_run_ahead(self, plan: StepPlan) -> bool:
-        """Whether it can be launched before the last step's tokens are on the host."""
+        """Return whether the plan can be launched before the last step's tokens are known."""
         return all(
             chunk.prompt_logprobs is None
-            and (chunk.sample is None or is_plain(chunk.sample.params))
+            and (chunk.sample is None or can_sample_on_device(chunk.sample.params))
             for chunk in plan.chunks
         )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlightStep:
-        """Waits for the device only if the step cannot run ahead."""
+        """Launch a step; wait for the device only if the step cannot run ahead."""
         step: InFlightStep | None = None
         if all(chunk.prompt_logprobs is None for chunk in plan.chunks):
             step = self._launch_graph(plan)
         if step is None:
             step = self._launch_in_parts(plan)
         if step.is_done:
-            self._feed.forget()
+            self._token_buffer.forget()
         self._last = step
         return step
 
@@ -171,11 +179,11 @@ class GpuRunner:
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> dict[int, Tensor]:
-        """The logits of every row, by sequence; for probes and tests."""
+        """Compute the logits of every token by sequence id, without sampling."""
         has_lora = any(chunk.selection for chunk in plan.chunks)
         batch, hidden = self._forward(plan, has_lora=has_lora)
         logits = self._decoder.logits(hidden)
-        # Its pages may be given to others at once.
+        # The caller may release the pages at once.
         wait_for(self._pool.device)
         return {
             chunk.sequence_id: logits[batch.rows(i).start : batch.rows(i).stop]
@@ -186,42 +194,42 @@ class GpuRunner:
         chunks = sorted(plan.chunks, key=lambda chunk: self.directory.order(chunk.selection))
         sampled = [chunk for chunk in chunks if chunk.sample is not None]
         rows = [chunk.sample for chunk in sampled if chunk.sample is not None]
-        draws = draw(rows)
+        samples = sample_inputs(rows)
         try:
             logits = None
             if all(is_decode(chunk) for chunk in chunks):
-                logits = self._graphs.launch(chunks, draws)
+                logits = self._decode_graphs.launch(chunks, samples)
             if logits is None:
-                logits = self._rows.launch(chunks, draws)
+                logits = self._prefill_graphs.launch(chunks, samples)
             if logits is None:
                 return None
-            step = self._feed.publish([chunk.sequence_id for chunk in sampled])
-            return self._finish(step, logits, rows, draws) if draws.others else step
+            step = self._token_buffer.publish([chunk.sequence_id for chunk in sampled])
+            return self._finish(step, logits, rows, samples) if samples.others else step
         except RuntimeError as error:
-            # A graph takes no memory, but the full sampler does.
+            # Graphs allocate no memory, but the full sampler does.
             if not is_out_of_memory(error):
                 raise
             release_cached(self._pool.device)
-        # The feed has this step's tokens by now.
+        # The token buffer already holds this step's tokens.
         return self._launch_in_parts(self._with_known(plan))
 
     def _with_known(self, plan: StepPlan) -> StepPlan:
         return with_known(plan, {} if self._last is None else self._last.result().token_ids)
 
     def _finish(
-        self, step: LaunchedStep, logits: Tensor, rows: Sequence[SampleRow], draws: Draws
+        self, step: LaunchedStep, logits: Tensor, rows: Sequence[SampleRow], samples: SampleInputs
     ) -> FinishedStep:
         chosen = step.result().token_ids
         token_ids = [token_id for (token_id,) in chosen.values()]
-        output = finish(token_ids, logits, rows, draws.others)
+        output = sample_others(token_ids, logits, rows, samples.others)
         return FinishedStep(_result(list(chosen), output))
 
     def _launch_in_parts(self, plan: StepPlan) -> InFlightStep:
-        """A step that needs more memory than there is becomes two, again and again.
+        """Launch a step, split into halves until each fits in memory.
 
-        What it has written of keys and values until then is written once more, the same.
+        Keys and values that a failed attempt has written are overwritten with the same values.
         """
-        if plan.num_tokens <= self._max_rows or plan.num_tokens == 1:
+        if plan.num_tokens <= self._max_tokens or plan.num_tokens == 1:
             try:
                 return self._launch(plan, has_lora=any(chunk.selection for chunk in plan.chunks))
             except RuntimeError as error:
@@ -231,8 +239,8 @@ class GpuRunner:
             release_cached(self._pool.device)
             if plan.num_tokens == 1:
                 raise DoesNotFit(self._no_memory(message))
-            self._max_rows = max(1, min(self._max_rows, plan.num_tokens) // 2)
-        # The first part takes the feed from the second.
+            self._max_tokens = max(1, min(self._max_tokens, plan.num_tokens) // 2)
+        # The first half overwrites tokens in the token buffer that the second half needs.
         first, second = halves(self._with_known(plan))
         return FinishedStep(
             join(self._launch_in_parts(first).result(), self._launch_in_parts(second).result())
@@ -241,7 +249,7 @@ class GpuRunner:
     def _no_memory(self, message: str) -> str:
         free, total = device_memory_bytes(self._pool.device)
         return (
-            f"The device has no memory for a step of one row: {free} of {total} bytes are free, "
+            f"The device has no memory for a step of one token: {free} of {total} bytes are free, "
             f"{self.pool_bytes} are the pool's. Serve with a smaller pool. ({message})"
         )
 
@@ -251,32 +259,34 @@ class GpuRunner:
         logprobs = prompt_logprobs_of(batch, hidden, self._decoder.logits)
         if not sampled:
             return (
-                FinishedStep(StepResult({}, {}, logprobs)) if logprobs else self._feed.publish([])
+                FinishedStep(StepResult({}, {}, logprobs))
+                if logprobs
+                else self._token_buffer.publish([])
             )
         last_rows = torch.tensor([batch.rows(i)[-1] for i in sampled])
         logits = self._decoder.logits(hidden.index_select(0, send(last_rows, hidden.device)))
         rows: list[SampleRow] = [
             row for i in sampled if (row := batch.chunks[i].sample) is not None
         ]
-        draws = draw(rows)
-        self._feed.take(choose(logits, draws, self._kernels.sampling))
-        step = self._feed.publish([batch.chunks[i].sequence_id for i in sampled])
-        if not draws.others and not logprobs:
+        samples = sample_inputs(rows)
+        self._token_buffer.store(sample_on_device(logits, samples, self._kernels.sampling))
+        step = self._token_buffer.publish([batch.chunks[i].sequence_id for i in sampled])
+        if not samples.others and not logprobs:
             return step
-        result = self._finish(step, logits, rows, draws).result()
+        result = self._finish(step, logits, rows, samples).result()
         return FinishedStep(replace(result, prompt_logprobs=logprobs))
 
     def _forward(self, plan: StepPlan, *, has_lora: bool) -> tuple[StepBatch, Tensor]:
         chunks = sorted(plan.chunks, key=lambda chunk: self.directory.order(chunk.selection))
         device = self._pool.device
         batch = build_batch(chunks, device)
-        self._feed.fill_in(chunks, batch.row_starts, batch.token_ids)
+        self._token_buffer.fill_in(chunks, batch.row_starts, batch.token_ids)
         sequences = [
             SequenceRows(start, len(chunk.token_ids), chunk.start, chunk.page_ids)
             for start, chunk in zip(batch.row_starts, chunks, strict=True)
         ]
         attention = self._kernels.attention.plan(sequences, self._decoder.layout, device)
-        lora = self._prompt_lora if has_lora else None
+        lora = self._prefill_lora if has_lora else None
         if lora is not None:
             lora.fill_now([c.selection for c in chunks], [len(c.token_ids) for c in chunks])
         return batch, self._decoder.hidden(batch.token_ids, batch.positions, attention, lora)

@@ -1,4 +1,4 @@
-"""What a step reads from the host, in one buffer of words: one copy a step."""
+"""The inputs of a step in one pinned host buffer, copied to the device at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from loramux.lora.segmented import Ints
 from loramux.memory.device import Fence, host_buffer
 
-# Fields begin at multiples of 64 bytes: vectors of any type can be read there.
+# Fields begin at multiples of 64 bytes, so that vectors of any type are aligned.
 _ALIGN_WORDS = 16
 
 
@@ -18,10 +18,10 @@ def align(num_words: int) -> int:
     return -(-num_words // _ALIGN_WORDS) * _ALIGN_WORDS
 
 
-class PackedWords:
-    """Fields of fixed places on the device, each filled on the host from its front.
+class HostBuffer:
+    """Fields of int32 words at fixed device addresses, each filled on the host from its front.
 
-    The last one may be sent in part. num_ahead words that are the device's own lie in front.
+    The last field may be sent in part. `num_ahead` words owned by the device precede the fields.
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device, *, num_ahead: int = 0) -> None:
@@ -30,7 +30,7 @@ class PackedWords:
         self._sent = self.all[num_ahead:]
         self.fields = torch.split(self._sent, sizes)
         self._last_at = sum(sizes[:-1])
-        # While the device reads the one, the other is filled.
+        # Double buffering: one is filled while the device reads the other.
         self._hosts = [_Host(sizes, device) for _ in range(2)]
 
     @property
@@ -39,19 +39,19 @@ class PackedWords:
         return self._hosts[0].fields
 
     def begin(self) -> None:
-        """A new step. Its fields have what they had two steps ago."""
+        """Begin a step; the fields hold their values of two steps ago."""
         self._hosts.reverse()
         self._hosts[0].wait()
 
     def send(self, num_last: int) -> None:
-        """All fields, and so many words of the last; does not wait for the device."""
+        """Copy all fields and `num_last` words of the last one, without waiting for the device."""
         host, words = self._hosts[0], self._last_at + num_last
         self._sent[:words].copy_(host.words[:words], non_blocking=True)
         host.sent(self._sent.device)
 
 
 class _Host:
-    """The host's side of the fields, and when the device has read them."""
+    """One host copy of the fields, and the fence after the device has read it."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self.words = host_buffer(device)(sum(sizes), torch.int32)

@@ -1,4 +1,4 @@
-"""How likely the model itself held a token: of raw logits, whatever the sampling parameters."""
+"""Log-probabilities of tokens by the raw logits, independent of sampling parameters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from loramux.types.request import TokenLogprob
 
 ROWS_AT_ONCE = 64
-"""Bounds the working memory, which is a few times that of the logits it looks at."""
+"""Rows per pass: bounds the working memory to a few times that of their logits."""
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Of one token per row, with the row's `top` most likely ones. logits [rows, vocab]"""
+    """Describe one token per row, with the `top` most likely ones. logits [rows, vocab]"""
     if logits.shape[0] != len(token_ids):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(token_ids)} tokens")
     found: list[TokenLogprob] = []
@@ -40,7 +40,7 @@ def _describe(logits: Tensor, token_ids: Sequence[int], top: int) -> list[TokenL
 
 
 def _most_likely(logits: Tensor, total: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
-    """Equal logits in the order of their ids, as argmax has it; torch.topk takes any of them."""
+    """Return the `count` best tokens per row; ties go to the lowest id, unlike torch.topk."""
     found: list[list[tuple[int, float]]] = [[] for _ in range(logits.shape[0])]
     if count:
         lowest = logits.topk(count, dim=-1).values[:, -1:]

@@ -1,4 +1,4 @@
-"""The pages of a step's sequences, one list after another, and the table made of them."""
+"""Page tables of a step: sent as concatenated lists, expanded on the device."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ import torch
 from torch import Tensor
 
 from loramux.lora.segmented import Ints
-from loramux.runner.host_buffer import PackedWords
+from loramux.runner.host_buffer import HostBuffer
 from loramux.types.step import Chunk
 
 
-class PageLists:
-    """In the last field of `words`, so that a copy ends with the last page; where each list begins
-    is in the field `starts`."""
+class PageTables:
+    """Keeps the page lists in the last field of a HostBuffer, and their starts in another."""
 
-    def __init__(self, words: PackedWords, *, starts: int, max_pages: int) -> None:
+    def __init__(self, words: HostBuffer, *, starts: int, max_pages: int) -> None:
         self._words = words
         self._starts = starts
         self._columns = torch.arange(max_pages, dtype=torch.int32, device=words.all.device)
         self.num_words = 0
-        """Of this step's lists."""
+        """Words of this step's page lists."""
 
     @staticmethod
     def most_words(num_sequences: int, max_pages: int) -> int:
-        """Reading a table's unused columns must stay inside."""
+        """Return the size of the field, with room for reads of unused table columns."""
         return (num_sequences + 1) * max_pages
 
     def fill(self, chunks: Sequence[Chunk]) -> Ints:
-        """Where each chunk's list begins."""
+        """Write the page lists; return the start of each chunk's list."""
         host = self._words.host
         lengths = np.fromiter((len(chunk.page_ids) for chunk in chunks), dtype=np.int32)
         starts = np.cumsum(lengths, dtype=np.int32) - lengths
@@ -43,7 +42,7 @@ class PageLists:
         return starts
 
     def write_table(self, out: Tensor) -> None:
-        """out [sequences, max_pages] int32: each sequence's pages, then any."""
+        """Expand the lists into out [sequences, max_pages] int32; unused columns are arbitrary."""
         starts, pages = self._words.fields[self._starts], self._words.fields[-1]
         index = starts[: out.shape[0], None] + self._columns
         torch.index_select(pages, 0, index.view(-1), out=out.view(-1))

@@ -1,4 +1,4 @@
-"""What a request's own parameters and past do to its logits, before temperature."""
+"""Logit bias and penalties of a request, applied before temperature."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def changes_logits(params: SamplingParams) -> bool:
 
 
 def check_logit_bias(params: SamplingParams, vocab_size: int) -> None:
-    """To be called when a request arrives: a bad id must not reach a batch that others share."""
+    """Raise InvalidRequest for ids outside the vocabulary, before the request is batched."""
     for token_id in params.logit_bias:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
-                f"logit_bias names token {token_id}, but the model knows 0 to {vocab_size - 1}: "
+                f"logit_bias names token {token_id}, but the vocabulary is 0 to {vocab_size - 1}: "
                 "use ids of this model's tokenizer.",
                 param="logit_bias",
             )
 
 
 def adjust_logits(logits: Tensor, row: SampleRow) -> None:
-    """In place: bias, then the repetition penalty, then those that count the output.
+    """Apply bias, repetition penalty, then frequency and presence penalties in place.
 
     logits [vocab]
     """
@@ -39,7 +39,7 @@ def adjust_logits(logits: Tensor, row: SampleRow) -> None:
         biased = _indices(params.logit_bias, logits)
         logits[biased] += logits.new_tensor(list(params.logit_bias.values()))
     if params.repetition_penalty != 1:
-        # An id that comes twice is written twice with the same value.
+        # A repeated id is written twice with the same value.
         seen = _indices((*row.prompt_token_ids, *row.output_token_ids), logits)
         scores = logits[seen]
         factor = params.repetition_penalty
@@ -52,7 +52,7 @@ def adjust_logits(logits: Tensor, row: SampleRow) -> None:
 
 
 def _indices(token_ids: Iterable[int], like: Tensor) -> Tensor:
-    # Seven times as fast as torch.tensor, and a prompt may have thousands of tokens.
+    # Seven times as fast as torch.tensor for long prompts.
     numbers = array("q", token_ids)
     if not numbers:
         return torch.empty(0, dtype=torch.int64, device=like.device)

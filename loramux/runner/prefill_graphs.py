@@ -1,4 +1,4 @@
-"""Steps with prompts without the host: one CUDA graph for each number of rows and mode of LoRA."""
+"""CUDA graphs of steps with prefill, one for each token count and LoRA mode."""
 
 from __future__ import annotations
 
@@ -10,47 +10,46 @@ from torch import Tensor
 
 from loramux.kernels.ops import DeviceAttentionPlan, DeviceKernels, StepRows
 from loramux.lora.graph_lora import GraphLora, LoraMode
-from loramux.runner.device_sampler import Draws
 from loramux.runner.gpu_decoder import GpuDecoder
-from loramux.runner.prefill_inputs import RowInputs, RowLimits
+from loramux.runner.gpu_sampler import SampleInputs
+from loramux.runner.prefill_inputs import PrefillInputs, PrefillLimits
 from loramux.runner.step_graphs import StepGraphs
 from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import Chunk
 
-# Rows cost little below 256, and from there on as many as they are; but at 448 the products of
-# an 8B model take longer than at 512. Steps of more rows than the last keep the device busy for
-# longer than it takes to launch them kernel by kernel.
-ROW_COUNTS = (
+# Below 256 tokens padding costs little, above that its full share; at 448 the GEMMs of an 8B model
+# take longer than at 512. Larger steps run longer than their kernels take to launch one by one.
+TOKEN_COUNTS = (
     *(32, 64, 128, 192, 256, 320, 384, 512, 640),
     *(768, 896, 1024, 1280, 1536, 1792, 2048),
 )
 
 
-def row_counts(max_rows: int) -> list[int]:
-    most = min(max_rows, ROW_COUNTS[-1])
-    return [count for count in ROW_COUNTS if count < most] + [most]
+def token_counts(max_tokens: int) -> list[int]:
+    most = min(max_tokens, TOKEN_COUNTS[-1])
+    return [count for count in TOKEN_COUNTS if count < most] + [most]
 
 
-class RowGraphs:
-    """Every size shares its inputs and its logits with the others: one runs at once."""
+class PrefillGraphs:
+    """All graphs share inputs and logits, so that one of them runs at a time."""
 
     def __init__(  # noqa: PLR0913
         self,
         decoder: GpuDecoder,
         kernels: DeviceKernels,
         lora: GraphLora,
-        feed: TokenBuffer,
+        token_buffer: TokenBuffer,
         device: torch.device,
         *,
-        max_rows: int,
+        max_tokens: int,
         max_sequences: int,
         max_pages: int,
     ) -> None:
         self._decoder = decoder
         self._kernels = kernels
         self.lora = lora
-        self._feed = feed
-        self._counts = row_counts(max_rows)
+        self._token_buffer = token_buffer
+        self._counts = token_counts(max_tokens)
         most = self._counts[-1]
         self._max_sequences = max_sequences
         self._windows = sorted(decoder.windows, key=str)
@@ -58,15 +57,15 @@ class RowGraphs:
             1, decoder.num_heads, decoder.layout.head_dim, dtype=decoder.dtype, device=device
         )
         self._num_items = {count: self._most_items(count) for count in self._counts}
-        limits = RowLimits(
-            max_rows=most,
+        limits = PrefillLimits(
+            max_tokens=most,
             max_sequences=max_sequences,
             max_pages=max_pages,
             block_tokens=decoder.layout.block_tokens,
             num_items=tuple(self._num_items[most] * len(self._windows)),
             num_lora_words=lora.num_words,
         )
-        self._inputs = RowInputs(limits, feed, device)
+        self._inputs = PrefillInputs(limits, token_buffer, device)
         lora.segmented.read_from(self._inputs.lora_words[: limits.num_lora_words])
         self._page_table = torch.zeros(max_sequences, max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(min(most, max_sequences))
@@ -75,7 +74,7 @@ class RowGraphs:
 
     @property
     def sizes(self) -> list[tuple[int, LoraMode]]:
-        """The largest first: the others fit into its memory."""
+        """All graphs to capture, the largest first: the others reuse its memory."""
         return [
             (count, mode) for count in reversed(self._counts) for mode in self.lora.modes(count)
         ]
@@ -89,10 +88,10 @@ class RowGraphs:
         return self._steps.get((num_rows, mode), partial(self._compute, num_rows, mode))
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk], draws: Draws) -> Tensor | None:
-        """Logits of each chunk with a sample row, in order; None: not a step for a graph.
+    def launch(self, chunks: Sequence[Chunk], samples: SampleInputs) -> Tensor | None:
+        """Launch a step; return the logits of each chunk with a sample row, in order.
 
-        As DecodeGraphs.launch.
+        Returns None if no graph fits. See DecodeGraphs.launch.
         """
         lengths = [len(chunk.token_ids) for chunk in chunks]
         num_rows = sum(lengths)
@@ -108,10 +107,10 @@ class RowGraphs:
         mode = self.lora.fill(selections, lengths, count, self._inputs.host_lora_words)
         if mode is None:
             return None
-        self._inputs.fill(chunks, draws, items)
+        self._inputs.fill(chunks, samples, items)
         self._inputs.send()
         self._steps.run((count, mode), partial(self._compute, count, mode))
-        return self._logits[: len(draws.noise)]
+        return self._logits[: len(samples.noise)]
 
     def _most_items(self, num_rows: int) -> list[int]:
         return self._kernels.attention.max_items(
@@ -140,7 +139,7 @@ class RowGraphs:
         )
 
     def _compute(self, num_rows: int, mode: LoraMode) -> None:
-        """Nothing here asks the device for a value: it is captured once and run again."""
+        """Compute a step without reading values from the device, so that it can be captured."""
         inputs = self._inputs
         num_logits = min(num_rows, self._logits.shape[0])
         inputs.pages.write_table(self._page_table)
@@ -155,7 +154,7 @@ class RowGraphs:
         logits: Tensor = self._logits[:num_logits]
         last_rows = inputs.last_rows[:num_logits]
         self._decoder.write_logits(hidden.index_select(0, last_rows), logits)
-        self._feed.take(
+        self._token_buffer.store(
             self._kernels.sampling.choose_tokens(
                 logits, inputs.temperatures[:num_logits], inputs.noise[:num_logits]
             )

@@ -1,4 +1,4 @@
-"""All that a step with prompts reads from the host."""
+"""The host inputs of a step with prefill."""
 
 from __future__ import annotations
 
@@ -12,44 +12,46 @@ from torch import Tensor
 
 from loramux.kernels.gpu.attention.split_kv import ITEM_FIELDS
 from loramux.lora.segmented import Ints
-from loramux.runner.device_sampler import Draws
-from loramux.runner.host_buffer import PackedWords
-from loramux.runner.page_tables import PageLists
+from loramux.runner.gpu_sampler import SampleInputs
+from loramux.runner.host_buffer import HostBuffer
+from loramux.runner.page_tables import PageTables
 from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import Chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowLimits:
-    max_rows: int
+class PrefillLimits:
+    max_tokens: int
     max_sequences: int
     max_pages: int
-    """Of one sequence."""
+    """Pages of the longest sequence."""
     block_tokens: int
     num_items: tuple[int, ...]
-    """Attention's, list by list."""
+    """Most attention work items, by tile shape and window."""
     num_lora_words: int
 
 
-class RowInputs:
-    """Rows, sequences and items of fixed places on the device, each filled from the front.
+class PrefillInputs:
+    """Tokens, sequences and attention work items at fixed addresses, each filled from the front.
 
-    A row that is padding is stored nowhere and read by nobody.
+    Padding rows have slot -1: their keys and values are not stored.
     """
 
-    def __init__(self, limits: RowLimits, feed: TokenBuffer, device: torch.device) -> None:
+    def __init__(
+        self, limits: PrefillLimits, token_buffer: TokenBuffer, device: torch.device
+    ) -> None:
         self._limits = limits
-        self._feed = feed
-        rows, sequences = limits.max_rows, limits.max_sequences
+        self._token_buffer = token_buffer
+        rows, sequences = limits.max_tokens, limits.max_sequences
         sizes = [rows] * 4 + [sequences] * 3 + [2 * sequences, limits.num_lora_words]
         self._first_items = len(sizes)
         sizes += [count * ITEM_FIELDS for count in limits.num_items]
-        sizes.append(PageLists.most_words(sequences, limits.max_pages))
-        self._words = PackedWords(sizes, device)
+        sizes.append(PageTables.most_words(sequences, limits.max_pages))
+        self._words = HostBuffer(sizes, device)
         fields = self._words.fields
         self._own_tokens, self._sources, self.positions, self.slots = fields[:4]
         self.last_rows = fields[4]
-        self.pages = PageLists(self._words, starts=5, max_pages=limits.max_pages)
+        self.pages = PageTables(self._words, starts=5, max_pages=limits.max_pages)
         self.temperatures = fields[6].view(torch.float32)
         self.noise = fields[7].view(torch.float64)
         self.lora_words = fields[8]
@@ -59,16 +61,16 @@ class RowInputs:
         ]
 
     def begin(self) -> None:
-        """A new step, whose fields are then filled and sent."""
+        """Begin a step, whose fields are then filled and sent."""
         self._words.begin()
 
     @property
     def host_lora_words(self) -> Ints:
-        """Where the step's list of LoRA work is written before `send`."""
+        """Destination of the step's LoRA work list, to be written before `send`."""
         return self._words.host[8]
 
-    def fill(self, chunks: Sequence[Chunk], draws: Draws, items: Sequence[Tensor]) -> None:
-        """draws: of the chunks that have a sample row."""
+    def fill(self, chunks: Sequence[Chunk], samples: SampleInputs, items: Sequence[Tensor]) -> None:
+        """Fill all fields; `samples` holds the inputs of the chunks with a sample row."""
         fields = self._words.host
         lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), dtype=np.int32)
         starts = np.fromiter((chunk.start for chunk in chunks), dtype=np.int32)
@@ -80,7 +82,7 @@ class RowInputs:
         token_ids[:num_rows] = list(chain.from_iterable(chunk.token_ids for chunk in chunks))
         sources.fill(-1)
         for chunk, end in zip(chunks, ends.tolist(), strict=True):
-            place = self._feed.place(chunk)
+            place = self._token_buffer.place(chunk)
             if place is not None:
                 sources[end - 1] = place
         owner = np.repeat(np.arange(len(chunks)), lengths)
@@ -91,25 +93,27 @@ class RowInputs:
         at = positions[:num_rows]
         pages = fields[-1][page_starts[owner] + at // block]
         slots[:num_rows] = pages * block + at % block
-        self._fill_samples(chunks, ends - 1, draws)
+        self._fill_samples(chunks, ends - 1, samples)
         for field, some in zip(fields[self._first_items : -1], items, strict=True):
             field.fill(0)
             field[: some.numel()] = some.numpy().reshape(-1)
 
-    def _fill_samples(self, chunks: Sequence[Chunk], last_rows: Ints, draws: Draws) -> None:
+    def _fill_samples(
+        self, chunks: Sequence[Chunk], last_rows: Ints, samples: SampleInputs
+    ) -> None:
         last, _, temperatures, noise = self._words.host[4:8]
-        count = len(draws.noise)
+        count = len(samples.noise)
         for field in (last, temperatures, noise):
             field.fill(0)
         last[:count] = last_rows[[chunk.sample is not None for chunk in chunks]]
-        temperatures.view(np.float32)[:count] = draws.temperatures
-        noise.view(np.float64)[:count] = draws.noise
+        temperatures.view(np.float32)[:count] = samples.temperatures
+        noise.view(np.float64)[:count] = samples.noise
 
     def send(self) -> None:
-        """One copy; does not wait for the device."""
+        """Copy all fields to the device at once, without waiting for it."""
         self._words.send(self.pages.num_words)
 
     def token_ids(self, num_rows: int) -> Tensor:
-        """[rows] int32: each row's own token, or what the last step sampled for it."""
+        """Gather each row's token from the host inputs or from the last step: [rows] int32."""
         own, sources = self._own_tokens[:num_rows], self._sources[:num_rows]
-        return torch.where(sources < 0, own, self._feed.read(sources.clamp(min=0)))
+        return torch.where(sources < 0, own, self._token_buffer.read(sources.clamp(min=0)))

@@ -1,7 +1,7 @@
-"""Logits to tokens. A row's token depends on that row alone, never on its neighbours.
+"""Samples tokens from logits; a row's token does not depend on the other rows.
 
-Each draw takes one number in [0, 1), a pure function of the row's seed and of how many tokens it
-has, and finds it in the cumulated probabilities in the order of the vocabulary.
+A draw uses one uniform number, a pure function of the row's seed and output length, and inverts
+the CDF in vocabulary order.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from loramux.types.step import SampleRow
 MASK_64 = (1 << 64) - 1
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 MAX_CANDIDATES = 1024
-"""A larger top_k sorts the vocabulary; torch.topk would not be faster."""
+"""Above this top_k the vocabulary is sorted: torch.topk would not be faster."""
 NUCLEUS_CANDIDATES = 256
-"""They hold the top_p of nearly every row of a trained model; the others look at all tokens."""
+"""Enough for the top_p of nearly every row of a trained model; other rows use all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class SampleOutput:
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> SampleOutput:
-    """One token per row; logits [rows, vocab] float32, left as they are."""
+    """Sample one token per row; logits [rows, vocab] float32 are not modified."""
     if logits.shape[0] != len(rows):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(rows)} rows to sample")
     token_ids = [0] * len(rows)
@@ -50,18 +50,18 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> SampleOutput:
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Of the token that truly follows each row; logits [rows, vocab] float32."""
+    """Describe the prompt token that follows each row; logits [rows, vocab] float32."""
     return token_logprobs(logits, next_token_ids, top)
 
 
 def uniform(seed: int, step: int) -> float:
-    """A number in [0, 1) with 53 random bits."""
+    """Return a number in [0, 1) with 53 random bits."""
     mixed = _mix((_mix(seed & MASK_64) + (step + 1) * GOLDEN_GAMMA) & MASK_64)
     return (mixed >> 11) * 2.0**-53
 
 
 def _mix(value: int) -> int:
-    """The finalizer of SplitMix64: every bit of the result depends on every bit of the value."""
+    """Mix the bits of a value (finalizer of SplitMix64)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK_64
     return value ^ (value >> 31)
@@ -90,7 +90,7 @@ def _method(params: SamplingParams) -> Choose:
 
 
 def _own_logits(logits: Tensor, rows: Sequence[SampleRow], members: Sequence[int]) -> Tensor:
-    """The members' logits with their penalties; the given tensor where that is all of it."""
+    """Return the members' logits with penalties applied, without a copy where possible."""
     adjusted = [place for place, i in enumerate(members) if changes_logits(rows[i].params)]
     if len(members) < len(rows):
         own = logits[torch.tensor(members, device=logits.device)]
@@ -102,7 +102,7 @@ def _own_logits(logits: Tensor, rows: Sequence[SampleRow], members: Sequence[int
 
 
 def _take_best(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    # Three times as fast as argmax on a CPU, and the same: the first of equal ones.
+    # Three times as fast as argmax on a CPU; both return the first maximum.
     return logits.max(dim=-1).indices
 
 
@@ -139,13 +139,13 @@ def _draw_the_rest(logits: Tensor, rows: Sequence[SampleRow], drawn: Tensor) -> 
 
 
 def _scale(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """(logits - max) / temperature"""
+    """Compute (logits - max) / temperature."""
     best = logits.max(dim=-1, keepdim=True)
     scaled = logits - best.values
     scaled.div_(temperatures(_params(rows), logits))
     broken = (~best.values.isfinite()).squeeze(1).nonzero().squeeze(1)
     if broken.shape[0]:
-        # Not a number somewhere: no distribution to draw from, so what a greedy row would take.
+        # The logits contain NaN or infinity: take the greedy token.
         scaled[broken] = -torch.inf
         scaled[broken, best.indices[broken].squeeze(1)] = 0.0
     return scaled

@@ -1,7 +1,7 @@
-"""Drawing among a row's few most likely tokens, when its filters leave no others.
+"""Samples among a row's most likely tokens, when its filters leave no others.
 
-Of tokens with the same logit at the edge of the kept set those with the lowest ids stay, so that
-the set depends on the row alone; torch.topk would take any of them.
+Ties at the edge of the kept set are resolved by the lowest id, so that the set depends on the row
+alone; torch.topk would keep arbitrary ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def draw_among_best(
     total: Tensor | None,
     count: int,
 ) -> Tensor:
-    """The token of each row, -1 where the `count` best are too few to know, or not numbers.
+    """Sample one token per row; -1 where the `count` best do not suffice or are NaN.
 
     logits [rows, vocab]; noise [rows, 1]; total [rows, 1]: sum of exp((logits - max) / temperature)
     over the vocabulary, for rows with top_p and no top_k
@@ -41,12 +41,12 @@ def draw_among_best(
 
 
 def temperatures(params: Sequence[SamplingParams], like: Tensor) -> Tensor:
-    # Smaller ones are zero in float32; at this one only the best token has weight already.
+    # Smaller temperatures are zero in float32; here only the best token has weight.
     return like.new_tensor([max(p.temperature, 1e-30) for p in params]).unsqueeze(1)
 
 
 def kept_prefix(scaled: Tensor, params: Sequence[SamplingParams], total: Tensor | None) -> Tensor:
-    """How many of the sorted candidates top_k, top_p and min_p keep, in this order; at least 1.
+    """Count the sorted candidates kept by top_k, top_p and min_p in this order; at least 1.
 
     scaled [rows, candidates], highest first; without `total`, top_p is of what top_k leaves
     """
@@ -63,22 +63,23 @@ def kept_prefix(scaled: Tensor, params: Sequence[SamplingParams], total: Tensor 
 
 
 def lowest_scaled(params: Sequence[SamplingParams], like: Tensor) -> Tensor:
-    """min_p, which is relative to the best token, as a bound on scaled logits."""
+    """Convert min_p, which is relative to the best token, to a bound on scaled logits."""
     lowest = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
     return like.new_tensor(lowest).unsqueeze(1)
 
 
 def inverse_cdf(weights: Tensor, noise: Tensor) -> Tensor:
-    """The first place at which the cumulated weights exceed that share of their sum.
+    """Return the first index at which the cumulative weights exceed noise times their sum.
 
-    weights [rows, places]; noise [rows, 1] in [0, 1); float64, so that rounding favours nobody
+    weights [rows, places]; noise [rows, 1] in [0, 1)
     """
+    # In float64, so that rounding does not bias the draw.
     cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
     place = torch.searchsorted(cumulated, noise * cumulated[:, -1:], right=True)
     place.clamp_(max=weights.shape[1] - 1)
     allowed = weights.gather(1, place) > 0
     if not bool(allowed.all()):
-        # A parallel scan may step up by one rounding at a weight of 0.
+        # A parallel scan may increase by a rounding error at a weight of 0.
         place = torch.where(allowed, place, weights.argmax(dim=-1, keepdim=True))
     return place
 

@@ -1,6 +1,6 @@
-"""Filters over a whole vocabulary: for rows whose kept set may be large.
+"""Filters over the whole vocabulary, for rows whose kept set may be large.
 
-Here too the lowest ids stay of tokens with the same logit at the cutoff.
+Ties at the cutoff are resolved by the lowest id.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from loramux.types.sampling import SamplingParams
 
 NUM_BUCKETS = 2048
 BUCKET_SPAN = 24.0
-"""In nats below the best token; what lies deeper shares the last bucket."""
+"""In nats below the best token; lower logits share the last bucket."""
 
 
 class Cut(NamedTuple):
-    """Per row [rows, 1]: tokens below `lowest` go; of those equal to it only `ties` stay."""
+    """Cutoff per row [rows, 1]: drops tokens below `lowest`, and all but `ties` equal to it."""
 
     lowest: Tensor
     ties: Tensor
     has_surplus: Tensor
-    """Whether there are more than `ties` of them."""
+    """Whether more than `ties` tokens are equal to `lowest`."""
 
 
 def drop_filtered(weights: Tensor, scaled: Tensor, params: Sequence[SamplingParams]) -> None:
@@ -65,9 +65,9 @@ def _cut_by_rank(weights: Tensor, scaled: Tensor, params: Sequence[SamplingParam
 
 
 def _cut_by_mass(weights: Tensor, scaled: Tensor, params: Sequence[SamplingParams]) -> Cut:
-    """A histogram finds the bucket in which top_p is reached; only that bucket is sorted."""
+    """Find the bucket in which top_p is reached by a histogram, and sort that bucket alone."""
     depth = (-scaled.amin(dim=-1, keepdim=True)).clamp_(1e-6, BUCKET_SPAN)
-    # An infinite product, of a token that cannot be drawn, is clamped like any other.
+    # The infinite depth of a token with zero probability is clamped like any other.
     bucket = (scaled * (-(NUM_BUCKETS - 1) / depth)).clamp_(max=NUM_BUCKETS - 1).long()
     mass = torch.zeros(scaled.shape[0], NUM_BUCKETS, dtype=torch.float64, device=scaled.device)
     mass.scatter_add_(1, bucket, weights.double())
@@ -82,7 +82,7 @@ def _cut_by_mass(weights: Tensor, scaled: Tensor, params: Sequence[SamplingParam
 
 
 def _sorted_members(scaled: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
-    """The members of each row, highest first, -inf behind them; and how many they are."""
+    """Return each row's members, highest first and padded with -inf, and their number."""
     rows, token_ids = member.nonzero(as_tuple=True)
     size = torch.bincount(rows, minlength=scaled.shape[0])
     first = size.cumsum(0) - size

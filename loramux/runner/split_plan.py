@@ -1,4 +1,4 @@
-"""One step as two smaller ones, with the same result."""
+"""Splits a step into two smaller ones with the same result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loramux.types.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
 
 
 def with_known(plan: StepPlan, token_ids: Mapping[int, Sequence[int]]) -> StepPlan:
-    """The plan with the last step's tokens (by sequence) where it had none yet."""
+    """Replace unknown tokens by the last step's tokens."""
     return StepPlan(
         tuple(
             chunk
@@ -22,7 +22,7 @@ def with_known(plan: StepPlan, token_ids: Mapping[int, Sequence[int]]) -> StepPl
 
 
 def halves(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
-    """The first half of the rows and the rest; the chunk in the middle is cut."""
+    """Split the tokens in half; a chunk across the middle is cut in two."""
     room = plan.num_tokens // 2
     first: list[Chunk] = []
     second: list[Chunk] = []
@@ -33,14 +33,15 @@ def halves(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
         elif room == 0:
             second.append(chunk)
         else:
-            head, tail = _cut(chunk, room)
-            first.append(head)
-            second.append(tail)
+            before, after = _cut(chunk, room)
+            first.append(before)
+            second.append(after)
         room -= min(room, size)
     return StepPlan(tuple(first)), StepPlan(tuple(second))
 
 
 def join(first: StepResult, second: StepResult) -> StepResult:
+    """Merge the results of both halves."""
     prompt_logprobs = dict(first.prompt_logprobs)
     for sequence_id, found in second.prompt_logprobs.items():
         prompt_logprobs[sequence_id] = prompt_logprobs.get(sequence_id, []) + found
@@ -53,16 +54,16 @@ def join(first: StepResult, second: StepResult) -> StepResult:
 
 def _cut(chunk: Chunk, size: int) -> tuple[Chunk, Chunk]:
     following = chunk.next_prompt_token_ids
-    head = replace(
+    before = replace(
         chunk,
         token_ids=chunk.token_ids[:size],
         sample=None,
         next_prompt_token_ids=following[:size],
     )
-    tail = replace(
+    after = replace(
         chunk,
         token_ids=chunk.token_ids[size:],
         start=chunk.start + size,
         next_prompt_token_ids=following[size:],
     )
-    return head, tail
+    return before, after

@@ -11,11 +11,11 @@ from loramux.memory.device import GraphMaker
 
 Work = Callable[[], None]
 Key = tuple[int, LoraMode]
-"""Rows, and the mode of LoRA."""
+"""(number of rows, LoRA mode)"""
 
 
 class StepGraphs:
-    """Each is made when it is first needed, and kept."""
+    """Captures each graph when it is first needed, and keeps it."""
 
     def __init__(self, device: torch.device) -> None:
         self.maker = GraphMaker(device)
@@ -30,6 +30,6 @@ class StepGraphs:
     def run(self, key: Key, work: Work) -> None:
         is_new = key not in self.made
         step = self.get(key, work)
-        # Not twice: the second time it would read the tokens that it has just made.
+        # Capturing has run the step already; a second run would read the tokens of the first.
         if not (is_new and self.maker.has_run):
             step()

@@ -1,4 +1,4 @@
-"""The tokens of the last step, kept on the device as the next one's input."""
+"""Device-side token buffer: the last step's tokens, as input of the next step."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from loramux.types.step import UNKNOWN_TOKEN, Chunk
 
 
 class TokenBuffer:
-    """tokens [sequences] int32, filled from the front by each step."""
+    """Holds the tokens [sequences] int32 of the last step, and copies them to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._tokens = tokens
         allocate = host_buffer(tokens.device)
-        # A step's tokens are read while the next step's are on their way.
+        # Double buffering: one is read while the next step writes the other.
         self._hosts = [allocate(tokens.shape[0], torch.int32) for _ in range(2)]
         self._places: dict[int, int] = {}
 
     def place(self, chunk: Chunk) -> int | None:
-        """Where the last step left the token that the chunk lacks; None: it lacks none."""
+        """Return the index of the chunk's unknown token; None if all its tokens are known."""
         is_known = chunk.token_ids[-1] != UNKNOWN_TOKEN
         return None if is_known else self._places[chunk.sequence_id]
 
     def fill_in(
         self, chunks: Sequence[Chunk], row_starts: Sequence[int], token_ids: Tensor
     ) -> None:
-        """Writes unknown tokens to their rows. token_ids [rows]"""
+        """Write the unknown tokens of the chunks to their rows of token_ids [rows]."""
         found = [
             (start + len(chunk.token_ids) - 1, place)
             for chunk, start in zip(chunks, row_starts, strict=True)
@@ -43,15 +43,15 @@ class TokenBuffer:
             token_ids.index_copy_(0, index[:, 0], known)
 
     def read(self, places: Tensor) -> Tensor:
-        """[places] int32: the last step's tokens there."""
+        """Gather the last step's tokens at these indices: [places] int32."""
         return self._tokens.index_select(0, places)
 
-    def take(self, token_ids: Tensor) -> None:
-        """token_ids [sequences]"""
+    def store(self, token_ids: Tensor) -> None:
+        """Store the tokens [sequences] that a step has sampled."""
         self._tokens[: token_ids.shape[0]].copy_(token_ids)
 
     def publish(self, sequence_ids: Sequence[int]) -> LaunchedStep:
-        """What `take` has got is these sequences' newest tokens; sends it to the host."""
+        """Assign the stored tokens to these sequences, and start their copy to the host."""
         count = len(sequence_ids)
         self._places = {sequence_id: place for place, sequence_id in enumerate(sequence_ids)}
         self._hosts.reverse()
@@ -61,5 +61,5 @@ class TokenBuffer:
         return LaunchedStep(sequence_ids, host, fence)
 
     def forget(self) -> None:
-        """The last step's tokens are on the host."""
+        """Forget the sequences: all their tokens are known on the host."""
         self._places = {}

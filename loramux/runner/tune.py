@@ -20,7 +20,7 @@ from loramux.runner.decode_graphs import BATCH_SIZES
 from loramux.runner.gemm.autotune import Autotuner, Consumer, FusedSwiglu, Timing, num_cold_weights
 from loramux.runner.gemm.dispatch import TUNED_ROWS, open_cublaslt, open_small_m
 from loramux.runner.gemm.table import TunedTable
-from loramux.runner.prefill_graphs import ROW_COUNTS
+from loramux.runner.prefill_graphs import TOKEN_COUNTS
 from loramux.types.model import FUSED_LINEARS
 
 Progress = Callable[[str, float], None]
@@ -62,7 +62,7 @@ def linear_shapes(config: DecoderConfig) -> list[LinearShape]:
 
 def row_counts(min_rows: int) -> list[int]:
     """The row counts of all graphs that are tuned."""
-    counts = {*BATCH_SIZES, *ROW_COUNTS}
+    counts = {*BATCH_SIZES, *TOKEN_COUNTS}
     return sorted(count for count in counts if min_rows <= count <= TUNED_ROWS[-1])
 
 

@@ -10,7 +10,7 @@ from loramux.models.layers import HeadNorm, Linear, RMSNorm, Rotary, inverse_fre
 from loramux.models.rope import RopeConfig
 
 
-def test_linear_with_bias_is_the_textbook_product() -> None:
+def test_linear_computes_x_weight_t_plus_bias() -> None:
     linear = Linear(3, 2, bias=True, dtype=torch.float32)
     linear.weight.copy_(torch.tensor([[1.0, 2.0, 3.0], [0.0, -1.0, 0.5]]))
     assert linear.bias is not None

@@ -10,7 +10,8 @@ from loramux.kernels import select
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
 from loramux.models.loader import load_model
-from loramux.models.packed_linear import SITES, PackedLinear, can_pack, pack_linears
+from loramux.models.packed_linear import PackedLinear, can_pack, pack_linears
+from loramux.types.model import FUSED_LINEARS
 from tests.model_factory import DenseAttention, save_hf_folder, tiny_transformers_model
 
 pytestmark = pytest.mark.skipif(
@@ -36,7 +37,7 @@ def test_packed_equals_plain(num_rows: int, bias: bool) -> None:
     torch.testing.assert_close(PackedLinear(linear)(x), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_without_the_compiled_product_onednn_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_computes_the_gemm_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "has_jit_gemm", lambda dtype: False)
     linear = Linear(96, 80, bias=True, dtype=torch.float32)
     for parameter in linear.parameters():
@@ -49,7 +50,7 @@ def test_without_the_compiled_product_onednn_computes_it(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_compiled_product_is_for_more_rows_than_a_vector(
+def test_the_compiled_gemm_is_used_for_more_than_one_token(
     is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_compiled:
@@ -89,7 +90,7 @@ def test_every_site_is_packed_and_the_model_computes_the_same(decoder: Decoder) 
         expected = decoder.logits(decoder(tokens, positions, DenseAttention()))
         num_bytes = pack_linears(decoder, byte_limit=1 << 30)
         actual = decoder.logits(decoder(tokens, positions, DenseAttention()))
-    sites = [getattr(layer, site) for layer in decoder.layers for site in SITES]
+    sites = [getattr(layer, site) for layer in decoder.layers for site in FUSED_LINEARS]
     sites.append(decoder.lm_head)
     assert all(isinstance(site, PackedLinear) for site in sites)
     assert num_bytes == sum(site.weight.nbytes for site in sites)

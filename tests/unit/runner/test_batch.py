@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from loramux.runner.batch import build_batch, half_filled_pages, rows_read
+from loramux.runner.batch import build_batch, half_filled_pages, selected_rows
 from loramux.types.step import Chunk
 from tests.device_factory import row
 
@@ -47,4 +47,4 @@ def test_where_only_samples_are_read_their_rows_are_picked() -> None:
         "prompt logprobs read every row": ([inner, asks], None),
     }
     for name, (chunks, expected) in cases.items():
-        assert rows_read(build_batch(chunks, CPU)) == expected, name
+        assert selected_rows(build_batch(chunks, CPU)) == expected, name

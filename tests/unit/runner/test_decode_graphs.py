@@ -36,7 +36,7 @@ from tests.model_factory import tiny_transformers_model
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
-TAIL_RANKS = {AUGMENTED: 128, AUGMENTED_ATTENTION: 128, AUGMENTED_NARROW: 256}
+AUGMENTED_RANKS = {AUGMENTED: 128, AUGMENTED_ATTENTION: 128, AUGMENTED_NARROW: 256}
 # Of steps with few rows, for which a tail has one width.
 OF_FEW_ROWS = [mode for mode in (*LORA_MODES, BASE_MODE) if mode != AUGMENTED_NARROW]
 OF_ATTENTION = (SEGMENTED_ATTENTION, AUGMENTED_ATTENTION)
@@ -64,7 +64,7 @@ def test_a_decode_step_equals_the_same_rows_computed_one_by_one(
     model = tiny_transformers_model(family)
     places = ATTENTION if mode in OF_ATTENTION else ALL_LINEAR
     folders = two_adapters(model, tmp_path, places=places)
-    settings = {"max_sequences": 6, "lora_augmented_ranks": TAIL_RANKS.get(mode, 0)}
+    settings = {"max_sequences": 6, "lora_augmented_ranks": AUGMENTED_RANKS.get(mode, 0)}
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **settings)
     selections = mixed_selections(engine, folders)[:5]
     lease(engine, *selections)
@@ -79,9 +79,9 @@ def test_a_decode_step_equals_the_same_rows_computed_one_by_one(
     # One is a padding row short of the size that fits.
     chunks = [decode(i, 40 + i, lengths[i], pages[i], s) for i, s in enumerate(selections)]
     result = runner.run(StepPlan(tuple(chunks)))
-    assert runner._graphs.last_mode == mode
+    assert runner._decode_graphs.last_mode == mode
     order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
-    graph_logits = runner._graphs._logits[: len(chunks)].clone()
+    graph_logits = runner._decode_graphs._logits[: len(chunks)].clone()
     for place, chunk in enumerate(order):
         logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][0]
         torch.testing.assert_close(graph_logits[place].float(), logits, atol=1e-4, rtol=1e-4)
@@ -116,10 +116,10 @@ def steps_of_kinds(
         # Twice: an adapter is brought to the tail when it is asked for again.
         for _ in range(2):
             runner.run(StepPlan(tuple(chunks)))
-        assert runner._graphs.last_mode == mode
+        assert runner._decode_graphs.last_mode == mode
         order = sorted(names, key=lambda name: runner.directory.order(selections[name]))
         for place, name in enumerate(order):
-            logits = runner._graphs._logits[place].float()
+            logits = runner._decode_graphs._logits[place].float()
             torch.testing.assert_close(logits, found.setdefault(name, logits.clone()))
     return found
 
@@ -145,7 +145,7 @@ def test_every_kind_gives_what_peft_gives(
         model,
         tmp_path / "model",
         max_sequences=3,
-        lora_augmented_ranks=TAIL_RANKS.get(modes[0], 0),
+        lora_augmented_ranks=AUGMENTED_RANKS.get(modes[0], 0),
     )
     selections: dict[str, Selection] = {
         name: ((engine.register_adapter(folder).cid, 1.0),) for name, folder in folders.items()
@@ -167,9 +167,9 @@ def test_every_kind_gives_what_peft_gives(
             expected = oracle(torch.tensor([[*prompt, 40]])).logits[0, -1]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     # The last step's list in a graph that is not for it: there something is left out indeed.
-    before = runner._graphs._logits[:2].clone()
-    runner._graphs._step(2, modes[1])()
-    assert (runner._graphs._logits[:2] - before).abs().max() > 1e-2
+    before = runner._decode_graphs._logits[:2].clone()
+    runner._decode_graphs._step(2, modes[1])()
+    assert (runner._decode_graphs._logits[:2] - before).abs().max() > 1e-2
 
 
 def test_rows_that_need_the_full_sampler_get_it_beside_those_that_do_not(
@@ -193,10 +193,10 @@ def test_capture_makes_every_size_and_says_how_far_it_is(
     told: list[float] = []
     runner.capture(lambda _, share: told.append(share))
     assert told == pytest.approx([number / 27 for number in range(1, 28)])
-    assert list(runner._rows._steps.made) == [
+    assert list(runner._prefill_graphs._steps.made) == [
         (n, mode) for n in (40, 32) for mode in (*LORA_MODES, BASE_MODE)
     ]
-    assert list(runner._graphs._steps.made) == [
+    assert list(runner._decode_graphs._steps.made) == [
         (n, mode) for n in (3, 2, 1) for mode in OF_FEW_ROWS
     ]
 
@@ -206,11 +206,13 @@ def test_the_memory_of_graphs_is_measured_with_the_largest_of_every_kind(
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=3, max_batch_tokens=40)[1]
-    runner._rows._steps.made.clear()
-    runner._graphs._steps.made.clear()
+    runner._prefill_graphs._steps.made.clear()
+    runner._decode_graphs._steps.made.clear()
     runner.capture_largest()
-    assert list(runner._rows._steps.made) == [(40, mode) for mode in (*LORA_MODES, BASE_MODE)]
-    assert list(runner._graphs._steps.made) == [(3, mode) for mode in OF_FEW_ROWS]
+    assert list(runner._prefill_graphs._steps.made) == [
+        (40, mode) for mode in (*LORA_MODES, BASE_MODE)
+    ]
+    assert list(runner._decode_graphs._steps.made) == [(3, mode) for mode in OF_FEW_ROWS]
 
 
 def test_a_graph_that_is_made_in_a_step_runs_once_for_it(
@@ -231,7 +233,7 @@ def test_a_graph_that_is_made_in_a_step_runs_once_for_it(
             work()
             return lambda: (runs.append("replayed"), work())
 
-    for graphs in (runner._graphs, runner._rows):
+    for graphs in (runner._decode_graphs, runner._prefill_graphs):
         graphs._steps.made.clear()
         graphs._steps.maker = RunsWhenMade(torch.device("cpu"))
     first = Chunk(0, (8, 9), 0, [0], (), sample=row())

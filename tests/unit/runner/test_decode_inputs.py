@@ -47,8 +47,8 @@ def test_nothing_of_a_larger_step_is_left_in_the_rows_of_a_smaller_one() -> None
 
 def test_an_unknown_token_is_read_from_where_the_last_step_left_it() -> None:
     inputs = DecodeInputs(max_rows=3, max_sequences=20, max_pages=1, num_lora_words=1, device=CPU)
-    inputs.feed.take(torch.tensor([70, 71, 72]))
-    inputs.feed.publish([5, 6, 7])
+    inputs.token_buffer.store(torch.tensor([70, 71, 72]))
+    inputs.token_buffer.publish([5, 6, 7])
     chunks = [
         Chunk(7, (UNKNOWN_TOKEN,), 4, [0], (), sample=None),
         Chunk(8, (20,), 0, [1], (), sample=None),

@@ -44,26 +44,26 @@ from tests.model_factory import tiny_transformers_model
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
-PATIENCE = 2
+NUM_REPEATS = 2
 APART = replace(TILE, fuses_norm=False)
 """Norms and adapters of o and down."""
 
 
 def use(runner: GpuRunner, launch: AugmentedLaunch) -> None:
-    assert runner._graphs.lora.augmented is not None
-    runner._graphs.lora.augmented.launch_of = lambda _: launch
+    assert runner._decode_graphs.lora.augmented is not None
+    runner._decode_graphs.lora.augmented.launch_of = lambda _: launch
 
 
 def modes_of(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> list[LoraMode]:
     """The modes of all graphs that run from now on."""
     found: list[LoraMode] = []
-    run = runner._graphs._steps.run
+    run = runner._decode_graphs._steps.run
 
     def watch(key: Key, work: Work) -> None:
         found.append(key[1])
         run(key, work)
 
-    monkeypatch.setattr(runner._graphs._steps, "run", watch)
+    monkeypatch.setattr(runner._decode_graphs._steps, "run", watch)
     return found
 
 
@@ -73,7 +73,7 @@ def modes_of(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> list[LoraMod
     + [("gemma3", ROW, False), ("llama", APART, False)]
     + [("qwen2", TILE, True), ("gemma3", APART, True)],
 )
-def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
+def test_a_step_on_augmented_weights_equals_its_rows_computed_one_by_one(
     family: str,
     launch: AugmentedLaunch,
     in_parts: bool,
@@ -99,15 +99,15 @@ def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
     chunks = [decode(i, 40 + i, lengths[i], pages[i], s) for i, s in enumerate(selections)]
     plain, in_two = runner._decoder.gemms, SplitKGemms(2)
     runner._decoder.gemms = in_two if in_parts else plain
-    for _ in range(PATIENCE):
+    for _ in range(NUM_REPEATS):
         result = runner.run(StepPlan(tuple(chunks)))
     runner._decoder.gemms = plain
     has_augmented = [n > model.config.hidden_size for n in in_two.num_outputs]
     # The adapters of the first step come by SGMV: they need GEMMs without split-K.
     assert has_augmented == [True] * (2 * model.config.num_hidden_layers if in_parts else 0)
-    assert modes == [SEGMENTED] * (PATIENCE - 1) + [AUGMENTED]
+    assert modes == [SEGMENTED] * (NUM_REPEATS - 1) + [AUGMENTED]
     order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
-    graph_logits = runner._graphs._logits[: len(chunks)].clone()
+    graph_logits = runner._decode_graphs._logits[: len(chunks)].clone()
     for place, chunk in enumerate(order):
         logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][0]
         torch.testing.assert_close(graph_logits[place].float(), logits, atol=1e-4, rtol=1e-4)
@@ -119,7 +119,7 @@ def test_a_step_from_the_tail_equals_the_same_rows_computed_one_by_one(
     [(ROW, False), (TILE, False), (APART, False), (ROW, True), (APART, True)],
     ids=["rows", "tiles", "apart", "rows in parts", "apart in parts"],
 )
-def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
+def test_all_kernels_in_the_interpreter_equal_the_reference(
     launch: AugmentedLaunch, in_parts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from loramux.kernels.gpu import elementwise as fused_triton
@@ -163,10 +163,10 @@ def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     for mode, selection in selections.items():
         step = StepPlan((decode(0, 7, 0, [last], selection), decode(1, 8, 0, [last - 1], ())))
         expected = runner.run(step).token_ids
-        for _ in range(PATIENCE):
+        for _ in range(NUM_REPEATS):
             assert fast.run(step).token_ids == expected
         assert modes[-1] == mode
-        found, known = fast._graphs._logits, runner._graphs._logits
+        found, known = fast._decode_graphs._logits, runner._decode_graphs._logits
         torch.testing.assert_close(found, known, atol=1e-4, rtol=1e-4)
 
 
@@ -209,7 +209,7 @@ def test_adapters_that_come_and_go_and_do_not_all_fit_get_the_tokens_of_the_refe
         answers[-1] |= run_all(engine, [alone])
     assert answers[0] == answers[1]
     assert set(modes) >= {AUGMENTED, SEGMENTED}
-    cache = runner._graphs.lora.augmented.cache
+    cache = runner._decode_graphs.lora.augmented.cache
     cache.check_integrity()
     assert cache.num_copies > 4
 
@@ -221,7 +221,7 @@ def test_without_appended_rows_there_are_no_augmented_graphs(
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=1, lora_augmented_ranks=0)[1]
     runner.capture()
     modes = (SEGMENTED, SEGMENTED_ATTENTION, BASE_MODE)
-    assert list(runner._graphs._steps.made) == [(1, mode) for mode in modes]
+    assert list(runner._decode_graphs._steps.made) == [(1, mode) for mode in modes]
 
 
 def test_linears_without_adapters_launch_no_lora_kernels() -> None:

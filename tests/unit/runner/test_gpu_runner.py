@@ -188,7 +188,7 @@ def test_a_step_without_memory_is_computed_in_parts_and_says_so_when_none_is_sma
     result = runner.run(plan)
     assert result.token_ids == expected.token_ids
     assert len(result.prompt_logprobs[3]) == 8
-    assert runner._max_rows <= 5
+    assert runner._max_tokens <= 5
     # Both halves need a token of the step before, which the first half's would replace.
     first = StepPlan(tuple(msgspec.structs.replace(c, prompt_logprobs=None) for c in plan.chunks))
     tokens = runner.launch(first).result().token_ids
@@ -196,7 +196,7 @@ def test_a_step_without_memory_is_computed_in_parts_and_says_so_when_none_is_sma
     known = [decode(c.sequence_id, tokens[c.sequence_id][0], 9, [*c.page_ids], ()) for c in later]
     expected = runner.run(StepPlan(tuple(known)))
     runner.launch(first)
-    runner._max_rows = 1
+    runner._max_tokens = 1
     monkeypatch.setattr(runner, "_launch_graph", lambda *_: None)
     assert runner.run(StepPlan(tuple(later))).token_ids == expected.token_ids
     runner._kernels = replace(kernels, attention=ScarceMemory(kernels.attention, max_rows=0))
@@ -217,7 +217,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(
     chunk = Chunk(0, (1, 2), 0, [0], (), sample=None, prompt_logprobs=0)
     with pytest.raises(RuntimeError, match="broken"):
         runner.run(StepPlan((chunk,)))
-    monkeypatch.setattr(runner._graphs, "launch", broken)
+    monkeypatch.setattr(runner._decode_graphs, "launch", broken)
     with pytest.raises(RuntimeError, match="broken"):
         runner.run(StepPlan((decode(0, 1, 0, [0], ()),)))
 
@@ -233,13 +233,13 @@ def test_a_step_with_more_lora_work_than_a_graph_holds_is_still_right(
     last = engine.pages.num_pages - 1
     chunks = tuple(decode(i, 5 + i, 0, [last - i], s) for i, s in enumerate(selections))
     expected = runner.run(StepPlan(chunks))
-    for work in (runner._graphs.lora.segmented, runner._prompt_lora):
+    for work in (runner._decode_graphs.lora.segmented, runner._prefill_lora):
         limits = replace(work.tables.limits, max_items=1)
         work.tables = replace(work.tables, limits=limits)
     assert runner.run(StepPlan(chunks)).token_ids == expected.token_ids
 
 
-def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
+def test_all_kernels_in_the_interpreter_equal_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from loramux.kernels.gpu import elementwise as fused_triton
@@ -262,11 +262,13 @@ def test_all_kernels_in_the_interpreter_give_what_their_twins_give(
     last = engine.pages.num_pages - 1
     prompt = StepPlan((Chunk(0, (5, 6), 0, [last], few, sample=row(temperature=1.0)),))
     step = StepPlan((decode(0, 7, 2, [last], few), decode(1, 8, 0, [last - 1], ())))
-    # Rows that nobody reads have what the memory had: numbers of any size.
+    # Padding rows hold uninitialised memory of any magnitude.
     with np.errstate(over="ignore", invalid="ignore"):
         assert fast.run(prompt).token_ids == runner.run(prompt).token_ids
         assert fast.run(step).token_ids == runner.run(step).token_ids
-    torch.testing.assert_close(fast._graphs._logits, runner._graphs._logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        fast._decode_graphs._logits, runner._decode_graphs._logits, atol=1e-4, rtol=1e-4
+    )
 
 
 def test_a_graph_step_whose_sampler_has_no_memory_is_computed_without_the_graph(
@@ -280,7 +282,7 @@ def test_a_graph_step_whose_sampler_has_no_memory_is_computed_without_the_graph(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(runner._graphs, "launch", fail)
+    monkeypatch.setattr(runner._decode_graphs, "launch", fail)
     assert runner.run(plan).token_ids == expected.token_ids
 
 

@@ -12,10 +12,10 @@ def test_the_chunk_in_the_middle_is_cut_and_samples_with_its_last_token() -> Non
         1, (1, 2, 3, 4, 5), 10, [0], (), row(), prompt_logprobs=0, next_prompt_token_ids=(2, 3, 4)
     )
     first, second = halves(StepPlan((whole, following)))
-    (head,), (tail, last) = first.chunks, second.chunks
-    assert (head.token_ids, head.start, head.sample) == ((1, 2, 3), 10, None)
-    assert (tail.token_ids, tail.start) == ((4, 5), 13) and tail.sample is whole.sample
-    assert (head.next_prompt_token_ids, tail.next_prompt_token_ids) == ((2, 3, 4), ())
+    (before,), (after, last) = first.chunks, second.chunks
+    assert (before.token_ids, before.start, before.sample) == ((1, 2, 3), 10, None)
+    assert (after.token_ids, after.start) == ((4, 5), 13) and after.sample is whole.sample
+    assert (before.next_prompt_token_ids, after.next_prompt_token_ids) == ((2, 3, 4), ())
     assert last is following
 
 

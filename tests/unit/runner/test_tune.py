@@ -13,7 +13,7 @@ from loramux.kernels.reference import elementwise as reference
 from loramux.models.architectures import DecoderConfig, parse_config
 from loramux.runner import tune
 from loramux.runner.decode_graphs import BATCH_SIZES
-from loramux.runner.prefill_graphs import ROW_COUNTS
+from loramux.runner.prefill_graphs import TOKEN_COUNTS
 from loramux.runner.tune import (
     LinearShape,
     TuneOptions,
@@ -43,7 +43,7 @@ def test_every_linear_without_a_bias_is_tuned() -> None:
 
 
 def test_row_counts_are_those_of_the_graphs() -> None:
-    assert row_counts(33) == sorted(c for c in {*BATCH_SIZES, *ROW_COUNTS} if 33 <= c <= 1024)
+    assert row_counts(33) == sorted(c for c in {*BATCH_SIZES, *TOKEN_COUNTS} if 33 <= c <= 1024)
 
 
 def test_appended_blocks_follow_the_launch() -> None:

@@ -1,4 +1,4 @@
-"""Which rows a kernel samples on the device, and the full sampler for all others."""
+"""Samples on the device where a kernel can, and with the full sampler otherwise."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from loramux.types.step import SampleRow
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
-    """What the kernel needs of each row: 0 and 0 of those that it cannot sample."""
+class SampleInputs:
+    """Inputs of the sampling kernel; 0 and 0 for rows that it cannot sample."""
 
     temperatures: list[float]
     noise: list[float]
     others: list[int]
-    """Rows for the full sampler."""
+    """Rows that need the full sampler."""
 
 
-def is_plain(params: SamplingParams) -> bool:
-    """A temperature alone, or none: what choose_tokens can do."""
+def can_sample_on_device(params: SamplingParams) -> bool:
+    """Return whether the kernel can sample: greedy, or by a temperature alone."""
     is_filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
     if params.logprobs is not None or changes_logits(params):
         return False
     return params.is_greedy or not is_filtered
 
 
-def draw(rows: Sequence[SampleRow]) -> Draws:
-    others = [i for i, row in enumerate(rows) if not is_plain(row.params)]
+def sample_inputs(rows: Sequence[SampleRow]) -> SampleInputs:
+    """Prepare the kernel's inputs for these rows."""
+    others = [i for i, row in enumerate(rows) if not can_sample_on_device(row.params)]
     temperatures = [row.params.temperature for row in rows]
     for i in others:
         temperatures[i] = 0.0
@@ -44,20 +45,20 @@ def draw(rows: Sequence[SampleRow]) -> Draws:
         uniform(row.seed, len(row.output_token_ids)) if temperature else 0.0
         for row, temperature in zip(rows, temperatures, strict=True)
     ]
-    return Draws(temperatures, noise, others)
+    return SampleInputs(temperatures, noise, others)
 
 
-def choose(logits: Tensor, draws: Draws, ops: SamplingOps) -> Tensor:
-    """One token per row, [rows]; any for those that need the full sampler. logits [rows, vocab]"""
-    numbers = torch.tensor([draws.temperatures, draws.noise], dtype=torch.float64)
+def sample_on_device(logits: Tensor, samples: SampleInputs, ops: SamplingOps) -> Tensor:
+    """Sample one token per row: [rows]; arbitrary for rows in `others`. logits [rows, vocab]"""
+    numbers = torch.tensor([samples.temperatures, samples.noise], dtype=torch.float64)
     temperatures, noise = send(numbers, logits.device)
     return ops.choose_tokens(logits, temperatures.float(), noise)
 
 
-def finish(
+def sample_others(
     token_ids: list[int], logits: Tensor, rows: Sequence[SampleRow], others: Sequence[int]
 ) -> SampleOutput:
-    """The kernel's tokens, with those in their place that it could not choose."""
+    """Replace the tokens of `others` by those of the full sampler, and add logprobs."""
     logprobs: list[TokenLogprob | None] = [None] * len(rows)
     if others:
         own = logits[torch.tensor(others, device=logits.device)].float()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loramux.lora.graph_lora import LoraMode
-from loramux.runner.prefill_graphs import ROW_COUNTS, row_counts
+from loramux.runner.prefill_graphs import TOKEN_COUNTS, token_counts
 from loramux.types.step import Chunk, StepPlan
 from tests.adapter_factory import ATTENTION
 from tests.device_factory import (
@@ -32,13 +32,13 @@ from tests.model_factory import tiny_transformers_model
 
 pytest.importorskip("triton", reason="no Triton on this machine")
 
-TAIL_RANKS = {AUGMENTED: 128, AUGMENTED_ATTENTION: 128, AUGMENTED_NARROW: 256}
+AUGMENTED_RANKS = {AUGMENTED: 128, AUGMENTED_ATTENTION: 128, AUGMENTED_NARROW: 256}
 OF_ATTENTION = (SEGMENTED_ATTENTION, AUGMENTED_ATTENTION)
 
 
-@pytest.mark.parametrize(("most", "counts"), [(7, [7]), (64, [32, 64]), (9999, list(ROW_COUNTS))])
+@pytest.mark.parametrize(("most", "counts"), [(7, [7]), (64, [32, 64]), (9999, list(TOKEN_COUNTS))])
 def test_counts_end_with_the_most_rows_that_can_come(most: int, counts: list[int]) -> None:
-    assert row_counts(most) == counts
+    assert token_counts(most) == counts
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
     places = ATTENTION if mode in OF_ATTENTION else ALL_LINEAR
     folders = two_adapters(model, tmp_path, places=places)
     settings: dict[str, Any] = {"max_sequences": 6, "max_batch_tokens": 40}
-    settings["lora_augmented_ranks"] = TAIL_RANKS.get(mode, 0)
+    settings["lora_augmented_ranks"] = AUGMENTED_RANKS.get(mode, 0)
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **settings)
     selections = mixed_selections(engine, folders)
     lease(engine, *selections)
@@ -70,15 +70,15 @@ def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
         Chunk(4, make_prompt(2, seed=7), before[4], pages[4], selections[4], sample=row()),
         decode(5, 43, before[5], pages[5], selections[5]),
     ]
-    if mode in TAIL_RANKS:
+    if mode in AUGMENTED_RANKS:
         # An adapter is brought to the tail when it is asked for again.
         runner.run(StepPlan(tuple(chunks)))
-    runner._rows._steps.made.clear()
+    runner._prefill_graphs._steps.made.clear()
     result = runner.run(StepPlan(tuple(chunks)))
-    assert set(runner._rows._steps.made) == {(32, mode)}
+    assert set(runner._prefill_graphs._steps.made) == {(32, mode)}
     order = sorted(chunks, key=lambda chunk: runner.directory.order(chunk.selection))
     sampled = [chunk for chunk in order if chunk.sample is not None]
-    graph_logits = runner._rows._logits[: len(sampled)].clone()
+    graph_logits = runner._prefill_graphs._logits[: len(sampled)].clone()
     for place, chunk in enumerate(sampled):
         logits = runner.logits(StepPlan((chunk,)))[chunk.sequence_id][-1]
         torch.testing.assert_close(graph_logits[place].float(), logits, atol=1e-4, rtol=1e-4)
@@ -94,8 +94,8 @@ def test_a_step_that_no_graph_was_made_for_is_left_to_others(
     runner = device_engine(monkeypatch, model, tmp_path, **settings)[1]
     plan = StepPlan((Chunk(0, make_prompt(30, seed=1), 0, [0, 1], (), sample=row()),))
     expected = runner.run(plan)
-    for count in runner._rows._counts:
-        runner._rows._num_items[count] = [0, 0]
-    runner._rows._steps.made.clear()
+    for count in runner._prefill_graphs._counts:
+        runner._prefill_graphs._num_items[count] = [0, 0]
+    runner._prefill_graphs._steps.made.clear()
     assert runner.run(plan).token_ids == expected.token_ids
-    assert not runner._rows._steps.made
+    assert not runner._prefill_graphs._steps.made

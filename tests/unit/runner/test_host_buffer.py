@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import torch
 
-from loramux.runner.host_buffer import PackedWords
+from loramux.runner.host_buffer import HostBuffer
 
 CPU = torch.device("cpu")
 
 
 def test_fields_arrive_aligned_and_the_last_one_as_far_as_it_was_sent() -> None:
-    words = PackedWords([3, 5, 8], CPU, num_ahead=16)
+    words = HostBuffer([3, 5, 8], CPU, num_ahead=16)
     words.begin()
     for field in words.host:
         field[:] = 7
@@ -19,7 +19,7 @@ def test_fields_arrive_aligned_and_the_last_one_as_far_as_it_was_sent() -> None:
 
 
 def test_a_step_is_filled_while_the_device_still_reads_the_last() -> None:
-    words = PackedWords([1, 1], CPU)
+    words = HostBuffer([1, 1], CPU)
     words.begin()
     first = words.host[0]
     words.begin()

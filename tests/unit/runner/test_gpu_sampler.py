@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from loramux.kernels.reference import sampling as sampling_torch
-from loramux.runner.device_sampler import choose, draw, finish, is_plain
+from loramux.runner.gpu_sampler import (
+    can_sample_on_device,
+    sample_inputs,
+    sample_on_device,
+    sample_others,
+)
 from loramux.runner.sampler import sample
 from loramux.types.sampling import SamplingParams
 from loramux.types.step import SampleRow
@@ -33,7 +38,7 @@ def row(seed: int = 3, **params: Any) -> SampleRow:
 def test_a_row_is_plain_when_temperature_is_all_that_it_asks_for(
     params: dict[str, Any], plain: bool
 ) -> None:
-    assert is_plain(SamplingParams(**params)) is plain
+    assert can_sample_on_device(SamplingParams(**params)) is plain
 
 
 def test_any_mix_of_rows_gets_the_tokens_of_the_full_sampler() -> None:
@@ -46,14 +51,14 @@ def test_any_mix_of_rows_gets_the_tokens_of_the_full_sampler() -> None:
         row(seed=2, temperature=0.6),
         row(temperature=0.0, frequency_penalty=2.0),
     ]
-    draws = draw(rows)
-    chosen = choose(logits, draws, sampling_torch).tolist()
-    found, expected = finish(chosen, logits, rows, draws.others), sample(logits, rows)
+    samples = sample_inputs(rows)
+    chosen = sample_on_device(logits, samples, sampling_torch).tolist()
+    found, expected = sample_others(chosen, logits, rows, samples.others), sample(logits, rows)
     assert found.token_ids == expected.token_ids
     assert [one is None for one in found.logprobs] == [one is None for one in expected.logprobs]
 
 
 def test_rows_of_the_full_sampler_cost_the_kernel_no_draw() -> None:
-    draws = draw([row(temperature=1.0, top_k=3), row(temperature=0.5)])
-    assert draws.temperatures == [0.0, 0.5] and draws.others == [0]
-    assert draws.noise[0] == 0.0 and 0 < draws.noise[1] < 1
+    samples = sample_inputs([row(temperature=1.0, top_k=3), row(temperature=0.5)])
+    assert samples.temperatures == [0.0, 0.5] and samples.others == [0]
+    assert samples.noise[0] == 0.0 and 0 < samples.noise[1] < 1

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import torch
 
-from loramux.runner.host_buffer import PackedWords
-from loramux.runner.page_tables import PageLists
+from loramux.runner.host_buffer import HostBuffer
+from loramux.runner.page_tables import PageTables
 from loramux.types.step import Chunk
 
 
 def test_lists_of_any_length_become_rows_of_one_table() -> None:
-    words = PackedWords([3, PageLists.most_words(3, 4)], torch.device("cpu"))
-    lists = PageLists(words, starts=0, max_pages=4)
+    words = HostBuffer([3, PageTables.most_words(3, 4)], torch.device("cpu"))
+    lists = PageTables(words, starts=0, max_pages=4)
     chunks = [Chunk(i, (1,), 0, pages, (), sample=None) for i, pages in enumerate([[8, 2], [5]])]
     words.begin()
     assert lists.fill(chunks).tolist() == [0, 2]

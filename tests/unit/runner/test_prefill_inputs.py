@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import torch
 
-from loramux.runner.device_sampler import Draws
-from loramux.runner.prefill_inputs import RowInputs, RowLimits
+from loramux.runner.gpu_sampler import SampleInputs
+from loramux.runner.prefill_inputs import PrefillInputs, PrefillLimits
 from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import UNKNOWN_TOKEN, Chunk
 from tests.device_factory import row
 
 CPU = torch.device("cpu")
-LIMITS = RowLimits(
-    max_rows=8,
+LIMITS = PrefillLimits(
+    max_tokens=8,
     max_sequences=3,
     max_pages=3,
     block_tokens=4,
@@ -19,11 +19,11 @@ LIMITS = RowLimits(
 )
 
 
-def make_inputs() -> RowInputs:
-    feed = TokenBuffer(torch.zeros(3, dtype=torch.int32))
-    feed.take(torch.tensor([70, 71]))
-    feed.publish([5, 6])
-    return RowInputs(LIMITS, feed, CPU)
+def make_inputs() -> PrefillInputs:
+    token_buffer = TokenBuffer(torch.zeros(3, dtype=torch.int32))
+    token_buffer.store(torch.tensor([70, 71]))
+    token_buffer.publish([5, 6])
+    return PrefillInputs(LIMITS, token_buffer, CPU)
 
 
 def test_rows_of_prompts_and_tokens_arrive_with_their_positions_and_slots() -> None:
@@ -36,7 +36,7 @@ def test_rows_of_prompts_and_tokens_arrive_with_their_positions_and_slots() -> N
     items = [torch.arange(8, dtype=torch.int32).view(1, 8), torch.ones(1, 8, dtype=torch.int32)]
     inputs.begin()
     inputs.host_lora_words[:5] = range(5)
-    inputs.fill(chunks, Draws([0.0, 0.5], [0.0, 0.25], []), items)
+    inputs.fill(chunks, SampleInputs([0.0, 0.5], [0.0, 0.25], []), items)
     inputs.send()
     assert inputs.token_ids(8).tolist() == [11, 12, 13, 71, 21, 70, 0, 0]
     assert inputs.positions[:8].tolist() == [3, 4, 5, 9, 0, 1, 0, 0]
@@ -61,11 +61,11 @@ def test_nothing_of_a_larger_step_is_left_for_a_smaller_one() -> None:
     ones = [torch.ones(2, 8, dtype=torch.int32), torch.ones(1, 8, dtype=torch.int32)]
     for _ in range(2):
         inputs.begin()
-        inputs.fill(large, Draws([1.0] * 3, [0.5] * 3, []), ones)
+        inputs.fill(large, SampleInputs([1.0] * 3, [0.5] * 3, []), ones)
         inputs.send()
     inputs.begin()
     none = torch.zeros(0, 8, dtype=torch.int32)
-    inputs.fill([Chunk(0, (50,), 0, [2], (), sample=None)], Draws([], [], []), [none, none])
+    inputs.fill([Chunk(0, (50,), 0, [2], (), sample=None)], SampleInputs([], [], []), [none, none])
     inputs.send()
     assert inputs.token_ids(8).tolist() == [50, *[0] * 7]
     assert inputs.slots[:8].tolist() == [8, *[-1] * 7]
