@@ -62,6 +62,12 @@ def run_here(process: Process, *, out: Path, file_name: str, limit_s: float) -> 
     return ""
 
 
+# Figures of each part: tokens in two engines, logits in two dtypes; two batches and transformers;
+# two cases; two ratios of two traces; two sizes; three figures of two adapters; one ratio.
+COUNTS = {"check": 4, "step": 3, "cases": 2, "trace": 4, "registered": 2, "loads": 6, "base": 1}
+
+
+@pytest.mark.slow
 def test_every_part_has_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goals, "run_process", run_here)
     cases = [Case(1, "qkvo", "identical", 6), Case(4, "all", "distinct", 1e9)]
@@ -71,16 +77,28 @@ def test_every_part_has_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     extra += ["--parts", ",".join(SMALLER)]
     assert run_goals(extra, monkeypatch, tmp_path) == 0
     found = sections_of(tmp_path)
-    assert {name: len(rows) for name, rows in found.items()} == {
-        # Tokens in two engines, logits in two dtypes; two batches, transformers; two ratios each.
-        **{"check": 4, "step": 3, "cases": 2, "trace": 4, "registered": 2, "loads": 6, "base": 1}
-    }
+    assert {name: len(rows) for name, rows in found.items()} == COUNTS
     assert all(row["measured"] is not None for rows in found.values() for row in rows)
     tokens = [row for row in found["check"] if "differ" in row["figure"]]
     assert [row["holds"] for row in tokens] == ["yes", "yes"]
     assert found["cases"][1]["holds"] == "yes"
     for name in SMALLER:
         assert (tmp_path / f"found-{name}.md").is_file()
+
+
+def test_parts_that_share_a_process_have_their_own_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(goals, "run_process", run_here)
+    parts = ("trace", "registered", "loads", "base")
+    words = f"{TRACE} --many 3 --registered 2,4,6 --loads 2 --round-s 0.1 --streams 2"
+    extra = [f"--with={name}={words} --stream-prompt 3" for name in parts]
+    extra += ["--quick", "--parts", ",".join(parts)]
+    assert run_goals(extra, monkeypatch, tmp_path) == 0
+    found = sections_of(tmp_path)
+    assert {name: len(rows) for name, rows in found.items()} == {n: COUNTS[n] for n in parts}
+    assert all(row["measured"] is not None for rows in found.values() for row in rows)
+    assert (tmp_path / "found-trace-registered-loads-base.md").is_file()
 
 
 def test_quick_runs_the_trace_parts_in_one_process() -> None:
