@@ -36,13 +36,12 @@ def _select_jit(dtype: torch.dtype) -> JitKernels | None:
     """Compiles the loops, or reads them from an earlier start's cache. None: numba is missing."""
     try:
         from loramux.kernels.cpu_jit import attention, elementwise, lora, runtime
-        from loramux.kernels.cpu_jit.thread_affinity import pin_workers
     except ModuleNotFoundError as error:
         if error.name != "numba":
             raise
         return None
     runtime.use_threads(torch.get_num_threads())
-    pin_workers(torch.get_num_threads())
+    runtime.pin_workers(torch.get_num_threads())
     return JitKernels(
         attention=attention, elementwise=elementwise, lora=lora, linear=_select_jit_linear(dtype)
     )

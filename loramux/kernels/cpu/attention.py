@@ -1,4 +1,4 @@
-"""Fast on a CPU: decoding sequences of like length share one call; a prompt's chunk has its own."""
+"""Attention with torch's SDPA: decodes of similar length share one call, prefill chunks do not."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Plan:
         return out
 
     def attend_into(self, out: Tensor, storage: Tensor, q: Tensor, args: AttendArgs) -> None:
-        """As attend, for the rows of the plan's sequences; other rows of `out` are untouched."""
+        """`attend` into `out`; rows of other sequences are untouched."""
         for group in self.groups:
             out[group.rows] = _attend_group(storage, self, group, q[group.rows], args)
 

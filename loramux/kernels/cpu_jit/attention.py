@@ -1,4 +1,4 @@
-"""Fast on a CPU, in float32: a row reads its keys and values in their pages; long prompts share."""
+"""Compiled attention (float32): decodes read KV in their pages; long prefill chunks use SDPA."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from loramux.kernels.ops import (
 )
 from loramux.types.model import PagedLayout
 
-# A chunk of several rows that sees more tokens than this is cheaper as products of matrices.
+# A chunk of several rows that sees more tokens than this is cheaper as GEMMs.
 _MAX_TOKENS_BY_ROW = 128
-# Of the table of rows that the loops below read.
+# Columns of the table of rows that the loops below read.
 _ROW_FIELDS = 3
 
 
@@ -43,10 +43,10 @@ class Plan:
     slots: Tensor
     """[rows] int32: page * block_tokens + token."""
     rows: NDArray[np.int64]
-    """[n, 3] of the rows that attend by themselves: row, its line of page_table, tokens it sees."""
+    """[n, 3], rows of the compiled loop: row, its line of page_table, tokens it sees."""
     page_table: NDArray[np.int64]
     shared: attention_cpu.Plan | None
-    """The chunks that attend as matrices; None: there is none."""
+    """The chunks that attend as GEMMs; None: there is none."""
     num_threads: int
 
     def write_kv(self, storage: Tensor, layer: int, k: Tensor, v: Tensor) -> None:
@@ -71,7 +71,7 @@ class Plan:
             self.shared.attend_into(out.tensor, storage, q, args)
         if not len(self.rows):
             return
-        # Few rows leave threads without work, unless each kind of key heads is a piece of its own.
+        # With few rows, each KV head is a piece of its own, so that all threads have work.
         is_few = len(self.rows) < 2 * self.num_threads
         num_tokens = self.page_table.shape[1] * layout.block_tokens + TOKENS
         scores = np.empty((self.num_threads, q.shape[1] * num_tokens), dtype=np.float32)
@@ -226,7 +226,7 @@ def _attend_row(places, heads, sizes, seen, scaling):
     **OPTIONS,
 )
 def _take_rows(places, strides, size, shape, place, scaling):
-    """Whoever is free takes the next row, or the next part of its heads."""
+    """A free thread takes the next row, or the next part of its heads."""
     storage, q, out, page_table, rows, counter = places
     page_bytes, q_bytes, out_bytes, line_bytes, scores = strides
     num_rows, num_parts = size
@@ -260,9 +260,9 @@ def _take_rows(places, strides, size, shape, place, scaling):
     **OPTIONS,
 )
 def _attend_rows(arrays, strides, tables, scores, taken, heads, place, num_parts, scaling):
-    """By addresses: two threads that count the uses of one array wait for each other.
+    """Passes addresses to the threads: reference counts of a shared array would be contended.
 
-    scores: scratch of each thread; taken: zero.
+    scores: scratch of each thread; taken: zero
     """
     page_table, rows = tables
     places = (*arrays, page_table.ctypes.data, rows.ctypes.data, taken.ctypes.data)

@@ -1,4 +1,4 @@
-"""Register tiles of attention in float32: query heads that share a key head read it together."""
+"""Register tiles of attention (float32): query heads that share a KV head read it together."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from loramux.kernels.cpu_jit.runtime import OPTIONS
 from loramux.kernels.cpu_jit.tiles import FLOAT_BYTES, LINE_BYTES, LONG, SHAPE, Emitter, tile_of
 
 TOKENS = 4
-"""Of a tile of scores."""
-_LANES = min(SHAPE.lanes, 8)
-# A tile has so many accumulators for each head: registers must hold those of all of them.
+"""Tokens of a tile of scores."""
+_SIMD_WIDTH = min(SHAPE.simd_width, 8)
+# Accumulators of a tile per head; registers must hold those of all heads.
 _VECTORS = 4
 _MAX_HEADS = 4 if SHAPE.rows * SHAPE.vectors >= 24 else 2
-MIX_WIDTH = _VECTORS * _LANES
-"""What a head's size must be a multiple of."""
+MIX_WIDTH = _VECTORS * _SIMD_WIDTH
+"""head_dim must be a multiple of this."""
 
 
 def _emit_scores(builder: Any, num_heads: int, args: Any) -> None:
     q, keys, stride, dim, scores, row_bytes, ahead = args
-    emitter = Emitter(builder, num_heads, _LANES, TOKENS)
-    nothing = ir.Constant(emitter.vector, [0.0] * _LANES)
+    emitter = Emitter(builder, num_heads, _SIMD_WIDTH, TOKENS)
+    nothing = ir.Constant(emitter.vector, [0.0] * _SIMD_WIDTH)
     sums = [cgutils.alloca_once_value(builder, nothing) for _ in range(num_heads * TOKENS)]
     at = cgutils.alloca_once_value(builder, ir.Constant(LONG, 0))
     head_bytes = builder.mul(dim, ir.Constant(LONG, FLOAT_BYTES))
-    lines = ir.Constant(LONG, LINE_BYTES // (_LANES * FLOAT_BYTES))
-    with cgutils.for_range(builder, builder.udiv(dim, ir.Constant(LONG, _LANES))):
+    lines = ir.Constant(LONG, LINE_BYTES // (_SIMD_WIDTH * FLOAT_BYTES))
+    with cgutils.for_range(builder, builder.udiv(dim, ir.Constant(LONG, _SIMD_WIDTH))):
         offset = builder.load(at)
         emitter.prefetch(builder.add(ahead, builder.mul(offset, lines)))
         token = builder.add(keys, offset)
@@ -44,22 +44,23 @@ def _emit_scores(builder: Any, num_heads: int, args: Any) -> None:
             query = builder.add(query, head_bytes)
             for number, value in enumerate(values):
                 place = sums[head * TOKENS + number]
-                builder.store(emitter.add_product(value, factor, place), place)
-        builder.store(builder.add(offset, ir.Constant(LONG, _LANES * FLOAT_BYTES)), at)
+                builder.store(emitter.fma(value, factor, place), place)
+        builder.store(builder.add(offset, ir.Constant(LONG, _SIMD_WIDTH * FLOAT_BYTES)), at)
     for head in range(num_heads):
         mine = [builder.load(sums[head * TOKENS + number]) for number in range(TOKENS)]
-        _store_totals(builder, mine, scores)
+        _store_sums(builder, mine, scores)
         scores = builder.add(scores, row_bytes)
 
 
-def _store_totals(builder: Any, vectors: list[Any], target: Any) -> None:
-    """The sum of the lanes of each of four vectors, one behind the other."""
-    lanes = _LANES
-    while lanes > TOKENS:
-        lanes //= 2
+def _store_sums(builder: Any, vectors: list[Any], target: Any) -> None:
+    """Stores the horizontal sums of four vectors one behind the other."""
+    simd_width = _SIMD_WIDTH
+    while simd_width > TOKENS:
+        simd_width //= 2
         vectors = [
             builder.fadd(
-                _pick(builder, v, v, range(lanes)), _pick(builder, v, v, range(lanes, 2 * lanes))
+                _pick(builder, v, v, range(simd_width)),
+                _pick(builder, v, v, range(simd_width, 2 * simd_width)),
             )
             for v in vectors
         ]
@@ -73,14 +74,14 @@ def _store_totals(builder: Any, vectors: list[Any], target: Any) -> None:
     builder.store(vectors[0], builder.inttoptr(target, kind), align=FLOAT_BYTES)
 
 
-def _pick(builder: Any, a: Any, b: Any, lanes: range) -> Any:
-    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
+def _pick(builder: Any, a: Any, b: Any, simd_width: range) -> Any:
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(simd_width)), list(simd_width))
     return builder.shuffle_vector(a, b, mask)
 
 
 def _emit_mix(builder: Any, num_heads: int, args: Any) -> None:
     scores, row_bytes, values, stride, count, sums_at, sum_bytes, ahead = args
-    emitter = Emitter(builder, num_heads, _LANES, _VECTORS)
+    emitter = Emitter(builder, num_heads, _SIMD_WIDTH, _VECTORS)
     sums = emitter.start(sums_at, sum_bytes)
     score_at = cgutils.alloca_once_value(builder, scores)
     value_at = cgutils.alloca_once_value(builder, values)
@@ -91,8 +92,8 @@ def _emit_mix(builder: Any, num_heads: int, args: Any) -> None:
         rows = [score]
         for _ in range(num_heads - 1):
             rows.append(builder.add(rows[-1], row_bytes))
-        # All tokens of a head in one load: a lane of it is a factor by itself.
-        vectors = [emitter.load(row, 0) for row in rows] if num_tokens == _LANES else []
+        # One load holds all tokens of a head; each element of it is one factor.
+        vectors = [emitter.load(row, 0) for row in rows] if num_tokens == _SIMD_WIDTH else []
         for token in range(num_tokens):
             emitter.prefetch(fetched)
             fetched = builder.add(fetched, ir.Constant(LONG, LINE_BYTES))
@@ -113,15 +114,15 @@ def _emit_mix(builder: Any, num_heads: int, args: Any) -> None:
 
 
 def _largest(_, start, count):
-    """Of the floats there; one that is no number counts only if there is nothing else."""
+    """The largest of the floats; NaN only if all of them are NaN."""
 
     def code(context, builder, signature, values):
         start, count = values
-        emitter = Emitter(builder, 1, _LANES, 1)
+        emitter = Emitter(builder, 1, _SIMD_WIDTH, 1)
         number = ir.FloatType()
         insert = cgutils.get_or_insert_function
         of_two = ir.FunctionType(emitter.vector, [emitter.vector] * 2)
-        larger = insert(builder.module, of_two, f"llvm.maxnum.v{_LANES}f32")
+        larger = insert(builder.module, of_two, f"llvm.maxnum.v{_SIMD_WIDTH}f32")
         best = cgutils.alloca_once_value(builder, emitter.spread_load(start, 0))
         at = cgutils.alloca_once_value(builder, start)
 
@@ -130,13 +131,13 @@ def _largest(_, start, count):
             distance = ir.Constant(LONG, num_floats * FLOAT_BYTES)
             builder.store(builder.add(builder.load(at), distance), at)
 
-        lanes = ir.Constant(LONG, _LANES)
-        with cgutils.for_range(builder, builder.udiv(count, lanes)):
-            take(emitter.load(builder.load(at), 0), _LANES)
-        with cgutils.for_range(builder, builder.urem(count, lanes)):
+        simd_width = ir.Constant(LONG, _SIMD_WIDTH)
+        with cgutils.for_range(builder, builder.udiv(count, simd_width)):
+            take(emitter.load(builder.load(at), 0), _SIMD_WIDTH)
+        with cgutils.for_range(builder, builder.urem(count, simd_width)):
             take(emitter.spread_load(builder.load(at), 0), 1)
         kind = ir.FunctionType(number, [emitter.vector])
-        reduce = insert(builder.module, kind, f"llvm.vector.reduce.fmax.v{_LANES}f32")
+        reduce = insert(builder.module, kind, f"llvm.vector.reduce.fmax.v{_SIMD_WIDTH}f32")
         return builder.call(reduce, [builder.load(best)])
 
     return types.float32(types.int64, types.int64), code
@@ -154,7 +155,7 @@ _mix_4, _mix_3, _mix_2, _mix_1 = (
 
 @njit(inline="always", error_model="numpy")
 def heads_at(head, stop):
-    """How many heads the tile that begins there has."""
+    """Number of heads of the tile that begins at h."""
     return min(stop - head, _MAX_HEADS)
 
 

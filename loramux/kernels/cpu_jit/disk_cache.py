@@ -1,7 +1,7 @@
-"""Compiled CPU kernels that are kept on disk are those of the sources that are there now.
+"""Invalidates numba's disk cache when any file of a folder changes.
 
-Numba asks only whether a function's own file is still the same. What it calls in other files is
-compiled into it, so that a new version of loramux would go on with parts of the old one.
+Numba only checks whether a function's own file has changed. Functions of other files are compiled
+into it, so that a new version of loramux would run parts of the old one.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ PATTERN = "*.py"
 
 
 def can_cache(folder: Path) -> bool:
-    """Is there a place for compiled code of the folder's files that only they can fill?"""
+    """Whether the folder's compiled code can be cached on disk, with one stamp for all files."""
     try:
         keep_together(folder)
         njit(cache=True)(lambda: None)
-    except (AttributeError, RuntimeError):  # This numba keeps it otherwise; no place to write to.
+    except (AttributeError, RuntimeError):  # Another cache in this numba; no writable folder.
         return False
     return True
 
 
 def keep_together(folder: Path) -> None:
-    """From here on, what was compiled of a folder's files counts only while none has changed."""
+    """Makes cache entries of a folder's files valid only while none of the files has changed."""
     known = caching.CacheImpl._locator_classes
     stamp = stamp_of(folder)
-    # Numba takes the first that knows a function's file: other folders' stay as they are.
+    # Numba takes the first locator that accepts a function's file; other folders are unaffected.
     own = [_for_folder(locator, folder.resolve(), stamp) for locator in known]
     caching.CacheImpl._locator_classes = [*own, *known]
 
@@ -44,7 +44,7 @@ def stamp_of(folder: Path) -> str:
 
 
 def _for_folder(locator: Any, folder: Path, stamp: str) -> Any:
-    """The same place on disk, for the files of one folder."""
+    """The locator, with the folder's stamp, for the files of one folder."""
 
     class FolderLocator(locator):  # type: ignore[misc]
         @classmethod

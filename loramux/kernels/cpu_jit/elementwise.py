@@ -1,4 +1,4 @@
-"""Fast on a CPU, in float32: the operations between the matrix products, each one loop."""
+"""Compiled elementwise ops between GEMMs (float32): one loop each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from loramux.types.model import PagedLayout
 
 rotation = fused_torch.rotation
 
-# With fewer elements than this, waking the other threads takes longer than the work.
+# With fewer elements, waking the other threads takes longer than the work.
 _PARALLEL_ELEMENTS = 65536
 _PARALLEL_EXPS = 20480
 
@@ -47,7 +47,7 @@ def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None 
 def add_norm_into(
     x: Array | None, residual: Array, norms: tuple[NormArrays, NormArrays | None], out: Array
 ) -> None:
-    """As add_norm, into `out`; what `after` makes of x is written over it."""
+    """`add_norm` into `out`; with a second norm, x is overwritten."""
     norm, after = norms
     if x is None:
         _norm(residual, norm.weight, norm.eps, out)
@@ -59,12 +59,12 @@ def add_norm_into(
 
 
 def add_norm_epilogue(residual: Array, norm: NormArrays, out: Array) -> Epilogue:
-    """As add_norm_into of the product's rows."""
+    """`add_norm_into` of each row of a GEMM."""
     return Epilogue(_ADD_NORM_ROWS, residual, out, norm.weight, norm.eps)
 
 
 def silu_mul_epilogue(out: Array) -> Epilogue:
-    """As silu_mul_into of the product's rows."""
+    """`silu_mul_into` of each row of a GEMM."""
     return Epilogue(_SILU_MUL_ROWS, out, out, out[0, :0], np.float32(0))
 
 
@@ -233,11 +233,14 @@ def _silu_mul_parallel(gate_up, out):
 
 @njit("void(int64, UniTuple(int64, 4), UniTuple(int64, 2), UniTuple(int64, 2), float32)", **OPTIONS)
 def apply_epilogue(kind, places, widths, rows, eps):
-    """places: product, source, out, weight; widths: of the product, of out; rows: first, stop."""
-    product, source, out, weight = places
+    """Applies an epilogue to rows of y. places: addresses of y, source, out, weight
+
+    widths: of y and out   rows: first, stop
+    """
+    y, source, out, weight = places
     width, out_width = widths
     for i in range(rows[0], rows[1]):
-        row, at = product + i * width * FLOAT_BYTES, i * out_width * FLOAT_BYTES
+        row, at = y + i * width * FLOAT_BYTES, i * out_width * FLOAT_BYTES
         target = floats_at(out + at, out_width)
         if kind == _ADD_NORM_ROWS:
             x, residual = floats_at(row, out_width), floats_at(source + at, out_width)

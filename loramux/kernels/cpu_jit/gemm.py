@@ -1,7 +1,7 @@
-"""Fast on a CPU, in float32: x @ weight.T + bias over weights that were packed once into panels.
+"""Compiled GEMM (float32): x @ weight.T + bias over weights that were packed once into panels.
 
-A panel is as wide as a tile: its rows lie one behind the other, as the tile's loop reads them. Each
-panel is one thread's, and a row has the same bits among any others.
+A panel is as wide as a register tile and stored in the order in which the tile's loop reads it.
+Each panel belongs to one thread, and a row's result does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from loramux.kernels.cpu_jit.tiles import (
 )
 from loramux.kernels.ops import PackedMatrix
 
-# So many rows of x stay in the second cache while all panels go by.
+# Rows of x that stay in the L2 cache while all panels are read.
 _BLOCK_ROWS = 256
-# A thread has so many pieces of the panels, of which the last are given out one by one.
+# Pieces of the panels per thread; the last ones are taken one by one.
 _PIECES = 4
-# Where the counters of a product are, in bytes, and of what is behind it; then one for each block
-# of rows.
+# Byte offsets of the counters of a GEMM and of its epilogue, then one per block of rows.
 _TAKEN_PACKS, _DONE_PACKS, _DONE_PANELS = 0, 64, 128
 TAKEN_RUNS, DONE_RUNS, TAKEN_ROWS = 192, 256, 320
 _NUM_COUNTERS = 48
@@ -62,7 +61,7 @@ def pack(weight: Tensor, bias: Tensor | None) -> PackedMatrix:
 
 
 def part_depth(in_features: int) -> int:
-    """The inner dimension in equal parts, but for the last."""
+    """Depth of a block of K: all blocks but the last are equal."""
     num_parts = max(1, -(-in_features // SHAPE.max_depth))
     return max(1, -(-in_features // num_parts))
 
@@ -75,7 +74,7 @@ def multiply(x: Tensor, matrix: PackedMatrix) -> Tensor:
 
 
 def multiply_into(x: NDArray[np.float32], matrix: PackedMatrix, y: NDArray[np.float32]) -> None:
-    """Both without gaps between their rows."""
+    """x and y are contiguous."""
     scratch, counters = scratch_of(len(x), matrix)
     plan = matrix.depth, torch.get_num_threads()
     _multiply(x, matrix.panels, matrix.start, y, scratch, counters, plan)
@@ -84,9 +83,9 @@ def multiply_into(x: NDArray[np.float32], matrix: PackedMatrix, y: NDArray[np.fl
 def scratch_of(
     num_rows: int, matrix: PackedMatrix
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """For x packed and the rest of y behind its last whole panel; and what counts the work."""
-    num_tail = num_rows * WIDTH if matrix.out_features % WIDTH else 0
-    scratch = np.empty(num_rows * matrix.in_features + num_tail, dtype=np.float32)
+    """Scratch for packed x and for the columns of y past its last whole panel, and counters."""
+    num_rest = num_rows * WIDTH if matrix.out_features % WIDTH else 0
+    scratch = np.empty(num_rows * matrix.in_features + num_rest, dtype=np.float32)
     return scratch, np.zeros(_NUM_COUNTERS + -(-num_rows // _BLOCK_ROWS), dtype=np.int64)
 
 
@@ -118,7 +117,7 @@ def _pack_tile(x, row, num_rows, depth, packed):
 
 @njit("void(UniTuple(int64, 6), UniTuple(int64, 5))", **OPTIONS)
 def _take_packs(addresses, sizes):
-    """Whoever is free packs the next tile of x; who comes too late waits for what is begun."""
+    """Packs tiles of x, one by one, then waits for those that other threads have begun."""
     x, packed, counters = addresses[0], addresses[1], addresses[5]
     size, depth, total_rows, _, _ = sizes
     rows = floats_at(x, (total_rows, size))
@@ -160,11 +159,11 @@ def _panel_part(addresses, rows, part):
 
 @njit("void(UniTuple(int64, 6), UniTuple(int64, 4), UniTuple(int64, 5))", **OPTIONS)
 def _panels(addresses, rows, sizes):
-    """Panels from `begin` to `end`; a last one that is wider than what is left of y: by a tail."""
+    """Panels from `begin` to `end`; one that is wider than the rest of y goes through scratch."""
     _, x, panels, start, y, _ = addresses
     row, stop, begin, end = rows
     size, depth, total_rows, num_columns, width = sizes
-    tail, rest = x + total_rows * size * FLOAT_BYTES, num_columns % WIDTH
+    scratch, rest = x + total_rows * size * FLOAT_BYTES, num_columns % WIDTH
     for k in range(0, size, depth):
         count = min(depth, size - k)
         for number in range(begin, end):
@@ -173,21 +172,21 @@ def _panels(addresses, rows, sizes):
             if (number + 1) * WIDTH <= num_columns:
                 target, stride = y + number * WIDTH * FLOAT_BYTES, num_columns * FLOAT_BYTES
             else:
-                target, stride = tail, WIDTH * FLOAT_BYTES
+                target, stride = scratch, WIDTH * FLOAT_BYTES
             place = (x, panel, first, target, stride)
             _panel_part(place, (row, stop), (k, count, total_rows))
     if end * WIDTH > num_columns:
         for i in range(row, stop):
             target = y + ((i + 1) * num_columns - rest) * FLOAT_BYTES
-            floats_at(target, rest)[:] = floats_at(tail + i * WIDTH * FLOAT_BYTES, rest)
+            floats_at(target, rest)[:] = floats_at(scratch + i * WIDTH * FLOAT_BYTES, rest)
 
 
 @njit("void(UniTuple(int64, 6), UniTuple(int64, 5), int64)", **OPTIONS)
-def take_product(addresses, sizes, num_threads):
-    """A thread's part of the product; all of it is there when this returns.
+def take_gemm(addresses, sizes, num_threads):
+    """A thread's part of the GEMM; all of y is complete when this returns.
 
     addresses: x, packed, panels, start, y, counters; sizes: size, depth, total_rows, num_columns,
-    width. No thread waits for one that has not come yet: whoever is free takes the next piece.
+    width. Free threads take the next piece, so that none waits for a thread that has not started.
     """
     _take_packs(addresses, sizes)
     total_rows, num_panels = sizes[2], sizes[4] // WIDTH
@@ -227,4 +226,4 @@ def _multiply(x, panels, start, y, scratch, counters, plan):
     depth, num_threads = plan
     sizes = x.shape[1], depth, x.shape[0], y.shape[1], start.size
     for _ in prange(num_threads):
-        take_product(addresses, sizes, num_threads)
+        take_gemm(addresses, sizes, num_threads)

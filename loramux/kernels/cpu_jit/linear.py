@@ -1,6 +1,6 @@
-"""Fast on a CPU, in float32: a product and what is done with its rows, by threads that are awake.
+"""Compiled linear layer (float32): GEMM, LoRA and epilogue in one parallel loop.
 
-To wake them takes 15 us, a twentieth of a small product, and a step has hundreds of both.
+Waking the threads takes 15 us, a twentieth of a small GEMM, and a step has hundreds of GEMMs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from loramux.kernels.cpu_jit.gemm import (
     DONE_RUNS,
     TAKEN_ROWS,
     TAKEN_RUNS,
-    take_product,
+    take_gemm,
 )
 from loramux.kernels.cpu_jit.lora import take_runs
 from loramux.kernels.cpu_jit.runtime import OPTIONS, add_done, take_next, wait_for
 from loramux.kernels.cpu_jit.tiles import FLOAT_BYTES
 from loramux.kernels.ops import Array, Epilogue, LoraRows, LoraWeights, PackedMatrix
 
-# Rows that a thread takes at once, of what is done behind the adapters.
+# Rows of the epilogue that a thread takes at once.
 _WORK_ROWS = 4
 _NO_ADDRESSES = np.zeros(0, dtype=np.int64)
 _NO_SITE = np.zeros((1, 5), dtype=np.int64)
@@ -43,10 +43,7 @@ def linear_into(
     y: Array,
     epilogue: Epilogue | None = None,
 ) -> None:
-    """y = x @ matrix, and what the adapters add to it, and then the work on its rows.
-
-    x and y: without gaps between their rows.
-    """
+    """y = x @ matrix + what the adapters add, then the epilogue. x, y contiguous"""
     if not adapters:
         addresses, site, width = _NO_ADDRESSES, _NO_SITE, 0
         runs, run_weights = _NO_RUNS, _NO_FLOATS
@@ -102,10 +99,10 @@ def _take_rows(kind, places, shape, counter, eps):
     **OPTIONS,
 )
 def _multiply_add(matrices, vectors, lists, tables, plan, eps):
-    """By addresses: two threads that count the uses of one array wait for each other.
+    """Passes addresses to the threads: reference counts of a shared array would be contended.
 
-    lists: where adapters are, and counters, which are zero; the third matrix: a row of scratch for
-    each thread.
+    lists: addresses of adapters, and counters, which are zero; the third matrix is scratch, one row
+    per thread.
     """
     x, y, scratch, source, out = matrices
     packed, panels, start, run_weights, weight = vectors
@@ -121,7 +118,7 @@ def _multiply_add(matrices, vectors, lists, tables, plan, eps):
     shape = x.shape[0], y.shape[1], out.shape[1]
     num_threads = scratch.shape[0]
     for thread in prange(num_threads):
-        take_product(places, sizes, num_threads)
+        take_gemm(places, sizes, num_threads)
         if num_runs:
             tables_at = (*line, count_at + TAKEN_RUNS, h + thread * h_bytes)
             num_done = take_runs(rows, (num_runs, sizes[0], num_pieces), tables_at)

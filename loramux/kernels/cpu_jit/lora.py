@@ -1,6 +1,6 @@
-"""Fast on a CPU, in float32: runs of rows that read their adapter once, by loops or by tiles.
+"""Compiled LoRA (float32): each run of rows reads its adapter once, by loops or register tiles.
 
-Both add a row's products in the same order, so that it has the same bits in any run.
+Both sum in the same order, so that a row's result does not depend on its run.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from loramux.kernels.cpu_jit.tiles import (
 )
 from loramux.kernels.ops import LoraRows, LoraWeights, Segment
 
-# Of a longer segment, so that there is work for every thread.
+# Most rows of a run: longer segments are divided, so that every thread has work.
 _RUN_ROWS = 32
-# From here on by tiles: a matrix row that was loaded serves several rows of x.
+# From here on by tiles: a loaded matrix row serves several rows of x.
 _MIN_TILE_ROWS = 3
 _A_ROWS = 128
-# Of the tables that the loops below read.
+# Columns of the tables that the loops below read.
 _SITE_FIELDS = 5
 _RUN_FIELDS = 3
-# Behind a thread's scratch: for what is read only to be in the caches, on a line of its own.
+# Past a thread's scratch: a cache line that takes the result of prefetching reads.
 _SINK_FLOATS = LINE_BYTES // FLOAT_BYTES
 
 READS_ADDRESSES = True
@@ -60,10 +60,10 @@ def add_lora(y: Tensor, x: Tensor, weights: LoraWeights, rows: LoraRows) -> None
 def add_lora_rows(
     y: NDArray[np.float32], x: NDArray[np.float32], weights: LoraWeights, rows: LoraRows
 ) -> None:
-    """As add_lora, of arrays without gaps."""
+    """`add_lora` of contiguous arrays."""
     addresses, site, width = prepared(weights)
     for runs, run_weights in rows.rounds:
-        # To wake the other threads takes longer than what there is for them to do.
+        # Waking the other threads would take longer than the work.
         is_alone = len(runs) == 1
         scratch = scratch_of(width, 1 if is_alone else rows.num_threads)
         add = _add_run if is_alone else _add_runs
@@ -71,12 +71,12 @@ def add_lora_rows(
 
 
 def scratch_of(width: int, num_threads: int) -> NDArray[np.float32]:
-    """A line for each thread: what a run has of x @ a."""
+    """One row per thread, for x @ a of a run."""
     return np.empty((num_threads, _RUN_ROWS * width + _SINK_FLOATS), dtype=np.float32)
 
 
 def _put(rounds: list[list[Segment]], segment: Segment) -> None:
-    """Into the first round that has none of its rows; those before it begin no later."""
+    """Puts a segment into the first round that has none of its rows; segments come sorted."""
     for members in rounds:
         if members[-1].stop <= segment.start:
             members.append(segment)
@@ -87,20 +87,20 @@ def _put(rounds: list[list[Segment]], segment: Segment) -> None:
 def _runs(
     segments: Sequence[Segment], num_threads: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    # Few rows are a part for every thread, even if all have the same adapter.
+    # Few rows are divided among all threads, even if all have the same adapter.
     size = min(-(-sum(s.stop - s.start for s in segments) // num_threads), _RUN_ROWS)
     runs = [
         ((s.slot, start, min(start + size, s.stop)), s.weight)
         for s in segments
         for start in range(s.start, s.stop, size)
     ]
-    # The long ones first, so that no thread begins one when the others are done.
+    # Longest first, so that no thread starts a long run last.
     runs.sort(key=lambda run: run[0][1] - run[0][2])
     return np.array([r for r, _ in runs], np.int64), np.array([w for _, w in runs], np.float32)
 
 
 def prepared(weights: LoraWeights) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Where each adapter begins, where the site is in it, and its total rank; made once.
+    """Addresses of the adapters, offsets of the site in them, and its total rank; made once.
 
     The table's first line is (start of a, total rank, 0, 0, 0), and each other line a slice: (start
     of b, rank, out, rank_start, out_start). Starts are in bytes, from the adapter's first.
@@ -140,7 +140,7 @@ def _add_rows(args):
 
 @njit("void(UniTuple(int64, 5))", **OPTIONS)
 def _add_narrow(args):
-    """The same, for a matrix of few columns: their sums stay in registers."""
+    """`_add_rows` for a matrix of few columns, whose sums stay in registers."""
     y, factors, matrix, depth, width = args
     column, stride = 0, width * FLOAT_BYTES
     while width - column > 0:
@@ -159,7 +159,7 @@ def _add_narrow(args):
 
 
 @njit("void(UniTuple(int64, 5), UniTuple(int64, 3))", **OPTIONS)
-def _add_product(places, size):
+def _add_gemm(places, size):
     """places: y, y_stride, x, x_stride, matrix. y += x @ matrix, by tiles.
 
     Row by row through a matrix that is wide, so that y and it are read as they lie in memory.
@@ -195,7 +195,7 @@ def _add_product(places, size):
 
 @njit("void(int64, int64, int64)", **OPTIONS)
 def _touch(start, num_floats, sink):
-    """Reads a float of each line: tiles jump from row to row, and memory is faster in its order."""
+    """Reads one float per cache line in address order, which is faster than the order of tiles."""
     values, total = floats_at(start, num_floats), np.float32(0)
     for i in range(0, num_floats, LINE_BYTES // FLOAT_BYTES):
         total += values[i]
@@ -219,7 +219,7 @@ def _add_tiled(places, size, adapter, weight):
     width, h_stride = line[1], line[1] * FLOAT_BYTES
     a, sink = start + line[0], h + _RUN_ROWS * h_stride
     _touch(a, depth * width, sink)
-    _add_product((h, h_stride, x, x_stride, a), (num_rows, depth, width))
+    _add_gemm((h, h_stride, x, x_stride, a), (num_rows, depth, width))
     _scale(h, num_rows * width, weight)
     for piece in range(1, num_pieces + 1):
         line = longs_at(site + piece * _SITE_FIELDS * LONG_BYTES, _SITE_FIELDS)
@@ -227,18 +227,18 @@ def _add_tiled(places, size, adapter, weight):
         target, source = y + out_start * FLOAT_BYTES, h + rank_start * FLOAT_BYTES
         _touch(start + first, rank * out, sink)
         matrices = (target, y_stride, source, h_stride, start + first)
-        _add_product(matrices, (num_rows, rank, out))
+        _add_gemm(matrices, (num_rows, rank, out))
 
 
 @njit("void(UniTuple(int64, 5), UniTuple(int64, 3), UniTuple(int64, 2), float32)", **OPTIONS)
 def _add_streamed(places, size, adapter, weight):
-    """As _add_tiled, for so few rows that what counts is the reading of the adapter."""
+    """`_add_tiled` for few rows, bound by reading the adapter."""
     y, y_stride, x, x_stride, h = places
     num_rows, depth, num_pieces = size
     start, site = adapter
     line = longs_at(site, _SITE_FIELDS)
     width, h_stride = line[1], line[1] * FLOAT_BYTES
-    # By parts that stay in the nearest cache while all rows of the run use them.
+    # In blocks that stay in the L1 cache while all rows of the run use them.
     part = depth if num_rows == 1 else _A_ROWS
     for k in range(0, depth, part):
         a, count = start + line[0] + k * h_stride, min(part, depth - k)
@@ -262,9 +262,9 @@ def _add_streamed(places, size, adapter, weight):
 
 @njit("int64(UniTuple(int64, 4), UniTuple(int64, 3), UniTuple(int64, 6))", **OPTIONS)
 def take_runs(rows, size, tables):
-    """Whoever is free takes the next run: a prompt's takes as long as many decodes'.
+    """Takes runs one by one, since a prefill's run takes as long as many decodes'.
 
-    Returns how many this thread has done.
+    Returns the number of runs of this thread.
     """
     y, y_stride, x, x_stride = rows
     num_runs, depth, num_pieces = size
@@ -295,7 +295,7 @@ _ADD_RUNS = (
 
 @njit(_ADD_RUNS, parallel=True, **OPTIONS)
 def _add_runs(y, x, addresses, site, runs, weights, taken, scratch):
-    """By addresses: two threads that count the uses of one array wait for each other.
+    """Passes addresses to the threads: reference counts of a shared array would be contended.
 
     taken: zero; scratch: of each thread.
     """
@@ -310,7 +310,7 @@ def _add_runs(y, x, addresses, site, runs, weights, taken, scratch):
 
 @njit(_ADD_RUNS, **OPTIONS)
 def _add_run(y, x, addresses, site, runs, weights, taken, scratch):
-    """The same on this thread alone."""
+    """`_add_runs` on the calling thread alone."""
     rows = y.ctypes.data, y.shape[1] * FLOAT_BYTES, x.ctypes.data, x.shape[1] * FLOAT_BYTES
     size = len(runs), x.shape[1], len(site) - 1
     lists = addresses.ctypes.data, site.ctypes.data, runs.ctypes.data, weights.ctypes.data

@@ -1,8 +1,8 @@
-"""Register tiles of float32 products, written for this CPU's vectors and used by compiled loops.
+"""Register tiles of float32 GEMMs, emitted for this CPU's vector size, for the compiled loops.
 
 A tile of y stays in registers while a loop runs over the inner dimension: each step loads a column
-of x's rows and a row of the matrix. Every element of y is one chain of fused multiplications and
-additions in the order of that dimension, whatever the tile.
+of x's rows and a row of the matrix. Every element of y is one chain of FMAs in the order of
+that dimension, for every tile.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from loramux.kernels.cpu_jit.runtime import OPTIONS
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    lanes: int
+    simd_width: int
     """Floats of one vector register."""
     vectors: int
-    """A panel is as wide as so many of them."""
+    """Vector registers across a panel."""
     rows: int
     max_depth: int
-    """Of the part of a panel that should stay in the nearest cache."""
+    """Depth of the block of a panel that should stay in the L1 cache."""
     is_fused: bool = True
-    """Has the CPU got an instruction that multiplies and adds?"""
+    """Whether the CPU has FMA."""
 
 
 def tile_shape(machine: str, features: dict[str, bool]) -> TileShape:
-    """As many accumulators as registers allow, beside those for a panel's row and x's column."""
+    """As many accumulators as registers allow beside a panel's row and a column of x."""
     if machine in ("aarch64", "arm64"):
-        return TileShape(lanes=4, vectors=3, rows=8, max_depth=640)
+        return TileShape(simd_width=4, vectors=3, rows=8, max_depth=640)
     if features.get("avx512f"):
-        return TileShape(lanes=16, vectors=3, rows=8, max_depth=384)
+        return TileShape(simd_width=16, vectors=3, rows=8, max_depth=384)
     if features.get("avx2") and features.get("fma"):
-        return TileShape(lanes=8, vectors=2, rows=6, max_depth=384)
-    return TileShape(lanes=4, vectors=2, rows=4, max_depth=384, is_fused=False)
+        return TileShape(simd_width=8, vectors=2, rows=6, max_depth=384)
+    return TileShape(simd_width=4, vectors=2, rows=4, max_depth=384, is_fused=False)
 
 
 SHAPE = tile_shape(platform.machine(), binding.get_host_cpu_features())
-WIDTH = SHAPE.lanes * SHAPE.vectors
+WIDTH = SHAPE.simd_width * SHAPE.vectors
 ROWS = SHAPE.rows
 FLOAT_BYTES = 4
 UNROLL = 4
-# Direct tiles are for matrices that are not packed, the halves of adapters: as wide as a line of
-# the caches, or half of it, and as high as leaves registers for the rows of x.
-_DIRECT_LANES = min(SHAPE.lanes, 8)
+# Direct tiles are for matrices that are not packed, LoRA's A and B: as wide as a cache line or half
+# of it, and as high as leaves registers for the rows of x.
+_DIRECT_SIMD_WIDTH = min(SHAPE.simd_width, 8)
 DIRECT_WIDTH = 16
 NARROW_WIDTH = 8
 DIRECT_ROWS = 4
 LINE_BYTES = 64
-MAX_ROW_WIDTH = 12 * _DIRECT_LANES
+MAX_ROW_WIDTH = 12 * _DIRECT_SIMD_WIDTH
 
 _FLOAT = ir.FloatType()
 LONG = ir.IntType(64)
@@ -65,15 +65,15 @@ _BYTES = ir.IntType(8).as_pointer()
 
 
 class Emitter:
-    """Writes the code of one tile at the place where `builder` is."""
+    """Emits the code of one tile at the builder's position."""
 
-    def __init__(self, builder: Any, num_rows: int, lanes: int, vectors: int) -> None:
+    def __init__(self, builder: Any, num_rows: int, simd_width: int, vectors: int) -> None:
         self.builder = builder
-        self.num_rows, self.lanes, self.vectors = num_rows, lanes, vectors
-        self.vector = ir.VectorType(_FLOAT, lanes)
+        self.num_rows, self.simd_width, self.vectors = num_rows, simd_width, vectors
+        self.vector = ir.VectorType(_FLOAT, simd_width)
         insert = cgutils.get_or_insert_function
         of_three = ir.FunctionType(self.vector, [self.vector] * 3)
-        self._fma = insert(builder.module, of_three, f"llvm.fma.v{lanes}f32")
+        self._fma = insert(builder.module, of_three, f"llvm.fma.v{simd_width}f32")
         of_address = ir.FunctionType(ir.VoidType(), [_BYTES, _INT, _INT, _INT])
         self._prefetch = insert(builder.module, of_address, "llvm.prefetch.p0i8")
 
@@ -86,17 +86,19 @@ class Emitter:
         return self.builder.load(address, align=FLOAT_BYTES)
 
     def spread_load(self, base: Any, num_floats: int) -> Any:
-        """One float, in all lanes."""
+        """One float, broadcast to a vector."""
         value = self.builder.load(self.address(base, num_floats, _FLOAT), align=FLOAT_BYTES)
         empty, first = ir.Constant(self.vector, ir.Undefined), ir.Constant(_INT, 0)
         return self.spread(self.builder.insert_element(empty, value, first), 0)
 
-    def spread(self, vector: Any, lane: int) -> Any:
-        lanes = ir.Constant(ir.VectorType(_INT, self.lanes), [lane] * self.lanes)
-        return self.builder.shuffle_vector(vector, ir.Constant(self.vector, ir.Undefined), lanes)
+    def spread(self, vector: Any, element: int) -> Any:
+        simd_width = ir.Constant(ir.VectorType(_INT, self.simd_width), [element] * self.simd_width)
+        return self.builder.shuffle_vector(
+            vector, ir.Constant(self.vector, ir.Undefined), simd_width
+        )
 
     def prefetch(self, address: Any) -> None:
-        """For reading, into the second cache: the nearest is full of this tile's operands."""
+        """Prefetches into L2: L1 is full of this tile's operands."""
         hints = [ir.Constant(_INT, value) for value in (0, 2, 1)]
         self.builder.call(self._prefetch, [self.builder.inttoptr(address, _BYTES), *hints])
 
@@ -105,34 +107,34 @@ class Emitter:
         sums = []
         for _ in range(self.num_rows):
             for v in range(self.vectors):
-                value = self.load(base, v * self.lanes)
+                value = self.load(base, v * self.simd_width)
                 sums.append(cgutils.alloca_once_value(self.builder, value))
             base = self.builder.add(base, stride)
         return sums
 
     def step(self, column: list[Any], matrix_row: Any, offset: int, sums: list[Any]) -> None:
-        """column: one vector for each row of x, its value in all lanes."""
-        values = [self.load(matrix_row, offset + v * self.lanes) for v in range(self.vectors)]
+        """column: one broadcast vector per row of x"""
+        values = [self.load(matrix_row, offset + v * self.simd_width) for v in range(self.vectors)]
         for i, factor in enumerate(column):
             for v, value in enumerate(values):
                 place = sums[i * self.vectors + v]
-                self.builder.store(self.add_product(value, factor, place), place)
+                self.builder.store(self.fma(value, factor, place), place)
 
     def finish(self, base: Any, stride: Any, sums: list[Any]) -> None:
         for i in range(self.num_rows):
             for v in range(self.vectors):
                 value = self.builder.load(sums[i * self.vectors + v])
-                target = self.address(base, v * self.lanes, self.vector)
+                target = self.address(base, v * self.simd_width, self.vector)
                 self.builder.store(value, target, align=FLOAT_BYTES)
             base = self.builder.add(base, stride)
 
     def packed_column(self, x: Any, start: int) -> list[Any]:
-        if self.lanes == 4 and self.num_rows % 4 == 0:
+        if self.simd_width == 4 and self.num_rows % 4 == 0:
             fours = [self.load(x, start + i) for i in range(0, self.num_rows, 4)]
             return [self.spread(fours[i // 4], i % 4) for i in range(self.num_rows)]
         return [self.spread_load(x, start + i) for i in range(self.num_rows)]
 
-    def add_product(self, value: Any, factor: Any, place: Any) -> Any:
+    def fma(self, value: Any, factor: Any, place: Any) -> Any:
         total = self.builder.load(place)
         if SHAPE.is_fused:
             return self.builder.call(self._fma, [value, factor, total])
@@ -141,7 +143,7 @@ class Emitter:
 
 def _emit_packed(builder: Any, num_rows: int, args: Any) -> None:
     x, panel, start, start_stride, y, y_stride, depth, ahead, ahead_step = args
-    emitter = Emitter(builder, num_rows, SHAPE.lanes, SHAPE.vectors)
+    emitter = Emitter(builder, num_rows, SHAPE.simd_width, SHAPE.vectors)
     sums = emitter.start(start, start_stride)
     x_at = cgutils.alloca_once_value(builder, x)
     panel_at = cgutils.alloca_once_value(builder, panel)
@@ -170,7 +172,7 @@ def _emit_packed(builder: Any, num_rows: int, args: Any) -> None:
 
 def _emit_direct(builder: Any, num_rows: int, args: Any, *, width: int) -> None:
     x, x_stride, matrix, matrix_stride, y, y_stride, depth = args
-    emitter = Emitter(builder, num_rows, _DIRECT_LANES, width // _DIRECT_LANES)
+    emitter = Emitter(builder, num_rows, _DIRECT_SIMD_WIDTH, width // _DIRECT_SIMD_WIDTH)
     sums = emitter.start(y, y_stride)
     x_at = cgutils.alloca_once_value(builder, x)
     matrix_at = cgutils.alloca_once_value(builder, matrix)
@@ -193,11 +195,11 @@ def _emit_direct(builder: Any, num_rows: int, args: Any, *, width: int) -> None:
 
     unroll = ir.Constant(LONG, UNROLL)
     with cgutils.for_range(builder, builder.udiv(depth, unroll)):
-        if _DIRECT_LANES == UNROLL:
-            # All steps of a row in one load: a lane of it is a factor by itself.
+        if _DIRECT_SIMD_WIDTH == UNROLL:
+            # One load holds all steps of a row; each element of it is one factor.
             vectors = [emitter.load(row, 0) for row in rows_of_x(UNROLL)]
-            for lane in range(UNROLL):
-                step([emitter.spread(vector, lane) for vector in vectors])
+            for element in range(UNROLL):
+                step([emitter.spread(vector, element) for vector in vectors])
         else:
             for _ in range(UNROLL):
                 single_step()
@@ -208,7 +210,7 @@ def _emit_direct(builder: Any, num_rows: int, args: Any, *, width: int) -> None:
 
 def _emit_row(builder: Any, vectors: int, args: Any) -> None:
     x, matrix, stride, y, depth = args
-    emitter = Emitter(builder, 1, _DIRECT_LANES, vectors)
+    emitter = Emitter(builder, 1, _DIRECT_SIMD_WIDTH, vectors)
     no_stride = ir.Constant(LONG, 0)
     sums = emitter.start(y, no_stride)
     x_at = cgutils.alloca_once_value(builder, x)
@@ -231,7 +233,7 @@ def _emit_row(builder: Any, vectors: int, args: Any) -> None:
 
 
 def tile_of(emit: Any, size: int) -> Any:
-    """What `emit` writes for that size, to be called with one tuple of integers."""
+    """The tile that `emit` makes for a size, called with one tuple of integers."""
 
     @intrinsic
     def tile(_, args):
@@ -270,7 +272,7 @@ multiply_add: Any = intrinsic(_multiply_add)
 
 @njit(inline="always", error_model="numpy")
 def rows_at(row, stop):
-    """How many rows the tile that begins there has: all that fit, then 4, 2 and 1."""
+    """Rows of the tile that begins at a row: the full height, then 4, 2 and 1."""
     left = stop - row
     if left >= ROWS:
         return ROWS
@@ -333,22 +335,22 @@ def row_tile(width, args):
     y += x @ matrix, x [depth], matrix [depth, width], y [width], of its first columns as many as
     registers hold: for one row, a matrix that is wider should be read row by row.
     """
-    vectors = width // _DIRECT_LANES
+    vectors = width // _DIRECT_SIMD_WIDTH
     if vectors >= 12:
         _row_12(args)
-        return 12 * _DIRECT_LANES
+        return 12 * _DIRECT_SIMD_WIDTH
     if vectors >= 8:
         _row_8(args)
-        return 8 * _DIRECT_LANES
+        return 8 * _DIRECT_SIMD_WIDTH
     if vectors >= 6:
         _row_6(args)
-        return 6 * _DIRECT_LANES
+        return 6 * _DIRECT_SIMD_WIDTH
     if vectors >= 4:
         _row_4(args)
-        return 4 * _DIRECT_LANES
+        return 4 * _DIRECT_SIMD_WIDTH
     if vectors >= 2:
         _row_2(args)
-        return 2 * _DIRECT_LANES
+        return 2 * _DIRECT_SIMD_WIDTH
     if vectors:
         _row_1(args)
-    return vectors * _DIRECT_LANES
+    return vectors * _DIRECT_SIMD_WIDTH

@@ -1,4 +1,4 @@
-"""The small operations between a decoder's matrix products, each one kernel."""
+"""The elementwise ops between a decoder's GEMMs, one kernel each."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _HEADS_PER_PROGRAM = 16
 def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None = None) -> Tensor:
     """residual += x, in place; returns norm(residual). With `after`, x is normed first.
 
-    x, residual [rows, hidden]; there may be gaps between the rows of x
-    x may be parts of a product, contiguous float32 [parts, rows, hidden]: their sum is rounded
+    x, residual [rows, hidden]; rows of x may be strided
+    x may be split-K partial sums, contiguous float32 [splits, rows, hidden]: reduced and rounded
     """
     num_rows, size = residual.shape
     out = torch.empty_like(residual)
@@ -124,17 +124,16 @@ def scaled(x, weight, eps, SIZE: tl.constexpr):
 
 @triton.jit
 def load_residual(at, inside):
-    """Float32. Where a product is added to it, the kernel ahead has made that: it is older.
+    """The residual in float32, written two kernels ago or earlier where a GEMM is added to it.
 
-    So it may be read before the wait, past a multiprocessor's own cache: that may hold what stood
-    there before.
+    So it may be read before the PDL wait, bypassing the SM's L1 cache, which may hold old data.
     """
     return tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
 
 
 @triton.jit
 def load_sum(at, inside, part_step, dtype, PARTS: tl.constexpr):
-    """The sum of what stands there in each part, rounded once, as a whole product is."""
+    """The sum of split-K partial sums, rounded once like a GEMM without split-K."""
     total = tl.load(at, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
         total += tl.load(at + part * part_step, mask=inside, other=0.0)

@@ -1,4 +1,4 @@
-"""What the launch of a Triton kernel needs to know of the device."""
+"""Programmatic dependent launch (PDL), device properties, and helpers of all Triton kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOPPER = 90
 
 @functools.cache
 def supports_pdl(device_type: str) -> bool:
-    """May a kernel start before the one ahead of it ends (programmatic dependent launch)?"""
+    """Whether a kernel may start before the one ahead of it ends (Hopper and later)."""
     if device_type != "cuda":
         return False
     target = driver.active.get_current_target()
@@ -31,19 +31,19 @@ def pdl_options(device_type: str) -> dict[str, bool]:
 
 @functools.cache
 def supports_tma(device_type: str) -> bool:
-    """Are there units that copy a tile by its descriptor? The interpreter does as they do."""
+    """Whether the device has TMA; the interpreter emulates it."""
     return device_type != "cuda" or supports_pdl(device_type)
 
 
 @functools.cache
 def num_sms(device_type: str) -> int:
-    """Of the device; a few for the interpreter, so that long spans are cut there as well."""
+    """Number of SMs; a few for the interpreter, so that long spans are split there as well."""
     return 8 if device_type != "cuda" else _property("multiprocessor_count")
 
 
 @functools.cache
 def shared_bytes(device_type: str) -> int:
-    """Of a multiprocessor's memory, the most that one program may have; the interpreter has all."""
+    """Most shared memory of one CTA; unlimited in the interpreter."""
     return sys.maxsize if device_type != "cuda" else _property("max_shared_mem")
 
 
@@ -56,8 +56,8 @@ def _property(name: str) -> int:
 def pdl_wait_and_launch(PDL: tl.constexpr):
     """Waits for the kernel ahead, then lets the next one start.
 
-    In this order, so that what was written two kernels ago or earlier is complete when a kernel
-    starts: that much may be read before the call.
+    In this order, so that data written two kernels ago or earlier is complete when a kernel starts
+    and may be read before the call.
     """
     if PDL:
         cuda.gdc_wait()

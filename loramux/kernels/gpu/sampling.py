@@ -1,4 +1,4 @@
-"""Tokens from logits without the host: two kernels, over parts of the vocabulary and over rows."""
+"""Samples tokens on the device: one kernel over parts of the vocabulary, one over rows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from loramux.kernels.gpu.pdl import pdl_options, pdl_wait_and_launch
 
 PART = 4096
-# Columns that a thread reads at once, and whose best is taken before it is told from others.
+# Columns that a thread reads at once; their maximum is found before its column.
 GROUP = tl.constexpr(8)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def choose_tokens(logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor:
-    """One token per row: the best at temperature 0, else by inverse CDF in vocabulary order.
+    """One token per row: the argmax at temperature 0, else by inverse CDF in vocabulary order.
 
     logits [rows, vocab]   temperatures [rows] float32   noise [rows] float64 in [0, 1)
     returns [rows] int64. A row whose best logit is not finite takes it, whatever its temperature;
-    of equal ones the first; not a number counts as the highest.
+    ties go to the first; NaN counts as the highest.
     """
     num_rows, vocab = logits.shape
     num_parts = triton.cdiv(vocab, PART)
@@ -70,13 +70,13 @@ def _load_part(logits_ptr, start, vocab, PART: tl.constexpr):
 
 @triton.jit
 def _nan_as_highest(logits):
-    """What is not a number is the best, so that a row with one gets an answer."""
+    """Replaces NaN by infinity, so that a row with NaN gets a token."""
     return tl.where(logits != logits, float("inf"), logits)
 
 
 @triton.jit
 def _best_of_groups(logits, PART: tl.constexpr):
-    """The highest of every GROUP logits: [PART / GROUP]; not a number where one is none."""
+    """The highest of every GROUP logits: [PART / GROUP]; NaN where a logit is NaN."""
     WIDTH: tl.constexpr = PART // GROUP
     tl.static_assert(GROUP == 8, "halved three times")
     left, right = tl.split(tl.reshape(logits, (WIDTH, 4, 2)))
@@ -89,7 +89,7 @@ def _best_of_groups(logits, PART: tl.constexpr):
 
 @triton.jit
 def _weights(logits, best, temperature):
-    """exp((logits - best) / temperature), where the best is a number."""
+    """exp((logits - best) / temperature), where the best is finite."""
     return tl.exp2((logits - best) * (LOG2_E / tl.maximum(temperature, 1e-30)))
 
 
@@ -106,7 +106,7 @@ def _sum_parts(  # noqa: PLR0913
     PART: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of one part of one row: the best, where its group begins, and the sum of the weights."""
+    """Stores the best logit of one part of a row, its group's start, and the sum of weights."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     target = row * num_parts + part

@@ -1,4 +1,4 @@
-"""Reference: each sequence by itself, with the mask written out."""
+"""Reference: attention of each sequence by itself, with an explicit mask."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plan(sequences: Sequence[SequenceRows], layout: PagedLayout, device: torch.d
 
 
 def _visible(sequence: SequenceRows, window: int | None, device: torch.device) -> Tensor:
-    """[rows, tokens]: may the row look at the token?"""
+    """[rows, tokens]: whether the row may attend to the token."""
     key = torch.arange(sequence.num_tokens, device=device)
     query = torch.arange(sequence.position_start, sequence.num_tokens, device=device)[:, None]
     visible = key <= query

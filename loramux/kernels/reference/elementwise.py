@@ -1,4 +1,4 @@
-"""Reference: the small operations between a decoder's matrix products, in float32 inside."""
+"""Reference: the elementwise ops between a decoder's GEMMs, computed in float32."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def add_norm(x: Tensor | None, residual: Tensor, norm: Norm, after: Norm | None 
     """residual += x, in place; returns norm(residual). With `after`, x is normed first.
 
     x, residual [rows, hidden]
-    x may be parts of a product, float32 [parts, rows, hidden]: their sum is rounded
+    x may be split-K partial sums, float32 [splits, rows, hidden]: reduced and rounded
     """
     if x is not None:
         if x.ndim == 3:
-            x = sum_of_parts(x, residual.dtype)
+            x = reduce_splits(x, residual.dtype)
         if after is not None:
             x = _norm(x.float(), after).to(x.dtype)
         residual.copy_(x.float() + residual.float())
@@ -73,9 +73,9 @@ def linear_swiglu(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     return activate_mul(F.linear(x.float(), weight.float()), activation).to(x.dtype)
 
 
-def sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded once, as a whole product is. parts [parts, ...]"""
-    return parts.sum(0).to(dtype)
+def reduce_splits(partials: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums split-K partial sums [splits, ...]; rounded once, like a GEMM without split-K."""
+    return partials.sum(0).to(dtype)
 
 
 def _norm(x: Tensor, norm: Norm) -> Tensor:

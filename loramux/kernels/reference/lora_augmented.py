@@ -77,6 +77,6 @@ def activate_mul(y: Tensor, activation: str, lora: AugmentedSite) -> Tensor:
 
 def _expanded(y: Tensor, lora: AugmentedSite) -> Tensor:
     if y.ndim == 3:
-        y = fused_torch.sum_of_parts(y, lora.pool.dtype)
+        y = fused_torch.reduce_splits(y, lora.pool.dtype)
     lora_segmented.expand_augmented(lora.tables, lora.pool, y, lora.layer, lora.site)
     return y[:, : lora.num_outputs]

@@ -1,4 +1,4 @@
-"""Reference: tokens from logits, for rows whose sampling has a temperature alone."""
+"""Reference: samples tokens for rows with a temperature and no other sampling parameter."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def choose_tokens(logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor:
-    """One token per row: the best at temperature 0, else by inverse CDF in vocabulary order.
+    """One token per row: the argmax at temperature 0, else by inverse CDF in vocabulary order.
 
     logits [rows, vocab]   temperatures [rows] float32   noise [rows] float64 in [0, 1)
     returns [rows] int64. A row whose best logit is not finite takes it, whatever its temperature;
-    of equal ones the first; not a number counts as the highest.
+    ties go to the first; NaN counts as the highest.
     """
     logits = torch.where(logits.isnan(), torch.inf, logits.float())
     best = logits.max(dim=-1, keepdim=True)

@@ -39,7 +39,7 @@ class TunedGemm:
     algorithm: bytes = b""
     """cuBLASLt descriptor; empty: torch's own choice."""
     num_splits: int = 1
-    """Of K, where the next kernel reduces the partial sums; 1: no split-K."""
+    """Splits of K, where the next kernel reduces the partial sums; 1: no split-K."""
     split_algorithm: bytes = b""
     fused_swiglu: bool = False
     """The gate_up GEMM runs with its activation in one kernel."""

@@ -100,7 +100,7 @@ def test_a_row_does_not_depend_on_how_many_there_are() -> None:
 
 _NORMS_OF_ONE_ROW = """
 import numpy as np
-from loramux.kernels import fused_numba
+from loramux.kernels.cpu_jit import elementwise as fused_numba
 
 source = np.random.default_rng(0)
 for size in (33, 40, 100, 200):
@@ -116,12 +116,12 @@ for size in (33, 40, 100, 200):
 """
 
 
-def test_the_bits_do_not_depend_on_which_process_filled_the_cache(tmp_path: Path) -> None:
+def test_results_do_not_depend_on_which_process_filled_the_cache(tmp_path: Path) -> None:
     """Two that start at once leave functions of both there; each has a copy of what it calls."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", _NORMS_OF_ONE_ROW]
     subprocess.run(command, env=environment, check=True)
-    kept = list(tmp_path.rglob("fused_numba._add_norm_row*"))
+    kept = list(tmp_path.rglob("elementwise._add_norm_row*"))
     assert kept, "numba keeps what it compiled elsewhere"
     for path in kept:
         path.unlink()

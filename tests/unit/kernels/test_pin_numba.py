@@ -14,8 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are pin
 
 SHOW = """
 import os, sys
-from loramux.kernels.cpu_jit.runtime import use_threads
-from loramux.kernels.cpu_jit.thread_affinity import pin_workers
+from loramux.kernels.cpu_jit.runtime import pin_workers, use_threads
 num_threads = int(sys.argv[1])
 use_threads(num_threads)
 before = set(os.listdir("/proc/self/task"))

@@ -111,8 +111,8 @@ def test_the_tiles_of_any_number_of_rows_end_where_the_rows_do(num_rows: int) ->
 def test_a_tile_fits_the_registers_of_its_machine(
     machine: str, features: dict[str, bool], expected: tuple[int, int]
 ) -> None:
-    lanes, num_registers = expected
+    simd_width, num_registers = expected
     shape: TileShape = tile_numba.tile_shape(machine, features)
-    assert shape.lanes == lanes
+    assert shape.simd_width == simd_width
     assert shape.rows * shape.vectors + shape.vectors < num_registers
     assert shape.is_fused == (machine == "aarch64" or features.get("fma", False))

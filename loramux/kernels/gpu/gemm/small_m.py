@@ -95,8 +95,8 @@ def _partial_sums(weights, x_ptr, left, N: tl.constexpr, K: tl.constexpr, IS_WHO
         x = tl.load(x_ptr + k)
     else:
         x = tl.load(x_ptr + k, mask=k < left, other=0.0)
-    products = weights.to(tl.float32) * x.to(tl.float32)[None, :]
-    return tl.sum(tl.reshape(products, (N, K // 8, 8)), 2)
+    terms = weights.to(tl.float32) * x.to(tl.float32)[None, :]
+    return tl.sum(tl.reshape(terms, (N, K // 8, 8)), 2)
 
 
 @triton.jit(do_not_specialize=["num_outputs"])
