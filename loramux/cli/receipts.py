@@ -32,7 +32,7 @@ from loramux.errors import InvalidRequest, LoramuxError
 from loramux.receipts.receipt import Verdict, check
 from loramux.receipts.signing import make_key_files, public_key_path, read_public_key
 from loramux.registry.names import CidReference, NameReference
-from loramux.registry.records import Receipt, ReceiptFilter
+from loramux.registry.records import ReceiptFilter, StoredReceipt
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -43,7 +43,7 @@ REFUSED = "refused"
 TIMES = ("load_ms", "queue_ms", "ttft_ms", "latency_ms")
 
 
-def receipt_table(found: Iterable[Receipt]) -> Table:
+def receipt_table(found: Iterable[StoredReceipt]) -> Table:
     table = Table("time (UTC)", "id", "tenant", "adapter", "found on")
     for column in ("load", "queue", "first", "total ms", "tokens"):
         table.add_column(column, justify="right")
@@ -73,7 +73,7 @@ def receipt_lines(body: Mapping[str, object]) -> Iterator[tuple[str, str]]:
             yield name, "–" if value is None else str(value)
 
 
-def found_text(receipt: Receipt) -> Text:
+def found_text(receipt: StoredReceipt) -> Text:
     tier = receipt.body.get("tier_found")
     return Text(
         "–" if tier is None else printable(str(tier)), style="yellow" if receipt.is_cold else ""

@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Protocol
 
 from loramux.errors import LoramuxError
-from loramux.receipts import receipt as receipts
-from loramux.registry.records import Receipt, Use
+from loramux.receipts.receipt import Receipt, ServingStatus
+from loramux.registry.records import StoredReceipt, Use
 
 BATCH_RECEIPTS = 256
 INTERVAL_S = 0.25
@@ -28,7 +28,7 @@ class ReceiptSink(Protocol):
     A method raises LoramuxError while its database cannot be reached; the writer then tries again.
     """
 
-    def add_receipts(self, receipts: Iterable[Receipt]) -> None: ...
+    def add_receipts(self, receipts: Iterable[StoredReceipt]) -> None: ...
 
     def add_uses(self, uses: Iterable[Use]) -> None: ...
 
@@ -59,8 +59,8 @@ class ReceiptWriter:
         self._max_pending = max_pending
         self._clock = clock
         self._condition = threading.Condition()
-        self._pending: dict[str, receipts.Receipt] = {}
-        self._sending: dict[str, receipts.Receipt] = {}
+        self._pending: dict[str, Receipt] = {}
+        self._sending: dict[str, Receipt] = {}
         self._wants_flush = False
         self._is_closing = False
         self._num_dropped = 0
@@ -78,7 +78,7 @@ class ReceiptWriter:
     def num_stored(self) -> int:
         return self._num_stored
 
-    def add(self, receipt: receipts.Receipt) -> None:
+    def add(self, receipt: Receipt) -> None:
         """Queues a receipt without blocking; a full queue drops its oldest receipt."""
         with self._condition:
             if self._is_closing:
@@ -89,7 +89,7 @@ class ReceiptWriter:
             if len(self._pending) in (1, BATCH_RECEIPTS):
                 self._condition.notify_all()
 
-    def find(self, receipt_id: str) -> receipts.Receipt | None:
+    def find(self, receipt_id: str) -> Receipt | None:
         """Returns a receipt that is queued and not yet stored, or None."""
         with self._condition:
             return self._pending.get(receipt_id) or self._sending.get(receipt_id)
@@ -130,7 +130,7 @@ class ReceiptWriter:
             if batch and not self._store(batch):
                 self._put_back()
 
-    def _next_batch(self) -> list[receipts.Receipt] | None:
+    def _next_batch(self) -> list[Receipt] | None:
         """Returns the receipts to store: none when a prune is due, None when closed and drained."""
         with self._condition:
             if not self._condition.wait_for(self._has_work, self._prune_at - self._clock()):
@@ -150,7 +150,7 @@ class ReceiptWriter:
     def _is_urgent(self) -> bool:
         return self._is_closing or self._wants_flush or len(self._pending) >= BATCH_RECEIPTS
 
-    def _store(self, batch: Sequence[receipts.Receipt]) -> bool:
+    def _store(self, batch: Sequence[Receipt]) -> bool:
         """Returns False if the registry cannot be reached now; the batch may be stored later."""
         try:
             num_stored = self._add(batch)
@@ -166,7 +166,7 @@ class ReceiptWriter:
             self._condition.notify_all()
         return True
 
-    def _add(self, batch: Sequence[receipts.Receipt]) -> int:
+    def _add(self, batch: Sequence[Receipt]) -> int:
         """Returns the number of receipts that were stored."""
         try:
             self._sink.add_receipts(map(to_record, batch))
@@ -181,7 +181,7 @@ class ReceiptWriter:
         self._count(batch)
         return len(batch)
 
-    def _count(self, batch: Sequence[receipts.Receipt]) -> None:
+    def _count(self, batch: Sequence[Receipt]) -> None:
         try:
             self._sink.add_uses(use for receipt in batch for use in uses_of(receipt))
         # Not retried: a second attempt could count the same uses twice.
@@ -213,8 +213,9 @@ class ReceiptWriter:
             _log.warning("Old receipts could not be removed: %s", error)
 
 
-def to_record(receipt: receipts.Receipt) -> Receipt:
-    return Receipt(
+def to_record(receipt: Receipt) -> StoredReceipt:
+    """Returns the row that the registry stores for a receipt."""
+    return StoredReceipt(
         id=receipt.id,
         created_at=receipt.time,
         tenant=receipt.tenant,
@@ -225,8 +226,9 @@ def to_record(receipt: receipts.Receipt) -> Receipt:
     )
 
 
-def uses_of(receipt: receipts.Receipt) -> Iterator[Use]:
-    if receipt.status is receipts.ServingStatus.REFUSED:
+def uses_of(receipt: Receipt) -> Iterator[Use]:
+    """Yields one use for each adapter of a request that ran."""
+    if receipt.status is ServingStatus.REFUSED:
         return
     for adapter in receipt.adapters:
         yield Use(

@@ -102,7 +102,9 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt:
+class StoredReceipt:
+    """A receipt as the registry stores it: the searchable fields and the complete body."""
+
     id: str
     created_at: float
     tenant: str

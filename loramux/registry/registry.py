@@ -30,9 +30,9 @@ from loramux.registry.records import (
     AliasAction,
     AliasState,
     Content,
-    Receipt,
     ReceiptFilter,
     Resolved,
+    StoredReceipt,
     Target,
     Usage,
     Use,
@@ -235,15 +235,15 @@ class Registry:
 
     # Receipts
 
-    def add_receipts(self, receipts: Iterable[Receipt]) -> None:
+    def add_receipts(self, receipts: Iterable[StoredReceipt]) -> None:
         with self._database.writing() as connection:
             receipt_rows.add_receipts(connection, receipts)
 
-    def receipt(self, receipt_id: str) -> Receipt | None:
+    def receipt(self, receipt_id: str) -> StoredReceipt | None:
         with self._database.reading() as connection:
             return receipt_rows.get_receipt(connection, receipt_id)
 
-    def find_receipts(self, wanted: ReceiptFilter) -> list[Receipt]:
+    def find_receipts(self, wanted: ReceiptFilter) -> list[StoredReceipt]:
         with self._database.reading() as connection:
             return receipt_rows.find_receipts(connection, wanted)
 

@@ -9,21 +9,21 @@ from sqlalchemy import Connection, Row, Select, delete, select
 
 from loramux.errors import InvalidRequest
 from loramux.registry.database import insert_into
-from loramux.registry.records import Receipt, ReceiptFilter
+from loramux.registry.records import ReceiptFilter, StoredReceipt
 from loramux.registry.schema import receipts
 
 MAX_LIMIT = 10_000
 columns = receipts.c
 
 
-def add_receipts(connection: Connection, new: Iterable[Receipt]) -> None:
+def add_receipts(connection: Connection, new: Iterable[StoredReceipt]) -> None:
     """Inserts receipts; existing ones stay unchanged, so that a batch may be sent again."""
     values = [receipt_values(receipt) for receipt in new]
     if values:
         connection.execute(insert_into(connection, receipts).on_conflict_do_nothing(), values)
 
 
-def receipt_values(receipt: Receipt) -> dict[str, object]:
+def receipt_values(receipt: StoredReceipt) -> dict[str, object]:
     return {
         "id": receipt.id,
         "created_at": receipt.created_at,
@@ -35,12 +35,12 @@ def receipt_values(receipt: Receipt) -> dict[str, object]:
     }
 
 
-def get_receipt(connection: Connection, receipt_id: str) -> Receipt | None:
+def get_receipt(connection: Connection, receipt_id: str) -> StoredReceipt | None:
     row = connection.execute(select(receipts).where(columns.id == receipt_id)).one_or_none()
     return None if row is None else receipt_of(row)
 
 
-def find_receipts(connection: Connection, wanted: ReceiptFilter) -> list[Receipt]:
+def find_receipts(connection: Connection, wanted: ReceiptFilter) -> list[StoredReceipt]:
     if not 1 <= wanted.limit <= MAX_LIMIT:
         raise InvalidRequest(f"limit must be 1 to {MAX_LIMIT}.", param="limit")
     newest = (columns.created_at.desc(), columns.id)
@@ -85,8 +85,8 @@ def prune_receipts(
     return num_removed
 
 
-def receipt_of(row: Row[Any]) -> Receipt:
-    return Receipt(
+def receipt_of(row: Row[Any]) -> StoredReceipt:
+    return StoredReceipt(
         id=row.id,
         created_at=row.created_at,
         tenant=row.tenant,

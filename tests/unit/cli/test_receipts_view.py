@@ -12,12 +12,12 @@ from loramux.cli.receipts import (
     receipt_table,
 )
 from loramux.receipts.writer import to_record
-from loramux.registry.records import Receipt
+from loramux.registry.records import StoredReceipt
 from tests.receipt_factory import make_receipt
 from tests.registry_factory import make_cid
 
 
-def rendered(receipt: Receipt) -> str:
+def rendered(receipt: StoredReceipt) -> str:
     console = Console(file=io.StringIO(), width=240)
     console.print(receipt_table([receipt]))
     assert isinstance(console.file, io.StringIO)
@@ -38,7 +38,7 @@ def test_adapters_are_named_as_the_request_reached_them() -> None:
 
 
 def test_a_receipt_of_another_server_is_shown_as_far_as_it_goes() -> None:
-    receipt = Receipt(
+    receipt = StoredReceipt(
         id="r", created_at=0.0, tenant="t", cid=None, latency_ms=1.0, is_cold=False, body={"new": 1}
     )
     assert "–" in rendered(receipt)

@@ -11,7 +11,7 @@ import pytest
 from loramux.errors import RegistryUnavailable
 from loramux.receipts import writer as receipt_writer
 from loramux.receipts.writer import BATCH_RECEIPTS, ReceiptWriter, to_record
-from loramux.registry.records import Receipt, ReceiptFilter
+from loramux.registry.records import ReceiptFilter, StoredReceipt
 from loramux.registry.registry import Registry
 from tests.receipt_factory import make_receipt
 from tests.registry_factory import FakeClock, make_cid
@@ -30,7 +30,7 @@ class HeldRegistry(Registry):
         self.faults: list[Exception] = []
         self.batch_sizes: list[int] = []
 
-    def add_receipts(self, receipts: Iterable[Receipt]) -> None:
+    def add_receipts(self, receipts: Iterable[StoredReceipt]) -> None:
         batch = list(receipts)
         self.entered.set()
         assert self.go.wait(WAIT_S)

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from loramux.errors import InvalidRequest
-from loramux.registry.records import Receipt, ReceiptFilter
+from loramux.registry.records import ReceiptFilter, StoredReceipt
 from loramux.registry.registry import Registry
 from tests.registry_factory import FakeClock, make_cid
 
 
-def make_receipt(number: int, **changes: Any) -> Receipt:
+def make_receipt(number: int, **changes: Any) -> StoredReceipt:
     values: dict[str, Any] = {
         "id": f"r-{number}",
         "created_at": float(number),
@@ -20,7 +20,7 @@ def make_receipt(number: int, **changes: Any) -> Receipt:
         "is_cold": False,
         "body": {"id": f"r-{number}", "serving": {"latency_ms": 1.5, "cids": [], "alias": None}},
     }
-    return Receipt(**{**values, **changes})
+    return StoredReceipt(**{**values, **changes})
 
 
 def ids(registry: Registry, **wanted: Any) -> list[str]:
