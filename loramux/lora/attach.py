@@ -1,4 +1,4 @@
-"""Makes chosen linear modules of any model add their row's adapters to what they compute."""
+"""Wraps linear modules of a model, so that they add each row's adapters to their output."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from loramux.lora.stacks import SiteKey
 
 
 class LoraContext:
-    """What the wrapped modules compute in this forward; neither batch nor merged: base rows."""
+    """Selects what the wrapped modules compute in this forward; by default the base alone."""
 
     def __init__(self, kernels: LoraKernels) -> None:
         self.kernels = kernels
         self.bases: dict[SiteKey, LinearMethod] = {}
-        """The modules that were wrapped, as they are without any adapter."""
+        """The wrapped modules, without adapters."""
         self.batch: LoraBatch | None = None
         self.merged: Mapping[SiteKey, LinearMethod] | None = None
-        """Stands for the batch: every row of this forward has what these sites have merged in."""
+        """Linears with merged adapters that replace the base for all rows of this forward."""
 
 
 class LoraLinear(nn.Module):
+    """A base linear that adds the adapters of the context's batch."""
+
     def __init__(self, base: LinearMethod, site: SiteKey, context: LoraContext) -> None:
         super().__init__()
         self.base = base
@@ -33,7 +35,7 @@ class LoraLinear(nn.Module):
 
     @property
     def current(self) -> LinearMethod:
-        """What computes this forward before adapters are added."""
+        """The linear of this forward: the base, or its merged copy."""
         merged = self.context.merged
         return self.base if merged is None else merged.get(self.site, self.base)
 
@@ -44,7 +46,7 @@ class LoraLinear(nn.Module):
 
     @property
     def adapters(self) -> Sequence[tuple[LoraWeights, LoraRows]]:
-        """What this forward adds here."""
+        """Stacked weights and rows that this forward adds at this site."""
         batch = self.context.batch
         if batch is None or self.context.merged is not None:
             return ()
@@ -58,7 +60,7 @@ class LoraLinear(nn.Module):
 def attach(
     layers: Iterable[nn.Module], site_names: Iterable[str], kernels: LoraKernels
 ) -> LoraContext:
-    """Wraps layer.<site name> of each layer; the context says what the next forward adds."""
+    """Wraps layer.<site name> of each layer; the returned context selects the adapters."""
     context = LoraContext(kernels)
     names = tuple(site_names)
     for index, layer in enumerate(layers):

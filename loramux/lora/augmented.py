@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from loramux.kernels.gpu.lora.work_list import Ints
 from loramux.kernels.gpu.lora_augmented.tables import AugmentedWeights
+from loramux.kernels.ops import AugmentedLoraOps
 from loramux.lora.segmented import DeviceDirectory
 
 # Consecutive steps that must need an adapter before its A is copied. One copy costs less than one
@@ -26,7 +26,7 @@ class AugmentedCache:
 
     def __init__(
         self,
-        kernels: Any,
+        kernels: AugmentedLoraOps,
         weights: AugmentedWeights,
         directory: DeviceDirectory,
         pool: Tensor,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -26,6 +25,7 @@ from loramux.kernels.gpu.lora_augmented.tables import (
     augmented_launch,
     make_augmented_weights,
 )
+from loramux.kernels.ops import AugmentedLoraOps
 from loramux.lora.augmented import AugmentedCache
 from loramux.lora.segmented import Ints, SegmentedWork
 from loramux.types.request import Selection
@@ -119,7 +119,7 @@ class AugmentedWork:
 
 
 def augmented_work(
-    work: SegmentedWork, appended: Sequence[Sequence[Tensor]] | None, kernels: Any
+    work: SegmentedWork, appended: Sequence[Sequence[Tensor]] | None, kernels: AugmentedLoraOps
 ) -> AugmentedWork | None:
     """Returns None where the base weights have no appended rows.
 

@@ -1,4 +1,4 @@
-"""Which rows of a step use which adapter, for every site of the model."""
+"""Maps the rows of a step to adapters, for every site of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loramux.types.request import Selection
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """Rows of one sequence, which all have its selection."""
+    """Rows start .. stop of one sequence, with its selection."""
 
     selection: Selection
     start: int
@@ -22,7 +22,7 @@ class RowRun:
 
 
 class LoraBatch:
-    """The step's adapters, in stacks; `order` puts sequences of one adapter next to each other."""
+    """The step's adapters in stacks; sorting by `order` makes rows of one adapter adjacent."""
 
     def __init__(self, stacks: Sequence[Stack]) -> None:
         self._stacks = stacks
@@ -39,6 +39,7 @@ class LoraBatch:
         return self._slots[selection[0][0]] if selection else (len(self._stacks), 0)
 
     def set_rows(self, runs: Sequence[RowRun], kernels: LoraKernels) -> None:
+        """Sets the rows of every site."""
         self._runs = runs
         for stack, rows in self._cut(runs, kernels):
             for site, weights in stack.weights.items():
@@ -47,7 +48,7 @@ class LoraBatch:
     def keep_rows(
         self, rows: Sequence[int], sites: Iterable[SiteKey], kernels: LoraKernels
     ) -> None:
-        """These sites compute the given rows alone, which have the numbers 0, 1, .. there."""
+        """Limits these sites to the given rows, which are renumbered 0, 1, .. there."""
         selections = {
             row: run.selection for run in self._runs for row in range(run.start, run.stop)
         }
@@ -64,7 +65,7 @@ class LoraBatch:
             ]
 
     def _cut(self, runs: Sequence[RowRun], kernels: LoraKernels) -> list[tuple[Stack, LoraRows]]:
-        """Without stacks that no run uses."""
+        """Cuts the runs into segments of each stack; stacks that no run uses are left out."""
         segments: list[list[Segment]] = [[] for _ in self._stacks]
         for run in runs:
             for cid, weight in run.selection:
@@ -78,7 +79,7 @@ class LoraBatch:
 
 
 def _extend(segments: list[Segment], new: Segment) -> None:
-    """Neighbouring rows of one adapter become one segment."""
+    """Appends a segment, or extends the last one if it is adjacent and has the same adapter."""
     last = segments[-1] if segments else None
     if last is not None and (last.slot, last.stop, last.weight) == (
         new.slot,
@@ -93,7 +94,7 @@ def _extend(segments: list[Segment], new: Segment) -> None:
 def gather_batch(
     selections: Sequence[Selection], adapters: Mapping[str, ResidentAdapter], stacks: LoraStacks
 ) -> LoraBatch | None:
-    """None: nobody in this step uses an adapter."""
+    """Places the step's adapters in stacks; None: no sequence has an adapter."""
     cids = dict.fromkeys(cid for selection in selections for cid, _ in selection)
     if not cids:
         return None

@@ -1,7 +1,6 @@
-"""Copies of the base's linears with one selection of adapters merged in; the base is kept as it is.
+"""Merges one selection of adapters into copies of the base's linears; the base is unchanged.
 
-Taking a merge back is using the old modules again, so it is exact, and merged and plain forwards
-may take turns as they like.
+Unmerging is using the base modules again: it is exact, and merged and base forwards may alternate.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from loramux.types.request import Selection
 
 
 class AdapterDeltas(Protocol):
-    """What resident adapters add to the base's weights, however their pages are laid out."""
+    """Weight deltas of resident adapters, independent of the layout of their pages."""
 
     def is_resident(self, cid: str) -> bool: ...
 
     def sites(self, cid: str) -> Iterable[SiteKey]:
-        """Those that a resident adapter changes."""
+        """Sites that a resident adapter changes."""
         ...
 
     def add(self, total: Tensor, cid: str, site: SiteKey, scale: float) -> None:
@@ -37,7 +36,7 @@ class AdapterDeltas(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PageDeltas:
-    """Of adapters whose pages hold their images from beginning to end."""
+    """Deltas of adapters whose pages hold a dense image."""
 
     adapters: Mapping[str, ResidentAdapter]
     pool: PagePool
@@ -62,7 +61,7 @@ class PageDeltas:
             rows.addmm_(b.t(), own_a.t(), alpha=scale)
 
     def _read(self, adapter: ResidentAdapter, place: SitePlace) -> Tensor:
-        """The site's part of the adapter, in float32, from the pages that hold it and no others."""
+        """Reads the site's weights in float32, from the pages that hold them only."""
         last = place.slices[-1]
         start, stop = place.a_offset, last.offset + last.rank * last.out_features
         width, storage = self.pool.geometry.page_elements, self.pool.storage
@@ -74,6 +73,8 @@ class PageDeltas:
 
 @dataclass(frozen=True, slots=True)
 class MergeSource:
+    """The base linears and the adapters' deltas that merges are built from."""
+
     bases: Mapping[SiteKey, LinearMethod]
     deltas: AdapterDeltas
 
@@ -85,7 +86,7 @@ class MergeSource:
         return sorted({site for cid, _ in selection for site in self.deltas.sites(cid)})
 
     def num_bytes(self, selection: Selection) -> int | None:
-        """What the merged copies would take; None: it cannot be merged."""
+        """Bytes of the merged copies; None: the selection cannot be merged."""
         if not selection or not self.is_resident(selection):
             return None
         total = 0
@@ -107,14 +108,14 @@ class MergeSource:
 
 
 class MergedWeights:
-    """One selection's merged linears, made a few at a time; use `sites` when it is complete."""
+    """Merged linears of one selection, built incrementally; `sites` is used when complete."""
 
     def __init__(self, source: MergeSource, selection: Selection) -> None:
         num_bytes = source.num_bytes(selection)
         assert num_bytes is not None, f"{selection} cannot be merged"
         self.selection = selection
         self.num_bytes = num_bytes
-        """What all of it takes when it is complete."""
+        """Bytes of all merged linears when complete."""
         self.sites: dict[SiteKey, LinearMethod] = {}
         self._source = source
         self._touched = source.touched(selection)
@@ -125,7 +126,7 @@ class MergedWeights:
 
     @torch.inference_mode()
     def advance(self, may_go_on: Callable[[], bool]) -> None:
-        """Makes one site, then more while `may_go_on` says so; all adapters must be resident."""
+        """Builds one site, then more while `may_go_on` returns True; adapters must be resident."""
         while not self.is_complete:
             site = self._touched[len(self.sites)]
             self.sites[site] = self._source.merged(site, self.selection)

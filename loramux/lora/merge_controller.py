@@ -1,7 +1,7 @@
-"""Merges the adapter that dominates into copies of the base weights, and uses them where it may.
+"""Merges a dominating adapter into copies of the base weights and runs pure steps on them.
 
 A step whose rows all have the merged selection runs on the merged weights, every other step on the
-base as always: the two take turns freely, so no request ever waits for a switch.
+base: no request waits for a switch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from loramux.lora.merge_policy import MergePolicy, MergeRules, MergeState, StepS
 from loramux.types.request import Selection
 from loramux.types.step import StepPlan
 
-# While merged weights are made, each step takes longer by this part of itself, or by one site.
+# Part of a step's time that building merged weights may add to it (at least one site is built).
 BUILD_SHARE = 0.25
 
 
 class MergeController:
-    """before_step() and after_step() around every forward of a plan; step() calls both."""
+    """Wraps every forward of a plan: before_step() and after_step(), or step() for both."""
 
     def __init__(
         self,
@@ -48,21 +48,17 @@ class MergeController:
 
     @property
     def selection(self) -> Selection | None:
-        """What is merged, or is being merged."""
+        """The selection that is merged or being merged."""
         return None if self._weights is None else self._weights.selection
 
     @property
     def num_bytes(self) -> int:
-        """Of the merged copies, counted in full from the moment they are begun."""
+        """Bytes of the merged copies, counted in full as soon as building starts."""
         return 0 if self._weights is None else self._weights.num_bytes
-
-    @property
-    def num_merges(self) -> int:
-        return self._policy.num_moves[MergeState.BUILDING, MergeState.MERGED]
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
-        """Runs the forward inside; one that raises leaves nothing merged behind it."""
+        """Runs the forward inside the context; after an exception no step is merged."""
         self.before_step(plan)
         start_s = self._clock()
         try:
@@ -73,7 +69,7 @@ class MergeController:
         self.after_step(plan, self._clock() - start_s)
 
     def before_step(self, plan: StepPlan) -> None:
-        self._drop_what_left()
+        self._drop_if_evicted()
         self._advance()
         self._context.merged = None
         if self._weights is not None and self._policy.runs_merged(common_selection(plan)):
@@ -96,12 +92,12 @@ class MergeController:
         self._follow_policy()
 
     def forget(self, cid: str) -> None:
-        """Frees at once what was made of an adapter; others are left alone."""
+        """Drops merged weights that contain the adapter."""
         if self._weights is not None and any(cid == used for used, _ in self._weights.selection):
             self._drop()
 
     def check_integrity(self) -> None:
-        """To be called between steps."""
+        """Checks the invariants; call it between steps."""
         assert self._context.merged is None, "merged weights outside a step"
         assert self.num_bytes <= self._byte_limit, f"{self.num_bytes} > {self._byte_limit}"
         if self._weights is None:
@@ -115,7 +111,7 @@ class MergeController:
         num_bytes = self._source.num_bytes(selection)
         return None if num_bytes is None or num_bytes > self._byte_limit else num_bytes
 
-    def _drop_what_left(self) -> None:
+    def _drop_if_evicted(self) -> None:
         if self._weights is not None and not self._source.is_resident(self._weights.selection):
             self._drop()
 
@@ -144,6 +140,6 @@ class MergeController:
 
 
 def common_selection(plan: StepPlan) -> Selection | None:
-    """What all rows of the step use; None: they differ."""
+    """The selection of all rows of the step; None: they differ."""
     selections = {chunk.selection for chunk in plan.chunks}
     return selections.pop() if len(selections) == 1 else None

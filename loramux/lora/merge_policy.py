@@ -1,8 +1,8 @@
-"""When a selection of adapters is worth merging into the base weights, by measured step times.
+"""Decides from measured step times when to merge a selection of adapters into the base weights.
 
-Ski rental: a merge begins when the time that it would have saved, had it been there since the
-selection began to dominate, is as long as making it takes. Whatever the traffic does next, that
-loses at most about twice what the best decision in hindsight would have lost.
+Ski rental: a merge starts when the time that it would have saved since the selection began to
+dominate equals the time that building it takes. Whatever the traffic does next, that costs at most
+about twice what the best decision in hindsight would have cost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from loramux.errors import InvalidRequest
 from loramux.types.request import Selection
 
-# Steps of about the same cost: powers of two of their rows and of their sequences.
+# Class of steps of similar cost: bit lengths of the numbers of rows and of sequences.
 Shape = tuple[int, int]
 Times = dict[Shape, deque[tuple[int, float]]]
 
@@ -26,7 +26,7 @@ class MergeState(enum.Enum):
     BUILDING = "building"
     MERGED = "merged"
     RESTING = "resting"
-    """A merge was measured to be no faster: none is tried for a while."""
+    """A merge was measured to be no faster: no merge is tried for a while."""
 
 
 MOVES: dict[MergeState, frozenset[MergeState]] = {
@@ -40,30 +40,30 @@ MOVES: dict[MergeState, frozenset[MergeState]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeRules:
     window_steps: int = 64
-    """Shares are of this many steps; a merge is also judged this often."""
+    """Window of the shares below; a merge is also evaluated this often."""
     enter_share: float = 0.6
-    """A selection dominates from this share of steps whose rows all use it."""
+    """A selection starts to dominate at this share of steps whose rows all use it."""
     leave_share: float = 0.4
-    """And until it has no more than this."""
+    """A selection stops to dominate at this share."""
     min_saving: float = 0.01
-    """A merge that makes its steps faster by less than this part of them is given up."""
+    """A merge that saves a smaller part of its steps' time is dropped."""
     assumed_saving: float = 0.05
-    """The same, where no step without adapters has been measured yet."""
+    """Assumed saving while no step without adapters has been measured."""
     assumed_cost_steps: float = 25.0
-    """What a merge takes, in steps, until one has been made: both read every weight."""
+    """Assumed cost of building, in steps, before the first merge: both read every weight."""
     min_samples: int = 8
     max_samples: int = 16
-    """Step times, and comparisons, that count: at least so many, and the latest so many."""
+    """Minimum number of step times and comparisons, and the number of latest ones kept."""
     max_age_steps: int = 512
-    """Older ones do not count: contexts grow, and machines get busy."""
+    """Older samples are ignored: contexts grow, and the load of the machine changes."""
     probe_every: int = 8
-    """One in so many steps of a merged selection runs unmerged, to compare with."""
+    """One in so many steps of a merged selection runs unmerged, for comparison."""
     rest_steps: int = 1024
 
     def __post_init__(self) -> None:
         if not 0 <= self.leave_share < self.enter_share <= 1:
             raise InvalidRequest("leave_share must be below enter_share, both in [0, 1].")
-        # Else one selection could dominate while another is still merged.
+        # Otherwise one selection could dominate while another is still merged.
         if self.enter_share + self.leave_share < 1:
             raise InvalidRequest("enter_share and leave_share must add up to 1 or more.")
         if self.probe_every < 2:
@@ -73,7 +73,7 @@ class MergeRules:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
     selection: Selection | None
-    """What all rows use; None: they differ."""
+    """The selection of all rows; None: they differ."""
     num_rows: int
     num_sequences: int
     merged: bool
@@ -85,18 +85,18 @@ class StepSample:
 
 
 class MergePolicy:
-    """observe() every step; `state` and `selection` then say what to build, use or drop."""
+    """State machine: observe() every step; `state` and `selection` say what to build or use."""
 
     def __init__(
         self,
         cost_bytes: Callable[[Selection], int | None],
         rules: MergeRules | None = None,
     ) -> None:
-        """cost_bytes: what a merge of a selection would take; None: it must not be merged."""
+        """cost_bytes: bytes of a merge of the selection; None: it cannot be merged."""
         self.rules = rules or MergeRules()
         self.state = MergeState.WATCHING
         self.selection: Selection | None = None
-        """The one that dominates: watched, built or merged."""
+        """The dominating selection: watched, being built, or merged."""
         self.num_moves: Counter[tuple[MergeState, MergeState]] = Counter()
         self._cost_bytes = cost_bytes
         self._bytes_per_s: float | None = None
@@ -134,14 +134,14 @@ class MergePolicy:
         self._decide[self.state](sample)
 
     def built(self, *, num_bytes: int, seconds: float) -> None:
-        """The merged weights are complete; `seconds` is what making them took."""
+        """Reports that the merged weights are complete, and the time that building took."""
         self._move(MergeState.MERGED)
         if seconds > 0:
             self._bytes_per_s = num_bytes / seconds
         self._times.start_comparing()
 
     def lost(self) -> None:
-        """An adapter of the selection has left: what was built or is being built is dropped."""
+        """Reports that an adapter of the selection was evicted: the merge is dropped."""
         assert self.state in (MergeState.BUILDING, MergeState.MERGED)
         self._follow(None)
         self._move(MergeState.WATCHING)
@@ -189,11 +189,11 @@ class MergePolicy:
         self.selection = selection
         self._missed_s = 0.0
         self._num_bytes = None if selection is None else self._cost_bytes(selection)
-        # The fast times are of no selection: they stay.
+        # The fast times do not depend on the selection.
         self._times.slow.clear()
 
     def _cost_s(self, shape: Shape) -> float | None:
-        """None: must not be merged, or too little is known to tell."""
+        """Estimated seconds of building; None: it cannot be merged, or too few samples."""
         if self._num_bytes is None:
             return None
         if self._bytes_per_s is not None:
@@ -211,7 +211,7 @@ class MergePolicy:
 
 
 class _Window:
-    """How often each selection had a whole step, of the latest `size` steps."""
+    """Counts of the selections of whole steps among the latest `size` steps."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -228,20 +228,20 @@ class _Window:
                 del self._counts[oldest]
 
     def share(self, selection: Selection | None) -> float:
-        """Of the whole window, also before it is full: a short start is no domination."""
+        """Share of the whole window, also before it is full."""
         return self._counts[selection] / self._size
 
 
 class _StepTimes:
-    """The latest times of steps, by shape, each with the number of its step."""
+    """The latest step times by shape, each with the number of its step."""
 
     def __init__(self, rules: MergeRules) -> None:
         self._rules = rules
         self.now = 0
         self.slow: Times = {}
-        """Of the selection, unmerged."""
+        """Steps of the selection, unmerged."""
         self.fast: Times = {}
-        """Of the selection, merged, or of the base."""
+        """Steps of the selection, merged, or of the base."""
         self._savings: deque[float] = deque(maxlen=rules.max_samples)
 
     def add(self, kind: Times, sample: StepSample) -> None:
@@ -249,7 +249,7 @@ class _StepTimes:
         times.append((self.now, sample.seconds))
 
     def saving_s(self, shape: Shape) -> float:
-        """What a merge would save in one step of this shape; a guess while too little is known."""
+        """Estimated saving of a merge in one step of this shape."""
         slow, fast = self.median_s(self.slow, shape), self.median_s(self.fast, shape)
         if slow is None:
             return 0.0
@@ -260,14 +260,14 @@ class _StepTimes:
         self._savings.clear()
 
     def compare(self, probe: StepSample) -> None:
-        """With the merged steps just before it: what else the machine does has met both alike."""
+        """Compares an unmerged step with the merged steps just before it (same machine load)."""
         oldest = self.now - 2 * self._rules.probe_every
         near = [s for step, s in self.fast.get(probe.shape, ()) if step > oldest]
         if near and probe.seconds > 0:
             self._savings.append(1 - statistics.median(near) / probe.seconds)
 
     def measured_saving(self) -> float | None:
-        """Part of an unmerged step that a merge saves; None: too few were compared."""
+        """Measured part of an unmerged step that a merge saves; None: too few comparisons."""
         enough = len(self._savings) >= self._rules.min_samples
         return statistics.median(self._savings) if enough else None
 

@@ -1,10 +1,9 @@
-"""LoRA for kernels that read adapters from their pages: which is where, and a step's work list."""
+"""Segmented (SGMV) LoRA: the directory of resident adapters, and the work lists of steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from loramux.kernels.gpu.lora.tables import (
     make_tables,
 )
 from loramux.kernels.gpu.lora.work_list import (
+    BASE,
     RankBlockDirectory,
     RowTiles,
     SiteShape,
@@ -32,22 +32,25 @@ from loramux.kernels.gpu.lora.work_list import (
     plain_tiles,
 )
 from loramux.kernels.gpu.transfer import send
+from loramux.kernels.ops import SegmentedLoraOps
 from loramux.memory.records import ResidentAdapter
 from loramux.types.model import FusedLinear
 from loramux.types.request import Selection
 
 Ints = NDArray[np.int32]
+LayoutKey = tuple[tuple[int, str, int], ...]
+"""(layer, projection, rank) of everything that an adapter changes."""
 
-# Of decode steps: one with more units runs without a graph. Of all others: tables grow.
-_DECODE_UNITS = 1024
-_PROMPT_UNITS = 2048
-# A row's groups of ranks, on average, before tables grow.
-_GROUPS_PER_ROW = 8
+# Work items of decode graphs (steps with more run without a graph) and of prefill (tables grow).
+_DECODE_ITEMS = 1024
+_PREFILL_ITEMS = 2048
+# Average rank blocks of a row before tables grow.
+_BLOCKS_PER_ROW = 8
 _MAX_FOUND = 4096
 
 
 class DeviceDirectory:
-    """Addresses of every resident adapter's weights, in tensors that kernels look up."""
+    """Addresses of every resident adapter's rank blocks, in tensors that kernels read."""
 
     def __init__(
         self,
@@ -66,14 +69,15 @@ class DeviceDirectory:
         self.addresses = torch.zeros(num_layers, max_blocks, 4, dtype=torch.int32, device=device)
         self.slots = torch.zeros(self.blocks.slots.shape, dtype=torch.int32, device=device)
         self._slot_of: dict[str, int] = {}
-        # What slots_of has found since adapters last moved: it is asked twice a row and step.
+        # Results of slots_of, which is called twice per row and step; cleared when adapters move.
         self._found: dict[Selection, tuple[tuple[int, float], ...]] = {}
-        # Layouts repeat: most adapters of a server have the same ranks at the same places.
-        self._tables: dict[Any, RankBlockTable] = {}
+        # Most adapters of a server share a layout.
+        self._tables: dict[LayoutKey, RankBlockTable] = {}
         self.on_remove: list[Callable[[int], None]] = []
-        """Who keeps something by slot."""
+        """Called with the slot of a removed adapter."""
 
     def slots_of(self, selection: Selection) -> tuple[tuple[int, float], ...]:
+        """(slot, weight) of each adapter of the selection."""
         found = self._found.get(selection)
         if found is None:
             found = tuple((self._slot_of[cid], weight) for cid, weight in selection)
@@ -83,14 +87,14 @@ class DeviceDirectory:
         return found
 
     def order(self, selection: Selection) -> tuple[bool, tuple[tuple[int, float], ...]]:
-        """Sort key of a sequence: those of one selection together, base rows last."""
+        """Sort key that makes sequences of one selection adjacent, base rows last."""
         return not selection, self.slots_of(selection)
 
     def __contains__(self, cid: str) -> bool:
         return cid in self._slot_of
 
     def add(self, adapter: ResidentAdapter) -> None:
-        """Raises DoesNotFit when the tables are full."""
+        """Adds an adapter; raises DoesNotFit when the tables are full."""
         layout = adapter.layout
         assert isinstance(layout, RankBlockLayout)
         table = self._tables.get(layout.key)
@@ -112,16 +116,15 @@ class DeviceDirectory:
         if slot is not None:
             self.blocks.remove(slot)
             self._found.clear()
-            for tell in self.on_remove:
-                tell(slot)
+            for listener in self.on_remove:
+                listener(slot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraDevice:
-    """What LoRA on one device is made of."""
+    """Kernels, directory and page pool of one device."""
 
-    kernels: Any
-    """loramux.kernels.gpu.lora.segmented, or its twin."""
+    kernels: SegmentedLoraOps
     directory: DeviceDirectory
     num_layers: int
     pool: Tensor
@@ -129,7 +132,7 @@ class LoraDevice:
 
     @property
     def is_fp12(self) -> bool:
-        """Do adapters have their A in twelve bits here?"""
+        """Whether adapters have their A in fp12 on this device."""
         widths = (site.in_features for site in self.directory.sites)
         return uses_fp12(widths, self.pool.dtype, self.pool.shape[1])
 
@@ -149,7 +152,7 @@ class LoraDevice:
 
 
 class SegmentedWork:
-    """Tables of one kind of step, refilled for each; what the runner's linear layers call."""
+    """Device tables of one kind of step, refilled for each step; called by the layers."""
 
     def __init__(
         self, device: LoraDevice, tables: LoraTables, sites: Collection[str] | None = None
@@ -164,7 +167,7 @@ class SegmentedWork:
         return self._device.directory
 
     @property
-    def kernels(self) -> Any:
+    def kernels(self) -> SegmentedLoraOps:
         return self._device.kernels
 
     @property
@@ -172,7 +175,7 @@ class SegmentedWork:
         return self._device.pool
 
     def read_from(self, words: Tensor) -> None:
-        """Takes a part of a larger buffer as the place of the work list."""
+        """Uses part of a larger buffer as the work list."""
         self.tables = replace(self.tables, work=words)
 
     def at_sites(self, sites: Collection[str]) -> SegmentedWork:
@@ -184,14 +187,14 @@ class SegmentedWork:
         return self._sites is None or self.tables.sites[site].shape.name in self._sites
 
     def fill(self, selections: Sequence[Selection], num_rows: Sequence[int], out: Ints) -> int:
-        """Writes the work list into `out`; returns how many words count. Raises WorkListFull."""
+        """Writes the work list into `out`; returns the number of words. Raises WorkListFull."""
         directory, limits = self._device.directory, self.tables.limits
         slots = [directory.slots_of(selection) for selection in selections]
         tiles = _tiles(slots, num_rows, limits.tile_rows)
         return build_work_list(tiles, directory.blocks, limits, out)
 
     def fill_now(self, selections: Sequence[Selection], num_rows: Sequence[int]) -> None:
-        """Makes the tables as large as the step needs, and the step's list on the device."""
+        """Writes and resolves the step's work list on the device, growing the tables if needed."""
         while True:
             limits = self.tables.limits
             words = np.empty(limits.num_words, dtype=np.int32)
@@ -205,7 +208,7 @@ class SegmentedWork:
         self.resolve()
 
     def resolve(self) -> None:
-        """The first kernel of a step, after the list was copied to the device."""
+        """Launches the first kernel of a step, after the work list was copied to the device."""
         device = self._device
         device.kernels.resolve(self.tables, device.directory.addresses, device.directory.slots)
 
@@ -216,32 +219,33 @@ class SegmentedWork:
         self._device.kernels.expand(self.tables, self._device.pool, y, layer, site)
 
     def expand_swiglu(self, y: Tensor, activation: str, layer: int, site: int) -> Tensor:
-        mixed: Tensor = self._device.kernels.expand_swiglu(
+        return self._device.kernels.expand_swiglu(
             self.tables, self._device.pool, y, activation, layer, site
         )
-        return mixed
 
 
 def decode_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> SegmentedWork:
-    limits = _graph_limits(device, _DECODE_UNITS, max_rows)
+    """Tables of decode graphs."""
+    limits = _graph_limits(device, _DECODE_ITEMS, max_rows)
     return SegmentedWork(device, device.tables(limits, decode_launch(use_pdl=use_pdl)))
 
 
 def prefill_graph_work(device: LoraDevice, max_rows: int, *, use_pdl: bool) -> SegmentedWork:
-    """For graphs of steps with prompts: kernels that take single rows and runs of rows alike."""
-    limits = _graph_limits(device, _PROMPT_UNITS, max_rows)
+    """Tables of graphs with prefill: their kernels take single rows and tiles."""
+    limits = _graph_limits(device, _PREFILL_ITEMS, max_rows)
     return SegmentedWork(device, device.tables(limits, decode_launch(use_pdl=use_pdl)))
 
 
 def prefill_work(device: LoraDevice, max_rows: int) -> SegmentedWork:
-    limits = WorkLimits(max_items=_PROMPT_UNITS, max_h_rows=_GROUPS_PER_ROW * max_rows, few_rows=0)
+    """Tables of steps with prefill that run without a graph: tiles only."""
+    limits = WorkLimits(max_items=_PREFILL_ITEMS, max_h_rows=_BLOCKS_PER_ROW * max_rows, few_rows=0)
     return SegmentedWork(device, device.tables(limits, PREFILL_LAUNCH))
 
 
 def _graph_limits(device: LoraDevice, max_items: int, max_rows: int) -> WorkLimits:
     return WorkLimits(
         max_items=max_items,
-        max_h_rows=_GROUPS_PER_ROW * max_rows,
+        max_h_rows=_BLOCKS_PER_ROW * max_rows,
         small_rows=SMALL_ROWS if device.is_fp12 else 0,
         max_rows=max_rows,
     )
@@ -254,9 +258,9 @@ def _wider(limits: WorkLimits) -> WorkLimits:
 def _tiles(
     slots: Sequence[tuple[tuple[int, float], ...]], num_rows: Sequence[int], tile_rows: int
 ) -> RowTiles:
-    can_sample_on_device = all(len(s) == 0 or (len(s) == 1 and s[0][1] == 1.0) for s in slots)
-    if can_sample_on_device and len(slots) == sum(num_rows):
-        single = [s[0][0] if s else -1 for s in slots]
+    is_plain = all(len(s) == 0 or (len(s) == 1 and s[0][1] == 1.0) for s in slots)
+    if is_plain and len(slots) == sum(num_rows):
+        single = [s[0][0] if s else BASE for s in slots]
         ids = np.array(single, dtype=np.int32)
         return plain_tiles(ids, tile_rows, keeps_base=True)
     return gather_tiles(slots, num_rows, tile_rows, keeps_base=True)

@@ -1,7 +1,7 @@
-"""Weights of the batch's adapters side by side, so that one batched product serves them all.
+"""Stacks the weights of the batch's adapters, so that one batched GEMM serves them all (CPU).
 
-Adapters of one layout share a stack. Where the kernels read addresses, one whose pages are
-neighbours is read there; all others are copied from their pages into the stack when they join.
+Adapters of one layout share a stack. Kernels that read addresses read an adapter with contiguous
+pages in place; others are copied from their pages into the stack when they join the batch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from loramux.memory.device import zeros
 from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter
 
-# Of addresses alone: a slot takes memory when an adapter is copied into it for the first time. The
-# system clears that memory then, which takes longer than the copy, so that a stack that others join
-# should rarely be made again.
+# A stack reserves address space only: a slot takes memory when an adapter is first copied into it.
+# The kernel zeroes that memory then, which takes longer than the copy, so a stack should rarely be
+# made again for a larger batch.
 _RESERVED_TIMES = 8
 _RESERVED_BYTES = 1 << 30
 
@@ -31,16 +31,16 @@ SiteKey = tuple[int, str]
 
 @dataclass(slots=True)
 class Stack:
-    """Row i of storage is the adapter slots[i], page after page, if it was copied."""
+    """Row i of storage holds the pages of adapter slots[i], if it was copied."""
 
     layout: DenseLayout
     num_pages: int
     storage: Tensor
     addresses: NDArray[np.int64]
-    """Where the adapter of each slot begins."""
+    """Address of the adapter of each slot."""
     slots: list[str] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)
-    """Whom each row of storage has; some may be in nobody's slot."""
+    """CID stored in each row of `storage`, or stale."""
     weights: dict[SiteKey, LoraWeights] = field(default_factory=dict)
 
     @property
@@ -49,26 +49,28 @@ class Stack:
 
 
 class LoraStacks:
+    """Keeps the stacks of the latest batch and updates them for the next."""
+
     def __init__(self, pool: PagePool, *, in_place: bool) -> None:
-        """`in_place`: for kernels that read addresses."""
+        """in_place: the kernels read addresses."""
         self._pool = pool
         self._in_place = in_place
         self._stacks: dict[LayoutKey, Stack] = {}
         self._cids: list[str] = []
-        """Of the step before, which often had the same adapters."""
+        """CIDs of the previous step, which often had the same adapters."""
         self._groups: dict[LayoutKey, list[int]] = {}
-        """The numbers, in that list, of those that share a stack."""
+        """Indices into that list, by layout."""
 
     @property
     def num_bytes(self) -> int:
         return sum(s.storage.numel() * s.storage.element_size() for s in self._stacks.values())
 
     def place(self, adapters: Sequence[ResidentAdapter]) -> list[Stack]:
-        """Stacks whose slots have these adapters, those of one layout in one stack."""
+        """Returns stacks whose slots hold these adapters, one stack per layout."""
         cids = [adapter.cid for adapter in adapters]
         if cids != self._cids:
             self._cids, self._groups = cids, _by_layout(adapters)
-            # What no row of this step uses is dropped: its pages still have it.
+            # Stacks that no row uses are dropped; the pages still hold their adapters.
             for key in self._stacks.keys() - self._groups.keys():
                 del self._stacks[key]
         return [
@@ -84,7 +86,7 @@ class LoraStacks:
         return stack
 
     def _copy_missing(self, stack: Stack, members: list[ResidentAdapter]) -> None:
-        """Adapters that are in a slot stay there; the others go where nobody wants to be."""
+        """Assigns slots: adapters keep theirs, new ones take slots that are not wanted."""
         if not self._in_place:
             del stack.slots[len(members) :]
         wanted = {member.cid for member in members}
@@ -99,7 +101,7 @@ class LoraStacks:
             self._provide(stack, slot, member)
 
     def _provide(self, stack: Stack, slot: int, member: ResidentAdapter) -> None:
-        """The slot's address leads to this adapter, wherever its pages are by now."""
+        """Sets the slot's address to the adapter, copying it if it cannot be read in place."""
         if self._in_place and member.is_contiguous:
             stack.addresses[slot] = self._pool.address(member.page_ids[0])
             return
@@ -154,5 +156,5 @@ def _set(names: list[str], index: int, name: str) -> None:
 
 
 def _with_room(count: int) -> int:
-    """A few more may join before all must be copied again."""
+    """Capacity with some spare slots, so that a few more may join without a new stack."""
     return count + min(count - 1, max(2, count // 4))

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 from loramux.adapters.catalog import KnownAdapter
 from loramux.adapters.packed.dense import DenseLayout
-from loramux.adapters.packed.image import AdapterImage
-from loramux.adapters.packed.paged import RankBlockLayout
+from loramux.adapters.packed.image import AdapterImage, AdapterLayout
 from loramux.errors import LoramuxError
 from loramux.memory.tiers import AdapterState, check_transition
 
@@ -18,7 +17,7 @@ class ResidentAdapter:
     """An adapter whose weights are all in pages."""
 
     cid: str
-    layout: DenseLayout | RankBlockLayout
+    layout: AdapterLayout
     page_ids: list[int]
     num_leases: int = 0
     """Number of running sequences that use it."""

@@ -1,4 +1,4 @@
-"""Where each matrix of an adapter stands in its one contiguous buffer, at its true ranks."""
+"""Dense layout of an adapter: all matrices in one contiguous buffer, at their true ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from loramux.types.model import FusedLinear
 
-# What a packed adapter's file on disk has before its buffer.
+# Size of the header of an image file; the buffer follows.
 IMAGE_HEADER_BYTES = 65536
 
 ATTENTION_SITES = ("qkv", "o")
@@ -35,7 +35,7 @@ class SitePlace:
 
 @dataclass(frozen=True, slots=True)
 class DenseLayout:
-    """Offsets in elements. Adapters of the same ranks at the same places have the same layout."""
+    """Offsets in elements; adapters with the same ranks have the same layout."""
 
     places: dict[tuple[int, str], SitePlace]
     num_elements: int
@@ -47,7 +47,7 @@ class DenseLayout:
 
 
 def plan_dense(sites: tuple[FusedLinear, ...], ranks: dict[tuple[int, str], int]) -> DenseLayout:
-    """`ranks`: (layer, projection) -> rank of what the adapter changes; the rest takes no room."""
+    """Plans the buffer; ranks: (layer, projection) -> rank of what the adapter changes."""
     places: dict[tuple[int, str], SitePlace] = {}
     key: list[tuple[int, str, tuple[int, ...]]] = []
     offset = 0

@@ -1,4 +1,4 @@
-"""A packed adapter as one file: a small header, then the buffer as the device reads it."""
+"""A packed adapter as one file: a header, then the buffer in the layout of the kernels."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, DenseLayout
-from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer
+from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES
+from loramux.adapters.packed.image import AdapterImage, AdapterLayout, Allocate, mapped_buffer
 from loramux.adapters.packed.packing import Packing
-from loramux.adapters.packed.paged import RankBlockLayout
 from loramux.errors import AdapterRefused
 
 _MAGIC = b"loramux image 1\n"
 _MAX_HEADER = 16 * 2**20
 _MAX_LAYOUTS = 256
 
-# What is read at once, and may still be in a cache when it is hashed and passed on. With smaller
-# ones a load asks for the interpreter more often, and steps beside it feel that more than its work.
+# Bytes per read: small enough to be in a cache when it is hashed and passed on. Smaller reads take
+# the GIL more often, which delays concurrent steps more than the load's work does.
 SLICE_BYTES = 4 * 2**20
 
 
 class OnSlice(Protocol):
     def __call__(self, start: int, data: memoryview, *, is_last: bool) -> None:
-        """Bytes of a buffer, from `start` on, are there; they have not been checked yet."""
+        """Receives bytes of the buffer from `start` on; the checksum is not verified yet."""
 
 
 class KnownLayouts:
-    """Most adapters share a few layouts, and to plan one holds up every other thread."""
+    """Caches layouts: most adapters share a few, and planning one holds the GIL."""
 
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
-        self._layouts: dict[str, DenseLayout | RankBlockLayout] = {}
+        self._layouts: dict[str, AdapterLayout] = {}
 
-    def find(self, key: Sequence[Any]) -> DenseLayout | RankBlockLayout:
+    def find(self, key: Sequence[Any]) -> AdapterLayout:
         text = json.dumps(key)
         layout = self._layouts.get(text)
         if layout is None:
@@ -49,7 +48,7 @@ class KnownLayouts:
 
 
 def write_image(path: Path, image: AdapterImage) -> None:
-    """All or nothing: a reader sees the whole file or none, whatever happens to this process."""
+    """Writes the file atomically: a reader sees the whole file or none."""
     payload = _as_bytes(image.buffer)
     header = json.dumps(
         {
@@ -61,7 +60,7 @@ def write_image(path: Path, image: AdapterImage) -> None:
         }
     ).encode()
     head = _MAGIC + len(header).to_bytes(8, "little") + header
-    # The buffer starts at a whole page, so that it can be read or mapped.
+    # The buffer starts at a page boundary, so that it can be mapped.
     size = _padded(len(head))
     partial = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.partial")
     try:
@@ -80,7 +79,7 @@ def read_image(
     allocate: Allocate = mapped_buffer,
     on_slice: OnSlice | None = None,
 ) -> AdapterImage:
-    """Raises FileNotFoundError, or AdapterRefused when the file is not what it should be."""
+    """Reads an image; raises FileNotFoundError, or AdapterRefused when the file is invalid."""
     with path.open("rb", buffering=0) as file:
         found = _read_header(file.fileno(), path)
         try:
@@ -100,7 +99,7 @@ def _read_header(descriptor: int, path: Path) -> dict[str, object]:
     prefix = os.read(descriptor, len(_MAGIC) + 8)
     length = int.from_bytes(prefix[len(_MAGIC) :], "little")
     if not prefix.startswith(_MAGIC) or not 0 < length < _MAX_HEADER:
-        raise _broken(path, "it is no image file")
+        raise _broken(path, "it is not an image file")
     header = os.read(descriptor, length)
     os.lseek(descriptor, _padded(len(prefix) + length), os.SEEK_SET)
     try:
@@ -108,7 +107,7 @@ def _read_header(descriptor: int, path: Path) -> dict[str, object]:
     except ValueError as error:
         raise _broken(path, "its header is cut off") from error
     if not isinstance(found, dict):
-        raise _broken(path, "its header is no object")
+        raise _broken(path, "its header is not an object")
     return found
 
 
@@ -117,7 +116,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _as_bytes(buffer: torch.Tensor) -> memoryview:
-    """The buffer's own memory, not a copy."""
+    """A view of the buffer's memory."""
     view: memoryview = buffer.view(torch.uint8).numpy().data
     return view
 
@@ -128,7 +127,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def _read_all(descriptor: int, out: memoryview, path: Path, on_slice: OnSlice | None) -> str:
-    """Fills it, and returns the digest of what it holds now."""
+    """Fills out and returns the digest of its content."""
     digest = hashlib.sha256()
     start = 0
     while start < len(out):

@@ -1,15 +1,15 @@
-"""bfloat16 in twelve bits, for weights that every step reads: a quarter less to read.
+"""fp12: bfloat16 weights in 12 bits, a quarter less memory traffic for A.
 
-Of a bfloat16 the sign, the four low bits of the exponent and all of the mantissa are kept. A row
-is first scaled by a power of two so that its largest value is in [1, 2); whoever uses it undoes
-that. What is at least 2^-14 of it keeps all its bits; what is less is rounded to multiples of
-2^-21, as numbers below the smallest normal one are: less than a sum in float32 loses.
+The sign, the four low exponent bits and the mantissa of a bfloat16 are kept. Rows are first scaled
+by a power of two, so that their largest value is in [1, 2); the inverse scale goes into B. Values
+of at least 2^-14 are exact; smaller ones are rounded to multiples of 2^-21 like subnormals, an
+error below that of a float32 sum.
 
-Eight rows (an octet) of 128 columns (a block) are three planes of 128 words each, in the order in
-which the lanes of a warp feed a matrix unit: lane 4 g + t has four words of row g in each plane.
-Of a column's seven bits, from the highest: word pair, plane, word, lane t (2), byte (2). The first
-two planes have the low bytes; a word of the third has the sign and the three bits above the low
-byte of eight numbers, four at bits 7, 2, 1, 0 of its bytes and four at those of its rotation by 4.
+Eight rows (an octet) of 128 columns (a block) are three planes of 128 words, in the MMA fragment
+layout: thread 4 g + t of a warp has four words of row g in each plane. The seven bits of a column's
+number are, from the highest: word pair, plane, word, thread t (2), byte (2). The first two planes
+hold the low bytes; a word of the third holds the sign and the three bits above the low byte of
+eight values, four at bits 7, 2, 1, 0 of its bytes and four at those of its rotation by 4.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 from loramux.adapters.packed.paged import BLOCK_COLUMNS, OCTET
 
 LARGEST_EXPONENT = 60
-"""Of a row's scale: beyond, what makes up for it might not be a bfloat16."""
+"""Limit of a row's scale, so that the inverse scale in B stays in the range of bfloat16."""
 
-# Exponents 0 .. 15 stand for 112 .. 127 of bfloat16; 0 for numbers below the smallest normal one.
+# Exponents 0 .. 15 stand for 112 .. 127 of bfloat16; 0 is for subnormals.
 _LOWEST = 112
 _MANTISSA_BITS = 7
 _STEPS_PER_ONE = 2.0**21
@@ -32,7 +32,7 @@ _TOO_LARGE = 0x4000
 
 
 def row_exponents(rows: Tensor) -> Tensor:
-    """int32 [rows, 1]: rows / 2^exponents have their largest value in [1, 2)."""
+    """int32 [rows, 1]: exponents such that rows / 2^exponent have their maximum in [1, 2)."""
     largest = rows.float().abs().amax(dim=1, keepdim=True)
     _, exponents = torch.frexp(largest)
     exponents = torch.where(largest > 0, exponents - 1, 0)
@@ -40,23 +40,23 @@ def row_exponents(rows: Tensor) -> Tensor:
 
 
 def fits_fp12(rows: Tensor) -> bool:
-    """Are all of them below 2, as what is shortened must be?"""
+    """Whether all values are below 2, the range of fp12."""
     return bool((rows.to(torch.bfloat16).view(torch.int16) & 0x7FFF).max() < _TOO_LARGE)
 
 
 def pack_fp12(rows: Tensor) -> Tensor:
-    """int32 [octets, 3, width] of rows [n, width] below 2; what an octet lacks is zero."""
+    """Packs rows [n, width] below 2 to int32 [octets, 3, width]; missing rows are zero."""
     num_rows, width = rows.shape
     num_octets = -(-num_rows // OCTET)
     codes = torch.zeros(num_octets * OCTET, width, dtype=torch.int16)
     codes[:num_rows] = _codes(rows)
     low = codes.bitwise_and(0xFF).to(torch.uint8).view(torch.int32)
     high = ((codes >> 8) & 0x87).to(torch.uint8).view(torch.int32)
-    # octet, row, block, word pair, plane, word, lane
+    # octet, row, block, word pair, plane, word, thread
     shape = (num_octets, OCTET, width // BLOCK_COLUMNS, 2, 2, 2, 4)
-    # octet, plane, block, row, lane, word pair, word
+    # octet, plane, block, row, thread, word pair, word
     low_words = low.view(shape).permute(0, 4, 2, 1, 6, 3, 5)
-    # octet, block, row, lane, word pair, plane
+    # octet, block, row, thread, word pair, plane
     first, second = high.view(shape).permute(0, 2, 1, 6, 3, 4, 5).unbind(-1)
     both = first | ((second >> 4) & _EACH_HIGH) | (second << 28)
     planes = (low_words.reshape(num_octets, 2, width), both.reshape(num_octets, 1, width))
@@ -64,11 +64,11 @@ def pack_fp12(rows: Tensor) -> Tensor:
 
 
 def _codes(rows: Tensor) -> Tensor:
-    """int16: the sign at bit 15, exponent and mantissa in bits 10 .. 0."""
+    """Encodes to int16: the sign at bit 15, exponent and mantissa in bits 10 .. 0."""
     bits = rows.to(torch.bfloat16).view(torch.int16)
     magnitude = bits & 0x7FFF
     normal = magnitude - (_LOWEST << _MANTISSA_BITS)
-    # Wraps around for numbers that are not small, and is not used for them.
+    # Wraps around for larger values, for which it is not used.
     small = (magnitude.view(torch.bfloat16).float() * _STEPS_PER_ONE).round_().to(torch.int16)
     codes = torch.where(normal < 1 << _MANTISSA_BITS, small, normal)
     return codes.bitwise_or_(bits & -0x8000)

@@ -1,4 +1,4 @@
-"""How an adapter's weights lie in its buffer: one way for each kind of kernel that reads them."""
+"""How adapters are packed: one packing for each kind of kernel that reads them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 from loramux.adapters.packed.dense import DenseLayout, plan_dense
 from loramux.adapters.packed.image import (
     AdapterImage,
+    AdapterLayout,
     Allocate,
     mapped_buffer,
     pack_dense,
     pack_rank_blocks,
 )
-from loramux.adapters.packed.paged import Place, RankBlockLayout, plan_rank_blocks, uses_fp12
+from loramux.adapters.packed.paged import ModuleKey, RankBlockLayout, plan_rank_blocks, uses_fp12
 from loramux.types.model import FusedLinear
 
 if TYPE_CHECKING:
@@ -33,28 +34,28 @@ class Packing(Protocol):
 
     @property
     def allocate(self) -> Allocate:
-        """Makes the buffers."""
+        """Allocates the buffers."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two that make the same buffers of the same adapters."""
+        """Equal for packings that make the same buffers of the same adapters."""
         ...
 
-    def plan(self, ranks: Mapping[Place, int]) -> DenseLayout | RankBlockLayout:
+    def plan(self, ranks: Mapping[ModuleKey, int]) -> AdapterLayout:
         """Returns the layout of an adapter with these ranks by (layer, projection)."""
         ...
 
     def pack(self, adapter: CheckedAdapter) -> AdapterImage: ...
 
-    def layout_of(self, key: Sequence[Any]) -> DenseLayout | RankBlockLayout:
-        """The layout again from its key, which may come from a file."""
+    def layout_of(self, key: Sequence[Any]) -> AdapterLayout:
+        """Rebuilds a layout from its key, which may come from a file."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DensePacking:
-    """For kernels that work on copies: A as [in, ranks], B as [rank, out], without gaps."""
+    """For kernels that read stacked copies: A as [in, ranks], B as [rank, out], without gaps."""
 
     sites: tuple[FusedLinear, ...]
     dtype: torch.dtype
@@ -64,7 +65,7 @@ class DensePacking:
     def fingerprint(self) -> str:
         return _digest("stacked", self.sites, self.dtype)
 
-    def plan(self, ranks: Mapping[Place, int]) -> DenseLayout:
+    def plan(self, ranks: Mapping[ModuleKey, int]) -> DenseLayout:
         return plan_dense(self.sites, dict(ranks))
 
     def pack(self, adapter: CheckedAdapter) -> AdapterImage:
@@ -83,13 +84,13 @@ class DensePacking:
 
 @dataclass(frozen=True, slots=True)
 class PagedPacking:
-    """For kernels that follow addresses into pages: groups of ranks, none across a page."""
+    """For kernels that read pages by address: rank blocks, none across a page boundary."""
 
     sites: tuple[FusedLinear, ...]
     dtype: torch.dtype
     page_elements: int
     allocate: Allocate
-    """Pinned, where buffers are copied to a GPU."""
+    """Allocates pinned memory if buffers are copied to a GPU."""
 
     @property
     def is_fp12(self) -> bool:
@@ -101,7 +102,7 @@ class PagedPacking:
         form = "grouped, A in 12 bits" if self.is_fp12 else "grouped"
         return _digest(form, self.sites, self.dtype, self.page_elements)
 
-    def plan(self, ranks: Mapping[Place, int]) -> RankBlockLayout:
+    def plan(self, ranks: Mapping[ModuleKey, int]) -> RankBlockLayout:
         return plan_rank_blocks(self.sites, ranks, self.page_elements, is_fp12=self.is_fp12)
 
     def pack(self, adapter: CheckedAdapter) -> AdapterImage:

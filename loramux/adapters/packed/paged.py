@@ -1,8 +1,8 @@
-"""An adapter's weights over pages as a GPU reads them: groups of rank rows, none across a page.
+"""Paged layout of an adapter for GPUs: rank blocks, none across a page boundary.
 
-A group is up to RANK_BLOCK ranks of one projection: A as [ranks, in] and B as [ranks, out], each
-one contiguous block inside a page. Pages are filled from their start; only their ends stay empty.
-A may be shortened to twelve bits a weight (short_floats): the scale of its rows is then in B.
+A rank block is up to RANK_BLOCK ranks of one projection: A as [ranks, in] and B as [ranks, out],
+each contiguous inside a page. Pages are filled from their start; only their ends stay empty. A may
+be packed to fp12; the scale of its rows is then in B.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from loramux.types.model import FusedLinear
 
 RANK_BLOCK = 16
-# Blocks begin at multiples of this many elements, the unit of the addresses in a group table.
+# Matrices begin at multiples of so many elements, the unit of addresses in the device's directory.
 ALIGN_ELEMENTS = 64
 # The unit of fp12: octets of eight rows, blocks of 128 columns, three words (of two bfloat16
 # elements) for each column of an octet.
@@ -31,13 +31,13 @@ OCTET = 8
 BLOCK_COLUMNS = 128
 WORDS_PER_COLUMN = 3
 
-Place = tuple[int, str]
+ModuleKey = tuple[int, str]
 """(layer, projection)"""
 
 
 @dataclass(frozen=True, slots=True)
 class RankBlock:
-    """Ranks rank_start.. of one projection. Offsets are in elements of the adapter's buffer."""
+    """Ranks rank_start.. of one projection; offsets in elements of the adapter's buffer."""
 
     rank_start: int
     num_ranks: int
@@ -47,15 +47,15 @@ class RankBlock:
 
 @dataclass(frozen=True, slots=True)
 class RankBlockLayout:
-    blocks: Mapping[Place, tuple[RankBlock, ...]]
+    blocks: Mapping[ModuleKey, tuple[RankBlock, ...]]
     page_elements: int
     num_pages: int
     num_weights: int
     """Elements that hold weights; the rest of num_elements is padding."""
     is_fp12: bool
-    """Is A shortened?"""
+    """Whether A is packed to fp12."""
     key: tuple[tuple[int, str, int], ...]
-    """(layer, projection, rank): adapters of one key have one layout."""
+    """(layer, projection, rank); adapters with the same key have the same layout."""
 
     @property
     def num_elements(self) -> int:
@@ -68,18 +68,18 @@ class RankBlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class RankBlockTable:
-    """A layout as arrays, the groups of all projections in a row, the same in every layer."""
+    """A layout as arrays: in every layer the rank blocks of all projections in order."""
 
     offsets: NDArray[np.int64]
-    """[layers, groups, 2] of A and B in the adapter's buffer."""
+    """[layers, blocks, 2]: offsets of A and B in the adapter's buffer."""
     num_ranks: NDArray[np.int32]
-    """[layers, groups]; 0: the adapter leaves this layer alone there."""
+    """[layers, blocks]; 0: the adapter does not change this layer there."""
     blocks_per_projection: NDArray[np.int32]
-    """[projections], the most that any layer has."""
+    """[projections]: the maximum over the layers."""
     page_elements: int
 
     def addresses(self, page_ids: Sequence[int]) -> NDArray[np.int32]:
-        """[layers, groups, 4]: A and B in units of ALIGN_ELEMENTS of the pool, ranks, 0."""
+        """[layers, blocks, 4]: A and B in units of ALIGN_ELEMENTS of the pool, ranks, 0."""
         pages = np.asarray(page_ids, dtype=np.int64)
         page, rest = np.divmod(self.offsets, self.page_elements)
         entries = np.zeros((*self.num_ranks.shape, 4), dtype=np.int32)
@@ -90,12 +90,12 @@ class RankBlockTable:
 
 
 class _Pages:
-    """First fit: a block goes into the first page that has room for it."""
+    """First-fit allocator: a matrix goes into the first page that has room for it."""
 
     def __init__(self, page_elements: int) -> None:
         self.page_elements = page_elements
         self.num_pages = 0
-        # Page number and first free element of pages that may still take a block.
+        # Page number and first free element of pages with room for a matrix.
         self._open: list[list[int]] = []
 
     def place(self, num_elements: int) -> int:
@@ -134,49 +134,49 @@ def fp12_elements(num_rows: int, width: int) -> int:
 
 def plan_rank_blocks(
     sites: Sequence[FusedLinear],
-    ranks: Mapping[Place, int],
+    ranks: Mapping[ModuleKey, int],
     page_elements: int,
     *,
     is_fp12: bool = False,
 ) -> RankBlockLayout:
-    """`ranks`: what the adapter changes. Layers come in order, so that a copy can follow them."""
+    """Plans the pages, in the order of layers; ranks: of each module that the adapter changes."""
     if page_elements % ALIGN_ELEMENTS:
-        raise ValueError(f"a page of {page_elements} elements is no multiple of {ALIGN_ELEMENTS}")
+        raise ValueError(f"{page_elements} elements of a page, not a multiple of {ALIGN_ELEMENTS}")
     shapes = _shapes(sites)
     pages = _Pages(page_elements)
-    groups: dict[Place, tuple[RankBlock, ...]] = {}
+    placed: dict[ModuleKey, tuple[RankBlock, ...]] = {}
     num_weights = 0
     for layer in sorted({layer for layer, _ in ranks}):
         wanted = {name: ranks[layer, name] for name in shapes if ranks.get((layer, name), 0)}
         blocks = _blocks(wanted, shapes, page_elements, is_fp12=is_fp12)
-        placed = _place_layer(blocks, pages)
-        groups.update({(layer, name): found for name, found in placed.items()})
+        layer_blocks = _place_layer(blocks, pages)
+        placed.update({(layer, name): found for name, found in layer_blocks.items()})
         num_weights += sum(a_size + b_size for _, _, a_size, b_size in chain(*blocks.values()))
     return RankBlockLayout(
-        blocks=groups,
+        blocks=placed,
         page_elements=page_elements,
         num_pages=pages.num_pages,
         num_weights=num_weights,
         is_fp12=is_fp12,
-        key=tuple((layer, name, ranks[layer, name]) for layer, name in groups),
+        key=tuple((layer, name, ranks[layer, name]) for layer, name in placed),
     )
 
 
 def tabulate(
     layout: RankBlockLayout, *, projections: Sequence[str], num_layers: int
 ) -> RankBlockTable:
-    """`projections` of all sites, in the order in which the sites' slices come."""
+    """Converts a layout to arrays; projections of all sites, in the order of their slices."""
     per_projection = [
-        max((len(groups) for (_, p), groups in layout.blocks.items() if p == name), default=0)
+        max((len(blocks) for (_, p), blocks in layout.blocks.items() if p == name), default=0)
         for name in projections
     ]
     first = dict(zip(projections, np.cumsum([0, *per_projection]), strict=False))
     offsets = np.zeros((num_layers, sum(per_projection), 2), dtype=np.int64)
     num_ranks = np.zeros((num_layers, sum(per_projection)), dtype=np.int32)
-    for (layer, name), groups in layout.blocks.items():
-        for index, group in enumerate(groups, start=first[name]):
-            offsets[layer, index] = group.a_offset, group.b_offset
-            num_ranks[layer, index] = group.num_ranks
+    for (layer, name), blocks in layout.blocks.items():
+        for index, block in enumerate(blocks, start=first[name]):
+            offsets[layer, index] = block.a_offset, block.b_offset
+            num_ranks[layer, index] = block.num_ranks
     return RankBlockTable(
         offsets=offsets,
         num_ranks=num_ranks,
@@ -186,7 +186,7 @@ def tabulate(
 
 
 Piece = tuple[int, int, int, int]
-"""First rank, number of ranks, elements of A and of B."""
+"""(first rank, number of ranks, elements of A, elements of B) of a rank block."""
 
 
 def _blocks(
@@ -196,7 +196,7 @@ def _blocks(
     *,
     is_fp12: bool,
 ) -> dict[str, list[Piece]]:
-    """The groups of a layer, and how large they are."""
+    """The rank blocks of a layer and their sizes."""
     blocks: dict[str, list[Piece]] = {}
     for name, rank in ranks.items():
         width_in, width_out = shapes[name]
@@ -215,7 +215,7 @@ def _blocks(
 def _place_layer(
     pieces: Mapping[str, Sequence[Piece]], pages: _Pages
 ) -> dict[str, tuple[RankBlock, ...]]:
-    """The largest blocks first, so that the small ones fill the ends of pages."""
+    """Places the largest matrices first, so that small ones fill the ends of pages."""
     blocks = [
         (piece[2 + side], name, index, side)
         for name, of_name in pieces.items()
@@ -234,14 +234,14 @@ def _place_layer(
 
 
 def _cut(rank: int, shape: tuple[int, int], page_elements: int) -> list[tuple[int, int]]:
-    """(first rank, number of ranks) of each group; A and B are cut alike."""
-    per_group = min(RANK_BLOCK, page_elements // max(shape))
-    if per_group == 0:
+    """(first rank, number of ranks) of each rank block; A and B are split alike."""
+    per_block = min(RANK_BLOCK, page_elements // max(shape))
+    if per_block == 0:
         raise DoesNotFit(
             f"One rank of an adapter has rows of {max(shape)} elements, and a page has "
             f"{page_elements}. Serve with a larger block size."
         )
-    return [(start, min(per_group, rank - start)) for start in range(0, rank, per_group)]
+    return [(start, min(per_block, rank - start)) for start in range(0, rank, per_block)]
 
 
 def _shapes(sites: Sequence[FusedLinear]) -> dict[str, tuple[int, int]]:

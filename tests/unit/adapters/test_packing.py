@@ -20,11 +20,11 @@ from tests.adapter_factory import (
 
 BASE = tiny_base_info(tiny_llama_config())
 SITES = BASE.fused_linears
-STACKED = DensePacking(SITES, torch.float32)
-GROUPED = PagedPacking(SITES, torch.float32, 4096, mapped_buffer)
+DENSE = DensePacking(SITES, torch.float32)
+PAGED = PagedPacking(SITES, torch.float32, 4096, mapped_buffer)
 
 
-@pytest.mark.parametrize("packing", [STACKED, GROUPED])
+@pytest.mark.parametrize("packing", [DENSE, PAGED])
 def test_a_layout_comes_back_from_its_key_in_a_file(packing: Packing, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, lora_config_dict(), lora_tensors(tiny_llama_config(), seed=1))
     image = packing.pack(read_adapter(folder, BASE))
@@ -33,16 +33,16 @@ def test_a_layout_comes_back_from_its_key_in_a_file(packing: Packing, tmp_path: 
     assert again == image.layout
 
 
-def test_what_makes_other_buffers_has_another_fingerprint() -> None:
+def test_packings_of_different_buffers_have_different_fingerprints() -> None:
     others = [
-        STACKED,
-        GROUPED,
+        DENSE,
+        PAGED,
         DensePacking(SITES, torch.bfloat16),
         PagedPacking(SITES, torch.float32, 8192, mapped_buffer),
         DensePacking(SITES[:1], torch.float32),
     ]
     assert len({packing.fingerprint for packing in others}) == len(others)
-    assert DensePacking(SITES, torch.float32).fingerprint == STACKED.fingerprint
+    assert DensePacking(SITES, torch.float32).fingerprint == DENSE.fingerprint
 
 
 def test_adapters_of_a_wide_base_in_bfloat16_have_a_short_a() -> None:

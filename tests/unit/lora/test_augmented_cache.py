@@ -13,13 +13,13 @@ from tests.unit.lora.test_segmented import World
 
 
 def make_augmented_cache(world: World, num_blocks: int, *, copy_after: int = 1) -> AugmentedCache:
-    tails = [
+    appended = [
         [torch.full((num_blocks, len(s.projections), 16, s.in_features), 9.0) for s in SITES]
         for _ in range(NUM_LAYERS)
     ]
-    store = make_augmented_weights(tails, world.pool)
+    weights = make_augmented_weights(appended, world.pool)
     return AugmentedCache(
-        augmented_reference, store, world.directory, world.pool, copy_after=copy_after
+        augmented_reference, weights, world.directory, world.pool, copy_after=copy_after
     )
 
 
@@ -36,82 +36,82 @@ def world() -> World:
     return found
 
 
-def test_an_adapter_is_brought_after_it_was_asked_for_often_enough_in_a_row(world: World) -> None:
-    tail = make_augmented_cache(world, 4, copy_after=2)
+def test_an_adapter_is_copied_after_enough_consecutive_steps(world: World) -> None:
+    cache = make_augmented_cache(world, 4, copy_after=2)
     (a, b) = slots_of(world, "a", "b")
-    assert [tail.place([a]), tail.place([b]), tail.place([a])] == [False] * 3, "never twice"
-    assert tail.place([a, a]) and tail.num_copies == 1
-    assert not tail.place([a, b]), "one waits for the other"
-    assert tail.place([a, b]) and tail.place([b]) and tail.num_copies == 2
-    tail.check_integrity()
+    assert [cache.place([a]), cache.place([b]), cache.place([a])] == [False] * 3, "never twice"
+    assert cache.place([a, a]) and cache.num_copies == 1
+    assert not cache.place([a, b]), "b is not there yet"
+    assert cache.place([a, b]) and cache.place([b]) and cache.num_copies == 2
+    cache.check_integrity()
 
 
-def test_who_was_used_last_stays_and_nobody_of_the_batch_goes(world: World) -> None:
-    tail = make_augmented_cache(world, 3)
+def test_the_least_recently_used_adapter_outside_the_batch_is_evicted(world: World) -> None:
+    cache = make_augmented_cache(world, 3)
     (a, b, c) = slots_of(world, "a", "b", "c")
-    assert tail.place([a]) and tail.place([c]) and tail.place([a])
-    assert tail.place([b]), "two of three blocks: c goes, a was used since"
-    assert set(tail.held) == {a, b}
-    assert not tail.place([a, b, c]), "more than there are blocks"
-    assert set(tail.held) == {a, b}, "and nothing moved for it"
-    assert tail.place([b, c]) and set(tail.held) == {b, c}
-    tail.check_integrity()
+    assert cache.place([a]) and cache.place([c]) and cache.place([a])
+    assert cache.place([b]), "two of three blocks: c is evicted, a was used since"
+    assert set(cache.held) == {a, b}
+    assert not cache.place([a, b, c]), "more than there are blocks"
+    assert set(cache.held) == {a, b}, "and nothing moved for it"
+    assert cache.place([b, c]) and set(cache.held) == {b, c}
+    cache.check_integrity()
 
 
 def test_a_step_that_computes_few_blocks_finds_its_adapters_among_them(world: World) -> None:
-    """Catches a step that reads h of a block behind those that its product computes."""
-    tail = make_augmented_cache(world, 4)
+    """Catches a step that reads h of a block that its GEMM does not compute."""
+    cache = make_augmented_cache(world, 4)
     (a, b, c) = slots_of(world, "a", "b", "c")
-    assert tail.place([a]) and tail.place([a, b]) and tail.place([c])
-    assert max(tail.held[c]) == 3
-    assert tail.place([b, c], 3), "c takes the place of a"
-    assert max(tail.held[b] + tail.held[c]) < 3 and a not in tail.held
-    num_copies = tail.num_copies
-    assert tail.place([b, c], 3) and tail.place([b, c]) and tail.num_copies == num_copies
-    assert not tail.place([b, c], 2), "more than it computes"
-    assert set(tail.held) == {b, c}, "and nothing moved for it"
-    tail.check_integrity()
+    assert cache.place([a]) and cache.place([a, b]) and cache.place([c])
+    assert max(cache.held[c]) == 3
+    assert cache.place([b, c], 3), "c replaces a"
+    assert max(cache.held[b] + cache.held[c]) < 3 and a not in cache.held
+    num_copies = cache.num_copies
+    assert cache.place([b, c], 3) and cache.place([b, c]) and cache.num_copies == num_copies
+    assert not cache.place([b, c], 2), "more than it computes"
+    assert set(cache.held) == {b, c}, "and nothing moved for it"
+    cache.check_integrity()
 
 
-def test_an_adapter_that_leaves_the_device_leaves_its_blocks(world: World) -> None:
-    """Catches blocks that the next adapter of the slot would take for its own."""
-    tail = make_augmented_cache(world, 2)
+def test_an_evicted_adapter_frees_its_blocks(world: World) -> None:
+    """Catches stale blocks of the slot's previous adapter."""
+    cache = make_augmented_cache(world, 2)
     (b,) = slots_of(world, "b")
-    assert tail.place([b]) and tail.num_copies == 1
+    assert cache.place([b]) and cache.num_copies == 1
     world.directory.remove("b")
-    assert tail.held == {}
+    assert cache.held == {}
     world.directory.add(world.residents["b"])
     (again,) = slots_of(world, "b")
     assert again == b, "the slot of before"
-    assert tail.place([b]) and tail.num_copies == 2
-    tail.check_integrity()
+    assert cache.place([b]) and cache.num_copies == 2
+    cache.check_integrity()
 
 
-def test_blocks_have_the_weights_of_who_holds_them_after_any_moves(world: World) -> None:
-    tail = make_augmented_cache(world, 3)
+def test_blocks_hold_their_adapters_weights_after_any_moves(world: World) -> None:
+    cache = make_augmented_cache(world, 3)
     chance = random.Random(1)
     for _ in range(40):
         batch = chance.sample("abc", chance.randint(1, 2))
         limit = chance.choice([1, 2, 3, None])
-        is_placed = tail.place(slots_of(world, *batch), limit)
+        is_placed = cache.place(slots_of(world, *batch), limit)
         needed = sum({"a": 1, "b": 2, "c": 1}[cid] for cid in batch)
         assert is_placed == (needed <= (limit or 3))
-        tail.check_integrity()
+        cache.check_integrity()
         for slot in slots_of(world, *batch) if is_placed else ():
-            assert max(tail.held[slot]) < (limit or 3)
+            assert max(cache.held[slot]) < (limit or 3)
         for cid in batch if is_placed else ():
             (slot,) = slots_of(world, cid)
-            blocks = tail.blocks[slot, : len(tail.held[slot])]
-            assert tuple(blocks) == tail.held[slot]
-            weight = tail._weights.weights[NUM_LAYERS - 1][1]
+            blocks = cache.blocks[slot, : len(cache.held[slot])]
+            assert tuple(blocks) == cache.held[slot]
+            weight = cache._weights.weights[NUM_LAYERS - 1][1]
             ranks = {"a": 3, "b": 20, "c": 16}[cid]
             a = torch.cat([weight[int(block), 0] for block in blocks])
             assert torch.equal(a[:ranks], world.first_of(cid)) and not a[ranks:].any()
 
 
-def test_the_first_copy_is_made_before_there_is_anything_to_copy() -> None:
-    tail = make_augmented_cache(World(), 2)
-    tail.warm_up()
-    assert all(not weight[0].any() for layer in tail._weights.weights for weight in layer)
-    assert tail.held == {} and tail.num_copies == 0
-    tail.check_integrity()
+def test_warm_up_clears_block_0_and_caches_nothing() -> None:
+    cache = make_augmented_cache(World(), 2)
+    cache.warm_up()
+    assert all(not weight[0].any() for layer in cache._weights.weights for weight in layer)
+    assert cache.held == {} and cache.num_copies == 0
+    cache.check_integrity()

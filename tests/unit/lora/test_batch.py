@@ -44,7 +44,7 @@ def test_a_step_of_base_rows_has_no_batch() -> None:
     assert gather_batch([(), ()], {}, LoraStacks(Shelf().pool, in_place=False)) is None
 
 
-def test_rows_of_one_adapter_stand_together_and_base_rows_last() -> None:
+def test_rows_of_one_adapter_are_adjacent_and_base_rows_come_last() -> None:
     batch = make_batch()
     keys = [batch.order(s) for s in ((("a", 1.0),), (("b", 0.5), ("c", 2.0)), (("c", 2.0),), ())]
     assert len(set(keys)) == 4 and max(keys) == keys[3]
@@ -77,7 +77,7 @@ def runs_of(sequences: list[tuple[Selection, int]]) -> list[RowRun]:
 
 
 def used(batch: LoraBatch, stacks: list[Stack], site: SiteKey) -> list[tuple[int, str, float]]:
-    """(row, adapter, weight) of what the site adds."""
+    """(row, adapter, weight) of everything that the site adds."""
     return sorted(
         (row, stack.slots[segment.slot], segment.weight)
         for weights, rows in batch.sites.get(site, [])
@@ -125,7 +125,7 @@ def test_every_kept_row_has_its_adapters_and_other_sites_have_all_rows(
     assert used(batch, stacks, (0, "qkv")) == expected(selections, stacks, (0, "qkv"))
 
 
-def test_kept_rows_that_become_neighbours_are_one_segment() -> None:
+def test_kept_rows_that_become_adjacent_are_one_segment() -> None:
     """Each segment reads its adapter again."""
     batch = make_batch()
     both = (("b", 0.5), ("c", 2.0))

@@ -33,7 +33,7 @@ NARROW = LoraMode(LoraPath.AUGMENTED, num_blocks=1)
 A: Selection = (("a", 1.0),)
 BOTH: Selection = (("a", 0.5), ("b", 1.0))
 MLP: Selection = (("mlp", 1.0),)
-Places = Sequence[tuple[int, str]]
+Modules = Sequence[tuple[int, str]]
 
 
 def resident(
@@ -45,19 +45,21 @@ def resident(
 
 
 def make_lora(*, has_augmented: bool, num_blocks: int = 1) -> GraphLora:
-    """a and b change attention; b needs two blocks of ranks."""
+    """a and b change attention; b needs two rank blocks."""
     world = World()
     for cid in ("a", "b"):
         world.directory.add(world.residents[cid])
     world.directory.add(resident("mlp", (0, "up_proj")))
-    lists = decode_work(world.device(), 4, use_pdl=False)
+    segmented = decode_work(world.device(), 4, use_pdl=False)
     return GraphLora(
-        lists,
-        AugmentedWork(lists, make_augmented_cache(world, num_blocks)) if has_augmented else None,
+        segmented,
+        AugmentedWork(segmented, make_augmented_cache(world, num_blocks))
+        if has_augmented
+        else None,
     )
 
 
-def make_lists(sites: Sequence[FusedLinear], *residents: ResidentAdapter) -> GraphLora:
+def make_segmented(sites: Sequence[FusedLinear], *residents: ResidentAdapter) -> GraphLora:
     directory = DeviceDirectory(
         sites, num_layers=NUM_LAYERS, max_adapters=4, max_blocks=32, device=CPU
     )
@@ -80,7 +82,7 @@ def covered(lora: GraphLora, mode: LoraMode) -> list[str]:
     return [cut.shape.name for site, cut in cuts if step.covers(site)]
 
 
-def test_a_step_takes_the_tail_where_it_can_and_a_list_where_it_must() -> None:
+def test_a_step_is_augmented_if_its_adapters_fit_and_segmented_otherwise() -> None:
     lora = make_lora(has_augmented=True)
     assert lora.modes(2) == [
         AUGMENTED,
@@ -98,8 +100,8 @@ def test_a_step_takes_the_tail_where_it_can_and_a_list_where_it_must() -> None:
     assert lora.begin(BASE_MODE, 2) is None
 
 
-def test_one_adapter_of_the_mlp_makes_it_a_step_for_all_tails() -> None:
-    """Catches a tail that a graph leaves out, and one that it computes for nothing."""
+def test_one_adapter_of_the_mlp_makes_all_sites_augmented() -> None:
+    """Catches a site that a graph leaves out, and one that it computes in vain."""
     lora = make_lora(has_augmented=True, num_blocks=4)
     words = np.zeros(lora.num_words, dtype=np.int32)
     assert lora.fill([A, MLP], [1, 1], 2, words) == AUGMENTED
@@ -138,7 +140,7 @@ def test_adapters_that_need_few_blocks_compute_no_more_of_them() -> None:
 
 
 def test_an_adapter_that_has_to_move_to_the_first_blocks_is_served_where_it_is() -> None:
-    """Catches a step by lists while the tail has all that it needs."""
+    """Catches a segmented step although all its adapters are in augmented weights."""
     lora = make_narrow(2)
     assert lora.augmented is not None
     words = np.zeros(lora.num_words, dtype=np.int32)
@@ -148,26 +150,26 @@ def test_an_adapter_that_has_to_move_to_the_first_blocks_is_served_where_it_is()
     assert found == [AUGMENTED, NARROW, NARROW]
 
 
-def test_a_tail_that_is_narrow_anyway_has_one_width() -> None:
+def test_augmented_weights_of_few_blocks_have_one_mode() -> None:
     lora = make_narrow(1)
     assert NARROW not in lora.modes(2)
     words = np.zeros(lora.num_words, dtype=np.int32)
     assert lora.fill([MLP], [1], 2, words) == AUGMENTED
 
 
-def test_without_a_tail_there_are_lists_until_they_are_full() -> None:
+def test_without_augmented_weights_steps_are_segmented_until_the_list_is_full() -> None:
     lora = make_lora(has_augmented=False)
     assert lora.modes(2) == [SEGMENTED, SEGMENTED_ATTENTION, BASE_MODE]
     words = np.zeros(lora.num_words, dtype=np.int32)
     assert lora.fill([MLP], [1], 1, words) == SEGMENTED
-    assert lora.fill([A], [1], 1, words) == SEGMENTED_ATTENTION, "nothing is left of the last list"
+    assert lora.fill([A], [1], 1, words) == SEGMENTED_ATTENTION, "the last list does not matter"
     tables = lora.segmented.tables
     lora.segmented.tables = replace(tables, limits=replace(tables.limits, max_items=0))
     assert lora.fill([A], [1], 1, words) is None
 
 
 @pytest.mark.parametrize(
-    ("places", "mode"),
+    ("modules", "mode"),
     [
         ([(0, "q_proj")], SEGMENTED_ATTENTION),
         ([(1, "v_proj"), (0, "o_proj")], SEGMENTED_ATTENTION),
@@ -177,12 +179,12 @@ def test_without_a_tail_there_are_lists_until_they_are_full() -> None:
 )
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_one_weight_outside_attention_makes_it_a_step_for_all_sites(
-    places: Places, mode: LoraMode, is_reversed: bool
+    modules: Modules, mode: LoraMode, is_reversed: bool
 ) -> None:
-    """Catches an MLP that a graph leaves out: alone, beside others, composed, in a prompt."""
+    """Catches an MLP that a graph leaves out: alone, in a mix, with two adapters, in a prefill."""
     sites = SITES[::-1] if is_reversed else SITES
-    some = resident("some", *places, sites=sites)
-    lora = make_lists(sites, resident("a", (0, "q_proj"), sites=sites), some)
+    some = resident("some", *modules, sites=sites)
+    lora = make_segmented(sites, resident("a", (0, "q_proj"), sites=sites), some)
     words = np.zeros(lora.num_words, dtype=np.int32)
     one: Selection = (("some", 1.0),)
     for selections, lengths in (
@@ -197,7 +199,7 @@ def test_one_weight_outside_attention_makes_it_a_step_for_all_sites(
     assert set(covered(lora, SEGMENTED)) == {"qkv", "o", "gate_up"}
 
 
-def test_a_step_reads_its_list_where_the_graphs_were_told_to() -> None:
+def test_a_step_reads_its_list_from_the_given_buffer() -> None:
     lora = make_lora(has_augmented=False)
     words = torch.zeros(lora.num_words, dtype=torch.int32)
     lora.segmented.read_from(words)
@@ -205,13 +207,13 @@ def test_a_step_reads_its_list_where_the_graphs_were_told_to() -> None:
     assert isinstance(step, SegmentedWork) and step.tables.work is words
 
 
-def test_where_all_sites_are_those_of_attention_there_is_nothing_to_leave_out() -> None:
-    lora = make_lists(SITES[:2], resident("a", (0, "q_proj"), sites=SITES[:2]))
+def test_a_model_of_attention_sites_only_has_no_attention_mode() -> None:
+    lora = make_segmented(SITES[:2], resident("a", (0, "q_proj"), sites=SITES[:2]))
     assert lora.modes(2) == [SEGMENTED, BASE_MODE]
     words = np.zeros(lora.num_words, dtype=np.int32)
     assert lora.fill([A], [1], 1, words) == SEGMENTED
 
 
-def test_the_sites_of_attention_are_sites() -> None:
-    """Catches a site with another name, for which no step would ever be of attention alone."""
+def test_attention_sites_are_fused_linears() -> None:
+    """Catches a renamed site, with which no step would have the attention mode."""
     assert set(ATTENTION_SITES) < set(FUSED_LINEARS)

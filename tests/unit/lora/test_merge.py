@@ -54,7 +54,7 @@ def source_of(engine: Engine) -> MergeSource:
 
 
 def base_digest(engine: Engine) -> str:
-    """Of the bits of every weight that a forward without adapters reads."""
+    """A digest of every weight that a forward without adapters reads."""
     digest = hashlib.sha256()
     for name, tensor in sorted(cpu_runner(engine)._decoder.state_dict().items()):
         digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())

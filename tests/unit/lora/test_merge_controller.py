@@ -276,7 +276,7 @@ def test_a_merge_that_is_slower_is_dropped(model: Any, tmp_path: Path, folders: 
 
 
 def test_a_forward_that_fails_leaves_nothing_merged(serving: Serving, folders: list[Path]) -> None:
-    """A probe of the base between steps must not be answered by somebody's merged weights."""
+    """A probe of the base between steps must not be answered by merged weights."""
     selection = select(serving.engine, folders[0])
     (base,) = serving.engine.prompt_logits([((5, 6, 7), ())])
     serving.merge(selection)

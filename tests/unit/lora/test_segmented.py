@@ -107,7 +107,7 @@ class World:
         )
 
     def expected(self, x: torch.Tensor, rows: Sequence[Selection]) -> torch.Tensor:
-        """What site o of the last layer adds."""
+        """The deltas of site o of the last layer."""
         total = torch.zeros(len(rows), self.sites[1].out_features[0])
         for i, selection in enumerate(rows):
             for cid, weight in selection:
@@ -126,9 +126,9 @@ def added(world: World, work: SegmentedWork, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@pytest.mark.parametrize("kind", ["decode", "rows", "prompt"])
+@pytest.mark.parametrize("kind", ["decode", "prefill graph", "prefill"])
 @pytest.mark.parametrize("selections", [[A, A, ()], [A, (), BOTH]], ids=["plain", "weighted"])
-@pytest.mark.parametrize("is_fp12", [False, True], ids=["float32", "twelve bits"])
+@pytest.mark.parametrize("is_fp12", [False, True], ids=["float32", "fp12"])
 def test_rows_get_their_own_adapters_and_base_rows_none(
     kind: str, selections: list[Selection], is_fp12: bool
 ) -> None:
@@ -138,8 +138,8 @@ def test_rows_get_their_own_adapters_and_base_rows_none(
     device = world.device()
     works = {
         "decode": lambda: decode_work(device, 4, use_pdl=False),
-        "rows": lambda: prefill_graph_work(device, 8, use_pdl=False),
-        "prompt": lambda: prefill_work(device, 4),
+        "prefill graph": lambda: prefill_graph_work(device, 8, use_pdl=False),
+        "prefill": lambda: prefill_work(device, 4),
     }
     work = works[kind]()
     num_rows = [1, 1, 1] if kind == "decode" else [1, 4, 2]
@@ -162,7 +162,7 @@ def test_tables_that_are_too_small_grow() -> None:
     torch.testing.assert_close(added(world, work, x), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_an_adapter_that_left_makes_room_and_its_place_is_taken_by_the_next() -> None:
+def test_a_removed_adapter_frees_its_slot_for_the_next() -> None:
     world = World(max_adapters=2)
     world.directory.add(world.residents["a"])
     world.directory.add(world.residents["b"])
@@ -180,7 +180,7 @@ def test_an_adapter_that_left_makes_room_and_its_place_is_taken_by_the_next() ->
     world.directory.remove("never there")
 
 
-def test_rows_of_one_selection_stand_together_and_base_rows_come_last() -> None:
+def test_rows_of_one_selection_are_adjacent_and_base_rows_come_last() -> None:
     world = World()
     for resident in world.residents.values():
         world.directory.add(resident)
@@ -198,7 +198,7 @@ def test_rows_of_one_selection_stand_together_and_base_rows_come_last() -> None:
         (FP12_SITES, torch.float32, False),
         (SITES, torch.bfloat16, False),
     ],
-    ids=["short", "float32", "no blocks"],
+    ids=["fp12", "float32", "no blocks"],
 )
 def test_tables_know_in_which_form_adapters_are(
     sites: tuple[FusedLinear, ...], dtype: torch.dtype, expected: bool

@@ -22,7 +22,7 @@ both_ways = pytest.mark.parametrize("in_place", [False, True])
 
 
 class Shelf:
-    """Adapters that already stand in pool pages, each filled with numbers of its own."""
+    """Adapters in pool pages, each with random weights."""
 
     def __init__(self) -> None:
         self.pool = PagePool(
@@ -34,7 +34,7 @@ class Shelf:
     def adapter(
         self, cid: str, ranks: dict[tuple[int, str], int], *, is_one_run: bool = False
     ) -> ResidentAdapter:
-        """The same CID again: the same weights in other pages."""
+        """Adds an adapter; the same CID again gets the same weights in other pages."""
         layout = plan_dense(SITES, ranks)
         num_pages = self.pool.pages_for_elements(layout.num_elements)
         page_ids = list(range(self._next_page, self._next_page - num_pages, -1))
@@ -88,7 +88,7 @@ def test_adapters_of_one_layout_share_a_stack_and_ranks_are_not_padded(in_place:
 
 
 @both_ways
-def test_what_no_row_uses_gives_its_memory_back(in_place: bool) -> None:
+def test_stacks_that_no_row_uses_are_freed(in_place: bool) -> None:
     shelf = Shelf()
     first = shelf.adapter("a", {(0, "q"): 4})
     second = shelf.adapter("b", {(0, "o"): 2})
@@ -103,7 +103,7 @@ def test_what_no_row_uses_gives_its_memory_back(in_place: bool) -> None:
 
 @both_ways
 def test_adapters_that_join_one_by_one_find_room_in_the_same_stack(in_place: bool) -> None:
-    """To make a stack again is to copy all its adapters into memory that must be cleared first."""
+    """A new stack means copying all its adapters into memory that must be zeroed first."""
     shelf = Shelf()
     adapters = [shelf.adapter(str(i), {(0, "q"): 2}) for i in range(8)]
     stacks = LoraStacks(shelf.pool, in_place=in_place)
@@ -119,7 +119,7 @@ def test_adapters_that_join_one_by_one_find_room_in_the_same_stack(in_place: boo
         st.lists(st.integers(0, 9), min_size=1, max_size=8, unique=True), min_size=1, max_size=8
     ),
 )
-def test_any_coming_and_going_leaves_each_slot_with_its_own_weights(
+def test_any_sequence_of_batches_leaves_each_slot_with_its_own_weights(
     in_place: bool, steps: list[list[int]]
 ) -> None:
     shelf = Shelf()
@@ -134,7 +134,7 @@ def test_any_coming_and_going_leaves_each_slot_with_its_own_weights(
         assert in_place or num_slots == len(step)
 
 
-def test_in_place_who_stays_is_never_copied_again_and_who_comes_back_soon_neither(
+def test_in_place_adapters_that_stay_or_return_soon_are_not_copied_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shelf = Shelf()
@@ -154,7 +154,7 @@ def test_in_place_who_stays_is_never_copied_again_and_who_comes_back_soon_neithe
     assert len(stacks.place(adapters[3:])[0].slots) == 4
 
 
-def test_in_place_only_what_is_scattered_is_copied_and_an_adapter_may_move() -> None:
+def test_in_place_only_scattered_adapters_are_copied_and_an_adapter_may_move() -> None:
     shelf = Shelf()
     ranks: dict[tuple[int, str], int] = {(0, "q"): 4}
     whole = shelf.adapter("a", ranks, is_one_run=True)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.packed import fp12 as short_floats
 from loramux.adapters.packed.fp12 import (
+    LARGEST_EXPONENT,
     fits_fp12,
     pack_fp12,
     row_exponents,
@@ -22,9 +22,8 @@ def random_rows(num_rows: int, width: int, seed: int = 0) -> torch.Tensor:
 
 @settings(max_examples=30, deadline=None)
 @given(num_rows=st.integers(1, 33), blocks=st.integers(1, 5), seed=st.integers(0, 99))
-def test_what_is_shortened_comes_back(num_rows: int, blocks: int, seed: int) -> None:
-    """Numbers of at least 2^-14 with all their bits, smaller ones to 2^-22, and zeros for the
-    rows that an octet lacks."""
+def test_unpacking_reverses_packing(num_rows: int, blocks: int, seed: int) -> None:
+    """Values of at least 2^-14 are exact, smaller ones within 2^-22, missing rows are zero."""
     rows = random_rows(num_rows, blocks * 128, seed)
     words = pack_fp12(rows)
     assert words.dtype == torch.int32
@@ -39,14 +38,13 @@ def test_what_is_shortened_comes_back(num_rows: int, blocks: int, seed: int) -> 
 @pytest.mark.parametrize(
     "value", [0.0, 1.0, -1.0, 1.9921875, -1.9921875, 2.0**-14, -(2.0**-14), 2.0**-21, 2.0**-20 * 3]
 )
-def test_numbers_that_have_a_short_form(value: float) -> None:
+def test_values_that_fp12_represents(value: float) -> None:
     rows = torch.zeros(3, 128, dtype=torch.bfloat16)
     rows[1, 77] = value
     assert torch.equal(unpack_fp12(pack_fp12(rows))[:3], rows.float())
 
 
-def test_small_numbers_are_rounded_to_the_nearest() -> None:
-    """Up into the normal ones, too."""
+def test_subnormals_are_rounded_to_the_nearest() -> None:
     step = 2.0**-21
     rows = torch.zeros(1, 128)
     rows[0, :4] = torch.tensor([0.49, 0.51, -1.75, 127.75]) * step
@@ -54,8 +52,8 @@ def test_small_numbers_are_rounded_to_the_nearest() -> None:
     assert found.tolist() == [0.0, 1.0, -2.0, 128.0]
 
 
-def test_every_bit_has_its_place() -> None:
-    """Catches two numbers that share a bit: each row and column alone, all others untouched."""
+def test_no_two_values_share_a_bit() -> None:
+    """Each row alone: all other rows stay zero."""
     for row in range(8):
         rows = torch.zeros(8, 128, dtype=torch.bfloat16)
         rows[row] = random_rows(1, 128, row)[0]
@@ -63,11 +61,10 @@ def test_every_bit_has_its_place() -> None:
 
 
 @given(exponent=st.integers(-70, 70))
-def test_a_row_is_scaled_to_its_largest_number(exponent: int) -> None:
+def test_a_row_is_scaled_by_its_largest_value(exponent: int) -> None:
     rows = torch.ldexp(torch.tensor([[1.5, -0.1], [0.0, 0.0], [-1.0, 1.0]]), torch.tensor(exponent))
     found = row_exponents(rows).flatten().tolist()
-    limit = short_floats.LARGEST_EXPONENT
-    expected = max(-limit, min(limit, exponent))
+    expected = max(-LARGEST_EXPONENT, min(LARGEST_EXPONENT, exponent))
     assert found == [expected, 0, expected]
 
 
@@ -83,7 +80,7 @@ def test_a_row_is_scaled_to_its_largest_number(exponent: int) -> None:
     ],
     ids=["8b", "float16", "float32", "no blocks", "small pages", "just large enough"],
 )
-def test_which_bases_have_short_adapters(
+def test_which_bases_use_fp12(
     widths: tuple[int, ...], dtype: torch.dtype, page: int, expected: bool
 ) -> None:
     assert uses_fp12(widths, dtype, page) is expected
@@ -93,9 +90,7 @@ def test_which_bases_have_short_adapters(
     ("value", "expected"),
     [(1.9921875, True), (-1.9921875, True), (1.999, False), (-2.0, False), (float("nan"), False)],
 )
-def test_what_can_be_shortened_is_below_two_when_it_is_rounded(
-    value: float, expected: bool
-) -> None:
+def test_fp12_takes_values_that_round_below_two(value: float, expected: bool) -> None:
     rows = torch.zeros(2, 128)
     rows[1, 3] = value
     assert fits_fp12(rows) is expected

@@ -45,13 +45,13 @@ LLAMA_8B_LINEARS = fuse_projections(Projection(name, *shape) for name, shape in 
 PAGE_OF_2_MIB = 1 << 20
 
 
-def blocks_of(layout: RankBlockLayout) -> list[tuple[int, int]]:
-    """(offset, elements) of every block of weights."""
+def matrices_of(layout: RankBlockLayout) -> list[tuple[int, int]]:
+    """(offset, elements) of A and B of every rank block."""
     return [
-        (offset, group.num_ranks * width)
-        for (_, name), groups in layout.blocks.items()
-        for group in groups
-        for offset, width in zip((group.a_offset, group.b_offset), SHAPES[name], strict=True)
+        (offset, block.num_ranks * width)
+        for (_, name), blocks in layout.blocks.items()
+        for block in blocks
+        for offset, width in zip((block.a_offset, block.b_offset), SHAPES[name], strict=True)
     ]
 
 
@@ -73,19 +73,19 @@ def read_tiny(folder: Path, rank_pattern: dict[str, int] | None = None) -> Check
         st.tuples(st.integers(0, 2), st.sampled_from(PROJECTIONS)), st.integers(1, 40), min_size=1
     )
 )
-def test_no_block_overlaps_another_or_crosses_a_page(ranks: dict[tuple[int, str], int]) -> None:
+def test_no_matrix_overlaps_another_or_crosses_a_page(ranks: dict[tuple[int, str], int]) -> None:
     layout = plan_rank_blocks(SITES, ranks, PAGE_ELEMENTS)
-    blocks = sorted(blocks_of(layout))
-    for (offset, size), (following, _) in zip(blocks, blocks[1:], strict=False):
+    matrices = sorted(matrices_of(layout))
+    for (offset, size), (following, _) in pairwise(matrices):
         assert offset + size <= following
-    for offset, size in blocks:
+    for offset, size in matrices:
         assert offset % ALIGN_ELEMENTS == 0
         assert offset // PAGE_ELEMENTS == (offset + size - 1) // PAGE_ELEMENTS < layout.num_pages
-    for (layer, name), groups in layout.blocks.items():
-        starts = np.cumsum([0, *(group.num_ranks for group in groups)])
-        assert [group.rank_start for group in groups] == starts[:-1].tolist()
+    for (layer, name), blocks in layout.blocks.items():
+        starts = np.cumsum([0, *(block.num_ranks for block in blocks)])
+        assert [block.rank_start for block in blocks] == starts[:-1].tolist()
         assert starts[-1] == ranks[layer, name]
-        assert all(group.num_ranks <= RANK_BLOCK for group in groups)
+        assert all(block.num_ranks <= RANK_BLOCK for block in blocks)
 
 
 @pytest.mark.parametrize("rank", [8, 16, 32, 64])
@@ -99,7 +99,7 @@ def test_an_adapter_of_a_real_base_takes_no_page_more_than_its_bytes(
 
 
 def test_weights_can_be_read_back_through_the_table(tmp_path: Path) -> None:
-    """Catches a group at another one's place, a wrong page, and a scale that was lost."""
+    """Catches a rank block at a wrong offset or page, and a lost scale."""
     adapter = read_tiny(tmp_path / "a", {"v_proj": 19})
     ranks = {(m.target.layer, m.target.projection): m.rank for m in adapter.modules}
     layout = plan_rank_blocks(SITES, ranks, PAGE_ELEMENTS)
@@ -124,7 +124,7 @@ def test_weights_can_be_read_back_through_the_table(tmp_path: Path) -> None:
         torch.testing.assert_close(change, module.b @ module.a * module.scale)
 
 
-def test_what_an_adapter_leaves_alone_has_no_ranks_in_the_table() -> None:
+def test_unchanged_modules_have_no_ranks_in_the_table() -> None:
     layout = plan_rank_blocks(SITES, {(1, "k_proj"): 17, (2, "k_proj"): 3}, PAGE_ELEMENTS)
     table = tabulate(layout, projections=PROJECTIONS, num_layers=3)
     assert table.blocks_per_projection.tolist() == [0, 2, 0, 0, 0, 0, 0]
@@ -136,7 +136,7 @@ def test_a_page_too_small_for_one_rank_is_refused() -> None:
         plan_rank_blocks(LLAMA_8B_LINEARS, {(0, "down_proj"): 1}, 8192)
 
 
-def test_a_page_that_addresses_cannot_reach_is_an_error() -> None:
+def test_a_page_size_that_is_not_aligned_is_an_error() -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
         plan_rank_blocks(SITES, {(0, "q_proj"): 1}, 100)
 
@@ -165,17 +165,17 @@ def random_adapter(scale: float = 0.5, size: float = 0.02) -> Any:
 WIDE_SITES = fuse_projections([Projection("o_proj", 256, 64)])
 
 
-def test_short_weights_change_what_the_adapter_does_by_less_than_bfloat16_does() -> None:
-    """The scale of A's rows is in B; both are read back."""
+def test_fp12_adds_no_error_to_bfloat16() -> None:
+    """The scale of A's rows is in B: their product is that of the bfloat16 weights."""
     adapter = random_adapter()
     layout = plan_rank_blocks(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_fp12=True)
     buffer = torch.empty(layout.num_elements, dtype=torch.bfloat16)
     pack_rank_blocks(adapter, layout, buffer)
     change = torch.zeros(64, 256)
-    for group in layout.blocks[0, "o_proj"]:
-        a = read_fp12(buffer, group.a_offset, group.num_ranks, 256)
-        size = group.num_ranks * 64
-        b = buffer[group.b_offset : group.b_offset + size].view(group.num_ranks, 64).float()
+    for block in layout.blocks[0, "o_proj"]:
+        a = read_fp12(buffer, block.a_offset, block.num_ranks, 256)
+        size = block.num_ranks * 64
+        b = buffer[block.b_offset : block.b_offset + size].view(block.num_ranks, 64).float()
         change += b.t() @ a
     module = adapter.modules[0]
     served = (module.b * module.scale).bfloat16().float() @ module.a.bfloat16().float()
@@ -192,25 +192,25 @@ def test_a_row_whose_largest_weight_is_rounded_up_keeps_it() -> None:
     assert read_fp12(buffer, layout.blocks[0, "o_proj"][0].a_offset, 16, 256)[0, 7] == 1.0
 
 
-def test_short_weights_take_three_quarters_and_whole_octets() -> None:
-    places = {(0, "o_proj"): 19}
-    long = plan_rank_blocks(WIDE_SITES, places, 8192)
-    short = plan_rank_blocks(WIDE_SITES, places, 8192, is_fp12=True)
-    assert long.num_weights == 19 * (256 + 64)
-    assert short.num_weights == 24 * 256 * 3 // 4 + 19 * 64
-    for group, next_group in pairwise(short.blocks[0, "o_proj"]):
-        assert next_group.a_offset != group.a_offset
+def test_fp12_takes_three_quarters_and_whole_octets() -> None:
+    ranks = {(0, "o_proj"): 19}
+    dense = plan_rank_blocks(WIDE_SITES, ranks, 8192)
+    packed = plan_rank_blocks(WIDE_SITES, ranks, 8192, is_fp12=True)
+    assert dense.num_weights == 19 * (256 + 64)
+    assert packed.num_weights == 24 * 256 * 3 // 4 + 19 * 64
+    for block, next_block in pairwise(packed.blocks[0, "o_proj"]):
+        assert next_block.a_offset != block.a_offset
 
 
 @pytest.mark.parametrize("size", [1e20, 1e30])
-def test_rows_that_no_scale_shortens_are_refused(size: float) -> None:
+def test_rows_outside_the_range_of_fp12_are_refused(size: float) -> None:
     adapter = random_adapter(size=size)
     layout = plan_rank_blocks(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_fp12=True)
     with pytest.raises(AdapterRefused, match="too large"):
         pack_rank_blocks(adapter, layout, torch.empty(layout.num_elements, dtype=torch.bfloat16))
 
 
-def test_rows_that_matter_to_nobody_become_zeros() -> None:
+def test_negligible_rows_become_zeros() -> None:
     adapter = random_adapter(size=1e-36)
     layout = plan_rank_blocks(WIDE_SITES, {(0, "o_proj"): 19}, 8192, is_fp12=True)
     buffer = torch.empty(layout.num_elements, dtype=torch.bfloat16)
