@@ -96,7 +96,7 @@ def _stack(segments: Sequence[Segment], num_slots: int) -> StackedRows:
         weights += [weight for _, weight in entries] + [0.0] * padding
     is_run = rows == list(range(rows[0], rows[0] + num_slots * rows_per_slot))
     shape = (num_slots, rows_per_slot, 1)
-    can_sample_on_device = all(segment.weight == 1 for segment in segments)
+    is_plain = all(segment.weight == 1 for segment in segments)
     return StackedRows(
         num_slots=num_slots,
         rows_per_slot=rows_per_slot,
@@ -104,5 +104,5 @@ def _stack(segments: Sequence[Segment], num_slots: int) -> StackedRows:
         gather=torch.tensor(gather),
         rows=torch.tensor(rows),
         positions=torch.tensor(positions),
-        weights=None if can_sample_on_device else torch.tensor(weights).view(shape),
+        weights=None if is_plain else torch.tensor(weights).view(shape),
     )
