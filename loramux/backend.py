@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from loramux.errors import AdapterRefused, DoesNotFit, LoramuxError, RequestTimeout
+from loramux.types.adapter import AdapterCard
 from loramux.types.model import BaseModelInfo, PackingKind
 from loramux.types.request import FinishReason, Request, RequestFacts, TokenLogprob
 
@@ -45,17 +46,6 @@ class ModelCard:
     disk_space_bytes: int = 0
     adapter_memory_fraction: float = 1.0
     """Largest fraction of the page pool that adapters may take."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterCard:
-    """An adapter that a host has registered. Its identity is its CID; the host knows no names."""
-
-    cid: str
-    path: str
-    rank: int
-    num_bytes: int
-    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from loramux.adapters.catalog import KnownAdapter
 from loramux.adapters.packed.dense import DenseLayout, plan_dense
 from loramux.adapters.packed.image import AdapterImage
 from loramux.adapters.packed.packing import DensePacking
@@ -28,6 +27,7 @@ from loramux.memory.prefix import PrefixCache, ReuseEstimator
 from loramux.memory.reclaim import PageTier, Reclaimer
 from loramux.memory.records import Placement
 from loramux.memory.residency import AdapterResidency, DeviceTable, LowerTiers
+from loramux.types.adapter import AdapterCard
 from loramux.types.model import FusedLinear, PagedLayout
 
 SITES = (FusedLinear(name="o", in_features=8, projections=("o_proj",), out_features=(8,)),)
@@ -67,12 +67,18 @@ class NumberedAdapters:
     """Adapters whose copy to the device fails."""
     num_reads: int = 0
 
-    def get(self, cid: str) -> KnownAdapter:
+    def get(self, cid: str) -> AdapterCard:
         if cid in self.unknown:
             raise AdapterNotFound(f"No adapter {cid}.")
         layout = layout_of_rank(facts_of(cid)[1])
         elements = layout.num_elements
-        return KnownAdapter(cid, Path("/nowhere"), elements, 4 * elements, layout.max_rank, ())
+        return AdapterCard(
+            cid=cid,
+            path="/nowhere",
+            rank=layout.max_rank,
+            num_bytes=4 * elements,
+            num_elements=elements,
+        )
 
     def read(self, cid: str) -> AdapterImage:
         if cid in self.broken:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from loramux.adapters.catalog import KnownAdapter
 from loramux.adapters.packed.dense import DenseLayout, plan_dense
 from loramux.adapters.packed.fp12 import pack_fp12
 from loramux.adapters.packed.image import AdapterImage
@@ -30,6 +29,7 @@ from loramux.models.dtypes import resolve_dtype
 from loramux.models.layers import HeadNorm, RMSNorm
 from loramux.models.loader import LoadedModel
 from loramux.models.packed_linear import pack_linears
+from loramux.types.adapter import AdapterCard
 from loramux.types.model import BaseModelInfo
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -221,13 +221,12 @@ class RandomAdapters:
         layout, buffer = self._layout(kind), self._buffer(kind, number)
         cid = f"cidv1:sha256:{next(self._numbers):064x}"
         image = AdapterImage(cid=cid, layout=layout, buffer=buffer)
-        known = KnownAdapter(
+        known = AdapterCard(
             cid=cid,
-            folder=Path("no-folder"),
-            num_elements=layout.num_elements,
+            path="no-folder",
+            rank=layout.max_rank,
             num_bytes=image.num_bytes,
-            max_rank=layout.max_rank,
-            warnings=(),
+            num_elements=layout.num_elements,
         )
         self._engine.catalog._known[cid] = known
         host = self._engine.memory.tiers.host

@@ -149,8 +149,8 @@ def measure_rank(
         steps = DecodeSteps(engine, selection, batch=batch, context=args.context)
         row = measure(steps, merge, args.steps)
         steps.close()
-        rows.append({"rank": known.max_rank, "batch": batch, **row})
-        report(f"  rank {known.max_rank:3d}  batch {batch:3d}  {row}")
+        rows.append({"rank": known.rank, "batch": batch, **row})
+        report(f"  rank {known.rank:3d}  batch {batch:3d}  {row}")
     return rows
 
 

@@ -25,6 +25,7 @@ from loramux.adapters.peft.reader import (
     read_adapter,
 )
 from loramux.errors import AdapterNotFound, AdapterRefused
+from loramux.types.adapter import AdapterCard
 from loramux.types.model import BaseModelInfo
 
 _log = logging.getLogger(__name__)
@@ -36,18 +37,6 @@ _MAX_STALE_LINES = 1024
 Signature = tuple[tuple[str, int, int, int], ...]
 # Returns the recorded digests of the weights of a folder that an adapter store made, else None.
 FindDigests = Callable[[Path], Mapping[str, FileDigest] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class KnownAdapter:
-    """A registered adapter: its folder, and its size and rank in the packed form."""
-
-    cid: str
-    folder: Path
-    num_elements: int
-    num_bytes: int
-    max_rank: int
-    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +135,7 @@ class AdapterCatalog:
         self.rules = rules
         self._find_digests = find_digests
         self._verified = verified or VerifiedAdapters()
-        self._known: dict[str, KnownAdapter] = {}
+        self._known: dict[str, AdapterCard] = {}
         self._by_folder: dict[Path, tuple[Signature, str]] = {}
         self._lock = threading.RLock()
 
@@ -154,7 +143,7 @@ class AdapterCatalog:
     def base(self) -> BaseModelInfo:
         return self.rules.base
 
-    def register(self, folder: Path) -> KnownAdapter:
+    def register(self, folder: Path) -> AdapterCard:
         """Inspects a folder and returns its adapter; refuses one that must not be served.
 
         The weights are read only if their values were not checked before.
@@ -169,12 +158,12 @@ class AdapterCatalog:
         found = self._inspect(folder)
         values = self._check_values(folder, signature, found)
         layout = self.rules.packing.plan(found.ranks)
-        known = KnownAdapter(
+        known = AdapterCard(
             cid=values.cid,
-            folder=folder,
+            path=str(folder),
             num_elements=layout.num_elements,
             num_bytes=layout.num_elements * self.rules.packing.dtype.itemsize,
-            max_rank=layout.max_rank,
+            rank=layout.max_rank,
             warnings=(*found.warnings, *values.warnings),
         )
         with self._lock:
@@ -189,19 +178,19 @@ class AdapterCatalog:
             for folder in [f for f, (_, known) in self._by_folder.items() if known == cid]:
                 del self._by_folder[folder]
 
-    def verify(self, cid: str) -> KnownAdapter:
+    def verify(self, cid: str) -> AdapterCard:
         """Reads, hashes and checks an adapter's folder; refuses it if its files were replaced."""
         known = self.get(cid)
         self._read(known)
         return known
 
-    def get(self, cid: str) -> KnownAdapter:
+    def get(self, cid: str) -> AdapterCard:
         try:
             return self._known[cid]
         except KeyError:
             raise AdapterNotFound(f"No adapter with content id {cid} is known here.") from None
 
-    def known(self) -> list[KnownAdapter]:
+    def known(self) -> list[AdapterCard]:
         with self._lock:
             return list(self._known.values())
 
@@ -232,12 +221,12 @@ class AdapterCatalog:
         self._verified.add(folder, signature, values)
         return values
 
-    def _read(self, known: KnownAdapter) -> CheckedAdapter:
-        adapter = self._read_folder(known.folder)
+    def _read(self, known: AdapterCard) -> CheckedAdapter:
+        adapter = self._read_folder(Path(known.path))
         if adapter.cid != known.cid:
             raise AdapterRefused(
                 "changed_on_disk",
-                f"{known.folder} no longer holds {known.cid} but {adapter.cid}: its files were "
+                f"{known.path} no longer holds {known.cid} but {adapter.cid}: its files were "
                 "replaced.",
                 fix="Send the request again to use the new files.",
             )

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from loramux.backend import (
-    AdapterCard,
     AdapterUse,
     Delta,
     EngineStats,
@@ -42,6 +41,7 @@ from loramux.engine.outputs import OutputCollector, RequestStream
 from loramux.engine.process import EngineProcess, OnProgress
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import AdapterNotFound, EngineBusy, EngineStopped, LoramuxError
+from loramux.types.adapter import AdapterCard
 from loramux.types.request import FinishReason, Request, Selection
 from loramux.types.sampling import SamplingParams
 

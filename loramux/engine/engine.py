@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from loramux.adapters.catalog import AdapterCatalog, KnownAdapter
+from loramux.adapters.catalog import AdapterCatalog
 from loramux.engine.executor import Executor
 from loramux.engine.memory import EngineMemory
 from loramux.engine.request_tracker import RequestTracker
@@ -20,6 +20,7 @@ from loramux.memory.pages import PageAllocator
 from loramux.memory.residency import AdapterResidency
 from loramux.runner.penalties import check_logit_bias
 from loramux.scheduler.scheduler import Scheduler
+from loramux.types.adapter import AdapterCard
 from loramux.types.request import Request, Selection, TokenEvent
 from loramux.types.step import Chunk, InFlightStep, StepPlan
 
@@ -91,7 +92,7 @@ class Engine:
     def catalog(self) -> AdapterCatalog:
         return self.memory.catalog
 
-    def register_adapter(self, folder: Path) -> KnownAdapter:
+    def register_adapter(self, folder: Path) -> AdapterCard:
         """Check an adapter and register its CID; raise AdapterRefused for an invalid one."""
         return self.catalog.register(folder)
 

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from loramux import errors
-from loramux.backend import AdapterCard, AdapterUse, EngineStats, ModelCard
+from loramux.backend import AdapterUse, EngineStats, ModelCard
+from loramux.types.adapter import AdapterCard
 from loramux.types.request import Request, TokenEvent
 
 

@@ -68,7 +68,7 @@ def adapter_uses(engine: Engine) -> list[AdapterUse]:
                 cid=known.cid,
                 tier=_tier(engine, known.cid, record),
                 num_bytes=known.num_bytes,
-                rank=known.max_rank,
+                rank=known.rank,
                 hits=0 if record is None else record.hits,
                 misses=0 if record is None else record.misses,
                 last_use_s=None if last_use_s is None else epoch_s + last_use_s,

@@ -13,8 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from loramux.adapters.catalog import KnownAdapter
-from loramux.backend import AdapterCard, ModelCard
+from loramux.backend import ModelCard
 from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.channel import EngineChannel
@@ -210,7 +209,7 @@ class Worker:
             self._channel.send(Answer(call_id=call_id, error=encode_error(error)))
         else:
             self._removed.discard(known.cid)
-            self._channel.send(Answer(call_id=call_id, adapter=_adapter_card(known)))
+            self._channel.send(Answer(call_id=call_id, adapter=known))
 
     def _verify(self, call_id: int, cid: str) -> None:
         try:
@@ -218,7 +217,7 @@ class Worker:
         except Exception as error:  # The caller waits for an answer, whatever the error is.
             self._channel.send(Answer(call_id=call_id, error=encode_error(error)))
         else:
-            self._channel.send(Answer(call_id=call_id, adapter=_adapter_card(known)))
+            self._channel.send(Answer(call_id=call_id, adapter=known))
 
     def _free_removed(self) -> None:
         self._removed = {cid for cid in self._removed if not self._engine.forget_adapter(cid)}
@@ -297,16 +296,6 @@ def _model_card(model: LoadedModel, engine: Engine, path: str, config: EngineCon
         host_memory_bytes=config.host_memory_bytes,
         disk_space_bytes=0 if config.disk_folder is None else config.disk_space_bytes,
         adapter_memory_fraction=config.adapter_memory_fraction,
-    )
-
-
-def _adapter_card(known: KnownAdapter) -> AdapterCard:
-    return AdapterCard(
-        cid=known.cid,
-        path=str(known.folder),
-        rank=known.max_rank,
-        num_bytes=known.num_bytes,
-        warnings=tuple(known.warnings),
     )
 
 

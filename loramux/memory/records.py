@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from loramux.adapters.catalog import KnownAdapter
 from loramux.adapters.packed.dense import DenseLayout
 from loramux.adapters.packed.image import AdapterImage, AdapterLayout
 from loramux.errors import LoramuxError
 from loramux.memory.tiers import AdapterState, check_transition
+from loramux.types.adapter import AdapterCard
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class ResidentAdapter:
 
 @dataclass(slots=True)
 class AdapterRecord:
-    known: KnownAdapter
+    known: AdapterCard
     num_pages: int
     state: AdapterState = AdapterState.SOURCE
     page_ids: list[int] = field(default_factory=list)

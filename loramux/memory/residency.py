@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Protocol
 
-from loramux.adapters.catalog import KnownAdapter
 from loramux.errors import DoesNotFit
 from loramux.memory.adapter_eviction import (
     AdapterEviction,
@@ -27,6 +26,7 @@ from loramux.memory.pages import Owner
 from loramux.memory.reclaim import PageTier
 from loramux.memory.records import AdapterRecord, ResidentAdapter
 from loramux.memory.tiers import AdapterState
+from loramux.types.adapter import AdapterCard
 
 _WAIT_S = 0.05
 # Moves that changes_since() can report one by one; a reader further behind gets the full set.
@@ -47,7 +47,7 @@ class ResidencyDelta:
 class Catalog(Protocol):
     """Knows the registered adapters by CID."""
 
-    def get(self, cid: str) -> KnownAdapter:
+    def get(self, cid: str) -> AdapterCard:
         """Raises AdapterNotFound."""
         ...
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from loramux.backend import AdapterCard, AdapterHost
+from loramux.backend import AdapterHost
 from loramux.errors import AdapterNotFound, StoreDamaged
 from loramux.registry.records import Resolved
 from loramux.server.registry_adapters import RegistryAdapters
+from loramux.types.adapter import AdapterCard
 from loramux.types.request import BASE_SELECTION, Request, Selection
 
 _log = logging.getLogger(__name__)

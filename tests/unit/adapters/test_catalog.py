@@ -62,7 +62,7 @@ def test_registration_predicts_the_size_of_the_packed_image_and_packs_nothing(
     monkeypatch.undo()
     expected = pack_dense(read_adapter(folder, BASE), BASE.fused_linears, torch.float32)
     assert (known.num_elements, known.num_bytes) == (expected.buffer.numel(), expected.num_bytes)
-    assert known.max_rank == expected.layout.max_rank
+    assert known.rank == expected.layout.max_rank
     assert torch.equal(catalog.read(known.cid).buffer, expected.buffer)
 
 
@@ -134,7 +134,7 @@ def test_a_store_folder_with_checked_content_is_registered_without_a_read(
     catalog = make_catalog(find_digests=stored_digests)
     first = catalog.register(folder)
     known = catalog.register(view)
-    assert known.cid == first.cid and known.folder == view and num_reads() == 1
+    assert known.cid == first.cid and known.path == str(view) and num_reads() == 1
     assert make_catalog(find_digests=stored_digests).register(view).cid == first.cid
     assert num_reads() == 2, "content that was never checked is not read"
 

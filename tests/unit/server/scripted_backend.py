@@ -12,7 +12,6 @@ from typing import Any
 
 from loramux.adapters.identity import CID_PREFIX
 from loramux.backend import (
-    AdapterCard,
     AdapterUse,
     Delta,
     EngineStats,
@@ -22,6 +21,7 @@ from loramux.backend import (
 from loramux.errors import AdapterNotFound, InvalidRequest
 from loramux.server.names import AdapterNames
 from loramux.server.registry_adapters import RegistryAdapters
+from loramux.types.adapter import AdapterCard
 from loramux.types.model import BaseModelInfo, Projection
 from loramux.types.request import FinishReason, Request, TokenLogprob
 
