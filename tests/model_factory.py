@@ -87,6 +87,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# These differ in the ops of a layer: biases, windows, head norms, sandwich norms, softcaps.
+OP_FAMILIES = ("llama31", "qwen2", "qwen3", "gemma2", "gemma3")
 MODEL_CLASSES = {
     "LlamaConfig": "LlamaForCausalLM",
     "MistralConfig": "MistralForCausalLM",

@@ -1,4 +1,4 @@
-"""Sizes that are told from a config must be those of the model that is then loaded."""
+"""Shapes described from a config equal those of the loaded model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def config_dict(family: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_and_tokens_are_counted_as_the_decoder_has_them(family: str) -> None:
+def test_shapes_equal_those_of_the_decoder(family: str) -> None:
     config = parse_config(config_dict(family))
     info = base_info(config, "tiny")
     decoder = Decoder(config, dtype=torch.float32, device="meta")
@@ -41,14 +41,14 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
     assert describe_model(file).name == "my-model"
 
 
-def test_a_gguf_file_says_the_same_as_the_folder_made_of_it(smollm2_folder: Path) -> None:
+def test_a_gguf_file_has_the_shapes_of_its_converted_folder(smollm2_folder: Path) -> None:
     told, made = describe_model(default_model_path()), describe_model(smollm2_folder)
     assert (told.projections, told.num_layers) == (made.projections, made.num_layers)
     assert told.num_parameters == made.num_parameters == 134_515_008
     assert "SmolLM2" in told.name
 
 
-def test_what_is_not_there_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
+def test_missing_files_are_refused_with_a_fix(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="does not exist: give a"):
         describe_model(tmp_path / "nothing")
     with pytest.raises(UnsupportedModel, match="has no config.json"):

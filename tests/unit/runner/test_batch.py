@@ -13,14 +13,14 @@ def chunk(start: int, num_tokens: int, page_ids: list[int]) -> Chunk:
     return Chunk(0, list(range(num_tokens)), start, page_ids, (), sample=None)
 
 
-def test_rows_keep_the_order_of_the_chunks() -> None:
+def test_rows_are_in_chunk_order() -> None:
     batch = build_batch([chunk(5, 2, [1, 2]), chunk(0, 3, [3])], CPU)
     assert batch.positions.tolist() == [5, 6, 0, 1, 2]
     assert [list(batch.rows(i)) for i in (0, 1)] == [[0, 1], [2, 3, 4]]
     assert batch.num_rows == 5
 
 
-def test_a_page_is_cleared_when_it_is_begun_and_not_filled() -> None:
+def test_pages_that_a_step_starts_but_does_not_fill_are_cleared() -> None:
     cases = {
         "begins and leaves a rest": (chunk(0, 6, [7, 8]), [8]),
         "fills both to the end": (chunk(0, 8, [7, 8]), []),
@@ -33,7 +33,7 @@ def test_a_page_is_cleared_when_it_is_begun_and_not_filled() -> None:
         assert half_filled_pages([piece], block_tokens=4) == expected, name
 
 
-def test_where_only_samples_are_read_their_rows_are_picked() -> None:
+def test_sampled_rows_are_selected_if_nothing_else_is_needed() -> None:
     """A row too few is a wrong token, a row too many is time."""
     inner, last = chunk(0, 5, [1]), Chunk(1, [1, 2, 3], 4, [2], (), sample=row())
     decode = Chunk(2, [1], 8, [3], (), sample=row())

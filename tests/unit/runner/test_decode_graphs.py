@@ -43,11 +43,11 @@ OF_ATTENTION = (SEGMENTED_ATTENTION, AUGMENTED_ATTENTION)
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (5, [1, 2, 4, 5]), (999, list(BATCH_SIZES))])
-def test_sizes_end_with_the_largest_batch_that_can_come(most: int, sizes: list[int]) -> None:
+def test_batch_sizes_end_with_the_largest_possible_batch(most: int, sizes: list[int]) -> None:
     assert DecodeLimits(max_sequences=most, max_pages=1).batch_sizes == sizes
 
 
-def test_only_a_chunk_of_one_row_with_a_sample_is_a_decode() -> None:
+def test_only_a_single_sampled_token_is_a_decode() -> None:
     assert is_decode(Chunk(0, (1,), 3, [0], (), sample=row()))
     assert not is_decode(Chunk(0, (1,), 3, [0], (), sample=None))
     assert not is_decode(Chunk(0, (1, 2), 3, [0], (), sample=row()))
@@ -56,9 +56,13 @@ def test_only_a_chunk_of_one_row_with_a_sample_is_a_decode() -> None:
 
 @pytest.mark.parametrize(
     ("family", "mode"),
-    [("llama", mode) for mode in LORA_MODES] + [("gemma3", AUGMENTED), ("gemma3", SEGMENTED)],
+    [
+        *(("llama", mode) for mode in LORA_MODES),
+        ("gemma3", AUGMENTED),
+        pytest.param("gemma3", SEGMENTED, marks=pytest.mark.slow),
+    ],
 )
-def test_a_decode_step_equals_the_same_rows_computed_one_by_one(
+def test_a_decode_step_equals_its_sequences_computed_one_by_one(
     family: str, mode: LoraMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model(family)
@@ -127,9 +131,9 @@ def steps_of_kinds(
 @pytest.mark.parametrize(
     "modes",
     [(SEGMENTED, SEGMENTED_ATTENTION), (AUGMENTED, AUGMENTED_ATTENTION)],
-    ids=["lists", "tail"],
+    ids=["segmented", "augmented"],
 )
-def test_every_kind_gives_what_peft_gives(
+def test_every_mode_gives_the_logits_of_peft(
     modes: tuple[LoraMode, LoraMode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches an adapter of the MLP, were it in one layer alone, in a graph that leaves it out."""
@@ -172,7 +176,7 @@ def test_every_kind_gives_what_peft_gives(
     assert (runner._decode_graphs._logits[:2] - before).abs().max() > 1e-2
 
 
-def test_rows_that_need_the_full_sampler_get_it_beside_those_that_do_not(
+def test_device_and_full_sampler_in_one_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
@@ -185,7 +189,7 @@ def test_rows_that_need_the_full_sampler_get_it_beside_those_that_do_not(
     assert list(together.logprobs) == [2]
 
 
-def test_capture_makes_every_size_and_says_how_far_it_is(
+def test_capture_makes_every_size_and_reports_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
@@ -201,7 +205,7 @@ def test_capture_makes_every_size_and_says_how_far_it_is(
     ]
 
 
-def test_the_memory_of_graphs_is_measured_with_the_largest_of_every_kind(
+def test_capture_largest_makes_the_largest_graph_of_every_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
@@ -215,7 +219,7 @@ def test_the_memory_of_graphs_is_measured_with_the_largest_of_every_kind(
     assert list(runner._decode_graphs._steps.made) == [(3, mode) for mode in OF_FEW_ROWS]
 
 
-def test_a_graph_that_is_made_in_a_step_runs_once_for_it(
+def test_a_graph_captured_in_a_step_runs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's has run when it is made. Again, it would take its own tokens for the last step's."""

@@ -8,7 +8,7 @@ from loramux.types.step import UNKNOWN_TOKEN, Chunk
 CPU = torch.device("cpu")
 
 
-def test_rows_arrive_in_their_places_and_the_rest_is_padding() -> None:
+def test_rows_are_filled_from_the_front_and_padded() -> None:
     inputs = DecodeInputs(max_rows=5, max_sequences=5, max_pages=3, num_lora_words=7, device=CPU)
     inputs.begin()
     chunks = [
@@ -31,7 +31,7 @@ def test_rows_arrive_in_their_places_and_the_rest_is_padding() -> None:
     assert table[2].tolist() == [1, 9, 7]
 
 
-def test_nothing_of_a_larger_step_is_left_in_the_rows_of_a_smaller_one() -> None:
+def test_a_smaller_step_has_no_values_of_a_larger_one() -> None:
     inputs = DecodeInputs(max_rows=3, max_sequences=3, max_pages=1, num_lora_words=1, device=CPU)
     chunks = [Chunk(i, (20 + i,), i, [i], (), sample=None) for i in range(3)]
     for _ in range(2):
@@ -45,7 +45,7 @@ def test_nothing_of_a_larger_step_is_left_in_the_rows_of_a_smaller_one() -> None
     assert inputs.temperatures[:3].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_an_unknown_token_is_read_from_where_the_last_step_left_it() -> None:
+def test_an_unknown_token_is_gathered_from_the_last_step() -> None:
     inputs = DecodeInputs(max_rows=3, max_sequences=20, max_pages=1, num_lora_words=1, device=CPU)
     inputs.token_buffer.store(torch.tensor([70, 71, 72]))
     inputs.token_buffer.publish([5, 6, 7])

@@ -50,7 +50,7 @@ def test_mixed_requests_get_the_tokens_of_the_reference(
     assert answers[0] == answers[1]
 
 
-def test_the_host_plans_a_step_before_it_knows_the_tokens_of_the_last(
+def test_a_step_is_launched_before_the_last_tokens_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
@@ -64,8 +64,8 @@ def test_the_host_plans_a_step_before_it_knows_the_tokens_of_the_last(
     assert counts == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("num_pages", [14, 200])
-def test_steps_that_run_ahead_give_the_tokens_of_steps_that_do_not(
+@pytest.mark.parametrize("num_pages", [14, pytest.param(200, marks=pytest.mark.slow)])
+def test_running_ahead_does_not_change_the_tokens(
     num_pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ends by a stop token, preemptions, and samplers that must see every token before."""
@@ -125,7 +125,7 @@ def test_logits_of_chunks_and_decodes_equal_those_of_the_reference(
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
 
 
-def test_what_a_step_reports_does_not_depend_on_who_samples(
+def test_logprobs_do_not_depend_on_the_sampler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
@@ -172,7 +172,7 @@ class ScarceMemory:
         return self._attention.plan(sequences, *others)
 
 
-def test_a_step_without_memory_is_computed_in_parts_and_says_so_when_none_is_small_enough(
+def test_a_step_without_memory_is_split_until_a_single_token_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
@@ -204,7 +204,7 @@ def test_a_step_without_memory_is_computed_in_parts_and_says_so_when_none_is_sma
         runner.run(plan)
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory(
+def test_other_errors_are_not_treated_as_out_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
@@ -222,7 +222,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(
         runner.run(StepPlan((decode(0, 1, 0, [0], ()),)))
 
 
-def test_a_step_with_more_lora_work_than_a_graph_holds_is_still_right(
+def test_a_step_with_more_lora_work_than_a_graph_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
@@ -271,7 +271,7 @@ def test_all_kernels_in_the_interpreter_equal_the_reference(
     )
 
 
-def test_a_graph_step_whose_sampler_has_no_memory_is_computed_without_the_graph(
+def test_a_step_whose_sampler_has_no_memory_runs_without_the_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
@@ -286,7 +286,7 @@ def test_a_graph_step_whose_sampler_has_no_memory_is_computed_without_the_graph(
     assert runner.run(plan).token_ids == expected.token_ids
 
 
-def test_a_step_for_which_there_is_no_memory_ends_its_requests_and_nobody_else(
+def test_a_step_without_memory_fails_its_requests_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)

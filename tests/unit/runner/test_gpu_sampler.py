@@ -35,13 +35,11 @@ def row(seed: int = 3, **params: Any) -> SampleRow:
         ({"temperature": 0.0, "logit_bias": {1: 2.0}}, False),
     ],
 )
-def test_a_row_is_plain_when_temperature_is_all_that_it_asks_for(
-    params: dict[str, Any], plain: bool
-) -> None:
+def test_temperature_alone_is_sampled_on_the_device(params: dict[str, Any], plain: bool) -> None:
     assert can_sample_on_device(SamplingParams(**params)) is plain
 
 
-def test_any_mix_of_rows_gets_the_tokens_of_the_full_sampler() -> None:
+def test_mixed_rows_get_the_tokens_of_the_full_sampler() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
     rows = [
         row(temperature=0.0),
@@ -58,7 +56,7 @@ def test_any_mix_of_rows_gets_the_tokens_of_the_full_sampler() -> None:
     assert [one is None for one in found.logprobs] == [one is None for one in expected.logprobs]
 
 
-def test_rows_of_the_full_sampler_cost_the_kernel_no_draw() -> None:
+def test_rows_of_the_full_sampler_are_greedy_in_the_kernel() -> None:
     samples = sample_inputs([row(temperature=1.0, top_k=3), row(temperature=0.5)])
     assert samples.temperatures == [0.0, 0.5] and samples.others == [0]
     assert samples.noise[0] == 0.0 and 0 < samples.noise[1] < 1

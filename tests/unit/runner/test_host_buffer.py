@@ -7,7 +7,7 @@ from loramux.runner.host_buffer import HostBuffer
 CPU = torch.device("cpu")
 
 
-def test_fields_arrive_aligned_and_the_last_one_as_far_as_it_was_sent() -> None:
+def test_fields_are_aligned_and_the_last_may_be_sent_in_part() -> None:
     words = HostBuffer([3, 5, 8], CPU, num_ahead=16)
     words.begin()
     for field in words.host:

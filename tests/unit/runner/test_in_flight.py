@@ -6,7 +6,7 @@ from loramux.runner.in_flight import FinishedStep, LaunchedStep
 from loramux.types.step import StepResult
 
 
-def test_tokens_go_to_their_sequences_in_order_and_stay_when_the_buffer_is_used_again() -> None:
+def test_a_result_is_read_once_and_survives_reuse_of_the_buffer() -> None:
     host = torch.tensor([41, 42, 43], dtype=torch.int32)
     step = LaunchedStep([7, 5], host, None)
     assert not step.is_done
@@ -15,6 +15,6 @@ def test_tokens_go_to_their_sequences_in_order_and_stay_when_the_buffer_is_used_
     assert step.result().token_ids == {7: [41], 5: [42]}
 
 
-def test_a_result_that_is_there_has_landed() -> None:
+def test_a_finished_step_is_done() -> None:
     result = StepResult({1: [2]})
     assert FinishedStep(result).is_done and FinishedStep(result).result() is result

@@ -21,12 +21,12 @@ from tests.unit.lora.test_merge import build, source_of
 
 pytest.importorskip("numba", reason="no numba on this machine")
 
-FAMILIES = ["llama31", "qwen2", "qwen3", "gemma2", "gemma3"]
+OP_FAMILIES = ["llama31", "qwen2", "qwen3", "gemma2", "gemma3"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_equals_the_decoder_in_any_chunks(family: str, tmp_path: Path) -> None:
-    """Biases, norms of heads, norms after, windows with their own rope, softcaps, tied heads."""
+@pytest.mark.parametrize("family", OP_FAMILIES)
+def test_every_family_equals_the_reference_in_any_chunks(family: str, tmp_path: Path) -> None:
+    """Covers biases, head norms, sandwich norms, windows with their own rope, softcaps."""
     model = tiny_transformers_model(family)
     tokens = make_prompt(20, seed=2)
     whole = StepPlan((Chunk(0, tokens, 0, [5, 1], (), sample=None),))
@@ -40,7 +40,7 @@ def test_every_family_equals_the_decoder_in_any_chunks(family: str, tmp_path: Pa
     torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_rows_of_several_adapters_equal_the_decoder(tmp_path: Path) -> None:
+def test_tokens_of_several_adapters_equal_the_reference(tmp_path: Path) -> None:
     model = tiny_transformers_model("llama")
     folders = two_adapters(model, tmp_path)
     prompts = [make_prompt(length, seed=length) for length in (3, 17, 9, 16, 1, 40)]
@@ -63,7 +63,7 @@ def test_rows_of_several_adapters_equal_the_decoder(tmp_path: Path) -> None:
         torch.testing.assert_close(found[1][number], expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OP_FAMILIES)
 @torch.inference_mode()
 def test_selected_tokens_equal_those_of_a_full_forward_and_all_kv_is_stored(
     family: str, tmp_path: Path
@@ -111,7 +111,7 @@ def test_a_step_computes_the_sampled_tokens_and_logits_computes_all(
     assert num_rows == [1, 0, 24, 24]
 
 
-def test_merged_weights_give_picked_rows_what_their_adapter_gives(tmp_path: Path) -> None:
+def test_merged_weights_equal_the_adapter_for_selected_tokens(tmp_path: Path) -> None:
     model = tiny_transformers_model("llama")
     folder = two_adapters(model, tmp_path)[1]
     engine = make_engine(model, tmp_path / "model", loads=InlineExecutor())

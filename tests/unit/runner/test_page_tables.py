@@ -7,7 +7,7 @@ from loramux.runner.page_tables import PageTables
 from loramux.types.step import Chunk
 
 
-def test_lists_of_any_length_become_rows_of_one_table() -> None:
+def test_page_lists_are_expanded_to_a_table() -> None:
     words = HostBuffer([3, PageTables.most_words(3, 4)], torch.device("cpu"))
     lists = PageTables(words, starts=0, max_pages=4)
     chunks = [Chunk(i, (1,), 0, pages, (), sample=None) for i, pages in enumerate([[8, 2], [5]])]

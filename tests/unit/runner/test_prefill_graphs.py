@@ -37,15 +37,19 @@ OF_ATTENTION = (SEGMENTED_ATTENTION, AUGMENTED_ATTENTION)
 
 
 @pytest.mark.parametrize(("most", "counts"), [(7, [7]), (64, [32, 64]), (9999, list(TOKEN_COUNTS))])
-def test_counts_end_with_the_most_rows_that_can_come(most: int, counts: list[int]) -> None:
+def test_token_counts_end_with_the_largest_possible_step(most: int, counts: list[int]) -> None:
     assert token_counts(most) == counts
 
 
 @pytest.mark.parametrize(
     ("family", "mode"),
-    [("llama", mode) for mode in LORA_MODES] + [("gemma3", AUGMENTED), ("gemma3", SEGMENTED)],
+    [
+        *(("llama", mode) for mode in LORA_MODES),
+        ("gemma3", AUGMENTED),
+        pytest.param("gemma3", SEGMENTED, marks=pytest.mark.slow),
+    ],
 )
-def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
+def test_prefill_and_decode_in_one_step_equal_separate_steps(
     family: str, mode: LoraMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model(family)
@@ -86,7 +90,7 @@ def test_prompts_and_tokens_in_one_step_equal_each_of_them_alone(
     assert 3 not in result.token_ids
 
 
-def test_a_step_that_no_graph_was_made_for_is_left_to_others(
+def test_a_step_that_fits_no_graph_runs_kernel_by_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)

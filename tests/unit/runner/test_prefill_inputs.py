@@ -26,7 +26,7 @@ def make_inputs() -> PrefillInputs:
     return PrefillInputs(LIMITS, token_buffer, CPU)
 
 
-def test_rows_of_prompts_and_tokens_arrive_with_their_positions_and_slots() -> None:
+def test_tokens_have_their_positions_and_kv_slots() -> None:
     inputs = make_inputs()
     chunks = [
         Chunk(9, (11, 12, 13), 3, [2, 7], (), sample=None),
@@ -55,7 +55,7 @@ def test_rows_of_prompts_and_tokens_arrive_with_their_positions_and_slots() -> N
     )
 
 
-def test_nothing_of_a_larger_step_is_left_for_a_smaller_one() -> None:
+def test_a_smaller_step_has_no_values_of_a_larger_one() -> None:
     inputs = make_inputs()
     large = [Chunk(i, (30 + i, 40 + i), 4, [i, i], (), sample=row()) for i in range(3)]
     ones = [torch.ones(2, 8, dtype=torch.int32), torch.ones(1, 8, dtype=torch.int32)]

@@ -6,7 +6,7 @@ from loramux.types.step import Chunk, StepPlan, StepResult
 from tests.device_factory import row
 
 
-def test_the_chunk_in_the_middle_is_cut_and_samples_with_its_last_token() -> None:
+def test_the_middle_chunk_is_split_and_samples_in_its_second_half() -> None:
     following = Chunk(2, (9,), 0, [1], (), sample=row())
     whole = Chunk(
         1, (1, 2, 3, 4, 5), 10, [0], (), row(), prompt_logprobs=0, next_prompt_token_ids=(2, 3, 4)
@@ -19,7 +19,7 @@ def test_the_chunk_in_the_middle_is_cut_and_samples_with_its_last_token() -> Non
     assert last is following
 
 
-def test_every_row_is_in_one_half_whatever_the_sizes() -> None:
+def test_every_token_is_in_exactly_one_half() -> None:
     for sizes in ([1, 1], [2], [1, 5, 1], [7, 1], [1, 1, 1]):
         chunks = [Chunk(i, tuple(range(n)), 0, [], (), None) for i, n in enumerate(sizes)]
         first, second = halves(StepPlan(tuple(chunks)))
@@ -27,7 +27,7 @@ def test_every_row_is_in_one_half_whatever_the_sizes() -> None:
         assert first.num_tokens + second.num_tokens == sum(sizes)
 
 
-def test_results_of_a_cut_prompt_follow_each_other() -> None:
+def test_prompt_logprobs_of_a_split_chunk_are_concatenated() -> None:
     parts = [TokenLogprob(n, -1.0, 1) for n in range(3)]
     joined = join(
         StepResult({1: [4]}, {1: [parts[0]]}, {7: parts[:2]}),

@@ -35,7 +35,7 @@ class Maker(GraphMaker):
 
 
 @pytest.mark.parametrize("has_run", [False, True])
-def test_a_step_runs_once_whether_or_not_it_is_new(has_run: bool) -> None:
+def test_a_step_runs_once_if_its_graph_is_new_or_not(has_run: bool) -> None:
     runs: list[str] = []
     graphs = StepGraphs(CPU)
     graphs.maker = Maker(runs, has_run)
@@ -46,7 +46,7 @@ def test_a_step_runs_once_whether_or_not_it_is_new(has_run: bool) -> None:
     assert runs[3:] == ["run"]
 
 
-def test_each_size_and_kind_has_its_own() -> None:
+def test_each_size_and_mode_has_its_own_graph() -> None:
     runs: list[str] = []
     graphs = StepGraphs(CPU)
     graphs.maker = Maker(runs, has_run=False)

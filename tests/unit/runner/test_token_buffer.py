@@ -19,7 +19,7 @@ def filled(*sequence_ids: int) -> TokenBuffer:
     return token_buffer
 
 
-def test_an_unknown_token_is_written_behind_the_known_ones_of_its_own_sequence() -> None:
+def test_an_unknown_token_is_written_after_the_known_tokens_of_its_sequence() -> None:
     token_buffer = filled(8, 9)
     chunks = [chunk(9, 1, 2, UNKNOWN_TOKEN), chunk(3, 4), chunk(8, UNKNOWN_TOKEN)]
     token_ids = torch.tensor([1, 2, -1, 4, -1])
@@ -27,7 +27,7 @@ def test_an_unknown_token_is_written_behind_the_known_ones_of_its_own_sequence()
     assert token_ids.tolist() == [1, 2, 109, 4, 108]
 
 
-def test_two_steps_can_be_on_their_way_and_each_lands_with_its_own_tokens() -> None:
+def test_two_in_flight_steps_keep_their_own_tokens() -> None:
     token_buffer = filled(1)
     first = token_buffer.publish([1])
     token_buffer.store(torch.tensor([55]))
@@ -35,7 +35,7 @@ def test_two_steps_can_be_on_their_way_and_each_lands_with_its_own_tokens() -> N
     assert (first.result().token_ids, second.result().token_ids) == ({1: [101]}, {1: [55]})
 
 
-def test_nobody_reads_a_token_that_is_on_the_host_already() -> None:
+def test_known_tokens_are_not_read_from_the_buffer() -> None:
     token_buffer = filled(1)
     token_buffer.forget()
     assert token_buffer.place(chunk(1, 5)) is None
