@@ -122,6 +122,32 @@ class VerifiedAdapters:
             _log.warning("cannot write %s: %s", path, error)
 
 
+class CheckedAdapters:
+    """Holds adapters from their check at registration until their first load, within a budget.
+
+    The load then neither reads the files again nor depends on them: they may be replaced in place
+    by the next version.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._adapters: dict[str, CheckedAdapter] = {}
+        self._lock = threading.Lock()
+
+    def put(self, adapter: CheckedAdapter) -> None:
+        """Keeps an adapter, dropping the oldest ones over the budget."""
+        with self._lock:
+            self._adapters.pop(adapter.cid, None)
+            self._adapters[adapter.cid] = adapter
+            used = sum(kept.size_bytes for kept in self._adapters.values())
+            while used > self._budget_bytes:
+                used -= self._adapters.pop(next(iter(self._adapters))).size_bytes
+
+    def pop(self, cid: str) -> CheckedAdapter | None:
+        with self._lock:
+            return self._adapters.pop(cid, None)
+
+
 class AdapterCatalog:
     """Gives folders their CID (register) and CIDs their packed image (read)."""
 
@@ -131,8 +157,11 @@ class AdapterCatalog:
         *,
         find_digests: FindDigests = lambda folder: None,
         verified: VerifiedAdapters | None = None,
+        checked_bytes: int = 0,
     ) -> None:
+        """`checked_bytes`: memory for adapters that were checked and not loaded yet."""
         self.rules = rules
+        self._checked = CheckedAdapters(checked_bytes)
         self._find_digests = find_digests
         self._verified = verified or VerifiedAdapters()
         self._known: dict[str, AdapterCard] = {}
@@ -175,6 +204,7 @@ class AdapterCatalog:
         """Removes an adapter from the catalog; does nothing for an unknown CID."""
         with self._lock:
             self._known.pop(cid, None)
+            self._checked.pop(cid)
             for folder in [f for f, (_, known) in self._by_folder.items() if known == cid]:
                 del self._by_folder[folder]
 
@@ -195,8 +225,11 @@ class AdapterCatalog:
             return list(self._known.values())
 
     def read(self, cid: str) -> AdapterImage:
-        """Reads, hashes, checks and packs an adapter; called on the loader's threads."""
-        return self.rules.packing.pack(self._read(self.get(cid)))
+        """Reads, hashes, checks and packs an adapter; called on the loader's threads.
+
+        An adapter that registration has just checked is only packed.
+        """
+        return self.rules.packing.pack(self._checked.pop(cid) or self._read(self.get(cid)))
 
     def _inspect(self, folder: Path) -> InspectedAdapter:
         rules = self.rules
@@ -218,6 +251,7 @@ class AdapterCatalog:
             adapter = self._read_folder(folder)
             _check_overflow(adapter, self.rules.packing.dtype)
             values = VerifiedValues(adapter.cid, adapter.warnings[len(found.warnings) :])
+            self._checked.put(adapter)
         self._verified.add(folder, signature, values)
         return values
 

@@ -29,6 +29,8 @@ from loramux.memory.residency import AdapterResidency, DeviceTable, LowerTiers
 from loramux.store.files import find_record
 
 Clock = Callable[[], float]
+# The part of host memory for adapters that were checked at registration and not loaded yet.
+_CHECKED_PARTS = 8
 # Upper bounds, in seconds, of the histogram of step time spent on loads.
 STALL_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
@@ -156,7 +158,12 @@ def _catalog(config: EngineConfig, rules: AdapterRules) -> AdapterCatalog:
     folder = None
     if config.disk_folder is not None:
         folder = Path(config.disk_folder).expanduser() / rules.packing.fingerprint[:16]
-    return AdapterCatalog(rules, find_digests=_stored_digests, verified=VerifiedAdapters(folder))
+    return AdapterCatalog(
+        rules,
+        find_digests=_stored_digests,
+        verified=VerifiedAdapters(folder),
+        checked_bytes=config.host_memory_bytes // _CHECKED_PARTS,
+    )
 
 
 def _stored_digests(folder: Path) -> Mapping[str, FileDigest] | None:

@@ -153,6 +153,36 @@ def test_a_store_folder_whose_weights_were_replaced_is_refused_at_its_load(tmp_p
         catalog.read(known.cid)
 
 
+def test_the_first_load_uses_the_bytes_that_registration_checked(
+    tmp_path: Path, num_reads: Callable[[], int]
+) -> None:
+    """Catches a load that fails because the folder was replaced by the next version meanwhile."""
+    catalog = make_catalog(checked_bytes=2**30)
+    old = catalog.register(write(tmp_path / "a"))
+    expected = pack_dense(read_adapter(tmp_path / "a", BASE), BASE.fused_linears, torch.float32)
+    new = catalog.register(write(tmp_path / "a", seed=1))
+    assert torch.equal(catalog.read(old.cid).buffer, expected.buffer) and num_reads() == 2
+    assert catalog.read(new.cid).cid == new.cid and num_reads() == 2
+    assert catalog.read(new.cid).cid == new.cid and num_reads() == 3, "it is kept after its load"
+    with pytest.raises(AdapterRefused, match="no longer holds"):
+        catalog.read(old.cid)
+
+
+def test_checked_adapters_are_kept_within_their_budget(
+    tmp_path: Path, num_reads: Callable[[], int]
+) -> None:
+    size = read_adapter(write(tmp_path / "0"), BASE).size_bytes
+    catalog = make_catalog(checked_bytes=2 * size)
+    cids = [catalog.register(write(tmp_path / str(seed), seed=seed)).cid for seed in range(3)]
+    for cid, num_more in zip(cids, (1, 0, 0), strict=True):
+        before = num_reads()
+        catalog.read(cid)
+        assert num_reads() == before + num_more
+    catalog.register(write(tmp_path / "3", seed=3))
+    catalog.forget(catalog.register(tmp_path / "3").cid)
+    assert not catalog._checked._adapters
+
+
 def test_a_folder_that_was_replaced_is_never_served_under_its_old_id(tmp_path: Path) -> None:
     catalog = make_catalog()
     old = catalog.register(write(tmp_path / "a"))

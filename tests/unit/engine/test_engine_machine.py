@@ -54,7 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.engine = ENGINE
-        self.open: dict[str, int] = {}
+        self.open: dict[str, set[int]] = {}
         self.count = 0
 
     @rule(
@@ -69,7 +69,7 @@ class EngineMachine(RuleBasedStateMachine):
         selection = () if adapter is None else ((CIDS[adapter], 1.0),)
         prompt = make_prompt(length, seed=self.count)
         self.engine.add(make_request(name, prompt, selection, max_tokens=max_tokens, n=n))
-        self.open[name] = n
+        self.open[name] = set(range(n))
 
     @rule(times=st.integers(1, 5))
     def step(self, times: int) -> None:
@@ -77,7 +77,7 @@ class EngineMachine(RuleBasedStateMachine):
             for event in self.engine.step():
                 assert event.error is None
                 if event.finish_reason is not None:
-                    self.end_choice(event.request_id)
+                    self.end_choice(event.request_id, event.index)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -90,14 +90,13 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), index=st.integers(0, 2))
     def stop_string(self, data: st.DataObject, index: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.open)))
-        running = self.engine.scheduler.open_choices(name)
         self.engine.finish(name, index)
-        if index in running:
-            self.end_choice(name)
+        if index in self.open[name]:
+            self.end_choice(name, index)
 
-    def end_choice(self, name: str) -> None:
-        self.open[name] -= 1
-        if self.open[name] == 0:
+    def end_choice(self, name: str, index: int) -> None:
+        self.open[name].remove(index)
+        if not self.open[name]:
             del self.open[name]
 
     @invariant()
