@@ -1,4 +1,4 @@
-"""The engine as a GPU runs it, on a CPU: torch twins, and attention in Triton's interpreter."""
+"""Builds GPU engines on a CPU: torch reference kernels, attention in Triton's interpreter."""
 
 from __future__ import annotations
 

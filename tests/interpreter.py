@@ -1,4 +1,4 @@
-"""Triton's interpreter, which most tests of kernels wait for, without what it does in vain."""
+"""Removes overhead from Triton's interpreter, in which most kernel tests spend their time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from typing import Any
 
 VERSION = "3.9."
-"""Of Triton, whose insides these are. Another one's interpreter is as slow as it comes."""
+"""Triton version whose internals are patched; other versions run unpatched."""
 
 
 def quicken() -> None:
-    """Once it has been imported. All that it computes stays the same."""
+    """Patches the interpreter once it is imported; results do not change."""
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or hasattr(interpreter, "is_quick"):
         return

@@ -112,7 +112,7 @@ def fork_child(root: Path, url: str, seed: int, *numbers: int) -> int:
     try:
         Worker(root, url, seed).run(*numbers)
     finally:
-        # Only an unforeseen error leads here; the parent sees that nobody killed this child.
+        # Only an unforeseen error leads here; the parent sees that this child was not killed.
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         os._exit(1)
 

@@ -39,7 +39,7 @@ def running_server(
 ) -> Iterator[RunningServer]:
     command = [sys.executable, "-m", "loramux.cli.main", "serve", "--port", "0", *flags]
     environment = {
-        # No adapters of whoever runs the tests.
+        # Hides adapters that the user running the tests has pushed.
         "XDG_DATA_HOME": str(log.parent / "user-data"),
         **{name: value for name, value in os.environ.items() if name != "XDG_DATA_HOME"},
         "PYTHONUNBUFFERED": "1",

@@ -201,7 +201,7 @@ def test_a_killed_server_leaves_no_engine_behind(folder: Path, tmp_path: Path) -
     with running_server(tmp_path / "log", *flags) as running:
         (pid,) = running.engine_pids
         running.process.send_signal(signal.SIGSTOP)
-        time.sleep(1.5)  # the engine's pulse beats on: what nobody reads resets its connection
+        time.sleep(1.5)  # heartbeats continue: unread data resets the engine's connection
         running.process.kill()
         running.process.wait()
         deadline = time.monotonic() + 10

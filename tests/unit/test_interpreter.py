@@ -64,7 +64,7 @@ def test_after_a_launch_that_failed_the_next_one_is_right() -> None:
 
 
 def test_it_is_that_of_the_version_which_the_tests_have() -> None:
-    """Or it would be slow again, and nobody knew why."""
+    """With another version the patch would silently not apply."""
     pinned = Path(__file__).parents[2].joinpath("constraints.txt").read_text()
     assert f"triton=={VERSION}" in pinned
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -39,7 +39,7 @@ Modules = Sequence[tuple[int, str]]
 def resident(
     cid: str, *places: tuple[int, str], sites: Sequence[FusedLinear] = SITES
 ) -> ResidentAdapter:
-    """Of rank 3 at some projections of some layers."""
+    """Returns an adapter of rank 3 on the given (layer, projection) pairs."""
     layout = plan_rank_blocks(sites, dict.fromkeys(places, 3), PAGE_ELEMENTS)
     return ResidentAdapter(cid, layout, list(range(layout.num_pages)))
 
