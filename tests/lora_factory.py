@@ -34,7 +34,7 @@ SITES = (
     FusedLinear("o", 80, ("o_proj",), (48,)),
     FusedLinear("gate_up", 48, ("gate_proj", "up_proj"), (72, 72)),
 )
-# As adapters with A in twelve bits want them: columns in blocks of 128, and pages for 16 ranks.
+# Sites that fp12 supports: columns in blocks of 128, and pages for 16 ranks.
 FP12_SITES = (
     FusedLinear("qkv", 640, ("q_proj", "k_proj", "v_proj"), (80, 16, 16)),
     FusedLinear("o", 128, ("o_proj",), (48,)),
@@ -127,7 +127,7 @@ def make_world(
 ) -> LoraWorld:
     """ranks[slot]: projection -> rank, in every layer but those (slot, layer) in skip.
 
-    is_fp12: with A in twelve bits, and so in bfloat16
+    is_fp12: A in fp12, all else in bfloat16
     """
     generator = torch.Generator().manual_seed(3)
     sites, page_elements = (FP12_SITES, FP12_PAGE_ELEMENTS) if is_fp12 else (SITES, PAGE_ELEMENTS)

@@ -121,7 +121,7 @@ def _is_needed(name: str, body: list[str], depth: int) -> bool:
         is_pure = text.startswith("arith.")
         if not is_pure or _is_needed(target, body, depth):
             return True
-    # One that nobody reads costs nothing and harms nobody.
+    # A value that nothing reads is harmless.
     return not is_used
 
 
