@@ -1,15 +1,21 @@
-"""`loramux plan` as a user meets it: from a config alone, as a table or as JSON."""
+"""`loramux plan`: sizes, hit rates and output."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from loramux.capacity.plan import Budgets, Fleet, PlannedBase
+from loramux.capacity.planner import plan_memory
 from loramux.cli.main import app
+from loramux.cli.plan import show_plan
+from loramux.types.model import BaseModelInfo, Projection
 from tests.model_factory import tiny_config
 
 MIB = 2**20
@@ -97,3 +103,41 @@ def test_a_model_that_is_not_there_fails_with_a_sentence(tmp_path: Path) -> None
     result = run_plan("--model", str(tmp_path / "none"), "--adapters", "5")
     assert result.exit_code == 1
     assert "does not exist" in result.output and "Traceback" not in result.output
+
+
+SHAPES = BaseModelInfo(
+    name="base",
+    architecture="LlamaForCausalLM",
+    num_layers=4,
+    projections=tuple(Projection(f"{name}_proj", 640, 640) for name in "qkvo"),
+    num_kv_heads=4,
+    head_dim=64,
+    num_parameters=10**6,
+)
+
+
+def shown(num_adapters: int) -> str:
+    base = PlannedBase(name="base\x1b[2J", shapes=SHAPES, dtype="bfloat16")
+    fleet = Fleet(num_adapters=num_adapters, ranks=(8, 64), targets=("q_proj",))
+    budgets = Budgets(device_bytes=2**24, host_bytes=2**25, disk_bytes=2**40, kv_tokens=512)
+    console = Console(file=io.StringIO(), width=140)
+    show_plan(plan_memory(base, fleet, budgets), console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_every_rank_and_every_tier_has_its_row() -> None:
+    text = shown(100)
+    rows = [[cell.strip() for cell in line.split("│")] for line in text.splitlines() if "│" in line]
+    assert [row[1:4] for row in rows[:2]] == [["8", "50", "80 KiB"], ["64", "50", "640 KiB"]]
+    assert [row[1] for row in rows[2:]] == ["device", "host", "disk", "source"]
+    assert "least popular adapters are not on the device" in text
+
+
+def test_no_eviction_is_shown_if_all_adapters_fit() -> None:
+    text = shown(10)
+    assert "least popular" not in text and "All 10 adapters fit" in text
+
+
+def test_a_name_cannot_steer_the_terminal() -> None:
+    assert "\x1b" not in shown(10)
