@@ -89,7 +89,7 @@ def test_what_was_not_written_does_not_count(  # noqa: PLR0913
     args: AttendArgs,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches a weight of 0 times what is no number."""
+    """Catches a weight of 0 times what is NaN."""
     tiles = Tiles(16, 16, 64, 1, 5, 2, num_tiles=num_tiles)
     monkeypatch.setattr(attention_triton, "decode_tiles", lambda *_, **__: tiles)
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Products of few rows in Triton's interpreter, against torch's.
+"""Small-M GEMM in Triton's interpreter, against torch.
 
 The interpreter's matrix product is wrong for bfloat16, so tiles are checked in it on a GPU alone
 (tests/gpu/kernel_check.py).
@@ -28,7 +28,7 @@ SHAPES = [(64, 128), (70, 200), (3, 16), (5, 2100)]
 
 @pytest.mark.parametrize(("dtype", "num_rows"), CASES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_product_of_few_rows_equals_torchs(
+def test_small_m_gemm_equals_torch(
     shape: tuple[int, int], dtype: torch.dtype, num_rows: int
 ) -> None:
     num_outputs, num_inputs = shape

@@ -1,4 +1,4 @@
-"""gate and up at once, in Triton's interpreter or on a GPU, against the twin."""
+"""the fused SwiGLU GEMM, in Triton's interpreter or on a GPU, against the reference."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check(inner: int, x: torch.Tensor, activation: str = "silu") -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_rows", [FEWEST, 64, 65, MOST])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gate_and_up_at_once_equal_the_twin(
+def test_fused_swiglu_equal_the_reference(
     shape: tuple[int, int], num_rows: int, dtype: torch.dtype
 ) -> None:
     inner, num_inputs = shape
@@ -72,7 +72,7 @@ def test_gate_and_up_at_once_equal_the_twin(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation_equals_the_twin(activation: str) -> None:
+def test_every_activation_equals_the_reference(activation: str) -> None:
     check(40, torch.randn(40, 72).half(), activation)
 
 

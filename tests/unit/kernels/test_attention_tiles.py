@@ -37,7 +37,7 @@ def test_groups_of_heads_end_where_the_heads_do(count: int) -> None:
 
 @pytest.mark.parametrize("num_heads", sorted(set(group_sizes(4) + group_sizes(3) + [1, 2])))
 @pytest.mark.parametrize("dim", [MIX_WIDTH, 4 * MIX_WIDTH])
-def test_scores_are_dot_products_and_nothing_else_is_written(num_heads: int, dim: int) -> None:
+def test_scores_are_dot_and_nothing_else_is_written(num_heads: int, dim: int) -> None:
     q, keys = random(num_heads, dim), random(TOKENS, dim + 24)
     scores = random(num_heads + 1, TOKENS + 3)
     expected = scores.copy()

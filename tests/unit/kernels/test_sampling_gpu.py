@@ -1,4 +1,4 @@
-"""Device sampling, in Triton's interpreter, against its torch twin."""
+"""Device sampling, in Triton's interpreter, against its torch reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check(logits: torch.Tensor, temperatures: torch.Tensor, noise: torch.Tensor)
     assert actual.tolist() == expected.tolist()
 
 
-def test_draws_equal_the_twins() -> None:
+def test_draws_equal_the_reference() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(8, VOCAB, generator=generator) * 3
     temperatures = torch.tensor([0.0, 0.2, 0.7, 1.0, 1.0, 1.5, 3.0, 0.0])
@@ -62,7 +62,7 @@ def test_no_token_is_beyond_the_vocabulary(vocab: int) -> None:
         check(logits, temperatures, noise)
 
 
-def test_odd_rows_equal_the_twins() -> None:
+def test_odd_rows_equal_the_reference() -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
     logits[0] = float("nan")
     logits[1, 77] = float("inf")

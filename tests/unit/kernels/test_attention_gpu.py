@@ -35,7 +35,7 @@ def make_layout(head_dim: int = 16, block_tokens: int = 16) -> PagedLayout:
 
 
 def make_storage(num_pages: int, layout: PagedLayout, fill: float = float("nan")) -> torch.Tensor:
-    """What nobody wrote is not a number, so that reading it shows."""
+    """Unwritten KV is NaN, so that reading it shows."""
     size = 2 * layout.block_tokens * layout.num_kv_heads * layout.head_dim
     return torch.full((num_pages, layout.num_layers * size), fill)
 

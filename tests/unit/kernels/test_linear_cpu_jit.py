@@ -32,7 +32,7 @@ def both(num_rows: int, out: int, adapters: Adapters) -> tuple[torch.Tensor, tor
 @pytest.mark.parametrize("num_rows", [2, 9, 40, 300])
 @pytest.mark.parametrize("out", [24, 59])
 def test_adapters_of_one_stack(num_rows: int, out: int) -> None:
-    """Of a last panel that is wider than y, and of several blocks of rows."""
+    """Covers a last panel that is wider than y, and several blocks of rows."""
     weights = make_weights(3, [16, 5], [out - 19, 19])
     third = num_rows // 3
     segments = [Segment(2, 0, third), Segment(0, third, third + 1, 0.5)]

@@ -1,4 +1,4 @@
-"""The fused kernels, in Triton's interpreter, against their torch twins."""
+"""The elementwise kernels in Triton's interpreter or on a GPU, against the reference."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SIZES = [48, 64]
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["norm", "add", "sandwich"])
-def test_add_norm_equals_its_twin(kind: str, size: int, dtype: torch.dtype) -> None:
+def test_add_norm_equals_the_reference(kind: str, size: int, dtype: torch.dtype) -> None:
     x = None if kind == "norm" else torch.randn(3, size, dtype=dtype)
     after = Norm(torch.randn(size), 1e-4) if kind == "sandwich" else None
     norm, residual = Norm(torch.randn(size, dtype=dtype), 1e-5), torch.randn(3, size, dtype=dtype)
-    twin_residual = residual.clone()
-    fused_torch.add_norm(x, twin_residual, norm, after)
+    reference_residual = residual.clone()
+    fused_torch.add_norm(x, reference_residual, norm, after)
     actual = fused_triton.add_norm(x, residual, norm, after)
-    torch.testing.assert_close(residual, twin_residual, **LIMITS[dtype])
+    torch.testing.assert_close(residual, reference_residual, **LIMITS[dtype])
     assert_normed(actual, residual, norm)
 
 
@@ -50,27 +50,27 @@ def test_add_norm_adds_parts_up(kind: str, num_parts: int, dtype: torch.dtype) -
     parts = torch.randn(num_parts, 3, size + 16)[..., :size]
     after = Norm(torch.randn(size), 1e-4) if kind == "sandwich" else None
     norm, residual = Norm(torch.randn(size, dtype=dtype), 1e-5), torch.randn(3, size, dtype=dtype)
-    twin_residual, whole_residual = residual.clone(), residual.clone()
+    reference_residual, whole_residual = residual.clone(), residual.clone()
     whole = fused_torch.add_norm(parts.sum(0).to(dtype), whole_residual, norm, after)
-    expected = fused_torch.add_norm(parts, twin_residual, norm, after)
-    assert torch.equal(expected, whole) and torch.equal(twin_residual, whole_residual)
+    expected = fused_torch.add_norm(parts, reference_residual, norm, after)
+    assert torch.equal(expected, whole) and torch.equal(reference_residual, whole_residual)
     actual = fused_triton.add_norm(parts, residual, norm, after)
     # Rounded twice, the parts' sum and the residual's: added in another order, either may go the
     # other way.
     limits = {**LIMITS[dtype], "rtol": max(LIMITS[dtype]["rtol"], 2.01 * torch.finfo(dtype).eps)}
-    torch.testing.assert_close(residual, twin_residual, **limits)
+    torch.testing.assert_close(residual, reference_residual, **limits)
     assert_normed(actual, residual, norm)
 
 
 def assert_normed(actual: torch.Tensor, residual: torch.Tensor, norm: Norm) -> None:
-    """Of the residual that is stored: where that is rounded otherwise, norms may be far apart."""
+    """Norms the stored residual: where that is rounded otherwise, norms may be far apart."""
     expected = fused_torch.add_norm(None, residual, norm)
     torch.testing.assert_close(actual, expected, **LIMITS[actual.dtype])
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activate_mul_equals_its_twin(activation: str, dtype: torch.dtype) -> None:
+def test_activate_mul_equals_the_reference(activation: str, dtype: torch.dtype) -> None:
     gate_up = torch.randn(3, 2 * 48, dtype=dtype)
     actual = fused_triton.activate_mul(gate_up, activation)
     expected = fused_torch.activate_mul(gate_up, activation)
@@ -86,8 +86,8 @@ def test_activate_mul_of_more_than_a_block(inner: int, num_rows: int) -> None:
     torch.testing.assert_close(actual, expected, **LIMITS[torch.float32])
 
 
-# Of the twin in float64. The argument of a far exponential is rounded, so what is almost zero is
-# less exact; a GPU may take what is no normal number for zero.
+# Against float64. The argument of a large exponential is rounded, so values near zero are less
+# exact; a GPU may flush denormals to zero.
 @pytest.mark.parametrize(
     ("activation", "least", "rtol"),
     [
@@ -121,7 +121,7 @@ def test_activations_of_huge_numbers_are_numbers(activation: str) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-40, rtol=1e-6)
 
 
-def test_rotation_equals_its_twin_far_out() -> None:
+def test_rotation_equals_the_reference_far_out() -> None:
     positions = torch.tensor([0, 1, 131_000], dtype=torch.int32)
     frequencies, signs = torch.rand(48), torch.randn(48)
     actual = fused_triton.rotation(positions, frequencies, signs, 1.5)
@@ -132,7 +132,9 @@ def test_rotation_equals_its_twin_far_out() -> None:
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("head_dim", SIZES)
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_rotate_write_equals_its_twin(has_norm: bool, head_dim: int, dtype: torch.dtype) -> None:
+def test_rotate_write_equals_the_reference(
+    has_norm: bool, head_dim: int, dtype: torch.dtype
+) -> None:
     """The second row has no slot: padding must not be stored."""
     layout = PagedLayout(num_layers=2, num_kv_heads=2, head_dim=head_dim, block_tokens=4)
     norm = Norm(torch.randn(5, head_dim), 1e-6) if has_norm else None

@@ -168,6 +168,6 @@ print(made.asm["ptx"].count("mma.sync"), made.metadata.shared)
 
 def test_it_is_frugal_as_compiled(tmp_path: Path) -> None:
     """Sixteen products for sixteen tokens, and room for one tile: sixteen programs fit."""
-    num_products, num_bytes = map(int, output_of_compiler(COMPILE, tmp_path).split())
-    assert num_products == 16
+    num_mmas, num_bytes = map(int, output_of_compiler(COMPILE, tmp_path).split())
+    assert num_mmas == 16
     assert num_bytes < 2 * 2 * 16 * 128 * 2

@@ -41,7 +41,7 @@ def check(num_rows: int, out_features: int, in_features: int, has_bias: bool) ->
     in_features=st.integers(1, 50),
     has_bias=st.booleans(),
 )
-def test_any_shape_equals_the_exact_product(
+def test_any_shape_equals_the_exact_gemm(
     num_rows: int, out_features: int, in_features: int, has_bias: bool
 ) -> None:
     check(num_rows, out_features, in_features, has_bias)

@@ -18,7 +18,7 @@ def test_kernels_wait_for_each_other_without_a_gpu() -> None:
     assert launch_triton.pdl_options("cpu") == {"PDL": False}
 
 
-def test_the_interpreter_counts_as_several_multiprocessors() -> None:
+def test_the_interpreter_counts_as_several_sms() -> None:
     assert launch_triton.num_sms("cpu") > 1
     assert launch_triton.shared_bytes("cpu") > 2**20, "as much as any kernel needs"
 
