@@ -40,7 +40,7 @@ def tier_stats(engine: Engine) -> tuple[TierStats, ...]:
     tiers, pool, residency = engine.memory.tiers, engine.memory.pool, engine.residency
     used = residency.num_held_pages * pool.page_bytes
     device = _stats(
-        "device", engine.memory.costs.device, pool.storage.nbytes, used, residency.num_held
+        "device", engine.memory.costs.device, pool.storage.nbytes, used, len(residency.resident)
     )
     host = tiers.host
     stats = [

@@ -208,11 +208,6 @@ class AdapterResidency:
     def records(self) -> Mapping[str, AdapterRecord]:
         return self._records
 
-    @property
-    def num_held(self) -> int:
-        """Number of adapters that own pages, loaded or still loading."""
-        return len(self._held)
-
     def changes_since(self, version: int) -> ResidencyDelta:
         """Returns the difference between the resident set at `version` and the current one.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from typing import Any
 
@@ -12,13 +13,22 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from loramux.adapters.identity import CID_PREFIX
-from loramux.errors import AdapterNotFound, AdapterRefused, SourceNotFound
+from loramux.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    DoesNotFit,
+    EngineBusy,
+    RequestTimeout,
+    SourceNotFound,
+)
 from loramux.server.body import json_response, read_body
 from loramux.server.context import Context
 from loramux.server.errors import NotJson
 from loramux.server.local_sources import local_folder
+from loramux.server.warming import warm_up
 from loramux.server.wire import ErrorBody, ErrorInfo
 
+_log = logging.getLogger(__name__)
 INVALID_INPUT = "InvalidUserInput"
 NOT_FOUND_CODES = ("config_missing",)
 # Phrases of vLLM's errors that clients search for -> (code, field) of the equivalent refusal.
@@ -109,11 +119,20 @@ async def _load(context: Context, asked: LoadRequest) -> None:
     context.require_ready()
     try:
         folder = await asyncio.to_thread(_folder, context, asked.lora_path)
-        await context.names.load(name, folder)
+        card = await context.names.load(name, folder)
+        await _read_weights(context, card.cid)
     except (AdapterNotFound, SourceNotFound) as error:
         raise _not_found(name) from error
     except AdapterRefused as error:
         raise _refused(asked, error) from error
+
+
+async def _read_weights(context: Context, cid: str) -> None:
+    """Loads the adapter, so that the caller may overwrite its files once the call has returned."""
+    try:
+        await warm_up(context, cid)
+    except (DoesNotFit, EngineBusy, RequestTimeout) as error:
+        _log.warning("%s is registered, but its weights are not loaded yet: %s", cid, error)
 
 
 def _folder(context: Context, path: str) -> str:

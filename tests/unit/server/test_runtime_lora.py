@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loramux.errors import AdapterRefused, EngineStopped
+from loramux.backend import Delta
+from loramux.errors import AdapterRefused, EngineBusy, EngineStopped
+from loramux.types.request import Request
 from tests.store_factory import write_tiny
 from tests.unit.server.asgi_client import (
     complete,
@@ -18,7 +21,7 @@ from tests.unit.server.asgi_client import (
     request,
     run,
 )
-from tests.unit.server.scripted_backend import ScriptedBackend, cid_of, named
+from tests.unit.server.scripted_backend import Script, ScriptedBackend, cid_of, named
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 INVALID = "InvalidUserInput"
@@ -146,6 +149,25 @@ def test_an_adapter_is_loaded_and_unloaded(tmp_path: Path) -> None:
     assert response.status_code == 200
     assert response.text == "Success: LoRA adapter 'new' removed successfully."
     assert complete(app, model="new").status_code == 404
+
+
+def test_a_load_has_read_the_weights_when_it_returns(tmp_path: Path) -> None:
+    """Catches requests that fail because the caller overwrites the folder after the call."""
+    app, backend = serve()
+    folder = write_tiny(tmp_path / "a")
+    assert post(app, LOAD, {"lora_name": "new", "lora_path": str(folder)}).status_code == 200
+    assert backend.cids == [cid_of(folder)]
+    backend.script = failing(EngineBusy("The queue is full."))
+    body = {"lora_name": "other", "lora_path": str(folder)}
+    assert post(app, LOAD, body).status_code == 200, "the name is registered all the same"
+
+
+def failing(error: Exception) -> Script:
+    async def script(request: Request) -> AsyncIterator[Delta]:
+        raise error
+        yield
+
+    return script
 
 
 def test_delete_unloads_too(tmp_path: Path) -> None:
