@@ -1,4 +1,4 @@
-"""Engines over tiny random models, and the oracle that says what they must compute."""
+"""Engines over tiny random models, and PEFT as the oracle."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_engine(
 
 
 def save_model_with_tokenizer(folder: Path, **overrides: Any) -> Any:
-    """A tiny model that can also read and write text; returns the transformers model."""
+    """Save a tiny model with a tokenizer; return the transformers model."""
     model = tiny_transformers_model("llama", vocab_size=512, **overrides)
     save_hf_folder(model, folder)
     save_byte_level(folder)
@@ -75,7 +75,7 @@ def run_step(engine: Engine, plan: StepPlan) -> StepResult:
 
 
 def run_all(engine: Engine, requests: list[Request]) -> Answers:
-    """All at once, integrity checked after every step."""
+    """Run all requests in one batch, checking integrity after every step."""
     for request in requests:
         engine.add(request)
     answers: Answers = {request.request_id: [] for request in requests}
@@ -89,7 +89,7 @@ def run_all(engine: Engine, requests: list[Request]) -> Answers:
 
 
 def peft_logits(model: Any, folder: Path | None, tokens: tuple[int, ...]) -> Tensor:
-    """[tokens, vocab] of PEFT on the adapter, or of the base."""
+    """Compute the logits [tokens, vocab] of PEFT with the adapter, or of the base."""
     from peft import PeftModel
 
     target = model if folder is None else PeftModel.from_pretrained(copy.deepcopy(model), folder)

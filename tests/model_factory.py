@@ -1,4 +1,4 @@
-"""Small random models of every family, and the plainest attention to run them with."""
+"""Small random models of every family, and a dense attention context."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ MODEL_CLASSES = {
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
-    """A transformers config: hidden 64, 3 layers, 4 heads over 2, vocabulary 256."""
+    """Make a transformers config: hidden 64, 3 layers, 4 heads over 2, vocabulary 256."""
     config_class, changes = FAMILIES[family]
     settings = {
         "vocab_size": 256,
@@ -120,7 +120,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
 
 
 def tiny_transformers_model(family: str, seed: int = 0, **overrides: Any) -> Any:
-    """Random in every parameter, norms and biases too, so that a lost one shows."""
+    """Make a model with random norms and biases too, so that a missing one is detected."""
     config = tiny_config(family, **overrides)
     model_class = getattr(transformers, MODEL_CLASSES[type(config).__name__])
     generator = torch.Generator().manual_seed(seed)
@@ -135,14 +135,14 @@ def tiny_transformers_model(family: str, seed: int = 0, **overrides: Any) -> Any
 
 
 def save_hf_folder(model: Any, folder: Path) -> Path:
-    """config.json and model.safetensors, as transformers writes them."""
+    """Save config.json and model.safetensors with transformers."""
     model.save_pretrained(folder)
     return folder
 
 
 @dataclass
 class DenseAttention:
-    """One sequence: keeps every key and value, and computes each score."""
+    """Attention context of one sequence that keeps all keys and values in dense tensors."""
 
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from tests.model_factory import save_hf_folder, tiny_transformers_model
 PAGE_BYTES = 2 * 2 * 16 * 2 * 16 * 4
 
 
-def test_the_pool_has_as_many_pages_as_fit_and_limits_the_context(tmp_path: Path) -> None:
+def test_the_pool_fills_its_budget_and_caps_the_context(tmp_path: Path) -> None:
     model = tiny_transformers_model("llama")
     engine = make_engine(model, tmp_path, device_memory_bytes=5 * PAGE_BYTES + 17)
     assert engine.pages.num_pages == 5
@@ -22,7 +22,7 @@ def test_the_pool_has_as_many_pages_as_fit_and_limits_the_context(tmp_path: Path
     assert engine.scheduler.config.max_model_len == 5 * 16
 
 
-def test_max_model_len_is_the_smallest_of_what_is_asked_and_what_the_model_can(
+def test_max_model_len_is_capped_by_config_and_model(
     tmp_path: Path,
 ) -> None:
     model = tiny_transformers_model("llama")
@@ -43,7 +43,7 @@ def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
         make_engine(tiny_transformers_model("llama"), tmp_path, dtype="int3")
 
 
-def test_a_start_says_that_kernels_are_prepared(tmp_path: Path) -> None:
+def test_progress_reports_the_preparation_of_kernels(tmp_path: Path) -> None:
     """The first start compiles for many seconds."""
     save_hf_folder(tiny_transformers_model("llama"), tmp_path)
     config = EngineConfig(dtype="float32", device_memory_bytes=8 * 2**20)
@@ -54,9 +54,7 @@ def test_a_start_says_that_kernels_are_prepared(tmp_path: Path) -> None:
     assert "Preparing CPU kernels" in seen
 
 
-def test_an_engine_compiles_nothing_where_that_is_forbidden(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compilation_can_be_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAMUX_KERNELS", "cpu")
     runner = make_engine(tiny_transformers_model("llama"), tmp_path).executor
     assert isinstance(runner, CpuRunner) and runner._compiled is None

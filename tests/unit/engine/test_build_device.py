@@ -34,7 +34,7 @@ def plan(tmp_path: Path) -> GpuPlan:
     return GpuPlan(model, base_info(model.config, "tiny").fused_linears, geometry, limits)
 
 
-def test_tables_follow_the_adapters_that_come_and_go(
+def test_the_directory_follows_loads_and_evictions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
@@ -49,7 +49,7 @@ def test_tables_follow_the_adapters_that_come_and_go(
     assert cids[0] not in runner.directory
 
 
-def test_residents_never_outnumber_the_places_in_the_tables(
+def test_resident_adapters_are_capped_by_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
@@ -60,7 +60,7 @@ def test_residents_never_outnumber_the_places_in_the_tables(
     assert runner.directory.max_adapters == engine.pages.num_pages
 
 
-def test_the_step_that_is_measured_has_all_rows_and_all_samples(plan: GpuPlan) -> None:
+def test_the_largest_step_has_all_tokens_and_samples(plan: GpuPlan) -> None:
     step = largest_step(plan)
     assert step.num_tokens == 20 and len(step.chunks) == 3
     assert all(chunk.sample is not None for chunk in step.chunks)
@@ -71,7 +71,7 @@ def test_the_step_that_is_measured_has_all_rows_and_all_samples(plan: GpuPlan) -
     assert len(runner.run(step).token_ids) == 3
 
 
-def test_steps_to_warm_up_with_stay_within_what_the_runner_was_made_for(plan: GpuPlan) -> None:
+def test_warm_up_steps_stay_within_the_limits(plan: GpuPlan) -> None:
     pool = plan.make_pool(16, torch.device("cpu"))
     runner = plan.make_runner(pool, plan.make_directory(pool))
     steps = warm_up_steps(plan, 16)
@@ -93,7 +93,7 @@ def test_too_little_memory_is_refused_with_the_numbers(plan: GpuPlan) -> None:
     assert told == ["Measuring memory"]
 
 
-def test_running_out_of_memory_while_measuring_is_told_the_same_way(
+def test_running_out_of_memory_while_measuring_is_refused(
     plan: GpuPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:

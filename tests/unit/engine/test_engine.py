@@ -1,4 +1,4 @@
-"""The engine against PEFT, against itself alone, and against too little memory."""
+"""The engine against PEFT, against single requests, and with little memory."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def select(engine: Engine, folder: Path | None) -> Selection:
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_logits_equal_pefts_alone(
+def test_logits_of_single_prompts_equal_peft(
     name: str, engine: Engine, model: Any, folders: dict[str, Path]
 ) -> None:
     tokens = make_prompt(23, seed=5)
@@ -86,10 +86,10 @@ def test_logits_equal_pefts_alone(
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 30), (17, 17), (3, 21)])
-def test_logits_equal_pefts_in_one_batch_of_sixteen(
+def test_logits_of_a_batch_of_sixteen_equal_peft(
     lengths: tuple[int, int], engine: Engine, model: Any, folders: dict[str, Path]
 ) -> None:
-    """Fourteen adapters and two base rows, in an order that mixes them, at several lengths."""
+    """Fourteen adapters and two base prompts of several lengths, in mixed order."""
     draw = random.Random(0)
     users: list[Path | None] = [*folders.values(), None, None]
     draw.shuffle(users)
@@ -101,7 +101,7 @@ def test_logits_equal_pefts_in_one_batch_of_sixteen(
     engine.check_integrity()
 
 
-def test_a_base_batch_after_an_adapter_batch_is_the_base(
+def test_a_base_batch_after_an_adapter_batch_has_no_adapter(
     engine: Engine, model: Any, folders: dict[str, Path]
 ) -> None:
     tokens = make_prompt(9, seed=1)
@@ -127,9 +127,7 @@ def test_a_weight_scales_an_adapter_and_two_adapters_add_up(
     torch.testing.assert_close(twice, full, atol=1e-4, rtol=1e-4)
 
 
-def test_every_greedy_answer_is_the_one_that_the_request_gets_alone(
-    model: Any, tmp_path: Path
-) -> None:
+def test_greedy_outputs_do_not_depend_on_the_batch(model: Any, tmp_path: Path) -> None:
     """64 requests over the base and 32 adapters, staggered, with aborts, in little memory."""
     draw = random.Random(1)
     ranks = [1, 2, 4, 8]
@@ -177,9 +175,7 @@ def test_every_greedy_answer_is_the_one_that_the_request_gets_alone(
     assert engine.pages.num_free == engine.pages.num_pages
 
 
-def test_two_hundred_adapters_pass_through_a_pool_that_holds_six(
-    model: Any, tmp_path: Path
-) -> None:
+def test_two_hundred_adapters_are_served_by_a_pool_of_six(model: Any, tmp_path: Path) -> None:
     adapters = [
         write_adapter(
             tmp_path / str(i),
@@ -223,9 +219,7 @@ def test_an_adapter_larger_than_the_pool_is_refused_with_the_numbers(
         engine.add(request)
 
 
-def test_files_replaced_while_a_request_waits_fail_that_request_only(
-    model: Any, tmp_path: Path
-) -> None:
+def test_replaced_files_fail_only_the_waiting_request(model: Any, tmp_path: Path) -> None:
     engine = make_engine(model, tmp_path / "model")
     kept = make_peft_adapter(tmp_path / "kept", model, seed=1)
     changed = make_peft_adapter(tmp_path / "changed", model, seed=2)
