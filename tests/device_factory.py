@@ -56,21 +56,21 @@ def reference_engine(model: Any, folder: Path, **settings: Any) -> Engine:
 
 
 def two_adapters(model: Any, folder: Path, *, places: Sequence[str] = ALL_LINEAR) -> list[Path]:
-    """One of a few ranks at q and v, one of more ranks than fit a group at all of `places`."""
+    """Make an adapter of rank 3 at q and v, and one of two rank blocks at all of `places`."""
     few = make_peft_adapter(folder / "few", model, r=3, seed=1)
     many = make_peft_adapter(folder / "many", model, r=20, seed=2, target_modules=list(places))
     return [few, many]
 
 
 def mixed_selections(engine: Engine, folders: list[Path]) -> list[Selection]:
-    """Base rows between rows of one adapter and of two."""
+    """Selections of the base, of one adapter and of two, mixed."""
     first, second = (engine.register_adapter(folder).cid for folder in folders)
     one, other = ((first, 1.0),), ((second, 1.0),)
     return [(), one, other, ((first, 0.5), (second, 1.5)), one, ()]
 
 
 def lease(engine: Engine, *selections: Selection) -> None:
-    """Brings their adapters to the device, and keeps them there."""
+    """Load the adapters of these selections and keep them on the device."""
     cids = {cid for selection in selections for cid, _ in selection}
     assert engine.residency.load_now(sorted(cids))
 
