@@ -220,14 +220,13 @@ def test_an_adapter_larger_than_the_pool_is_refused_with_the_numbers(
 
 
 def test_replaced_files_fail_only_the_waiting_request(model: Any, tmp_path: Path) -> None:
-    engine = make_engine(model, tmp_path / "model")
+    engine = make_engine(model, tmp_path / "model", host_memory_bytes=0)
     kept = make_peft_adapter(tmp_path / "kept", model, seed=1)
     changed = make_peft_adapter(tmp_path / "changed", model, seed=2)
     old = select(engine, changed)
     engine.add(make_request("old", (5, 6, 7), old))
     engine.add(make_request("other", (5, 6, 7), select(engine, kept)))
     make_peft_adapter(tmp_path / "changed", model, seed=3)
-    engine.memory.tiers.host.drop(old[0][0])
     events = []
     while engine.has_work:
         events += engine.step()

@@ -117,7 +117,7 @@ def test_answers_before_during_and_after_a_merge_are_the_same(
     before = base_digest(engine)
     serving = Serving(engine)
     assert run_all(engine, requests_of(selection, 3, "a")) == expected
-    assert serving.controller.num_merges == 1 and serving.controller.num_bytes > 0
+    assert serving.controller.num_bytes > 0
     states = [state for state, _, _ in serving.seen]
     assert {MergeState.WATCHING, MergeState.BUILDING, MergeState.MERGED} <= set(states)
     assert run_all(engine, requests_of(selection, 1, "a"))["a0"] == expected["a0"]
@@ -234,7 +234,6 @@ def test_two_adapters_that_dominate_by_turns_are_merged_by_turns(
         user = users[turn % 2]
         assert run_all(engine, requests_of(user, 2, "r")) == expected[turn % 2]
         assert serving.controller.selection == user
-    assert serving.controller.num_merges >= 4
 
 
 def test_a_weighted_set_is_merged_as_a_whole(serving: Serving, folders: list[Path]) -> None:
