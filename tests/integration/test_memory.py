@@ -29,9 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[RunningServer]:
-    """Without host memory and disk every load reads the adapter's folder."""
+    """Without a disk tier, and with little host memory, loads read the adapter's folder."""
     flags = ["--model", str(folder / "model"), "--served-model-name", "base", "--dtype", "float32"]
-    flags += ["--device-memory", "16MiB", "--disk-space", "0", "--host-memory", "0"]
+    flags += ["--device-memory", "16MiB", "--disk-space", "0", "--host-memory", "32KiB"]
     flags += ["--prewarm", "0", "--tenant-header", "X-Tenant", "--max-queue-tokens", "2000"]
     flags += ["--lora-modules", *(f"{name}={folder / name}" for name in ("kept", "cold"))]
     with running_server(folder / "log", *flags) as running:

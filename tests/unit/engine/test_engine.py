@@ -220,7 +220,7 @@ def test_an_adapter_larger_than_the_pool_is_refused_with_the_numbers(
 
 
 def test_replaced_files_fail_only_the_waiting_request(model: Any, tmp_path: Path) -> None:
-    engine = make_engine(model, tmp_path / "model", host_memory_bytes=0)
+    engine = make_engine(model, tmp_path / "model", host_memory_bytes=2**14)
     kept = make_peft_adapter(tmp_path / "kept", model, seed=1)
     changed = make_peft_adapter(tmp_path / "changed", model, seed=2)
     old = select(engine, changed)
