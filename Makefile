@@ -42,8 +42,8 @@ check: $(STAMP) ## Formatting, lint, types, import contract, structure and langu
 
 # Folders of tests/unit whose tests do not depend on timing: several run at once. Tests that start
 # engines and servers run alone.
-PARALLEL := adapters benchmarks capacity client kernels lora memory metrics models receipts registry \
-	runner scheduler server sources store
+PARALLEL := adapters benchmarks capacity cli client config kernels lora memory metrics models receipts \
+	registry runner scheduler server sources store
 PYTEST := $(BIN)/pytest --timeout=300
 PARALLEL_TESTS = $(wildcard $(PARALLEL:%=tests/unit/%))
 
@@ -68,7 +68,7 @@ test-all: $(STAMP) ## Every test: full hypothesis profiles, kernel matrices, kil
 test-plain: $(STAMP) ## The engine's tests on CPU kernels without numba (part of test-all)
 	@LORAMUX_KERNELS=cpu $(PYTEST) -k "not two_hundred" \
 		tests/unit/engine/test_build.py tests/unit/engine/test_engine.py \
-		tests/unit/engine/test_llm.py tests/unit/runner/test_runner.py
+		tests/unit/engine/test_llm.py tests/unit/runner/test_cpu_runner.py
 
 bench: $(STAMP) ## Engine throughput on this machine
 	@$(BIN)/loramux bench engine $(ARGS)

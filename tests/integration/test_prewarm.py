@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.registry_scene import Scene, ask, client_of, push, send
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_registry_is_on_the_device_before_the_first_request(
     tmp_path: Path,
 ) -> None:

@@ -50,6 +50,7 @@ def empty_store(scene: Scene) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+@pytest.mark.slow
 def test_bytes_that_a_new_machine_lacks_come_from_the_source_or_are_refused(
     tmp_path: Path, bucket: Bucket
 ) -> None:

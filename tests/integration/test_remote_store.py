@@ -7,6 +7,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import httpx2
+import pytest
 from redis import Redis
 
 from tests.registry_scene import Scene, ask, client_of, push, send
@@ -35,6 +36,7 @@ def forget_store(scene: Scene) -> None:
     shutil.rmtree(scene.data / "store")
 
 
+@pytest.mark.slow
 def test_an_adapter_that_only_the_tiers_have_is_served(
     tmp_path: Path, redis_url: str, s3_server: S3Server
 ) -> None:

@@ -25,6 +25,7 @@ def time_until_served(client: httpx2.Client, cid: str) -> float:
     raise AssertionError(f"the other server does not serve {cid} after {elapsed_s:.1f} s")
 
 
+@pytest.mark.slow
 def test_a_version_promoted_through_one_server_is_served_by_the_other(
     tmp_path: Path, postgres_server: PostgresServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
