@@ -40,27 +40,22 @@ check: $(STAMP) ## Formatting, lint, types, import contract, structure and langu
 	@echo "==> structure" && $(BIN)/python scripts/check_structure.py
 	@echo "==> language" && $(BIN)/python scripts/check_language.py
 
-# Folders of tests/unit whose tests do not depend on timing: several run at once. Tests that start
-# engines and servers run alone.
-PARALLEL := adapters benchmarks capacity cli client config kernels lora memory metrics models receipts \
-	registry runner scheduler server sources store
+# The tests of one file run in one process, so that they share its servers.
 PYTEST := $(BIN)/pytest --timeout=300
-PARALLEL_TESTS = $(wildcard $(PARALLEL:%=tests/unit/%))
+PARALLEL := -n logical --maxprocesses=4 --dist=loadfile
 
 test: $(STAMP) ## The fast tests; with ARGS="-k name" or a path only those
 ifneq ($(ARGS),)
 	@$(PYTEST) $(ARGS)
 else
 	@echo "==> compiling CPU kernels (once)" && $(BIN)/python scripts/compile_kernels.py
-	@$(PYTEST) -m "not slow" -n logical --maxprocesses=4 --dist=loadfile $(PARALLEL_TESTS)
-	@$(PYTEST) -m "not slow" $(PARALLEL_TESTS:%=--ignore=%)
+	@$(PYTEST) -m "not slow" $(PARALLEL)
 endif
 
 test-all: export LORAMUX_HYPOTHESIS := full
-test-all: $(STAMP) ## Every test: full hypothesis profiles, kernel matrices, kill storms, docs
+test-all: $(STAMP) ## Every test: full hypothesis profiles, kernel matrices, server scenarios, docs
 	@$(BIN)/python scripts/compile_kernels.py
-	@$(PYTEST) -n logical --maxprocesses=4 --dist=loadfile $(PARALLEL_TESTS)
-	@$(PYTEST) $(PARALLEL_TESTS:%=--ignore=%)
+	@$(PYTEST) $(PARALLEL)
 	@$(MAKE) --no-print-directory test-plain
 
 # The engine on the kernels of a CPU without numba; without the test of 200 adapters, which tests the
