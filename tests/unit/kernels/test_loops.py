@@ -29,7 +29,7 @@ from loramux.kernels.gpu.lora import expand, expand_swiglu, shrink
 from loramux.kernels.gpu.lora_augmented import tiles
 
 KINDS = (
-    "*i32 items work slots_ptr items_ptr page_table_ptr arrivals_ptr",
+    "*i32 items work slots_ptr items_ptr page_table_ptr semaphores_ptr",
     "*fp32 cos_ptr sin_ptr partials partial_ptr log_sum_ptr",
     "*bf16 y_ptr out_ptr pool storage_ptr x y out q_ptr",
     "fp32 eps scale softcap",
@@ -51,7 +51,7 @@ FP12 = {"FP12": True, "SMALL": 8, "ROW_K": 512, "ROW_RANKS": 16, "TILE_K": 512}
 ATTENTION = {
     "KV_HEADS": 2, "GROUP": 4, "HEAD_DIM": 64, "BLOCK_TOKENS": 16, "WINDOW": 0,
     "HAS_SOFTCAP": False, "TWO_PHASES": True, "ROWS": 16, "TILES": 1, "TOKENS": 16, "DIM": 64,
-    "MERGED": 1024, "PRECISION": "tf32", "PDL": True,
+    "REDUCED": 1024, "PRECISION": "tf32", "PDL": True,
 }
 JOBS = [
     *((kernel, {**AUGMENTED, "LOOPS": loops}) for loops in (False, True) for kernel in (
