@@ -175,9 +175,18 @@ def compare(
     return {"engine": name, "requests": len(expected), "tokens": num_tokens, DIFFER: len(differing)}
 
 
-def check_tokens(folders: Sequence[Path], scale: Scale, count: int) -> Section:
-    # Include the small-M GEMM, which is otherwise not used in float32.
+@contextmanager
+def small_m_in_float32() -> Iterator[None]:
+    """Include the small-M GEMM, which is otherwise not used in float32."""
     dispatch.SMALL_M_DTYPES.add(torch.float32)
+    try:
+        yield
+    finally:
+        dispatch.SMALL_M_DTYPES.discard(torch.float32)
+
+
+@small_m_in_float32()
+def check_tokens(folders: Sequence[Path], scale: Scale, count: int) -> Section:
     reference = random_engine(folders, "float32", reference=True, scale=scale)
     expected = answer_all(reference, count, "reference")
     # Without the prefix cache the second run computes as much as the first.
