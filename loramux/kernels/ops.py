@@ -121,7 +121,7 @@ class DeviceAttentionPlan(AttentionPlan, Protocol):
         """
 
     def first_rows(self, num_rows: int, num_items: Sequence[int]) -> DeviceAttentionPlan:
-        """The same buffers for a smaller graph: num_rows rows, and num_items of each tile shape."""
+        """Returns the plan of a smaller graph over these buffers, with num_items per tile shape."""
 
 
 class DeviceAttentionOps(Protocol):

@@ -34,7 +34,7 @@ class TileShape:
 
 
 def tile_shape(machine: str, features: dict[str, bool]) -> TileShape:
-    """As many accumulators as registers allow beside a panel's row and a column of x."""
+    """Returns the largest tile whose accumulators, panel row and column of x fit the registers."""
     if machine in ("aarch64", "arm64"):
         return TileShape(simd_width=4, vectors=3, rows=8, max_depth=640)
     if features.get("avx512f"):

@@ -84,7 +84,7 @@ class Plan:
     """By sliding window; made on first use when `sequences` are known."""
 
     def first_rows(self, num_rows: int, num_items: Sequence[int]) -> Plan:
-        """The same buffers for a smaller graph: num_rows rows, and num_items of each tile shape."""
+        """Returns the plan of a smaller graph over these buffers, with num_items per tile shape."""
         work = {
             window: tuple(
                 replace(kind, items=kind.items[:count])
