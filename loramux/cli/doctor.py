@@ -187,8 +187,8 @@ def measure(report: Report, model: Path | None) -> Report:
 def read_base(model: Path | None, progress: Progress | None) -> BaseModelInfo:
     from loramux.models.architectures import base_info, parse_config
     from loramux.models.default_model import default_model_path
+    from loramux.models.folder import model_name, read_config
     from loramux.models.gguf_file import converted_folder
-    from loramux.models.loader import model_name, read_config
 
     path = model or default_model_path()
     folder = converted_folder(path, progress=progress) if path.suffix == ".gguf" else path

@@ -237,7 +237,7 @@ def planned_base(arguments: PlanArguments) -> PlannedBase:
     from loramux.capacity.plan import PlannedBase, parse_dtype
     from loramux.models.default_model import default_model_path
     from loramux.models.dtypes import resolve_dtype
-    from loramux.models.loader import describe_model
+    from loramux.models.folder import describe_model
 
     model = describe_model(arguments.model or default_model_path())
     dtype = arguments.dtype

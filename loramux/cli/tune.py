@@ -60,7 +60,7 @@ def write_table(
     import torch
 
     from loramux.models.architectures import parse_config
-    from loramux.models.loader import read_any_config
+    from loramux.models.folder import read_any_config
     from loramux.runner.gemm.table import read_table, user_table_file
     from loramux.runner.tune import TuneOptions, tune_model
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from loramux.errors import UnsupportedModel
-from loramux.models.architectures import DecoderConfig, base_info, parse_config
+from loramux.models.architectures import DecoderConfig, parse_config
 from loramux.models.checkpoint import Slot, checkpoint_slots
 from loramux.models.decoder import Decoder
 from loramux.models.digests import model_digest
-from loramux.models.gguf_file import converted_folder, read_gguf_config
-from loramux.types.model import BaseModelInfo
+from loramux.models.folder import eos_token_ids, listed, model_name, read_config, weight_files
+from loramux.models.gguf_file import converted_folder
 
 Progress = Callable[[str, float], None]
 
-MAX_NAMES_IN_MESSAGE = 8
-QUANTIZATION_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 # Buffers in old checkpoints that are recomputed from the config.
 DERIVED_TENSORS = re.compile(r"rotary_emb\.inv_freq$")
 
@@ -68,79 +64,6 @@ def load_model(
     )
 
 
-def describe_model(path: Path) -> BaseModelInfo:
-    """Read the shapes of a model folder, a GGUF file or a lone config.json; no weights are read."""
-    name = model_name(path.resolve().parent if path.suffix == ".json" else path)
-    return base_info(parse_config(read_any_config(path)), name)
-
-
-def read_any_config(path: Path) -> Mapping[str, Any]:
-    if not path.exists():
-        raise UnsupportedModel(
-            f"{path} does not exist: give a Hugging Face model folder, its config.json or a "
-            ".gguf file."
-        )
-    if path.suffix == ".gguf":
-        return read_gguf_config(path)
-    return read_config(path) if path.is_dir() else read_json_object(path)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise UnsupportedModel(
-                f"{folder} holds a LoRA adapter, not a base model: give the folder of its base."
-            )
-        raise UnsupportedModel(
-            f"{folder} has no config.json: give a Hugging Face model folder or a .gguf file."
-        )
-    return read_json_object(config_file)
-
-
-def read_json_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise UnsupportedModel(f"{file} is not valid JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise UnsupportedModel(f"{file} is not a JSON object.")
-    return content
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return model.safetensors, the shards named by the index, or the only safetensors file."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        return indexed_files(index)
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return found
-    if found:
-        raise UnsupportedModel(
-            f"{folder} has {len(found)} safetensors files but no {index.name} that lists them."
-        )
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise UnsupportedModel(
-            f"{folder} has only pickle weights (.bin, .pt), which can run code when opened. "
-            "Convert them to safetensors."
-        )
-    raise UnsupportedModel(f"{folder} has no safetensors weights.")
-
-
-def indexed_files(index: Path) -> list[Path]:
-    names = sorted(set(read_json_object(index).get("weight_map", {}).values()))
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise UnsupportedModel(f"{index} names files outside its folder: {listed(outside)}.")
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise UnsupportedModel(f"{index} names files that are missing: {listed(missing)}.")
-    return [index.parent / name for name in names]
-
-
 def fill(decoder: Decoder, files: list[Path], *, progress: Progress | None = None) -> None:
     """Copy every tensor to its slot; raise UnsupportedModel for missing or extra ones."""
     slots = checkpoint_slots(decoder)
@@ -175,29 +98,3 @@ def fill_from_file(file: Path, slots: dict[str, Slot]) -> list[str]:
             else:
                 slot.fill(name, tensors.get_tensor(name))
     return extra
-
-
-def model_name(path: Path) -> str:
-    """Return the served name: of the file, the folder, or the repository in a hub cache."""
-    resolved = path.resolve()
-    if path.suffix == ".gguf":
-        return QUANTIZATION_SUFFIX.sub("", path.stem)
-    repository = resolved.parent.parent.name
-    if resolved.parent.name == "snapshots" and repository.startswith("models--"):
-        return repository.removeprefix("models--").replace("--", "/")
-    return resolved.name
-
-
-def eos_token_ids(folder: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the end tokens of generation_config.json and config.json."""
-    generation = folder / "generation_config.json"
-    settings = read_json_object(generation) if generation.is_file() else {}
-    found: list[int] = []
-    for value in (settings.get("eos_token_id"), hf_config.get("eos_token_id")):
-        found += value if isinstance(value, list) else [value] if value is not None else []
-    return tuple(dict.fromkeys(found))
-
-
-def listed(names: list[str]) -> str:
-    more = len(names) - MAX_NAMES_IN_MESSAGE
-    return ", ".join(names[:MAX_NAMES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")

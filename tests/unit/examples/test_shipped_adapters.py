@@ -15,8 +15,8 @@ from loramux.models.default_model import (
     DEFAULT_MODEL_PACKAGE,
     default_model_path,
 )
+from loramux.models.folder import read_config
 from loramux.models.gguf_file import converted_folder
-from loramux.models.loader import read_config
 from loramux.types.model import BaseModelInfo
 
 ADAPTERS = Path(__file__).resolve().parents[3] / "examples" / "adapters"

@@ -12,7 +12,7 @@ from loramux.models.default_model import (
     cache_folder,
     default_model_path,
 )
-from loramux.models.loader import model_name
+from loramux.models.folder import model_name
 
 
 def test_cache_folder_obeys_the_nearest_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from loramux.errors import UnsupportedModel
 from loramux.models.architectures import base_info, parse_config
 from loramux.models.decoder import Decoder
 from loramux.models.default_model import default_model_path
-from loramux.models.loader import describe_model
+from loramux.models.folder import describe_model
 from loramux.types.model import PagedLayout
 from tests.model_factory import FAMILIES, MODEL_CLASSES, tiny_config
 

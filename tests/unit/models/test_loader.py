@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loramux.errors import UnsupportedModel
-from loramux.models.loader import load_model, model_name
+from loramux.models.folder import model_name
+from loramux.models.loader import load_model
 from tests.model_factory import save_hf_folder, tiny_transformers_model
 
 WEIGHTS = "model.safetensors"
