@@ -33,6 +33,14 @@ class ModelCard:
     vocab_size: int
     dtype: str
     pool_bytes: int
+    device: str = "cpu"
+    gpu_name: str | None = None
+    fallback_reason: str | None = None
+    """Why the CPU is used although the machine has an NVIDIA GPU."""
+    num_pages: int = 0
+    """Pages of the pool."""
+    max_batch_tokens: int = 512
+    max_sequences: int = 256
     tokenizer_folder: str = ""
     eos_token_ids: tuple[int, ...] = ()
     block_tokens: int = 16

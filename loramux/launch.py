@@ -186,7 +186,7 @@ async def _running_engine(config: ServeConfig, progress: OnProgress) -> AsyncIte
         model=Path(config.model) if config.model is not None else default_model_path(),
         config=_with_disk_folder(config.engine),
         served_name=config.served_model_name[0] if config.served_model_name else None,
-        max_requests=config.max_queue + config.engine.max_sequences,
+        max_queue=config.max_queue,
         max_tokens=config.max_queue_tokens,
     )
     engine = AsyncEngine(options, on_progress=progress)

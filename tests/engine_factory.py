@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loramux.config.engine import EngineConfig
+from loramux.config.engine import EngineConfig, ResolvedConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.engine import Engine
 from loramux.runner.cpu_runner import CpuRunner
@@ -35,8 +35,12 @@ def make_engine(
 ) -> Engine:
     if not (folder / "config.json").exists():
         save_hf_folder(model, folder)
-    config = EngineConfig(**{"dtype": "float32", "device_memory_bytes": 8 * 2**20, **settings})
+    config = cpu_config(**{"dtype": "float32", "device_memory_bytes": 8 * 2**20, **settings})
     return build_engine(load_base(folder, config), config, loads=loads, clock=clock)
+
+
+def cpu_config(**settings: Any) -> ResolvedConfig:
+    return EngineConfig(device="cpu", **settings).resolve("cpu", available_bytes=2**32)
 
 
 def save_model_with_tokenizer(folder: Path, **overrides: Any) -> Any:

@@ -19,10 +19,12 @@ from loramux.adapters.packed.fp12 import pack_fp12
 from loramux.adapters.packed.image import AdapterImage
 from loramux.adapters.packed.packing import PagedPacking
 from loramux.adapters.packed.paged import OCTET, RankBlockLayout, fp12_elements
-from loramux.config.engine import EngineConfig
+from loramux.config.engine import EngineConfig, ResolvedConfig
 from loramux.engine.build import build_engine
+from loramux.engine.device_choice import choose_device, resolve_config
 from loramux.engine.engine import Engine
-from loramux.memory.device import host_buffer, total_memory_bytes
+from loramux.memory.device import host_buffer
+from loramux.memory.host_memory import total_memory_bytes
 from loramux.models.architectures import base_info, parse_config
 from loramux.models.decoder import Decoder
 from loramux.models.dtypes import resolve_dtype
@@ -106,8 +108,9 @@ def random_model(
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    group.add_argument("--device", default=default)
+    group.add_argument(
+        "--device", type=lambda name: choose_device(name).device, default="auto", metavar="NAME"
+    )
     group.add_argument("--model", choices=SHAPES, help="shapes of the random model")
     group.add_argument("--layers", type=int, help="fewer layers than the model has")
     group.add_argument("--dtype", default="auto")
@@ -151,20 +154,23 @@ def make_engine(arguments: argparse.Namespace) -> tuple[LoadedModel, Engine]:
     return model, engine
 
 
-def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+def engine_config(arguments: argparse.Namespace) -> ResolvedConfig:
     memory = arguments.device_memory
     if memory is None and not is_gpu(arguments):
         memory = 1024
-    return EngineConfig(
-        device=arguments.device,
-        dtype=arguments.dtype,
-        device_memory_bytes=None if memory is None else memory * 2**20,
-        host_memory_bytes=HOST_BYTES,
-        max_batch_tokens=arguments.max_batch_tokens or (2048 if is_gpu(arguments) else 512),
-        max_sequences=arguments.max_sequences,
-        max_model_len=arguments.max_model_len,
-        prefix_cache=arguments.prefix_cache,
+    config, _ = resolve_config(
+        EngineConfig(
+            device=arguments.device,
+            dtype=arguments.dtype,
+            device_memory_bytes=None if memory is None else memory * 2**20,
+            host_memory_bytes=HOST_BYTES,
+            max_batch_tokens=arguments.max_batch_tokens or "auto",
+            max_sequences=arguments.max_sequences,
+            max_model_len=arguments.max_model_len,
+            prefix_cache=arguments.prefix_cache,
+        )
     )
+    return config
 
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

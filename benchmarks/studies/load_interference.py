@@ -207,6 +207,7 @@ class OtherWork:
 
 def make_llm(args: argparse.Namespace, folder: Path) -> tuple[LLM, list[str]]:
     llm = LLM(
+        device="cpu",
         device_memory_bytes=args.pool * MIB,
         host_memory_bytes=512 * MIB,
         disk_space_bytes=8192 * MIB,

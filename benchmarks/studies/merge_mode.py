@@ -174,7 +174,7 @@ def main() -> None:
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    llm = LLM(args.model, device_memory_bytes=2**30)
+    llm = LLM(args.model, device="cpu", device_memory_bytes=2**30)
     machine = describe_machine(str(llm.engine.executor.dtype))
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -133,6 +133,7 @@ def _request(
 
 def make_llm(args: argparse.Namespace, folder: Path) -> LLM:
     return LLM(
+        device="cpu",
         device_memory_bytes=args.pool * MEAN_BYTES + KV_BYTES,
         host_memory_bytes=args.host * MEAN_BYTES,
         disk_space_bytes=args.disk * MEAN_BYTES,

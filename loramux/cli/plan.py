@@ -293,7 +293,7 @@ def pool_bytes(arguments: PlanArguments, base: PlannedBase) -> int:
             "Give --device-total, the memory of the GPU, or --device-memory, the page pool.",
             param="device_total",
         )
-    from loramux.memory.device import default_pool_bytes
+    from loramux.memory.host_memory import default_pool_bytes
 
     return default_pool_bytes()
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from loramux.cli.console import printable, say, show_error, size_text
-from loramux.config.fields import Kind, Setting, flag
+from loramux.config.fields import AUTO, Kind, Setting, flag
 from loramux.config.file import load_serve_config
 from loramux.config.serve import SETTINGS, ServeConfig
 from loramux.errors import InvalidRequest, LoramuxError
@@ -205,9 +205,11 @@ def flag_parameter(
     An alias is a hidden option under a former name of the setting.
     """
     kind = FLAG_TYPES.get(setting.kind, str)
+    parser = count_or_auto if setting.kind is Kind.COUNT and setting.may_be_auto else None
     has_default = setting.default not in (None, (), False) and setting.kind is not Kind.SIZE
     default = f" Default: {setting.default}." if has_default else ""
     option = typer.Option(
+        parser=parser,
         help=setting.help + default,
         metavar=setting.metavar,
         rich_help_panel=panel or setting.group,
@@ -220,6 +222,10 @@ def flag_parameter(
         default=None,
         annotation=Annotated[kind | None, option],
     )
+
+
+def count_or_auto(text: str) -> int | str:
+    return text if text == AUTO else int(text)
 
 
 def serve_signature() -> inspect.Signature:

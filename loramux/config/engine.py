@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from loramux.config.fields import (
+    AUTO,
     FRACTION,
     NOT_NEGATIVE_SECONDS,
     Kind,
@@ -23,6 +26,13 @@ EVICTIONS: tuple[EvictionName, ...] = ("cost", "lru")
 SCHEDULES = ("fair", "fcfs")
 MERGES = ("off", "auto")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+Auto = Literal["auto"]
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+# Values of `auto`. Measured on an H200 with an 8B model: 41,100 prompt tokens/s in steps of 2,048
+# tokens, 34,200 in steps of 512.
+GPU_BATCH_TOKENS, CPU_BATCH_TOKENS = 2048, 512
+AUTO_SEQUENCES = 256
+GPU_HOST_MEMORY_DIVISOR, CPU_HOST_MEMORY_BYTES = 4, 2**30
 # Groups of settings, in the order of `loramux serve --help`.
 MODEL, MEMORY = "Model and adapters", "Memory and batching"
 
@@ -91,11 +101,13 @@ class EngineConfig:
         "Refuse an adapter whose config names another base model.",
     )
     device: str = setting(
-        "cpu",
+        AUTO,
         Kind.TEXT,
         MEMORY,
-        "Device that runs the model: cpu, cuda or cuda:N.",
+        "Device that runs the model: auto, cpu, cuda or cuda:N; auto is the first GPU that the "
+        "kernels can use, else the CPU.",
         metavar="NAME",
+        limit=Limit("auto, cpu, cuda or cuda:N", lambda value: bool(_DEVICE.fullmatch(value))),
     )
     device_memory_bytes: int | None = setting(
         None,
@@ -124,11 +136,12 @@ class EngineConfig:
         limit=Limit("0 or a multiple of 16", lambda value: value >= 0 and value % 16 == 0),
         aliases=("lora_tail_ranks",),
     )
-    host_memory_bytes: int = setting(
-        2**30,
+    host_memory_bytes: int | Auto = setting(
+        AUTO,
         Kind.SIZE,
         MEMORY,
-        "Host memory for packed adapters that are ready to be copied into the pool. Default: 1GiB.",
+        "Host memory for packed adapters that are ready to be copied into the pool; auto is a "
+        "quarter of the available memory with a GPU, 1GiB without.",
         name="host_memory",
         metavar="SIZE",
         limit=at_least(0),
@@ -231,18 +244,21 @@ class EngineConfig:
         "Maximum number of prompt and output tokens of a sequence. Default: the model's maximum.",
         limit=at_least(1),
     )
-    max_batch_tokens: int = setting(
-        512,
+    max_batch_tokens: int | Auto = setting(
+        AUTO,
         Kind.COUNT,
         MEMORY,
-        "Maximum number of tokens computed in one step.",
+        "Maximum number of tokens computed in one step; auto is "
+        f"{GPU_BATCH_TOKENS} on a GPU, {CPU_BATCH_TOKENS} on a CPU.",
+        metavar="INTEGER|auto",
         limit=at_least(1),
     )
-    max_sequences: int = setting(
-        256,
+    max_sequences: int | Auto = setting(
+        AUTO,
         Kind.COUNT,
         MEMORY,
-        "Maximum number of sequences that run at once.",
+        f"Maximum number of sequences that run at once; auto is {AUTO_SEQUENCES}.",
+        metavar="INTEGER|auto",
         limit=at_least(1),
     )
     max_active_adapters: int | None = None
@@ -265,14 +281,8 @@ class EngineConfig:
 
     @property
     def is_gpu(self) -> bool:
-        return self.device.partition(":")[0] == "cuda"
-
-    @property
-    def wants_device_kernels(self) -> bool:
-        """Whether the GPU kernels run; LORAMUX_KERNELS=triton interprets them, for tests."""
-        if os.environ.get("LORAMUX_KERNELS") == "triton":
-            return True
-        return self.is_gpu and not self.wants_reference_kernels
+        """Whether the device is a GPU; False while it is `auto`."""
+        return is_gpu(self.device)
 
     @property
     def wants_reference_kernels(self) -> bool:
@@ -282,3 +292,41 @@ class EngineConfig:
     def may_compile_kernels(self) -> bool:
         """Whether numba kernels may be used; LORAMUX_KERNELS=cpu forbids them, for tests."""
         return os.environ.get("LORAMUX_KERNELS") != "cpu"
+
+    def resolve(self, device: str, *, available_bytes: int) -> ResolvedConfig:
+        """Replace every `auto` by its value on a device; dtype auto also depends on the model.
+
+        `available_bytes`: host memory that is free for this process.
+        """
+        if is_gpu(device):
+            batch_tokens, host_bytes = GPU_BATCH_TOKENS, available_bytes // GPU_HOST_MEMORY_DIVISOR
+        else:
+            batch_tokens, host_bytes = CPU_BATCH_TOKENS, CPU_HOST_MEMORY_BYTES
+        chosen = {
+            "max_batch_tokens": batch_tokens,
+            "max_sequences": AUTO_SEQUENCES,
+            "host_memory_bytes": host_bytes,
+        }
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values |= {name: value for name, value in chosen.items() if values[name] == AUTO}
+        return ResolvedConfig(**{**values, "device": device})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """The settings of an engine on a known device: none but dtype is `auto`."""
+
+    host_memory_bytes: int
+    max_batch_tokens: int
+    max_sequences: int
+
+    @property
+    def wants_device_kernels(self) -> bool:
+        """Whether the GPU kernels run; LORAMUX_KERNELS=triton interprets them, for tests."""
+        if os.environ.get("LORAMUX_KERNELS") == "triton":
+            return True
+        return self.is_gpu and not self.wants_reference_kernels
+
+
+def is_gpu(device: str) -> bool:
+    return device.partition(":")[0] == "cuda"

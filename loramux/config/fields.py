@@ -16,6 +16,7 @@ import msgspec
 from loramux.errors import InvalidRequest, suggest
 
 NONE = "none"
+AUTO = "auto"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
 
@@ -91,6 +92,16 @@ class Setting:
     aliases: tuple[str, ...]
     """Former names, which are accepted but not shown."""
 
+    @property
+    def may_be_auto(self) -> bool:
+        """Whether the value may be `auto`, which the engine replaces when it knows its device."""
+        return self.default == AUTO
+
+    def check(self, value: object) -> None:
+        """Raise InvalidRequest for a value over the limit."""
+        if self.limit is not None and not (self.may_be_auto and value == AUTO):
+            self.limit.check(value)
+
 
 def setting(  # noqa: PLR0913  (what a flag, a key and a line of help need)
     default: object,
@@ -136,9 +147,9 @@ def settings_of(config: type) -> Iterator[Setting]:
 def check_limits(config: object) -> None:
     """Raise InvalidRequest for the first field of a config dataclass that is over its limit."""
     for found in settings_of(type(config)):
-        if found.limit is not None and not found.is_inverted:
+        if not found.is_inverted:
             try:
-                found.limit.check(getattr(config, found.field))
+                found.check(getattr(config, found.field))
             except InvalidRequest as error:
                 raise InvalidRequest(f"{found.field} {error}", param=found.name) from None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loramux.config.fields import PARSERS, flag
+from loramux.config.fields import AUTO, PARSERS, flag
 from loramux.config.serve import ALIASES, SETTINGS, ServeConfig, serve_config
 from loramux.errors import InvalidRequest, suggest
 
@@ -63,9 +63,9 @@ def parse(name: str, value: object, *, source: str, folder: Path | None = None) 
     """The value of a setting, checked; errors begin with `source`."""
     found = SETTINGS[name]
     try:
-        parsed = PARSERS[found.kind](value, folder)
-        if found.limit is not None:
-            found.limit.check(parsed)
+        is_auto = found.may_be_auto and value == AUTO
+        parsed = AUTO if is_auto else PARSERS[found.kind](value, folder)
+        found.check(parsed)
     except InvalidRequest as error:
         raise InvalidRequest(f"{source}: {error}", param=name) from error
     return parsed

@@ -55,8 +55,8 @@ class AsyncEngineOptions:
     config: EngineConfig
     served_name: str | None = None
     """Name of the base in requests; None: the model's own name."""
-    max_requests: int = 4096
-    """Limit of open requests, running or waiting; more are refused with EngineBusy."""
+    max_queue: int = 4096
+    """Open requests beside those of a full batch; more are refused with EngineBusy."""
     max_tokens: int | None = None
     """Limit of the tokens of all open requests: prompts and the longest possible answers."""
 
@@ -201,7 +201,11 @@ class AsyncEngine:
 
     async def _open_process(self) -> None:
         options = self._options
-        start = Start(model=str(options.model), settings=asdict(options.config))
+        settings = asdict(options.config)
+        if self._card is not None:
+            # A restarted engine must not fall back to another device.
+            settings["device"] = self._card.device
+        start = Start(model=str(options.model), settings=settings)
         self._process = await EngineProcess.open(start, self._on_progress)
         card = self._process.card
         self._card = replace(card, name=options.served_name or card.name)
@@ -282,7 +286,7 @@ class AsyncEngine:
         return stream
 
     def _check_limits(self, request: Request) -> None:
-        if len(self._streams) >= self._options.max_requests:
+        if len(self._streams) >= self._options.max_queue + self.card.max_sequences:
             raise EngineBusy(
                 f"{len(self._streams)} requests are open, and this server takes no more at once."
             )

@@ -12,15 +12,16 @@ import torch
 
 from loramux.adapters.catalog import AdapterRules
 from loramux.adapters.packed.packing import DensePacking, Packing, PagedPacking
-from loramux.config.engine import EngineConfig, SchedulerConfig
+from loramux.config.engine import ResolvedConfig, SchedulerConfig
 from loramux.engine.engine import Engine
 from loramux.engine.memory import Clock, build_memory
 from loramux.errors import DoesNotFit
 from loramux.kernels.select import select_kernels
 from loramux.lora.merge import MergeSource, PageDeltas
 from loramux.lora.merge_controller import MergeController
-from loramux.memory.device import default_pool_bytes, host_buffer, total_memory_bytes
+from loramux.memory.device import host_buffer
 from loramux.memory.host_buffers import HostBuffers
+from loramux.memory.host_memory import default_pool_bytes, total_memory_bytes
 from loramux.memory.pool import PagePool
 from loramux.models.architectures import DecoderConfig, base_info
 from loramux.models.dtypes import resolve_dtype
@@ -38,7 +39,7 @@ _MAX_SPARE_FRACTION = 1 / 16
 
 
 def load_base(
-    path: Path, config: EngineConfig, *, progress: Callable[[str, float], None] | None = None
+    path: Path, config: ResolvedConfig, *, progress: Callable[[str, float], None] | None = None
 ) -> LoadedModel:
     """Load the base, with packed weights where the CPU kernels use them."""
 
@@ -55,7 +56,7 @@ def load_base(
 
 def build_engine(
     model: LoadedModel,
-    config: EngineConfig,
+    config: ResolvedConfig,
     *,
     clock: Clock = time.monotonic,
     loads: Executor | None = None,
@@ -114,7 +115,7 @@ def build_engine(
 
 
 def _packing(
-    base: BaseModelInfo, pool: PagePool, config: EngineConfig, *, is_paged: bool
+    base: BaseModelInfo, pool: PagePool, config: ResolvedConfig, *, is_paged: bool
 ) -> Packing:
     linears, dtype = base.fused_linears, pool.storage.dtype
     allocate = host_buffer(pool.device)
@@ -129,7 +130,7 @@ def _packing(
 
 
 def _merge_controller(
-    config: EngineConfig, runner: CpuRunner, deltas: PageDeltas
+    config: ResolvedConfig, runner: CpuRunner, deltas: PageDeltas
 ) -> MergeController | None:
     if config.merge == "off":
         return None
@@ -141,7 +142,7 @@ def _merge_controller(
     )
 
 
-def _gpu_plan(model: LoadedModel, config: EngineConfig, base: BaseModelInfo) -> GpuPlan:
+def _gpu_plan(model: LoadedModel, config: ResolvedConfig, base: BaseModelInfo) -> GpuPlan:
     from loramux.engine.build_device import GpuPlan
     from loramux.models.augmented_linear import RANK_BLOCK, augment_linears
     from loramux.runner.gpu_runner import BatchLimits
@@ -159,7 +160,7 @@ def _gpu_plan(model: LoadedModel, config: EngineConfig, base: BaseModelInfo) -> 
 
 def _make_pool(
     model: LoadedModel,
-    config: EngineConfig,
+    config: ResolvedConfig,
     layout: PagedLayout,
     gpu_plan: GpuPlan | None,
     progress: Callable[[str, float], None] | None,
@@ -186,11 +187,13 @@ def _make_pool(
     )
 
 
-def _max_model_len(model: LoadedModel, config: EngineConfig) -> int:
+def _max_model_len(model: LoadedModel, config: ResolvedConfig) -> int:
     return min(config.max_model_len or model.config.max_position, model.config.max_position)
 
 
-def _scheduler_config(model: LoadedModel, config: EngineConfig, pool: PagePool) -> SchedulerConfig:
+def _scheduler_config(
+    model: LoadedModel, config: ResolvedConfig, pool: PagePool
+) -> SchedulerConfig:
     max_model_len = _max_model_len(model, config)
     return SchedulerConfig(
         max_batch_tokens=config.max_batch_tokens,

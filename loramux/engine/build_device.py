@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loramux.config.engine import EngineConfig
+from loramux.config.engine import ResolvedConfig
 from loramux.errors import DoesNotFit
 from loramux.kernels.select import select_device_kernels
 from loramux.lora.segmented import DeviceDirectory
@@ -81,7 +81,7 @@ def _fits(step: StepPlan, num_pages: int) -> bool:
 
 
 def measured_pool_bytes(
-    plan: GpuPlan, config: EngineConfig, *, progress: Progress | None = None
+    plan: GpuPlan, config: ResolvedConfig, *, progress: Progress | None = None
 ) -> int:
     """Return the device memory left for pages after weights, working memory and graphs."""
     device = torch.device(config.device)
@@ -158,7 +158,7 @@ def _pages_of_step(plan: GpuPlan) -> int:
     return plan.limits.max_sequences + -(-plan.limits.max_batch_tokens // block)
 
 
-def _too_little(device: torch.device, config: EngineConfig, working: int | None) -> str:
+def _too_little(device: torch.device, config: ResolvedConfig, working: int | None) -> str:
     free, total = device_memory_bytes(device)
     share = config.gpu_memory_utilization
     needs = "more than is left" if working is None else f"{working // _MIB} MiB"

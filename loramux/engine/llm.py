@@ -12,6 +12,7 @@ from tqdm.std import tqdm
 from loramux.backend import failure_of
 from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
+from loramux.engine.device_choice import resolve_config
 from loramux.engine.gc_control import FullCollections
 from loramux.engine.outputs import OutputCollector
 from loramux.engine.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ class LLM:
     ) -> None:
         if config is not None and settings:
             raise InvalidRequest("Give either config or single settings, not both.")
-        self.config = config or EngineConfig(**settings)
+        self.config, self.device_choice = resolve_config(config or EngineConfig(**settings))
         path = Path(model).expanduser() if model is not None else default_model_path()
         loaded = load_base(path, self.config)
         self.model_name = loaded.name

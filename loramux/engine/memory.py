@@ -13,7 +13,7 @@ from typing import Protocol
 from loramux.adapters.catalog import AdapterCatalog, AdapterRules, VerifiedAdapters
 from loramux.adapters.identity import FileDigest
 from loramux.adapters.packed.image import AdapterImage
-from loramux.config.engine import EngineConfig
+from loramux.config.engine import ResolvedConfig
 from loramux.memory.adapter_eviction import ResidencyLimits
 from loramux.memory.cost import CostModel
 from loramux.memory.disk_tier import DiskTier
@@ -104,7 +104,7 @@ class EngineMemory:
 
 
 def build_memory(
-    config: EngineConfig,
+    config: ResolvedConfig,
     rules: AdapterRules,
     pool: PagePool,
     *,
@@ -154,7 +154,7 @@ def build_memory(
     )
 
 
-def _catalog(config: EngineConfig, rules: AdapterRules) -> AdapterCatalog:
+def _catalog(config: ResolvedConfig, rules: AdapterRules) -> AdapterCatalog:
     folder = None
     if config.disk_folder is not None:
         folder = Path(config.disk_folder).expanduser() / rules.packing.fingerprint[:16]
@@ -172,7 +172,7 @@ def _stored_digests(folder: Path) -> Mapping[str, FileDigest] | None:
 
 
 def _lower_tiers(
-    config: EngineConfig,
+    config: ResolvedConfig,
     pool: PagePool,
     catalog: AdapterCatalog,
     tier: PageTier,
@@ -211,7 +211,7 @@ def _lower_tiers(
 
 
 def _limits(
-    config: EngineConfig, pool: PagePool, device_table: BoundedDeviceTable | None
+    config: ResolvedConfig, pool: PagePool, device_table: BoundedDeviceTable | None
 ) -> ResidencyLimits:
     max_pages = None
     if config.adapter_memory_fraction != 1:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
+from loramux.engine.device_choice import resolve_config
 from loramux.engine.engine import Engine
 
 _NUM_PROBE_TOKENS = 32
@@ -15,10 +16,15 @@ _PROBE_POOL_BYTES = 2**30
 def max_logit_change(model_path: Path, adapter_folder: Path) -> float:
     """Loads base and adapter, and returns the largest absolute change of a logit.
 
-    It computes in float32, so that rounding does not hide the effect of a small adapter.
+    It computes on the CPU in float32, so that rounding does not hide the effect of a small adapter.
     """
-    config = EngineConfig(
-        dtype="float32", device_memory_bytes=_PROBE_POOL_BYTES, pack_weights=False
+    config, _ = resolve_config(
+        EngineConfig(
+            device="cpu",
+            dtype="float32",
+            device_memory_bytes=_PROBE_POOL_BYTES,
+            pack_weights=False,
+        )
     )
     return probe(build_engine(load_base(model_path, config), config), adapter_folder)
 

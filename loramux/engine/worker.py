@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from loramux.backend import ModelCard
-from loramux.config.engine import EngineConfig
+from loramux.config.engine import EngineConfig, ResolvedConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.channel import EngineChannel
+from loramux.engine.device_choice import DeviceChoice, resolve_config
 from loramux.engine.engine import Engine
 from loramux.engine.gc_control import FullCollections
 from loramux.engine.messages import (
@@ -257,14 +258,14 @@ def serve(connection: socket.socket) -> int:
         return 1
     heart = HeartbeatThread(channel)
     try:
-        config = EngineConfig(**start.settings)
+        config, choice = resolve_config(EngineConfig(**start.settings))
 
         def report(what: str, share: float) -> None:
             channel.send(Progress(what=what, share=share))
 
         model = load_base(Path(start.model), config, progress=report)
         engine = build_engine(model, config, progress=report)
-        channel.send(Ready(card=_model_card(model, engine, start.model, config)))
+        channel.send(Ready(card=_model_card(model, engine, start.model, config, choice)))
     except (LoramuxError, OSError, MemoryError) as error:
         with contextlib.suppress(ConnectionError):  # The server itself may be gone.
             channel.send(Failed(error=encode_error(error)))
@@ -278,7 +279,9 @@ def serve(connection: socket.socket) -> int:
     return 0
 
 
-def _model_card(model: LoadedModel, engine: Engine, path: str, config: EngineConfig) -> ModelCard:
+def _model_card(
+    model: LoadedModel, engine: Engine, path: str, config: ResolvedConfig, choice: DeviceChoice
+) -> ModelCard:
     return ModelCard(
         name=model.name,
         path=path,
@@ -287,6 +290,12 @@ def _model_card(model: LoadedModel, engine: Engine, path: str, config: EngineCon
         vocab_size=engine.vocab_size,
         dtype=str(engine.executor.dtype).removeprefix("torch."),
         pool_bytes=engine.executor.pool_bytes,
+        device=choice.device,
+        gpu_name=choice.gpu_name,
+        fallback_reason=choice.reason,
+        num_pages=engine.pages.num_pages,
+        max_batch_tokens=config.max_batch_tokens,
+        max_sequences=config.max_sequences,
         tokenizer_folder=str(model.tokenizer_folder),
         eos_token_ids=tuple(model.eos_token_ids),
         block_tokens=engine.scheduler.config.block_tokens,

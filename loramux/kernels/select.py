@@ -10,6 +10,10 @@ import torch
 from loramux.errors import UnsupportedModel
 from loramux.kernels.ops import DeviceKernels, JitGemmOps, JitKernels, JitLinearOps, Kernels
 
+# bfloat16 matrix instructions and asynchronous copies. From 9.0 on kernels with TMA and
+# programmatic dependent launch replace some of the others.
+MIN_CAPABILITY = (8, 0)
+
 
 def select_kernels(
     device_type: str, *, reference: bool, dtype: torch.dtype, may_compile: bool = True
@@ -71,6 +75,17 @@ def select_jit_gemm(dtype: torch.dtype) -> JitGemmOps | None:
     from loramux.kernels.cpu_jit import gemm
 
     return gemm
+
+
+def triton_fault(device: str) -> str | None:
+    """Returns why Triton cannot compile and run a kernel on the current CUDA device, or None."""
+    try:
+        from loramux.kernels.gpu.probe import run_probe
+
+        is_right = run_probe(device)
+    except Exception as error:  # Triton raises errors of the compiler, the linker and the driver.
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None if is_right else "it computes wrong results"
 
 
 def select_device_kernels(device: torch.device) -> DeviceKernels:

@@ -1,10 +1,12 @@
-"""Access to the memory, streams, events and graphs of the device; only this module uses CUDA."""
+"""Access to the memory, streams, events and graphs of the device.
+
+Only this module and `gpus.py` use torch.cuda.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import math
-import os
 import statistics
 import threading
 import time
@@ -15,21 +17,13 @@ import torch
 from torch import Tensor
 
 from loramux.adapters.packed.image import mapped_buffer, mapped_memory
+from loramux.memory.host_memory import available_memory_bytes, total_memory_bytes
 
-_DEFAULT_POOL_LIMIT = 4 * 2**30
 # About 300 us on a GPU.
 _LAUNCH_CYCLES = 600_000
 # A power-limited GPU lowers its clocks, but not within the first 100 ms.
 _STEADY_S = 0.3
 _STEADY_REPEATS = 4
-
-
-def total_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def default_pool_bytes() -> int:
-    return min(total_memory_bytes() // 4, _DEFAULT_POOL_LIMIT)
 
 
 def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -57,7 +51,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def device_memory_bytes(device: torch.device) -> tuple[int, int]:
     """Returns the free and the total bytes."""
     if device.type != "cuda":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), total_memory_bytes()
+        return available_memory_bytes(), total_memory_bytes()
     return torch.cuda.mem_get_info(device)
 
 

@@ -33,6 +33,7 @@ from benchmarks.lib.random_weights import SHAPES, random_model
 from benchmarks.lib.report import Section, Table, names, parse_arguments, start_report
 from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
+from loramux.engine.device_choice import resolve_config
 from loramux.engine.engine import Engine
 from loramux.engine.tokenizer import Tokenizer
 from loramux.models.architectures import base_info
@@ -131,13 +132,15 @@ def run_all(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]
 def random_engine(
     folders: Sequence[Path], dtype: str, *, reference: bool, scale: Scale, **settings: Any
 ) -> Engine:
-    config = EngineConfig(
-        device=scale.device,
-        dtype=dtype,
-        device_memory_bytes=scale.pool_bytes,
-        reference_kernels=reference,
-        max_sequences=32,
-        **settings,
+    config, _ = resolve_config(
+        EngineConfig(
+            device=scale.device,
+            dtype=dtype,
+            device_memory_bytes=scale.pool_bytes,
+            reference_kernels=reference,
+            max_sequences=32,
+            **settings,
+        )
     )
     engine = build_engine(scale.model(getattr(torch, dtype)), config)
     for folder in folders:
@@ -268,8 +271,10 @@ def check_trained(path: Path, folders: Sequence[Path], device: str) -> Section:
     tokens: list[int] = []
 
     def engines(dtype: str, reference: bool) -> Engine:
-        config = EngineConfig(
-            device=device, dtype=dtype, device_memory_bytes=2**30, reference_kernels=reference
+        config, _ = resolve_config(
+            EngineConfig(
+                device=device, dtype=dtype, device_memory_bytes=2**30, reference_kernels=reference
+            )
         )
         model = load_base(path, config)
         tokens[:] = Tokenizer(model.tokenizer_folder).encode(TEXT)

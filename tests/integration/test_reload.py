@@ -124,7 +124,11 @@ def test_answers_after_a_reload_are_the_new_weights_and_those_in_flight_the_old(
 async def with_engine(folder: Path, use: Any) -> None:
     # Few sequences and no waiting time: running requests also wait, or are preempted.
     config = EngineConfig(
-        device_memory_bytes=8 * 2**20, dtype="float32", max_sequences=3, max_wait_s=0.0
+        device="cpu",
+        device_memory_bytes=8 * 2**20,
+        dtype="float32",
+        max_sequences=3,
+        max_wait_s=0.0,
     )
     engine = AsyncEngine(AsyncEngineOptions(model=folder, config=config))
     await engine.start()

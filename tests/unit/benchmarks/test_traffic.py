@@ -9,10 +9,10 @@ import pytest
 from benchmarks.lib.random_weights import SHAPES, RandomAdapters, random_model
 from benchmarks.lib.traffic import make_requests, percentile, replay, saturate
 from benchmarks.lib.workloads import Arrival
-from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine
 from loramux.engine.engine import Engine
 from loramux.errors import AdapterNotFound
+from tests.engine_factory import cpu_config
 from tests.memory_factory import Clock, InlineExecutor
 
 TINY = {**SHAPES["small"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
@@ -22,7 +22,7 @@ TINY = {**SHAPES["small"], "hidden_size": 64, "intermediate_size": 96, "num_hidd
 def engine() -> Iterator[Engine]:
     import torch
 
-    config = EngineConfig(
+    config = cpu_config(
         dtype="float32",
         device_memory_bytes=8 * 2**20,
         host_memory_bytes=2**40,

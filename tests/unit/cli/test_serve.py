@@ -290,3 +290,11 @@ def test_an_error_cannot_steer_the_terminal() -> None:
     show_error(screen, "bad \x1b[2J name")
     assert "\x1b" not in file.getvalue()
     assert "error: bad" in file.getvalue()
+
+
+def test_counts_may_be_auto(launched: Launched) -> None:
+    result = invoke("--max-batch-tokens", "auto", "--max-sequences", "8", "--device", "auto")
+    assert result.exit_code == 0, result.output
+    assert launched == [ServeConfig(engine=EngineConfig(max_sequences=8))]
+    assert invoke("--max-batch-tokens", "many").exit_code == 2
+    assert invoke("--port", "auto").exit_code == 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -59,16 +60,40 @@ def test_the_environment_can_forbid_compiled_kernels(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LORAMUX_KERNELS", "cpu")
     config = EngineConfig()
     assert not (config.may_compile_kernels or config.wants_reference_kernels)
-    assert not config.wants_device_kernels
+    assert not config.resolve("cpu", available_bytes=0).wants_device_kernels
 
 
 def test_a_gpu_runs_gpu_kernels_and_refuses_merge_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LORAMUX_KERNELS", raising=False)
-    assert EngineConfig(device="cuda:1").wants_device_kernels
-    assert not EngineConfig().wants_device_kernels
-    assert not EngineConfig(device="cuda", reference_kernels=True).wants_device_kernels
+    config = EngineConfig(merge="auto")
+    assert EngineConfig().resolve("cuda:1", available_bytes=0).wants_device_kernels
+    assert not config.resolve("cpu", available_bytes=0).wants_device_kernels
+    reference = EngineConfig(reference_kernels=True).resolve("cuda", available_bytes=0)
+    assert not reference.wants_device_kernels
     with pytest.raises(InvalidRequest, match="works on a CPU only"):
         EngineConfig(device="cuda", merge="auto")
+    with pytest.raises(InvalidRequest, match="works on a CPU only"):
+        config.resolve("cuda", available_bytes=0)
+
+
+def test_auto_follows_the_device_and_a_given_value_stays() -> None:
+    on_gpu = EngineConfig().resolve("cuda", available_bytes=2**35)
+    assert (on_gpu.device, on_gpu.max_batch_tokens, on_gpu.max_sequences) == ("cuda", 2048, 256)
+    assert on_gpu.host_memory_bytes == 2**33
+    on_cpu = EngineConfig().resolve("cpu", available_bytes=2**35)
+    assert (on_cpu.device, on_cpu.max_batch_tokens, on_cpu.max_sequences) == ("cpu", 512, 256)
+    assert on_cpu.host_memory_bytes == 2**30
+    given = EngineConfig(max_batch_tokens=7, max_sequences=3, host_memory_bytes=0, block_tokens=8)
+    resolved = given.resolve("cuda", available_bytes=2**35)
+    assert (resolved.max_batch_tokens, resolved.max_sequences) == (7, 3)
+    assert (resolved.host_memory_bytes, resolved.block_tokens) == (0, 8)
+    assert replace(resolved, max_sequences=4).max_sequences == 4
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "tpu", "cpu:0", ""])
+def test_an_unknown_device_is_refused(device: str) -> None:
+    with pytest.raises(InvalidRequest, match="auto, cpu, cuda or cuda:N"):
+        EngineConfig(device=device)
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.01])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from loramux.config.engine import EngineConfig
@@ -21,8 +23,7 @@ def test_every_setting_has_help_and_a_parser_and_a_valid_default() -> None:
     for name, setting in SETTINGS.items():
         assert setting.help.endswith("."), name
         assert setting.kind in PARSERS
-        if setting.limit is not None:
-            setting.limit.check(setting.default)
+        setting.check(setting.default)
 
 
 def test_settings_of_the_engine_reach_its_config() -> None:
@@ -47,6 +48,15 @@ def test_settings_of_the_engine_reach_its_config() -> None:
         ),
     )
     assert serve_config({}) == ServeConfig() and ServeConfig().engine == EngineConfig()
+
+
+@pytest.mark.parametrize("name", ["max_batch_tokens", "max_sequences", "host_memory", "device"])
+def test_auto_is_a_value_of_settings_that_follow_the_device(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(f'{name} = "auto"\n')
+    assert load_serve_config({name: "auto"}) == load_serve_config({}, file) == ServeConfig()
+    with pytest.raises(InvalidRequest):
+        load_serve_config({"eviction": "auto"})
 
 
 @pytest.mark.parametrize("name", AT_LEAST_ONE)

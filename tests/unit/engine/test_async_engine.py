@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +30,7 @@ from tests.engine_factory import make_engine, make_prompt, make_request, run_all
 from tests.engine_factory import save_model_with_tokenizer as save_model
 
 PROMPT = make_prompt(9, seed=4)
+NO_SETTINGS: Mapping[str, Any] = {}
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +51,12 @@ def adapter(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 class EngineRunner:
     """An engine and the event loop on which it runs, for several tests one after another."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
-        config = EngineConfig(device_memory_bytes=8 * 2**20, dtype="float32")
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any] = NO_SETTINGS, **options: Any
+    ) -> None:
+        config = EngineConfig(
+            device="cpu", device_memory_bytes=8 * 2**20, dtype="float32", **settings
+        )
         self.engine = AsyncEngine(AsyncEngineOptions(model=folder, config=config, **options))
         self.runner = asyncio.Runner()
 
@@ -163,7 +168,7 @@ def test_closing_a_stream_aborts_its_request_and_limits_refuse_more(
         stats = engine.stats
         assert stats.num_free_pages + stats.num_idle_pages == stats.num_pages
 
-    with EngineRunner(folder, max_requests=2, max_tokens=600) as own:
+    with EngineRunner(folder, {"max_sequences": 2}, max_queue=0, max_tokens=600) as own:
         own.run(use)
 
 

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.errors import DoesNotFit, InvalidRequest
 from loramux.runner.cpu_runner import CpuRunner
-from tests.engine_factory import make_engine
+from tests.engine_factory import cpu_config, make_engine
 from tests.model_factory import save_hf_folder, tiny_transformers_model
 
 PAGE_BYTES = 2 * 2 * 16 * 2 * 16 * 4
@@ -46,7 +45,7 @@ def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
 def test_progress_reports_the_preparation_of_kernels(tmp_path: Path) -> None:
     """The first start compiles for many seconds."""
     save_hf_folder(tiny_transformers_model("llama"), tmp_path)
-    config = EngineConfig(dtype="float32", device_memory_bytes=8 * 2**20)
+    config = cpu_config(dtype="float32", device_memory_bytes=8 * 2**20)
     seen: list[str] = []
     build_engine(
         load_base(tmp_path, config), config, progress=lambda stage, _: seen.append(stage)

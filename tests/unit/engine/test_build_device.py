@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.config.engine import EngineConfig
 from loramux.engine.build import load_base
 from loramux.engine.build_device import (
     GpuPlan,
@@ -19,7 +18,7 @@ from loramux.models.architectures import base_info
 from loramux.runner.gpu_runner import BatchLimits
 from loramux.types.model import PagedLayout
 from tests.device_factory import device_engine, two_adapters
-from tests.engine_factory import make_prompt, make_request, run_all
+from tests.engine_factory import cpu_config, make_prompt, make_request, run_all
 from tests.model_factory import save_hf_folder, tiny_transformers_model
 
 pytest.importorskip("triton", reason="no Triton on this machine")
@@ -28,7 +27,7 @@ pytest.importorskip("triton", reason="no Triton on this machine")
 @pytest.fixture
 def plan(tmp_path: Path) -> GpuPlan:
     save_hf_folder(tiny_transformers_model("llama", num_hidden_layers=1), tmp_path)
-    model = load_base(tmp_path, EngineConfig(dtype="float32", pack_weights=False))
+    model = load_base(tmp_path, cpu_config(dtype="float32", pack_weights=False))
     geometry = PagedLayout(num_layers=1, num_kv_heads=2, head_dim=16, block_tokens=16)
     limits = BatchLimits(max_batch_tokens=20, max_sequences=3, max_pages=4)
     return GpuPlan(model, base_info(model.config, "tiny").fused_linears, geometry, limits)
@@ -86,7 +85,7 @@ def test_warm_up_steps_stay_within_the_limits(plan: GpuPlan) -> None:
 
 
 def test_too_little_memory_is_refused_with_the_numbers(plan: GpuPlan) -> None:
-    config = EngineConfig(gpu_memory_utilization=1e-6, max_batch_tokens=20)
+    config = cpu_config(gpu_memory_utilization=1e-6, max_batch_tokens=20)
     told: list[str] = []
     with pytest.raises(DoesNotFit, match=r"MiB are taken.*max_batch_tokens \(20\)"):
         measured_pool_bytes(plan, config, progress=lambda what, _: told.append(what))
@@ -101,4 +100,4 @@ def test_running_out_of_memory_while_measuring_is_refused(
 
     monkeypatch.setattr(GpuPlan, "make_pool", fail)
     with pytest.raises(DoesNotFit, match="need more than is left"):
-        measured_pool_bytes(plan, EngineConfig())
+        measured_pool_bytes(plan, cpu_config())
