@@ -1,7 +1,7 @@
 """Catalog of the adapters that an engine knows: inspects folders, and reads them for the loader.
 
-Registration inspects the config and the header of the weights. It reads the weights only to check
-and to hash bytes that were not checked before; packing is left to the loader's threads.
+Inspection reads the config and the header of the weights. Identification also reads the weights,
+to hash, check and pack them, unless their values were checked before.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from loramux.adapters.peft.reader import (
     read_adapter,
 )
 from loramux.errors import AdapterNotFound, AdapterRefused
-from loramux.types.adapter import AdapterCard
+from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo
 
 _log = logging.getLogger(__name__)
@@ -122,34 +123,19 @@ class VerifiedAdapters:
             _log.warning("cannot write %s: %s", path, error)
 
 
-class CheckedAdapters:
-    """Holds adapters from their check at registration until their first load, within a budget.
+@dataclass(frozen=True, slots=True)
+class IdentifiedAdapter:
+    """An adapter whose values passed all checks, with its packed image if it was read for that."""
 
-    The load then neither reads the files again nor depends on them: they may be replaced in place
-    by the next version.
-    """
-
-    def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
-        self._adapters: dict[str, CheckedAdapter] = {}
-        self._lock = threading.Lock()
-
-    def put(self, adapter: CheckedAdapter) -> None:
-        """Keeps an adapter, dropping the oldest ones over the budget."""
-        with self._lock:
-            self._adapters.pop(adapter.cid, None)
-            self._adapters[adapter.cid] = adapter
-            used = sum(kept.size_bytes for kept in self._adapters.values())
-            while used > self._budget_bytes:
-                used -= self._adapters.pop(next(iter(self._adapters))).size_bytes
-
-    def pop(self, cid: str) -> CheckedAdapter | None:
-        with self._lock:
-            return self._adapters.pop(cid, None)
+    card: AdapterCard
+    image: AdapterImage | None
+    """None: the values of these files were checked before, and nothing was read."""
+    read_s: float
+    """Seconds to read, hash, check and pack it."""
 
 
 class AdapterCatalog:
-    """Gives folders their CID (register) and CIDs their packed image (read)."""
+    """Gives folders their CID (inspect, identify) and CIDs their packed image (read)."""
 
     def __init__(
         self,
@@ -157,56 +143,57 @@ class AdapterCatalog:
         *,
         find_digests: FindDigests = lambda folder: None,
         verified: VerifiedAdapters | None = None,
-        checked_bytes: int = 0,
     ) -> None:
-        """`checked_bytes`: memory for adapters that were checked and not loaded yet."""
         self.rules = rules
-        self._checked = CheckedAdapters(checked_bytes)
         self._find_digests = find_digests
         self._verified = verified or VerifiedAdapters()
         self._known: dict[str, AdapterCard] = {}
-        self._by_folder: dict[Path, tuple[Signature, str]] = {}
         self._lock = threading.RLock()
 
     @property
     def base(self) -> BaseModelInfo:
         return self.rules.base
 
-    def register(self, folder: Path) -> AdapterCard:
-        """Inspects a folder and returns its adapter; refuses one that must not be served.
+    def inspect(self, folder: Path) -> AdapterCard | InspectedCard:
+        """Checks config and header of a folder; refuses an adapter that must not be served.
 
-        The weights are read only if their values were not checked before.
+        Reads no weights. The adapter is registered if its CID is on record: in the store that made
+        the folder, or from an earlier check of the same files.
         """
         folder = folder.expanduser().resolve()
         signature = _signature(folder)
-        with self._lock:
-            seen = self._by_folder.get(folder)
-            if seen is not None and seen[0] == signature and seen[1] in self._known:
-                return self._known[seen[1]]
+        found = self._inspect(folder)
+        card = self._card(found)
+        values = self._verified.find(folder, signature) or self._recorded(folder, found)
+        return card if values is None else self.adopt(card.identified(values.cid, values.warnings))
+
+    def identify(self, folder: Path) -> IdentifiedAdapter:
+        """Registers a folder after a check of its values, which reads and packs the weights.
+
+        The weights are not read if their values were checked before.
+        """
+        folder = folder.expanduser().resolve()
+        signature = _signature(folder)
+        began = time.perf_counter()
         # The lock is not held while files are read: a slow disk must not block other folders.
         found = self._inspect(folder)
-        values = self._check_values(folder, signature, found)
-        layout = self.rules.packing.plan(found.ranks)
-        known = AdapterCard(
-            cid=values.cid,
-            path=str(folder),
-            num_elements=layout.num_elements,
-            num_bytes=layout.num_elements * self.rules.packing.dtype.itemsize,
-            rank=layout.max_rank,
-            warnings=(*found.warnings, *values.warnings),
-        )
+        values, image = self._verified.find(folder, signature), None
+        if values is None:
+            values, image = self._check_values(folder, found)
+            self._verified.add(folder, signature, values)
+        card = self.adopt(self._card(found).identified(values.cid, values.warnings))
+        return IdentifiedAdapter(card, image, time.perf_counter() - began)
+
+    def adopt(self, card: AdapterCard) -> AdapterCard:
+        """Makes an adapter known by its card alone; a load checks that the files fit the card."""
         with self._lock:
-            self._known[known.cid] = known
-            self._by_folder[folder] = (signature, known.cid)
-        return known
+            self._known[card.cid] = card
+        return card
 
     def forget(self, cid: str) -> None:
         """Removes an adapter from the catalog; does nothing for an unknown CID."""
         with self._lock:
             self._known.pop(cid, None)
-            self._checked.pop(cid)
-            for folder in [f for f, (_, known) in self._by_folder.items() if known == cid]:
-                del self._by_folder[folder]
 
     def verify(self, cid: str) -> AdapterCard:
         """Reads, hashes and checks an adapter's folder; refuses it if its files were replaced."""
@@ -225,11 +212,8 @@ class AdapterCatalog:
             return list(self._known.values())
 
     def read(self, cid: str) -> AdapterImage:
-        """Reads, hashes, checks and packs an adapter; called on the loader's threads.
-
-        An adapter that registration has just checked is only packed.
-        """
-        return self.rules.packing.pack(self._checked.pop(cid) or self._read(self.get(cid)))
+        """Reads, hashes, checks and packs an adapter; called on the loader's threads."""
+        return self.rules.packing.pack(self._read(self.get(cid)))
 
     def _inspect(self, folder: Path) -> InspectedAdapter:
         rules = self.rules
@@ -237,23 +221,35 @@ class AdapterCatalog:
             folder, rules.base, max_rank=rules.max_rank, strict_base=rules.strict_base
         )
 
-    def _check_values(
-        self, folder: Path, signature: Signature, found: InspectedAdapter
-    ) -> VerifiedValues:
-        values = self._verified.find(folder, signature)
-        if values is not None:
-            return values
+    def _card(self, found: InspectedAdapter) -> InspectedCard:
+        layout = self.rules.packing.plan(found.ranks)
+        return InspectedCard(
+            path=str(found.path),
+            num_elements=layout.num_elements,
+            num_bytes=layout.num_elements * self.rules.packing.dtype.itemsize,
+            rank=layout.max_rank,
+            warnings=found.warnings,
+        )
+
+    def _recorded(self, folder: Path, found: InspectedAdapter) -> VerifiedValues | None:
+        """Returns the CID by the store's record, with the warnings of an earlier check, if any."""
         digests = self._find_digests(folder)
-        if digests is not None:
-            cid = compute_cid(make_manifest(found.config.canonical(), digests))
-            values = self._verified.find_cid(cid)
-        if values is None:
-            adapter = self._read_folder(folder)
-            _check_overflow(adapter, self.rules.packing.dtype)
-            values = VerifiedValues(adapter.cid, adapter.warnings[len(found.warnings) :])
-            self._checked.put(adapter)
-        self._verified.add(folder, signature, values)
-        return values
+        if digests is None:
+            return None
+        cid = compute_cid(make_manifest(found.config.canonical(), digests))
+        return self._verified.find_cid(cid) or VerifiedValues(cid, ())
+
+    def _check_values(
+        self, folder: Path, found: InspectedAdapter
+    ) -> tuple[VerifiedValues, AdapterImage | None]:
+        recorded = self._recorded(folder, found)
+        values = None if recorded is None else self._verified.find_cid(recorded.cid)
+        if values is not None:
+            return values, None
+        adapter = self._read_folder(folder)
+        _check_overflow(adapter, self.rules.packing.dtype)
+        values = VerifiedValues(adapter.cid, adapter.warnings[len(found.warnings) :])
+        return values, self.rules.packing.pack(adapter)
 
     def _read(self, known: AdapterCard) -> CheckedAdapter:
         adapter = self._read_folder(Path(known.path))

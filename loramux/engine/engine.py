@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -94,7 +95,10 @@ class Engine:
 
     def register_adapter(self, folder: Path) -> AdapterCard:
         """Check an adapter and register its CID; raise AdapterRefused for an invalid one."""
-        return self.catalog.register(folder)
+        found = self.memory.identify(folder)
+        self.memory.admit(found)
+        self.memory.tiers.loader.run(partial(self.memory.write_disk, found))
+        return found.card
 
     def forget_adapter(self, cid: str) -> bool:
         """Free everything the adapter holds; return False if a sequence still uses it."""

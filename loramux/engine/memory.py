@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from loramux.adapters.catalog import AdapterCatalog, AdapterRules, VerifiedAdapters
+from loramux.adapters.catalog import (
+    AdapterCatalog,
+    AdapterRules,
+    IdentifiedAdapter,
+    VerifiedAdapters,
+)
 from loramux.adapters.identity import FileDigest
 from loramux.adapters.packed.image import AdapterImage
 from loramux.config.engine import ResolvedConfig
@@ -29,8 +34,6 @@ from loramux.memory.residency import AdapterResidency, DeviceTable, LowerTiers
 from loramux.store.files import find_record
 
 Clock = Callable[[], float]
-# The part of host memory for adapters that were checked at registration and not loaded yet.
-_CHECKED_PARTS = 8
 # Upper bounds, in seconds, of the histogram of step time spent on loads.
 STALL_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
@@ -91,6 +94,21 @@ class EngineMemory:
         began = time.perf_counter()
         if self.residency.poll():
             self.stalls.add(time.perf_counter() - began)
+
+    def identify(self, folder: Path) -> IdentifiedAdapter:
+        """Reads, checks and packs an adapter; called on other threads than the step loop's."""
+        return self.catalog.identify(folder)
+
+    def admit(self, found: IdentifiedAdapter) -> None:
+        """Registers an identified adapter; keeps its image in host memory for its first load."""
+        self.catalog.adopt(found.card)
+        if found.image is not None:
+            self.residency.admit(found.image, found.read_s)
+
+    def write_disk(self, found: IdentifiedAdapter) -> None:
+        """Writes the image of an identified adapter to the disk tier; any thread may call it."""
+        if found.image is not None and self.tiers.disk is not None:
+            self.tiers.disk.put(found.image)
 
     def forget(self, cid: str) -> bool:
         """Frees everything that an adapter holds; returns False if it is in use."""
@@ -162,7 +180,6 @@ def _catalog(config: ResolvedConfig, rules: AdapterRules) -> AdapterCatalog:
         rules,
         find_digests=_stored_digests,
         verified=VerifiedAdapters(folder),
-        checked_bytes=config.host_memory_bytes // _CHECKED_PARTS,
     )
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from loramux import errors
 from loramux.backend import AdapterUse, EngineStats, ModelCard
-from loramux.types.adapter import AdapterCard
+from loramux.types.adapter import AdapterCard, CheckLevel, InspectedCard
 from loramux.types.request import Request, TokenEvent
 
 
@@ -49,8 +49,38 @@ class Finish(Message):
 
 
 class Register(Message):
+    """Checks an adapter folder; the Answer has `adapter`, or `inspected` if its CID is unknown."""
+
     call_id: int
     path: str
+    check: CheckLevel = "full"
+
+
+class RegisterMany(Message):
+    """Checks adapter folders; the Answer has a Registration for each, in order."""
+
+    call_id: int
+    paths: tuple[str, ...]
+    check: CheckLevel = "header"
+
+
+class Identify(Message):
+    """Reads, hashes, checks and packs an adapter before its first use; answers its card.
+
+    The packed image is kept in host memory, so that the load that follows is a copy.
+    """
+
+    call_id: int
+    path: str
+
+
+class Adopt(Message):
+    """Makes an adapter known by the card that an earlier engine process gave it.
+
+    No file is read. A load reads and checks the files, and refuses bytes of another CID.
+    """
+
+    card: AdapterCard
 
 
 class Verify(Message):
@@ -88,7 +118,20 @@ class Shutdown(Message):
 
 
 Command = (
-    Start | Add | Abort | Finish | Register | Verify | Remove | Pin | Prewarm | ListUses | Shutdown
+    Start
+    | Add
+    | Abort
+    | Finish
+    | Register
+    | RegisterMany
+    | Identify
+    | Adopt
+    | Verify
+    | Remove
+    | Pin
+    | Prewarm
+    | ListUses
+    | Shutdown
 )
 
 # Messages from the engine.
@@ -139,11 +182,22 @@ class Refused(Message):
     error: WireError
 
 
+class Registration(msgspec.Struct, frozen=True, kw_only=True):
+    """The result for one folder of RegisterMany; exactly one field is set."""
+
+    adapter: AdapterCard | None = None
+    inspected: InspectedCard | None = None
+    """Set instead of `adapter` if the CID is not known before the weights are read."""
+    error: WireError | None = None
+
+
 class Answer(Message):
-    """Answers Register, Verify, Pin or ListUses."""
+    """Answers Register, RegisterMany, Identify, Verify, Pin or ListUses."""
 
     call_id: int
     adapter: AdapterCard | None = None
+    inspected: InspectedCard | None = None
+    registrations: list[Registration] | None = None
     uses: list[AdapterUse] | None = None
     error: WireError | None = None
 

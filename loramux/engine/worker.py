@@ -10,9 +10,11 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from loramux.adapters.catalog import IdentifiedAdapter
 from loramux.backend import ModelCard
 from loramux.config.engine import EngineConfig, ResolvedConfig
 from loramux.engine.build import build_engine, load_base
@@ -23,12 +25,14 @@ from loramux.engine.gc_control import FullCollections
 from loramux.engine.messages import (
     Abort,
     Add,
+    Adopt,
     Answer,
     Command,
     Events,
     Failed,
     Finish,
     Heartbeat,
+    Identify,
     ListUses,
     Pin,
     Prewarm,
@@ -36,11 +40,14 @@ from loramux.engine.messages import (
     Ready,
     Refused,
     Register,
+    RegisterMany,
+    Registration,
     Remove,
     ResidencyUpdate,
     Shutdown,
     Start,
     Verify,
+    WireError,
     encode_error,
 )
 from loramux.engine.stats import adapter_uses, engine_stats
@@ -49,12 +56,15 @@ from loramux.errors import LoramuxError
 from loramux.memory.loader import lower_priority
 from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
+from loramux.types.adapter import InspectedCard
 from loramux.types.request import TokenEvent
 
 _HEARTBEAT_S = 0.5
 # Statistics are reported this often while the engine works, and before it becomes idle.
 _STATS_INTERVAL_S = 0.2
 _SAVE_USAGE_INTERVAL_S = 60.0
+_NUM_HEADER_READERS = 4
+_NUM_IDENTIFIERS = 2
 
 
 class Worker:
@@ -77,11 +87,10 @@ class Worker:
         # False after any change since the last report; an idle engine must have reported it.
         self._is_reported = False
         self._residency_version = 0
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        # Adapters are read and checked on another thread, so that the step loop goes on.
-        self._readers = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="adapters", initializer=lower_priority
-        )
+        self._inbox: queue.SimpleQueue[Command | IdentifiedAdapter | None] = queue.SimpleQueue()
+        # Adapters are read and checked on other threads, so that the step loop goes on.
+        self._header_readers = _threads("headers", _NUM_HEADER_READERS)
+        self._identifiers = _threads("identify", _NUM_IDENTIFIERS)
         # Removed by the server, but still used by a sequence.
         self._removed: set[str] = set()
         self._num_steps = 0
@@ -94,7 +103,8 @@ class Worker:
                 self._handle_commands()
                 if self._engine.has_work:
                     self._step()
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._header_readers, self._identifiers):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._save_usage()
         self._engine.close()
 
@@ -160,7 +170,7 @@ class Worker:
             self._handle_command(command)
             self._is_reported = False
 
-    def _handle_command(self, command: Command | None) -> None:
+    def _handle_command(self, command: Command | IdentifiedAdapter | None) -> None:
         match command:
             case Add(request=request):
                 try:
@@ -172,21 +182,39 @@ class Worker:
                 self._engine.abort(request_id)
             case Finish(request_id=request_id, index=index):
                 self._engine.finish(request_id, index)
-            case Register(call_id=call_id, path=path):
-                self._readers.submit(self._register, call_id, Path(path))
-            case Verify(call_id=call_id, cid=cid):
-                self._readers.submit(self._verify, call_id, cid)
-            case Remove(cid=cid):
-                self._removed.add(cid)
-                self._free_removed()
-            case Pin() | Prewarm() | ListUses():
+            case Register() | RegisterMany() | Identify() | Verify():
+                self._start_reading(command)
+            case IdentifiedAdapter(card=card):
+                self._removed.discard(card.cid)
+                self._engine.memory.admit(command)
+            case Adopt() | Remove() | Pin() | Prewarm() | ListUses():
                 self._handle_adapter_command(command)
             case _:
                 self._is_open = False
 
-    def _handle_adapter_command(self, command: Pin | Prewarm | ListUses) -> None:
+    def _start_reading(self, command: Register | RegisterMany | Identify | Verify) -> None:
+        """Starts a command that reads files on a thread, which sends the answer."""
+        match command:
+            case Register(call_id=call_id, path=path, check="header"):
+                self._header_readers.submit(self._inspect_one, call_id, path)
+            case RegisterMany(call_id=call_id, paths=paths, check="header"):
+                self._header_readers.submit(self._inspect_many, call_id, paths)
+            case Register(call_id=call_id, path=path) | Identify(call_id=call_id, path=path):
+                self._identifiers.submit(self._identify_one, call_id, path)
+            case RegisterMany(call_id=call_id, paths=paths):
+                self._identifiers.submit(self._identify_many, call_id, paths)
+            case Verify(call_id=call_id, cid=cid):
+                self._identifiers.submit(self._verify, call_id, cid)
+
+    def _handle_adapter_command(self, command: Adopt | Remove | Pin | Prewarm | ListUses) -> None:
         residency = self._engine.residency
         match command:
+            case Adopt(card=card):
+                self._removed.discard(card.cid)
+                self._engine.catalog.adopt(card)
+            case Remove(cid=cid):
+                self._removed.add(cid)
+                self._free_removed()
             case Pin(call_id=call_id, cid=cid, is_pinned=is_pinned):
                 answer = Answer(call_id=call_id)
                 try:
@@ -203,14 +231,59 @@ class Worker:
             case ListUses(call_id=call_id):
                 self._channel.send(Answer(call_id=call_id, uses=adapter_uses(self._engine)))
 
-    def _register(self, call_id: int, path: Path) -> None:
+    def _inspect_one(self, call_id: int, path: str) -> None:
+        found = self._inspect(path)
+        self._channel.send(
+            Answer(
+                call_id=call_id,
+                adapter=found.adapter,
+                inspected=found.inspected,
+                error=found.error,
+            )
+        )
+
+    def _inspect_many(self, call_id: int, paths: Sequence[str]) -> None:
+        found = [self._inspect(path) for path in paths]
+        self._channel.send(Answer(call_id=call_id, registrations=found))
+
+    def _inspect(self, path: str) -> Registration:
         try:
-            known = self._engine.register_adapter(path)
+            card = self._engine.catalog.inspect(Path(path))
         except Exception as error:  # The caller waits for an answer, whatever the error is.
-            self._channel.send(Answer(call_id=call_id, error=encode_error(error)))
-        else:
-            self._removed.discard(known.cid)
-            self._channel.send(Answer(call_id=call_id, adapter=known))
+            return Registration(error=encode_error(error))
+        if isinstance(card, InspectedCard):
+            return Registration(inspected=card)
+        # Before the answer: requests for the adapter follow it in the inbox.
+        self._inbox.put(Adopt(card=card))
+        return Registration(adapter=card)
+
+    def _identify_one(self, call_id: int, path: str) -> None:
+        found = self._identify(path)
+        if isinstance(found, WireError):
+            self._channel.send(Answer(call_id=call_id, error=found))
+            return
+        self._channel.send(Answer(call_id=call_id, adapter=found.card))
+        self._engine.memory.write_disk(found)
+
+    def _identify_many(self, call_id: int, paths: Sequence[str]) -> None:
+        registrations = []
+        for path in paths:
+            found = self._identify(path)
+            if isinstance(found, WireError):
+                registrations.append(Registration(error=found))
+            else:
+                registrations.append(Registration(adapter=found.card))
+                self._engine.memory.write_disk(found)
+        self._channel.send(Answer(call_id=call_id, registrations=registrations))
+
+    def _identify(self, path: str) -> IdentifiedAdapter | WireError:
+        try:
+            found = self._engine.memory.identify(Path(path))
+        except Exception as error:  # The caller waits for an answer, whatever the error is.
+            return encode_error(error)
+        # Before the answer: requests for the adapter follow it in the inbox.
+        self._inbox.put(found)
+        return found
 
     def _verify(self, call_id: int, cid: str) -> None:
         try:
@@ -222,6 +295,12 @@ class Worker:
 
     def _free_removed(self) -> None:
         self._removed = {cid for cid in self._removed if not self._engine.forget_adapter(cid)}
+
+
+def _threads(name: str, num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(
+        max_workers=num_threads, thread_name_prefix=name, initializer=lower_priority
+    )
 
 
 class HeartbeatThread:

@@ -135,6 +135,10 @@ class AdapterLoader:
         self.num_active += 1
         self._threads.submit(self._copy, image, list(page_ids))
 
+    def run(self, work: Callable[[], None]) -> None:
+        """Runs work that nobody waits for on a loader thread."""
+        self._threads.submit(work)
+
     def results(self, *, timeout_s: float = 0.0) -> list[LoadResult]:
         """Returns the loads that have ended; waits up to timeout_s for the first one."""
         results: list[LoadResult] = []

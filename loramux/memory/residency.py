@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Protocol
 
+from loramux.adapters.packed.image import AdapterImage
 from loramux.errors import DoesNotFit
 from loramux.memory.adapter_eviction import (
     AdapterEviction,
@@ -269,6 +270,20 @@ class AdapterResidency:
     def prewarm(self, cids: Iterable[str]) -> None:
         """Loads adapters in the background, as long as free pages last and without evictions."""
         self._prewarm.update(dict.fromkeys(cids))
+
+    def admit(self, image: AdapterImage, read_s: float) -> None:
+        """Puts an image that was packed before its first use into host memory, if it fits there."""
+        record = self._records.get(image.cid)
+        if image.cid in self._tiers.host or (record is not None and record.is_in_flight):
+            return
+        try:
+            if not self._tiers.host.reserve(image.cid, image.num_bytes):
+                return
+        except DoesNotFit:
+            # The first load reports it to its requests.
+            return
+        self._tiers.host.put(image)
+        self._costs.record_read(AdapterState.SOURCE, image.num_bytes, read_s)
 
     def forget(self, cid: str) -> bool:
         """Frees everything that an adapter holds; returns False if it is in use or loading."""

@@ -1,8 +1,12 @@
-"""The description of an adapter that an engine has registered."""
+"""The descriptions of adapters that an engine has inspected or registered."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+CheckLevel = Literal["header", "full"]
+"""What a registration checks: config and header of the weights, or their values as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,3 +22,28 @@ class AdapterCard:
     num_bytes: int
     num_elements: int = 0
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectedCard:
+    """An adapter whose config and header were checked, and whose weights were not read yet.
+
+    Its CID is not known, so that it cannot be selected before it is identified.
+    """
+
+    path: str
+    rank: int
+    num_bytes: int
+    num_elements: int = 0
+    warnings: tuple[str, ...] = ()
+
+    def identified(self, cid: str, warnings: tuple[str, ...] = ()) -> AdapterCard:
+        """Returns the card of a registered adapter; `warnings` are those of its values."""
+        return AdapterCard(
+            cid=cid,
+            path=self.path,
+            rank=self.rank,
+            num_bytes=self.num_bytes,
+            num_elements=self.num_elements,
+            warnings=(*self.warnings, *warnings),
+        )

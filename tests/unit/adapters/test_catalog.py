@@ -15,6 +15,7 @@ from loramux.adapters.peft.reader import read_adapter
 from loramux.errors import AdapterNotFound, AdapterRefused
 from loramux.store.files import find_record
 from loramux.store.store import ContentStore
+from loramux.types.adapter import InspectedCard
 from tests.adapter_factory import (
     lora_config_dict,
     lora_tensors,
@@ -46,24 +47,55 @@ def write(folder: Path, seed: int = 0, **config: Any) -> Path:
 
 def test_the_same_bytes_in_two_folders_are_one_adapter(tmp_path: Path) -> None:
     catalog = make_catalog()
-    first, second = catalog.register(write(tmp_path / "a")), catalog.register(write(tmp_path / "b"))
+    first, second = (
+        catalog.identify(write(tmp_path / "a")).card,
+        catalog.identify(write(tmp_path / "b")).card,
+    )
     assert first.cid == second.cid
     assert [known.cid for known in catalog.known()] == [first.cid]
     assert first.num_bytes == catalog.read(first.cid).num_bytes
 
 
-def test_registration_predicts_the_size_of_the_packed_image_and_packs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_inspection_predicts_the_image_that_identification_packs(
+    tmp_path: Path, num_reads: Callable[[], int]
 ) -> None:
     catalog = make_catalog()
     folder = write(tmp_path / "a")
-    monkeypatch.setattr(DensePacking, "pack", lambda *_: pytest.fail("registration packed"))
-    known = catalog.register(folder)
-    monkeypatch.undo()
+    inspected = catalog.inspect(folder)
+    assert isinstance(inspected, InspectedCard) and num_reads() == 0 and not catalog.known()
+    found = catalog.identify(folder)
     expected = pack_dense(read_adapter(folder, BASE), BASE.fused_linears, torch.float32)
-    assert (known.num_elements, known.num_bytes) == (expected.buffer.numel(), expected.num_bytes)
-    assert known.rank == expected.layout.max_rank
-    assert torch.equal(catalog.read(known.cid).buffer, expected.buffer)
+    assert found.card == inspected.identified(expected.cid)
+    assert found.card.num_elements == expected.buffer.numel()
+    assert found.card.num_bytes == expected.num_bytes
+    assert found.card.rank == expected.layout.max_rank
+    assert found.image is not None and torch.equal(found.image.buffer, expected.buffer)
+    assert torch.equal(catalog.read(found.card.cid).buffer, expected.buffer)
+
+
+def test_the_cid_of_checked_files_is_known_to_inspection(
+    tmp_path: Path, num_reads: Callable[[], int]
+) -> None:
+    folder = idle_adapter(tmp_path / "a")
+    found = make_catalog(state=tmp_path / "state").identify(folder)
+    assert found.image is not None and num_reads() == 1
+    restarted = make_catalog(state=tmp_path / "state")
+    assert restarted.inspect(folder) == found.card and restarted.get(found.card.cid) == found.card
+    assert restarted.identify(folder).image is None and num_reads() == 1
+    idle_adapter(folder)
+    assert isinstance(restarted.inspect(folder), InspectedCard)
+
+
+def test_an_adopted_adapter_is_read_and_checked_at_its_load(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    card = make_catalog().identify(folder).card
+    catalog = make_catalog()
+    assert catalog.adopt(card) == catalog.get(card.cid)
+    assert catalog.read(card.cid).cid == card.cid
+    write(tmp_path / "a", seed=1)
+    with pytest.raises(AdapterRefused) as caught:
+        catalog.read(card.cid)
+    assert caught.value.code == "changed_on_disk"
 
 
 @pytest.fixture
@@ -83,9 +115,9 @@ def test_weights_are_read_again_only_when_the_files_changed(
     tmp_path: Path, num_reads: Callable[[], int]
 ) -> None:
     catalog = make_catalog()
-    first = catalog.register(write(tmp_path / "a"))
-    assert catalog.register(tmp_path / "a") is first and num_reads() == 1
-    changed = catalog.register(write(tmp_path / "a", seed=1))
+    first = catalog.identify(write(tmp_path / "a")).card
+    assert catalog.identify(tmp_path / "a").card == first and num_reads() == 1
+    changed = catalog.identify(write(tmp_path / "a", seed=1)).card
     assert changed.cid != first.cid and num_reads() == 2
 
 
@@ -100,12 +132,12 @@ def test_a_restarted_engine_does_not_read_files_that_were_checked(
     tmp_path: Path, num_reads: Callable[[], int]
 ) -> None:
     folder = idle_adapter(tmp_path / "a")
-    first = make_catalog(state=tmp_path / "state").register(folder)
+    first = make_catalog(state=tmp_path / "state").identify(folder).card
     assert num_reads() == 1 and any("no effect" in warning for warning in first.warnings)
     restarted = make_catalog(state=tmp_path / "state")
-    assert restarted.register(folder) == first and num_reads() == 1
+    assert restarted.identify(folder).card == first and num_reads() == 1
     idle_adapter(folder)
-    assert make_catalog(state=tmp_path / "state").register(folder) == first
+    assert make_catalog(state=tmp_path / "state").identify(folder).card == first
     assert num_reads() == 2, "files that were written again are not checked again"
     assert restarted.read(first.cid).cid == first.cid and num_reads() == 3
 
@@ -114,15 +146,15 @@ def test_a_damaged_or_missing_file_of_checks_only_costs_a_check(
     tmp_path: Path, num_reads: Callable[[], int]
 ) -> None:
     folder = write(tmp_path / "a")
-    first = make_catalog(state=tmp_path / "state").register(folder)
+    first = make_catalog(state=tmp_path / "state").identify(folder).card
     (path,) = (tmp_path / "state").iterdir()
     path.write_bytes(b"[1, 2\n{}\n" + b"[" * 3000)
-    assert make_catalog(state=tmp_path / "state").register(folder) == first
+    assert make_catalog(state=tmp_path / "state").identify(folder).card == first
     assert num_reads() == 2
-    assert make_catalog(state=tmp_path / "state").register(folder) == first
+    assert make_catalog(state=tmp_path / "state").identify(folder).card == first
     assert num_reads() == 2, "the new entry is not found behind the damaged ones"
     (tmp_path / "file").write_text("")
-    assert make_catalog(state=tmp_path / "file" / "x").register(folder) == first
+    assert make_catalog(state=tmp_path / "file" / "x").identify(folder).card == first
 
 
 def test_a_store_folder_with_checked_content_is_registered_without_a_read(
@@ -132,10 +164,11 @@ def test_a_store_folder_with_checked_content_is_registered_without_a_read(
     store = ContentStore(tmp_path / "store")
     view = store.materialize(store.put_folder(folder))
     catalog = make_catalog(find_digests=stored_digests)
-    first = catalog.register(folder)
-    known = catalog.register(view)
+    first = catalog.identify(folder).card
+    known = catalog.identify(view).card
     assert known.cid == first.cid and known.path == str(view) and num_reads() == 1
-    assert make_catalog(find_digests=stored_digests).register(view).cid == first.cid
+    assert make_catalog(find_digests=stored_digests).inspect(view) == known and num_reads() == 1
+    assert make_catalog(find_digests=stored_digests).identify(view).card.cid == first.cid
     assert num_reads() == 2, "content that was never checked is not read"
 
 
@@ -144,49 +177,19 @@ def test_a_store_folder_whose_weights_were_replaced_is_refused_at_its_load(tmp_p
     view = store.materialize(store.put_folder(write(tmp_path / "a")))
     other = write(tmp_path / "b", seed=1)
     catalog = make_catalog(find_digests=stored_digests)
-    catalog.register(tmp_path / "a")
+    catalog.identify(tmp_path / "a")
     weights = view / "adapter_model.safetensors"
     weights.unlink()
     weights.write_bytes((other / weights.name).read_bytes())
-    known = catalog.register(view)
+    known = catalog.identify(view).card
     with pytest.raises(AdapterRefused, match="no longer holds"):
         catalog.read(known.cid)
 
 
-def test_the_first_load_uses_the_bytes_that_registration_checked(
-    tmp_path: Path, num_reads: Callable[[], int]
-) -> None:
-    """Catches a load that fails because the folder was replaced by the next version meanwhile."""
-    catalog = make_catalog(checked_bytes=2**30)
-    old = catalog.register(write(tmp_path / "a"))
-    expected = pack_dense(read_adapter(tmp_path / "a", BASE), BASE.fused_linears, torch.float32)
-    new = catalog.register(write(tmp_path / "a", seed=1))
-    assert torch.equal(catalog.read(old.cid).buffer, expected.buffer) and num_reads() == 2
-    assert catalog.read(new.cid).cid == new.cid and num_reads() == 2
-    assert catalog.read(new.cid).cid == new.cid and num_reads() == 3, "it is kept after its load"
-    with pytest.raises(AdapterRefused, match="no longer holds"):
-        catalog.read(old.cid)
-
-
-def test_checked_adapters_are_kept_within_their_budget(
-    tmp_path: Path, num_reads: Callable[[], int]
-) -> None:
-    size = read_adapter(write(tmp_path / "0"), BASE).size_bytes
-    catalog = make_catalog(checked_bytes=2 * size)
-    cids = [catalog.register(write(tmp_path / str(seed), seed=seed)).cid for seed in range(3)]
-    for cid, num_more in zip(cids, (1, 0, 0), strict=True):
-        before = num_reads()
-        catalog.read(cid)
-        assert num_reads() == before + num_more
-    catalog.register(write(tmp_path / "3", seed=3))
-    catalog.forget(catalog.register(tmp_path / "3").cid)
-    assert not catalog._checked._adapters
-
-
 def test_a_folder_that_was_replaced_is_never_served_under_its_old_id(tmp_path: Path) -> None:
     catalog = make_catalog()
-    old = catalog.register(write(tmp_path / "a"))
-    catalog.register(write(tmp_path / "b", seed=1))
+    old = catalog.identify(write(tmp_path / "a")).card
+    catalog.identify(write(tmp_path / "b", seed=1))
     write(tmp_path / "a", seed=2)
     with pytest.raises(AdapterRefused, match="no longer holds") as caught:
         catalog.read(old.cid)
@@ -197,26 +200,26 @@ def test_a_folder_that_was_replaced_is_never_served_under_its_old_id(tmp_path: P
 
 def test_forget_frees_all_and_the_adapter_can_come_again(tmp_path: Path) -> None:
     catalog = make_catalog()
-    known = catalog.register(write(tmp_path / "a"))
+    known = catalog.identify(write(tmp_path / "a")).card
     catalog.forget(known.cid)
     assert catalog.known() == []
     with pytest.raises(AdapterNotFound):
         catalog.read(known.cid)
     catalog.forget(known.cid)
-    assert catalog.register(tmp_path / "a").cid == known.cid
+    assert catalog.identify(tmp_path / "a").card.cid == known.cid
 
 
 def test_a_folder_that_is_not_there_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(AdapterNotFound, match="holds adapter_config.json"):
-        make_catalog().register(tmp_path / "nothing")
+        make_catalog().identify(tmp_path / "nothing")
 
 
 def test_weights_that_overflow_the_serving_dtype_are_refused(tmp_path: Path) -> None:
     tensors = {k: v * 3e5 for k, v in lora_tensors(tiny_llama_config()).items()}
     write_adapter(tmp_path / "a", lora_config_dict(), tensors)
-    make_catalog().register(tmp_path / "a")
+    make_catalog().identify(tmp_path / "a")
     with pytest.raises(AdapterRefused, match="too large for"):
-        make_catalog(dtype=torch.float16).register(tmp_path / "a")
+        make_catalog(dtype=torch.float16).identify(tmp_path / "a")
 
 
 def test_the_scale_is_folded_into_b(tmp_path: Path) -> None:

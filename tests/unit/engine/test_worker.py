@@ -7,6 +7,7 @@ import math
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,19 @@ from loramux.engine.channel import ServerChannel
 from loramux.engine.messages import (
     Abort,
     Add,
+    Adopt,
     Answer,
     Events,
     Failed,
     Finish,
     Heartbeat,
+    Identify,
     Pin,
     Prewarm,
     Ready,
     Refused,
     Register,
+    RegisterMany,
     Remove,
     Reply,
     Shutdown,
@@ -36,6 +40,7 @@ from loramux.engine.messages import (
     Verify,
 )
 from loramux.engine.worker import serve
+from loramux.types.adapter import AdapterCard
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import make_request, save_model_with_tokenizer
 
@@ -125,6 +130,42 @@ def test_adapters_are_registered_verified_and_removed(folder: Path) -> None:
         assert (await next_of(channel, Answer)).error.kind == "AdapterNotFound"
 
     assert converse(folder, talk) in (0, 1)
+
+
+def test_adapters_are_inspected_identified_and_adopted(folder: Path, tmp_path: Path) -> None:
+    paths = tuple(str(path) for path in (folder / "adapter", tmp_path / "nothing"))
+
+    async def identify(channel: ServerChannel) -> None:
+        await next_of(channel, Ready)
+        channel.send(RegisterMany(call_id=1, paths=paths))
+        inspected, missing = (await next_of(channel, Answer)).registrations
+        assert missing.error.kind == "AdapterNotFound"
+        channel.send(Register(call_id=2, path=paths[0], check="header"))
+        answer = await next_of(channel, Answer)
+        assert answer.inspected == inspected.inspected and answer.adapter is None
+        channel.send(Identify(call_id=3, path=paths[0]))
+        cards.append((await next_of(channel, Answer)).adapter)
+        assert cards[0] == answer.inspected.identified(cards[0].cid)
+        channel.send(Register(call_id=4, path=paths[0], check="header"))
+        assert (await next_of(channel, Answer)).adapter == cards[0], "its CID is on record"
+        channel.send(RegisterMany(call_id=5, paths=paths, check="full"))
+        checked, missing = (await next_of(channel, Answer)).registrations
+        assert checked.adapter == cards[0] and missing.error.kind == "AdapterNotFound"
+        channel.send(Shutdown())
+
+    async def adopt(channel: ServerChannel) -> None:
+        await next_of(channel, Ready)
+        for card in (cards[0], replace(cards[0], cid="cidv1:sha256:other")):
+            channel.send(Adopt(card=card))
+            selection = ((card.cid, 1.0),)
+            channel.send(Add(request=make_request(card.cid, (3, 4), selection, max_tokens=1)))
+            (event,) = await events_until_done(channel, card.cid)
+            assert ("no longer holds" in (event.error or "")) == (card is not cards[0])
+        channel.send(Shutdown())
+
+    cards: list[AdapterCard] = []
+    assert converse(folder, identify) == 0
+    assert converse(folder, adopt) == 0
 
 
 def test_the_engine_reports_its_memory_before_it_becomes_idle(folder: Path) -> None:
