@@ -10,13 +10,14 @@ import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from loramux.backend import ModelCard
 from loramux.compose import LibraryOptions, open_library, store_limits
 from loramux.config.engine import EngineConfig
 from loramux.config.fields import NONE
@@ -49,8 +50,19 @@ _log = logging.getLogger(__name__)
 # After the drain every stream has ended; this is the time for closing the sockets.
 _CLOSING_S = 5
 
-OnReady = Callable[[str, int, str, Sequence[str]], None]
-"""Receives host, port, name of the base model and names of the adapters."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerReady:
+    """A server that accepts requests."""
+
+    host: str
+    port: int
+    base_name: str
+    adapter_names: Sequence[str]
+    card: ModelCard
+
+
+OnReady = Callable[[ServerReady], None]
 
 
 def serve(config: ServeConfig, *, progress: OnProgress, on_ready: OnReady) -> int:
@@ -83,7 +95,15 @@ async def _serve(
             def announce() -> None:
                 known = [] if registry is None else map(str, registry.registry.adapters())
                 shown = [*(given.name for given in names.given()), *known]
-                on_ready(host, port, options.served_model_names[0], shown)
+                on_ready(
+                    ServerReady(
+                        host=host,
+                        port=port,
+                        base_name=options.served_model_names[0],
+                        adapter_names=shown,
+                        card=engine.card,
+                    )
+                )
 
             announcing = asyncio.create_task(_when_started(server, announce))
             await server.serve(sockets=[listener])

@@ -6,10 +6,10 @@ import inspect
 import json
 import shlex
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
 
 import typer
 from rich.console import Console
@@ -23,6 +23,10 @@ from loramux.config.fields import AUTO, Kind, Setting, flag
 from loramux.config.file import load_serve_config
 from loramux.config.serve import SETTINGS, ServeConfig
 from loramux.errors import InvalidRequest, LoramuxError
+
+if TYPE_CHECKING:
+    from loramux.backend import ModelCard
+    from loramux.launch import ServerReady
 
 MAX_NAMES_SHOWN = 20
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -63,9 +67,6 @@ class ServeView:
         hidden = len(config.lora_modules) - MAX_NAMES_SHOWN
         if hidden > 0:
             say(self._console, "          ", f"and {hidden} more adapters", style="bold")
-        pool_bytes = config.engine.device_memory_bytes
-        memory = size_text(pool_bytes) if pool_bytes else "default size"
-        say(self._console, "Page pool ", memory, style="bold")
 
     def progress(self, stage: str, done: float) -> None:
         """Show a stage and its progress in [0, 1]; without a terminal print one line per stage."""
@@ -81,23 +82,36 @@ class ServeView:
     def stop_progress(self) -> None:
         self._bars.stop()
 
-    def show_ready(
-        self, host: str, port: int, base_name: str, adapter_names: Sequence[str]
-    ) -> None:
+    def show_ready(self, ready: ServerReady) -> None:
         self.is_ready = True
         self.stop_progress()
-        url = server_url(host, port)
+        url, adapter_names = server_url(ready.host, ready.port), ready.adapter_names
+        for name, value in engine_facts(ready.card):
+            say(self._console, f"{name:<13}", value, style="bold")
+        if ready.card.fallback_reason is not None:
+            say(self._console, "No GPU       ", ready.card.fallback_reason, style="bold yellow")
         say(self._console, "\nListening on ", url, style="bold green")
-        say(self._console, "Models       ", base_name, style="bold")
+        say(self._console, "Models       ", ready.base_name, style="bold")
         for name in adapter_names[:MAX_NAMES_SHOWN]:
             say(self._console, "             ", name, style="bold")
         hidden = len(adapter_names) - MAX_NAMES_SHOWN
         if hidden > 0:
             say(self._console, "             ", f"and {hidden} more: GET /v1/models", style="bold")
         say(self._console, "\nTry it, here or in another terminal:", "", style="bold")
-        command = curl_command(url, adapter_names[0] if adapter_names else base_name)
+        command = curl_command(url, adapter_names[0] if adapter_names else ready.base_name)
         self._console.print(Text(command), soft_wrap=True)
         self._console.print(Text(f"loramux chat --url {url}\n"), soft_wrap=True)
+
+
+def engine_facts(card: ModelCard) -> Iterator[tuple[str, str]]:
+    """The device of a running engine and the sizes that follow from it, by name."""
+    device = "CPU" if card.gpu_name is None else f"{card.gpu_name} ({card.device})"
+    yield "Device", f"{device}, {card.dtype}"
+    page_bytes = card.pool_bytes // max(1, card.num_pages)
+    pages = f"{card.num_pages} pages of {size_text(page_bytes)}"
+    yield "Page pool", f"{size_text(card.pool_bytes)}, {pages} for KV cache and adapters"
+    yield "Host memory", f"{size_text(card.host_memory_bytes)} for adapters"
+    yield "Batch", f"{card.max_batch_tokens} tokens a step, {card.max_sequences} sequences"
 
 
 def server_url(host: str, port: int) -> str:
@@ -142,7 +156,7 @@ class Launch(Protocol):
         config: ServeConfig,
         *,
         progress: Callable[[str, float], None],
-        on_ready: Callable[[str, int, str, Sequence[str]], None],
+        on_ready: Callable[[ServerReady], None],
     ) -> int: ...
 
 

@@ -72,6 +72,7 @@ def title_line(frame: Frame) -> Text:
     return Text.assemble(
         ("loramux top", "bold"),
         f"  {printable(frame.url)}  {printable(engine.model)}  ",
+        f"{printable(engine.gpu_name or engine.device)} {printable(engine.dtype)}  ",
         (printable(engine.status), style),
         f"  {clock}",
         f"  restarts {engine.restarts}" if engine.restarts else "",

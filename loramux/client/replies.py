@@ -183,6 +183,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     status: str
     restarts: int = 0
+    device: str = ""
+    """cpu, cuda or cuda:N"""
+    gpu_name: str | None = None
+    fallback_reason: str | None = None
+    """Why the CPU is used although the machine has an NVIDIA GPU."""
+    dtype: str = ""
+    max_batch_tokens: int = 0
+    max_sequences: int = 0
     running: int = 0
     waiting: int = 0
     steps: int = 0

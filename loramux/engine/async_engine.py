@@ -202,13 +202,18 @@ class AsyncEngine:
     async def _open_process(self) -> None:
         options = self._options
         settings = asdict(options.config)
-        if self._card is not None:
+        first = self._card
+        if first is not None:
             # A restarted engine must not fall back to another device.
-            settings["device"] = self._card.device
+            settings["device"] = first.device
         start = Start(model=str(options.model), settings=settings)
         self._process = await EngineProcess.open(start, self._on_progress)
         card = self._process.card
-        self._card = replace(card, name=options.served_name or card.name)
+        self._card = replace(
+            card,
+            name=options.served_name or card.name,
+            fallback_reason=(first or card).fallback_reason,
+        )
         self._stats = StatsView()
 
     async def _supervise(self) -> None:

@@ -267,6 +267,14 @@ class EngineReport(Struct, kw_only=True):
     model: str
     status: str
     restarts: int
+    device: str
+    """cpu, cuda or cuda:N"""
+    gpu_name: str | None
+    fallback_reason: str | None
+    """Why the CPU is used although the machine has an NVIDIA GPU."""
+    dtype: str
+    max_batch_tokens: int
+    max_sequences: int
     running: int
     waiting: int
     steps: int

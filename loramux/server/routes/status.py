@@ -58,18 +58,24 @@ def status_routes(context: Context) -> APIRouter:
 
 def _engine_report(context: Context) -> EngineReport:
     backend, total = context.backend, context.metrics.total
-    stats, pool_bytes = backend.stats, backend.card.pool_bytes
+    stats, card = backend.stats, backend.card
     return EngineReport(
         model=context.base_names[0],
         status=backend.health.value,
         restarts=backend.num_restarts,
+        device=card.device,
+        gpu_name=card.gpu_name,
+        fallback_reason=card.fallback_reason,
+        dtype=card.dtype,
+        max_batch_tokens=card.max_batch_tokens,
+        max_sequences=card.max_sequences,
         running=stats.num_running,
         waiting=stats.num_waiting,
         steps=stats.num_steps,
         preemptions=stats.num_preemptions,
         pages=stats.num_pages,
         free_pages=stats.num_free_pages,
-        page_bytes=pool_bytes // stats.num_pages if stats.num_pages else 0,
+        page_bytes=card.pool_bytes // stats.num_pages if stats.num_pages else 0,
         requests=total.num_requests,
         prompt_tokens=total.num_prompt_tokens,
         generation_tokens=total.num_generation_tokens,

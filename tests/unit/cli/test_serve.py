@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from loramux.backend import ModelCard
 from loramux.cli.console import show_error
 from loramux.cli.main import app
 from loramux.cli.serve import ServeView, Stopped, curl_command, one_value_per_flag, run, server_url
@@ -26,6 +27,7 @@ from loramux.config.engine import EngineConfig
 from loramux.config.fields import LoraModule, flag
 from loramux.config.serve import SETTINGS, ServeConfig
 from loramux.errors import UnsupportedModel
+from loramux.launch import ServerReady
 
 Launched = list[ServeConfig]
 
@@ -37,6 +39,24 @@ def keep_signal_handler() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
+def ready(*adapters: str, host: str = "127.0.0.1", **facts: Any) -> ServerReady:
+    card = ModelCard(
+        **{
+            "name": "smol",
+            "path": "",
+            "digest": "",
+            "max_model_len": 8,
+            "vocab_size": 8,
+            "dtype": "float32",
+            "pool_bytes": 2**30,
+            "num_pages": 512,
+            "host_memory_bytes": 2**31,
+            **facts,
+        }
+    )
+    return ServerReady(host=host, port=8000, base_name="smol", adapter_names=adapters, card=card)
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     configs: Launched = []
@@ -44,7 +64,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     def serve(config: ServeConfig, *, progress: Any, on_ready: Any) -> int:
         configs.append(config)
         progress("Converting the model", 0.5)
-        on_ready(config.host, config.port, "smol", [m.name for m in config.lora_modules])
+        on_ready(ready(*(m.name for m in config.lora_modules)))
         return 0
 
     fake = ModuleType("loramux.launch")
@@ -148,7 +168,7 @@ def test_help_names_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 def raising(error: BaseException, *, after_ready: bool = False) -> Callable[..., int]:
     def launch(config: ServeConfig, *, progress: Any, on_ready: Any) -> int:
         if after_ready:
-            on_ready("127.0.0.1", 8000, "smol", [])
+            on_ready(ready())
         raise error
 
     return launch
@@ -222,7 +242,7 @@ def test_the_first_screen_names_models_and_a_command_on_one_line() -> None:
         view.show_plan(ServeConfig(lora_modules=(LoraModule("pirate", "/p"),)))
         view.progress("Converting the model", 0.1)
         view.progress("Converting the model", 0.9)
-        view.show_ready("0.0.0.0", 8000, "smol", ["pirate", "upper"])
+        view.show_ready(ready("pirate", "upper", host="0.0.0.0"))
     lines = file.getvalue().splitlines()
     assert lines.count("Converting the model …") == 1
     assert "Listening on http://127.0.0.1:8000" in lines
@@ -233,13 +253,35 @@ def test_the_first_screen_names_models_and_a_command_on_one_line() -> None:
     assert curl_command("http://127.0.0.1:8000", "pirate") in lines
 
 
+def test_the_first_screen_names_the_device_and_its_sizes() -> None:
+    screen, file = console()
+    gpu = {"device": "cuda:1", "gpu_name": "NVIDIA H200", "dtype": "bfloat16"}
+    with ServeView(screen) as view:
+        view.show_ready(ready(**gpu, max_batch_tokens=2048))
+    lines = file.getvalue().splitlines()
+    assert "Device       NVIDIA H200 (cuda:1), bfloat16" in lines
+    assert "Page pool    1 GiB, 512 pages of 2 MiB for KV cache and adapters" in lines
+    assert "Host memory  2 GiB for adapters" in lines
+    assert "Batch        2048 tokens a step, 256 sequences" in lines
+    assert "No GPU" not in file.getvalue()
+
+
+def test_the_first_screen_says_why_a_gpu_is_not_used() -> None:
+    screen, file = console()
+    with ServeView(screen) as view:
+        view.show_ready(ready(fallback_reason="torch is built without CUDA"))
+    lines = file.getvalue().splitlines()
+    assert "Device       CPU, float32" in lines
+    assert "No GPU       torch is built without CUDA" in lines
+
+
 def test_a_terminal_sees_a_bar_that_moves_and_goes_away() -> None:
     screen, file = console(terminal=True)
     with ServeView(screen) as view:
         view.progress("Converting [the] model", 0.25)
         assert "Converting [the] model" in file.getvalue()
         view.progress("Checking adapters", 1.0)
-        view.show_ready("127.0.0.1", 8000, "smol", [])
+        view.show_ready(ready())
         before = file.getvalue()
         view.progress("Restarting", 0.5)
     assert "25%" in before
@@ -251,7 +293,7 @@ def test_a_thousand_adapters_do_not_fill_the_screen() -> None:
     modules = tuple(LoraModule(f"a{index}", "/x") for index in range(1000))
     with ServeView(screen) as view:
         view.show_plan(ServeConfig(lora_modules=modules))
-        view.show_ready("127.0.0.1", 8000, "smol", [module.name for module in modules])
+        view.show_ready(ready(*(module.name for module in modules)))
     assert len(file.getvalue().splitlines()) < 60
     assert file.getvalue().count("980 more") == 2
 

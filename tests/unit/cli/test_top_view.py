@@ -51,6 +51,12 @@ def test_rates_are_what_came_between_two_frames() -> None:
     assert "–" in shown(first)
 
 
+def test_the_title_names_the_device() -> None:
+    gpu = frame(device="cuda", gpu_name="NVIDIA H200", dtype="bfloat16")
+    assert "smol  NVIDIA H200 bfloat16  ready" in shown(gpu)
+    assert "smol  cpu float32  ready" in shown(frame(device="cpu", dtype="float32"))
+
+
 def test_a_restarted_server_has_no_negative_rates() -> None:
     text = shown(after(frame(1.0, generation_tokens=500), frame(2.0, generation_tokens=3)))
     assert "-" not in text.splitlines()[1]

@@ -86,6 +86,7 @@ def test_stats_show_batch_queue_pages_and_tiers() -> None:
     assert (report["model"], report["status"]) == ("tiny-base", "ready")
     assert (report["running"], report["waiting"], report["free_pages"]) == (2, 1, 4)
     assert report["page_bytes"] == (1 << 20) // 16
+    assert (report["device"], report["gpu_name"]) == ("cpu", None)
     assert (report["requests"], report["prompt_tokens"], report["generation_tokens"]) == (1, 2, 9)
     [shown] = report["tiers"]
     assert (shown["tier"], shown["adapters"], shown["hits"]) == ("device", 3, 5)
