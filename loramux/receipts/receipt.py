@@ -57,8 +57,9 @@ class Receipt(Struct, frozen=True, kw_only=True):
     base_model: str
     base_digest: str
     adapter_cid: str | None
-    """The CID of the first of `adapters`; None if the base alone answered."""
+    """The CID of the first of `adapters` with a weight; None if the base alone answered."""
     adapters: tuple[ServedAdapter, ...] = ()
+    """All adapters that the request named, in its order, also those of weight 0."""
     pool_id: str
     tier_found: str | None = None
     """device, host, disk or source; None if no adapter was needed."""

@@ -227,10 +227,12 @@ def to_record(receipt: Receipt) -> StoredReceipt:
 
 
 def uses_of(receipt: Receipt) -> Iterator[Use]:
-    """Yields one use for each adapter of a request that ran."""
+    """Yields one use for each adapter of a request that ran; weight 0 is no use."""
     if receipt.status is ServingStatus.REFUSED:
         return
     for adapter in receipt.adapters:
+        if adapter.weight == 0:
+            continue
         yield Use(
             cid=adapter.cid,
             num_prompt_tokens=receipt.prompt_tokens,

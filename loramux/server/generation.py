@@ -89,7 +89,7 @@ def open_generation(
             selection=request.selected.selection,
             tenant=request.caller.tenant,
             tenant_share=options.tenant_shares.get(request.caller.tenant, 1.0),
-            adapter_share=options.adapter_shares.get(request.selected.label or "", 1.0),
+            adapter_share=_adapter_share(context, request.selected),
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,
         )
@@ -105,6 +105,12 @@ def open_generation(
         draft=draft,
         fingerprint=context.fingerprint,
     )
+
+
+def _adapter_share(context: Context, selected: Selected) -> float:
+    """The smallest share of the adapters: naming a favoured one too gives no advantage."""
+    shares = context.options.adapter_shares
+    return min((shares.get(adapter.label, 1.0) for adapter in selected.used), default=1.0)
 
 
 def check_num_choices(context: Context, request: GenerationRequest, num_prompts: int) -> None:
@@ -200,7 +206,7 @@ async def _run_all(streams: Sequence[AsyncGenerator[Delta, None]]) -> Deltas:
 async def submit(
     backend: TextBackend, names: AdapterNames, request: Request
 ) -> AsyncGenerator[Delta, None]:
-    """Submit the request, and again if the adapter's files were missing and could be restored."""
+    """Submit the request, and again if an adapter's files were missing and could be restored."""
     deltas = backend.submit(request)
     has_begun = False
     try:
@@ -209,8 +215,8 @@ async def submit(
             yield delta
         return
     except AdapterRefused:
-        selection = request.selection
-        if has_begun or not selection or not await names.restore(selection[0][0]):
+        restored = [] if has_begun else [await names.restore(cid) for cid, _ in request.selection]
+        if not any(restored):
             raise
     finally:
         await _close(deltas)
@@ -225,12 +231,12 @@ async def submit(
 async def _run_one(
     context: Context, generation: Generation, request: Request
 ) -> AsyncGenerator[Delta, None]:
-    selected = generation.request.selected
-    # Nothing is awaited between here and the backend, so the name cannot move any more.
-    request = context.names.rebind(request, selected.name)
-    monitor = _Monitor(context.metrics, request, selected.label)
-    for cid, _ in request.selection:
-        generation.draft.add_adapter(cid)
+    # Nothing is awaited between here and the backend, so the names cannot move any more.
+    selected = context.names.rebind(generation.request.selected)
+    if selected is not generation.request.selected:
+        request = replace(request, selection=selected.selection)
+    monitor = _Monitor(context.metrics, request, selected)
+    generation.draft.add_adapters(selected)
     deltas = submit(context.backend, context.names, request)
     try:
         async for delta in deltas:
@@ -248,13 +254,14 @@ async def _run_one(
 class _Monitor:
     """Counts one engine request in the metrics, and raises unless every choice ends properly."""
 
-    def __init__(self, metrics: Metrics, request: Request, label: str | None) -> None:
+    def __init__(self, metrics: Metrics, request: Request, selected: Selected) -> None:
         self._metrics = metrics
         self._request = request
+        # A request with several adapters counts in full for each of them.
         self._adapters = [
             counted
-            for cid, _ in request.selection
-            for counted in metrics.counted(cid, label or cid)
+            for adapter in selected.used
+            for counted in metrics.counted(adapter.cid, adapter.label)
         ]
         for adapter in self._adapters:
             adapter.add(requests=1)

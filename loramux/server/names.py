@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from loramux.backend import AdapterHost
-from loramux.errors import AdapterNotFound, StoreDamaged
+from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged
 from loramux.registry.records import Resolved
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.types.adapter import AdapterCard
-from loramux.types.request import BASE_SELECTION, Request, Selection
+from loramux.types.composition import compose, find_repeated
+from loramux.types.request import Selection
 
 _log = logging.getLogger(__name__)
 
@@ -32,26 +31,47 @@ class GivenName:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """An adapter that a request names, with its weight."""
+
+    text: str
+    """The name as in the request."""
+    cid: str
+    given: str | None = None
+    """The given name; None: an adapter of the registry."""
+    resolved: Resolved | None = None
+    """What the registry resolved the name to; None: a given name."""
+    weight: float = 1.0
+
+    @property
+    def label(self) -> str:
+        """The adapter's label in shares and metrics, without its version."""
+        if self.resolved is not None:
+            return label_of(self.resolved)
+        return self.cid if self.given is None else self.given
+
+    @property
+    def full_name(self) -> str:
+        return self.text if self.resolved is None else full_name(self.resolved)
+
+
+@dataclass(frozen=True, slots=True)
 class Selected:
-    """The adapter that a request selects; `cid` is None for the base."""
+    """The adapters that a request selects; none: the base."""
 
     model: str
     """The name that the answer shows: as in the request, or the base's first name."""
-    cid: str | None = None
-    name: str | None = None
-    """The given name; None: the base, or an adapter of the registry."""
-    weight: float = 1.0
-    resolved: Resolved | None = None
-    """What the registry resolved the name to; None: a given name."""
+    adapters: tuple[NamedAdapter, ...] = ()
+    """In the order of the request, each once."""
 
     @property
-    def label(self) -> str | None:
-        """The adapter's label in shares and metrics, without its version; None: the base."""
-        return self.name if self.resolved is None else label_of(self.resolved)
+    def used(self) -> tuple[NamedAdapter, ...]:
+        """The adapters that change the answer: those whose weight is not 0."""
+        return tuple(adapter for adapter in self.adapters if adapter.weight != 0)
 
     @property
     def selection(self) -> Selection:
-        return BASE_SELECTION if self.cid is None else ((self.cid, self.weight),)
+        return compose((adapter.cid, adapter.weight) for adapter in self.adapters)
 
 
 class AdapterNames:
@@ -153,16 +173,20 @@ class AdapterNames:
             await self._host.add_adapter(str(folder))
         return True
 
-    def rebind(self, request: Request, name: str | None) -> Request:
-        """Returns the request on the adapter that the given name means now.
+    def rebind(self, selected: Selected) -> Selected:
+        """Returns the selected adapters with the CIDs that their given names mean now.
 
-        A reload in place may have moved the name while the prompt was tokenized.
+        A reload in place may have moved a name while the prompt was tokenized.
         """
-        given = None if name is None else self.find(name)
-        if given is None or not request.selection:
-            return request
-        selection = ((given.cid, request.selection[0][1]),)
-        return msgspec.structs.replace(request, selection=selection)
+        moved = tuple(map(self._rebind_one, selected.adapters))
+        if moved == selected.adapters:
+            return selected
+        check_distinct(moved, param="model")
+        return replace(selected, adapters=moved)
+
+    def _rebind_one(self, adapter: NamedAdapter) -> NamedAdapter:
+        given = None if adapter.given is None else self.find(adapter.given)
+        return adapter if given is None else replace(adapter, cid=given.cid)
 
     def _put(self, given: GivenName) -> GivenName:
         before = self._given.get(given.name)
@@ -221,3 +245,15 @@ def full_name(resolved: Resolved) -> str:
 def label_of(resolved: Resolved) -> str:
     """Returns tenant/name without the version, or the CID."""
     return resolved.cid if resolved.name is None else f"{resolved.tenant}/{resolved.name}"
+
+
+def check_distinct(adapters: Sequence[NamedAdapter], *, param: str) -> None:
+    """Raises InvalidRequest if two of the names mean the same adapter."""
+    repeated = find_repeated([adapter.cid for adapter in adapters])
+    if repeated is not None:
+        first, second = (adapters[position].text for position in repeated)
+        raise InvalidRequest(
+            f"`{first}` and `{second}` are the same adapter. Name it once, with the sum of the "
+            "weights.",
+            param=param,
+        )

@@ -19,7 +19,7 @@ from loramux.receipts.receipt import Receipt, ServedAdapter, ServingStatus, base
 from loramux.registry.names import DEFAULT_TENANT
 from loramux.server.caller import known_caller
 from loramux.server.errors import error_info
-from loramux.server.names import Selected
+from loramux.server.names import NamedAdapter, Selected
 from loramux.server.usage import UsageCount
 from loramux.types.request import Request, RequestFacts
 
@@ -86,7 +86,7 @@ class ReceiptDraft:
         self.asked: str | None = None
         """The model, adapter or artifact that the request names."""
         self.selected: Selected | None = None
-        """None: the request was refused before its adapter was resolved."""
+        """None: the request was refused before its adapters were resolved."""
         self.receipt: Receipt | None = None
         """Set when the request has ended, if receipts are on."""
         self._issuer = issuer
@@ -95,7 +95,7 @@ class ReceiptDraft:
         self._arrived_at = time.time()
         self._arrived_s = time.monotonic()
         self._usage = UsageCount(())
-        self._cids: dict[str, None] = {}
+        self._adapters: dict[str, NamedAdapter] = {}
         self._facts = NO_FACTS
         self._ttft_ms: float | None = None
         self._has_ended = False
@@ -108,9 +108,9 @@ class ReceiptDraft:
         """Begin to count the tokens of these requests to the engine."""
         self._usage = UsageCount(requests)
 
-    def add_adapter(self, cid: str) -> None:
-        """Record an adapter with which a request goes to the engine."""
-        self._cids[cid] = None
+    def add_adapters(self, selected: Selected) -> None:
+        """Record the adapters with which a request goes to the engine."""
+        self._adapters |= {adapter.cid: adapter for adapter in selected.adapters}
 
     def add_delta(self, request_index: int, delta: Delta) -> None:
         if self._ttft_ms is None:
@@ -121,8 +121,8 @@ class ReceiptDraft:
 
     def refuse(self, error: Exception) -> None:
         """End a request that the engine has not seen."""
-        if self.selected is not None and self.selected.cid is not None:
-            self.add_adapter(self.selected.cid)
+        if self.selected is not None:
+            self.add_adapters(self.selected)
         self.end(ServingStatus.REFUSED, error)
 
     def end(self, status: ServingStatus, error: Exception | None = None) -> None:
@@ -138,7 +138,7 @@ class ReceiptDraft:
     def _write(self, status: ServingStatus, error: Exception | None) -> Receipt:
         facts, usage = self._facts, self._usage.usage()
         base_name, base_digest = self._base()
-        adapters = tuple(self._served_adapter(cid) for cid in self._cids)
+        adapters = tuple(map(served_adapter, self._adapters.values()))
         info = None if error is None else error_info(error)
         is_refused = status is ServingStatus.REFUSED and self.asked is not None
         return Receipt(
@@ -147,7 +147,7 @@ class ReceiptDraft:
             tenant=self._tenant or self._issuer.home_tenant,
             base_model=base_label(base_name, base_digest),
             base_digest=base_digest,
-            adapter_cid=adapters[0].cid if adapters else None,
+            adapter_cid=next((one.cid for one in adapters if one.weight != 0), None),
             adapters=adapters,
             pool_id=self._issuer.pool_id,
             tier_found=facts.tier_found,
@@ -167,20 +167,19 @@ class ReceiptDraft:
             reason=UNSET if info is None else info.message[:MAX_REASON_CHARACTERS],
         )
 
-    def _served_adapter(self, cid: str) -> ServedAdapter:
-        selected = self.selected
-        assert selected is not None, "an adapter is served only after it was selected"
-        resolved = selected.resolved
-        if resolved is None:
-            return ServedAdapter(cid=cid, weight=selected.weight, name=selected.name)
-        return ServedAdapter(
-            cid=cid,
-            weight=selected.weight,
-            tenant=resolved.tenant,
-            name=resolved.name,
-            version=resolved.version,
-            alias=resolved.alias,
-        )
+
+def served_adapter(adapter: NamedAdapter) -> ServedAdapter:
+    resolved = adapter.resolved
+    if resolved is None:
+        return ServedAdapter(cid=adapter.cid, weight=adapter.weight, name=adapter.given)
+    return ServedAdapter(
+        cid=adapter.cid,
+        weight=adapter.weight,
+        tenant=resolved.tenant,
+        name=resolved.name,
+        version=resolved.version,
+        alias=resolved.alias,
+    )
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""Resolves the names in a request to the base, a given adapter, or an adapter of the registry."""
+"""Resolves the names in a request to the base, to an adapter, or to a sum of adapters."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,95 +13,116 @@ from loramux.registry.records import Resolved
 from loramux.server.caller import ANONYMOUS, Caller
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
-from loramux.server.names import Selected, full_name
-
-MAX_WEIGHT = 100.0
+from loramux.server.names import NamedAdapter, Selected, check_distinct, full_name
+from loramux.types.composition import (
+    Term,
+    check_count,
+    check_weights,
+    parse_sum,
+    sum_text,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelReference:
-    """The fields of a body that name a model: `model` and `adapters`, or `artifact`."""
+    """The fields of a body that name what is to answer: `model` or `artifact`, and `adapters`."""
 
     model: str | None = None
     adapters: Sequence[str] | None = None
     adapter_weights: Sequence[float] | None = None
-    artifact: str | None = None
+    param: str = "model"
+    """The field that `model` was read from."""
+    own_base_only: bool = False
+    """An adapter that records another base is refused even if its shapes fit."""
 
     def __str__(self) -> str:
-        return self.artifact or "+".join(self.adapters or ()) or self.model or ""
+        return "+".join(self.adapters or ()) or self.model or ""
 
 
 async def select(
     context: Context, reference: ModelReference, *, caller: Caller = ANONYMOUS
 ) -> Selected:
     """`adapters` takes precedence over `model`; both must name something that is served."""
-    if reference.artifact is not None:
-        return await _select_artifact(context, reference.artifact, caller)
-    selected = await select_model(context, reference.model, caller=caller)
+    finder = _Finder(context, caller, own_base_only=reference.own_base_only)
+    selected = await finder.select_model(reference.model, param=reference.param)
     if reference.adapters is None:
         if reference.adapter_weights is not None:
             raise InvalidRequest(
                 "adapter_weights needs adapters to go with.", param="adapter_weights"
             )
         return selected
-    weights = _weights(reference.adapters, reference.adapter_weights)
-    if not reference.adapters:
-        return selected if selected.cid is None else Selected(context.base_names[0])
-    if len(reference.adapters) > 1:
-        raise InvalidRequest(
-            f"adapters names {len(reference.adapters)} adapters, but composing several in one "
-            "request is not supported yet: name one.",
-            param="adapters",
+    terms = _terms(reference.adapters, reference.adapter_weights)
+    if not terms:
+        return Selected(context.base_names[0]) if selected.adapters else selected
+    shown = terms[0][0] if len(terms) == 1 else sum_text(terms)
+    return Selected(shown, await finder.find_all(terms, param="adapters"))
+
+
+async def select_model(context: Context, model: str | None) -> Selected:
+    """Returns what a name selects: the base, an adapter, or a sum such as `a+0.3*b`."""
+    return await _Finder(context, ANONYMOUS).select_model(model, param="model")
+
+
+async def find_named(context: Context, text: str, *, param: str) -> NamedAdapter | None:
+    """Returns the adapter of a name, which the host has afterwards; None if there is none."""
+    return await _Finder(context, ANONYMOUS).find(text, param=param)
+
+
+@dataclass(frozen=True, slots=True)
+class _Finder:
+    """Finds the adapters that one caller names."""
+
+    context: Context
+    caller: Caller
+    own_base_only: bool = False
+
+    async def select_model(self, model: str | None, *, param: str) -> Selected:
+        """Reads the model as a single name, and if there is no such name, as a sum."""
+        context = self.context
+        if model is None:
+            return Selected(context.base_names[0])
+        if model in context.base_names:
+            return Selected(model)
+        found = await self.find(model, param=param)
+        if found is not None:
+            return Selected(model, (found,))
+        terms = parse_sum(model)
+        if terms is None:
+            raise _unknown(context, f"The {param} `{model}`", param)
+        check_count(len(terms), param=param)
+        check_weights((weight for _, weight in terms), param=param)
+        return Selected(model, await self.find_all(terms, param=param))
+
+    async def find_all(self, terms: Sequence[Term], *, param: str) -> tuple[NamedAdapter, ...]:
+        """Finds all terms of a sum at once; each must be another adapter."""
+        results = await asyncio.gather(
+            *(self.find(name, param=param) for name, _ in terms), return_exceptions=True
         )
-    name = reference.adapters[0]
-    found = await find_named(context, name, param="adapters", caller=caller)
-    if found is None or found.cid is None:
-        raise _unknown(context, f"The adapter `{name}`", "adapters")
-    return replace(found, weight=weights[0])
+        adapters: list[NamedAdapter] = []
+        for (name, weight), found in zip(terms, results, strict=True):
+            if isinstance(found, BaseException):
+                raise found
+            if found is None:
+                raise _unknown(self.context, f"The adapter `{name}`", param)
+            adapters.append(replace(found, weight=weight))
+        check_distinct(adapters, param=param)
+        return tuple(adapters)
 
-
-async def select_model(
-    context: Context, model: str | None, *, caller: Caller = ANONYMOUS
-) -> Selected:
-    if model is None:
-        return Selected(context.base_names[0])
-    found = await find_named(context, model, param="model", caller=caller)
-    if found is None:
-        raise _unknown(context, f"The model `{model}`", "model")
-    return found
-
-
-async def find_named(
-    context: Context,
-    text: str,
-    *,
-    param: str,
-    caller: Caller = ANONYMOUS,
-    own_base_only: bool = False,
-) -> Selected | None:
-    """Returns what the name selects, or None; the host has the adapter of a registry afterwards.
-
-    With own_base_only, an adapter that records another base is refused even if its shapes fit.
-    """
-    if text in context.base_names:
-        return Selected(text)
-    given = context.names.find(text)
-    if given is not None:
-        return Selected(text, given.cid, given.name)
-    resolved = await _resolve(context, text, param, caller)
-    if resolved is None:
-        return _find_by_cid(context, text, param)
-    if own_base_only:
-        _require_own_base(context, resolved)
-    await context.names.pull(resolved)
-    return Selected(text, resolved.cid, resolved=resolved)
-
-
-async def _select_artifact(context: Context, artifact: str, caller: Caller) -> Selected:
-    found = await find_named(context, artifact, param="artifact", caller=caller, own_base_only=True)
-    if found is None:
-        raise _unknown(context, f"The artifact `{artifact}`", "artifact")
-    return found
+    async def find(self, text: str, *, param: str) -> NamedAdapter | None:
+        """Returns the adapter of a name, which the host has afterwards; None if there is none."""
+        context = self.context
+        if text in context.base_names:
+            return None
+        given = context.names.find(text)
+        if given is not None:
+            return NamedAdapter(text, given.cid, given.name)
+        resolved = await _resolve(context, text, param, self.caller)
+        if resolved is None:
+            return _find_by_cid(context, text, param)
+        if self.own_base_only:
+            _require_own_base(context, resolved)
+        await context.names.pull(resolved)
+        return NamedAdapter(text, resolved.cid, resolved=resolved)
 
 
 async def _resolve(context: Context, text: str, param: str, caller: Caller) -> Resolved | None:
@@ -130,7 +152,7 @@ def _require_own_base(context: Context, resolved: Resolved) -> None:
         )
 
 
-def _find_by_cid(context: Context, text: str, param: str) -> Selected | None:
+def _find_by_cid(context: Context, text: str, param: str) -> NamedAdapter | None:
     """Finds a given adapter by its CID or a unique prefix of it."""
     digits = text.removeprefix(CID_PREFIX)
     if not is_digest_start(digits):
@@ -145,24 +167,20 @@ def _find_by_cid(context: Context, text: str, param: str) -> Selected | None:
             f"{len(found)} content ids begin with {CID_PREFIX}{digits}. Give more digits.",
             param=param,
         )
-    return next((Selected(text, cid, name) for cid, name in found.items()), None)
+    return next((NamedAdapter(text, cid, name) for cid, name in found.items()), None)
 
 
-def _weights(adapters: Sequence[str], weights: Sequence[float] | None) -> Sequence[float]:
+def _terms(adapters: Sequence[str], weights: Sequence[float] | None) -> list[Term]:
+    check_count(len(adapters), param="adapters")
     if weights is None:
-        return [1.0] * len(adapters)
+        return [(name, 1.0) for name in adapters]
     if len(weights) != len(adapters):
         raise InvalidRequest(
             f"adapter_weights has {len(weights)} entries for {len(adapters)} adapters.",
             param="adapter_weights",
         )
-    for weight in weights:
-        if not -MAX_WEIGHT <= weight <= MAX_WEIGHT:
-            raise InvalidRequest(
-                f"adapter_weights must be in [-{MAX_WEIGHT:g}, {MAX_WEIGHT:g}], got {weight:g}.",
-                param="adapter_weights",
-            )
-    return weights
+    check_weights(weights, param="adapter_weights")
+    return list(zip(adapters, weights, strict=True))
 
 
 def _unknown(context: Context, what: str, param: str) -> NotServed:

@@ -21,9 +21,10 @@ class GenerationBody(Struct, kw_only=True):
     """Fields of all generating routes. Absent or null: the default. Unknown fields are ignored."""
 
     model: str | None = None
-    """Name of the base model or of an adapter; absent: the base."""
+    """Name of the base model or of an adapter, or a sum such as `a+0.3*b`; absent: the base."""
     adapters: list[str] | None = None
-    """Names of adapters, which take precedence over `model`; an empty list selects the base."""
+    """Up to 8 adapters whose weighted deltas are added; they take precedence over `model`, and an
+    empty list selects the base."""
     adapter_weights: list[float] | None = None
     """One LoRA weight per entry of `adapters`; absent: 1.0 each."""
     max_tokens: int | None = None
@@ -360,10 +361,11 @@ class ReceiptList(Struct, kw_only=True):
 
 
 class RunRequest(GenerationBody, kw_only=True):
-    """A run: the sampling fields of the other routes, and `artifact`, which names the adapter."""
+    """A run: the sampling fields of the other routes, and `artifact` or `adapters`."""
 
-    artifact: str
-    """tenant/name with optional @version or @alias, a content id, or a name from --lora-modules."""
+    artifact: str | None = None
+    """tenant/name with optional @version or @alias, a content id, a name from --lora-modules, or a
+    sum of these such as `a+0.3*b`."""
     input: str
     raw: bool | None = None
     """Use the input as the prompt; otherwise it becomes a user message in the chat template."""
@@ -373,7 +375,7 @@ class RunAnswer(Struct, kw_only=True):
     id: str
     object: Literal["run"] = "run"
     artifact: str
-    """The resolved name with its version."""
+    """The resolved name with its version; of a sum, all names with their weights."""
     output: str
     finish_reason: str
     usage: Usage

@@ -12,7 +12,7 @@ import msgspec
 from loramux.errors import InvalidRequest
 from loramux.types.sampling import SamplingParams
 
-# The adapters of a request as (CID, weight) pairs in request order; empty: the base model.
+# The adapters of a request as (CID, weight) pairs, sorted by CID; empty: the base model.
 Selection = tuple[tuple[str, float], ...]
 BASE_SELECTION: Selection = ()
 _MAX_SEED = 2**63 - 1

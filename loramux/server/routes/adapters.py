@@ -87,7 +87,7 @@ async def _find(context: Context, name: str) -> str:
     """Returns the CID that the name means; raises NotServed."""
     context.require_ready()
     found = await find_named(context, name, param="name")
-    if found is None or found.cid is None:
+    if found is None:
         raise _unknown(name)
     return found.cid
 

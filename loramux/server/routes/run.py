@@ -15,7 +15,7 @@ from loramux.errors import InvalidRequest
 from loramux.server.body import json_response
 from loramux.server.context import Context
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, open_generation, run
-from loramux.server.names import Selected, full_name
+from loramux.server.names import Selected
 from loramux.server.openapi import generating
 from loramux.server.prompts import check_characters, encode_prompt, off_loop
 from loramux.server.receipt_draft import ReceiptDraft, receipt_draft
@@ -25,6 +25,7 @@ from loramux.server.selection import ModelReference
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.server.usage import UsageCount
 from loramux.server.wire import RunAnswer, RunChunk, RunRequest
+from loramux.types.composition import sum_text
 
 RUN = RouteKind(
     id_prefix="run",
@@ -63,24 +64,31 @@ def run_routes(context: Context) -> APIRouter:
 
 async def _open_run(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
     body, raw = await read_generation_body(context, http, RunRequest)
-    reference = ModelReference(artifact=body.artifact)
-    draft.asked = body.artifact
+    reference = ModelReference(
+        body.artifact, body.adapters, body.adapter_weights, param="artifact", own_base_only=True
+    )
+    draft.asked = str(reference) or None
+    _check_fields(body)
     request = await resolve_request(
         context, http, draft, body, RUN, raw=raw, reference=reference, logprobs=Logprobs()
     )
-    _check_fields(body)
     token_ids = await off_loop(len(raw), lambda: _encode(context, body))
     return open_generation(context, http, replace(request, prompts=(tuple(token_ids),)), draft)
 
 
 def artifact_name(selected: Selected) -> str:
-    return selected.model if selected.resolved is None else full_name(selected.resolved)
+    """The resolved names with their versions and weights; the name of the base if it answers."""
+    terms = [(adapter.full_name, adapter.weight) for adapter in selected.adapters]
+    return sum_text(terms) or selected.model
 
 
 def _check_fields(request: RunRequest) -> None:
-    for name in ("model", "adapters", "adapter_weights"):
-        if getattr(request, name) is not None:
-            raise InvalidRequest(f"{name} is not allowed here: give artifact.", param=name)
+    if request.model is not None:
+        raise InvalidRequest("model is not allowed here: give artifact.", param="model")
+    if request.artifact is None and request.adapters is None:
+        raise InvalidRequest("Give artifact, or adapters.", param="artifact")
+    if request.artifact is not None and request.adapters is not None:
+        raise InvalidRequest("Give either artifact or adapters, not both.", param="adapters")
     if request.n not in (None, 1):
         raise InvalidRequest("A run has one output: leave n out.", param="n")
 

@@ -205,9 +205,9 @@ class RestoringNames(AdapterNames):
 
 
 def make_adapter_generation() -> Generation:
-    cid = named("legal").cid
+    selection = ((named("legal").cid, 1.0), (named("team/polite").cid, 0.5))
     return make_generation(
-        [structs.replace(job, selection=((cid, 1.0),)) for job in make_requests(b"a")]
+        [structs.replace(job, selection=selection) for job in make_requests(b"a")]
     )
 
 
@@ -231,7 +231,8 @@ def test_a_request_runs_again_once_its_adapters_files_are_restored(is_restored: 
     else:
         with pytest.raises(AdapterRefused, match="folder is gone"):
             run(collect(generation, deltas))
-    assert names.asked == [named("legal").cid] and len(tries) == 1 + is_restored
+    assert names.asked == [named("legal").cid, named("team/polite").cid]
+    assert len(tries) == 1 + is_restored
 
 
 def test_an_answer_that_has_begun_is_not_started_again() -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from loramux.adapters.identity import CID_PREFIX
-from loramux.errors import AdapterNotFound, StoreDamaged
+from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged
 from loramux.registry.records import Resolved
-from loramux.types.request import Request
-from loramux.types.sampling import SamplingParams
+from loramux.server.names import NamedAdapter, Selected
 from tests.store_factory import write_tiny
 from tests.unit.server.asgi_client import run
 from tests.unit.server.registry_app import Make
@@ -100,19 +99,20 @@ def test_a_name_whose_adapter_the_host_lost_is_not_found_until_its_folder_is_bac
     assert backend.names.names_of(card.cid) == []
 
 
-def test_a_request_moves_with_its_name_and_keeps_its_weight() -> None:
+def test_a_request_moves_with_its_names_and_keeps_its_weights() -> None:
     backend = ScriptedBackend()
-    request = Request(
-        request_id="r",
-        prompt_token_ids=(1,),
-        params=SamplingParams(),
-        selection=((named("legal").cid, 0.5),),
-    )
+    legal = NamedAdapter("legal", named("legal").cid, "legal", weight=0.5)
+    polite = NamedAdapter("team/polite", named("team/polite").cid, "team/polite", weight=2.0)
+    pulled = NamedAdapter("acme/sql", CID_PREFIX + "sql", resolved=Resolved(cid=CID_PREFIX + "sql"))
+    selected = Selected("legal+polite", (legal, polite, pulled))
+    assert backend.names.rebind(selected) is selected
     moved = replace(named("legal"), cid=CID_PREFIX + "new")
     backend.give_name("legal", moved)
-    assert backend.names.rebind(request, "legal").selection == ((moved.cid, 0.5),)
-    assert backend.names.rebind(request, None) is request
-    assert backend.names.rebind(request, "unknown") is request
+    rebound = backend.names.rebind(selected)
+    assert dict(rebound.selection) == {moved.cid: 0.5, polite.cid: 2.0, pulled.cid: 1.0}
+    backend.give_name("legal", named("team/polite"))
+    with pytest.raises(InvalidRequest, match="are the same adapter"):
+        backend.names.rebind(selected)
 
 
 def test_concurrent_pulls_add_an_adapter_once_and_survive_a_cancelled_caller(

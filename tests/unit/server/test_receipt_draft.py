@@ -94,6 +94,17 @@ def test_a_receipt_has_the_fields_that_tell_why_an_answer_was_slow() -> None:
     assert kept[0].body() == told
 
 
+def test_a_receipt_lists_all_parts_of_a_sum_in_the_order_of_the_request() -> None:
+    app, backend, _ = serve()
+    told = complete(app, model="0*legal+-0.5*team/polite").json()["serving"]
+    parts = [(part["name"], part["weight"]) for part in told["adapters"]]
+    assert parts == [("legal", 0.0), ("team/polite", -0.5)]
+    assert told["adapter_cid"] == named("team/polite").cid, "the first one that is used"
+    assert backend.requests[0].selection == ((named("team/polite").cid, -0.5),)
+    unused = complete(app, adapters=["legal"], adapter_weights=[0]).json()["serving"]
+    assert (unused["adapter_cid"], unused["adapters"][0]["weight"]) == (None, 0.0)
+
+
 def test_the_base_alone_has_no_adapter_and_no_cold_miss() -> None:
     app, _, _ = serve(with_facts(say_hello, RequestFacts(None, 0.0, 0, 0.0, 0)))
     told = complete(app).json()["serving"]

@@ -29,7 +29,7 @@ def told(served: RegistryApp, response: Any) -> dict[str, Any]:
     ("path", "body", "status", "asked"),
     [
         (COMPLETIONS, {"model": "parrot", "prompt": "x"}, 404, "parrot"),
-        (COMPLETIONS, {"adapters": ["a", "b"], "prompt": "x"}, 400, "a+b"),
+        (COMPLETIONS, {"adapters": ["a", "b"], "prompt": "x"}, 404, "a+b"),
         (COMPLETIONS, {"model": "legal", "prompt": "x", "temperature": -1}, 400, "legal"),
         (COMPLETIONS, {"model": "legal", "prompt": "x", "max_tokens": 10**9}, 400, "legal"),
         (CHAT, {"model": "acme/sql@9.9.9", "messages": []}, 404, "acme/sql@9.9.9"),

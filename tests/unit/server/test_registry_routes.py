@@ -175,11 +175,11 @@ def test_an_adapter_is_shown(registry_app: Make) -> None:
 
 def test_metrics_call_an_adapter_by_its_name_whatever_its_version(registry_app: Make) -> None:
     served, first, _ = two_versions(registry_app)
-    for model in ("acme/sql@1.0.0", "acme/sql@1.1.0", "legal"):
+    for model in ("acme/sql@1.0.0", "acme/sql@1.1.0", "legal+0.5*acme/sql@1.1.0"):
         complete(served.app, model=model)
     scraped = get(served.app, "/metrics").text
     assert (
-        'loramux:adapter_requests_total{adapter="acme/sql",model_name="tiny-base"} 2.0' in scraped
+        'loramux:adapter_requests_total{adapter="acme/sql",model_name="tiny-base"} 3.0' in scraped
     )
     assert 'loramux:adapter_requests_total{adapter="legal",model_name="tiny-base"} 1.0' in scraped
     assert first not in scraped

@@ -9,6 +9,7 @@ import pytest
 from loramux.adapters.peft.folder import short_base_name
 from tests.unit.server.asgi_client import events_of, make_app, post
 from tests.unit.server.registry_app import Make, RegistryApp
+from tests.unit.server.scripted_backend import named
 
 ARTIFACT = "alice/refund-flagger@1.4.2"
 
@@ -72,6 +73,8 @@ def test_an_artifact_of_another_base_is_refused_by_name(registry_app: Make) -> N
         ({"artifact": "alice/none"}, 404, "artifact"),
         ({"model": "legal"}, 400, "model"),
         ({"adapters": ["legal"]}, 400, "adapters"),
+        ({"artifact": None}, 400, "artifact"),
+        ({"artifact": None, "adapters": ["legal", "none"]}, 404, "adapters"),
         ({"n": 2}, 400, "n"),
         ({"input": 3}, 400, "input"),
         ({"input": "x" * 70}, 400, "input"),
@@ -92,6 +95,27 @@ def test_faults_are_named(
 def test_without_a_registry_adapters_run_by_their_names() -> None:
     answer = post(make_app(), "/v1/run", {"artifact": "legal", "input": "hi"}).json()
     assert (answer["artifact"], answer["output"]) == ("legal", "Hello you")
+
+
+def test_sums_run_as_an_artifact_and_as_adapters(registry_app: Make) -> None:
+    served = registry_app()
+    cid = served.push(ARTIFACT, 1)
+    expected = {cid: 1.0, named("legal").cid: -0.5}
+    name = f"{ARTIFACT}+-0.5*legal"
+    for fields in (
+        {"artifact": "alice/refund-flagger+-0.5*legal"},
+        {
+            "artifact": None,
+            "adapters": ["alice/refund-flagger", "legal"],
+            "adapter_weights": [1, -0.5],
+        },
+    ):
+        answer = run_it(served, **fields).json()
+        assert answer["artifact"] == name
+        assert dict(served.backend.requests[-1].selection) == expected
+    served.push("alice/other@1.0.0", 2, base_model_name_or_path="Qwen/Qwen2.5-7B-Instruct")
+    error = run_it(served, artifact="legal+alice/other").json()["error"]
+    assert error["reason"] == "other_base"
 
 
 def test_a_base_is_known_by_its_short_name() -> None:

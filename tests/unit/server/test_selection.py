@@ -58,10 +58,79 @@ def test_a_name_of_the_base_selects_the_base_even_if_an_adapter_has_it() -> None
     assert backend.cids == [None]
 
 
-def test_several_adapters_are_refused_with_the_reason() -> None:
-    response = complete(make_app(), adapters=["legal", "team/polite"])
-    assert response.status_code == 400
-    assert "not supported yet" in response.json()["error"]["message"]
+LEGAL, POLITE = named("legal").cid, named("team/polite").cid
+# Request fields, expected weights, the model name in the answer.
+SUMS: list[tuple[dict[str, Any], dict[str, float], str]] = [
+    ({"adapters": ["team/polite", "legal"]}, {LEGAL: 1, POLITE: 1}, "team/polite+legal"),
+    (
+        {"adapters": ["legal", "team/polite"], "adapter_weights": [-1, 0.5]},
+        {LEGAL: -1, POLITE: 0.5},
+        "-1*legal+0.5*team/polite",
+    ),
+    ({"model": "legal+0.3*team/polite"}, {LEGAL: 1, POLITE: 0.3}, "legal+0.3*team/polite"),
+    (
+        {"model": ".5*legal + 5e-1*team/polite"},
+        {LEGAL: 0.5, POLITE: 0.5},
+        ".5*legal + 5e-1*team/polite",
+    ),
+    ({"model": "legal+-2e+1*team/polite"}, {LEGAL: 1, POLITE: -20}, "legal+-2e+1*team/polite"),
+    ({"model": "0.25*legal"}, {LEGAL: 0.25}, "0.25*legal"),
+    ({"model": "legal+0*team/polite"}, {LEGAL: 1}, "legal+0*team/polite"),
+    ({"adapters": ["legal"], "adapter_weights": [0]}, {}, "legal"),
+]
+
+
+@pytest.mark.parametrize(("fields", "weights", "name"), SUMS)
+def test_request_selects_a_sum_of_adapters(
+    fields: dict[str, Any], weights: dict[str, float], name: str
+) -> None:
+    backend = ScriptedBackend()
+    answer = complete(make_app(backend), **fields).json()
+    assert answer["model"] == name
+    assert backend.requests[0].selection == tuple(sorted(weights.items()))
+
+
+def test_the_order_of_a_sum_does_not_change_its_selection() -> None:
+    backend = ScriptedBackend()
+    app = make_app(backend)
+    complete(app, model="legal+0.3*team/polite")
+    complete(app, adapters=["team/polite", "legal"], adapter_weights=[0.3, 1])
+    assert backend.requests[0].selection == backend.requests[1].selection
+
+
+def test_a_name_with_an_operator_in_it_takes_precedence_over_a_sum() -> None:
+    backend = ScriptedBackend()
+    for name in ("legal+team/polite", "2*legal"):
+        backend.give_name(name, named("legal"))
+        assert complete(make_app(backend), model=name).status_code == 200
+        assert backend.requests[-1].selection == ((LEGAL, 1.0),)
+
+
+def test_two_names_of_one_adapter_are_refused_by_name() -> None:
+    backend = ScriptedBackend()
+    backend.give_name("other", named("legal"))
+    error = complete(make_app(backend), model="legal+other").json()["error"]
+    assert "`legal` and `other` are the same adapter" in error["message"]
+
+
+def test_a_sum_may_mix_given_names_versions_aliases_and_cids(registry_app: Make) -> None:
+    served = registry_app()
+    first, second = served.push("acme/sql@1.0.0", 1), served.push("acme/sql@1.1.0", 2)
+    served.registry.promote("acme/sql", "1.0.0", alias="prod")
+    model = f"legal+0.5*acme/sql@prod+0.25*{second}"
+    assert complete(served.app, model=model).json()["model"] == model
+    expected = {LEGAL: 1.0, first: 0.5, second: 0.25}
+    assert dict(served.backend.requests[-1].selection) == expected
+    error = complete(served.app, model="acme/sql@1.0.0+acme/sql@prod").json()["error"]
+    assert (error["code"], error["param"]) == (400, "model")
+
+
+def test_the_smallest_share_of_a_sum_counts() -> None:
+    backend = ScriptedBackend()
+    app = make_app(backend, adapter_shares={"legal": 4.0, "team/polite": 2.0})
+    for model in ("legal", "legal+team/polite", "legal+0*team/polite"):
+        complete(app, model=model)
+    assert [request.adapter_share for request in backend.requests] == [4.0, 2.0, 4.0]
 
 
 def test_an_unknown_model_is_404_with_openais_message() -> None:
