@@ -10,10 +10,11 @@ trace       throughput with 8 and with 1,000 adapters against base-only (benchma
 registered  throughput with thousands of registered adapters against a hundred
 loads       time until an adapter in host memory is schedulable; inter-token latency meanwhile
 base        throughput of base requests, LoRA on against off
+http        the server's start phase by phase; tokens/s over HTTP against the engine's own
 
 Each part runs as a process of its own and writes its tables and JSON record beside the summary. A
 part that fails or exceeds --limit is reported, and the others run. The goals are meant for an H200
-and the shapes of Llama-3.1-8B: about 15 minutes, or about 6 with --quick, plus two minutes for the
+and the shapes of Llama-3.1-8B: about 20 minutes, or about 10 with --quick, plus two minutes for the
 kernels' first compilation. --quick measures fewer steps and requests, so its figures are noisier;
 compare them only with other --quick figures of the same GPU.
 """
@@ -47,6 +48,8 @@ from tests.gpu.reference_check import ERROR
 
 Sections = list[dict[str, Any]]
 ROOT = Path(__file__).resolve().parents[1]
+LOADING_WEIGHTS = "Loading weights"
+"""The phase of a server's start that reads the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,22 @@ def reference_figures(sections: Sections) -> list[Figure]:
     ]
 
 
+def http_figures(sections: Sections) -> list[Figure]:
+    found = []
+    for row in rows_with(sections, "streams / offline"):
+        name = f"{row['clients']} clients, {row['adapters']} adapters"
+        for column in ("streams / offline", "whole / offline"):
+            found.append(Figure(f"{name}, {column}", row[column], 0.95))
+    seconds = {row["phase"]: row for row in rows_with(sections, "phase")}
+    if seconds:
+        total = seconds["total"]
+        weights_s = seconds.get(LOADING_WEIGHTS, {}).get("warm s") or 0.0
+        found.append(Figure("first answer with empty caches, s", total["cold s"], 45, True))
+        name = "first answer with caches, without reading the weights, s"
+        found.append(Figure(name, total["warm s"] - weights_s, 12, True))
+    return found
+
+
 def rows_with(sections: Sections, column: str) -> list[dict[str, Any]]:
     rows = (row for section in sections for row in section["rows"])
     return [row for row in rows if row.get(column) is not None]
@@ -212,6 +231,7 @@ PARTS = {
     "registered": Part(TRACE, "--requests 1024", QUICK_TRACE, registered_figures, ("registered",)),
     "loads": Part(TRACE, "", QUICK_TRACE, load_figures, ("loads",)),
     "base": Part(TRACE, "--requests 1024", QUICK_TRACE, base_figures, ("base",)),
+    "http": Part("benchmarks.http", "", "--quick", http_figures),
 }
 
 

@@ -81,10 +81,10 @@ class RawStream:
         status = int(head.split(b" ", 2)[1]) if head else 0
         if b"transfer-encoding: chunked" not in head.lower():
             return Answer(status, "", None, None, False, chunked.decode(errors="replace"))
-        return _read_events(status, _join_chunks(chunked).decode())
+        return read_events(status, join_chunks(chunked).decode())
 
 
-def _join_chunks(chunked: bytes) -> bytes:
+def join_chunks(chunked: bytes) -> bytes:
     pieces = []
     while chunked:
         size, _, rest = chunked.partition(b"\r\n")
@@ -94,7 +94,7 @@ def _join_chunks(chunked: bytes) -> bytes:
     return b"".join(pieces)
 
 
-def _read_events(status: int, text: str) -> Answer:
+def read_events(status: int, text: str) -> Answer:
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     is_done = lines[-1:] == ["[DONE]"]
     events = [json.loads(line) for line in lines if line != "[DONE]"]

@@ -20,7 +20,7 @@ PASS_THROUGH = {
 }
 PROGRAMS = {
     "engine": ("benchmarks.engine", "Engine throughput on the base and on 1, 8 and 32 adapters."),
-    "http": ("benchmarks.http", "HTTP throughput against the engine's own."),
+    "http": ("benchmarks.http", "Start of the server, and tokens/s over HTTP and offline."),
     "step": (
         "benchmarks.step",
         "Decode step by batch, adapters and ranks, against the roofline.",

@@ -36,6 +36,7 @@ SMALLER = {
     "registered": f"{TRACE} --registered 2,4,6",
     "loads": f"{TINY} --loads 2 --load-rates 1 --round-s 0.1 --streams 2 --stream-prompt 3",
     "base": f"{TRACE} --many 2",
+    "http": f"{CPU} --parts load --model small --clients 1,2 --adapters 1 --input 4 --output 2",
 }
 
 
@@ -53,7 +54,7 @@ def sections_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def run_here(process: Process, *, out: Path, file_name: str, limit_s: float) -> str:
-    """Run a program in this process instead of in seven that import torch."""
+    """Run a program in this process instead of in eight that import torch."""
     program = importlib.import_module(process.words[0])
     with pytest.MonkeyPatch.context() as patch:
         words = [*process.words, "--out", str(out), "--name", file_name]
@@ -63,8 +64,12 @@ def run_here(process: Process, *, out: Path, file_name: str, limit_s: float) -> 
 
 
 # Figures of each part: tokens in two engines, logits in two dtypes; two batches and transformers;
-# two cases; two ratios of two traces; two sizes; three figures of two adapters; one ratio.
-COUNTS = {"check": 4, "step": 3, "cases": 2, "trace": 4, "registered": 2, "loads": 6, "base": 1}
+# two cases; two ratios of two traces; two sizes; three figures of two adapters; one ratio; two
+# ratios of two numbers of clients on base and adapter.
+COUNTS = {
+    **{"check": 4, "step": 3, "cases": 2, "trace": 4, "registered": 2, "loads": 6, "base": 1},
+    "http": 8,
+}
 
 
 @pytest.mark.slow
@@ -106,8 +111,9 @@ def test_quick_runs_the_trace_parts_in_one_process() -> None:
     assert [process.parts for process in quick] == [
         *(("check",), ("reference",), ("step",), ("cases",)),
         ("trace", "registered", "loads", "base"),
+        ("http",),
     ]
-    assert quick[-1].words[-2:] == ("--scenarios", "many,few,registered,loads,base")
+    assert quick[-2].words[-2:] == ("--scenarios", "many,few,registered,loads,base")
     full = processes(make_parser().parse_args([]))
     assert [process.parts for process in full] == [(name,) for name in PARTS]
 
