@@ -50,7 +50,7 @@ from benchmarks.lib.traffic import Watch, make_request, milliseconds, percentile
 from loramux import LLM
 from loramux.engine.engine import Engine
 from loramux.models.default_model import default_model_path
-from loramux.models.loader import describe_model
+from loramux.models.folder import describe_model
 from loramux.types.request import Request
 
 PARTS = ("start", "load")
