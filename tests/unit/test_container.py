@@ -1,0 +1,137 @@
+"""Dockerfile and compose file: linted, and true to the package. No image is built here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from loramux.cli.serve import one_value_per_flag
+from loramux.config.fields import Kind
+from loramux.config.file import load_serve_config
+from loramux.config.paths import DATA_VARIABLE, REGISTRY_VARIABLE, SHARED_CACHE_VARIABLE
+from loramux.config.serve import SETTINGS, ServeConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+# Continued lines joined, comments left out.
+LINES = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE)).splitlines()
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SERVERS = {name: COMPOSE["services"][name] for name in ("cpu", "gpu")}
+
+
+def instructions(name: str) -> list[str]:
+    return [line.partition(" ")[2].strip() for line in LINES if line.startswith(f"{name} ")]
+
+
+def run(*command: str) -> None:
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def served(flags: list[str]) -> ServeConfig:
+    """The settings that `loramux serve` reads from these flags."""
+    given: dict[str, Any] = {}
+    words = iter(one_value_per_flag(flags))
+    for word in words:
+        setting = SETTINGS[word.removeprefix("--").replace("-", "_")]
+        value: Any = next(words)
+        if setting.kind is Kind.LORA_MODULES:
+            given.setdefault(setting.name, []).append(value)
+        else:
+            given[setting.name] = int(value) if setting.kind is Kind.COUNT else value
+    return load_serve_config(given, None)
+
+
+def entry_flags() -> list[str]:
+    (entry,) = instructions("ENTRYPOINT")
+    words: list[str] = yaml.safe_load(entry)
+    assert words[:4] == ["tini", "--", "loramux", "serve"]
+    return words[4:]
+
+
+def test_the_dockerfile_passes_hadolint() -> None:
+    run(str(Path(sys.executable).parent / "hadolint"), "--no-color", "Dockerfile")
+
+
+def test_the_compose_file_has_the_form_of_the_specification() -> None:
+    check = (sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec")
+    run(*check, "compose.yaml")
+
+
+def test_what_is_copied_exists_and_is_sent_to_the_builder() -> None:
+    sent = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    copied = [
+        word for line in instructions("COPY") if "--from" not in line for word in line.split()
+    ]
+    sources = [word for word in copied if not word.startswith("./")]
+    assert sorted(sources) == sorted(sent)
+    assert all((ROOT / name).exists() for name in sources)
+
+
+def test_the_images_install_extras_of_this_package_with_its_constraints() -> None:
+    installs = [line for line in instructions("RUN") if "pip install" in line]
+    for line in installs:
+        (extras,) = re.findall(r"'\.\[(.+)\]'", line)
+        assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+        assert re.search(r"-c constraints(-cuda)?\.txt '\.\[", line)
+    assert len(installs) == 2
+    pinned = re.findall(r"^(torch|triton)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert sorted(pinned) == ["torch", "triton"], "build-cuda replaces these two lines"
+
+
+def test_extras_name_only_extras_that_exist() -> None:
+    extras = PROJECT["optional-dependencies"]
+    for requirement in (r for listed in extras.values() for r in listed):
+        for names in re.findall(r"^loramux\[(.+)\]", requirement):
+            assert set(names.split(",")) <= set(extras)
+
+
+def test_the_entry_point_serves_on_the_exposed_port_on_all_addresses() -> None:
+    config = served(entry_flags())
+    assert (config.host, [str(config.port)]) == ("0.0.0.0", instructions("EXPOSE"))
+    (health,) = instructions("HEALTHCHECK")
+    assert f"http://127.0.0.1:{config.port}/health" in health
+
+
+def test_no_image_runs_as_root_or_holds_build_tools_that_it_does_not_need() -> None:
+    stages = re.split(r"^FROM ", "\n".join(LINES), flags=re.MULTILINE)[1:]
+    by_name = {stage.split("\n")[0].split(" AS ")[1]: stage for stage in stages}
+    for target in ("cpu", "cuda"):
+        assert by_name[target].rstrip().splitlines()[-1] == "USER 10001"
+        assert f"COPY --from=build-{target} " in by_name[target]
+    assert "gcc" not in by_name["runtime"] + by_name["cpu"]
+    assert "--uid 10001" in by_name["runtime"]
+
+
+def test_caches_and_data_are_in_volumes() -> None:
+    (line,) = [line for line in instructions("ENV") if "LORAMUX_CACHE" in line]
+    variables = dict(word.split("=", 1) for word in shlex.split(line))
+    assert {DATA_VARIABLE, "HF_HOME", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR"} <= set(variables)
+    (volumes,) = instructions("VOLUME")
+    places = yaml.safe_load(volumes)
+    for name, path in variables.items():
+        assert name == "PATH" or path.startswith(tuple(places)), name
+    for service in SERVERS.values():
+        mounted = {volume.split(":")[1] for volume in service["volumes"]}
+        assert set(places) <= mounted
+
+
+def test_compose_builds_targets_of_the_dockerfile_and_gives_them_valid_flags() -> None:
+    for name, service in SERVERS.items():
+        assert f" AS {service['build']['target']}" in DOCKERFILE
+        assert service["profiles"] == [name]
+        config = served([*entry_flags(), *service["command"]])
+        assert config.lora_modules or config.model
+        variables = {REGISTRY_VARIABLE, SHARED_CACHE_VARIABLE}
+        assert variables <= set(service["environment"])
+        assert all(COMPOSE["services"][needed]["profiles"] for needed in service["depends_on"])
+    adapters = served(SERVERS["cpu"]["command"]).lora_modules
+    assert all((ROOT / "examples" / m.path.removeprefix("/")).is_dir() for m in adapters)
