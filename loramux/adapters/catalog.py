@@ -9,22 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from loramux.adapters.identity import FileDigest, compute_cid, make_manifest
+from loramux.adapters.loading import AdapterRules, FolderLoader, LoadedAdapter
 from loramux.adapters.packed.image import AdapterImage
-from loramux.adapters.packed.packing import Packing
-from loramux.adapters.peft.reader import (
-    CheckedAdapter,
-    InspectedAdapter,
-    inspect_adapter,
-    read_adapter,
-)
+from loramux.adapters.peft.inspection import InspectedAdapter
+from loramux.adapters.workers import CALLING_THREAD, Workers
 from loramux.errors import AdapterNotFound, AdapterRefused
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo
@@ -38,16 +31,6 @@ _MAX_STALE_LINES = 1024
 Signature = tuple[tuple[str, int, int, int], ...]
 # Returns the recorded digests of the weights of a folder that an adapter store made, else None.
 FindDigests = Callable[[Path], Mapping[str, FileDigest] | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterRules:
-    """What an adapter must comply with to be served here, and how it is packed."""
-
-    base: BaseModelInfo
-    packing: Packing
-    max_rank: int | None = None
-    strict_base: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +111,8 @@ class IdentifiedAdapter:
     """An adapter whose values passed all checks, with its packed image if it was read for that."""
 
     card: AdapterCard
-    image: AdapterImage | None
+    loaded: LoadedAdapter | None
     """None: the values of these files were checked before, and nothing was read."""
-    read_s: float
-    """Seconds to read, hash, check and pack it."""
 
 
 class AdapterCatalog:
@@ -143,8 +124,12 @@ class AdapterCatalog:
         *,
         find_digests: FindDigests = lambda folder: None,
         verified: VerifiedAdapters | None = None,
+        workers: Workers = CALLING_THREAD,
     ) -> None:
+        """`workers`: threads that take parts of each load; close() ends them."""
         self.rules = rules
+        self._workers = workers
+        self._loader = FolderLoader(rules, workers)
         self._find_digests = find_digests
         self._verified = verified or VerifiedAdapters()
         self._known: dict[str, AdapterCard] = {}
@@ -162,7 +147,7 @@ class AdapterCatalog:
         """
         folder = folder.expanduser().resolve()
         signature = _signature(folder)
-        found = self._inspect(folder)
+        found = self._loader.inspect(folder)
         card = self._card(found)
         values = self._verified.find(folder, signature) or self._recorded(folder, found)
         return card if values is None else self.adopt(card.identified(values.cid, values.warnings))
@@ -174,15 +159,13 @@ class AdapterCatalog:
         """
         folder = folder.expanduser().resolve()
         signature = _signature(folder)
-        began = time.perf_counter()
-        # The lock is not held while files are read: a slow disk must not block other folders.
-        found = self._inspect(folder)
-        values, image = self._verified.find(folder, signature), None
+        found = self._loader.inspect(folder)
+        values, loaded = self._verified.find(folder, signature), None
         if values is None:
-            values, image = self._check_values(folder, found)
+            values, loaded = self._check_values(folder, found)
             self._verified.add(folder, signature, values)
         card = self.adopt(self._card(found).identified(values.cid, values.warnings))
-        return IdentifiedAdapter(card, image, time.perf_counter() - began)
+        return IdentifiedAdapter(card, loaded)
 
     def adopt(self, card: AdapterCard) -> AdapterCard:
         """Makes an adapter known by its card alone; a load checks that the files fit the card."""
@@ -198,7 +181,7 @@ class AdapterCatalog:
     def verify(self, cid: str) -> AdapterCard:
         """Reads, hashes and checks an adapter's folder; refuses it if its files were replaced."""
         known = self.get(cid)
-        self._read(known)
+        self._load(known)
         return known
 
     def get(self, cid: str) -> AdapterCard:
@@ -213,16 +196,13 @@ class AdapterCatalog:
 
     def read(self, cid: str) -> AdapterImage:
         """Reads, hashes, checks and packs an adapter; called on the loader's threads."""
-        return self.rules.packing.pack(self._read(self.get(cid)))
+        return self._load(self.get(cid))
 
-    def _inspect(self, folder: Path) -> InspectedAdapter:
-        rules = self.rules
-        return inspect_adapter(
-            folder, rules.base, max_rank=rules.max_rank, strict_base=rules.strict_base
-        )
+    def close(self) -> None:
+        self._workers.close()
 
     def _card(self, found: InspectedAdapter) -> InspectedCard:
-        layout = self.rules.packing.plan(found.ranks)
+        layout = self._loader.layout_of(found)
         return InspectedCard(
             path=str(found.path),
             num_elements=layout.num_elements,
@@ -241,45 +221,24 @@ class AdapterCatalog:
 
     def _check_values(
         self, folder: Path, found: InspectedAdapter
-    ) -> tuple[VerifiedValues, AdapterImage | None]:
+    ) -> tuple[VerifiedValues, LoadedAdapter | None]:
         recorded = self._recorded(folder, found)
         values = None if recorded is None else self._verified.find_cid(recorded.cid)
         if values is not None:
             return values, None
-        adapter = self._read_folder(folder)
-        _check_overflow(adapter, self.rules.packing.dtype)
-        values = VerifiedValues(adapter.cid, adapter.warnings[len(found.warnings) :])
-        return values, self.rules.packing.pack(adapter)
+        loaded = self._loader.load(folder)
+        return VerifiedValues(loaded.image.cid, loaded.warnings), loaded
 
-    def _read(self, known: AdapterCard) -> CheckedAdapter:
-        adapter = self._read_folder(Path(known.path))
-        if adapter.cid != known.cid:
+    def _load(self, known: AdapterCard) -> AdapterImage:
+        image = self._loader.load(Path(known.path)).image
+        if image.cid != known.cid:
             raise AdapterRefused(
                 "changed_on_disk",
-                f"{known.path} no longer holds {known.cid} but {adapter.cid}: its files were "
+                f"{known.path} no longer holds {known.cid} but {image.cid}: its files were "
                 "replaced.",
                 fix="Send the request again to use the new files.",
             )
-        return adapter
-
-    def _read_folder(self, folder: Path) -> CheckedAdapter:
-        rules = self.rules
-        return read_adapter(
-            folder, rules.base, max_rank=rules.max_rank, strict_base=rules.strict_base
-        )
-
-
-def _check_overflow(adapter: CheckedAdapter, dtype: torch.dtype) -> None:
-    """Refuses weights that are finite in the file and not in the serving dtype."""
-    for module in adapter.modules:
-        a, b = (torch.stack(torch.aminmax(half)) for half in (module.a, module.b))
-        served = torch.cat([a.to(dtype), (b.float() * module.scale).to(dtype)])
-        if not torch.isfinite(served).all():
-            raise AdapterRefused(
-                "overflow",
-                f"Its weights, times their scale, are too large for {dtype}.",
-                fix="Serve with dtype bfloat16 or float32.",
-            )
+        return image
 
 
 def _encode(folder: str, signature: Signature, values: VerifiedValues) -> bytes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from loramux.adapters.catalog import AdapterRules
+from loramux.adapters.loading import AdapterRules
 from loramux.adapters.packed.packing import DensePacking, Packing, PagedPacking
 from loramux.config.engine import ResolvedConfig, SchedulerConfig
 from loramux.engine.engine import Engine

@@ -10,20 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from loramux.adapters.catalog import (
-    AdapterCatalog,
-    AdapterRules,
-    IdentifiedAdapter,
-    VerifiedAdapters,
-)
+from loramux.adapters.catalog import AdapterCatalog, IdentifiedAdapter, VerifiedAdapters
 from loramux.adapters.identity import FileDigest
+from loramux.adapters.loading import AdapterRules
 from loramux.adapters.packed.image import AdapterImage
+from loramux.adapters.workers import Workers
 from loramux.config.engine import ResolvedConfig
 from loramux.memory.adapter_eviction import ResidencyLimits
 from loramux.memory.cost import CostModel
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.host_tier import HostTier
-from loramux.memory.loader import AdapterLoader
+from loramux.memory.loader import AdapterLoader, load_workers
 from loramux.memory.pages import PageAllocator
 from loramux.memory.policies import make_policy
 from loramux.memory.pool import PagePool
@@ -102,13 +99,13 @@ class EngineMemory:
     def admit(self, found: IdentifiedAdapter) -> None:
         """Registers an identified adapter; keeps its image in host memory for its first load."""
         self.catalog.adopt(found.card)
-        if found.image is not None:
-            self.residency.admit(found.image, found.read_s)
+        if found.loaded is not None:
+            self.residency.admit(found.loaded.image, found.loaded.times.total_s)
 
     def write_disk(self, found: IdentifiedAdapter) -> None:
         """Writes the image of an identified adapter to the disk tier; any thread may call it."""
-        if found.image is not None and self.tiers.disk is not None:
-            self.tiers.disk.put(found.image)
+        if found.loaded is not None and self.tiers.disk is not None:
+            self.tiers.disk.put(found.loaded.image)
 
     def forget(self, cid: str) -> bool:
         """Frees everything that an adapter holds; returns False if it is in use."""
@@ -119,6 +116,7 @@ class EngineMemory:
 
     def close(self) -> None:
         self.tiers.loader.close()
+        self.catalog.close()
 
 
 def build_memory(
@@ -149,7 +147,8 @@ def build_memory(
         costs=CostModel(placement),
         clock=clock,
     )
-    catalog = _catalog(config, rules)
+    workers = load_workers(shares_cores=pool.device.type == "cpu")
+    catalog = _catalog(config, rules, workers)
     lower = _lower_tiers(config, pool, catalog, tier, loads)
     prefixes = None
     if config.prefix_cache:
@@ -172,7 +171,7 @@ def build_memory(
     )
 
 
-def _catalog(config: ResolvedConfig, rules: AdapterRules) -> AdapterCatalog:
+def _catalog(config: ResolvedConfig, rules: AdapterRules, workers: Workers) -> AdapterCatalog:
     folder = None
     if config.disk_folder is not None:
         folder = Path(config.disk_folder).expanduser() / rules.packing.fingerprint[:16]
@@ -180,6 +179,7 @@ def _catalog(config: ResolvedConfig, rules: AdapterRules) -> AdapterCatalog:
         rules,
         find_digests=_stored_digests,
         verified=VerifiedAdapters(folder),
+        workers=workers,
     )
 
 

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer
+from loramux.adapters.workers import CALLING_THREAD, Workers
 from loramux.errors import LoramuxError
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.tiers import AdapterState
 
 _NICENESS = 19
 _NUM_THREADS = 2
+# Threads that take parts of a load on a machine whose steps run on a GPU.
+_MAX_WORKERS = 8
 # How long a thread may hold the GIL while another waits for it. The default of 5 ms is a twentieth
 # of a step on a small CPU, and a step takes the GIL hundreds of times.
 _SWITCH_INTERVAL_S = 0.0005
@@ -136,7 +139,7 @@ class AdapterLoader:
         self._threads.submit(self._copy, image, list(page_ids))
 
     def run(self, work: Callable[[], None]) -> None:
-        """Runs work that nobody waits for on a loader thread."""
+        """Runs work without a result on a loader thread."""
         self._threads.submit(work)
 
     def results(self, *, timeout_s: float = 0.0) -> list[LoadResult]:
@@ -207,6 +210,17 @@ class AdapterLoader:
             return
         seconds = time.perf_counter() - began
         self._results.put(LoadResult(cid=image.cid, image=image, copy_s=seconds))
+
+
+def load_workers(*, shares_cores: bool) -> Workers:
+    """Returns threads that take parts of a load; none if steps run on the same cores as loads."""
+    num_threads = min(_MAX_WORKERS, len(os.sched_getaffinity(0)) // 2)
+    if shares_cores or num_threads < 2:
+        return CALLING_THREAD
+    executor = ThreadPoolExecutor(
+        max_workers=num_threads, thread_name_prefix="pack", initializer=lower_priority
+    )
+    return Workers(executor, num_threads=num_threads)
 
 
 def _as_loramux_error(error: Exception) -> LoramuxError:

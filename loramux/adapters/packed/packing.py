@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from loramux.adapters.packed.dense import DenseLayout, plan_dense
-from loramux.adapters.packed.image import (
-    AdapterImage,
-    AdapterLayout,
-    Allocate,
-    mapped_buffer,
-    pack_dense,
-    pack_rank_blocks,
-)
+from loramux.adapters.packed.image import AdapterLayout, Allocate, mapped_buffer
 from loramux.adapters.packed.paged import ModuleKey, RankBlockLayout, plan_rank_blocks, uses_fp12
+from loramux.adapters.packed.writers import (
+    DenseWriter,
+    ModuleWriter,
+    RankBlockWriter,
+    check_range,
+)
+from loramux.adapters.values import RankMaxima
 from loramux.types.model import FusedLinear
 
 if TYPE_CHECKING:
-    from loramux.adapters.peft.reader import CheckedAdapter
+    from loramux.adapters.peft.reader import LoraModule
 
 
 class Packing(Protocol):
@@ -46,7 +46,13 @@ class Packing(Protocol):
         """Returns the layout of an adapter with these ranks by (layer, projection)."""
         ...
 
-    def pack(self, adapter: CheckedAdapter) -> AdapterImage: ...
+    def writer(self, layout: AdapterLayout, buffer: torch.Tensor) -> ModuleWriter:
+        """Returns a writer of modules to a buffer of the layout's size."""
+        ...
+
+    def check(self, modules: Sequence[LoraModule], maxima: Sequence[RankMaxima]) -> None:
+        """Refuses weights that are out of range in the packed form."""
+        ...
 
     def layout_of(self, key: Sequence[Any]) -> AdapterLayout:
         """Rebuilds a layout from its key, which may come from a file."""
@@ -68,8 +74,12 @@ class DensePacking:
     def plan(self, ranks: Mapping[ModuleKey, int]) -> DenseLayout:
         return plan_dense(self.sites, dict(ranks))
 
-    def pack(self, adapter: CheckedAdapter) -> AdapterImage:
-        return pack_dense(adapter, self.sites, self.dtype, self.allocate)
+    def writer(self, layout: AdapterLayout, buffer: torch.Tensor) -> ModuleWriter:
+        assert isinstance(layout, DenseLayout)
+        return DenseWriter(layout, self.sites, buffer)
+
+    def check(self, modules: Sequence[LoraModule], maxima: Sequence[RankMaxima]) -> None:
+        check_range(modules, maxima, self.dtype)
 
     def layout_of(self, key: Sequence[Any]) -> DenseLayout:
         projections = {site.name: site.projections for site in self.sites}
@@ -105,12 +115,12 @@ class PagedPacking:
     def plan(self, ranks: Mapping[ModuleKey, int]) -> RankBlockLayout:
         return plan_rank_blocks(self.sites, ranks, self.page_elements, is_fp12=self.is_fp12)
 
-    def pack(self, adapter: CheckedAdapter) -> AdapterImage:
-        ranks = {(m.target.layer, m.target.projection): m.rank for m in adapter.modules}
-        layout = self.plan(ranks)
-        buffer = self.allocate(layout.num_elements, self.dtype)
-        pack_rank_blocks(adapter, layout, buffer)
-        return AdapterImage(cid=adapter.cid, layout=layout, buffer=buffer)
+    def writer(self, layout: AdapterLayout, buffer: torch.Tensor) -> ModuleWriter:
+        assert isinstance(layout, RankBlockLayout)
+        return RankBlockWriter(layout, buffer)
+
+    def check(self, modules: Sequence[LoraModule], maxima: Sequence[RankMaxima]) -> None:
+        check_range(modules, maxima, self.dtype, is_fp12=self.is_fp12)
 
     def layout_of(self, key: Sequence[Any]) -> RankBlockLayout:
         ranks = {(layer, projection): rank for layer, projection, rank in key}

@@ -7,9 +7,9 @@ be packed to fp12; the scale of its rows is then in B.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,6 +56,8 @@ class RankBlockLayout:
     """Whether A is packed to fp12."""
     key: tuple[tuple[int, str, int], ...]
     """(layer, projection, rank); adapters with the same key have the same layout."""
+    gaps: tuple[tuple[int, int], ...]
+    """(start, stop) of the elements without weights."""
 
     @property
     def num_elements(self) -> int:
@@ -97,6 +99,8 @@ class _Pages:
         self.num_pages = 0
         # Page number and first free element of pages with room for a matrix.
         self._open: list[list[int]] = []
+        # (start, stop) of each matrix.
+        self._placed: list[tuple[int, int]] = []
 
     def place(self, num_elements: int) -> int:
         needed = _align(num_elements)
@@ -111,7 +115,15 @@ class _Pages:
         entry[1] += needed
         if entry[1] + ALIGN_ELEMENTS > self.page_elements:
             self._open.remove(entry)
-        return page * self.page_elements + start
+        offset = page * self.page_elements + start
+        self._placed.append((offset, offset + num_elements))
+        return offset
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Returns the (start, stop) of the elements between and after the matrices."""
+        end = self.num_pages * self.page_elements
+        bounds = [(0, 0), *sorted(self._placed), (end, end)]
+        return ((stop, start) for (_, stop), (start, _) in pairwise(bounds) if stop < start)
 
 
 def uses_fp12(in_features: Iterable[int], dtype: torch.dtype | str, page_elements: int) -> bool:
@@ -159,6 +171,7 @@ def plan_rank_blocks(
         num_weights=num_weights,
         is_fp12=is_fp12,
         key=tuple((layer, name, ranks[layer, name]) for layer, name in placed),
+        gaps=tuple(pages.gaps()),
     )
 
 

@@ -73,6 +73,10 @@ def _as_json(names: tuple[str, ...] | str) -> object:
 
 def read_config(folder: Path) -> PeftLoraConfig:
     """Reads and checks the config of an adapter folder; raises AdapterRefused."""
+    return parse_config(decode_json(read_config_bytes(folder)))
+
+
+def read_config_bytes(folder: Path) -> bytes:
     path = find_file(folder, CONFIG_NAME)
     if path is None:
         raise AdapterRefused(
@@ -81,8 +85,7 @@ def read_config(folder: Path) -> PeftLoraConfig:
             fix="Give the folder that PEFT's save_pretrained wrote.",
         )
     with refusing_os_errors(path), path.open("rb") as file:
-        text = file.read(MAX_CONFIG_BYTES + 1)
-    return parse_config(decode_json(text))
+        return file.read(MAX_CONFIG_BYTES + 1)
 
 
 def decode_json(text: bytes) -> dict[str, object]:

@@ -92,8 +92,8 @@ def parse_header(header: bytes, data_bytes: int) -> tuple[TensorEntry, ...]:
     """Returns the tensors in the order of their data; refuses gaps and overlaps."""
     fields = decode_header(header)
     metadata = fields.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise broken("its metadata is not an object")
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise broken("its metadata is not an object of strings")
     entries = sorted(
         (parse_entry(name, entry) for name, entry in fields.items()),
         key=lambda entry: (entry.start, entry.end),

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.adapters.catalog import AdapterCatalog, AdapterRules, VerifiedAdapters
+from loramux.adapters.catalog import AdapterCatalog, VerifiedAdapters
 from loramux.adapters.identity import FileDigest
-from loramux.adapters.packed.image import pack_dense
+from loramux.adapters.loading import AdapterRules, FolderLoader, LoadedAdapter
 from loramux.adapters.packed.packing import DensePacking
 from loramux.adapters.peft.reader import read_adapter
 from loramux.errors import AdapterNotFound, AdapterRefused
@@ -23,6 +23,7 @@ from tests.adapter_factory import (
     tiny_llama_config,
     write_adapter,
 )
+from tests.packing_factory import pack_dense
 
 BASE = tiny_base_info(tiny_llama_config())
 
@@ -69,7 +70,8 @@ def test_inspection_predicts_the_image_that_identification_packs(
     assert found.card.num_elements == expected.buffer.numel()
     assert found.card.num_bytes == expected.num_bytes
     assert found.card.rank == expected.layout.max_rank
-    assert found.image is not None and torch.equal(found.image.buffer, expected.buffer)
+    assert found.loaded is not None
+    assert torch.equal(found.loaded.image.buffer, expected.buffer)
     assert torch.equal(catalog.read(found.card.cid).buffer, expected.buffer)
 
 
@@ -78,10 +80,10 @@ def test_the_cid_of_checked_files_is_known_to_inspection(
 ) -> None:
     folder = idle_adapter(tmp_path / "a")
     found = make_catalog(state=tmp_path / "state").identify(folder)
-    assert found.image is not None and num_reads() == 1
+    assert found.loaded is not None and num_reads() == 1
     restarted = make_catalog(state=tmp_path / "state")
     assert restarted.inspect(folder) == found.card and restarted.get(found.card.cid) == found.card
-    assert restarted.identify(folder).image is None and num_reads() == 1
+    assert restarted.identify(folder).loaded is None and num_reads() == 1
     idle_adapter(folder)
     assert isinstance(restarted.inspect(folder), InspectedCard)
 
@@ -102,12 +104,13 @@ def test_an_adopted_adapter_is_read_and_checked_at_its_load(tmp_path: Path) -> N
 def num_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Counts the reads of whole weights."""
     reads: list[Path] = []
+    load = FolderLoader.load
 
-    def counting(folder: Path, *args: Any, **kwargs: Any) -> Any:
+    def counting(loader: FolderLoader, folder: Path) -> LoadedAdapter:
         reads.append(folder)
-        return read_adapter(folder, *args, **kwargs)
+        return load(loader, folder)
 
-    monkeypatch.setattr("loramux.adapters.catalog.read_adapter", counting)
+    monkeypatch.setattr(FolderLoader, "load", counting)
     return lambda: len(reads)
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from loramux.adapters.packed.image import mapped_buffer, pack_dense
+from loramux.adapters.packed.image import mapped_buffer
 from loramux.adapters.peft.reader import read_adapter
 from tests.adapter_factory import make_peft_adapter, tiny_base_info, tiny_llama_config
+from tests.packing_factory import pack_dense
 
 BASE = tiny_base_info(tiny_llama_config())
 

@@ -17,6 +17,7 @@ from tests.adapter_factory import (
     tiny_llama_config,
     write_adapter,
 )
+from tests.packing_factory import pack_image
 
 BASE = tiny_base_info(tiny_llama_config())
 SITES = BASE.fused_linears
@@ -27,7 +28,7 @@ PAGED = PagedPacking(SITES, torch.float32, 4096, mapped_buffer)
 @pytest.mark.parametrize("packing", [DENSE, PAGED])
 def test_a_layout_comes_back_from_its_key_in_a_file(packing: Packing, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, lora_config_dict(), lora_tensors(tiny_llama_config(), seed=1))
-    image = packing.pack(read_adapter(folder, BASE))
+    image = pack_image(read_adapter(folder, BASE), packing)
     assert image.buffer.numel() == image.layout.num_elements
     again = packing.layout_of(json.loads(json.dumps(image.layout.key)))
     assert again == image.layout

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux.adapters.packed.image import pack_rank_blocks
 from loramux.adapters.packed.paged import (
     ALIGN_ELEMENTS,
     RANK_BLOCK,
@@ -24,6 +23,7 @@ from loramux.errors import AdapterRefused, DoesNotFit
 from loramux.kernels.reference.fp12 import read_fp12
 from loramux.types.model import Projection, fuse_projections
 from tests.adapter_factory import make_peft_adapter, tiny_base_info, tiny_llama_config
+from tests.packing_factory import pack_rank_blocks
 
 BASE = tiny_base_info(tiny_llama_config())
 SITES = BASE.fused_linears

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES
 from loramux.adapters.packed.file import write_image
-from loramux.adapters.packed.image import mapped_buffer, pack_dense
+from loramux.adapters.packed.image import mapped_buffer
 from loramux.adapters.packed.packing import PagedPacking
 from loramux.adapters.peft.reader import read_adapter
 from loramux.capacity.plan import Budgets, Fleet, MemoryPlan, PlannedBase, parse_targets
@@ -33,6 +33,7 @@ from loramux.types.model import BaseModelInfo, PackingKind, PagedLayout, Project
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request, run_all
 from tests.model_factory import MODEL_CLASSES, tiny_config, tiny_transformers_model
+from tests.packing_factory import pack_dense, pack_image
 
 ALL = parse_targets(["all"])
 QKVO = parse_targets(["q", "k", "v", "o"])
@@ -130,7 +131,7 @@ def test_paged_bytes_are_those_of_an_adapter_in_rank_blocks(
     )
     told = planned(as_json, str(dtype).removeprefix("torch."), packing="paged")
     packing = PagedPacking(base.fused_linears, dtype, told.page_elements, mapped_buffer)
-    image = packing.pack(read_adapter(folder, base))
+    image = pack_image(read_adapter(folder, base), packing)
     [size] = plan(told, {"ranks": (20,), "targets": ALL}).sizes
     assert (size.bytes, size.device_bytes) == (image.num_bytes, image.num_bytes)
 

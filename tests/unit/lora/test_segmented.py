@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from loramux.adapters.packed.image import mapped_buffer, pack_rank_blocks
+from loramux.adapters.packed.image import mapped_buffer
 from loramux.adapters.packed.packing import PagedPacking
 from loramux.errors import DoesNotFit
 from loramux.kernels.reference import lora_segmented
@@ -29,6 +29,7 @@ from tests.lora_factory import (
     PAGE_ELEMENTS,
     SITES,
 )
+from tests.packing_factory import pack_rank_blocks
 
 CPU = torch.device("cpu")
 NAMES = ("q_proj", "v_proj", "o_proj")

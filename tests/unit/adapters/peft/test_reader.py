@@ -14,12 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loramux.adapters.peft.folder import short_base_name
+from loramux.adapters.peft.inspection import Inspector
 from loramux.adapters.peft.reader import (
     LoraModule,
     has_effect,
-    inspect_adapter,
     read_adapter,
 )
+from loramux.adapters.values import rank_maxima
 from loramux.errors import AdapterNotFound, AdapterRefused
 from tests.adapter_factory import (
     load_with_peft,
@@ -31,7 +32,6 @@ from tests.adapter_factory import (
     tiny_llama_config,
     write_adapter,
 )
-from tests.broken_adapters import BROKEN, Broken
 
 CONFIG = tiny_llama_config()
 BASE = tiny_base_info(CONFIG)
@@ -133,16 +133,6 @@ def test_tensors_keep_the_type_they_were_saved_in(tmp_path: Path, dtype: torch.d
     assert adapter.size_bytes == elements * dtype.itemsize
 
 
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)
-def test_a_broken_adapter_is_refused_with_its_own_code(tmp_path: Path, broken: Broken) -> None:
-    folder = tmp_path / "adapter"
-    broken.build(folder, CONFIG)
-    with pytest.raises(AdapterRefused) as refused:
-        read_adapter(folder, BASE, max_rank=broken.max_rank, strict_base=broken.strict_base)
-    assert refused.value.code == broken.code
-    assert refused.value.reason and refused.value.fix
-
-
 def test_a_missing_folder_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(AdapterNotFound):
         read_adapter(tmp_path / "gone", BASE)
@@ -162,7 +152,7 @@ def test_the_facts_of_a_sound_adapter(tmp_path: Path) -> None:
 
 def test_an_inspection_tells_the_same_without_reading_a_tensor(tmp_path: Path) -> None:
     write_adapter(tmp_path, lora_config_dict(), lora_tensors(CONFIG))
-    found, adapter = inspect_adapter(tmp_path, BASE), read_adapter(tmp_path, BASE)
+    found, adapter = Inspector(BASE).inspect(tmp_path), read_adapter(tmp_path, BASE)
     assert found.config == adapter.config and found.warnings == adapter.warnings
     assert found.size_bytes == adapter.size_bytes
     assert found.ranks == {
@@ -173,7 +163,7 @@ def test_an_inspection_tells_the_same_without_reading_a_tensor(tmp_path: Path) -
 def test_an_inspection_refuses_what_the_header_shows(tmp_path: Path) -> None:
     write_adapter(tmp_path, lora_config_dict(), lora_tensors(CONFIG))
     with pytest.raises(AdapterRefused, match="at most 1"):
-        inspect_adapter(tmp_path, BASE, max_rank=1)
+        Inspector(BASE, max_rank=1).inspect(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -250,13 +240,14 @@ def test_one_nan_in_a_large_tensor_is_found(dtype: torch.dtype, position: int) -
     a.view(-1)[position] = math.nan
     module = LoraModule(BASE.targets[0], 16, 16, 1.0, a, torch.ones(4, 16, dtype=dtype))
     with pytest.raises(AdapterRefused, match="lora_A"):
-        has_effect(module)
+        has_effect(module, rank_maxima(module))
 
 
 def test_an_effect_beyond_the_first_feature_is_seen() -> None:
     a, b = torch.zeros(4, 32), torch.zeros(48, 4)
     a[2, 5] = b[7, 2] = 1e-30
-    assert has_effect(LoraModule(BASE.targets[0], 4, 8, 2.0, a, b))
+    module = LoraModule(BASE.targets[0], 4, 8, 2.0, a, b)
+    assert has_effect(module, rank_maxima(module))
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

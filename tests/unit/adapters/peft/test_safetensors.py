@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from loramux.adapters.peft.reader import open_weights
 from loramux.adapters.peft.safetensors import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -26,6 +26,7 @@ from loramux.adapters.peft.safetensors import (
     parse_header,
     read_head,
 )
+from loramux.adapters.peft.weights import open_weights
 from loramux.errors import AdapterRefused
 from tests.adapter_factory import write_adapter
 from tests.store_factory import tiny_weights
@@ -75,7 +76,11 @@ def read_file(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_adapter(Path(folder), None, content)
         with open_weights(Path(folder)) as weights:
-            weights.load()
+            tensors = weights.load().tensors
+    expected = safetensors.torch.load(content)
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, equal_nan=True)
 
 
 def test_tensors_and_digest_are_those_of_the_file(tmp_path: Path) -> None:

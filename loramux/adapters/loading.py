@@ -1,0 +1,146 @@
+"""Reads, hashes, checks and packs an adapter folder in one pass over its weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from loramux.adapters.identity import compute_cid, make_manifest
+from loramux.adapters.packed.image import AdapterImage, AdapterLayout
+from loramux.adapters.packed.packing import Packing
+from loramux.adapters.packed.paged import ModuleKey
+from loramux.adapters.packed.writers import ModuleWriter
+from loramux.adapters.peft.inspection import InspectedAdapter, Inspector
+from loramux.adapters.peft.reader import LoraModule, check_values, make_modules
+from loramux.adapters.peft.safetensors import WEIGHTS_NAME
+from loramux.adapters.peft.weights import WeightsReading
+from loramux.adapters.values import RankMaxima
+from loramux.adapters.workers import CALLING_THREAD, Workers
+from loramux.types.model import BaseModelInfo
+
+_MAX_LAYOUTS = 256
+# Parts of the packing for each worker thread, so that all end at about the same time.
+_PARTS_PER_THREAD = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRules:
+    """What an adapter must comply with to be served here, and how it is packed."""
+
+    base: BaseModelInfo
+    packing: Packing
+    max_rank: int | None = None
+    strict_base: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTimes:
+    """Seconds from the start of a load until the end of each phase; phases overlap."""
+
+    inspect_s: float
+    read_s: float
+    hash_s: float
+    pack_s: float
+    """Until all weights are packed and the largest value of each rank is known."""
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter whose values passed all checks, with its packed image."""
+
+    image: AdapterImage
+    warnings: tuple[str, ...]
+    """The warnings about its values."""
+    times: LoadTimes
+
+
+class FolderLoader:
+    """Inspects and loads adapter folders; any thread may call it."""
+
+    def __init__(self, rules: AdapterRules, workers: Workers = CALLING_THREAD) -> None:
+        """`workers`: read and pack parts of an adapter while the calling thread hashes it."""
+        self._packing = rules.packing
+        self._workers = workers
+        self._inspector = Inspector(
+            rules.base, max_rank=rules.max_rank, strict_base=rules.strict_base
+        )
+        self._layouts: dict[tuple[tuple[ModuleKey, int], ...], AdapterLayout] = {}
+
+    def inspect(self, folder: Path) -> InspectedAdapter:
+        """Checks config and header; raises AdapterNotFound or AdapterRefused."""
+        return self._inspector.inspect(folder)
+
+    def layout_of(self, found: InspectedAdapter) -> AdapterLayout:
+        ranks = found.ranks
+        key = tuple(ranks.items())
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[key] = self._packing.plan(ranks)
+        return layout
+
+    def load(self, folder: Path) -> LoadedAdapter:
+        """Reads the weights once; raises AdapterNotFound or AdapterRefused."""
+        began = time.perf_counter()
+        with self._inspector.open(folder) as (found, weights):
+            inspected = time.perf_counter()
+            layout = self.layout_of(found)
+            prepared = self._workers.start(partial(_prepare, self._packing, layout))
+            with weights.reading(self._workers) as reading:
+                modules = make_modules(found.matched, reading.tensors())
+                parts = self._start_packing(modules, reading, prepared)
+                digest = reading.digest()
+            hashed = time.perf_counter()
+        packed = [part() for part in parts]
+        maxima = [found for part in packed for found in part.maxima]
+        warnings = check_values(modules, maxima)
+        self._packing.check(modules, maxima)
+        manifest = make_manifest(found.config.canonical(), {WEIGHTS_NAME: digest})
+        image = AdapterImage(cid=compute_cid(manifest), layout=layout, buffer=prepared()[0])
+        times = LoadTimes(
+            inspect_s=inspected - began,
+            read_s=min(part.began for part in packed) - began,
+            hash_s=hashed - began,
+            pack_s=max(part.ended for part in packed) - began,
+            total_s=time.perf_counter() - began,
+        )
+        return LoadedAdapter(image, warnings, times)
+
+    def _start_packing(
+        self,
+        modules: Sequence[LoraModule],
+        reading: WeightsReading,
+        prepared: Callable[[], tuple[torch.Tensor, ModuleWriter]],
+    ) -> list[Callable[[], _PackedPart]]:
+        """Starts to pack the modules in several parts, once all bytes are read."""
+
+        def pack(part: Sequence[LoraModule]) -> _PackedPart:
+            reading.wait()
+            _, write = prepared()
+            began = time.perf_counter()
+            maxima = [write(module) for module in part]
+            return _PackedPart(maxima, began, time.perf_counter())
+
+        size = -(-len(modules) // (self._workers.num_threads * _PARTS_PER_THREAD))
+        cuts = [modules[start : start + size] for start in range(0, len(modules), size)]
+        return [self._workers.start(partial(pack, part)) for part in cuts]
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedPart:
+    maxima: list[RankMaxima]
+    began: float
+    ended: float
+
+
+def _prepare(packing: Packing, layout: AdapterLayout) -> tuple[torch.Tensor, ModuleWriter]:
+    """Allocates the buffer of an image, and returns it with the writer of its modules."""
+    buffer = packing.allocate(layout.num_elements, packing.dtype)
+    return buffer, packing.writer(layout, buffer)

@@ -1,0 +1,169 @@
+"""Writes the modules of an adapter to its buffer, and finds the largest value of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loramux.adapters.packed.dense import DenseLayout, SitePlace, SlicePlace
+from loramux.adapters.packed.fp12 import LARGEST_EXPONENT, TOO_LARGE, pack_rows, row_exponents
+from loramux.adapters.packed.paged import (
+    WORDS_PER_COLUMN,
+    ModuleKey,
+    RankBlock,
+    RankBlockLayout,
+    fp12_elements,
+)
+from loramux.adapters.values import (
+    Bits,
+    Float32,
+    Float64,
+    RankMaxima,
+    bits_of,
+    converted_bits,
+    float32_of,
+    magnitudes,
+    maxima_of,
+    row_maxima,
+    stored_bits,
+    transposed_bits,
+)
+from loramux.errors import AdapterRefused
+from loramux.types.model import FusedLinear
+
+if TYPE_CHECKING:
+    from loramux.adapters.peft.reader import LoraModule
+
+
+class ModuleWriter(Protocol):
+    """Writes the modules of one adapter to its buffer, in any order and on any threads."""
+
+    def __call__(self, module: LoraModule) -> RankMaxima: ...
+
+
+class DenseWriter:
+    """Packs A as [in, sum of ranks] and B as [rank, out] of every site, without gaps."""
+
+    def __init__(
+        self, layout: DenseLayout, sites: Sequence[FusedLinear], buffer: torch.Tensor
+    ) -> None:
+        self._out = bits_of(buffer)
+        self._dtype = buffer.dtype
+        self._places: dict[ModuleKey, tuple[SitePlace, SlicePlace]] = {}
+        projections = {site.name: site.projections for site in sites}
+        for layer, site_name, ranks in layout.key:
+            place = layout.places[layer, site_name]
+            present = [p for p, rank in zip(projections[site_name], ranks, strict=True) if rank]
+            for projection, piece in zip(present, place.slices, strict=True):
+                self._places[layer, projection] = place, piece
+
+    def __call__(self, module: LoraModule) -> RankMaxima:
+        place, piece = self._places[module.target.layer, module.target.projection]
+        a, b = bits_of(module.a), transposed_bits(module.b)
+        maxima = RankMaxima(row_maxima(a, module.a.dtype), row_maxima(b, module.b.dtype))
+        columns = self._view(place.a_offset, place.in_features, place.total_rank)
+        ranks = slice(piece.rank_start, piece.rank_start + piece.rank)
+        columns[:, ranks] = converted_bits(a, module.a.dtype, self._dtype).T
+        scaled = _scaled(float32_of(b, module.b.dtype), module.scale)
+        self._view(piece.offset, piece.rank, piece.out_features)[:] = stored_bits(
+            scaled, self._dtype
+        )
+        return maxima
+
+    def _view(self, offset: int, height: int, width: int) -> Bits:
+        return self._out[offset : offset + height * width].reshape(height, width)
+
+
+class RankBlockWriter:
+    """Packs rank blocks, with the scale multiplied into B."""
+
+    def __init__(self, layout: RankBlockLayout, buffer: torch.Tensor) -> None:
+        """Zeroes the parts of the buffer that hold no weights."""
+        self._layout = layout
+        self._out = bits_of(buffer)
+        self._dtype = buffer.dtype
+        for start, stop in layout.gaps:
+            self._out[start:stop] = 0
+
+    def __call__(self, module: LoraModule) -> RankMaxima:
+        a, b = bits_of(module.a), transposed_bits(module.b)
+        scale: float | Float32 = module.scale
+        b_maxima = row_maxima(b, module.b.dtype)
+        if self._layout.is_fp12:
+            maxima, exponents = self._write_fp12(module, a)
+            scale = np.ldexp(np.float32(scale), exponents)[:, None]
+        else:
+            maxima = row_maxima(a, module.a.dtype)
+            served = converted_bits(a, module.a.dtype, self._dtype)
+            for ranks, block in self._blocks(module):
+                self._view(block.a_offset, served[ranks])[:] = served[ranks]
+        served = stored_bits(_scaled(float32_of(b, module.b.dtype), scale), self._dtype)
+        for ranks, block in self._blocks(module):
+            self._view(block.b_offset, served[ranks])[:] = served[ranks]
+        return RankMaxima(maxima, b_maxima)
+
+    def _write_fp12(self, module: LoraModule, a: Bits) -> tuple[Float64, NDArray[np.int16]]:
+        """Writes A; returns its maxima and the exponents of its rows."""
+        served = np.ascontiguousarray(converted_bits(a, module.a.dtype, self._dtype))
+        absolute = magnitudes(served)
+        largest = absolute.max(axis=1)
+        if served is a:
+            maxima = maxima_of(largest, module.a.dtype)
+        else:
+            maxima = row_maxima(a, module.a.dtype)
+        # Exponents of the rounded values, since rounding may reach the next power of two.
+        exponents = row_exponents(largest)
+        width = a.shape[1]
+        for ranks, block in self._blocks(module):
+            size = fp12_elements(block.num_ranks, width)
+            words = self._out[block.a_offset : block.a_offset + size].view(np.uint32)
+            words = words.reshape(-1, WORDS_PER_COLUMN, width)
+            pack_rows(served[ranks], absolute[ranks], exponents[ranks], words)
+        return maxima, exponents
+
+    def _blocks(self, module: LoraModule) -> Iterator[tuple[slice, RankBlock]]:
+        for block in self._layout.blocks[module.target.layer, module.target.projection]:
+            yield slice(block.rank_start, block.rank_start + block.num_ranks), block
+
+    def _view(self, offset: int, matrix: Bits) -> Bits:
+        return self._out[offset : offset + matrix.size].reshape(matrix.shape)
+
+
+def check_range(
+    modules: Sequence[LoraModule],
+    maxima: Sequence[RankMaxima],
+    dtype: torch.dtype,
+    *,
+    is_fp12: bool = False,
+) -> None:
+    """Refuses weights that are finite in the file and not in the serving dtype."""
+    scales = np.concatenate(
+        [np.full(len(m.a), module.scale) for module, m in zip(modules, maxima, strict=True)]
+    )
+    a = torch.from_numpy(np.concatenate([m.a for m in maxima])).to(dtype).double()
+    b = (
+        torch.from_numpy(np.concatenate([m.b for m in maxima])).float()
+        * torch.from_numpy(scales).float()
+    )
+    fits = torch.isfinite(a)
+    if is_fp12:
+        fits &= a < TOO_LARGE
+        exponents = torch.frexp(a).exponent - 1
+        b = torch.ldexp(b, exponents.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT) * (a > 0))
+    if not (fits & torch.isfinite(b.to(dtype))).all():
+        raise AdapterRefused(
+            "overflow",
+            f"Its weights, times their scale, are too large for {dtype}.",
+            fix=f"Serve with dtype {'' if is_fp12 else 'bfloat16 or '}float32.",
+        )
+
+
+def _scaled(values: Float32, scale: float | Float32) -> Float32:
+    # Overflows are found by check_range(), and values that are not finite before it.
+    with np.errstate(over="ignore", invalid="ignore"):
+        values *= np.float32(scale) if isinstance(scale, float | int) else scale
+    return values

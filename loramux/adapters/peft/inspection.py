@@ -1,0 +1,161 @@
+"""Checks the config and the header of an adapter's weights against the base; reads no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from loramux.adapters.peft.config import (
+    PeftLoraConfig,
+    decode_json,
+    parse_config,
+    read_config_bytes,
+)
+from loramux.adapters.peft.folder import open_folder, short_base_name
+from loramux.adapters.peft.refusals import RefusalCode
+from loramux.adapters.peft.safetensors import TensorEntry, parse_header
+from loramux.adapters.peft.targets import ModulePlan, plan_modules
+from loramux.adapters.peft.tensors import MatchedTensors, match_tensors
+from loramux.adapters.peft.weights import WeightsFile, open_weights
+from loramux.errors import AdapterRefused
+from loramux.types.model import BaseModelInfo
+
+MAX_KEPT = 64
+# The header of an adapter on all linear layers of a base with 80 layers has 150 kB.
+MAX_KEPT_BYTES = 2**18
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InspectedAdapter:
+    """What the config and the header of the weights say of an adapter that this base can serve."""
+
+    path: Path
+    config: PeftLoraConfig
+    matched: MatchedTensors
+    warnings: tuple[str, ...]
+
+    @property
+    def ranks(self) -> dict[tuple[int, str], int]:
+        """The rank at each (layer, projection) that the adapter changes."""
+        return {(p.target.layer, p.target.projection): p.rank for p in self.matched.plans}
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the LoRA tensors in the file."""
+        return sum(pair.a.num_bytes + pair.b.num_bytes for pair in self.matched.pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFindings:
+    config: PeftLoraConfig
+    plans: tuple[ModulePlan, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderFindings:
+    entries: tuple[TensorEntry, ...]
+    matched: MatchedTensors
+
+
+class Recent(Generic[Key, Value]):
+    """Keeps the values of some recently made keys."""
+
+    def __init__(self) -> None:
+        self._values: dict[Key, Value] = {}
+
+    def find(self, key: Key, make: Callable[[], Value], *, num_bytes: int) -> Value:
+        """`num_bytes`: the size of the key; large ones are not kept."""
+        value = self._values.get(key)
+        if value is None:
+            value = make()
+            if len(self._values) >= MAX_KEPT:
+                self._values.clear()
+            if num_bytes <= MAX_KEPT_BYTES:
+                self._values[key] = value
+        return value
+
+
+class Inspector:
+    """Inspects adapter folders for one base.
+
+    Adapters that were trained alike have the same config and header, and differ in the values only,
+    so that findings are kept by the bytes that they follow from. Any thread may call it.
+    """
+
+    def __init__(
+        self, base: BaseModelInfo, *, max_rank: int | None = None, strict_base: bool = False
+    ) -> None:
+        self._base = base
+        self._max_rank = max_rank
+        self._strict_base = strict_base
+        self._configs: Recent[bytes, ConfigFindings] = Recent()
+        self._headers: Recent[tuple[bytes, bytes, int], HeaderFindings] = Recent()
+
+    def inspect(self, folder: Path) -> InspectedAdapter:
+        """Raises AdapterNotFound, or AdapterRefused with the reason."""
+        with self.open(folder) as (found, _):
+            return found
+
+    @contextmanager
+    def open(self, folder: Path) -> Iterator[tuple[InspectedAdapter, WeightsFile]]:
+        """Inspects a folder and keeps its weights file open."""
+        path = open_folder(folder)
+        text = read_config_bytes(path)
+        config = self._configs.find(text, lambda: self._check_config(text), num_bytes=len(text))
+        matched: MatchedTensors | None = None
+
+        def parse(header: bytes, data_bytes: int) -> tuple[TensorEntry, ...]:
+            nonlocal matched
+            found = self._headers.find(
+                (text, header, data_bytes),
+                lambda: self._check_header(config, header, data_bytes),
+                num_bytes=len(text) + len(header),
+            )
+            matched = found.matched
+            return found.entries
+
+        with open_weights(path, parse) as weights:
+            assert matched is not None
+            yield InspectedAdapter(path, config.config, matched, config.warnings), weights
+
+    def _check_config(self, text: bytes) -> ConfigFindings:
+        config = parse_config(decode_json(text))
+        warnings = check_base_name(config, self._base, strict=self._strict_base)
+        warnings += check_task(config)
+        return ConfigFindings(config, plan_modules(config, self._base.targets), tuple(warnings))
+
+    def _check_header(
+        self, config: ConfigFindings, header: bytes, data_bytes: int
+    ) -> HeaderFindings:
+        entries = parse_header(header, data_bytes)
+        matched = match_tensors(entries, config.plans, self._base, max_rank=self._max_rank)
+        return HeaderFindings(entries, matched)
+
+
+def check_base_name(config: PeftLoraConfig, base: BaseModelInfo, *, strict: bool) -> list[str]:
+    recorded = config.base_model_name
+    if recorded is None:
+        return ["The config does not record the base that the adapter was trained on."]
+    if short_base_name(recorded) == short_base_name(base.name):
+        return []
+    message = f"The adapter was trained on {recorded[:200]!r}; this base is {base.name!r}."
+    if strict:
+        raise AdapterRefused(
+            RefusalCode.OTHER_BASE,
+            message,
+            fix="Serve it on its own base, or allow other base names.",
+        )
+    return [message]
+
+
+def check_task(config: PeftLoraConfig) -> list[str]:
+    if config.task_type in (None, "CAUSAL_LM"):
+        return []
+    return [f"The adapter was trained for {config.task_type}, not for text generation."]
