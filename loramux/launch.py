@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from loramux.backend import ModelCard
 from loramux.compose import LibraryOptions, open_library, store_limits
 from loramux.config.engine import EngineConfig
-from loramux.config.fields import NONE
+from loramux.config.fields import NONE, LoraModule
 from loramux.config.paths import (
     REGISTRY_FILE,
     REGISTRY_VARIABLE,
@@ -43,6 +43,9 @@ from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.warming import find_prewarmed, prewarm
 from loramux.sources.config import SourceConfig, source_config
+from loramux.sources.download import Progress
+from loramux.sources.kept import KeptAdapters
+from loramux.sources.parse import is_remote
 
 RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 SECONDS_PER_DAY = 86_400.0
@@ -70,8 +73,29 @@ def serve(config: ServeConfig, *, progress: OnProgress, on_ready: OnReady) -> in
     _allow_many_connections()
     # Bound before the model is loaded, so that a port in use fails at once.
     with _listen(config.host, config.port) as listener:
+        config = with_fetched_adapters(config, source_config(config), progress)
         asyncio.run(_serve(config, listener, progress, on_ready))
     return 0
+
+
+def with_fetched_adapters(
+    config: ServeConfig, sources: SourceConfig, progress: OnProgress
+) -> ServeConfig:
+    """Returns the config with a local folder for every remote adapter of --lora-modules."""
+    kept = KeptAdapters(sources, cache_folder() / "adapters")
+
+    def fetched(module: LoraModule) -> LoraModule:
+        if not is_remote(module.path):
+            return module
+        stage = f"Fetching adapter {module.name}"
+        progress(stage, 0.0)
+
+        def report(now: Progress) -> None:
+            progress(stage, now.received_bytes / now.total_bytes if now.total_bytes else 0.0)
+
+        return replace(module, path=str(kept.folder(module.path, progress=report)))
+
+    return replace(config, lora_modules=tuple(map(fetched, config.lora_modules)))
 
 
 async def _serve(

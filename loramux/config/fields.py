@@ -16,6 +16,8 @@ import msgspec
 from loramux.errors import InvalidRequest, suggest
 
 NONE = "none"
+REMOTE_PREFIXES = ("hf:", "s3://", "gs://", "az://", "http://", "https://")
+"""Beginnings of the ids of remote adapter sources; everything else is a local folder."""
 AUTO = "auto"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
@@ -189,10 +191,10 @@ def parse_lora_module(text: str, folder: Path | None = None) -> LoraModule:
     name, separator, path = text.partition("=")
     if not separator or not name.strip() or not path.strip():
         raise InvalidRequest(
-            f"{text!r} does not name an adapter. Write name=folder, for example "
-            "pirate=examples/adapters/pirate."
+            f"{text!r} does not name an adapter. Write name=folder or name=hf:owner/repository, for "
+            "example pirate=examples/adapters/pirate."
         )
-    return LoraModule(name.strip(), located(path.strip(), folder))
+    return LoraModule(name.strip(), located_source(path.strip(), folder))
 
 
 def lora_module_from_fields(fields: object, folder: Path | None) -> LoraModule:
@@ -209,13 +211,17 @@ def lora_module_from_fields(fields: object, folder: Path | None) -> LoraModule:
     if missing:
         raise InvalidRequest(f"An adapter in {dict(fields)!r} has no {' and no '.join(missing)}.")
     return LoraModule(
-        fields["name"], located(fields["path"], folder), fields.get("base_model_name")
+        fields["name"], located_source(fields["path"], folder), fields.get("base_model_name")
     )
 
 
 def located(path: str, folder: Path | None) -> str:
     expanded = Path(path).expanduser()
     return str(expanded if folder is None else folder / expanded)
+
+
+def located_source(path: str, folder: Path | None) -> str:
+    return path if path.startswith(REMOTE_PREFIXES) else located(path, folder)
 
 
 def wrong_type(value: object, wanted: str) -> InvalidRequest:

@@ -53,9 +53,10 @@ class ServeConfig:
         (),
         Kind.LORA_MODULES,
         MODEL,
-        'Adapters to serve: name=folder, or {"name": …, "path": …} as JSON. Give several after one '
-        "flag, or repeat the flag.",
-        metavar="NAME=PATH…",
+        'Adapters to serve: name=folder, or {"name": …, "path": …} as JSON. Instead of a folder also '
+        "hf:owner/name[@revision], s3://, gs:// or az:// with bucket/folder, or https://host/folder. "
+        "Give several after one flag, or repeat the flag.",
+        metavar="NAME=SOURCE…",
     )
     registry: str | None = setting(
         None,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from loramux.config.fields import REMOTE_PREFIXES
 from loramux.errors import SourceForbidden, SourceNotFound, SourceRefused
 from loramux.sources.config import DEFAULT_PORTS, SourceConfig
 from loramux.sources.origins.addresses import check_host_allowed, is_host, show_host
@@ -38,9 +39,6 @@ FORMS = (
     "az:// with bucket/folder, and https://host/folder."
 )
 HUB_FORM = "Write it as hf:owner/name, hf:owner/name@revision or hf:owner/name@revision:file."
-
-
-REMOTE_PREFIXES = ("hf:", "s3://", "gs://", "az://", "http://", "https://")
 
 
 def is_remote(text: str) -> bool:

@@ -6,13 +6,23 @@ from pathlib import Path
 import pytest
 
 from loramux.config.fields import LoraModule
+from loramux.config.file import load_serve_config
 from loramux.config.paths import REGISTRY_VARIABLE
 from loramux.config.serve import ServeConfig
 from loramux.errors import AdapterNotFound, InvalidRequest, StoreFull
-from loramux.launch import _listen, opened_registry, serve, server_options
+from loramux.launch import (
+    _listen,
+    opened_registry,
+    serve,
+    server_options,
+    with_fetched_adapters,
+)
 from loramux.receipts.signing import make_key_files
 from loramux.registry.registry import Registry
+from loramux.sources.config import HttpConfig, SourceConfig
+from tests.fault_server import FaultServer
 from tests.store_factory import write_tiny
+from tests.unit.sources.source_factory import FAST, adapter_files
 
 
 def test_a_port_in_use_fails_before_the_model_is_loaded() -> None:
@@ -35,6 +45,29 @@ def test_an_unknown_prewarm_adapter_fails_before_the_model_is_loaded() -> None:
     with pytest.raises(AdapterNotFound, match="--prewarm-adapters names 'acme/sql'.*no registry"):
         serve(config, progress=lambda what, share: steps.append(what), on_ready=print)
     assert not steps
+
+
+def test_remote_adapters_are_fetched_into_the_cache_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORAMUX_CACHE", str(tmp_path))
+    files = adapter_files("pirate")
+    stages: list[str] = []
+    with FaultServer(files) as web:
+        sources = SourceConfig(http=HttpConfig(private_hosts=(web.host,)), limits=FAST)
+        given = load_serve_config(
+            {"lora_modules": ["here=~/sql", f"web={web.url}/pirate"]}, None
+        ).lora_modules
+        assert given[1].path == f"{web.url}/pirate"
+        config = with_fetched_adapters(
+            ServeConfig(lora_modules=given), sources, lambda stage, share: stages.append(stage)
+        )
+    here, fetched = config.lora_modules
+    assert here == given[0] and fetched.name == "web"
+    assert Path(fetched.path).is_relative_to(tmp_path / "adapters")
+    found = {f"pirate/{path.name}": path.read_bytes() for path in Path(fetched.path).iterdir()}
+    assert found == files
+    assert set(stages) == {"Fetching adapter web"}
 
 
 def test_answers_do_not_wait_for_acknowledgements() -> None:
