@@ -191,8 +191,8 @@ def parse_lora_module(text: str, folder: Path | None = None) -> LoraModule:
     name, separator, path = text.partition("=")
     if not separator or not name.strip() or not path.strip():
         raise InvalidRequest(
-            f"{text!r} does not name an adapter. Write name=folder or name=hf:owner/repository, for "
-            "example pirate=examples/adapters/pirate."
+            f"{text!r} does not name an adapter. Write name=folder or name=hf:owner/repository, "
+            "for example pirate=examples/adapters/pirate."
         )
     return LoraModule(name.strip(), located_source(path.strip(), folder))
 

@@ -53,9 +53,9 @@ class ServeConfig:
         (),
         Kind.LORA_MODULES,
         MODEL,
-        'Adapters to serve: name=folder, or {"name": …, "path": …} as JSON. Instead of a folder also '
-        "hf:owner/name[@revision], s3://, gs:// or az:// with bucket/folder, or https://host/folder. "
-        "Give several after one flag, or repeat the flag.",
+        'Adapters to serve: name=folder, or {"name": …, "path": …} as JSON. Instead of a folder '
+        "also hf:owner/name[@revision], s3://, gs:// or az:// with bucket/folder, or "
+        "https://host/folder. Give several after one flag, or repeat the flag.",
         metavar="NAME=SOURCE…",
     )
     registry: str | None = setting(
