@@ -133,11 +133,23 @@ def make_recipe(
 
     Without `weights` each part has weight 1.
     """
-    options = options or CombinationOptions()
-    method = find_method(options.method)
+    options = check_options(options or CombinationOptions())
     return Recipe(
         parts=_make_parts(cids, [1.0] * len(cids) if weights is None else weights),
-        method=method,
+        method=METHODS[options.method],
+        density=options.density,
+        majority_sign_method=cast("SignMethod | None", options.majority_sign_method),
+        seed=options.seed,
+        svd_rank=options.svd_rank,
+        dtype=options.dtype,
+    )
+
+
+def check_options(options: CombinationOptions) -> CombinationOptions:
+    """Returns the options with the defaults of the method; raises InvalidRequest with the fix."""
+    method = find_method(options.method)
+    return CombinationOptions(
+        method=method.name,
         density=_check_density(method, options.density),
         majority_sign_method=_check_sign_method(method, options.majority_sign_method),
         seed=_check_seed(method, options.seed),
@@ -187,14 +199,15 @@ def find_method(name: str) -> Method:
     return method
 
 
-def _make_parts(cids: Sequence[str], weights: Sequence[float]) -> tuple[Part, ...]:
-    if not 2 <= len(cids) <= MAX_PARTS:
+def check_weights(num_parts: int, weights: Sequence[float]) -> None:
+    """Raises InvalidRequest unless these are the weights of a combination of so many adapters."""
+    if not 2 <= num_parts <= MAX_PARTS:
         raise InvalidRequest(
-            f"A combination has 2 to {MAX_PARTS} adapters; {len(cids)} given.", param="adapters"
+            f"A combination has 2 to {MAX_PARTS} adapters; {num_parts} given.", param="adapters"
         )
-    if len(weights) != len(cids):
+    if len(weights) != num_parts:
         raise InvalidRequest(
-            f"{len(cids)} adapters and {len(weights)} weights given. Give one weight for each "
+            f"{num_parts} adapters and {len(weights)} weights given. Give one weight for each "
             "adapter, in the same order.",
             param="weights",
         )
@@ -205,6 +218,10 @@ def _make_parts(cids: Sequence[str], weights: Sequence[float]) -> tuple[Part, ..
         raise InvalidRequest(
             "All weights are 0, so the combination would change nothing.", param="weights"
         )
+
+
+def _make_parts(cids: Sequence[str], weights: Sequence[float]) -> tuple[Part, ...]:
+    check_weights(len(cids), weights)
     for cid in cids:
         parse_cid(cid)
     _refuse_repeated(cids)
@@ -240,7 +257,7 @@ def _check_density(method: Method, density: float | None) -> float | None:
     return float(density)
 
 
-def _check_sign_method(method: Method, sign_method: str | None) -> SignMethod | None:
+def _check_sign_method(method: Method, sign_method: str | None) -> str | None:
     if not method.votes:
         _refuse_unused(method, "majority_sign_method", sign_method, "elects no sign")
         return None
@@ -251,7 +268,7 @@ def _check_sign_method(method: Method, sign_method: str | None) -> SignMethod | 
             f"{sign_method!r} is not a majority_sign_method. Valid values: total, frequency.",
             param="majority_sign_method",
         )
-    return cast(SignMethod, sign_method)
+    return sign_method
 
 
 def _check_seed(method: Method, seed: int | None) -> int | None:

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TaskID,
@@ -61,6 +62,27 @@ def working(stage: str) -> Iterator[None]:
 
 
 LINE_EVERY_S = 5.0
+
+
+@contextmanager
+def counting(stage: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows (done, total): a bar on a terminal, else a line now and then."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    said_s = time.monotonic()
+    with ProgressBar(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(stage, total=None)
+
+        def show(done: int, total: int) -> None:
+            nonlocal said_s
+            bar.update(task, completed=done, total=total)
+            if not console.is_terminal and time.monotonic() - said_s >= LINE_EVERY_S:
+                said_s = time.monotonic()
+                console.print(Text(f"{stage}: {done} of {total}"), soft_wrap=True)
+
+        yield show
 
 
 class ByteView:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loramux.cli.console import printable, say, size_text
+from loramux.cli.registry_view import recipe_lines
 from loramux.errors import LoramuxError
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "Size", size_text(report.size_bytes)
         yield "Tensors", tensors_text(report)
         yield "Logits", logits_text(report.max_logit_change)
+    if report.recipe is not None:
+        yield from recipe_lines(report.recipe)
 
 
 def tensors_text(report: Report) -> str:

@@ -11,8 +11,10 @@ from loramux import __version__
 from loramux.cli import (
     bench,
     chat,
+    convert,
     doctor,
     gc,
+    merge,
     plan,
     pull,
     push,
@@ -47,6 +49,8 @@ app = typer.Typer(
 app.command("serve", cls=serve.ServeCommand)(serve.serve)
 app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
+app.command("merge", cls=merge.MergeCommand)(merge.merge)
+app.command("convert")(convert.convert)
 app.command("plan")(plan.plan)
 app.command("top")(top.top)
 app.command("tune")(tune.tune)

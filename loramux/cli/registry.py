@@ -11,6 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from loramux.adapters.recipe import find_recipe
 from loramux.cli.console import say, size_text, working
 from loramux.cli.registry_options import (
     FAILED,
@@ -148,7 +149,19 @@ def version_details(library: AdapterLibrary, choice: Choice) -> VersionDetails:
         manifest=library.registry.manifest(cid),
         usage=library.registry.usage(cid),
         is_stored=library.store.has(cid),
+        recipe=find_stored_recipe(library, cid),
     )
+
+
+def find_stored_recipe(library: AdapterLibrary, cid: str) -> dict[str, object] | None:
+    if not library.store.has(cid):
+        return None
+    try:
+        recipe = find_recipe(library.store.metadata(cid))
+    # `loramux verify` reports damaged files; the other details are shown anyway.
+    except LoramuxError:
+        return None
+    return None if recipe is None else recipe.to_dict()
 
 
 def verify(

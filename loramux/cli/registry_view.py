@@ -39,6 +39,8 @@ class VersionDetails:
     usage: Usage | None
     """None: never used."""
     is_stored: bool
+    recipe: Mapping[str, object] | None = None
+    """Parts, weights and method of a combined adapter, if its files are in the store."""
 
 
 def adapter_table(found: Iterable[AdapterInfo]) -> Table:
@@ -93,8 +95,19 @@ def detail_lines(details: VersionDetails) -> Iterator[tuple[str, str]]:
     usage = details.usage
     if usage is not None:
         yield "Requests", f"{usage.num_requests}, last {time_text(usage.last_used_at)}"
+    if details.recipe is not None:
+        yield from recipe_lines(details.recipe)
     for name, value in manifest_config(details.manifest).items():
         yield name, str(value)
+
+
+def recipe_lines(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the method and the parts of a combined adapter."""
+    options = ("density", "majority_sign_method", "seed", "svd_rank")
+    given = ", ".join(f"{name} {recipe[name]}" for name in options if name in recipe)
+    yield "Method", recipe["method"] + (f" ({given})" if given else "")
+    for part in recipe["parts"]:
+        yield "Part", f"{part['weight']:g} * {part['cid']}"
 
 
 def manifest_config(manifest: Mapping[str, object]) -> Mapping[str, object]:

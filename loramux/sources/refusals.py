@@ -36,7 +36,7 @@ def pickle_refused(what: str) -> SourceRefused:
     return SourceRefused(
         SourceCode.PICKLE,
         f"{what} is a pickle, which can run code when it is opened.",
-        fix="Save the adapter with safe_serialization=True.",
+        fix="Download it and run `loramux convert`, or save it with safe_serialization=True.",
     )
 
 

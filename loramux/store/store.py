@@ -9,6 +9,8 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from loramux.adapters.identity import FileDigest, parse_cid
+from loramux.adapters.peft.folder import refusing_os_errors
+from loramux.adapters.peft.safetensors import WEIGHTS_NAME, read_head, read_metadata
 from loramux.backend import StoreTierStats
 from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged, StoreFull
 from loramux.progress import SILENT, ByteSink
@@ -111,6 +113,15 @@ class ContentStore:
             return record
         self._restore(cid)
         return self._must_read(cid)
+
+    def metadata(self, cid: str) -> dict[str, object]:
+        """Returns the metadata in the header of an adapter's weights; {} if it has no weights."""
+        digest = self.read(cid).files.get(WEIGHTS_NAME)
+        if digest is None:
+            return {}
+        path = self._layout.blob(digest)
+        with refusing_os_errors(path), path.open("rb") as file:
+            return read_metadata(read_head(file, digest.size))
 
     def materialize(self, cid: str) -> Path:
         """Returns a read-only PEFT folder inside the store; its files were hashed when it was made.

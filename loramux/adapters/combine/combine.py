@@ -91,9 +91,7 @@ def write_combined(
     `names` (by CID) are recorded beside it for the reader, and are not part of the identity.
     """
     recipe = combined.recipe
-    fields = lora_fields(
-        combined.modules, combined.configs, known_paths=combined.known_paths
-    )
+    fields = lora_fields(combined.modules, combined.configs, known_paths=combined.known_paths)
     metadata = {RECIPE_KEY: recipe.encode().decode("utf-8")}
     write_files(folder, fields, lora_tensors(combined.modules), metadata)
     shown = recipe.to_dict()
@@ -179,7 +177,9 @@ def check_shapes(path: str, found: Mapping[int, LoraModule], names: Sequence[str
         for index, module in found.items()
     }
     if len(shapes) > 1:
-        said = ", ".join(f"{given} and {taken} in {name}" for (given, taken), name in shapes.items())
+        said = ", ".join(
+            f"{given} and {taken} in {name}" for (given, taken), name in shapes.items()
+        )
         raise AdapterRefused(
             RefusalCode.WRONG_SHAPE,
             f"{path} takes and gives different numbers of features: {said}.",

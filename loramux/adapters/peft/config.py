@@ -187,8 +187,9 @@ def check_initialization(start: object) -> None:
             RefusalCode.CHANGES_BASE,
             f"init_lora_weights is {start!r}: the adapter was trained on a changed copy of the "
             "base, so it would compute a different result on the original base.",
-            fix="Save it with save_pretrained(..., path_initial_model_for_weight_conversion=...), "
-            "which turns it into a plain LoRA.",
+            fix="Turn it into a plain LoRA: `loramux convert FOLDER --initial INITIAL_ADAPTER "
+            "--out NEW_FOLDER`, or PEFT's save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...).",
         )
     if name not in PLAIN_INITIALIZATIONS:
         raise AdapterRefused(

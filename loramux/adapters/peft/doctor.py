@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from loramux.adapters.peft.reader import CheckedAdapter, read_adapter
+from loramux.adapters.peft.reader import CheckedAdapter, open_weights, read_adapter
+from loramux.adapters.peft.safetensors import read_metadata
+from loramux.adapters.recipe import find_recipe
 from loramux.errors import AdapterNotFound, AdapterRefused
 from loramux.types.model import BaseModelInfo
 
@@ -43,6 +45,8 @@ class Report:
     warnings: tuple[str, ...] = ()
     max_logit_change: float | None = None
     """The largest change of a logit of the base on fixed tokens; None if not measured."""
+    recipe: dict[str, object] | None = None
+    """The parts, weights and method of a combined adapter."""
 
     @property
     def ok(self) -> bool:
@@ -67,6 +71,8 @@ def examine(
 
 
 def describe(adapter: CheckedAdapter, base: BaseModelInfo) -> Report:
+    with open_weights(adapter.path) as weights:
+        recipe = find_recipe(read_metadata(weights.head))
     return Report(
         folder=str(adapter.path),
         base=base.name,
@@ -85,6 +91,7 @@ def describe(adapter: CheckedAdapter, base: BaseModelInfo) -> Report:
         tensors_used=len(adapter.tensors_used),
         tensors_unused=adapter.tensors_unused,
         warnings=adapter.warnings,
+        recipe=None if recipe is None else recipe.to_dict(),
     )
 
 

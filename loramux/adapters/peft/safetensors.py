@@ -111,6 +111,12 @@ def parse_header(header: bytes, data_bytes: int) -> tuple[TensorEntry, ...]:
     return tuple(entries)
 
 
+def read_metadata(head: bytes) -> dict[str, object]:
+    """Returns the metadata in the start of a file that `read_head` has read."""
+    metadata = decode_header(head[LENGTH_BYTES:]).get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
+
+
 def decode_header(header: bytes) -> dict[str, object]:
     try:
         fields = json.loads(header.decode("utf-8"), object_pairs_hook=unique_names)
@@ -158,7 +164,8 @@ def check_dtypes(entries: list[TensorEntry]) -> None:
         raise AdapterRefused(
             RefusalCode.BAD_DTYPE,
             f"Tensors must be one of {', '.join(ITEM_BYTES)}; found {name_some(wrong)}.",
-            fix="Save the adapter in float32, float16 or bfloat16.",
+            fix="Save the adapter in float32, float16 or bfloat16; `loramux convert` turns 8-bit "
+            "floats into bfloat16.",
         )
 
 
@@ -178,5 +185,6 @@ def pickle_refused(what: str) -> AdapterRefused:
     return AdapterRefused(
         RefusalCode.PICKLE,
         f"{what}, which can run code when it is opened.",
-        fix="Save the adapter with safe_serialization=True.",
+        fix="Run `loramux convert FOLDER --out NEW_FOLDER`, which reads the tensors alone, or save "
+        "the adapter with safe_serialization=True.",
     )

@@ -121,7 +121,8 @@ def explain_foreign(names: list[str]) -> AdapterRefused:
     return AdapterRefused(
         RefusalCode.UNKNOWN_TENSORS,
         f"The file holds tensors of unknown meaning: {name_some(names)}.",
-        fix="PEFT's names look like base_model.model.<module>.lora_A.weight.",
+        fix="PEFT's names look like base_model.model.<module>.lora_A.weight; `loramux convert` "
+        "translates those of older tools.",
     )
 
 

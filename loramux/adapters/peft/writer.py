@@ -244,9 +244,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 def refuse_existing(folder: Path) -> None:
     """Refuses to write over anything but an empty folder."""
-    if folder.is_symlink() or (
-        folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    ):
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise InvalidRequest(
             f"{folder} exists and is not an empty folder. Name a new one.", param="out"
         )
