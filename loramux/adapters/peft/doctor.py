@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from loramux.adapters.peft.reader import CheckedAdapter, open_weights, read_adapter
+from loramux.adapters.peft.reader import CheckedAdapter, read_adapter
 from loramux.adapters.peft.safetensors import read_metadata
+from loramux.adapters.peft.weights import open_weights
 from loramux.adapters.recipe import find_recipe
 from loramux.errors import AdapterNotFound, AdapterRefused
 from loramux.types.model import BaseModelInfo

@@ -7,7 +7,7 @@ from pathlib import Path
 from loramux.adapters.identity import compute_cid, make_manifest
 from loramux.adapters.peft.config import read_config
 from loramux.adapters.peft.folder import open_folder
-from loramux.adapters.peft.reader import CheckedAdapter, check_effect, make_modules, open_weights
+from loramux.adapters.peft.reader import CheckedAdapter, check_values, make_modules
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
 from loramux.adapters.peft.targets import plan_modules
 from loramux.adapters.peft.tensors import (
@@ -20,6 +20,8 @@ from loramux.adapters.peft.tensors import (
     check_shapes,
     pair_up,
 )
+from loramux.adapters.peft.weights import open_weights
+from loramux.adapters.values import rank_maxima
 from loramux.types.model import TargetModule
 
 
@@ -54,7 +56,7 @@ def read_without_base(folder: Path) -> CheckedAdapter:
         config=config,
         size_bytes=sum(entry.num_bytes for entry in used),
         modules=modules,
-        warnings=tuple(check_effect(modules)),
+        warnings=check_values(modules, [rank_maxima(module) for module in modules]),
         tensors_used=tuple(entry.name for entry in used),
         tensors_unused=matched.unused,
     )
