@@ -50,6 +50,7 @@ def tiny_base_info(config: Any, name: str = BASE_NAME) -> BaseModelInfo:
         projections=tuple(Projection(name, *shape) for name, shape in shapes.items()),
         num_kv_heads=1,
         head_dim=shapes["k_proj"][1],
+        vocab_size=512,
         num_parameters=1,
     )
 

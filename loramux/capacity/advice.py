@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from msgspec import UNSET
+
 from loramux.capacity.plan import MemoryPlan, TierPlan
 
 MIN_KV_TOKENS = 2048
@@ -37,21 +39,29 @@ def _device(plan: MemoryPlan) -> Iterator[str]:
             f"One adapter of rank {largest.rank} takes {flag_size(largest.device_bytes)}, more "
             "than the whole pool: it cannot be served."
         )
-    yield (
-        f"Raise --device-memory to {flag_size(device.needed_bytes)} to keep all "
-        f"{plan.adapters} adapters on the device; now {share} of the requests wait for a load."
-    )
+    needed = flag_size(device.needed_bytes)
+    waiting = f"{share} of the requests wait for a load."
+    if plan.gpu is UNSET:
+        yield (
+            f"Raise --device-memory to {needed} to keep all {plan.adapters} adapters on the "
+            f"device; now {waiting}"
+        )
+    else:
+        yield (
+            f"All {plan.adapters} adapters need a page pool of {needed}, and this GPU has "
+            f"{flag_size(plan.gpu.pool_bytes)}; {waiting}"
+        )
     if device.adapters < min(plan.adapters, MIN_MIXED_ADAPTERS):
         yield f"No batch can mix more than {device.adapters} adapters: no more fit at once."
     yield from _smaller_rank(plan, device)
 
 
 def _smaller_rank(plan: MemoryPlan, device: TierPlan) -> Iterator[str]:
-    if len(plan.sizes) > 1:
+    # Only in the dense layout is the size proportional to the rank.
+    if len(plan.sizes) > 1 or plan.base.packing != "dense":
         return
     [size] = plan.sizes
     pages_each = (device.room_bytes or 0) // plan.base.page_bytes // plan.adapters
-    # The size is proportional to the rank.
     rank = pages_each * plan.base.page_bytes * size.rank // size.bytes
     if rank >= 1:
         yield f"Or use adapters of rank {rank} or less: all of them would fit."

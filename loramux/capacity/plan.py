@@ -148,6 +148,21 @@ class BaseSizes(Struct, kw_only=True, frozen=True):
     kv_token_bytes: int
     block_tokens: int
     page_bytes: int
+    packing: PackingKind
+
+
+class GpuMemory(Struct, kw_only=True, frozen=True):
+    """The memory of a GPU by use; the working memory, and with it the pool, is an estimate."""
+
+    name: str
+    total_bytes: int
+    utilization: float
+    """The fraction of the total that the engine uses."""
+    weight_bytes: int
+    augmented_bytes: int
+    """The rows behind the base weights for LoRA A of the most used adapters."""
+    working_bytes: int
+    pool_bytes: int
 
 
 class AdapterSize(Struct, kw_only=True, frozen=True):
@@ -206,6 +221,8 @@ class EvictedNow(Struct, kw_only=True, frozen=True):
 
 class MemoryPlan(Struct, kw_only=True, frozen=True):
     base: BaseSizes
+    gpu: GpuMemory | UnsetType = UNSET
+    """Absent for a CPU and for a pool of a given size."""
     adapters: int
     targets: list[str]
     zipf: float

@@ -10,9 +10,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES, plan_dense
-from loramux.adapters.packed.paged import plan_rank_blocks, uses_fp12
+from loramux.adapters.packed.paged import (
+    BLOCKS_PER_ADAPTER,
+    MAX_DEVICE_ADAPTERS,
+    RANK_BLOCK,
+    plan_rank_blocks,
+    uses_fp12,
+)
 from loramux.capacity.advice import advise
 from loramux.capacity.plan import (
     DEFAULT_KV_TOKENS,
@@ -21,6 +28,7 @@ from loramux.capacity.plan import (
     Budgets,
     Eviction,
     Fleet,
+    GpuMemory,
     HitRate,
     MemoryPlan,
     PlannedBase,
@@ -36,7 +44,9 @@ MAX_STEPS = 100
 PRECISION = 1e-9
 
 
-def plan_memory(base: PlannedBase, fleet: Fleet, budgets: Budgets) -> MemoryPlan:
+def plan_memory(
+    base: PlannedBase, fleet: Fleet, budgets: Budgets, *, gpu: GpuMemory | UnsetType = UNSET
+) -> MemoryPlan:
     """Plans the tiers for a fleet of adapters; raises InvalidRequest for unknown targets."""
     num_pages = budgets.device_bytes // base.page_bytes
     kv_tokens = _reserved_tokens(base, budgets, num_pages)
@@ -46,6 +56,7 @@ def plan_memory(base: PlannedBase, fleet: Fleet, budgets: Budgets) -> MemoryPlan
     device = tiers[0]
     plan = MemoryPlan(
         base=_base_sizes(base),
+        gpu=gpu,
         adapters=fleet.num_adapters,
         targets=list(fleet.targets),
         zipf=fleet.zipf,
@@ -72,10 +83,14 @@ class _TierSizes:
     needed_bytes: int
     sizes: Array
     """The size of each adapter in this tier, the most popular first."""
+    max_adapters: int | None = None
 
     @property
     def capacity(self) -> float:
-        return math.inf if self.room_bytes is None else self.room_bytes
+        room = math.inf if self.room_bytes is None else self.room_bytes
+        if self.max_adapters is None:
+            return room
+        return min(room, float(self.sizes[: self.max_adapters].sum()))
 
 
 def _caches(
@@ -97,6 +112,7 @@ def _caches(
         room_bytes=_device_room_bytes(base, budgets, kv_tokens),
         needed_bytes=_needed_device_bytes(base, budgets, int(page_sizes.sum())),
         sizes=page_sizes,
+        max_adapters=_max_device_adapters(base, fleet, budgets),
     )
     others: tuple[tuple[Tier, int | None, Array], ...] = (
         ("host", budgets.host_bytes, host_sizes),
@@ -109,6 +125,16 @@ def _caches(
         )
         for tier, b, each in others
     ]
+
+
+def _max_device_adapters(base: PlannedBase, fleet: Fleet, budgets: Budgets) -> int | None:
+    """Returns the limit of the GPU's tables of adapters, or None on a CPU."""
+    if base.packing != "paged":
+        return None
+    most = min(MAX_DEVICE_ADAPTERS, budgets.device_bytes // base.page_bytes)
+    # A higher rank is cut into blocks of at most RANK_BLOCK ranks.
+    blocks = [math.ceil(rank / RANK_BLOCK) * len(fleet.targets) for rank in fleet.ranks]
+    return min(most, int(most * BLOCKS_PER_ADAPTER * len(blocks) / sum(blocks)))
 
 
 def _device_room_bytes(base: PlannedBase, budgets: Budgets, kv_tokens: int) -> int:
@@ -231,6 +257,7 @@ def _base_sizes(base: PlannedBase) -> BaseSizes:
         kv_token_bytes=base.kv_token_bytes,
         block_tokens=base.block_tokens,
         page_bytes=base.page_bytes,
+        packing=base.packing,
     )
 
 

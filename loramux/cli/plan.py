@@ -14,11 +14,19 @@ from rich.table import Table
 from rich.text import Text
 
 from loramux.cli.console import say, show_error, size_text
-from loramux.config.fields import parse_bytes
+from loramux.config.fields import AUTO, parse_bytes
 from loramux.errors import InvalidRequest, LoramuxError
 
 if TYPE_CHECKING:
-    from loramux.capacity.plan import AdapterSize, Budgets, MemoryPlan, PlannedBase, TierPlan
+    from loramux.capacity.plan import (
+        AdapterSize,
+        Budgets,
+        GpuMemory,
+        MemoryPlan,
+        PlannedBase,
+        TierPlan,
+    )
+    from loramux.config.engine import ResolvedConfig
 
 
 def show_plan(plan: MemoryPlan, console: Console) -> None:
@@ -38,9 +46,24 @@ def facts(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     base = plan.base
     yield "Base", f"{base.name}, {base.num_layers} layers, {base.dtype}"
     yield "Weights", f"{size_text(base.weight_bytes)}, besides the pool"
+    if plan.gpu is not msgspec.UNSET:
+        yield "GPU", gpu_text(plan.gpu)
     pages = f"{size_text(base.page_bytes)} each, {base.block_tokens} tokens of KV cache"
     yield "Pages", f"{pages} ({size_text(base.kv_token_bytes)} a token)"
     yield "Adapters", f"{plan.adapters} on {', '.join(plan.targets)}"
+
+
+def gpu_text(gpu: GpuMemory) -> str:
+    taken = (
+        (gpu.weight_bytes, "weights"),
+        (gpu.augmented_bytes, "augmented weights"),
+        (gpu.working_bytes, "working memory (estimate)"),
+    )
+    parts = ", ".join(f"{size_text(num_bytes)} {name}" for num_bytes, name in taken)
+    return (
+        f"{gpu.name}, {gpu.utilization:.0%} of {size_text(gpu.total_bytes)}: {parts}, "
+        f"{size_text(gpu.pool_bytes)} page pool"
+    )
 
 
 def size_table(sizes: list[AdapterSize]) -> Table:
@@ -90,9 +113,6 @@ def evicted_text(plan: MemoryPlan) -> str:
     )
 
 
-# The rest of the device's memory is for activations and other allocations.
-USABLE_FRACTION = 0.9
-
 ModelFlag = Annotated[
     Path | None,
     typer.Option(
@@ -111,9 +131,20 @@ DeviceFlag = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Device that would serve: cpu, cuda or cuda:N. A GPU stores adapters in whole pages, "
-        "with LoRA A of bfloat16 bases in 12 bits.",
+        help="Device that would serve: auto, cpu, cuda or cuda:N. A GPU stores adapters in whole "
+        "pages, with LoRA A of bfloat16 bases in 12 bits.",
     ),
+]
+GpuFlag = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Instead of --device: a GPU from the table of memory sizes, such as h100, h200, "
+        "a100-80, l40s, l4 or rtx4090; auto is the GPU of this machine.",
+    ),
+]
+UtilizationFlag = Annotated[
+    float, typer.Option(help="Fraction of the GPU's memory that the server uses.")
 ]
 PoolFlag = Annotated[
     str | None,
@@ -127,10 +158,16 @@ TotalFlag = Annotated[
     typer.Option(
         metavar="SIZE",
         help="Instead of --device-memory: total memory of the device, such as 80GiB. The pool is "
-        "then 90 % of it minus the weights.",
+        "what --gpu-memory-utilization, the weights and the working memory leave of it.",
     ),
 ]
-HostFlag = Annotated[str, typer.Option(metavar="SIZE", help="Host memory for adapters.")]
+HostFlag = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="Host memory for adapters; auto is that of `loramux serve` on this machine.",
+    ),
+]
 DiskFlag = Annotated[str, typer.Option(metavar="SIZE", help="Disk space for adapters.")]
 KvFlag = Annotated[
     int | None,
@@ -159,8 +196,10 @@ class PlanArguments:
     rank: str
     targets: str
     device: str
+    gpu: str | None
     device_memory: str | None
     device_total: str | None
+    gpu_memory_utilization: float
     host_memory: str
     disk_space: str
     kv_tokens: int | None
@@ -174,10 +213,12 @@ def plan(  # noqa: PLR0913  (one for each flag)
     model: ModelFlag = None,
     rank: RankFlag = "16",
     targets: TargetsFlag = "q,k,v,o",
-    device: DeviceFlag = "cpu",
+    device: DeviceFlag = "auto",
+    gpu: GpuFlag = None,
     device_memory: PoolFlag = None,
     device_total: TotalFlag = None,
-    host_memory: HostFlag = "1GiB",
+    gpu_memory_utilization: UtilizationFlag = 0.9,
+    host_memory: HostFlag = "auto",
     disk_space: DiskFlag = "8GiB",
     kv_tokens: KvFlag = None,
     adapter_memory_fraction: FractionFlag = 1.0,
@@ -187,8 +228,9 @@ def plan(  # noqa: PLR0913  (one for each flag)
 ) -> None:
     """Compute how many adapters fit on the device, in host memory and on disk.
 
-    Sizes are exact. Hit rates are expected fractions of requests, for a Zipf and for a uniform
-    popularity: the optimum, and with least-recently-used eviction.
+    Sizes of adapters and pages are exact. The page pool of a GPU is an estimate: an engine
+    measures its working memory. Hit rates are expected fractions of requests, for a Zipf and for a
+    uniform popularity: the optimum, and with least-recently-used eviction.
     """
     arguments = PlanArguments(
         model=model,
@@ -196,8 +238,10 @@ def plan(  # noqa: PLR0913  (one for each flag)
         rank=rank,
         targets=targets,
         device=device,
+        gpu=gpu,
         device_memory=device_memory,
         device_total=device_total,
+        gpu_memory_utilization=gpu_memory_utilization,
         host_memory=host_memory,
         disk_space=disk_space,
         kv_tokens=kv_tokens,
@@ -229,11 +273,58 @@ def make_plan(arguments: PlanArguments) -> MemoryPlan:
         ),
         zipf=arguments.zipf,
     )
-    base = planned_base(arguments)
-    return plan_memory(base, fleet, budgets(arguments, base))
+    device = planned_device(arguments)
+    base = planned_base(arguments, device.config)
+    gpu = gpu_memory(arguments, base, device)
+    return plan_memory(base, fleet, budgets(arguments, base, device, gpu), gpu=gpu or msgspec.UNSET)
 
 
-def planned_base(arguments: PlanArguments) -> PlannedBase:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedDevice:
+    """The device to plan for, and the settings of an engine on it."""
+
+    config: ResolvedConfig
+    name: str = ""
+    total_bytes: int | None = None
+    """The memory of a GPU, if it is in the table or in this machine."""
+
+
+def planned_device(arguments: PlanArguments) -> PlannedDevice:
+    from loramux.capacity.gpus import gpu_total_bytes
+    from loramux.config.engine import EngineConfig
+    from loramux.memory.host_memory import available_memory_bytes
+
+    config = EngineConfig(
+        device=arguments.device,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        adapter_memory_fraction=arguments.adapter_memory_fraction,
+    )
+    if arguments.gpu in (None, AUTO):
+        device, name, total = local_device(arguments.device)
+    elif arguments.device == AUTO:
+        assert arguments.gpu is not None
+        device, name, total = "cuda", arguments.gpu, gpu_total_bytes(arguments.gpu)
+    else:
+        raise InvalidRequest("Give either --gpu or --device.", param="gpu")
+    resolved = config.resolve(device, available_bytes=available_memory_bytes())
+    return PlannedDevice(config=resolved, name=name, total_bytes=total)
+
+
+def local_device(wanted: str) -> tuple[str, str, int | None]:
+    """The device, and the name and memory of the GPU of this machine that it means, if any."""
+    from loramux.engine.device_choice import choose_device
+    from loramux.memory.gpus import GpuFault, visible_gpus
+
+    device = choose_device().device if wanted == AUTO else wanted
+    gpus = [] if device == "cpu" else visible_gpus()
+    if isinstance(gpus, GpuFault):
+        return device, device, None
+    index = int(device.partition(":")[2] or 0)
+    found = [(gpu.name, gpu.total_bytes) for gpu in gpus if gpu.index == index]
+    return device, *(found[0] if found else (device, None))
+
+
+def planned_base(arguments: PlanArguments, config: ResolvedConfig) -> PlannedBase:
     from loramux.capacity.plan import PlannedBase, parse_dtype
     from loramux.models.default_model import default_model_path
     from loramux.models.dtypes import resolve_dtype
@@ -241,33 +332,56 @@ def planned_base(arguments: PlanArguments) -> PlannedBase:
 
     model = describe_model(arguments.model or default_model_path())
     dtype = arguments.dtype
-    if dtype == "auto":
+    if dtype == AUTO:
+        kind = "cuda" if config.is_gpu else "cpu"
         count = model.num_parameters
-        device = "cuda" if is_gpu(arguments) else "cpu"
-        dtype = str(resolve_dtype("auto", device, num_parameters=count)).removeprefix("torch.")
+        dtype = str(resolve_dtype(AUTO, kind, num_parameters=count)).removeprefix("torch.")
     return PlannedBase(
         name=model.name,
         shapes=model,
         dtype=parse_dtype(dtype),
-        packing="paged" if is_gpu(arguments) else "dense",
+        block_tokens=config.block_tokens,
+        packing="paged" if config.is_gpu else "dense",
     )
 
 
-def is_gpu(arguments: PlanArguments) -> bool:
-    kind = arguments.device.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
+def gpu_memory(
+    arguments: PlanArguments, base: PlannedBase, device: PlannedDevice
+) -> GpuMemory | None:
+    """The memory of the GPU by use; None for a CPU, or if the size of the pool is given."""
+    from loramux.capacity.gpus import GpuSettings, plan_gpu_memory
+
+    if arguments.device_memory is not None and arguments.device_total is not None:
+        raise InvalidRequest("Give either --device-memory or --device-total.", param="device_total")
+    if arguments.device_memory is not None or not device.config.is_gpu:
+        return None
+    total = device.total_bytes
+    if arguments.device_total is not None:
+        total = parse_bytes(arguments.device_total)
+    if total is None:
         raise InvalidRequest(
-            f"--device must be cpu, cuda or cuda:N, got {arguments.device!r}.", param="device"
+            "This machine has no such GPU. Name one with --gpu, or give --device-total, its "
+            "memory, or --device-memory, the page pool.",
+            param="device_total",
         )
-    return kind == "cuda"
+    settings = GpuSettings(
+        max_batch_tokens=device.config.max_batch_tokens,
+        max_sequences=device.config.max_sequences,
+        augmented_ranks=device.config.lora_augmented_ranks,
+        utilization=device.config.gpu_memory_utilization,
+    )
+    return plan_gpu_memory(device.name, total, base, settings)
 
 
-def budgets(arguments: PlanArguments, base: PlannedBase) -> Budgets:
+def budgets(
+    arguments: PlanArguments, base: PlannedBase, device: PlannedDevice, gpu: GpuMemory | None
+) -> Budgets:
     from loramux.capacity.plan import Budgets
 
+    host = arguments.host_memory
     return Budgets(
-        device_bytes=pool_bytes(arguments, base),
-        host_bytes=parse_bytes(arguments.host_memory),
+        device_bytes=gpu.pool_bytes if gpu is not None else pool_bytes(arguments, base),
+        host_bytes=device.config.host_memory_bytes if host == AUTO else parse_bytes(host),
         disk_bytes=parse_bytes(arguments.disk_space),
         kv_tokens=arguments.kv_tokens,
         adapter_fraction=arguments.adapter_memory_fraction,
@@ -275,27 +389,22 @@ def budgets(arguments: PlanArguments, base: PlannedBase) -> Budgets:
 
 
 def pool_bytes(arguments: PlanArguments, base: PlannedBase) -> int:
-    if arguments.device_memory is not None and arguments.device_total is not None:
-        raise InvalidRequest("Give either --device-memory or --device-total.", param="device_total")
-    if arguments.device_memory is not None:
-        return parse_bytes(arguments.device_memory)
-    if arguments.device_total is not None:
-        left = int(USABLE_FRACTION * parse_bytes(arguments.device_total)) - base.weight_bytes
-        if left <= 0:
-            raise InvalidRequest(
-                f"The weights alone take {base.weight_bytes} bytes in {base.dtype}, more than "
-                f"{USABLE_FRACTION:.0%} of {arguments.device_total}.",
-                param="device_total",
-            )
-        return left
-    if is_gpu(arguments):
-        raise InvalidRequest(
-            "Give --device-total, the memory of the GPU, or --device-memory, the page pool.",
-            param="device_total",
-        )
+    """The size of the pool if it is given, or in the memory of a CPU."""
     from loramux.memory.host_memory import default_pool_bytes
 
-    return default_pool_bytes()
+    if arguments.device_memory is not None:
+        return parse_bytes(arguments.device_memory)
+    if arguments.device_total is None:
+        return default_pool_bytes()
+    share = arguments.gpu_memory_utilization
+    left = int(share * parse_bytes(arguments.device_total)) - base.weight_bytes
+    if left <= 0:
+        raise InvalidRequest(
+            f"The weights alone take {base.weight_bytes} bytes in {base.dtype}, more than "
+            f"{share:.0%} of {arguments.device_total}.",
+            param="device_total",
+        )
+    return left
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loramux.adapters.packed.paged import BLOCKS_PER_ADAPTER, MAX_DEVICE_ADAPTERS
 from loramux.config.engine import ResolvedConfig
 from loramux.errors import DoesNotFit
 from loramux.kernels.select import select_device_kernels
@@ -24,9 +25,6 @@ from loramux.types.sampling import SamplingParams
 from loramux.types.step import Chunk, SampleRow, StepPlan
 
 Progress = Callable[[str, float], None]
-# Most adapters on the device at once, and their average number of rank blocks in a layer.
-_MAX_ADAPTERS = 8192
-_BLOCKS_PER_ADAPTER = 16
 _MIB = 2**20
 
 
@@ -48,12 +46,12 @@ class GpuPlan:
         )
 
     def make_directory(self, pool: PagePool) -> DeviceDirectory:
-        max_adapters = min(_MAX_ADAPTERS, pool.num_pages)
+        max_adapters = min(MAX_DEVICE_ADAPTERS, pool.num_pages)
         return DeviceDirectory(
             self.linears,
             num_layers=self.layout.num_layers,
             max_adapters=max_adapters,
-            max_blocks=_BLOCKS_PER_ADAPTER * max_adapters,
+            max_blocks=BLOCKS_PER_ADAPTER * max_adapters,
             device=pool.device,
         )
 

@@ -313,6 +313,7 @@ def base_info(config: DecoderConfig, name: str) -> BaseModelInfo:
         projections=projections,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
         num_parameters=count_parameters(config, projections),
     )
 

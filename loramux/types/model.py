@@ -87,6 +87,7 @@ class BaseModelInfo:
     """In the order of the checkpoint."""
     num_kv_heads: int
     head_dim: int
+    vocab_size: int
     num_parameters: int
 
     @property

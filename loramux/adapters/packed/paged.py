@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from loramux.types.model import FusedLinear
 
 RANK_BLOCK = 16
+# Most adapters on the device at once, and their average number of rank blocks in a layer.
+MAX_DEVICE_ADAPTERS = 8192
+BLOCKS_PER_ADAPTER = 16
 # Matrices begin at multiples of so many elements, the unit of addresses in the device's directory.
 ALIGN_ELEMENTS = 64
 # The unit of fp12: octets of eight rows, blocks of 128 columns, three words (of two bfloat16

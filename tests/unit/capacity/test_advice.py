@@ -22,6 +22,7 @@ SHAPES = BaseModelInfo(
     projections=tuple(Projection(f"{name}_proj", 640, 640) for name in "qkvo"),
     num_kv_heads=4,
     head_dim=64,
+    vocab_size=512,
     num_parameters=10**6,
 )
 BASE = PlannedBase(name="base", shapes=SHAPES, dtype="bfloat16")

@@ -26,6 +26,7 @@ SHAPES = BaseModelInfo(
     projections=tuple(Projection(f"{name}_proj", 64, 64) for name in "qkvo"),
     num_kv_heads=2,
     head_dim=32,
+    vocab_size=512,
     num_parameters=1000,
 )
 

@@ -223,6 +223,7 @@ def test_a_pool_smaller_than_a_page_holds_nothing() -> None:
         projections=tuple(Projection(name, 4, 4) for name in QKVO),
         num_kv_heads=1,
         head_dim=4,
+        vocab_size=512,
         num_parameters=16,
     )
     base = PlannedBase(name="b", shapes=shapes, dtype="float32")

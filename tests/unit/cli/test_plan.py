@@ -15,6 +15,8 @@ from loramux.capacity.plan import Budgets, Fleet, PlannedBase
 from loramux.capacity.planner import plan_memory
 from loramux.cli.main import app
 from loramux.cli.plan import show_plan
+from loramux.engine.device_choice import DeviceChoice
+from loramux.memory.gpus import Gpu
 from loramux.types.model import BaseModelInfo, Projection
 from tests.model_factory import tiny_config
 
@@ -59,17 +61,61 @@ def test_a_gpu_stores_adapters_in_whole_pages(config: Path) -> None:
     options = ("--adapters", "3", "--rank", "8", "--device-memory", "2MiB")
     plan = plan_json(config, *options, "--device", "cuda:1")
     [size] = plan["sizes"]
-    assert plan["base"]["dtype"] == "bfloat16"
+    assert (plan["base"]["dtype"], plan["base"]["packing"]) == ("bfloat16", "paged")
     assert size["bytes"] == size["pages"] * plan["base"]["page_bytes"] == size["device_bytes"]
-    assert run_plan("--model", str(config), *options, "--device", "tpu").exit_code == 2
-    missing = run_plan("--model", str(config), "--adapters", "3", "--device", "cuda")
-    assert missing.exit_code == 2 and "--device-total" in missing.output
+    assert "gpu" not in plan, "the size of the pool is given"
+
+
+def test_a_gpu_of_the_table_has_the_pool_that_weights_and_working_memory_leave(
+    config: Path,
+) -> None:
+    options = ("--gpu", "H200", "--adapters", "3", "--rank", "8")
+    plan = plan_json(config, *options)
+    gpu = plan["gpu"]
+    assert gpu["name"] == "H200" and gpu["total_bytes"] == int(139.8 * 2**30)
+    # The rows behind qkv, o, gate and up, and down, of three layers in two-byte numbers.
+    assert gpu["augmented_bytes"] == 256 * (3 * 64 + 128 + 2 * 64 + 96) * 3 * 2
+    taken = gpu["weight_bytes"] + gpu["augmented_bytes"] + gpu["working_bytes"]
+    assert gpu["pool_bytes"] == int(0.9 * gpu["total_bytes"]) - taken
+    assert plan["tiers"][0]["budget_bytes"] == gpu["pool_bytes"]
+    less = plan_json(config, *options, "--gpu-memory-utilization", "0.5")["gpu"]
+    assert gpu["pool_bytes"] - less["pool_bytes"] == pytest.approx(0.4 * gpu["total_bytes"])
+    given = plan_json(config, "--adapters", "3", "--device", "cuda", "--device-total", "40GiB")
+    assert given["gpu"]["total_bytes"] == 40 * 2**30
+    assert given["gpu"]["working_bytes"] == gpu["working_bytes"]
+
+
+def test_host_memory_and_the_device_are_those_of_a_server_here(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loramux.memory.host_memory.available_memory_bytes", lambda: 2**35)
+    assert (
+        plan_json(config, "--adapters", "3", "--gpu", "h100")["tiers"][1]["budget_bytes"] == 2**33
+    )
+    card = Gpu(1, "NVIDIA X", (9, 0), 2**34)
+    monkeypatch.setattr("loramux.memory.gpus.visible_gpus", lambda: [card])
+    choice = DeviceChoice(device="cuda:1", gpu_name=card.name)
+    monkeypatch.setattr("loramux.engine.device_choice.choose_device", lambda: choice)
+    gpu = plan_json(config, "--adapters", "3", "--gpu", "auto")["gpu"]
+    assert gpu == plan_json(config, "--adapters", "3")["gpu"]
+    assert (gpu["name"], gpu["total_bytes"]) == ("NVIDIA X", 2**34)
+    on_cpu = plan_json(config, "--adapters", "3", "--device", "cpu")
+    assert on_cpu["base"]["packing"] == "dense"
+    assert on_cpu["tiers"][1]["budget_bytes"] == 2**30
 
 
 def test_the_pool_is_what_the_weights_leave_of_the_device(config: Path) -> None:
-    plan = plan_json(config, "--adapters", "3", "--device-total", "10MiB", "--dtype", "fp16")
+    options = ("--device", "cpu", "--device-total", "10MiB", "--dtype", "fp16")
+    plan = plan_json(config, "--adapters", "3", *options)
     weights = plan["base"]["weight_bytes"]
     assert plan["tiers"][0]["budget_bytes"] == int(0.9 * 10 * MIB) - weights
+
+
+def test_the_text_shows_the_memory_of_the_gpu(config: Path) -> None:
+    result = run_plan("--model", str(config), "--gpu", "l4", "--adapters", "100000")
+    assert "l4, 90% of 22 GiB" in result.output and "(estimate)" in result.output
+    assert "adapters need a page pool of" in result.output
+    assert "Raise --device-memory" not in result.output
 
 
 def test_table_shows_sizes_tiers_and_advice(config: Path) -> None:
@@ -87,7 +133,12 @@ def test_table_shows_sizes_tiers_and_advice(config: Path) -> None:
         (["--targets", "q,quark"], "There is no target 'quark'"),
         (["--device-memory", "lots"], "is not a size"),
         (["--device-memory", "1GiB", "--device-total", "2GiB"], "either --device-memory or"),
-        (["--device-total", "1KiB"], "The weights alone take"),
+        (["--device", "cpu", "--device-total", "1KiB"], "The weights alone take"),
+        (["--gpu", "h200", "--device-total", "1GiB"], "together more than 90%"),
+        (["--gpu", "h20"], "Did you mean h200?"),
+        (["--gpu", "h200", "--device", "cpu"], "either --gpu or --device"),
+        (["--device", "cuda:9"], "Name one with --gpu"),
+        (["--device", "tpu"], "auto, cpu, cuda or cuda:N"),
         (["--dtype", "int4"], "dtype must be one of"),
         (["--adapters", "0"], "adapters must be"),
         (["--adapter-memory-fraction", "2"], "adapter_memory_fraction must be"),
@@ -112,6 +163,7 @@ SHAPES = BaseModelInfo(
     projections=tuple(Projection(f"{name}_proj", 640, 640) for name in "qkvo"),
     num_kv_heads=4,
     head_dim=64,
+    vocab_size=512,
     num_parameters=10**6,
 )
 

@@ -34,6 +34,7 @@ SHAPES = BaseModelInfo(
     ),
     num_kv_heads=2,
     head_dim=16,
+    vocab_size=512,
     num_parameters=20_000,
 )
 CARD = ModelCard(
