@@ -22,6 +22,10 @@ class UnsupportedModel(LoramuxError):
     """The base model cannot be served: unknown architecture, invalid config or missing files."""
 
 
+class ModelNotFetched(LoramuxError):
+    """The base model is neither on this machine nor could it be fetched from the hub."""
+
+
 class AdapterNotFound(LoramuxError):
     """The named adapter does not exist."""
 

@@ -33,6 +33,8 @@ from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.engine.process import OnProgress
 from loramux.errors import InvalidRequest
 from loramux.models.default_model import cache_folder, default_model_path
+from loramux.models.locate import locate_model
+from loramux.progress import ByteSink
 from loramux.receipts.signing import read_private_key
 from loramux.receipts.writer import ReceiptWriter
 from loramux.registry.records import Resolved
@@ -68,12 +70,16 @@ class ServerReady:
 OnReady = Callable[[ServerReady], None]
 
 
-def serve(config: ServeConfig, *, progress: OnProgress, on_ready: OnReady) -> int:
+def serve(
+    config: ServeConfig, *, progress: OnProgress, downloads: ByteSink, on_ready: OnReady
+) -> int:
     """Serve until SIGTERM or Ctrl-C; raises LoramuxError if the server cannot start."""
     _allow_many_connections()
-    # Bound before the model is loaded, so that a port in use fails at once.
+    # Bound before the model is fetched and loaded, so that a port in use fails at once.
     with _listen(config.host, config.port) as listener:
         config = with_fetched_adapters(config, source_config(config), progress)
+        # On the main thread, ahead of the event loop: Ctrl-C ends a download at once.
+        config = replace(config, model=str(locate_model(config.model, sink=downloads)))
         asyncio.run(_serve(config, listener, progress, on_ready))
     return 0
 

@@ -1,4 +1,4 @@
-"""The interface for reporting the progress of transfers."""
+"""The interface for reporting the progress of transfers, and the text of a size."""
 
 from __future__ import annotations
 
@@ -28,3 +28,13 @@ class SilentSink:
 
 
 SILENT = SilentSink()
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a size in its largest unit: 1.5 GiB."""
+    size, unit = float(num_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}" if unit != "bytes" else f"{num_bytes} bytes"

@@ -24,18 +24,11 @@ from rich.progress import (
 from rich.progress import Progress as ProgressBar
 from rich.text import Text
 
+from loramux.progress import size_text as size_text
+
 
 def say(console: Console, label: str, text: str, *, style: str) -> None:
     console.print(Text(label, style), Text(printable(text)), sep="", soft_wrap=True)
-
-
-def size_text(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.4g} {unit}" if unit != "bytes" else f"{num_bytes} bytes"
 
 
 def printable(text: str) -> str:

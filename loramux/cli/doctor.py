@@ -9,14 +9,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from loramux.cli.console import printable, say, size_text
+from loramux.cli.console import ByteView, printable, say, size_text
 from loramux.cli.registry_view import recipe_lines
 from loramux.errors import LoramuxError
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MODULE_PATH = re.compile(r"(?:.*\.)?layers\.(?P<layer>\d+)\.(?P<module>.+)")
 MAX_UNUSED_SHOWN = 8
+UNSUPPORTED = "unsupported_model"
 
 
 def show_report(report: Report, console: Console) -> None:
@@ -106,10 +107,11 @@ Progress = Callable[[str, float], None]
 def doctor(
     path: Annotated[Path, typer.Argument(help="Adapter folder, as PEFT saves it.")],
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="Base model: a Hugging Face folder or a GGUF file. "
-            "Default: the installed SmolLM2-135M-Instruct."
+            metavar="PATH|ORG/NAME",
+            help="Base model: a Hugging Face folder, a GGUF file, or a model of the hub as "
+            "org/name. Default: the installed SmolLM2-135M-Instruct.",
         ),
     ] = None,
     as_json: Annotated[
@@ -131,18 +133,30 @@ def doctor(
 
     The exit status is 0 only if the adapter can be served.
     """
+    # Imported here: it is not needed for `--help`.
+    from loramux.models.locate import locate_model
+
     messages = Console(stderr=True)
+    try:
+        with ByteView(messages) as bar:
+            base = locate_model(model, sink=bar, with_weights=probe)
+    except (LoramuxError, OSError) as error:
+        show_and_exit(refuse(path, model or "default", UNSUPPORTED, str(error)), as_json)
     with messages.status("Reading the adapter") as status:
         report = diagnose(
             path,
-            model,
+            base,
             strict_base=strict_base,
             max_rank=max_rank,
             progress=lambda stage, done: status.update(f"{stage} {done:.0%}"),
         )
         if probe and report.ok:
             status.update("Running the base model with and without the adapter")
-            report = measure(report, model)
+            report = measure(report, base)
+    show_and_exit(report, as_json)
+
+
+def show_and_exit(report: Report, as_json: bool) -> NoReturn:
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
@@ -152,7 +166,7 @@ def doctor(
 
 def diagnose(
     path: Path,
-    model: Path | None,
+    model: Path,
     *,
     strict_base: bool,
     max_rank: int | None,
@@ -165,17 +179,16 @@ def diagnose(
     try:
         base = read_base(model, progress)
     except (LoramuxError, OSError) as error:
-        return refuse(path, str(model or "default"), "unsupported_model", str(error))
+        return refuse(path, str(model), UNSUPPORTED, str(error))
     return examine(path, base, max_rank=max_rank, strict_base=strict_base)
 
 
-def measure(report: Report, model: Path | None) -> Report:
+def measure(report: Report, model: Path) -> Report:
     """Add the largest change of a logit; refuse if the model cannot run or a logit is NaN."""
     from loramux.engine.probe import max_logit_change
-    from loramux.models.default_model import default_model_path
 
     try:
-        change = max_logit_change(model or default_model_path(), Path(report.folder))
+        change = max_logit_change(model, Path(report.folder))
     except (LoramuxError, OSError) as error:
         return refuse(Path(report.folder), report.base, "probe_failed", str(error))
     if not math.isfinite(change):
@@ -187,13 +200,11 @@ def measure(report: Report, model: Path | None) -> Report:
     return replace(report, max_logit_change=change, warnings=warnings)
 
 
-def read_base(model: Path | None, progress: Progress | None) -> BaseModelInfo:
+def read_base(path: Path, progress: Progress | None) -> BaseModelInfo:
     from loramux.models.architectures import base_info, parse_config
-    from loramux.models.default_model import default_model_path
     from loramux.models.folder import model_name, read_config
     from loramux.models.gguf_file import converted_folder
 
-    path = model or default_model_path()
     folder = converted_folder(path, progress=progress) if path.suffix == ".gguf" else path
     return base_info(parse_config(read_config(folder)), model_name(path))
 

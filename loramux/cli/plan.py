@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from loramux.cli.console import say, show_error, size_text
+from loramux.cli.console import ByteView, say, show_error, size_text
 from loramux.config.fields import AUTO, parse_bytes
 from loramux.errors import InvalidRequest, LoramuxError
 
@@ -114,10 +113,11 @@ def evicted_text(plan: MemoryPlan) -> str:
 
 
 ModelFlag = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
-        help="Base model: a Hugging Face folder, its config.json alone, or a GGUF file; no weights "
-        "are read. Default: the installed SmolLM2-135M-Instruct."
+        metavar="PATH|ORG/NAME",
+        help="Base model: a Hugging Face folder, its config.json alone, a GGUF file, or a model of "
+        "the hub as org/name; no weights are read. Default: the installed SmolLM2-135M-Instruct.",
     ),
 ]
 AdaptersFlag = Annotated[int, typer.Option(help="Number of adapters.")]
@@ -191,7 +191,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object an
 class PlanArguments:
     """The flags of the command."""
 
-    model: Path | None
+    model: str | None
     adapters: int
     rank: str
     targets: str
@@ -326,11 +326,12 @@ def local_device(wanted: str) -> tuple[str, str, int | None]:
 
 def planned_base(arguments: PlanArguments, config: ResolvedConfig) -> PlannedBase:
     from loramux.capacity.plan import PlannedBase, parse_dtype
-    from loramux.models.default_model import default_model_path
     from loramux.models.dtypes import resolve_dtype
     from loramux.models.folder import describe_model
+    from loramux.models.locate import locate_model
 
-    model = describe_model(arguments.model or default_model_path())
+    with ByteView() as bar:
+        model = describe_model(locate_model(arguments.model, sink=bar, with_weights=False))
     dtype = arguments.dtype
     if dtype == AUTO:
         kind = "cuda" if config.is_gpu else "cpu"

@@ -18,11 +18,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from typer.core import TyperCommand
 
-from loramux.cli.console import printable, say, show_error, size_text
+from loramux.cli.console import ByteView, printable, say, show_error, size_text
 from loramux.config.fields import AUTO, Kind, Setting, flag
 from loramux.config.file import load_serve_config
 from loramux.config.serve import SETTINGS, ServeConfig
 from loramux.errors import InvalidRequest, LoramuxError
+from loramux.progress import ByteSink
 
 if TYPE_CHECKING:
     from loramux.backend import ModelCard
@@ -47,6 +48,7 @@ class ServeView:
         )
         self._task = self._bars.add_task("", total=1.0)
         self._stage: str | None = None
+        self._download: ByteView | None = None
         self.is_ready = False
 
     def __enter__(self) -> Self:
@@ -72,6 +74,7 @@ class ServeView:
         """Show a stage and its progress in [0, 1]; without a terminal print one line per stage."""
         if self.is_ready:
             return
+        self._end_download()
         self._bars.update(self._task, description=escape(printable(stage)), completed=done)
         if self._console.is_terminal:
             self._bars.start()
@@ -80,7 +83,40 @@ class ServeView:
         self._stage = stage
 
     def stop_progress(self) -> None:
+        self._end_download()
         self._bars.stop()
+
+    @property
+    def is_downloading(self) -> bool:
+        return self._download is not None
+
+    def begin(self, what: str, total_bytes: int | None) -> None:
+        """Show a bar in bytes until the next stage; without a terminal print a line now and then.
+
+        With add() this is the ByteSink of the model's download.
+        """
+        self.stop_progress()
+        size = "" if total_bytes is None else f" ({size_text(total_bytes)})"
+        if not self._console.is_terminal:
+            self._console.print(Text(f"{printable(what)}{size} …"), soft_wrap=True)
+        self._download = ByteView(self._console)
+        self._download.__enter__()
+        self._download.begin(what, total_bytes)
+
+    def add(self, num_bytes: int) -> None:
+        if self._download is not None:
+            self._download.add(num_bytes)
+
+    def _end_download(self) -> None:
+        if self._download is not None:
+            self._download.__exit__(None, None, None)
+            self._download = None
+
+    def show_stopped(self) -> None:
+        """Say what an interruption of the start leaves behind."""
+        if self.is_downloading:
+            self.stop_progress()
+            say(self._console, "Stopped. ", "The download resumes at the next start.", style="bold")
 
     def show_ready(self, ready: ServerReady) -> None:
         self.is_ready = True
@@ -156,6 +192,7 @@ class Launch(Protocol):
         config: ServeConfig,
         *,
         progress: Callable[[str, float], None],
+        downloads: ByteSink,
         on_ready: Callable[[ServerReady], None],
     ) -> int: ...
 
@@ -190,6 +227,8 @@ def serve(config: Path | None = None, **flags: Any) -> None:
     [bold]Examples[/bold]
 
     loramux serve
+
+    loramux serve --model Qwen/Qwen3-0.6B
 
     loramux serve --model ./Qwen3-0.6B --lora-modules sql=./sql-lora support=./support-lora
 
@@ -273,10 +312,12 @@ def run(config: ServeConfig, console: Console, find_launch: Callable[[], Launch]
         try:
             view.progress("Starting", 0.0)
             launch = find_launch()
-            return launch(config, progress=view.progress, on_ready=view.show_ready)
+            return launch(config, progress=view.progress, downloads=view, on_ready=view.show_ready)
         except KeyboardInterrupt:
+            view.show_stopped()
             return 0 if view.is_ready else STOPPED_BY_CTRL_C
         except Stopped:
+            view.show_stopped()
             return 0 if view.is_ready else STOPPED_BY_SIGTERM
         except (LoramuxError, OSError) as error:
             view.stop_progress()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loramux.cli.console import say, show_error
+from loramux.cli.console import ByteView, say, show_error
 from loramux.errors import LoramuxError
 
 DTYPES = ("bfloat16", "float16")
@@ -16,10 +16,11 @@ DTYPES = ("bfloat16", "float16")
 
 def tune(
     model: Annotated[
-        Path,
+        str,
         typer.Option(
-            help="Model folder, config.json or GGUF file. Only its shapes are read: the weights "
-            "need not be there."
+            metavar="PATH|ORG/NAME",
+            help="Model folder, config.json, GGUF file, or a model of the hub as org/name. Only "
+            "its shapes are read: the weights need not be there.",
         ),
     ],
     device: Annotated[str, typer.Option(help="The GPU to tune for, such as cuda:1.")] = "cuda",
@@ -53,7 +54,7 @@ def tune(
 
 
 def write_table(
-    model: Path, device: str, dtype: str, lora_augmented_ranks: int, output: Path | None
+    model: str, device: str, dtype: str, lora_augmented_ranks: int, output: Path | None
 ) -> tuple[Path, int]:
     """Returns the file that was written, and the number of shapes in this run."""
     # Imported here: torch slows down `--help`.
@@ -61,10 +62,12 @@ def write_table(
 
     from loramux.models.architectures import parse_config
     from loramux.models.folder import read_any_config
+    from loramux.models.locate import locate_model
     from loramux.runner.gemm.table import read_table, user_table_file
     from loramux.runner.tune import TuneOptions, tune_model
 
-    config = parse_config(read_any_config(model))
+    with ByteView() as bar:
+        config = parse_config(read_any_config(locate_model(model, sink=bar, with_weights=False)))
     options = TuneOptions(dtype=getattr(torch, dtype), augmented_ranks=lora_augmented_ranks)
     console = Console(stderr=True)
     with console.status("Tuning") as status:

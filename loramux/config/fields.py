@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from loramux.errors import InvalidRequest, suggest
+from loramux.types.hub_id import HUB_PREFIX, parse_hub_id
 
 NONE = "none"
 REMOTE_PREFIXES = ("hf:", "s3://", "gs://", "az://", "http://", "https://")
@@ -40,6 +41,7 @@ class Kind(Enum):
     TEXTS = auto()
     PATH = auto()
     PATHS = auto()
+    MODEL = auto()
     URL_OR_PATH = auto()
     COUNT = auto()
     SECONDS = auto()
@@ -253,6 +255,16 @@ def parse_paths(value: object, folder: Path | None) -> tuple[str, ...]:
     return tuple(located(path, folder) for path in parse_texts(value, folder))
 
 
+def parse_model(value: object, folder: Path | None) -> str:
+    """Accept a path, or the name of a model on the hub if there is no such path."""
+    path = parse_path(value, folder)
+    text = str(value)
+    is_on_hub = text.startswith(HUB_PREFIX) or (
+        parse_hub_id(text) is not None and not Path(path).exists()
+    )
+    return text if is_on_hub else path
+
+
 def parse_url_or_path(value: object, folder: Path | None) -> str:
     if isinstance(value, str) and ("://" in value or value == NONE):
         return value
@@ -326,6 +338,7 @@ PARSERS: dict[Kind, Callable[[object, Path | None], object]] = {
     Kind.TEXTS: parse_texts,
     Kind.PATH: parse_path,
     Kind.PATHS: parse_paths,
+    Kind.MODEL: parse_model,
     Kind.URL_OR_PATH: parse_url_or_path,
     Kind.COUNT: parse_count,
     Kind.SECONDS: parse_seconds,

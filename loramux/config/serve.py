@@ -35,11 +35,11 @@ class ServeConfig:
 
     model: str | None = setting(
         None,
-        Kind.PATH,
+        Kind.MODEL,
         MODEL,
-        "Base model: a Hugging Face folder or a GGUF file. Default: the installed "
-        "SmolLM2-135M-Instruct.",
-        metavar="PATH",
+        "Base model: a Hugging Face folder, a GGUF file, or a model of the Hugging Face hub as "
+        "org/name[@revision] or org/name:file.gguf. Default: the installed SmolLM2-135M-Instruct.",
+        metavar="PATH|ORG/NAME",
     )
     served_model_name: tuple[str, ...] = setting(
         (),

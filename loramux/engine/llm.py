@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from tqdm.std import tqdm
 
@@ -17,7 +17,7 @@ from loramux.engine.gc_control import FullCollections
 from loramux.engine.outputs import OutputCollector
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import InvalidRequest
-from loramux.models.default_model import default_model_path
+from loramux.models.locate import locate_model
 from loramux.types.request import FinishReason, LoRARequest, Request, RequestOutput
 from loramux.types.sampling import SamplingParams
 
@@ -30,7 +30,8 @@ T = TypeVar("T")
 class LLM:
     """A base model in this process.
 
-    `model` is a Hugging Face folder or a GGUF file; the default is SmolLM2.
+    `model` is a Hugging Face folder, a GGUF file, or a model of the hub as org/name[@revision] or
+    org/name:file.gguf; the default is SmolLM2.
     """
 
     def __init__(
@@ -43,7 +44,8 @@ class LLM:
         if config is not None and settings:
             raise InvalidRequest("Give either config or single settings, not both.")
         self.config, self.device_choice = resolve_config(config or EngineConfig(**settings))
-        path = Path(model).expanduser() if model is not None else default_model_path()
+        with _DownloadBar() as bar:
+            path = locate_model(model, sink=bar)
         loaded = load_base(path, self.config)
         self.model_name = loaded.name
         self.model_digest = loaded.digest
@@ -165,6 +167,34 @@ class LLM:
                 self.engine.finish(event.request_id, event.index)
             num_done += collector.is_finished
         return num_done
+
+
+class _DownloadBar:
+    """Shows the download of a model; HF_HUB_DISABLE_PROGRESS_BARS=1 hides it."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def begin(self, what: str, total_bytes: int | None) -> None:
+        from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+
+        self._bar = tqdm(
+            desc=what,
+            total=total_bytes,
+            unit="B",
+            unit_scale=True,
+            disable=are_progress_bars_disabled(),
+        )
+
+    def add(self, num_bytes: int) -> None:
+        self._bar.update(num_bytes)
 
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:

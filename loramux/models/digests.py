@@ -16,19 +16,33 @@ from loramux.models.default_model import cache_folder
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file, from the cache folder if path, size and mtime are the same."""
     resolved = path.resolve()
-    status = resolved.stat()
-    version = {"path": str(resolved), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
-    key = hashlib.sha256(str(resolved).encode()).hexdigest()
-    sidecar = cache_folder() / "digests" / f"{key}.json"
-    remembered = read_sidecar(sidecar)
+    version = file_version(resolved)
+    remembered = read_sidecar(sidecar_of(resolved))
     if {name: remembered.get(name) for name in version} == version and "sha256" in remembered:
         return str(remembered["sha256"])
     with resolved.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
+    remember_digest(resolved, digest, version)
+    return digest
+
+
+def remember_digest(path: Path, digest: str, version: dict[str, Any] | None = None) -> None:
+    """Keep the SHA-256 of a file for file_digest, as long as its path, size and mtime stay."""
+    resolved = path.resolve()
     # If the cache is read-only, the file is hashed again next time.
     with contextlib.suppress(OSError):
-        write_sidecar(sidecar, {**version, "sha256": digest})
-    return digest
+        version = version or file_version(resolved)
+        write_sidecar(sidecar_of(resolved), {**version, "sha256": digest})
+
+
+def file_version(resolved: Path) -> dict[str, Any]:
+    status = resolved.stat()
+    return {"path": str(resolved), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+
+
+def sidecar_of(resolved: Path) -> Path:
+    key = hashlib.sha256(str(resolved).encode()).hexdigest()
+    return cache_folder() / "digests" / f"{key}.json"
 
 
 def model_digest(config_file: Path, weight_files: list[Path]) -> str:

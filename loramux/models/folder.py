@@ -11,8 +11,10 @@ from typing import Any
 from loramux.errors import UnsupportedModel
 from loramux.models.architectures import base_info, parse_config
 from loramux.models.gguf_file import read_gguf_config
+from loramux.types.hub_id import MODEL_FORMS
 from loramux.types.model import BaseModelInfo
 
+SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 MAX_NAMES_IN_MESSAGE = 8
 QUANTIZATION_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 
@@ -26,8 +28,7 @@ def describe_model(path: Path) -> BaseModelInfo:
 def read_any_config(path: Path) -> Mapping[str, Any]:
     if not path.exists():
         raise UnsupportedModel(
-            f"{path} does not exist: give a Hugging Face model folder, its config.json or a "
-            ".gguf file."
+            f"{path} does not exist: give {MODEL_FORMS}, or the config.json of a model."
         )
     if path.suffix == ".gguf":
         return read_gguf_config(path)
@@ -41,9 +42,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise UnsupportedModel(
                 f"{folder} holds a LoRA adapter, not a base model: give the folder of its base."
             )
-        raise UnsupportedModel(
-            f"{folder} has no config.json: give a Hugging Face model folder or a .gguf file."
-        )
+        raise UnsupportedModel(f"{folder} has no config.json: give {MODEL_FORMS}.")
     return read_json_object(config_file)
 
 
@@ -59,7 +58,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return model.safetensors, the shards named by the index, or the only safetensors file."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index = folder / SINGLE_NAME, folder / INDEX_NAME
     if single.is_file():
         return [single]
     if index.is_file():
@@ -80,25 +79,31 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed_files(index: Path) -> list[Path]:
-    names = sorted(set(read_json_object(index).get("weight_map", {}).values()))
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise UnsupportedModel(f"{index} names files outside its folder: {listed(outside)}.")
+    names = shard_names(index)
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise UnsupportedModel(f"{index} names files that are missing: {listed(missing)}.")
     return [index.parent / name for name in names]
 
 
+def shard_names(index: Path) -> list[str]:
+    """Return the files that an index names; refuse names outside its folder."""
+    names = sorted(set(read_json_object(index).get("weight_map", {}).values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise UnsupportedModel(f"{index} names files outside its folder: {listed(outside)}.")
+    return names
+
+
 def model_name(path: Path) -> str:
-    """Return the served name: of the file, the folder, or the repository in a hub cache."""
-    resolved = path.resolve()
-    if path.suffix == ".gguf":
-        return QUANTIZATION_SUFFIX.sub("", path.stem)
-    repository = resolved.parent.parent.name
-    if resolved.parent.name == "snapshots" and repository.startswith("models--"):
-        return repository.removeprefix("models--").replace("--", "/")
-    return resolved.name
+    """Return the served name: of the repository in a hub cache, of the file, or of the folder."""
+    # A file of the hub cache is a link to its content, so only a folder is resolved.
+    place = path.absolute() if path.suffix == ".gguf" else path.resolve()
+    for folder in (place, *place.parents):
+        repository = folder.parent.parent.name
+        if folder.parent.name == "snapshots" and repository.startswith("models--"):
+            return repository.removeprefix("models--").replace("--", "/")
+    return QUANTIZATION_SUFFIX.sub("", path.stem) if path.suffix == ".gguf" else place.name
 
 
 def eos_token_ids(folder: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:

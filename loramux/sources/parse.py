@@ -22,12 +22,9 @@ from loramux.sources.source_id import (
     split_path,
     split_weights,
 )
+from loramux.types.hub_id import is_repository_part, is_revision
 
 MAX_ID_CHARS = 2048
-MAX_REPOSITORY_CHARS = 96
-MAX_REVISION_CHARS = 200
-REPOSITORY_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
-REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 BUCKETS = {
     SourceKind.S3: re.compile(r"[a-z0-9](?:[a-z0-9-]|\.(?!\.)){1,61}[a-z0-9]"),
     SourceKind.GCS: re.compile(r"[a-z0-9](?:[a-z0-9_-]|\.(?!\.)){1,61}[a-z0-9]"),
@@ -127,18 +124,6 @@ def parse_hub(text: str, config: SourceConfig) -> SourceId:
         weights_name=weights_name,
         revision=revision or None,
     )
-
-
-def is_repository_part(part: str) -> bool:
-    is_odd = "--" in part or ".." in part or part.endswith(".git")
-    return (
-        not is_odd and len(part) <= MAX_REPOSITORY_CHARS and bool(REPOSITORY_PART.fullmatch(part))
-    )
-
-
-def is_revision(revision: str) -> bool:
-    is_odd = ".." in revision or revision.endswith((".", ".lock"))
-    return not is_odd and len(revision) <= MAX_REVISION_CHARS and bool(REVISION.fullmatch(revision))
 
 
 def parse_bucket(text: str, config: SourceConfig) -> SourceId:

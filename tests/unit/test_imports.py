@@ -47,6 +47,8 @@ hidden = {
 }
 
 class Hiding:
+    find_distributions = PathFinder.find_distributions
+
     @staticmethod
     def find_spec(name, path=None, target=None):
         if name.partition(".")[0] in hidden:

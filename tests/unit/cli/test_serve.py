@@ -61,7 +61,7 @@ def ready(*adapters: str, host: str = "127.0.0.1", **facts: Any) -> ServerReady:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     configs: Launched = []
 
-    def serve(config: ServeConfig, *, progress: Any, on_ready: Any) -> int:
+    def serve(config: ServeConfig, *, progress: Any, downloads: Any, on_ready: Any) -> int:
         configs.append(config)
         progress("Converting the model", 0.5)
         on_ready(ready(*(m.name for m in config.lora_modules)))
@@ -166,7 +166,7 @@ def test_help_names_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def raising(error: BaseException, *, after_ready: bool = False) -> Callable[..., int]:
-    def launch(config: ServeConfig, *, progress: Any, on_ready: Any) -> int:
+    def launch(config: ServeConfig, *, progress: Any, downloads: Any, on_ready: Any) -> int:
         if after_ready:
             on_ready(ready())
         raise error
@@ -193,7 +193,7 @@ def test_the_exit_status_depends_on_the_end(launch: Callable[..., int], status: 
 def test_sigterm_while_the_model_is_prepared_unwinds() -> None:
     unwound: list[str] = []
 
-    def launch(config: ServeConfig, *, progress: Any, on_ready: Any) -> int:
+    def launch(config: ServeConfig, *, progress: Any, downloads: Any, on_ready: Any) -> int:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             signal.pause()

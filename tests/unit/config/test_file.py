@@ -76,12 +76,21 @@ def test_adapters_in_a_file_have_every_form_and_start_at_its_folder(
 
 
 def test_paths_of_flags_start_at_the_working_folder(tmp_path: Path) -> None:
-    file = write(tmp_path, 'model = "models/base"')
+    file = write(tmp_path, 'model = "./models/base"')
     assert load_serve_config({}, file).model == str(tmp_path / "models" / "base")
-    config = load_serve_config({"model": "models/base", "lora_modules": ["a=one"]}, file)
-    assert config.model == "models/base"
+    config = load_serve_config({"model": "../base", "lora_modules": ["a=one"]}, file)
+    assert config.model == "../base"
     assert config.lora_modules == (LoraModule("a", "one"),)
     assert load_serve_config({"model": "~/base"}).model == str(Path.home() / "base")
+
+
+def test_a_model_of_the_hub_is_not_a_path_unless_there_is_one(tmp_path: Path) -> None:
+    file = write(tmp_path, 'model = "models/base"')
+    assert load_serve_config({}, file).model == "models/base"
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    assert load_serve_config({}, file).model == str(tmp_path / "models" / "base")
+    for name in ("hf:models/base", "acme/base@v1:tiny.gguf"):
+        assert load_serve_config({"model": name}, file).model == name
 
 
 def test_lists_of_paths_are_resolved_like_single_paths(

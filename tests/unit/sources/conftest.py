@@ -7,7 +7,7 @@ import pytest
 
 from loramux.sources.config import HttpConfig, HubConfig, S3Config, Secret, SourceConfig
 from tests.fault_server import FaultServer
-from tests.hub_server import HubServer
+from tests.hub_server import HubServer, hub_for_client
 from tests.s3_server import S3Server
 from tests.unit.sources.source_factory import FAST, adapter_files
 
@@ -26,16 +26,8 @@ def web_config(web: FaultServer) -> SourceConfig:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """A hub for the client, which may go online and has no stored token."""
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    with HubServer() as server:
+    with hub_for_client(monkeypatch, tmp_path) as server:
         yield server
-    huggingface_hub.close_session()
 
 
 @pytest.fixture

@@ -1,0 +1,152 @@
+"""Brings a model of the Hugging Face hub into its cache, and returns where it is.
+
+Before any weights are fetched: the revision is resolved to a commit, config.json is checked like
+the loader checks it, the needed files are chosen, and the free space of the disk is compared.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, hf_hub_download
+
+from loramux.errors import ModelNotFetched, UnsupportedModel
+from loramux.models.architectures import parse_config
+from loramux.models.folder import INDEX_NAME, SINGLE_NAME, read_json_object, shard_names
+from loramux.models.gguf_file import GGUF_ARCHITECTURES
+from loramux.models.hub.cache import RepositoryCache
+from loramux.models.hub.download import Download
+from loramux.models.hub.errors import HubUnreachable, hub_errors
+from loramux.models.hub.files import (
+    CONFIG_NAME,
+    Listing,
+    RemoteFile,
+    check_folder,
+    gguf_of,
+    is_gguf,
+    side_files,
+    weights_of,
+)
+from loramux.progress import SILENT, ByteSink
+from loramux.types.hub_id import HubId
+
+_log = logging.getLogger(__name__)
+
+
+def fetch_model(hub_id: HubId, *, sink: ByteSink = SILENT, with_weights: bool = True) -> Path:
+    """Return the model's folder or GGUF file in the cache, fetching what is missing.
+
+    Without weights, only the config is fetched; a GGUF file is always fetched as a whole. A model
+    that is in the cache is used if the hub cannot be reached. With HF_HUB_OFFLINE=1, and for a
+    commit that is in the cache, the hub is not asked.
+    """
+    cache = RepositoryCache(hub_id)
+    if constants.is_offline_mode():
+        return find_offline(cache, with_weights=with_weights)
+    if hub_id.is_commit:
+        try:
+            return cache.find(with_weights=with_weights)
+        except ModelNotFetched:
+            pass
+    try:
+        listing = list_files(hub_id)
+    except HubUnreachable as error:
+        try:
+            found = cache.find(with_weights=with_weights)
+        except ModelNotFetched as missing:
+            raise HubUnreachable(f"{error} {missing}") from None
+        _log.warning("%s The copy in the cache is used: %s", error, found)
+        return found
+    with hub_errors(hub_id):
+        return fetch_listed(cache, listing, sink=sink, with_weights=with_weights)
+
+
+def find_offline(cache: RepositoryCache, *, with_weights: bool) -> Path:
+    try:
+        return cache.find(with_weights=with_weights)
+    except ModelNotFetched as error:
+        raise ModelNotFetched(
+            f"{error} HF_HUB_OFFLINE is set: unset it and start once with a connection, or set "
+            "HF_HOME to the cache that has the model."
+        ) from None
+
+
+def list_files(hub_id: HubId) -> Listing:
+    """Resolve the revision to a commit, and list its files with their sizes."""
+    with hub_errors(hub_id):
+        info = HfApi(library_name="loramux").model_info(
+            hub_id.repository,
+            revision=hub_id.revision,
+            files_metadata=True,
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
+        )
+        if info.sha is None:
+            raise ValueError("no commit")
+        files = {
+            one.rfilename: RemoteFile(
+                path=one.rfilename,
+                size_bytes=one.size or 0,
+                blob=one.lfs.sha256 if one.lfs is not None else one.blob_id,
+            )
+            for one in info.siblings or []
+        }
+        return Listing(info.sha, files, (info.gguf or {}).get("architecture"))
+
+
+def fetch_listed(
+    cache: RepositoryCache, listing: Listing, *, sink: ByteSink, with_weights: bool
+) -> Path:
+    hub_id, found = cache.hub_id, cache.snapshot(listing.commit)
+    if is_gguf(hub_id, listing):
+        file = gguf_of(hub_id, listing)
+        check_gguf_architecture(hub_id, listing)
+        files, found = [file], found / file.path
+    else:
+        check_folder(hub_id, listing)
+        check_config(hub_id, fetch_small(cache, listing, CONFIG_NAME))
+        files = folder_files(cache, listing) if with_weights else []
+    missing = [file for file in files if not (cache.snapshot(listing.commit) / file.path).exists()]
+    if missing:
+        cache.check_space(missing)
+        Download(cache, listing.commit, missing).run(sink)
+    cache.remember(listing.commit, replace=with_weights)
+    return found
+
+
+def folder_files(cache: RepositoryCache, listing: Listing) -> list[RemoteFile]:
+    shards = None
+    index = []
+    if INDEX_NAME in listing.files and SINGLE_NAME not in listing.files:
+        shards = shard_names(fetch_small(cache, listing, INDEX_NAME))
+        index = [listing.files[INDEX_NAME]]
+    return [*weights_of(cache.hub_id, listing, shards), *index, *side_files(listing)]
+
+
+def fetch_small(cache: RepositoryCache, listing: Listing, name: str) -> Path:
+    found = hf_hub_download(
+        cache.hub_id.repository,
+        name,
+        revision=listing.commit,
+        cache_dir=cache.root,
+        library_name="loramux",
+    )
+    return Path(found)
+
+
+def check_config(hub_id: HubId, file: Path) -> None:
+    try:
+        parse_config(read_json_object(file))
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{hub_id}: {error} Nothing else was downloaded.") from None
+
+
+def check_gguf_architecture(hub_id: HubId, listing: Listing) -> None:
+    """Refuse what the hub says about its GGUF files; the file itself is checked when it is read."""
+    name = listing.gguf_architecture
+    if name is not None and name not in GGUF_ARCHITECTURES:
+        raise UnsupportedModel(
+            f"{hub_id}: GGUF architecture {name!r} is not supported; valid values: "
+            f"{', '.join(GGUF_ARCHITECTURES)}. Use the model's repository with safetensors. "
+            "Nothing was downloaded."
+        )
