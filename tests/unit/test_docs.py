@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,8 @@ from loramux.config.file import load_serve_config
 from loramux.config.serve import SETTINGS
 from loramux.server import sampling
 from loramux.server.errors import HTTP_STATUS
-from tests.serve_factory import RunningServer, running_server
+from tests.hub_server import HubRepository, HubServer
+from tests.serve_factory import NOTHING, RunningServer, running_server
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
@@ -38,11 +41,15 @@ ADAPTERS = ("json", "pirate", "sentiment", "shout")
 # What a reader types into `loramux chat`.
 CONVERSATION = "/max 16\nWhat is the capital of France?\n/adapter shout\nAnd of Italy?\n"
 
-# `make` shows what it would do; curl fails on an error status; chat and top find the test's
-# server; serve reads its flags and its file, and then finds that the port is taken.
+# Adapters that the documents name on the hub, and what stands for them here.
+HUB_ADAPTERS = {"acme/sql-lora": "pirate", "acme/support-lora": "json"}
+# `make` shows what it would do; pip knows the extras of `.[extra]`; curl fails on an error status;
+# chat and top find the test's server, push the test's hub; serve reads its flags and its file, and
+# then finds that the port is taken.
 SHELL = """
 set -euo pipefail
 make() {{ command make -n "$@" >/dev/null; }}
+pip() {{ [[ $1 == install && ",{extras}," == *",${{2:2:-1}},"* ]]; }}
 curl() {{ command curl -sS --fail-with-body --max-time 60 "$@"; echo; }}
 python() {{ {python} "$@"; }}
 loramux() {{
@@ -110,9 +117,32 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-def run(command: list[str], folder: Path, *, typed: str = "") -> str:
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a user who has a hub with the adapters of the documents."""
+    with HubServer() as server:
+        for repository, name in HUB_ADAPTERS.items():
+            files = (ROOT / "examples" / "adapters" / name).iterdir()
+            contents = {file.name: file.read_bytes() for file in files}
+            server.repositories[repository] = HubRepository({"main": contents})
+        yield {
+            "HF_ENDPOINT": server.url,
+            "HF_HUB_OFFLINE": "0",
+            "XDG_DATA_HOME": str(tmp_path_factory.mktemp("user-data")),
+        }
+
+
+def run(
+    command: list[str], folder: Path, *, typed: str = "", environment: Mapping[str, str] = NOTHING
+) -> str:
     result = subprocess.run(
-        command, cwd=folder, input=typed, capture_output=True, text=True, timeout=120
+        command,
+        cwd=folder,
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
     )
     assert result.returncode == 0, f"{result.stdout}{result.stderr}"
     return result.stdout
@@ -126,11 +156,19 @@ def test_every_block_is_of_a_kind_that_is_checked_here() -> None:
 
 
 @each("sh")
-def test_a_shell_block_runs(block: Block, server: RunningServer, checkout: Path) -> None:
+def test_a_shell_block_runs(
+    block: Block, server: RunningServer, checkout: Path, hub: dict[str, str]
+) -> None:
     port = server.url.rpartition(":")[2]
-    preamble = SHELL.format(python=shlex.quote(sys.executable), url=server.url, port=port)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    preamble = SHELL.format(
+        python=shlex.quote(sys.executable),
+        url=server.url,
+        port=port,
+        extras=",".join(project["optional-dependencies"]),
+    )
     script = block.text.replace(".venv/bin/", "").replace(DOCUMENTED_URL, server.url)
-    run(["bash", "-c", preamble + script], checkout, typed=CONVERSATION)
+    run(["bash", "-c", preamble + script], checkout, typed=CONVERSATION, environment=hub)
 
 
 @each("python")
