@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from loramux.adapters.identity import FileDigest, compute_cid, make_manifest
 from loramux.adapters.loading import AdapterRules, FolderLoader, LoadedAdapter
 from loramux.adapters.packed.image import AdapterImage
+from loramux.adapters.peft.folder import open_folder
 from loramux.adapters.peft.inspection import InspectedAdapter
 from loramux.adapters.workers import CALLING_THREAD, Workers
 from loramux.errors import AdapterNotFound, AdapterRefused
@@ -145,7 +148,7 @@ class AdapterCatalog:
         Reads no weights. The adapter is registered if its CID is on record: in the store that made
         the folder, or from an earlier check of the same files.
         """
-        folder = folder.expanduser().resolve()
+        folder = open_folder(folder.expanduser())
         signature = _signature(folder)
         found = self._loader.inspect(folder)
         card = self._card(found)
@@ -157,7 +160,7 @@ class AdapterCatalog:
 
         The weights are not read if their values were checked before.
         """
-        folder = folder.expanduser().resolve()
+        folder = open_folder(folder.expanduser())
         signature = _signature(folder)
         found = self._loader.inspect(folder)
         values, loaded = self._verified.find(folder, signature), None
@@ -202,12 +205,13 @@ class AdapterCatalog:
         self._workers.close()
 
     def _card(self, found: InspectedAdapter) -> InspectedCard:
-        layout = self._loader.layout_of(found)
+        planned = self._loader.plan(found)
+        num_elements = planned.layout.num_elements
         return InspectedCard(
             path=str(found.path),
-            num_elements=layout.num_elements,
-            num_bytes=layout.num_elements * self.rules.packing.dtype.itemsize,
-            rank=layout.max_rank,
+            num_elements=num_elements,
+            num_bytes=num_elements * self.rules.packing.dtype.itemsize,
+            rank=planned.max_rank,
             warnings=found.warnings,
         )
 
@@ -230,7 +234,7 @@ class AdapterCatalog:
         return VerifiedValues(loaded.image.cid, loaded.warnings), loaded
 
     def _load(self, known: AdapterCard) -> AdapterImage:
-        image = self._loader.load(Path(known.path)).image
+        image = self._loader.load(open_folder(Path(known.path))).image
         if image.cid != known.cid:
             raise AdapterRefused(
                 "changed_on_disk",
@@ -246,10 +250,12 @@ def _encode(folder: str, signature: Signature, values: VerifiedValues) -> bytes:
 
 
 def _signature(folder: Path) -> Signature:
-    if not folder.is_dir():
-        raise AdapterNotFound(
-            f"No adapter folder at {folder}. Give the folder that holds adapter_config.json."
-        )
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    stats = [(path.name, path.stat()) for path in files]
-    return tuple((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats)
+    files = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            # Links that lead nowhere are refused by the inspection, if they are needed.
+            with suppress(OSError):
+                if entry.is_file():
+                    found = entry.stat()
+                    files.append((entry.name, found.st_size, found.st_mtime_ns, found.st_ino))
+    return tuple(sorted(files))

@@ -60,8 +60,14 @@ class LoadedAdapter:
     times: LoadTimes
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedLayout:
+    layout: AdapterLayout
+    max_rank: int
+
+
 class FolderLoader:
-    """Inspects and loads adapter folders; any thread may call it."""
+    """Inspects and loads adapter folders, given by their real paths; any thread may call it."""
 
     def __init__(self, rules: AdapterRules, workers: Workers = CALLING_THREAD) -> None:
         """`workers`: read and pack parts of an adapter while the calling thread hashes it."""
@@ -70,28 +76,30 @@ class FolderLoader:
         self._inspector = Inspector(
             rules.base, max_rank=rules.max_rank, strict_base=rules.strict_base
         )
-        self._layouts: dict[tuple[tuple[ModuleKey, int], ...], AdapterLayout] = {}
+        self._layouts: dict[tuple[tuple[ModuleKey, int], ...], PlannedLayout] = {}
 
     def inspect(self, folder: Path) -> InspectedAdapter:
-        """Checks config and header; raises AdapterNotFound or AdapterRefused."""
+        """Checks config and header; raises AdapterRefused."""
         return self._inspector.inspect(folder)
 
-    def layout_of(self, found: InspectedAdapter) -> AdapterLayout:
+    def plan(self, found: InspectedAdapter) -> PlannedLayout:
         ranks = found.ranks
         key = tuple(ranks.items())
-        layout = self._layouts.get(key)
-        if layout is None:
+        planned = self._layouts.get(key)
+        if planned is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[key] = self._packing.plan(ranks)
-        return layout
+            layout = self._packing.plan(ranks)
+            planned = self._layouts[key] = PlannedLayout(layout, layout.max_rank)
+            self._make_ready(layout)
+        return planned
 
     def load(self, folder: Path) -> LoadedAdapter:
-        """Reads the weights once; raises AdapterNotFound or AdapterRefused."""
+        """Reads the weights once; raises AdapterRefused."""
         began = time.perf_counter()
         with self._inspector.open(folder) as (found, weights):
             inspected = time.perf_counter()
-            layout = self.layout_of(found)
+            layout = self.plan(found).layout
             prepared = self._workers.start(partial(_prepare, self._packing, layout))
             with weights.reading(self._workers) as reading:
                 modules = make_modules(found.matched, reading.tensors())
@@ -111,7 +119,18 @@ class FolderLoader:
             pack_s=max(part.ended for part in packed) - began,
             total_s=time.perf_counter() - began,
         )
+        self._make_ready(layout)
         return LoadedAdapter(image, warnings, times)
+
+    def _make_ready(self, layout: AdapterLayout) -> None:
+        """Has a buffer of this size allocated and freed, which the next load finds ready.
+
+        torch keeps freed pinned memory, and pinning takes as long as a load.
+        """
+        if self._workers.num_threads > 1:
+            self._workers.start(
+                partial(self._packing.allocate, layout.num_elements, self._packing.dtype)
+            )
 
     def _start_packing(
         self,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from loramux.adapters.catalog import AdapterCatalog, IdentifiedAdapter, VerifiedAdapters
-from loramux.adapters.identity import FileDigest
+from loramux.adapters.identity import FileDigest, is_digest
 from loramux.adapters.loading import AdapterRules
 from loramux.adapters.packed.image import AdapterImage
 from loramux.adapters.workers import Workers
@@ -184,7 +184,8 @@ def _catalog(config: ResolvedConfig, rules: AdapterRules, workers: Workers) -> A
 
 
 def _stored_digests(folder: Path) -> Mapping[str, FileDigest] | None:
-    record = find_record(folder)
+    # Folders that a store made are named by a digest; all others are told apart without a call.
+    record = find_record(folder) if is_digest(folder.name) else None
     return None if record is None else record.weights_files
 
 

@@ -22,7 +22,7 @@ from loramux.memory.tiers import AdapterState
 _NICENESS = 19
 _NUM_THREADS = 2
 # Threads that take parts of a load on a machine whose steps run on a GPU.
-_MAX_WORKERS = 8
+_MAX_WORKERS = 4
 # How long a thread may hold the GIL while another waits for it. The default of 5 ms is a twentieth
 # of a step on a small CPU, and a step takes the GIL hundreds of times.
 _SWITCH_INTERVAL_S = 0.0005

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,10 +27,18 @@ def open_folder(folder: Path) -> Path:
 def find_file(folder: Path, name: str) -> Path | None:
     """Returns the real path of a file of the folder, or None if the folder has no such entry.
 
-    Refuses links that lead out of the folder, except links into the Hugging Face cache's blobs.
+    `folder` is a real path. Refuses links that lead out of the folder, except links into the
+    Hugging Face cache's blobs.
     """
     entry = folder / name
-    if not entry.is_symlink() and not entry.exists():
+    try:
+        mode = entry.lstat().st_mode
+    except OSError:
+        # An entry that exists and cannot be examined is reported by resolve().
+        mode = 0
+    if stat.S_ISREG(mode):
+        return entry
+    if not mode and not entry.exists():
         return None
     with refusing_os_errors(entry):
         path = entry.resolve(strict=True)

@@ -14,7 +14,7 @@ from loramux.adapters.peft.config import (
     parse_config,
     read_config_bytes,
 )
-from loramux.adapters.peft.folder import open_folder, short_base_name
+from loramux.adapters.peft.folder import short_base_name
 from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.safetensors import TensorEntry, parse_header
 from loramux.adapters.peft.targets import ModulePlan, plan_modules
@@ -99,15 +99,14 @@ class Inspector:
         self._headers: Recent[tuple[bytes, bytes, int], HeaderFindings] = Recent()
 
     def inspect(self, folder: Path) -> InspectedAdapter:
-        """Raises AdapterNotFound, or AdapterRefused with the reason."""
+        """Inspects a folder, given by its real path; raises AdapterRefused."""
         with self.open(folder) as (found, _):
             return found
 
     @contextmanager
     def open(self, folder: Path) -> Iterator[tuple[InspectedAdapter, WeightsFile]]:
-        """Inspects a folder and keeps its weights file open."""
-        path = open_folder(folder)
-        text = read_config_bytes(path)
+        """Inspects a folder, given by its real path, and keeps its weights file open."""
+        text = read_config_bytes(folder)
         config = self._configs.find(text, lambda: self._check_config(text), num_bytes=len(text))
         matched: MatchedTensors | None = None
 
@@ -121,9 +120,9 @@ class Inspector:
             matched = found.matched
             return found.entries
 
-        with open_weights(path, parse) as weights:
+        with open_weights(folder, parse) as weights:
             assert matched is not None
-            yield InspectedAdapter(path, config.config, matched, config.warnings), weights
+            yield InspectedAdapter(folder, config.config, matched, config.warnings), weights
 
     def _check_config(self, text: bytes) -> ConfigFindings:
         config = parse_config(decode_json(text))

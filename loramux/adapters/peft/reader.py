@@ -11,6 +11,7 @@ import torch
 
 from loramux.adapters.identity import Manifest, compute_cid, make_manifest
 from loramux.adapters.peft.config import PeftLoraConfig
+from loramux.adapters.peft.folder import open_folder
 from loramux.adapters.peft.inspection import Inspector
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
@@ -59,7 +60,7 @@ def read_adapter(
     Raises AdapterNotFound, or AdapterRefused with the reason. It may run in any thread.
     """
     inspector = Inspector(base, max_rank=max_rank, strict_base=strict_base)
-    with inspector.open(Path(folder)) as (found, weights):
+    with inspector.open(open_folder(Path(folder))) as (found, weights):
         loaded = weights.load()
     modules = make_modules(found.matched, loaded.tensors)
     manifest = make_manifest(found.config.canonical(), {WEIGHTS_NAME: loaded.digest})
