@@ -54,6 +54,8 @@ class ModelCard:
     disk_space_bytes: int = 0
     adapter_memory_fraction: float = 1.0
     """Largest fraction of the page pool that adapters may take."""
+    start_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds of each phase of the start; some phases run at the same time."""
 
 
 @dataclass(frozen=True, slots=True)

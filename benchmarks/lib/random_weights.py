@@ -29,7 +29,7 @@ from loramux.models.architectures import base_info, parse_config
 from loramux.models.decoder import Decoder
 from loramux.models.dtypes import resolve_dtype
 from loramux.models.layers import HeadNorm, RMSNorm
-from loramux.models.loader import LoadedModel
+from loramux.models.loader import LoadedModel, done
 from loramux.models.packed_linear import pack_linears
 from loramux.types.adapter import AdapterCard
 from loramux.types.model import BaseModelInfo
@@ -102,7 +102,7 @@ def random_model(
         name="random",
         tokenizer_folder=Path(),
         eos_token_ids=(),
-        digest=f"random:{seed}",
+        reading=done(f"random:{seed}"),
     )
 
 
@@ -145,6 +145,7 @@ def make_engine(arguments: argparse.Namespace) -> tuple[LoadedModel, Engine]:
         pack_linears(model.decoder, byte_limit=total_memory_bytes() // 4)
     made_s = time.perf_counter() - began
     engine = build_engine(model, config)
+    engine.prepare_all()
     print(
         f"{arguments.model}, {dtype}: weights in {made_s:.1f} s, engine in "
         f"{time.perf_counter() - began - made_s:.1f} s, a pool of "

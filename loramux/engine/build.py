@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from loramux.memory.host_buffers import HostBuffers
 from loramux.memory.host_memory import default_pool_bytes, total_memory_bytes
 from loramux.memory.pool import PagePool
 from loramux.models.architectures import DecoderConfig, base_info
+from loramux.models.decoder import Decoder
 from loramux.models.dtypes import resolve_dtype
 from loramux.models.loader import LoadedModel, load_model
 from loramux.models.packed_linear import pack_linears
@@ -33,6 +35,7 @@ from loramux.types.model import BaseModelInfo, PagedLayout
 
 if TYPE_CHECKING:
     from loramux.engine.build_device import GpuPlan
+    from loramux.runner.gpu_runner import GpuRunner
 
 # Freed host buffers are kept for reuse up to this fraction of the host budget.
 _MAX_SPARE_FRACTION = 1 / 16
@@ -41,13 +44,24 @@ _MAX_SPARE_FRACTION = 1 / 16
 def load_base(
     path: Path, config: ResolvedConfig, *, progress: Callable[[str, float], None] | None = None
 ) -> LoadedModel:
-    """Load the base, with packed weights where the CPU kernels use them."""
+    """Load the base, with packed weights where the CPU kernels use them.
+
+    For a GPU it returns before the weights are read: kernels are compiled meanwhile.
+    """
 
     def dtype(sizes: DecoderConfig) -> torch.dtype:
         count = base_info(sizes, path.name).num_parameters
         return resolve_dtype(config.dtype, config.device, num_parameters=count)
 
-    model = load_model(path, dtype=dtype, device=config.device, progress=progress)
+    is_on_gpu = config.is_gpu and config.wants_device_kernels
+    model = load_model(
+        path,
+        dtype=dtype,
+        device=config.device,
+        progress=progress,
+        before_reading=partial(_augment, config=config) if is_on_gpu else None,
+        in_background=is_on_gpu,
+    )
     packs = config.pack_weights and not config.is_gpu and not config.wants_device_kernels
     if packs and not config.wants_reference_kernels:
         pack_linears(model.decoder, byte_limit=total_memory_bytes() // 4)
@@ -65,6 +79,10 @@ def build_engine(
     """Build an engine; `loads` runs adapter loads, by default on threads of the engine."""
     base = base_info(model.config, model.name)
     gpu_plan = _gpu_plan(model, config, base) if config.wants_device_kernels else None
+    if gpu_plan is not None and config.is_gpu:
+        from loramux.engine.build_device import compile_kernels
+
+        compile_kernels(gpu_plan, torch.device(config.device), progress)
     pool = _make_pool(model, config, base.kv_layout(config.block_tokens), gpu_plan, progress)
     rules = AdapterRules(
         base=base,
@@ -73,7 +91,14 @@ def build_engine(
         strict_base=config.strict_base,
     )
     directory = None if gpu_plan is None else gpu_plan.make_directory(pool)
+    gpu_runner: GpuRunner | None = None
+    if gpu_plan is not None and directory is not None:
+        from loramux.engine.build_device import prepare
+
+        gpu_runner = gpu_plan.make_runner(pool, directory)
+        prepare(gpu_plan, gpu_runner, progress)
     memory = build_memory(config, rules, pool, clock=clock, loads=loads, device_table=directory)
+    # The digest is known when the weights are read.
     scheduler = Scheduler(
         _scheduler_config(model, config, pool),
         pages=memory.pages,
@@ -82,11 +107,7 @@ def build_engine(
         prefixes=memory.prefixes,
     )
     vocab_size = model.config.vocab_size
-    if gpu_plan is not None and directory is not None:
-        from loramux.engine.build_device import prepare
-
-        gpu_runner = gpu_plan.make_runner(pool, directory)
-        prepare(gpu_plan, gpu_runner, progress)
+    if gpu_runner is not None:
         return Engine(
             scheduler=scheduler, executor=gpu_runner, memory=memory, vocab_size=vocab_size
         )
@@ -144,18 +165,24 @@ def _merge_controller(
 
 def _gpu_plan(model: LoadedModel, config: ResolvedConfig, base: BaseModelInfo) -> GpuPlan:
     from loramux.engine.build_device import GpuPlan
-    from loramux.models.augmented_linear import RANK_BLOCK, augment_linears
     from loramux.runner.gpu_runner import BatchLimits
 
-    if config.lora_augmented_ranks:
-        # Before free memory is measured: the appended rows are part of the weights.
-        augment_linears(model.decoder, config.lora_augmented_ranks // RANK_BLOCK)
+    # Before free memory is measured: the appended rows are part of the weights.
+    _augment(model.decoder, config=config)
     limits = BatchLimits(
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,
         max_pages=-(-_max_model_len(model, config) // config.block_tokens),
     )
     return GpuPlan(model, base.fused_linears, base.kv_layout(config.block_tokens), limits)
+
+
+def _augment(decoder: Decoder, *, config: EngineConfig) -> None:
+    """Append the rows for LoRA A to the weights, if the config asks for them and they have none."""
+    from loramux.models.augmented_linear import RANK_BLOCK, augment_linears
+
+    if config.lora_augmented_ranks:
+        augment_linears(decoder, config.lora_augmented_ranks // RANK_BLOCK)
 
 
 def _make_pool(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,10 +16,12 @@ from loramux.kernels.select import select_device_kernels
 from loramux.lora.segmented import DeviceDirectory
 from loramux.memory.device import (
     device_memory_bytes,
+    device_name,
     is_out_of_memory,
     release_cached,
 )
 from loramux.memory.pool import PagePool
+from loramux.models.augmented_linear import appended_rows
 from loramux.models.loader import LoadedModel
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
 from loramux.types.model import FusedLinear, PagedLayout
@@ -26,6 +30,7 @@ from loramux.types.step import Chunk, SampleRow, StepPlan
 
 Progress = Callable[[str, float], None]
 _MIB = 2**20
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +70,60 @@ class GpuPlan:
         )
 
 
+def compile_kernels(plan: GpuPlan, device: torch.device, progress: Progress | None) -> None:
+    """Compile the kernels of all steps in parallel processes, unless they are in Triton's cache.
+
+    A kernel that cannot be compiled there is compiled at its first launch.
+    """
+    from loramux.kernels.gpu.precompile import CompiledStamp, KernelCompiler, collecting_kernels
+
+    stamp = CompiledStamp(_variants_of(plan, device))
+    if stamp.exists:
+        return
+
+    def report(share: float) -> None:
+        if progress is not None:
+            progress("Compiling kernels", share)
+
+    report(0.0)
+    with contextlib.closing(KernelCompiler()) as compiler:
+        pool = plan.make_pool(_pages_of_step(plan), device)
+        runner = plan.make_runner(pool, plan.make_directory(pool))
+        with collecting_kernels(compiler.submit):
+            runner.trace(_fitting_steps(plan, pool.num_pages))
+        errors = compiler.wait(report)
+    del runner, pool
+    release_cached(device)
+    if errors:
+        _log.warning(
+            "%d of %d kernels are compiled at their first launch: %s",
+            *(len(errors), compiler.num_kernels, errors[0]),
+        )
+    else:
+        stamp.write()
+
+
+def _variants_of(plan: GpuPlan, device: torch.device) -> str:
+    """Describe all that the variants of the kernels depend on, besides their source."""
+    decoder = plan.model.decoder
+    appended = [rows.shape for rows in (appended_rows(decoder) or [[]])[0]]
+    sizes = (plan.model.config, decoder.dtype, plan.layout, plan.limits, appended)
+    return repr((device_name(device), sizes))
+
+
 def prepare(plan: GpuPlan, runner: GpuRunner, progress: Progress | None) -> None:
-    """Capture the CUDA graphs and compile the other kernels; the pool must be empty."""
-    runner.capture(progress)
+    """Capture the graphs that every step can run on, and load the other kernels.
+
+    The pool must be empty. The executor captures the other graphs when it is idle.
+    """
+    runner.capture_largest(progress)
     if runner.is_gpu:
-        num_pages = runner.num_pages
-        steps = [step for step in warm_up_steps(plan, num_pages) if _fits(step, num_pages)]
-        runner.warm_up(steps)
+        runner.warm_up(_fitting_steps(plan, runner.num_pages))
 
 
-def _fits(step: StepPlan, num_pages: int) -> bool:
-    return sum(len(chunk.page_ids) for chunk in step.chunks) <= num_pages
+def _fitting_steps(plan: GpuPlan, num_pages: int) -> list[StepPlan]:
+    steps = warm_up_steps(plan, num_pages)
+    return [s for s in steps if sum(len(chunk.page_ids) for chunk in s.chunks) <= num_pages]
 
 
 def measured_pool_bytes(

@@ -27,6 +27,8 @@ from loramux.types.step import Chunk, InFlightStep, StepPlan
 
 # A step without work waits this long for a loading adapter before the loop reads its commands.
 _LOAD_WAIT_S = 0.005
+# Steps go on for this long between two preparations, each of which takes about 60 ms on a GPU.
+_PREPARE_INTERVAL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Engine:
         self._tracker = RequestTracker(memory.residency, memory.placement)
         self._in_flight: _Launched | None = None
         self._last_result_s = 0.0
+        self._prepared_s = 0.0
 
     def step(self) -> list[TokenEvent]:
         """Launch the next step and return the events of the previous one.
@@ -64,12 +67,14 @@ class Engine:
         step waits for them. An executor whose steps are done at launch returns their own events.
         """
         self.memory.move_adapters()
+        events = self._prepare_wanted() if self.executor.is_lacking else []
         plan = self.scheduler.next_plan(self.memory.clock())
         if plan is None:
             if self._in_flight is None:
                 self._wait_for_adapters()
-            return self._apply_result()
-        events = [] if self.executor.can_run_ahead(plan) else self._apply_result()
+            return events + self._apply_result()
+        if not self.executor.can_run_ahead(plan):
+            events += self._apply_result()
         try:
             launched = self._launch(plan)
         except DoesNotFit as error:
@@ -80,6 +85,26 @@ class Engine:
         self.scheduler.launched(plan)
         self._in_flight = launched
         return events + self._apply_result() if launched.step.is_done else events
+
+    def prepare_next(self) -> bool:
+        """Prepare the executor further while there is no work; return False if nothing is left."""
+        assert self._in_flight is None, "a step is in flight"
+        return self.executor.prepare_next(only_wanted=False)
+
+    def prepare_all(self) -> None:
+        """Prepare the executor completely, so that the first steps are as fast as later ones."""
+        while self.prepare_next():
+            pass
+
+    def _prepare_wanted(self) -> list[TokenEvent]:
+        """Prepare what recent steps have lacked, at intervals; return the events up to now."""
+        now = time.perf_counter()
+        if now - self._prepared_s < _PREPARE_INTERVAL_S:
+            return []
+        events = self._apply_result()
+        self.executor.prepare_next(only_wanted=True)
+        self._prepared_s = time.perf_counter()
+        return events
 
     @property
     def pages(self) -> PageAllocator:

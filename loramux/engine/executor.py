@@ -32,6 +32,18 @@ class Executor(Protocol):
         """Start the step; raise DoesNotFit when the device has no memory for it."""
         ...
 
+    @property
+    def is_lacking(self) -> bool:
+        """Whether a step ran slower than it could because something is not prepared yet."""
+        ...
+
+    def prepare_next(self, *, only_wanted: bool) -> bool:
+        """Prepare one more thing, such as a CUDA graph; return False if nothing is left.
+
+        `only_wanted`: what a step has lacked. No step may be in flight.
+        """
+        ...
+
     def logits(self, plan: StepPlan) -> dict[int, Tensor]:
         """Compute the logits of every token by sequence id, without sampling."""
         ...

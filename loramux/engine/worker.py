@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from loramux.adapters.catalog import IdentifiedAdapter
@@ -50,6 +51,7 @@ from loramux.engine.messages import (
     WireError,
     encode_error,
 )
+from loramux.engine.start_phases import StartPhases
 from loramux.engine.stats import adapter_uses, engine_stats
 from loramux.engine.usage import UsageFile
 from loramux.errors import LoramuxError
@@ -163,6 +165,8 @@ class Worker:
                 self._send_stats([])
             if is_idle and self._inbox.empty():
                 self._collections.while_idle()
+                if self._engine.prepare_next():
+                    continue
             try:
                 command = self._inbox.get(block=is_idle)
             except queue.Empty:
@@ -338,13 +342,11 @@ def serve(connection: socket.socket) -> int:
     heart = HeartbeatThread(channel)
     try:
         config, choice = resolve_config(EngineConfig(**start.settings))
-
-        def report(what: str, share: float) -> None:
-            channel.send(Progress(what=what, share=share))
-
-        model = load_base(Path(start.model), config, progress=report)
-        engine = build_engine(model, config, progress=report)
-        channel.send(Ready(card=_model_card(model, engine, start.model, config, choice)))
+        phases = StartPhases(lambda what, share: channel.send(Progress(what=what, share=share)))
+        model = load_base(Path(start.model), config, progress=phases)
+        engine = build_engine(model, config, progress=phases)
+        card = _model_card(model, engine, start.model, config, choice)
+        channel.send(Ready(card=replace(card, start_seconds=phases.seconds())))
     except (LoramuxError, OSError, MemoryError) as error:
         with contextlib.suppress(ConnectionError):  # The server itself may be gone.
             channel.send(Failed(error=encode_error(error)))

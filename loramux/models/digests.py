@@ -7,10 +7,13 @@ import hashlib
 import json
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from loramux.models.default_model import cache_folder
+
+_MAX_THREADS = 8
 
 
 def file_digest(path: Path) -> str:
@@ -48,7 +51,10 @@ def sidecar_of(resolved: Path) -> Path:
 def model_digest(config_file: Path, weight_files: list[Path]) -> str:
     """Return the identity of a base: a digest of its config and weights, not of their paths."""
     parts = [("config.json", hashlib.sha256(config_file.read_bytes()).hexdigest())]
-    parts += [(path.name, file_digest(path)) for path in sorted(weight_files)]
+    files = sorted(weight_files)
+    # Hashing releases the GIL.
+    with ThreadPoolExecutor(max_workers=_MAX_THREADS) as threads:
+        parts += zip((path.name for path in files), threads.map(file_digest, files), strict=True)
     text = "".join(f"{digest}  {name}\n" for name, digest in parts)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,8 +35,13 @@ class LoadedModel:
     tokenizer_folder: Path
     """Holds tokenizer.json, and tokenizer_config.json with the chat template."""
     eos_token_ids: tuple[int, ...]
-    digest: str
-    """Identity of config and weights: sha256:<hex>"""
+    reading: Future[str]
+    """Done when all weights are in the decoder; its result is the digest."""
+
+    @property
+    def digest(self) -> str:
+        """Identity of config and weights: sha256:<hex>. Waits until the weights are read."""
+        return self.reading.result()
 
 
 def load_model(
@@ -42,10 +50,14 @@ def load_model(
     dtype: torch.dtype | Callable[[DecoderConfig], torch.dtype],
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    before_reading: Callable[[Decoder], None] | None = None,
+    in_background: bool = False,
 ) -> LoadedModel:
     """Load a Hugging Face folder with safetensors, or a GGUF file, which is converted once.
 
     dtype: a function chooses it from the config
+    before_reading: changes the decoder's linears while their weights are undefined
+    in_background: return at once, and read the weights on a thread, see LoadedModel.reading
     """
     folder = converted_folder(path, progress=progress) if path.suffix == ".gguf" else path
     hf_config = read_config(folder)
@@ -53,15 +65,47 @@ def load_model(
     files = weight_files(folder)
     chosen = dtype if isinstance(dtype, torch.dtype) else dtype(config)
     decoder = Decoder(config, dtype=chosen, device=device)
-    fill(decoder, files, progress=progress)
+    if before_reading is not None:
+        before_reading(decoder)
+    read = partial(read_weights, decoder, folder, files, progress=progress)
     return LoadedModel(
         decoder=decoder.eval(),
         config=config,
         name=model_name(path),
         tokenizer_folder=folder,
         eos_token_ids=eos_token_ids(folder, hf_config),
-        digest=model_digest(folder / "config.json", files),
+        reading=on_thread(read) if in_background else done(read()),
     )
+
+
+def read_weights(
+    decoder: Decoder, folder: Path, files: list[Path], *, progress: Progress | None = None
+) -> str:
+    """Fill the decoder, and return the digest, which is computed meanwhile."""
+    digest = on_thread(lambda: model_digest(folder / "config.json", files))
+    fill(decoder, files, progress=progress)
+    return digest.result()
+
+
+def on_thread(work: Callable[[], str]) -> Future[str]:
+    """Run the work on a daemon thread, which does not keep a process alive that has failed."""
+    future: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised again by result()
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="model files").start()
+    return future
+
+
+def done(digest: str) -> Future[str]:
+    """Return the finished reading of a model with this digest."""
+    future: Future[str] = Future()
+    future.set_result(digest)
+    return future
 
 
 def fill(decoder: Decoder, files: list[Path], *, progress: Progress | None = None) -> None:
@@ -71,11 +115,13 @@ def fill(decoder: Decoder, files: list[Path], *, progress: Progress | None = Non
     extra: list[str] = []
     for file in files:
         try:
-            extra += fill_from_file(file, slots)
+            for name in fill_from_file(file, slots):
+                if name is not None:
+                    extra.append(name)
+                elif progress is not None:
+                    progress("Loading weights", 1 - len(slots) / num_slots)
         except SafetensorError as error:
             raise UnsupportedModel(f"{file} is not a valid safetensors file: {error}.") from error
-        if progress is not None:
-            progress("Loading weights", 1 - len(slots) / num_slots)
     ignored = {"lm_head.weight"} if decoder.config.tie_embeddings else set()
     extra = [n for n in extra if n not in ignored and not DERIVED_TENSORS.search(n)]
     if slots:
@@ -87,14 +133,14 @@ def fill(decoder: Decoder, files: list[Path], *, progress: Progress | None = Non
         )
 
 
-def fill_from_file(file: Path, slots: dict[str, Slot]) -> list[str]:
-    """Fill and remove the slots of this file's tensors; return the names without a slot."""
-    extra = []
+def fill_from_file(file: Path, slots: dict[str, Slot]) -> Iterator[str | None]:
+    """Fill and remove the slots of this file's tensors.
+
+    Yields None for each filled slot, and the name of each tensor without a slot.
+    """
     with safe_open(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - not a mapping
             slot = slots.pop(name, None)
-            if slot is None:
-                extra.append(name)
-            else:
+            if slot is not None:
                 slot.fill(name, tensors.get_tensor(name))
-    return extra
+            yield None if slot is not None else name

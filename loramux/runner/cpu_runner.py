@@ -75,6 +75,15 @@ class CpuRunner:
         """Return False: no step is ever in flight."""
         return False
 
+    @property
+    def is_lacking(self) -> bool:
+        """Return False: kernels are compiled before the first step."""
+        return False
+
+    def prepare_next(self, *, only_wanted: bool) -> bool:
+        """Return False: there is nothing to prepare."""
+        return False
+
     def launch(self, plan: StepPlan) -> InFlightStep:
         return FinishedStep(self.run(plan))
 

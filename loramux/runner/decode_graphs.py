@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,12 +13,12 @@ from loramux.lora.graph_lora import BASE_MODE, GraphLora, LoraMode
 from loramux.runner.decode_inputs import DecodeInputs
 from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.gpu_sampler import SampleInputs
-from loramux.runner.step_graphs import StepGraphs
+from loramux.runner.step_graphs import Key, StepGraphs
 from loramux.runner.token_buffer import TokenBuffer
+from loramux.types.request import Selection
 from loramux.types.step import Chunk
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,33 +65,36 @@ class DecodeGraphs:
         self._page_table = torch.zeros(most, limits.max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(most)
         self._plans = {size: self._plan(size) for size in self._sizes}
-        self._steps = StepGraphs(device)
+        self._steps = StepGraphs(device, self._compute)
         self.last_mode = BASE_MODE
         """LoRA mode of the last step."""
 
     @property
-    def num_sizes(self) -> int:
-        """Number of graphs over all sizes and modes."""
-        return len(self._todo)
-
-    @property
-    def _todo(self) -> list[tuple[int, LoraMode]]:
+    def keys(self) -> list[Key]:
+        """All graphs to capture, the largest first: the others reuse its memory."""
         return [(size, mode) for size in reversed(self._sizes) for mode in self.lora.modes(size)]
 
-    @torch.inference_mode()
-    def capture(self, progress: Progress | None = None) -> None:
-        """Capture all graphs, the largest first: the others reuse its memory."""
-        todo = self._todo
-        for number, (size, mode) in enumerate(todo):
-            self._step(size, mode)
-            if progress is not None:
-                progress("Capturing decode graphs", (number + 1) / len(todo))
+    @property
+    def largest(self) -> list[Key]:
+        """The graphs of the largest size, which every step can run on."""
+        return [(self._sizes[-1], mode) for mode in self.lora.modes(self._sizes[-1])]
+
+    @property
+    def graphs(self) -> StepGraphs:
+        return self._steps
 
     @torch.inference_mode()
-    def capture_largest(self) -> None:
-        """Capture the largest size in every mode."""
-        for mode in self.lora.modes(self._sizes[-1]):
-            self._step(self._sizes[-1], mode)
+    def capture(self, key: Key) -> None:
+        """Capture a graph if it is new. Its first run is of padding rows, which write no keys."""
+        if not self._steps.is_ready(key):
+            self._inputs.clear()
+        self._steps.get(key)
+
+    @torch.inference_mode()
+    def trace(self, key: Key) -> None:
+        """Launch the kernels of a graph once, over padding rows, without capturing them."""
+        self._inputs.clear()
+        self._compute(*key)
 
     @property
     def token_buffer(self) -> TokenBuffer:
@@ -109,22 +111,37 @@ class DecodeGraphs:
         if len(chunks) > self._sizes[-1]:
             return None
         self._inputs.begin()
-        size = next(size for size in self._sizes if size >= len(chunks))
         selections = [chunk.selection for chunk in chunks]
-        lengths = [1] * len(chunks)
-        mode = self.lora.fill(selections, lengths, size, self._inputs.host_lora_words)
-        if mode is None:
+        key = self._choose(selections)
+        if key is None:
             return None
         self._inputs.fill(chunks, samples.temperatures, samples.noise)
         self._inputs.send()
-        work = partial(self._compute, size, mode)
-        self._steps.run((size, mode), work)
-        self.last_mode = mode
+        self._steps.run(key)
+        self.last_mode = key[1]
         return self._logits[: len(chunks)]
 
-    def _step(self, size: int, mode: LoraMode) -> Callable[[], None]:
-        work = partial(self._compute, size, mode)
-        return self._steps.get((size, mode), work)
+    def _choose(self, selections: Sequence[Selection]) -> Key | None:
+        """Write the LoRA work list; return the smallest graph that is captured.
+
+        If none is, the smallest one; None if the work list does not fit.
+        """
+        lengths = [1] * len(selections)
+        smallest: Key | None = None
+        for size in self._sizes:
+            if size < len(selections):
+                continue
+            mode = self.lora.fill(selections, lengths, size, self._inputs.host_lora_words)
+            if mode is None:
+                return None
+            if self._steps.is_ready((size, mode)):
+                if smallest is not None:
+                    self._steps.miss(smallest)
+                return size, mode
+            smallest = smallest or (size, mode)
+        if smallest is not None:
+            self.lora.fill(selections, lengths, smallest[0], self._inputs.host_lora_words)
+        return smallest
 
     def _plan(self, size: int) -> DeviceAttentionPlan:
         """Make the attention plan of a graph; its shape depends on the batch size alone."""

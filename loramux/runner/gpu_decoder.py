@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -10,7 +13,7 @@ from loramux.kernels.ops import DeviceAttentionPlan, DeviceKernels, Norm
 from loramux.lora.augmented_step import AugmentedStep
 from loramux.models.augmented_linear import appended_rows
 from loramux.models.decoder import Decoder
-from loramux.models.forward import hidden_states
+from loramux.models.forward import Layer, hidden_states
 from loramux.models.layers import HeadNorm, RMSNorm
 from loramux.runner.gemm.dispatch import open_dispatcher
 from loramux.runner.gpu_ops import (
@@ -36,7 +39,8 @@ class GpuDecoder:
         self._layout = layout
         self._storage = storage
         self._context = GpuContext(decoder, kernels.elementwise, layout, storage)
-        self._layers = decoder.describe(linear=GpuLinear.of, norm=_norm)
+        self._all = decoder.describe(linear=GpuLinear.of, norm=_norm)
+        self._layers = self._all
         self._head = dense_of(decoder.lm_head)
         self.gemms = open_dispatcher(storage.device, kernels.swiglu, decoder.config.activation)
 
@@ -55,12 +59,29 @@ class GpuDecoder:
     @property
     def windows(self) -> set[int | None]:
         """The sliding windows of all layers; None stands for full attention."""
-        return {layer.attention.sliding_window for layer in self._layers}
+        return {_window(layer) for layer in self._all}
 
     @property
     def appended(self) -> list[list[Tensor]] | None:
         """Rows appended to the weights: [layers][fused linears] of [blocks, projections, 16, in]"""
         return appended_rows(self._decoder)
+
+    @contextmanager
+    def distinct_layers(self) -> Iterator[None]:
+        """Compute few layers within the context: those that may use different kernel variants.
+
+        Layers differ by window, and by their number: Triton specializes on the number 1 and on
+        multiples of 16.
+        """
+        numbers = {0, 1, 2, 16, len(self._layers) - 1}
+        for window in self.windows:
+            same = [n for n, layer in enumerate(self._all) if _window(layer) == window]
+            numbers |= set(same[:2])
+        self._layers = [layer for number, layer in enumerate(self._all) if number in numbers]
+        try:
+            yield
+        finally:
+            self._layers = self._all
 
     def hidden(
         self,
@@ -96,6 +117,10 @@ class GpuDecoder:
         if isinstance(lora, AugmentedStep):
             return AugmentedLinearOps(kernels.elementwise, kernels.augmented, lora, self.gemms)
         return SegmentedLinearOps(kernels.elementwise, lora, self.gemms)
+
+
+def _window(layer: Layer[GpuLinear, Norm]) -> int | None:
+    return layer.attention.sliding_window
 
 
 def _norm(norm: RMSNorm | HeadNorm) -> Norm:

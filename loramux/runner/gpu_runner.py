@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from loramux.memory.device import (
 from loramux.memory.pool import PagePool
 from loramux.models.decoder import Decoder
 from loramux.runner.batch import StepBatch, build_batch, prompt_logprobs_of
-from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits, Progress, is_decode
+from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits, is_decode
 from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.gpu_sampler import (
     SampleInputs,
@@ -42,7 +43,27 @@ from loramux.runner.in_flight import FinishedStep, LaunchedStep
 from loramux.runner.prefill_graphs import PrefillGraphs
 from loramux.runner.sampler import SampleOutput
 from loramux.runner.split_plan import halves, join, with_known
+from loramux.runner.step_graphs import Key, StepGraphs
 from loramux.types.step import InFlightStep, SampleRow, StepPlan, StepResult
+
+Progress = Callable[[str, float], None]
+
+
+class CapturedGraphs(Protocol):
+    """The graphs of one kind of step: with prefill, or decode alone."""
+
+    @property
+    def graphs(self) -> StepGraphs: ...
+
+    @property
+    def keys(self) -> list[Key]: ...
+
+    @property
+    def largest(self) -> list[Key]: ...
+
+    def capture(self, key: Key) -> None: ...
+
+    def trace(self, key: Key) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +120,8 @@ class GpuRunner:
             max_sequences=limits.max_sequences,
             max_pages=limits.max_pages,
         )
+        self._graph_kinds: tuple[CapturedGraphs, ...] = (self._decode_graphs, self._prefill_graphs)
+        self._todo: list[tuple[CapturedGraphs, Key]] | None = None
         self._last: InFlightStep | None = None
         # Most tokens of one launch; halved when a step runs out of memory.
         self._max_tokens = limits.max_batch_tokens
@@ -124,27 +147,81 @@ class GpuRunner:
         return self._pool.storage.data_ptr()
 
     def capture(self, progress: Progress | None = None) -> None:
-        """Capture all graphs; without it each is captured when it is first needed."""
+        """Capture all graphs; without it `prepare_next` captures them one by one."""
+        # Prefill first: its largest graph takes the most memory, which the others reuse.
+        kinds: tuple[CapturedGraphs, ...] = (self._prefill_graphs, self._decode_graphs)
+        todo = [(graphs, key) for graphs in kinds for key in graphs.keys]
+        self._capture(todo, progress)
+
+    def capture_largest(self, progress: Progress | None = None) -> None:
+        """Capture the largest graphs, which every step can run on.
+
+        They take nearly the memory of all graphs together.
+        """
+        kinds: tuple[CapturedGraphs, ...] = (self._prefill_graphs, self._decode_graphs)
+        self._capture([(graphs, key) for graphs in kinds for key in graphs.largest], progress)
+
+    def _capture(
+        self, todo: Sequence[tuple[CapturedGraphs, Key]], progress: Progress | None
+    ) -> None:
         if self._augmented is not None:
             self._augmented.warm_up()
-        sizes = self._prefill_graphs.sizes
-        num_decodes = self._decode_graphs.num_sizes
-        todo = num_decodes + len(sizes)
-
-        def tell(done: float) -> None:
+        for number, (graphs, key) in enumerate(todo):
+            graphs.capture(key)
             if progress is not None:
-                progress("Capturing graphs", done / todo)
+                progress("Capturing graphs", (number + 1) / len(todo))
 
-        for number, size in enumerate(sizes):
-            self._prefill_graphs.make(*size)
-            tell(number + 1)
-        self._decode_graphs.capture(lambda _, share: tell(len(sizes) + share * num_decodes))
+    @property
+    def is_lacking(self) -> bool:
+        """Whether steps ran on larger graphs because their own are not captured."""
+        return any(graphs.graphs.wanted is not None for graphs in self._graph_kinds)
 
-    def capture_largest(self) -> None:
-        """Capture the largest graphs, which take nearly the memory of all graphs together."""
-        for size in self._prefill_graphs.largest:
-            self._prefill_graphs.make(*size)
-        self._decode_graphs.capture_largest()
+    @torch.inference_mode()
+    def prepare_next(self, *, only_wanted: bool) -> bool:
+        """Capture one more graph; return False if there is none to capture.
+
+        `only_wanted`: one that a step has lacked. No step may be in flight.
+        """
+        found = self._next_graph(only_wanted=only_wanted)
+        if found is None:
+            return False
+        graphs, key = found
+        # The first run of the new graph overwrites the tokens of the last step.
+        self._token_buffer.forget()
+        graphs.capture(key)
+        return True
+
+    def _next_graph(self, *, only_wanted: bool) -> tuple[CapturedGraphs, Key] | None:
+        for graphs in self._graph_kinds:
+            if (wanted := graphs.graphs.wanted) is not None:
+                return graphs, wanted
+        if only_wanted:
+            return None
+        if self._todo is None:
+            # Small steps first, of both kinds: those are the first that users see.
+            self._todo = sorted(
+                ((graphs, key) for graphs in self._graph_kinds for key in graphs.keys),
+                key=lambda pair: -pair[1][0],
+            )
+        while self._todo:
+            graphs, key = self._todo.pop()
+            if not graphs.graphs.is_ready(key):
+                return graphs, key
+        return None
+
+    @torch.inference_mode()
+    def trace(self, plans: Sequence[StepPlan]) -> None:
+        """Launch the kernels of all graphs and of these steps once, over few layers.
+
+        For a dry run that collects the kernels: what it computes is not used.
+        """
+        if self._augmented is not None:
+            self._augmented.warm_up()
+        with self._decoder.distinct_layers():
+            for graphs in self._graph_kinds:
+                for key in graphs.keys:
+                    graphs.trace(key)
+            self.warm_up(plans)
 
     @torch.inference_mode()
     def warm_up(self, plans: Sequence[StepPlan]) -> None:

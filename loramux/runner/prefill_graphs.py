@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,8 +12,9 @@ from loramux.lora.graph_lora import GraphLora, LoraMode
 from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.gpu_sampler import SampleInputs
 from loramux.runner.prefill_inputs import PrefillInputs, PrefillLimits
-from loramux.runner.step_graphs import StepGraphs
+from loramux.runner.step_graphs import Key, StepGraphs
 from loramux.runner.token_buffer import TokenBuffer
+from loramux.types.request import Selection
 from loramux.types.step import Chunk
 
 # Below 256 tokens padding costs little, above that its full share; at 448 the GEMMs of an 8B model
@@ -70,22 +70,36 @@ class PrefillGraphs:
         self._page_table = torch.zeros(max_sequences, max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(min(most, max_sequences))
         self._plan = self._largest_plan()
-        self._steps = StepGraphs(device)
+        self._steps = StepGraphs(device, self._compute)
 
     @property
-    def sizes(self) -> list[tuple[int, LoraMode]]:
+    def keys(self) -> list[Key]:
         """All graphs to capture, the largest first: the others reuse its memory."""
         return [
             (count, mode) for count in reversed(self._counts) for mode in self.lora.modes(count)
         ]
 
     @property
-    def largest(self) -> list[tuple[int, LoraMode]]:
+    def largest(self) -> list[Key]:
+        """The graphs of the largest size, which every step with a graph can run on."""
         return [(self._counts[-1], mode) for mode in self.lora.modes(self._counts[-1])]
 
+    @property
+    def graphs(self) -> StepGraphs:
+        return self._steps
+
     @torch.inference_mode()
-    def make(self, num_rows: int, mode: LoraMode) -> Callable[[], None]:
-        return self._steps.get((num_rows, mode), partial(self._compute, num_rows, mode))
+    def capture(self, key: Key) -> None:
+        """Capture a graph if it is new. Its first run is of padding rows, which write no keys."""
+        if not self._steps.is_ready(key):
+            self._inputs.clear()
+        self._steps.get(key)
+
+    @torch.inference_mode()
+    def trace(self, key: Key) -> None:
+        """Launch the kernels of a graph once, over padding rows, without capturing them."""
+        self._inputs.clear()
+        self._compute(*key)
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk], samples: SampleInputs) -> Tensor | None:
@@ -97,20 +111,45 @@ class PrefillGraphs:
         num_rows = sum(lengths)
         if num_rows > self._counts[-1] or len(chunks) > self._max_sequences:
             return None
-        count = next(count for count in self._counts if count >= num_rows)
         items = self._items(chunks, lengths)
-        most = self._num_items[count] * len(self._windows)
-        if any(len(some) > limit for some, limit in zip(items, most, strict=True)):
-            return None
         self._inputs.begin()
-        selections = [chunk.selection for chunk in chunks]
-        mode = self.lora.fill(selections, lengths, count, self._inputs.host_lora_words)
-        if mode is None:
+        key = self._choose([chunk.selection for chunk in chunks], lengths, items)
+        if key is None:
             return None
         self._inputs.fill(chunks, samples, items)
         self._inputs.send()
-        self._steps.run((count, mode), partial(self._compute, count, mode))
+        self._steps.run(key)
         return self._logits[: len(samples.noise)]
+
+    def _choose(
+        self, selections: Sequence[Selection], lengths: Sequence[int], items: Sequence[Tensor]
+    ) -> Key | None:
+        """Write the LoRA work list; return the smallest graph that is captured.
+
+        If none is, the smallest one; None if the step does not fit into the smallest one.
+        """
+        num_rows, words = sum(lengths), self._inputs.host_lora_words
+        smallest: Key | None = None
+        for count in self._counts:
+            if count < num_rows:
+                continue
+            if not self._fits(count, items):
+                return None
+            mode = self.lora.fill(selections, lengths, count, words)
+            if mode is None:
+                return None
+            if self._steps.is_ready((count, mode)):
+                if smallest is not None:
+                    self._steps.miss(smallest)
+                return count, mode
+            smallest = smallest or (count, mode)
+        if smallest is not None:
+            self.lora.fill(selections, lengths, smallest[0], words)
+        return smallest
+
+    def _fits(self, count: int, items: Sequence[Tensor]) -> bool:
+        most = self._num_items[count] * len(self._windows)
+        return all(len(some) <= limit for some, limit in zip(items, most, strict=True))
 
     def _most_items(self, num_rows: int) -> list[int]:
         return self._kernels.attention.max_items(

@@ -98,6 +98,18 @@ class PrefillInputs:
             field.fill(0)
             field[: some.numel()] = some.numpy().reshape(-1)
 
+    def clear(self) -> None:
+        """Begin and send a step of padding rows alone, without adapters."""
+        self.begin()
+        fields = self._words.host
+        for field in fields[:-1]:
+            field.fill(0)
+        sources, slots = fields[1], fields[3]
+        sources.fill(-1)
+        slots.fill(-1)
+        self.pages.fill(())
+        self.send()
+
     def _fill_samples(
         self, chunks: Sequence[Chunk], last_rows: Ints, samples: SampleInputs
     ) -> None:

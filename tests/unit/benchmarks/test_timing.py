@@ -18,7 +18,7 @@ from benchmarks.lib.timing import StepTime, drift_of, graph_seconds, mean_of
 from benchmarks.lib.traffic import make_request
 from loramux.models.architectures import parse_config
 from loramux.models.decoder import Decoder
-from loramux.models.loader import LoadedModel
+from loramux.models.loader import LoadedModel, done
 from tests.device_factory import device_engine
 from tests.model_factory import tiny_transformers_model
 
@@ -102,7 +102,7 @@ def shapes_only(name: str) -> LoadedModel:
         name=name,
         tokenizer_folder=Path(),
         eos_token_ids=(),
-        digest="",
+        reading=done(""),
     )
 
 
