@@ -126,12 +126,12 @@ def graph_seconds(engine: Engine, batch: int, *, has_lora: bool) -> float | None
     if not getattr(runner, "is_gpu", False):
         return None
     graphs = runner._decode_graphs
-    size = next((size for size in getattr(graphs, "_sizes", ()) if size >= batch), None)
-    if size is None or not hasattr(graphs, "_step"):
+    size = min((size for size, _ in graphs.keys if size >= batch), default=None)
+    if size is None:
         return None
     # The last step's work list is still on the device.
     assert (graphs.last_mode != BASE_MODE) is has_lora
-    replay = graphs._step(size, graphs.last_mode)
+    replay = graphs.graphs.get((size, graphs.last_mode))
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(_NUM_REPLAYS):

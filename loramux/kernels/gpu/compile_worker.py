@@ -19,6 +19,9 @@ from typing import Any, TextIO
 
 import msgspec
 
+Target = tuple[str, int, int]
+"""Backend, architecture and warp size."""
+
 
 class KernelJob(msgspec.Struct, frozen=True):
     """One kernel variant: a jit function with its specialization, as Triton serializes it."""
@@ -27,8 +30,7 @@ class KernelJob(msgspec.Struct, frozen=True):
     module: str
     function: str
     specialization: str
-    target: tuple[str, int, int]
-    """Backend, architecture and warp size."""
+    target: Target
 
 
 class KernelDone(msgspec.Struct, frozen=True):

@@ -23,11 +23,12 @@ import msgspec
 import triton
 from triton.runtime import driver
 
-from loramux.kernels.gpu.compile_worker import KernelDone, KernelJob
+from loramux.kernels.gpu.compile_worker import KernelDone, KernelJob, Target
 from loramux.process_environment import child_environment
 
 _log = logging.getLogger(__name__)
 _MAX_PROCESSES = 16
+_WORKER = "loramux.kernels.gpu.compile_worker"
 OnKernel = Callable[[str, str, str], None]
 """Receives module, function and serialized specialization of a kernel variant."""
 
@@ -50,23 +51,30 @@ def collecting_kernels(on_kernel: OnKernel) -> Iterator[None]:
         runtime.jit_cache_hook = before
 
 
+def current_target() -> Target:
+    target = driver.active.get_current_target()
+    return target.backend, target.arch, target.warp_size
+
+
 class KernelCompiler:
     """Compiles kernels in child processes; start it early, because they import torch first."""
 
     def __init__(self, num_processes: int | None = None) -> None:
         count = num_processes or min(_MAX_PROCESSES, len(os.sched_getaffinity(0)))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "loramux.kernels.gpu.compile_worker", str(count)],
+            [sys.executable, "-m", _WORKER, str(count)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=child_environment(),
         )
         self._keys: set[tuple[str, str, str]] = set()
+        self._target: Target | None = None
         self._num_done = 0
         self._errors: list[str] = []
         self._changed = threading.Condition()
         self._is_ended = False
-        threading.Thread(target=self._receive, daemon=True, name="compiled kernels").start()
+        self._receiver = threading.Thread(target=self._receive, daemon=True, name="compiled")
+        self._receiver.start()
 
     @property
     def num_kernels(self) -> int:
@@ -82,13 +90,14 @@ class KernelCompiler:
         if key in self._keys:
             return
         self._keys.add(key)
-        target = driver.active.get_current_target()
+        if self._target is None:
+            self._target = current_target()
         job = KernelJob(
             number=len(self._keys),
             module=module,
             function=function,
             specialization=specialization,
-            target=(target.backend, target.arch, target.warp_size),
+            target=self._target,
         )
         assert self._process.stdin is not None
         # A child that has died is reported by `wait`.
@@ -108,12 +117,15 @@ class KernelCompiler:
 
     def close(self) -> None:
         """End the child process; kernels that are not compiled yet are dropped."""
-        assert self._process.stdin is not None
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            process.stdin.close()
         if self._num_done < len(self._keys):
-            self._process.kill()
-        self._process.wait()
+            process.kill()
+        process.wait()
+        self._receiver.join()
+        process.stdout.close()
 
     def _receive(self) -> None:
         assert self._process.stdout is not None

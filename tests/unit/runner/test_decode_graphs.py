@@ -23,7 +23,7 @@ from tests.device_factory import (
     row,
     two_adapters,
 )
-from tests.engine_factory import make_prompt
+from tests.engine_factory import make_prompt, make_request, run_all
 from tests.lora_factory import (
     AUGMENTED,
     AUGMENTED_ATTENTION,
@@ -172,7 +172,7 @@ def test_every_mode_gives_the_logits_of_peft(
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     # The last step's list in a graph that is not for it: there something is left out indeed.
     before = runner._decode_graphs._logits[:2].clone()
-    runner._decode_graphs._step(2, modes[1])()
+    runner._decode_graphs.graphs.get((2, modes[1]))()
     assert (runner._decode_graphs._logits[:2] - before).abs().max() > 1e-2
 
 
@@ -197,6 +197,8 @@ def test_capture_makes_every_size_and_reports_progress(
     told: list[float] = []
     runner.capture(lambda _, share: told.append(share))
     assert told == pytest.approx([number / 27 for number in range(1, 28)])
+    for graphs in (runner._prefill_graphs, runner._decode_graphs):
+        assert list(graphs.graphs.made) == graphs.keys
     assert list(runner._prefill_graphs._steps.made) == [
         (n, mode) for n in (40, 32) for mode in (*LORA_MODES, BASE_MODE)
     ]
@@ -219,27 +221,78 @@ def test_capture_largest_makes_the_largest_graph_of_every_mode(
     assert list(runner._decode_graphs._steps.made) == [(3, mode) for mode in OF_FEW_ROWS]
 
 
+class RunsWhenMade(GraphMaker):
+    """Captures cost something, as on a GPU: what is made has run."""
+
+    def __init__(self, runs: list[str]) -> None:
+        super().__init__(torch.device("cpu"))
+        self._runs = runs
+
+    @property
+    def has_run(self) -> bool:
+        return True
+
+    def make(self, work: Any) -> Any:
+        self._runs.append("made")
+        work()
+        return lambda: (self._runs.append("replayed"), work())
+
+
+def costly_captures(runner: GpuRunner) -> list[str]:
+    """Forget all graphs, and make captures costly; returns the list of captures and replays."""
+    runs: list[str] = []
+    for graphs in (runner._decode_graphs, runner._prefill_graphs):
+        graphs.graphs.made.clear()
+        graphs.graphs.maker = RunsWhenMade(runs)
+    return runs
+
+
+def test_steps_without_their_graph_run_on_a_larger_one_until_it_is_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    requests = [make_request(str(i), make_prompt(5 + i, seed=i), max_tokens=5) for i in range(2)]
+    settings = {"max_sequences": 3, "max_batch_tokens": 40, "lora_augmented_ranks": 0}
+    expected = run_all(device_engine(monkeypatch, model, tmp_path / "a", **settings)[0], requests)
+    engine, runner = device_engine(monkeypatch, model, tmp_path / "b", **settings)
+    runs = costly_captures(runner)
+    runner.capture_largest()
+    assert not runner.is_lacking
+    num_largest = runs.count("made")
+    monkeypatch.setattr("loramux.engine.engine._PREPARE_INTERVAL_S", 0.0)
+    assert run_all(engine, requests) == expected, "captures between steps change no token"
+    assert runs.count("replayed") > 0
+    assert runs.count("made") > num_largest, "what the steps lacked is captured"
+    assert not runner.is_lacking
+    engine.prepare_all()
+    for graphs in (runner._decode_graphs, runner._prefill_graphs):
+        assert set(graphs.graphs.made) == set(graphs.keys)
+    num_made = runs.count("made")
+    assert run_all(engine, requests) == expected
+    assert runs.count("made") == num_made
+
+
+def test_idle_captures_begin_with_the_smallest_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    settings = {"max_sequences": 2, "max_batch_tokens": 33, "lora_augmented_ranks": 0}
+    engine, runner = device_engine(monkeypatch, model, tmp_path, **settings)
+    costly_captures(runner)
+    runner.capture_largest()
+    assert engine.prepare_next()
+    made = set(runner._decode_graphs.graphs.made) - set(runner._decode_graphs.largest)
+    assert {size for size, _ in made} == {1}
+    assert not runner.prepare_next(only_wanted=True), "no step has lacked anything"
+
+
 def test_a_graph_captured_in_a_step_runs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's has run when it is made. Again, it would take its own tokens for the last step's."""
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     runner = device_engine(monkeypatch, model, tmp_path, max_sequences=2, max_batch_tokens=40)[1]
-    runs: list[str] = []
-
-    class RunsWhenMade(GraphMaker):
-        @property
-        def has_run(self) -> bool:
-            return True
-
-        def make(self, work: Any) -> Any:
-            runs.append("made")
-            work()
-            return lambda: (runs.append("replayed"), work())
-
-    for graphs in (runner._decode_graphs, runner._prefill_graphs):
-        graphs._steps.made.clear()
-        graphs._steps.maker = RunsWhenMade(torch.device("cpu"))
+    runs = costly_captures(runner)
     first = Chunk(0, (8, 9), 0, [0], (), sample=row())
     for _ in range(2):
         runner.run(StepPlan((first,)))

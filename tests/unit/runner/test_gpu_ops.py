@@ -23,7 +23,7 @@ from loramux.runner.gpu_ops import (
     SegmentedLinearOps,
 )
 from loramux.runner.gpu_runner import BatchLimits, GpuRunner
-from loramux.runner.step_graphs import Key, Work
+from loramux.runner.step_graphs import Key
 from loramux.types.request import Selection
 from loramux.types.step import Chunk, StepPlan
 from tests.adapter_factory import make_peft_adapter
@@ -59,9 +59,9 @@ def modes_of(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> list[LoraMod
     found: list[LoraMode] = []
     run = runner._decode_graphs._steps.run
 
-    def watch(key: Key, work: Work) -> None:
+    def watch(key: Key) -> None:
         found.append(key[1])
-        run(key, work)
+        run(key)
 
     monkeypatch.setattr(runner._decode_graphs._steps, "run", watch)
     return found
