@@ -106,6 +106,9 @@ def select_device_kernels(device: torch.device) -> DeviceKernels:
         ) from error
     if device.type == "cpu":
         return _interpreted_kernels()
+    from loramux.kernels.gpu.cache_keys import compute_cache_keys
+
+    compute_cache_keys()
     return DeviceKernels(
         attention=attention,
         elementwise=elementwise,

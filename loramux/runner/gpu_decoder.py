@@ -70,10 +70,9 @@ class GpuDecoder:
     def distinct_layers(self) -> Iterator[None]:
         """Compute few layers within the context: those that may use different kernel variants.
 
-        Layers differ by window, and by their number: Triton specializes on the number 1 and on
-        multiples of 16.
+        Layers differ by window, and by their number, since Triton specializes on multiples of 16.
         """
-        numbers = {0, 1, 2, 16, len(self._layers) - 1}
+        numbers: set[int] = set()
         for window in self.windows:
             same = [n for n, layer in enumerate(self._all) if _window(layer) == window]
             numbers |= set(same[:2])

@@ -12,12 +12,13 @@ import contextlib
 import importlib
 import json
 import multiprocessing
-import pkgutil
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 import msgspec
+
+from loramux.kernels.gpu.cache_keys import compute_cache_keys
 
 Target = tuple[str, int, int]
 """Backend, architecture and warp size."""
@@ -53,10 +54,22 @@ def compile_kernel(job: KernelJob) -> KernelDone:
             dict(zip(map(tuple, data["attrs_keys"]), data["attrs_vals"], strict=True)),
         )
         options = {name: _as_tuple(value) for name, value in data["options"].items()}
-        compile(source, target=GPUTarget(*job.target), options=options)
+        kernel = compile(source, target=GPUTarget(*job.target), options=options)
+        _build_launcher(source, kernel)
     except Exception as error:  # the caller compiles the kernel itself, and gets the error there
         return KernelDone(job.number, repr(error))
     return KernelDone(job.number)
+
+
+def _build_launcher(source: Any, kernel: Any) -> None:
+    """Build the host code that launches the kernel, which Triton caches as well.
+
+    It needs the GPU's driver; without it the first launch builds the code.
+    """
+    from triton.runtime import driver
+
+    with contextlib.suppress(Exception):
+        driver.active.launcher_cls(source, kernel.metadata)
 
 
 def _constants(data: dict[str, Any]) -> Iterator[object]:
@@ -82,17 +95,9 @@ def _read_jobs(lines: TextIO) -> Iterator[KernelJob]:
         yield decoder.decode(line)
 
 
-def _import_kernels() -> None:
-    """Import all kernel modules, which forked processes then share."""
-    from loramux.kernels import gpu
-
-    for module in pkgutil.walk_packages(gpu.__path__, f"{gpu.__name__}."):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module.name)
-
-
 def main(num_processes: int) -> None:
-    _import_kernels()
+    # Forked processes share the modules and the keys.
+    compute_cache_keys()
     with multiprocessing.get_context("fork").Pool(num_processes) as pool:
         for done in pool.imap_unordered(compile_kernel, _read_jobs(sys.stdin)):
             sys.stdout.write(msgspec.json.encode(done).decode() + "\n")
