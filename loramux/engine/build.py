@@ -15,7 +15,7 @@ from loramux.adapters.loading import AdapterRules
 from loramux.adapters.packed.packing import DensePacking, Packing, PagedPacking
 from loramux.config.engine import ResolvedConfig, SchedulerConfig
 from loramux.engine.engine import Engine
-from loramux.engine.memory import Clock, build_memory
+from loramux.engine.memory import Clock, EngineMemory, build_memory
 from loramux.errors import DoesNotFit
 from loramux.kernels.select import select_kernels
 from loramux.lora.merge import MergeSource, PageDeltas
@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     from loramux.engine.build_device import GpuPlan
     from loramux.runner.gpu_runner import GpuRunner
 
+Progress = Callable[[str, float], None]
 # Freed host buffers are kept for reuse up to this fraction of the host budget.
 _MAX_SPARE_FRACTION = 1 / 16
 
 
 def load_base(
-    path: Path, config: ResolvedConfig, *, progress: Callable[[str, float], None] | None = None
+    path: Path, config: ResolvedConfig, *, progress: Progress | None = None
 ) -> LoadedModel:
     """Load the base, with packed weights where the CPU kernels use them.
 
@@ -74,7 +75,7 @@ def build_engine(
     *,
     clock: Clock = time.monotonic,
     loads: Executor | None = None,
-    progress: Callable[[str, float], None] | None = None,
+    progress: Progress | None = None,
 ) -> Engine:
     """Build an engine; `loads` runs adapter loads, by default on threads of the engine."""
     base = base_info(model.config, model.name)
@@ -111,27 +112,37 @@ def build_engine(
         return Engine(
             scheduler=scheduler, executor=gpu_runner, memory=memory, vocab_size=vocab_size
         )
-    if progress is not None and not config.is_gpu:
-        # Numba compiles for 15 to 26 s on two cores at the first start, under 1 s later.
-        progress("Preparing CPU kernels", 0.0)
-    runner = CpuRunner(
-        decoder=model.decoder,
-        linear_names=tuple(linear.name for linear in base.fused_linears),
-        pool=pool,
-        adapters=memory.placement.device,
-        kernels=select_kernels(
-            config.device,
-            reference=config.wants_reference_kernels or config.is_gpu,
-            dtype=pool.storage.dtype,
-            may_compile=config.may_compile_kernels,
-        ),
-    )
+    runner = _cpu_runner(model, config, base, memory, progress)
     return Engine(
         scheduler=scheduler,
         executor=runner,
         memory=memory,
         vocab_size=vocab_size,
         merge=_merge_controller(config, runner, PageDeltas(memory.placement.device, pool)),
+    )
+
+
+def _cpu_runner(
+    model: LoadedModel,
+    config: ResolvedConfig,
+    base: BaseModelInfo,
+    memory: EngineMemory,
+    progress: Progress | None,
+) -> CpuRunner:
+    if progress is not None and not config.is_gpu:
+        # Numba compiles for 15 to 26 s on two cores at the first start, under 1 s later.
+        progress("Preparing CPU kernels", 0.0)
+    return CpuRunner(
+        decoder=model.decoder,
+        linear_names=tuple(linear.name for linear in base.fused_linears),
+        pool=memory.pool,
+        adapters=memory.placement.device,
+        kernels=select_kernels(
+            config.device,
+            reference=config.wants_reference_kernels or config.is_gpu,
+            dtype=memory.pool.storage.dtype,
+            may_compile=config.may_compile_kernels,
+        ),
     )
 
 
@@ -177,7 +188,7 @@ def _gpu_plan(model: LoadedModel, config: ResolvedConfig, base: BaseModelInfo) -
     return GpuPlan(model, base.fused_linears, base.kv_layout(config.block_tokens), limits)
 
 
-def _augment(decoder: Decoder, *, config: EngineConfig) -> None:
+def _augment(decoder: Decoder, *, config: ResolvedConfig) -> None:
     """Append the rows for LoRA A to the weights, if the config asks for them and they have none."""
     from loramux.models.augmented_linear import RANK_BLOCK, augment_linears
 
@@ -190,7 +201,7 @@ def _make_pool(
     config: ResolvedConfig,
     layout: PagedLayout,
     gpu_plan: GpuPlan | None,
-    progress: Callable[[str, float], None] | None,
+    progress: Progress | None,
 ) -> PagePool:
     dtype = model.decoder.dtype
     page_bytes = layout.page_elements * dtype.itemsize

@@ -16,7 +16,7 @@ from loramux.kernels import gpu
 
 
 def compute_cache_keys() -> None:
-    """Import all kernels and compute their keys in a fixed order, before any of them is launched."""
+    """Compute the keys of all kernels in a fixed order, before any of them is launched."""
     for name in sorted(m.name for m in pkgutil.walk_packages(gpu.__path__, f"{gpu.__name__}.")):
         module = importlib.import_module(name)
         functions = {k: f for k, f in vars(module).items() if isinstance(f, JITFunction)}
