@@ -23,7 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,8 +49,9 @@ from benchmarks.lib.serve_process import StartedServer, started_server
 from benchmarks.lib.traffic import Watch, make_request, milliseconds, percentile
 from loramux import LLM
 from loramux.engine.engine import Engine
-from loramux.models.default_model import default_model_path
 from loramux.models.folder import describe_model
+from loramux.models.locate import locate_model
+from loramux.types.model import BaseModelInfo
 from loramux.types.request import Request
 
 PARTS = ("start", "load")
@@ -181,28 +182,20 @@ def set_defaults(arguments: argparse.Namespace, *, is_gpu: bool) -> None:
 
 def make_plan(arguments: argparse.Namespace, folder: Path) -> Plan:
     """Write the model, if it is named by its shapes, and the adapters."""
-    model = arguments.model or str(default_model_path())
+    model = arguments.model
     if model in SHAPES:
         began = time.perf_counter()
         path = write_model(folder / model, SHAPES[model])
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         seconds = time.perf_counter() - began
         print(f"{num_bytes / 1e9:.1f} GB of random weights in {seconds:.1f} s", flush=True)
-        model = str(path)
-    base = describe_model(Path(model))
-    folders = tuple(
-        make_adapter(
-            folder / f"adapter-{number}",
-            base,
-            rank=arguments.rank,
-            seed=number,
-            dtype=torch.bfloat16,
-        )
-        for number in range(arguments.adapters if "load" in arguments.parts else 0)
-    )
+    else:
+        path = locate_model(model)
+    base = describe_model(path)
+    folders = make_adapters(arguments, base, folder) if "load" in arguments.parts else ()
     counts = (0, len(folders)) if folders else (0,)
     return Plan(
-        model=model,
+        model=str(path),
         device=arguments.device,
         dtype=arguments.dtype,
         folders=folders,
@@ -213,6 +206,17 @@ def make_plan(arguments: argparse.Namespace, folder: Path) -> Plan:
         repeats=arguments.repeats,
         last_token=min(LAST_TOKEN, SHAPES.get(arguments.model, {}).get("vocab_size", LAST_TOKEN)),
     )
+
+
+def make_adapters(
+    arguments: argparse.Namespace, base: BaseModelInfo, folder: Path
+) -> tuple[Path, ...]:
+    def make(number: int) -> Path:
+        place, dtype = folder / f"adapter-{number}", torch.bfloat16
+        return make_adapter(place, base, rank=arguments.rank, seed=number, dtype=dtype)
+
+    with ThreadPoolExecutor() as threads:
+        return tuple(threads.map(make, range(arguments.adapters)))
 
 
 @contextmanager
