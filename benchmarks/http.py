@@ -138,6 +138,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=int, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, help="requests of each client in a run")
     parser.add_argument("--repeats", type=int, help="runs of each case")
+    parser.add_argument(
+        "--settle",
+        type=float,
+        metavar="SECONDS",
+        help="wait before the load, while an idle engine prepares the rest of its graphs",
+    )
     parser.add_argument("--folder", type=Path, help="where weights and caches are written")
     parser.add_argument(
         "--evict-weights", action="store_true", help="starts read the weights from disk"
@@ -158,7 +164,7 @@ def main() -> None:
                 os.environ[variable] = str(Path(name) / "caches" / variable.lower())
             report.add(measure_starts(plan, Path(name), is_evicted=arguments.evict_weights))
         if "load" in arguments.parts:
-            measure_load(plan, Path(name), report)
+            measure_load(plan, Path(name), report, settle_s=arguments.settle)
     report.finish()
 
 
@@ -174,6 +180,7 @@ def set_defaults(arguments: argparse.Namespace, *, is_gpu: bool) -> None:
         "output": 128 if is_gpu else 32,
         "rounds": 2 if is_gpu and not is_quick else 1,
         "repeats": 3 if is_gpu and not is_quick else 1,
+        "settle": 10.0 if is_gpu else 0.0,
     }
     for name, value in defaults.items():
         if getattr(arguments, name) is None:
@@ -271,9 +278,10 @@ def evict(model: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure_load(plan: Plan, folder: Path, report: ReportWriter) -> None:
+def measure_load(plan: Plan, folder: Path, report: ReportWriter, *, settle_s: float) -> None:
     with serving(plan, folder, with_adapters=True) as server:
         print(f"  server ready after {server.first_answer_s:.1f} s", flush=True)
+        time.sleep(settle_s)
         with LoadGenerator(server.url, limit_s=LIMIT_S) as load:
             streamed = [measure_served(plan, case, load, is_stream=True) for case in plan.cases]
             whole = [measure_served(plan, case, load, is_stream=False) for case in plan.cases]
