@@ -40,7 +40,7 @@ class RequestTracker:
 
     def arrive(self, request: Request, *, now: float, queue_depth: int) -> None:
         """Records the tier of the request's adapters; call it before they are loaded."""
-        cids = tuple(cid for cid, _ in request.selection)
+        cids = request.cids
         tier = min(map(self._tier, cids), key=_SLOWEST_FIRST.index) if cids else None
         self._open[request.request_id] = _Arrival(now, cids, tier, queue_depth)
 

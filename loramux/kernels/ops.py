@@ -321,13 +321,20 @@ class LoraRows:
     that do not overlap within a round, and their weights [n]."""
     num_threads: int = 1
     """Threads of that loop."""
+    then: LoraRows | None = None
+    """Further adapters of some of these rows, to be added after the above."""
 
 
 class LoraKernels(Protocol):
     READS_ADDRESSES: bool
     """Whether `LoraWeights.addresses` is used: adapters may be anywhere, unused slots are free."""
 
-    def cut_rows(self, segments: Sequence[Segment], num_slots: int) -> LoraRows: ...
+    def cut_rows(self, segments: Sequence[Segment], num_slots: int) -> LoraRows:
+        """Prepares segments, which may overlap: rows with several adapters have one of each.
+
+        Adapters are added to a row in the order of its segments.
+        """
+        ...
 
     def add_lora(self, y: Tensor, x: Tensor, weights: LoraWeights, rows: LoraRows) -> None:
         """y[i] += weight(i) * x[i] @ a[slot(i)] @ b[slot(i)]; other rows are untouched.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 
 from loramux.kernels.ops import LoraKernels, LoraRows, LoraWeights, Segment
 from loramux.lora.stacks import LoraStacks, SiteKey, Stack
@@ -34,9 +35,12 @@ class LoraBatch:
         self._runs: Sequence[RowRun] = ()
         self.sites: dict[SiteKey, list[tuple[LoraWeights, LoraRows]]] = {}
 
-    def order(self, selection: Selection) -> tuple[int, int]:
-        """Sort key of a sequence: by stack, then slot; base rows last."""
-        return self._slots[selection[0][0]] if selection else (len(self._stacks), 0)
+    def order(self, selection: Selection) -> tuple[bool, tuple[tuple[int, int, float], ...]]:
+        """Sort key that makes sequences of one selection adjacent: by stacks and slots; base last.
+
+        The rows of a sum of adapters follow those of its first adapter.
+        """
+        return not selection, tuple((*self._slots[cid], weight) for cid, weight in selection)
 
     def set_rows(self, runs: Sequence[RowRun], kernels: LoraKernels) -> None:
         """Sets the rows of every site."""
@@ -65,12 +69,17 @@ class LoraBatch:
             ]
 
     def _cut(self, runs: Sequence[RowRun], kernels: LoraKernels) -> list[tuple[Stack, LoraRows]]:
-        """Cuts the runs into segments of each stack; stacks that no run uses are left out."""
+        """Cuts the runs into segments of each stack; stacks that no run uses are left out.
+
+        The segments of a row are in the order of its selection.
+        """
         segments: list[list[Segment]] = [[] for _ in self._stacks]
-        for run in runs:
-            for cid, weight in run.selection:
+        for selection, members in groupby(runs, key=attrgetter("selection")):
+            first, *others = members
+            stop = others[-1].stop if others else first.stop
+            for cid, weight in selection:
                 number, slot = self._slots[cid]
-                _extend(segments[number], Segment(slot, run.start, run.stop, weight))
+                _extend(segments[number], Segment(slot, first.start, stop, weight))
         return [
             (stack, kernels.cut_rows(stack_segments, len(stack.slots)))
             for stack, stack_segments in zip(self._stacks, segments, strict=True)

@@ -66,7 +66,11 @@ class LoraStacks:
         return sum(s.storage.numel() * s.storage.element_size() for s in self._stacks.values())
 
     def place(self, adapters: Sequence[ResidentAdapter]) -> list[Stack]:
-        """Returns stacks whose slots hold these adapters, one stack per layout."""
+        """Returns stacks whose slots hold these adapters, one stack per layout.
+
+        They are in the order of their layouts, whatever the batch: kernels add the adapters of a
+        row stack after stack, and the rounding of a sum depends on the order.
+        """
         cids = [adapter.cid for adapter in adapters]
         if cids != self._cids:
             self._cids, self._groups = cids, _by_layout(adapters)
@@ -130,7 +134,7 @@ def _by_layout(adapters: Sequence[ResidentAdapter]) -> dict[LayoutKey, list[int]
     groups: dict[LayoutKey, list[int]] = {}
     for number, adapter in enumerate(adapters):
         groups.setdefault(adapter.stacked.key, []).append(number)
-    return groups
+    return dict(sorted(groups.items())) if len(groups) > 1 else groups
 
 
 def _views(stack: Stack, site: SiteKey) -> LoraWeights:

@@ -152,7 +152,7 @@ class ClientTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clients:
-    """The two clients of a sequence: its tenant, and its selection of adapters in the tenant."""
+    """The two clients of a sequence: its tenant, and its set of adapters in the tenant."""
 
     tenant: Client
     adapter: Client
@@ -194,12 +194,12 @@ class FairShares:
         adapters = self._adapters.setdefault(request.tenant, ClientTable(self._num_protected_slots))
         return Clients(
             self._tenants.add_waiting(request.tenant, request.tenant_share),
-            adapters.add_waiting(request.selection, request.adapter_share),
+            adapters.add_waiting(request.cids, request.adapter_share),
         )
 
     def leave(self, request: Request, clients: Clients, *, is_running: bool) -> None:
         clients.leave(is_running=is_running)
-        self._adapters[request.tenant].remove_if_idle(request.selection)
+        self._adapters[request.tenant].remove_if_idle(request.cids)
         if self._tenants.remove_if_idle(request.tenant):
             del self._adapters[request.tenant]
 
@@ -212,8 +212,8 @@ class FairShares:
         assert self._adapters.keys() == {request.tenant for request in waiting + running}
         for tenant, table in self._adapters.items():
             table.check_integrity(
-                Counter(request.selection for request in waiting if request.tenant == tenant),
-                Counter(request.selection for request in running if request.tenant == tenant),
+                Counter(request.cids for request in waiting if request.tenant == tenant),
+                Counter(request.cids for request in running if request.tenant == tenant),
             )
 
 

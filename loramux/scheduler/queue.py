@@ -1,4 +1,4 @@
-"""Queues of waiting sequences, one per tenant and selection (R1), and their order (R4)."""
+"""Queues of waiting sequences, one per tenant and set of adapters (R1), and their order (R4)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from operator import attrgetter
 
 from loramux.scheduler.fairness import Clients
 from loramux.scheduler.sequence import Sequence
-from loramux.types.request import Selection
 
 Rank = tuple[float, ...]
 _arrival = attrgetter("sequence_id")
@@ -30,7 +29,7 @@ def arrival_rank(sequence: Sequence) -> Rank:
 
 
 class AdapterQueue:
-    """R1: the waiting sequences of one tenant with one selection, in order of arrival."""
+    """R1: the waiting sequences of one tenant with one set of adapters, in order of arrival."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -65,7 +64,7 @@ class WaitingQueues:
     def __init__(self, *, is_fair: bool) -> None:
         self._is_fair = is_fair
         self.rank: Callable[[Sequence], Rank] = fair_rank if is_fair else arrival_rank
-        self._queues: dict[tuple[str, Selection], AdapterQueue] = {}
+        self._queues: dict[tuple[str, tuple[str, ...]], AdapterQueue] = {}
         self._num_sequences = 0
 
     def __len__(self) -> int:
@@ -137,5 +136,5 @@ class Candidates:
             heapq.heappush(self._heap, (self._rank(queue.head), queue))
 
 
-def _key(sequence: Sequence) -> tuple[str, Selection]:
-    return sequence.request.tenant, sequence.request.selection
+def _key(sequence: Sequence) -> tuple[str, tuple[str, ...]]:
+    return sequence.request.tenant, sequence.cids

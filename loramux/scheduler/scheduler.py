@@ -244,7 +244,7 @@ class Scheduler:
                 "output together. Shorten the prompt.",
                 param="prompt",
             )
-        cids = {cid for cid, _ in request.selection}
+        cids = set(request.cids)
         if self.config.max_loras is not None and len(cids) > self.config.max_loras:
             raise InvalidRequest(
                 f"The request names {len(cids)} adapters, and this server runs "
@@ -262,7 +262,7 @@ class Scheduler:
 
     def _add_waiters(self, request: Request) -> None:
         """Adds a waiter for each choice, or none if one of them fails."""
-        cids = [cid for cid, _ in request.selection]
+        cids = request.cids
         num_added = 0
         try:
             for _ in range(request.params.n):

@@ -34,7 +34,7 @@ class Sequence:
             request.params.max_tokens, max_length - len(request.prompt_token_ids)
         )
         self.clients = clients
-        self.cids = tuple(cid for cid, _ in request.selection)
+        self.cids = request.cids
         self.owner: Owner = ("kv", sequence_id)
         self.prompt_token_ids = list(request.prompt_token_ids)
         self.output_token_ids: list[int] = []

@@ -75,6 +75,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """End-of-sequence ids of the model. `for_engine` sets them."""
 
     @property
+    def cids(self) -> tuple[str, ...]:
+        return tuple(cid for cid, _ in self.selection)
+
+    @property
     def num_tokens(self) -> int:
         """Upper bound of the tokens that the request needs: all choices, prompt and answer."""
         return self.params.n * (len(self.prompt_token_ids) + self.params.max_tokens)

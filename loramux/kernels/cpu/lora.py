@@ -7,11 +7,13 @@ bfloat16 and float16 a row does not depend on the mix that chose the way.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from loramux.kernels.ops import LoraRows, LoraWeights, Segment, StackedRows
+from loramux.kernels.segments import rounds_of
 
 # Longer segments fill a matrix product by themselves; padding the others to them would cost more.
 _LONG_SEGMENT = 16
@@ -20,6 +22,15 @@ READS_ADDRESSES = False
 
 
 def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:
+    """Cuts each round of segments without common rows for itself; most steps have one round."""
+    rows: LoraRows | None = None
+    for members in reversed(rounds_of(segments)):
+        rows = replace(_cut_round(members, num_slots), then=rows)
+    assert rows is not None, "a stack without segments is left out"
+    return rows
+
+
+def _cut_round(segments: Sequence[Segment], num_slots: int) -> LoraRows:
     lengths = {segment.stop - segment.start for segment in segments}
     is_even = len(lengths) == 1 and _is_one_run(segments, num_slots)
     if is_even:
@@ -38,6 +49,8 @@ def add_lora(y: Tensor, x: Tensor, weights: LoraWeights, rows: LoraRows) -> None
         _add_stacked(y, x, weights, rows.stacked)
     for segment in rows.single:
         _add_single(y, x, weights, segment)
+    if rows.then is not None:
+        add_lora(y, x, weights, rows.then)
 
 
 def _add_stacked(y: Tensor, x: Tensor, weights: LoraWeights, rows: StackedRows) -> None:

@@ -25,6 +25,7 @@ from loramux.kernels.cpu_jit.tiles import (
     row_tile,
 )
 from loramux.kernels.ops import LoraRows, LoraWeights, Segment
+from loramux.kernels.segments import rounds_of
 
 # Most rows of a run: longer segments are divided, so that every thread has work.
 _RUN_ROWS = 32
@@ -41,13 +42,10 @@ READS_ADDRESSES = True
 
 
 def cut_rows(segments: Sequence[Segment], num_slots: int) -> LoraRows:
-    rounds: list[list[Segment]] = []
-    for segment in sorted(segments, key=lambda s: s.start):
-        _put(rounds, segment)
     num_threads = get_num_threads()
     return LoraRows(
         segments=tuple(segments),
-        rounds=tuple(_runs(members, num_threads) for members in rounds),
+        rounds=tuple(_runs(members, num_threads) for members in rounds_of(segments)),
         num_threads=num_threads,
     )
 
@@ -73,15 +71,6 @@ def add_lora_rows(
 def scratch_of(width: int, num_threads: int) -> NDArray[np.float32]:
     """One row per thread, for x @ a of a run."""
     return np.empty((num_threads, _RUN_ROWS * width + _SINK_FLOATS), dtype=np.float32)
-
-
-def _put(rounds: list[list[Segment]], segment: Segment) -> None:
-    """Puts a segment into the first round that has none of its rows; segments come sorted."""
-    for members in rounds:
-        if members[-1].stop <= segment.start:
-            members.append(segment)
-            return
-    rounds.append([segment])
 
 
 def _runs(

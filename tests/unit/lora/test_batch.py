@@ -46,9 +46,16 @@ def test_a_step_of_base_rows_has_no_batch() -> None:
 
 def test_rows_of_one_adapter_are_adjacent_and_base_rows_come_last() -> None:
     batch = make_batch()
-    keys = [batch.order(s) for s in ((("a", 1.0),), (("b", 0.5), ("c", 2.0)), (("c", 2.0),), ())]
-    assert len(set(keys)) == 4 and max(keys) == keys[3]
-    assert keys[0][0] == keys[1][0] != keys[2][0]
+    both: Selection = (("b", 0.5), ("c", 2.0))
+    selections: list[Selection] = [(), both, (("a", 1.0),), (("b", 0.5),), (("c", 2.0),), both, ()]
+    ordered = sorted(selections, key=batch.order)
+    assert ordered[-2:] == [(), ()]
+    at = ordered.index(both)
+    assert ordered[at - 1 : at + 2] == [(("b", 0.5),), both, both]
+
+
+def slot_of(batch: LoraBatch, cid: str) -> int:
+    return batch.order(((cid, 1.0),))[1][0][1]
 
 
 def test_every_adapter_of_a_selection_gets_the_rows_with_its_weight() -> None:
@@ -62,10 +69,23 @@ def test_every_adapter_of_a_selection_gets_the_rows_with_its_weight() -> None:
     batch.set_rows(runs, lora_torch)
     (_, rows), *others = batch.sites[0, "qkv"]
     assert not others
-    slot_a, slot_b = batch.order((("a", 1.0),))[1], batch.order((("b", 1.0),))[1]
+    slot_a, slot_b = slot_of(batch, "a"), slot_of(batch, "b")
     assert rows.segments == (Segment(slot_a, 0, 3, 1.0), Segment(slot_b, 3, 7, 0.5))
     assert batch.sites[0, "o"][0][1].segments == (Segment(0, 3, 7, 2.0),)
     assert (1, "o") not in batch.sites
+
+
+def test_sequences_of_one_sum_are_one_segment_for_each_adapter() -> None:
+    batch = make_batch()
+    both = (("a", 1.0), ("b", 0.5))
+    batch.set_rows(runs_of([(both, 1), (both, 2), (both, 1), ((("a", 1.0),), 1)]), lora_torch)
+    ((_, rows),) = batch.sites[0, "qkv"]
+    slot_a, slot_b = slot_of(batch, "a"), slot_of(batch, "b")
+    assert rows.segments == (
+        Segment(slot_a, 0, 4, 1.0),
+        Segment(slot_b, 0, 4, 0.5),
+        Segment(slot_a, 4, 5, 1.0),
+    )
 
 
 def runs_of(sequences: list[tuple[Selection, int]]) -> list[RowRun]:
@@ -132,7 +152,7 @@ def test_kept_rows_that_become_adjacent_are_one_segment() -> None:
     sequences: list[tuple[Selection, int]] = [((("a", 1.0),), 5), ((("a", 1.0),), 4), (both, 6)]
     batch.set_rows(runs_of(sequences), lora_torch)
     batch.keep_rows([4, 8, 11, 14], [(0, "qkv"), (0, "o"), (1, "o")], lora_torch)
-    slot_a, slot_b = batch.order((("a", 1.0),))[1], batch.order(both)[1]
+    slot_a, slot_b = slot_of(batch, "a"), slot_of(batch, "b")
     ((_, rows),) = batch.sites[0, "qkv"]
     assert rows.segments == (Segment(slot_a, 0, 2, 1.0), Segment(slot_b, 2, 4, 0.5))
     ((_, rows),) = batch.sites[0, "o"]
