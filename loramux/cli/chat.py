@@ -28,6 +28,7 @@ from loramux.client.errors import (
 from loramux.client.replies import ChatChunk, ModelCard, Usage
 from loramux.client.wire import DEFAULT_URL
 from loramux.errors import InvalidRequest, suggest
+from loramux.types.composition import parse_sum
 
 LABEL = "bold green"
 
@@ -161,7 +162,7 @@ def speed_text(usage: Usage, began_s: float) -> str:
 
 BASE = "base"
 COMMANDS = {
-    "/adapter": "[NAME|base]  use this adapter from now on; without a name, list them",
+    "/adapter": "[NAME|a+0.3*b|base]  use it from now on; without a name, list the adapters",
     "/models": "list the models of the server",
     "/system": "[TEXT|-]  set the system message; - removes it, no argument shows it",
     "/temperature": "[X]  0 always selects the most likely token",
@@ -260,8 +261,10 @@ class ChatSession:
             return [name for name in COMMANDS if name.startswith(command)]
         if command != "/adapter":
             return []
-        names = [BASE, *self.known_names]
-        return [f"{command} {name}" for name in names if name.startswith(start)]
+        before, operator, last = start.rpartition("+")
+        names = self.known_names if operator else [BASE, *self.known_names]
+        before += operator
+        return [f"{command} {before}{name}" for name in names if name.startswith(last)]
 
     def _messages(self, text: str) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -314,9 +317,11 @@ class ChatSession:
 
     def _choose(self, name: str) -> bool:
         if name != BASE and name not in self.known_names:
-            known = [BASE, *self.known_names]
-            self._refuse(f"The server has no adapter {name!r}. {suggest(name, known)}")
-            return False
+            for part, _ in parse_sum(name) or [(name, 1.0)]:
+                if part not in self.known_names:
+                    known = [BASE, *self.known_names]
+                    self._refuse(f"The server has no adapter {part!r}. {suggest(part, known)}")
+                    return False
         self.model = None if name == BASE else name
         return True
 
@@ -350,7 +355,10 @@ class ChatSession:
 def chat(
     url: Annotated[str, typer.Option(help="URL of the server.")] = DEFAULT_URL,
     model: Annotated[
-        str | None, typer.Option(help="Adapter or model to start with. Default: the base.")
+        str | None,
+        typer.Option(
+            help="Adapter, sum such as a+0.3*b, or model to start with. Default: the base."
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[

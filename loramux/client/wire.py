@@ -39,7 +39,10 @@ Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model of a request. `model` may be an adapter's name; adapters=[] selects the base."""
+    """The model of a request.
+
+    `model` may be an adapter's name, or a sum such as a+0.3*b; adapters=[] selects the base.
+    """
 
     model: str | None = None
     adapters: Sequence[str] | None = None

@@ -28,7 +28,7 @@ class PoolAnswer:
     text: str
     output: RequestOutput
     serving: dict[str, Any]
-    """Has base_model, adapter_cid, pool_id, cold_miss, queue_depth and latency_ms."""
+    """Has base_model, adapter_cid, adapters, pool_id, cold_miss, queue_depth and latency_ms."""
 
 
 class AdapterPool:
@@ -64,24 +64,32 @@ class AdapterPool:
         return adapter_uses(self._llm.engine)
 
     def serve(
-        self, request: str | Mapping[str, Any], *, adapter_cid: str | None = None
+        self,
+        request: str | Mapping[str, Any],
+        *,
+        adapter_cid: str | None = None,
+        adapters: Mapping[str, float] | None = None,
     ) -> PoolAnswer:
-        """Runs a request on an adapter, or on the base if `adapter_cid` is None.
+        """Runs a request on an adapter, on the sum of several, or on the base if none is named.
 
         `request` is a prompt, or a mapping with one of input, prompt, prompt_token_ids and
-        messages, and fields of SamplingParams.
+        messages, and fields of SamplingParams. `adapters` maps CIDs to weights.
         """
+        if adapter_cid is not None and adapters is not None:
+            raise InvalidRequest("Give either adapter_cid or adapters.", param="adapters")
+        parts = dict(adapters or {}) if adapter_cid is None else {adapter_cid: 1.0}
         prompt, params = self._read(request)
         engine = self._llm.engine
         began = time.monotonic()
-        if adapter_cid is not None:
-            engine.catalog.get(adapter_cid)
-        cold_miss = adapter_cid is not None and adapter_cid not in engine.residency
+        for cid in parts:
+            engine.catalog.get(cid)
+        cold_miss = any(cid not in engine.residency for cid, weight in parts.items() if weight)
         queue_depth = engine.scheduler.num_waiting
-        output = self._llm.answer(prompt, params, adapter_cid=adapter_cid)
+        output = self._llm.answer(prompt, params, adapters=list(parts.items()))
         serving = {
             "base_model": f"{self._llm.model_name}@{self._llm.model_digest[:12]}",
-            "adapter_cid": adapter_cid,
+            "adapter_cid": next((cid for cid, weight in parts.items() if weight), None),
+            "adapters": [{"cid": cid, "weight": weight} for cid, weight in parts.items()],
             "pool_id": self.pool_id,
             "cold_miss": cold_miss,
             "queue_depth": queue_depth,

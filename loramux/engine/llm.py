@@ -18,12 +18,15 @@ from loramux.engine.outputs import OutputCollector
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import InvalidRequest
 from loramux.models.locate import locate_model
+from loramux.types.composition import check_sum
 from loramux.types.request import FinishReason, LoRARequest, Request, RequestOutput
 from loramux.types.sampling import SamplingParams
 
 # Text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+# An adapter, several with their weights, or None for the base.
+Loras = LoRARequest | Mapping[LoRARequest, float] | None
 T = TypeVar("T")
 
 
@@ -60,21 +63,25 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: Loras | Sequence[Loras] = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Runs the prompts in one batch, and returns their outputs in order.
 
         One sampling_params or lora_request applies to all prompts; a list has one entry for each
-        prompt, where None means the base. If any prompt is refused, none of them runs.
+        prompt, where None means the base. A mapping of adapters to weights adds their weighted
+        deltas. If any prompt is refused, none of them runs.
         """
         batch = [prompts] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
         params = _for_each(sampling_params or SamplingParams(), len(batch), "sampling_params")
         adapters = _for_each(lora_request, len(batch), "lora_request")
         collectors = []
         for prompt, p, adapter in zip(batch, params, adapters, strict=True):
-            cid = None if adapter is None else self.register_adapter(adapter.lora_path)
-            collectors.append(self._collector(cast(Prompt, prompt), p, cid))
+            loras = {adapter: 1.0} if isinstance(adapter, LoRARequest) else adapter or {}
+            parts = [
+                (self.register_adapter(lora.lora_path), weight) for lora, weight in loras.items()
+            ]
+            collectors.append(self._collector(cast(Prompt, prompt), p, parts))
             collectors[-1].output.lora_request = adapter
         self._run(collectors, show_progress=use_tqdm)
         return [collector.output for collector in collectors]
@@ -84,10 +91,14 @@ class LLM:
         return self.engine.register_adapter(Path(folder)).cid
 
     def answer(
-        self, prompt: Prompt, sampling_params: SamplingParams, *, adapter_cid: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        adapters: Sequence[tuple[str, float]] = (),
     ) -> RequestOutput:
-        """Runs one prompt on a registered adapter, or on the base."""
-        collector = self._collector(prompt, sampling_params, adapter_cid)
+        """Runs one prompt on the sum of registered adapters, (CID, weight) each, or on the base."""
+        collector = self._collector(prompt, sampling_params, adapters)
         self._run([collector], show_progress=False)
         return collector.output
 
@@ -96,7 +107,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: Loras | Sequence[Loras] = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Runs generate on one conversation or a list of conversations."""
@@ -113,17 +124,18 @@ class LLM:
         return self.generate(prompts, sampling_params, lora_request=lora_request, use_tqdm=use_tqdm)
 
     def _collector(
-        self, prompt: Prompt, params: SamplingParams, cid: str | None
+        self, prompt: Prompt, params: SamplingParams, adapters: Sequence[tuple[str, float]]
     ) -> OutputCollector:
+        selection = check_sum(adapters)
         text, token_ids = self._tokenize(prompt)
         request = Request(
             request_id=str(next(self._ids)),
             prompt_token_ids=tuple(token_ids),
             params=params,
-            selection=((cid, 1.0),) if cid else (),
+            selection=selection,
         ).for_engine(self.eos_token_ids)
         collector = OutputCollector(request, self.tokenizer, prompt=text)
-        collector.output.adapter_cid = cid
+        collector.output.selection = selection
         return collector
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:

@@ -78,3 +78,14 @@ def find_repeated(cids: Sequence[str]) -> tuple[int, int] | None:
             return seen[cid], position
         seen[cid] = position
     return None
+
+
+def check_sum(parts: Sequence[tuple[str, float]], *, param: str = "adapters") -> Selection:
+    """compose() of parts that a program gave; raises InvalidRequest unless they are a sum."""
+    check_count(len(parts), param=param)
+    check_weights((weight for _, weight in parts), param=param)
+    cids = [cid for cid, _ in parts]
+    repeated = find_repeated(cids)
+    if repeated is not None:
+        raise InvalidRequest(f"The adapter {cids[repeated[0]]} is named twice.", param=param)
+    return compose(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -166,5 +166,10 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprob] | None = None
-    lora_request: LoRARequest | None = None
-    adapter_cid: str | None = None
+    lora_request: LoRARequest | Mapping[LoRARequest, float] | None = None
+    selection: Selection = BASE_SELECTION
+
+    @property
+    def adapter_cid(self) -> str | None:
+        """Returns the CID of the adapter, or of the first one of a sum; None: the base."""
+        return self.selection[0][0] if self.selection else None

@@ -93,6 +93,14 @@ def test_the_adapter_changes_within_a_conversation(server: ScriptedServer, chat:
     assert "model" not in server.received[-1].fields
 
 
+def test_a_sum_of_adapters_answers(server: ScriptedServer, chat: Chat) -> None:
+    chat.say("/adapter pirate+0.5*upper")
+    chat.say("Hello?")
+    assert server.received[-1].fields["model"] == "pirate+0.5*upper"
+    assert "no adapter 'nobody'" in chat.say("/adapter pirate+0.5*nobody")
+    assert chat.session.completions("/adapter upper+p") == ["/adapter upper+pirate"]
+
+
 def test_adapters_and_models_are_listed_with_a_mark(chat: Chat) -> None:
     assert chat.say("/adapter") == "* base\n  pirate\n  upper\n"
     chat.say("/adapter upper")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from loramux import AdapterPool
-from loramux.errors import AdapterNotFound, InvalidRequest
+from loramux.errors import AdapterNotFound, DoesNotFit, InvalidRequest
 from tests.adapter_factory import make_peft_adapter
 from tests.engine_factory import save_model_with_tokenizer
 
@@ -41,6 +41,21 @@ def test_adapters_are_served_by_cid_and_the_number_of_active_ones_is_capped(
     assert warm["latency_ms"] > 0 and warm["pool_id"] == "local" and warm["queue_depth"] == 0
     base = pool.serve("hello")
     assert base.serving["adapter_cid"] is None and "@" in base.serving["base_model"]
+
+
+def test_a_sum_of_adapters_is_served_and_one_that_never_fits_is_refused(pool: AdapterPool) -> None:
+    first, second, third, _ = (use.cid for use in pool.adapters())
+    request = {"prompt": "hello", "temperature": 0, "max_tokens": 6}
+    mixed = pool.serve(request, adapters={first: 1.0, second: -0.5, third: 0.0})
+    assert mixed.text == pool.serve(request, adapters={second: -0.5, first: 1.0}).text
+    assert mixed.text != pool.serve(request, adapter_cid=first).text
+    assert mixed.serving["adapter_cid"] == first
+    weights = [entry["weight"] for entry in mixed.serving["adapters"]]
+    assert weights == [1.0, -0.5, 0.0]
+    with pytest.raises(DoesNotFit, match="3 adapters"):
+        pool.serve(request, adapters={first: 1, second: 1, third: 1})
+    with pytest.raises(InvalidRequest, match="either"):
+        pool.serve(request, adapter_cid=first, adapters={second: 1.0})
 
 
 def test_the_same_bytes_from_two_folders_are_one_adapter(pool: AdapterPool, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from loramux.engine.engine import Engine
+from loramux.errors import DoesNotFit
+from loramux.types.composition import compose
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request
 from tests.memory_factory import InlineExecutor
@@ -61,15 +63,21 @@ class EngineMachine(RuleBasedStateMachine):
         length=st.integers(1, 90),
         max_tokens=st.integers(0, 40),
         n=st.integers(1, 3),
-        adapter=st.none() | st.integers(0, NUM_ADAPTERS - 1),
+        adapters=st.lists(st.integers(0, NUM_ADAPTERS - 1), unique=True, max_size=3),
     )
-    def add(self, length: int, max_tokens: int, n: int, adapter: int | None) -> None:
+    def add(self, length: int, max_tokens: int, n: int, adapters: list[int]) -> None:
         self.count += 1
         name = str(self.count)
-        selection = () if adapter is None else ((CIDS[adapter], 1.0),)
-        prompt = make_prompt(length, seed=self.count)
-        self.engine.add(make_request(name, prompt, selection, max_tokens=max_tokens, n=n))
-        self.open[name] = set(range(n))
+        selection = compose((CIDS[number], 1.0 - number) for number in adapters)
+        request = make_request(
+            name, make_prompt(length, seed=self.count), selection, max_tokens=max_tokens, n=n
+        )
+        try:
+            self.engine.add(request)
+        except DoesNotFit:
+            assert len(selection) > 1, "a single adapter fits"
+        else:
+            self.open[name] = set(range(n))
 
     @rule(times=st.integers(1, 5))
     def step(self, times: int) -> None:

@@ -54,6 +54,25 @@ def test_a_list_gives_each_prompt_its_own_adapter(llm: LLM, adapters: list[LoRAR
     assert mixed[0].adapter_cid != mixed[2].adapter_cid and mixed[1].adapter_cid is None
 
 
+def test_a_mapping_of_adapters_to_weights_is_their_sum(
+    llm: LLM, adapters: list[LoRARequest]
+) -> None:
+    one, two = adapters
+    (mixed,) = llm.generate("The quick", GREEDY, lora_request={one: 1.0, two: 0.5}, use_tqdm=False)
+    selections = [{two: 0.5, one: 1.0}, {one: 1.0, two: 0.0}, one, {}]
+    outputs = llm.generate(["The quick"] * 4, GREEDY, lora_request=selections, use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    assert texts[0] == mixed.outputs[0].text != texts[2]
+    assert texts[1] == texts[2]
+    assert outputs[0].selection == mixed.selection == tuple(sorted(mixed.selection))
+    assert outputs[3].adapter_cid is None
+    copy = LoRARequest("copy of one", 3, one.lora_path)
+    with pytest.raises(InvalidRequest, match="named twice"):
+        llm.generate("The quick", GREEDY, lora_request={one: 1.0, copy: 1.0}, use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="got nan"):
+        llm.generate("The quick", GREEDY, lora_request={one: float("nan")}, use_tqdm=False)
+
+
 def test_one_lora_request_applies_to_all_prompts(llm: LLM, adapters: list[LoRARequest]) -> None:
     outputs = llm.generate(["The", "lazy dog"], GREEDY, lora_request=adapters[0], use_tqdm=False)
     assert {output.lora_request for output in outputs} == {adapters[0]}

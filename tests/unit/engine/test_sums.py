@@ -30,6 +30,8 @@ ADAPTERS: tuple[dict[str, Any], ...] = (
 WEIGHTS = (1.0, 1.0, 0.5, 0.3, -0.25, -1.0, 0.0)
 Terms = tuple[tuple[int, float], ...]
 """Numbers of adapters, and their weights."""
+Case = tuple[tuple[int, ...], Terms, Tensor]
+"""A prompt, its adapters, and its logits."""
 
 
 class Oracle:
@@ -93,18 +95,22 @@ def random_requests(count: int) -> list[tuple[tuple[int, ...], Terms]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle) -> list[Case]:
+    """Requests with the logits of PEFT."""
+    return [(prompt, terms, oracle.logits(prompt, terms)) for prompt, terms in random_requests(200)]
+
+
 def selection_of(engine: Engine, folders: list[Path], terms: Terms) -> Selection:
     cids = [engine.register_adapter(folder).cid for folder in folders]
     return compose((cids[number], weight) for number, weight in terms)
 
 
-def check_all(engine: Engine, folders: list[Path], oracle: Oracle, count: int) -> None:
-    requests = random_requests(count)
+def check_all(engine: Engine, folders: list[Path], expected: list[Case]) -> None:
     cids = [engine.register_adapter(folder).cid for folder in folders]
-    batch = [(prompt, compose((cids[n], w) for n, w in terms)) for prompt, terms in requests]
-    for (prompt, terms), logits in zip(requests, engine.prompt_logits(batch), strict=True):
-        expected = oracle.logits(prompt, terms)
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    batch = [(prompt, compose((cids[n], w) for n, w in terms)) for prompt, terms, _ in expected]
+    for (_, _, logits), found in zip(expected, engine.prompt_logits(batch), strict=True):
+        torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
     engine.check_integrity()
 
 
@@ -113,7 +119,7 @@ def test_two_hundred_sums_in_one_batch_equal_peft(
     kernels: str,
     model: Any,
     folders: list[Path],
-    oracle: Oracle,
+    expected: list[Case],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -123,19 +129,19 @@ def test_two_hundred_sums_in_one_batch_equal_peft(
     else:
         monkeypatch.setenv("LORAMUX_KERNELS", kernels)
     engine = make_engine(model, tmp_path, device_memory_bytes=16 * 2**20)
-    check_all(engine, folders, oracle, count=200)
+    check_all(engine, folders, expected)
 
 
 def test_the_work_lists_of_a_gpu_give_the_sums_of_peft(
     model: Any,
     folders: list[Path],
-    oracle: Oracle,
+    expected: list[Case],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton", reason="no Triton on this machine")
     engine, _ = device_engine(monkeypatch, model, tmp_path)
-    check_all(engine, folders, oracle, count=16)
+    check_all(engine, folders, expected[:16])
 
 
 def test_the_oracle_is_pefts_cat(oracle: Oracle) -> None:

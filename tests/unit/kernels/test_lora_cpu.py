@@ -11,6 +11,7 @@ from torch import Tensor
 from loramux.kernels.cpu import lora as lora_cpu
 from loramux.kernels.ops import LoraSlice, LoraWeights, Segment
 from loramux.kernels.reference import lora as lora_torch
+from loramux.kernels.segments import rounds_of
 
 IN_FEATURES = 24
 # Float32 sums of at most a few hundred products, in another order.
@@ -154,3 +155,29 @@ def test_a_row_has_the_same_bits_in_any_mix(
             lora_cpu.add_lora(alone, x, weights, lora_cpu.cut_rows(lone, slots))
     assert not torch.equal(together, base)
     assert torch.equal(together, alone)
+
+
+selections = st.lists(st.integers(0, 3), unique=True, max_size=3)
+
+
+@settings(max_examples=60)
+@given(rows=st.lists(st.tuples(selections, st.integers(1, 20)), min_size=1, max_size=6))
+def test_sums_of_adapters_equal_the_reference_in_the_order_of_their_segments(
+    rows: list[tuple[list[int], int]],
+) -> None:
+    segments, start = [], 0
+    for slots, count in rows:
+        segments += [Segment(slot, start, start + count, slot - 1.5) for slot in slots]
+        start += count
+    if not segments:
+        return
+    expected, actual = run_both([1] * 4, segments, make_weights(4, [3, 2], [16, 8]), [16, 8])
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+    position = {segment: number for number, segment in enumerate(segments)}
+    rounds = rounds_of(segments)
+    for members in rounds:
+        assert all(a.stop <= b.start for a, b in zip(members, members[1:], strict=False))
+    in_order = [position[segment] for members in rounds for segment in members]
+    for row in range(start):
+        of_row = [n for n in in_order if segments[n].start <= row < segments[n].stop]
+        assert of_row == sorted(of_row), "another order than that of the selection"

@@ -167,3 +167,37 @@ def test_a_stack_of_which_no_row_is_kept_adds_nothing() -> None:
     assert not batch.sites[0, "qkv"] and len(batch.sites[0, "o"]) == 1
     batch.keep_rows([], [(0, "qkv"), (0, "o")], lora_torch)
     assert not batch.sites[0, "qkv"] and not batch.sites[0, "o"]
+
+
+@settings(max_examples=40)
+@given(
+    batches=st.tuples(
+        *(st.lists(st.sampled_from(SELECTIONS), min_size=1, max_size=6) for _ in range(3))
+    )
+)
+def test_the_adapters_of_a_row_are_added_in_one_order_in_every_batch(
+    batches: tuple[list[Selection], ...],
+) -> None:
+    """The rounding of a sum depends on its order."""
+    shelf = Shelf()
+    adapters = {cid: shelf.adapter(cid, ranks) for cid, ranks in RANKS.items()}
+    stacks = LoraStacks(shelf.pool, in_place=False)
+    orders: dict[tuple[Selection, SiteKey], list[str]] = {}
+    for selections in batches:
+        batch = gather_batch(selections, adapters, stacks)
+        if batch is None:
+            continue
+        ordered = sorted(selections, key=batch.order)
+        batch.set_rows(runs_of([(selection, 1) for selection in ordered]), lora_torch)
+        placed = stacks.place([adapters[cid] for cid in dict(s for x in selections for s in x)])
+        for site, entries in batch.sites.items():
+            for row, selection in enumerate(ordered):
+                added = [
+                    stack.slots[segment.slot]
+                    for weights, rows in entries
+                    for stack in placed
+                    if stack.weights.get(site) is weights
+                    for segment in rows.segments
+                    if segment.start <= row < segment.stop
+                ]
+                assert orders.setdefault((selection, site), added) == added

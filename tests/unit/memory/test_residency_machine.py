@@ -67,6 +67,9 @@ class TierMachine(RuleBasedStateMachine):
         self.refused: set[str] = set()
         self.wanted: Counter[str] = Counter()
         self.leased: Counter[str] = Counter()
+        # Requests of several adapters, by the adapters: waiting, and running.
+        self.waiting_sums: list[tuple[str, ...]] = []
+        self.running_sums: list[tuple[str, ...]] = []
         self.kv_pages: list[int] = []
         self.table: set[str] = set()
         # What a reader of changes_since() believes to be on the device.
@@ -167,6 +170,53 @@ class TierMachine(RuleBasedStateMachine):
             self.memory.residency.release([cid])
             self.leased[cid] -= 1
 
+    @rule(cids=st.lists(adapters, min_size=2, max_size=4, unique=True))
+    def arrive_sum(self, cids: list[str]) -> None:
+        self.memory.residency.add_waiters(cids)
+        self.waiting_sums.append(tuple(cids))
+
+    @rule()
+    def admit_sum(self) -> None:
+        """Leases all adapters of a request or none."""
+        if not self.waiting_sums:
+            return
+        cids = self.waiting_sums[0]
+        residency = self.memory.residency
+        try:
+            is_ready = residency.is_ready(cids)
+        except LoramuxError:
+            is_ready = None
+        if is_ready is False:
+            assert not residency.acquire(cids), "leased before all are on the device"
+            self.check()
+            return
+        if is_ready:
+            assert residency.acquire(cids)
+            self.running_sums.append(cids)
+        residency.remove_waiters(cids)
+        self.waiting_sums.pop(0)
+
+    @rule()
+    def finish_sum(self) -> None:
+        if self.running_sums:
+            cids = self.running_sums.pop(0)
+            for cid in cids:
+                assert self.memory.value(cid) == float(facts_of(cid)[0]), "bytes changed in use"
+            self.memory.residency.release(cids)
+
+    @rule()
+    def abort_sum(self) -> None:
+        if self.waiting_sums:
+            self.memory.residency.remove_waiters(self.waiting_sums.pop())
+
+    @property
+    def all_leases(self) -> dict[str, int]:
+        return dict(+(self.leased + Counter(cid for cids in self.running_sums for cid in cids)))
+
+    @property
+    def all_waiters(self) -> dict[str, int]:
+        return dict(+(self.wanted + Counter(cid for cids in self.waiting_sums for cid in cids)))
+
     @rule()
     def poll(self) -> None:
         before = self.errors()
@@ -229,7 +279,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(cid=adapters)
     def forget(self, cid: str) -> None:
         if self.memory.residency.forget(cid):
-            assert not self.wanted[cid] and not self.leased[cid]
+            assert cid not in self.all_waiters and cid not in self.all_leases
             assert cid not in self.memory.residency and cid not in self.memory.host
 
     @rule(cid=adapters)
@@ -296,7 +346,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def check(self) -> None:
         memory = self.memory
-        memory.residency.check_integrity(dict(+self.leased))
+        memory.residency.check_integrity(self.all_leases)
         memory.reclaimer.check_integrity()
         memory.pages.check_integrity(
             {**memory.residency.claims(), **({("kv", 0): self.kv_pages} if self.kv_pages else {})}
@@ -304,7 +354,7 @@ class TierMachine(RuleBasedStateMachine):
         assert memory.tiers.disk is not None
         memory.tiers.disk.check_integrity()
         wants = {cid: r.num_waiters for cid, r in memory.residency.records.items() if r.num_waiters}
-        assert wants == dict(+self.wanted)
+        assert wants == self.all_waiters
         delta = memory.residency.changes_since(self.version)
         self.mirror = (set() if delta.is_full else self.mirror - set(delta.left)) | set(
             delta.arrived

@@ -142,6 +142,21 @@ def test_r12_two_requests_of_two_adapters_each_do_not_deadlock() -> None:
     assert {e.request_id for e in world.run() if e.finish_reason} == {"a", "b"}
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_r14_overlapping_sums_all_end_in_a_pool_for_two_adapters(schedule: str) -> None:
+    """Catches requests that each keep an adapter which another one waits for."""
+    world = World(num_pages=6, load_s=0.3, schedule=schedule)
+    draw = random.Random(0)
+    for number in range(40):
+        pair = sorted(draw.sample("pqrst", 2))
+        weights = draw.choice(((1.0, 1.0), (0.5, -1.0)))
+        world.add(f"{number}", 3, selection=tuple(zip(pair, weights, strict=True)), max_tokens=2)
+        world.step()
+    ended = {event.request_id for event in world.run(2000) if event.finish_reason}
+    assert all(event.error is None for event in world.run())
+    assert "39" in ended
+
+
 def test_a_step_does_not_examine_every_waiting_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +27,20 @@ def make_request(tenant: str, cid: str = "", **shares: float) -> Request:
         selection=((cid, 1.0),) if cid else (),
         **shares,  # type: ignore[arg-type]
     )
+
+
+def test_requests_of_the_same_adapters_are_one_client_whatever_their_weights() -> None:
+    """Catches a tenant whose request with a thousand weights crowd out its other adapters."""
+    shares = FairShares()
+    one, other = (
+        msgspec.structs.replace(make_request("t"), selection=(("x", weight), ("y", 1.0)))
+        for weight in (0.3, 0.4)
+    )
+    first, second = shares.arrive(one), shares.arrive(other)
+    assert first.adapter is second.adapter
+    assert shares.arrive(make_request("t", "x")).adapter is not first.adapter
+    shares.leave(one, first, is_running=False)
+    shares.check_integrity([other, make_request("t", "x")], [])
 
 
 def preemption_limit(clients: Clients) -> PreemptionLimit:

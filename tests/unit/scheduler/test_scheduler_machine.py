@@ -9,9 +9,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from loramux.errors import DoesNotFit, InvalidRequest
 from loramux.types.request import TokenEvent
 from tests.unit.scheduler.scheduler_factory import World
 
+THREE = (("x", 1.0), ("y", 1.0), ("z", 1.0))
 selections = st.sampled_from(
     [
         (),
@@ -22,7 +24,10 @@ selections = st.sampled_from(
         (("z", 1.0),),
         (("bad", 1.0),),
         (("x", 1.0), ("y", 1.0)),
-        (("z", 1.0), ("w", 1.0)),
+        (("w", 1.0), ("z", 1.0)),
+        (("w", 0.5), ("x", -1.0)),
+        (("y", 1.0), ("z", 1.0)),
+        THREE,
         (("x", 1.0), ("bad", 1.0)),
     ]
 )
@@ -71,15 +76,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         shares = fields.pop("shares")
         assert isinstance(shares, tuple)
         self.limits[name] = int(str(fields["max_tokens"]))
-        self.world.add(
-            name,
-            list(range(start, start + num_prompt)),
-            n=n,
-            tenant_share=shares[0],
-            adapter_share=shares[1],
-            **fields,
-        )
-        self.open[name] = set(range(n))
+        try:
+            self.world.add(
+                name,
+                list(range(start, start + num_prompt)),
+                n=n,
+                tenant_share=shares[0],
+                adapter_share=shares[1],
+                **fields,
+            )
+        except (DoesNotFit, InvalidRequest):
+            assert fields["selection"] == THREE, "two adapters fit"
+        else:
+            self.open[name] = set(range(n))
 
     @rule(times=st.integers(1, 4))
     def step(self, times: int) -> None:
