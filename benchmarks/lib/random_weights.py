@@ -20,6 +20,7 @@ from loramux.adapters.packed.image import AdapterImage
 from loramux.adapters.packed.packing import PagedPacking
 from loramux.adapters.packed.paged import OCTET, RankBlockLayout, fp12_elements
 from loramux.config.engine import EngineConfig, ResolvedConfig
+from loramux.config.fields import AUTO
 from loramux.engine.build import build_engine
 from loramux.engine.device_choice import choose_device, resolve_config
 from loramux.engine.engine import Engine
@@ -108,9 +109,7 @@ def random_model(
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--device", type=lambda name: choose_device(name).device, default="auto", metavar="NAME"
-    )
+    group.add_argument("--device", type=device_of, default=AUTO, metavar="NAME")
     group.add_argument("--model", choices=SHAPES, help="shapes of the random model")
     group.add_argument("--layers", type=int, help="fewer layers than the model has")
     group.add_argument("--dtype", default="auto")
@@ -119,6 +118,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-model-len", type=int, default=2048)
     group.add_argument("--device-memory", type=int, metavar="MiB", help="size of the page pool")
     group.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
+
+
+def device_of(name: str) -> str:
+    """Return the device that `auto` means here; others are checked with the engine's settings."""
+    return choose_device().device if name == AUTO else name
 
 
 def is_gpu(arguments: argparse.Namespace) -> bool:
@@ -165,7 +169,7 @@ def engine_config(arguments: argparse.Namespace) -> ResolvedConfig:
             dtype=arguments.dtype,
             device_memory_bytes=None if memory is None else memory * 2**20,
             host_memory_bytes=HOST_BYTES,
-            max_batch_tokens=arguments.max_batch_tokens or "auto",
+            max_batch_tokens=arguments.max_batch_tokens or AUTO,
             max_sequences=arguments.max_sequences,
             max_model_len=arguments.max_model_len,
             prefix_cache=arguments.prefix_cache,

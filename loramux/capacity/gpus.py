@@ -50,9 +50,10 @@ def gpu_total_bytes(name: str) -> int:
     """Returns the nominal memory of a GPU; raises InvalidRequest for an unknown one."""
     key = name.lower().removeprefix("nvidia-")
     if key not in GPU_GIB:
+        variants = [known for known in GPU_GIB if known.startswith(f"{key}-")]
         raise InvalidRequest(
-            f"There is no GPU {name!r} in the table. {suggest(key, list(GPU_GIB))} For another "
-            "one, give its memory with --device-total.",
+            f"There is no GPU {name!r} in the table. {suggest(key, variants or list(GPU_GIB))} For "
+            "another one, give its memory with --device-total.",
             param="gpu",
         )
     return int(GPU_GIB[key] * _GIB)

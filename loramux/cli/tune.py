@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from loramux.cli.console import ByteView, say, show_error
-from loramux.errors import LoramuxError
+from loramux.errors import LoramuxError, UnsupportedModel
 
 DTYPES = ("bfloat16", "float16")
 
@@ -23,7 +23,9 @@ def tune(
             "its shapes are read: the weights need not be there.",
         ),
     ],
-    device: Annotated[str, typer.Option(help="The GPU to tune for, such as cuda:1.")] = "cuda",
+    device: Annotated[
+        str, typer.Option(help="The GPU to tune for, such as cuda:1; auto is the first usable one.")
+    ] = "auto",
     dtype: Annotated[str, typer.Option(help=" or ".join(DTYPES))] = DTYPES[0],
     lora_augmented_ranks: Annotated[
         int, typer.Option(min=0, help="The value that the server is started with.")
@@ -60,12 +62,16 @@ def write_table(
     # Imported here: torch slows down `--help`.
     import torch
 
+    from loramux.engine.device_choice import choose_device
     from loramux.models.architectures import parse_config
     from loramux.models.folder import read_any_config
     from loramux.models.locate import locate_model
     from loramux.runner.gemm.table import read_table, user_table_file
     from loramux.runner.tune import TuneOptions, tune_model
 
+    choice = choose_device(device)
+    if choice.reason is not None:
+        raise UnsupportedModel(f"There is no GPU to tune for: {choice.reason}")
     with ByteView() as bar:
         config = parse_config(read_any_config(locate_model(model, sink=bar, with_weights=False)))
     options = TuneOptions(dtype=getattr(torch, dtype), augmented_ranks=lora_augmented_ranks)
@@ -73,7 +79,7 @@ def write_table(
     with console.status("Tuning") as status:
         made = tune_model(
             config,
-            torch.device(device),
+            torch.device(choice.device),
             options,
             lambda stage, done: status.update(f"{stage} {done:.0%}"),
         )
