@@ -95,9 +95,11 @@ class ServeView:
 
         With add() this is the ByteSink of the model's download.
         """
-        self.stop_progress()
+        self._end_download()
         size = "" if total_bytes is None else f" ({size_text(total_bytes)})"
-        if not self._console.is_terminal:
+        if self._console.is_terminal:
+            self._bars.stop()
+        else:
             self._console.print(Text(f"{printable(what)}{size} …"), soft_wrap=True)
         self._download = ByteView(self._console)
         self._download.__enter__()

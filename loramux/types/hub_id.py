@@ -49,6 +49,8 @@ def parse_hub_id(text: str) -> HubId | None:
     parts = repository.split("/")
     if len(parts) != 2 or not all(map(is_repository_part, parts)) or len(revisions) > 1:
         return None
+    if len(repository) > MAX_REPOSITORY_CHARS:
+        return None
     # A file of a folder that does not exist is a more likely meaning than a repository.
     if parts[1].endswith((".gguf", ".json")) or not all(map(is_revision, revisions)):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,8 +80,10 @@ class Download:
                     shown_bytes = done_bytes
         finally:
             self._stop.set()
+            deadline_s = time.monotonic() + STOP_S
             for thread in threads:
-                thread.join(STOP_S)
+                if thread.ident is not None:
+                    thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._errors:
             raise self._errors[0]
 

@@ -26,7 +26,7 @@ def hub_errors(hub_id: HubId) -> Iterator[None]:
         yield
     except LoramuxError:
         raise
-    except (httpx2.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
+    except (httpx2.HTTPError, OSError, RuntimeError) as error:
         raise explain(error, hub_id) from None
 
 
@@ -53,10 +53,10 @@ def explain(error: Exception, hub_id: HubId) -> ModelNotFetched:
             f"{hub_id} cannot be stored in {constants.HF_HUB_CACHE}: {error.strerror}. Set HF_HOME "
             "to a folder that can be written."
         )
-    return HubUnreachable(
-        f"{constants.ENDPOINT} answered for {hub_id} with something else than the hub does, such "
-        "as the page of a proxy. Check HF_ENDPOINT and the proxy settings (HTTPS_PROXY)."
-    )
+    if isinstance(error, RuntimeError):
+        # Of hf_xet, which fetches the largest files.
+        return unreachable(hub_id, f"failed ({error})")
+    return not_a_hub(hub_id)
 
 
 def explain_status(error: errors.HfHubHTTPError, hub_id: HubId) -> ModelNotFetched:
@@ -93,6 +93,13 @@ def explain_status(error: errors.HfHubHTTPError, hub_id: HubId) -> ModelNotFetch
     if status == 429 or status >= 500:
         return unreachable(hub_id, f"answered with status {status}")
     return ModelNotFetched(f"{endpoint} answered for {hub_id} with status {status}.")
+
+
+def not_a_hub(hub_id: HubId) -> HubUnreachable:
+    return HubUnreachable(
+        f"{constants.ENDPOINT} answered for {hub_id} with something else than the hub does, such "
+        "as the page of a proxy. Check HF_ENDPOINT and the proxy settings (HTTPS_PROXY)."
+    )
 
 
 def unreachable(hub_id: HubId, what: str) -> HubUnreachable:

@@ -17,7 +17,7 @@ from loramux.models.folder import INDEX_NAME, SINGLE_NAME, read_json_object, sha
 from loramux.models.gguf_file import GGUF_ARCHITECTURES
 from loramux.models.hub.cache import RepositoryCache
 from loramux.models.hub.download import Download
-from loramux.models.hub.errors import HubUnreachable, hub_errors
+from loramux.models.hub.errors import HubUnreachable, hub_errors, not_a_hub
 from loramux.models.hub.files import (
     CONFIG_NAME,
     Listing,
@@ -75,23 +75,27 @@ def find_offline(cache: RepositoryCache, *, with_weights: bool) -> Path:
 def list_files(hub_id: HubId) -> Listing:
     """Resolve the revision to a commit, and list its files with their sizes."""
     with hub_errors(hub_id):
-        info = HfApi(library_name="loramux").model_info(
-            hub_id.repository,
-            revision=hub_id.revision,
-            files_metadata=True,
-            timeout=constants.HF_HUB_ETAG_TIMEOUT,
-        )
-        if info.sha is None:
-            raise ValueError("no commit")
-        files = {
-            one.rfilename: RemoteFile(
-                path=one.rfilename,
-                size_bytes=one.size or 0,
-                blob=one.lfs.sha256 if one.lfs is not None else one.blob_id,
+        try:
+            info = HfApi(library_name="loramux").model_info(
+                hub_id.repository,
+                revision=hub_id.revision,
+                files_metadata=True,
+                timeout=constants.HF_HUB_ETAG_TIMEOUT,
             )
-            for one in info.siblings or []
-        }
-        return Listing(info.sha, files, (info.gguf or {}).get("architecture"))
+        except (ValueError, KeyError, TypeError):
+            # The answer is not the JSON of a hub.
+            raise not_a_hub(hub_id) from None
+    if info.sha is None:
+        raise not_a_hub(hub_id)
+    files = {
+        one.rfilename: RemoteFile(
+            path=one.rfilename,
+            size_bytes=one.size or 0,
+            blob=one.lfs.sha256 if one.lfs is not None else one.blob_id,
+        )
+        for one in info.siblings or []
+    }
+    return Listing(info.sha, files, (info.gguf or {}).get("architecture"))
 
 
 def fetch_listed(

@@ -288,6 +288,33 @@ def test_a_terminal_sees_a_bar_that_moves_and_goes_away() -> None:
     assert "Restarting" not in file.getvalue(), "a bar would overwrite the log of a running server"
 
 
+def test_a_download_has_one_bar_in_bytes() -> None:
+    screen, file = console(terminal=True)
+    screen.width = 120
+    with ServeView(screen) as view:
+        view.progress("Starting", 0.0)
+        view.begin("Downloading acme/[base]", 4 * 2**30)
+        view.add(2**30)
+        view.progress("Loading weights", 0.5)
+    assert "Downloading acme/[base]" in file.getvalue()
+    assert "1.0/4.0 GiB" in file.getvalue()
+    screen, file = console()
+    with ServeView(screen) as view:
+        view.begin("Downloading acme/base", 4 * 2**30)
+        view.add(2**30)
+    assert file.getvalue().strip() == "Downloading acme/base (4 GiB) …"
+
+
+def test_an_interrupted_download_says_that_it_resumes() -> None:
+    def launch(config: ServeConfig, *, progress: Any, downloads: Any, on_ready: Any) -> int:
+        downloads.begin("Downloading acme/base", 100)
+        raise KeyboardInterrupt
+
+    screen, file = console()
+    assert run(ServeConfig(), screen, lambda: launch) == 130
+    assert "Stopped. The download resumes at the next start." in file.getvalue()
+
+
 def test_a_thousand_adapters_do_not_fill_the_screen() -> None:
     screen, file = console()
     modules = tuple(LoraModule(f"a{index}", "/x") for index in range(1000))
