@@ -18,6 +18,9 @@ def test_the_readme_is_short_and_shows_the_two_commands_on_its_first_screen() ->
     assert len(lines) <= 120
     first_screen = "\n".join(lines[:30])
     assert "make serve" in first_screen and "make test" in first_screen
+    second_screen = "\n".join(lines[30:60])
+    for words in ("## On a GPU", "loramux[gpu]", "=hf:", "loramux push"):
+        assert words in second_screen
 
 
 def test_nothing_is_left_to_fill_in() -> None:
