@@ -39,10 +39,14 @@ from loramux.engine.tokenizer import Tokenizer
 from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
 from loramux.runner.gemm import dispatch
+from loramux.types.composition import compose
 from loramux.types.request import Request, Selection
 from loramux.types.sampling import SamplingParams
 
 RANKS = (1, 3, 8, 16, 64)
+# The largest sum of adapters, and weights in sums.
+MAX_SUM = 4
+WEIGHTS = (1.0, 0.5, 0.3, -0.25)
 TEXT = (
     "One base model can serve many customers, each with an adapter of its own. The capital of "
     "France is Paris; that of Italy is Rome. A step of the engine computes the next token of every "
@@ -104,14 +108,14 @@ def request(
 
 
 def mixed_requests(cids: Sequence[str], count: int) -> list[Request]:
-    """Make requests for the base, one adapter or two, with random lengths and order."""
+    """Make requests for the base, one adapter or a sum of up to four, of random lengths."""
     chance = random.Random(0)
     found = []
     for number in range(count):
         prompt = [chance.randrange(1024) for _ in range(chance.randint(1, 300))]
-        chosen = chance.sample(list(cids), chance.choice((0, 1, 1, 1, 2)))
-        weights = [1.0] if len(chosen) == 1 else [0.5, 0.75]
-        selection = tuple(zip(chosen, weights, strict=False))
+        chosen = chance.sample(list(cids), chance.choice((0, 1, 1, 1, 2, 3, MAX_SUM)))
+        weights = [1.0] if len(chosen) == 1 else [chance.choice(WEIGHTS) for _ in chosen]
+        selection = compose(zip(chosen, weights, strict=True))
         found.append(request(f"r{number}", prompt, selection, chance.randint(1, 48)))
     return found
 
@@ -200,9 +204,11 @@ def check_tokens(folders: Sequence[Path], scale: Scale, count: int) -> Section:
         with little_memory():
             found = answer_all(engine, count, "little memory")
         rows.append(compare(expected, found, "little memory"))
-    churn = random_engine(folders, "float32", reference=False, scale=scale, max_active_adapters=2)
-    found = answer_all(churn, count, "two adapter slots")
-    rows.append(compare(expected, found, "two adapters on the device"))
+    churn = random_engine(
+        folders, "float32", reference=False, scale=scale, max_active_adapters=MAX_SUM
+    )
+    found = answer_all(churn, count, f"{MAX_SUM} adapter slots")
+    rows.append(compare(expected, found, f"{MAX_SUM} adapters on the device"))
     note = "Greedy tokens in float32, against the torch reference on the same device."
     return Section(title="Tokens", rows=rows, notes=(note,))
 
@@ -255,11 +261,13 @@ def compare_logits(
 
 def check_logits(name: str, folders: Sequence[Path], scale: Scale) -> Section:
     chance = random.Random(1)
-    lists = [[chance.randrange(1024) for _ in range(length)] for length in (1, 17, 64, 150, 200)]
+    lengths = (1, 17, 64, 150, 200, 40)
+    lists = [[chance.randrange(1024) for _ in range(length)] for length in lengths]
 
     def prompts(engine: Engine) -> Prompts:
         cids = [known.cid for known in engine.catalog.known()]
-        return list(zip(lists, [(), *(((cid, 1.0),) for cid in cids[1:])], strict=True))
+        mixed = compose(zip(cids[:MAX_SUM], WEIGHTS, strict=True))
+        return list(zip(lists, [(), *(((cid, 1.0),) for cid in cids[1:]), mixed], strict=True))
 
     def engines(dtype: str, reference: bool) -> Engine:
         return random_engine(folders, dtype, reference=reference, scale=scale)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import ne
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,28 +116,29 @@ def gather_tiles(
 
     Adjacent rows of equal selections become one run, which is split into tiles of tile_rows.
     """
+    if not selections:
+        return RowTiles(*np.zeros((3, 0), np.int32), np.zeros(0, np.float32))
     nothing = ((BASE, 0.0),) if keeps_base else ()
-    runs: list[tuple[int, int, Sequence[tuple[int, float]]]] = []
-    row = 0
-    for selection, count in zip(selections, num_rows, strict=True):
-        if runs and runs[-1][2] == selection:
-            runs[-1] = (runs[-1][0], row + count, selection)
-        else:
-            runs.append((row, row + count, selection))
-        row += count
-    entries = [
-        (start, min(tile_rows, stop - start), slot, weight)
-        for first, stop, selection in runs
-        for start in range(first, stop, tile_rows)
-        for slot, weight in selection or nothing
-    ]
-    columns = zip(*entries, strict=True) if entries else ((), (), (), ())
-    start, rows, slot, weight = columns
+    is_new = np.fromiter(map(ne, selections[1:], selections), np.bool_, len(selections) - 1)
+    first = np.concatenate((np.zeros(1, np.intp), np.flatnonzero(is_new) + 1))
+    row = np.concatenate((np.zeros(1, np.intp), np.cumsum(num_rows)))
+    start, stop = row[first], row[np.append(first[1:], len(selections))]
+    runs = [selections[number] or nothing for number in first.tolist()]
+    pairs = list(chain.from_iterable(runs))
+    num_pairs = np.fromiter(map(len, runs), np.intp, len(runs))
+    num_entries = num_pairs * -(-(stop - start) // tile_rows)
+    # Of each entry: its run, its number in the run, the tile of the run, the pair of the selection.
+    run = np.repeat(np.arange(len(runs)), num_entries)
+    number = np.arange(len(run)) - (np.cumsum(num_entries) - num_entries)[run]
+    tile = number // num_pairs[run]
+    pair = (np.cumsum(num_pairs) - num_pairs)[run] + number - tile * num_pairs[run]
+    start = start[run] + tile * tile_rows
+    slots, weights = zip(*pairs, strict=True) if pairs else ((), ())
     return RowTiles(
-        start=np.array(start, dtype=np.int32),
-        num_rows=np.array(rows, dtype=np.int32),
-        slot=np.array(slot, dtype=np.int32),
-        weight=np.array(weight, dtype=np.float32),
+        start=start.astype(np.int32),
+        num_rows=np.minimum(stop[run] - start, tile_rows).astype(np.int32),
+        slot=np.array(slots, np.int32)[pair],
+        weight=np.array(weights, np.float32)[pair],
     )
 
 
