@@ -40,7 +40,7 @@ def lora_section(rows: Table, title: str) -> Section:
     return Section(title=title, rows=rows, panels=(panel,))
 
 
-def gpu_lora(arguments: argparse.Namespace) -> Section:
+def gpu_lora(arguments: argparse.Namespace) -> list[Section]:
     from benchmarks.lib import gpu_lora as kernels
 
     if arguments.checks:
@@ -48,7 +48,11 @@ def gpu_lora(arguments: argparse.Namespace) -> Section:
         worst = max(float(row["error"]) for row in checks)
         print(f"{len(checks)} checks passed; largest relative error {worst:.1e}", flush=True)
     peers = kernels.import_peers(arguments.peers) if arguments.peers else None
-    return lora_section(kernels.run_cases(peers), "LoRA per decoder layer, rank 16, decode, us")
+    title = "LoRA per decoder layer, rank 16, decode, us"
+    return [
+        lora_section(kernels.run_cases(peers), title),
+        lora_section(kernels.run_sums(), f"{title}: adapters in the sum of each token"),
+    ]
 
 
 def attention_section(rows: Table, title: str, name: str, share: str) -> Section:
@@ -94,7 +98,8 @@ def main() -> None:
         out.add(lora_section(cpu_kernels.run_cases(), title))
     else:
         if "lora" in arguments.parts:
-            out.add(gpu_lora(arguments))
+            for section in gpu_lora(arguments):
+                out.add(section)
         if "attention" in arguments.parts:
             for section in gpu_attention():
                 out.add(section)

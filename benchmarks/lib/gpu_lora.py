@@ -10,6 +10,7 @@ a factory (site names, rank, number of adapters, adapter of each token, layers) 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import statistics
 import sys
@@ -47,6 +48,8 @@ from loramux.kernels.reference import lora_segmented as reference
 
 Selection = tuple[tuple[int, float], ...]
 
+NUM_SUMMED = 256
+"""Adapters of the steps with sums."""
 NUM_LAYERS = 12
 """Enough layers to make the launch of a graph negligible."""
 HIDDEN, KEYS, INNER = 4096, 1024, 14336
@@ -264,8 +267,10 @@ def time_base(layer: Layer) -> float:
 
 def time_case(case: Case, world: World, launch: LaunchShape, layer: Layer) -> dict[str, float]:
     """Return the microseconds per layer of the base, of LoRA alone, and added by LoRA."""
-    tables = world.decode_tables(case.adapters(), launch)
+    return time_tables(case, world, world.decode_tables(case.adapters(), launch), layer)
 
+
+def time_tables(case: Case, world: World, tables: LoraTables, layer: Layer) -> dict[str, float]:
     def add(at: int, site: int) -> None:
         add_lora(tables, world, layer, at, site)
 
@@ -330,6 +335,26 @@ def run_cases(peers: Any) -> list[dict[str, Any]]:
         for name in peers.PROVIDERS if peers else ():
             row |= time_peer(case, peers, name, layer, row["base"])
             torch.cuda.empty_cache()
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def run_sums() -> list[dict[str, Any]]:
+    """Time decode steps in which every token has its own sum of 1 or 3 adapters."""
+    world = World([RANK] * NUM_SUMMED, PROJECTIONS, num_layers=NUM_LAYERS)
+    limits = world.limits(max_items=1024, max_h_rows=4096)
+    rows: list[dict[str, Any]] = []
+    for num_tokens, num_parts in itertools.product((1, 32, 256), (1, 3)):
+        case = Case(num_tokens, "all", "distinct", 0)
+        selections = [
+            tuple(((token * num_parts + part) % NUM_SUMMED, 0.5) for part in range(num_parts))
+            for token in range(num_tokens)
+        ]
+        tiles = gather_tiles(selections, [1] * num_tokens, limits.tile_rows)
+        tables = world.tables(tiles, device_launch(), limits)
+        row = {"tokens": num_tokens, "sites": "all", "adapters": num_parts}
+        row |= time_tables(case, world, tables, Layer(num_tokens, NUM_LAYERS))
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows

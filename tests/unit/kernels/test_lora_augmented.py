@@ -40,8 +40,8 @@ MIXES: dict[str, tuple[list[dict[str, int]], list[Selection]]] = {
     "rank 1 beside base rows": ([dict.fromkeys(ALL, 1)], [(), ((0, 1.0),), ()]),
     "one adapter": ([dict.fromkeys(ALL, 16)], [((0, 1.0),)] * 17),
     "weighted": (
-        [dict.fromkeys(ALL, 3), dict.fromkeys(ALL, 20)],
-        [((0, 1.0),), PAIR, PAIR, ((1, 1.0),), ((1, 1.0),), ((1, 0.5), (0, 3.0)), ()],
+        [dict.fromkeys(ALL, 3), dict.fromkeys(ALL, 20), {"q_proj": 2, "o_proj": 17, "up_proj": 1}],
+        [((0, 1.0),), PAIR, PAIR, ((1, 1.0),), ((1, 1.0),), ((2, -1.0), (0, 3.0), (1, 0.5)), ()],
     ),
     "some projections": (
         [{"q_proj": 3}, {"v_proj": 20, "up_proj": 2, "o_proj": 1}, {"gate_proj": 16}],

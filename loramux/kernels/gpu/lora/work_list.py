@@ -117,7 +117,8 @@ def gather_tiles(
     Adjacent rows of equal selections become one run, which is split into tiles of tile_rows.
     """
     if not selections:
-        return RowTiles(*np.zeros((3, 0), np.int32), np.zeros(0, np.float32))
+        none = np.zeros(0, np.int32)
+        return RowTiles(none, none, none, np.zeros(0, np.float32))
     nothing = ((BASE, 0.0),) if keeps_base else ()
     is_new = np.fromiter(map(ne, selections[1:], selections), np.bool_, len(selections) - 1)
     first = np.concatenate((np.zeros(1, np.intp), np.flatnonzero(is_new) + 1))
