@@ -51,6 +51,7 @@ from loramux import LLM
 from loramux.engine.engine import Engine
 from loramux.models.folder import describe_model
 from loramux.models.locate import locate_model
+from loramux.process_environment import set_process_environment
 from loramux.types.model import BaseModelInfo
 from loramux.types.request import Request
 
@@ -153,6 +154,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = parse_arguments(make_parser())
+    # For the processes of the load and of the offline engine, as the server does for its engine.
+    set_process_environment()
     is_gpu = torch.cuda.is_available() and not str(arguments.device or "").startswith("cpu")
     set_defaults(arguments, is_gpu=is_gpu)
     machine = describe_machine(arguments.dtype or "auto", "cuda" if is_gpu else "cpu")
@@ -340,6 +343,7 @@ def run_offline(plan: Plan) -> list[Measured]:
     """Run the streams' requests on an engine in this process, with as many open at a time."""
     settings = {"device": plan.device, "dtype": plan.dtype}
     llm = LLM(plan.model, **{name: value for name, value in settings.items() if value is not None})
+    llm.engine.prepare_all()
     cids = {folder: llm.register_adapter(folder) for folder in plan.folders}
     found = []
     for case in plan.cases:

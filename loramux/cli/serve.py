@@ -150,6 +150,10 @@ def engine_facts(card: ModelCard) -> Iterator[tuple[str, str]]:
     yield "Page pool", f"{size_text(card.pool_bytes)}, {pages} for KV cache and adapters"
     yield "Host memory", f"{size_text(card.host_memory_bytes)} for adapters"
     yield "Batch", f"{card.max_batch_tokens} tokens a step, {card.max_sequences} sequences"
+    if card.start_seconds:
+        # Phases may overlap, so that their sum is more than the time of the start.
+        phases = (f"{phase} {seconds:.1f} s" for phase, seconds in card.start_seconds.items())
+        yield "Engine start", ", ".join(phases)
 
 
 def server_url(host: str, port: int) -> str:
