@@ -17,6 +17,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from loramux.adapters.combine.cache import CombinationCache
 from loramux.backend import ModelCard
 from loramux.compose import LibraryOptions, open_library, store_limits
 from loramux.config.engine import EngineConfig
@@ -39,6 +40,7 @@ from loramux.receipts.signing import read_private_key
 from loramux.receipts.writer import ReceiptWriter
 from loramux.registry.records import Resolved
 from loramux.server.app import create_app
+from loramux.server.combinations import Combinations
 from loramux.server.context import ServerOptions
 from loramux.server.names import AdapterNames
 from loramux.server.receipt_draft import ReceiptIssuer
@@ -51,6 +53,7 @@ from loramux.sources.parse import is_remote
 
 RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 SECONDS_PER_DAY = 86_400.0
+MIN_COMBINATION_BYTES = 2**30
 _log = logging.getLogger(__name__)
 # After the drain every stream has ended; this is the time for closing the sockets.
 _CLOSING_S = 5
@@ -118,7 +121,13 @@ async def _serve(
             names = await _name_adapters(config, engine, registry, progress)
             await stack.enter_async_context(_prewarming(engine, names, prewarmed))
             options = server_options(config, sources=sources, base_name=engine.card.name)
-            app = create_app(engine, options, names=names, receipts=issuer)
+            app = create_app(
+                engine,
+                options,
+                names=names,
+                receipts=issuer,
+                combinations=Combinations(engine, _combination_cache(config)),
+            )
             server = DrainingServer(_uvicorn_config(config, app), engine, config.drain_s)
             host, port = listener.getsockname()[:2]
 
@@ -139,6 +148,12 @@ async def _serve(
             await server.serve(sockets=[listener])
             announcing.cancel()
             await server.wait_until_drained()
+
+
+def _combination_cache(config: ServeConfig) -> CombinationCache:
+    """Returns the folder of combined adapters; it may be as large as the disk tier."""
+    budget_bytes = max(config.engine.disk_space_bytes, MIN_COMBINATION_BYTES)
+    return CombinationCache(cache_folder() / "combinations", budget_bytes)
 
 
 def server_options(

@@ -60,6 +60,8 @@ class Receipt(Struct, frozen=True, kw_only=True):
     """The CID of the first of `adapters` with a weight; None if the base alone answered."""
     adapters: tuple[ServedAdapter, ...] = ()
     """All adapters that the request named, in its order, also those of weight 0."""
+    combination: dict[str, Any] | UnsetType = UNSET
+    """The recipe, if `adapter_cid` is a combination of `adapters` other than their sum."""
     pool_id: str
     tier_found: str | None = None
     """device, host, disk or source; None if no adapter was needed."""

@@ -13,6 +13,7 @@ from loramux.backend import StoreTierStats, TextBackend
 from loramux.metrics.server import Metrics
 from loramux.metrics.store import ReceiptCollector, StoreCollector
 from loramux.server.caller import CallerMiddleware
+from loramux.server.combinations import Combinations
 from loramux.server.context import Context, ServerOptions
 from loramux.server.errors import install_error_handlers
 from loramux.server.names import AdapterNames
@@ -53,6 +54,7 @@ def create_app(
     *,
     names: AdapterNames | None = None,
     receipts: ReceiptIssuer | None = None,
+    combinations: Combinations | None = None,
     lifespan: Lifespan | None = None,
 ) -> FastAPI:
     """Make the application; requests are answered with 503 until the backend is ready."""
@@ -79,6 +81,7 @@ def create_app(
         metrics=metrics,
         names=names,
         receipts=receipts,
+        combinations=combinations,
     )
     for routes in ROUTES:
         app.include_router(routes(context))

@@ -10,6 +10,7 @@ from pathlib import Path
 from loramux.backend import Health, TextBackend
 from loramux.errors import EngineStopped
 from loramux.metrics.server import Metrics
+from loramux.server.combinations import Combinations
 from loramux.server.errors import NotServed
 from loramux.server.names import AdapterNames
 from loramux.server.receipt_draft import ReceiptIssuer
@@ -63,6 +64,8 @@ class Context:
     metrics: Metrics
     names: AdapterNames
     receipts: ReceiptIssuer = field(default_factory=ReceiptIssuer)
+    combinations: Combinations | None = None
+    """Makes combined adapters; None: this server makes none."""
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

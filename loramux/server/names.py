@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
+from loramux.adapters.recipe import Recipe
 from loramux.backend import AdapterHost
 from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged
 from loramux.registry.records import Resolved
@@ -42,10 +43,16 @@ class NamedAdapter:
     resolved: Resolved | None = None
     """What the registry resolved the name to; None: a given name."""
     weight: float = 1.0
+    recipe: Recipe | None = None
+    """The recipe of a combination; None: an adapter by itself."""
+    parts: tuple[NamedAdapter, ...] = ()
+    """The adapters of a combination, in the order of the request."""
 
     @property
     def label(self) -> str:
         """The adapter's label in shares and metrics, without its version."""
+        if self.recipe is not None:
+            return combination_label(self.recipe, self.parts)
         if self.resolved is not None:
             return label_of(self.resolved)
         return self.cid if self.given is None else self.given
@@ -91,6 +98,8 @@ class AdapterNames:
         self._labels: dict[str, dict[str, None]] = {}
         # CIDs from the registry -> the full name of the last request.
         self._full_names: dict[str, str] = {}
+        # CIDs of combinations -> their label.
+        self._combined: dict[str, str] = {}
         self._pulling: dict[str, asyncio.Task[None]] = {}
         # An adapter without names stays while the host adds any: it may be the same adapter.
         self._num_adding = 0
@@ -119,7 +128,12 @@ class AdapterNames:
     def labels_of(self, cid: str) -> list[str]:
         """Returns the labels of an adapter in metrics: given names, and registry names without
         their version."""
-        return [*self._names.get(cid, ()), *self._labels.get(cid, ())]
+        labels = [*self._names.get(cid, ()), *self._labels.get(cid, ())]
+        return [*labels, self._combined[cid]] if cid in self._combined else labels
+
+    def add_combination(self, combined: NamedAdapter) -> None:
+        """Records the label of a combination for metrics."""
+        self._combined[combined.cid] = combined.label
 
     async def load(self, name: str, path: str) -> AdapterCard:
         """Adds the folder's adapter to the host, and gives it the name; raises AdapterRefused."""
@@ -245,6 +259,11 @@ def full_name(resolved: Resolved) -> str:
 def label_of(resolved: Resolved) -> str:
     """Returns tenant/name without the version, or the CID."""
     return resolved.cid if resolved.name is None else f"{resolved.tenant}/{resolved.name}"
+
+
+def combination_label(recipe: Recipe, parts: Sequence[NamedAdapter]) -> str:
+    """Returns method and labels without weights, such as ties(acme/german,acme/sql)."""
+    return f"{recipe.method.name}({','.join(sorted(part.label for part in parts))})"
 
 
 def check_distinct(adapters: Sequence[NamedAdapter], *, param: str) -> None:

@@ -138,7 +138,9 @@ class ReceiptDraft:
     def _write(self, status: ServingStatus, error: Exception | None) -> Receipt:
         facts, usage = self._facts, self._usage.usage()
         base_name, base_digest = self._base()
-        adapters = tuple(map(served_adapter, self._adapters.values()))
+        named = list(self._adapters.values())
+        adapters = tuple(served_adapter(part) for one in named for part in one.parts or (one,))
+        recipe = next((one.recipe for one in named if one.recipe is not None), None)
         info = None if error is None else error_info(error)
         is_refused = status is ServingStatus.REFUSED and self.asked is not None
         return Receipt(
@@ -147,8 +149,9 @@ class ReceiptDraft:
             tenant=self._tenant or self._issuer.home_tenant,
             base_model=base_label(base_name, base_digest),
             base_digest=base_digest,
-            adapter_cid=next((one.cid for one in adapters if one.weight != 0), None),
+            adapter_cid=next((one.cid for one in named if one.weight != 0), None),
             adapters=adapters,
+            combination=UNSET if recipe is None else recipe.to_dict(),
             pool_id=self._issuer.pool_id,
             tier_found=facts.tier_found,
             cold_miss=facts.tier_found not in (None, ON_DEVICE),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from loramux.adapters.identity import CID_PREFIX, is_digest_start
 from loramux.adapters.peft.folder import short_base_name
+from loramux.adapters.recipe import CombinationOptions, check_options, make_recipe
 from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest
 from loramux.registry.records import Resolved
 from loramux.server.caller import ANONYMOUS, Caller
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.names import NamedAdapter, Selected, check_distinct, full_name
+from loramux.server.wire import GenerationBody
 from loramux.types.composition import (
     Term,
     check_count,
@@ -21,6 +24,8 @@ from loramux.types.composition import (
     parse_sum,
     sum_text,
 )
+
+SUM = "cat"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class ModelReference:
     """The field that `model` was read from."""
     own_base_only: bool = False
     """An adapter that records another base is refused even if its shapes fit."""
+    combination: CombinationOptions | None = None
+    """How several adapters are combined; None: their deltas are added."""
 
     def __str__(self) -> str:
         return "+".join(self.adapters or ()) or self.model or ""
@@ -43,6 +50,60 @@ async def select(
     context: Context, reference: ModelReference, *, caller: Caller = ANONYMOUS
 ) -> Selected:
     """`adapters` takes precedence over `model`; both must name something that is served."""
+    selected = await _select_parts(context, reference, caller)
+    if reference.combination is None:
+        return selected
+    return await _combine(context, selected, reference.combination)
+
+
+def combination_of(body: GenerationBody) -> CombinationOptions | None:
+    """Returns the combination that a body asks for; None: the deltas are added.
+
+    Raises InvalidRequest for parameters without a method that uses them.
+    """
+    with _naming_body_fields():
+        options = check_options(
+            CombinationOptions(
+                method=body.combination or SUM,
+                density=body.density,
+                majority_sign_method=body.majority_sign_method,
+                seed=body.combination_seed,
+                svd_rank=body.svd_rank,
+            )
+        )
+    return None if options.method == SUM else options
+
+
+@contextmanager
+def _naming_body_fields() -> Iterator[None]:
+    """Names the field of the body in errors about a recipe."""
+    try:
+        yield
+    except InvalidRequest as error:
+        param = {"weights": "adapter_weights", "seed": "combination_seed"}.get(
+            error.param or "", error.param
+        )
+        raise InvalidRequest(str(error), param=param) from error
+
+
+async def _combine(context: Context, selected: Selected, options: CombinationOptions) -> Selected:
+    """Returns the selection of the one adapter that the selected ones are combined to."""
+    if context.combinations is None:
+        raise InvalidRequest(
+            f"This server adds adapters up, and makes no combination by {options.method}.",
+            param="combination",
+        )
+    parts = selected.adapters
+    with _naming_body_fields():
+        recipe = make_recipe([part.cid for part in parts], [part.weight for part in parts], options)
+    card = await context.combinations.add(recipe)
+    shown = f"{options.method}({sum_text((part.full_name, part.weight) for part in parts)})"
+    combined = NamedAdapter(shown, card.cid, recipe=recipe, parts=parts)
+    context.names.add_combination(combined)
+    return Selected(selected.model, (combined,))
+
+
+async def _select_parts(context: Context, reference: ModelReference, caller: Caller) -> Selected:
     finder = _Finder(context, caller, own_base_only=reference.own_base_only)
     selected = await finder.select_model(reference.model, param=reference.param)
     if reference.adapters is None:
@@ -153,15 +214,16 @@ def _require_own_base(context: Context, resolved: Resolved) -> None:
 
 
 def _find_by_cid(context: Context, text: str, param: str) -> NamedAdapter | None:
-    """Finds a given adapter by its CID or a unique prefix of it."""
+    """Finds a given or combined adapter by its CID or a unique prefix of it."""
     digits = text.removeprefix(CID_PREFIX)
     if not is_digest_start(digits):
         return None
-    found = {
-        given.cid: given.name
-        for given in context.names.given()
-        if given.cid.startswith(CID_PREFIX + digits)
-    }
+    start = CID_PREFIX + digits
+    combined = () if context.combinations is None else context.combinations.recipes
+    found: dict[str, str | None] = {cid: None for cid in combined if cid.startswith(start)}
+    for given in context.names.given():
+        if given.cid.startswith(start):
+            found[given.cid] = given.name
     if len(found) > 1:
         raise InvalidRequest(
             f"{len(found)} content ids begin with {CID_PREFIX}{digits}. Give more digits.",

@@ -27,6 +27,17 @@ class GenerationBody(Struct, kw_only=True):
     empty list selects the base."""
     adapter_weights: list[float] | None = None
     """One LoRA weight per entry of `adapters`; absent: 1.0 each."""
+    combination: str | None = None
+    """How several adapters are combined: `cat` (default) adds their deltas; the other methods of
+    PEFT make a new adapter on first use."""
+    density: float | None = None
+    """Share of elements that the combination keeps; for ties, dare and magnitude_prune."""
+    majority_sign_method: str | None = None
+    """How ties and dare_ties elect a sign: `total` (default) or `frequency`."""
+    combination_seed: int | None = None
+    """Seed of dare; absent: 0."""
+    svd_rank: int | None = None
+    """Rank of the result of an SVD combination; absent: the largest rank of the adapters."""
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     """Another name of max_tokens, which takes precedence."""
@@ -239,6 +250,8 @@ class AdapterEntry(Struct, kw_only=True):
     requests: int
     prompt_tokens: int
     generation_tokens: int
+    recipe: dict[str, Any] | None = None
+    """Method, parts (CID and weight) and parameters of an adapter that requests combined."""
 
 
 class AdapterList(Struct, kw_only=True):

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from fastapi import APIRouter
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -115,13 +116,15 @@ async def _entries(context: Context) -> list[AdapterEntry]:
     """
     context.require_ready()
     uses = {use.cid: use for use in await context.backend.adapter_uses()}
-    names, traffic = context.names, context.metrics.traffic
+    names, traffic, made = context.names, context.metrics.traffic, context.combinations
     entries = []
     for cid, card in context.backend.adapters.items():
         # The engine may not have registered it yet.
         unused = AdapterUse(cid=cid, tier="source", num_bytes=card.num_bytes, rank=card.rank)
         use = uses.pop(cid, unused)
-        entries.append(_make_entry(names.names_of(cid), card.path, use, traffic.total(cid)))
+        entry = _make_entry(names.names_of(cid), card.path, use, traffic.total(cid))
+        recipe = None if made is None else made.recipes.get(cid)
+        entries.append(entry if recipe is None else replace(entry, recipe=recipe.to_dict()))
     return entries + [_make_entry([], None, use, Traffic()) for use in uses.values()]
 
 

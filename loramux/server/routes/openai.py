@@ -34,7 +34,7 @@ from loramux.server.sampling import (
     chat_logprobs_of,
     completion_logprobs_of,
 )
-from loramux.server.selection import ModelReference
+from loramux.server.selection import ModelReference, combination_of
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.server.usage import UsageCount
 from loramux.server.wire import (
@@ -144,7 +144,9 @@ def chat_routes(context: Context) -> APIRouter:
 
 async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
     body, raw = await read_generation_body(context, http, ChatRequest)
-    reference = ModelReference(body.model, body.adapters, body.adapter_weights)
+    reference = ModelReference(
+        body.model, body.adapters, body.adapter_weights, combination=combination_of(body)
+    )
     draft.asked = str(reference) or None
     request = await resolve_request(
         context,
@@ -277,7 +279,9 @@ async def _open_completion(
 ) -> tuple[Generation, list[ChoiceWriter]]:
     backend = context.backend
     body, raw = await read_generation_body(context, http, CompletionRequest)
-    reference = ModelReference(body.model, body.adapters, body.adapter_weights)
+    reference = ModelReference(
+        body.model, body.adapters, body.adapter_weights, combination=combination_of(body)
+    )
     draft.asked = str(reference) or None
     request = await resolve_request(
         context,

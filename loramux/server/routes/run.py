@@ -21,7 +21,7 @@ from loramux.server.prompts import check_characters, encode_prompt, off_loop
 from loramux.server.receipt_draft import ReceiptDraft, receipt_draft
 from loramux.server.requests import read_generation_body, resolve_request
 from loramux.server.sampling import UNSUPPORTED_IN_COMPLETIONS, Logprobs
-from loramux.server.selection import ModelReference
+from loramux.server.selection import ModelReference, combination_of
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.server.usage import UsageCount
 from loramux.server.wire import RunAnswer, RunChunk, RunRequest
@@ -65,7 +65,12 @@ def run_routes(context: Context) -> APIRouter:
 async def _open_run(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
     body, raw = await read_generation_body(context, http, RunRequest)
     reference = ModelReference(
-        body.artifact, body.adapters, body.adapter_weights, param="artifact", own_base_only=True
+        body.artifact,
+        body.adapters,
+        body.adapter_weights,
+        param="artifact",
+        own_base_only=True,
+        combination=combination_of(body),
     )
     draft.asked = str(reference) or None
     _check_fields(body)
