@@ -14,7 +14,7 @@ from typing import Any
 from loramux.adapters.combine.cache import CombinationCache
 from loramux.adapters.recipe import Recipe
 from loramux.backend import AdapterHost
-from loramux.errors import AdapterRefused, EngineBusy, LoramuxError
+from loramux.errors import AdapterNotFound, AdapterRefused, EngineBusy, LoramuxError
 from loramux.types.adapter import AdapterCard
 
 MAKER = "loramux.adapters.combine.maker"
@@ -78,7 +78,7 @@ class Combinations:
     async def _add(self, recipe: Recipe) -> MadeCombination:
         folder = await asyncio.to_thread(self._cache.find, recipe)
         if folder is None:
-            parts = {part.cid: self._host.adapters[part.cid].path for part in recipe.parts}
+            parts = {part.cid: self._folder_of(part.cid) for part in recipe.parts}
             async with self._running:
                 folder = await self._make(recipe, parts)
             await self._remove_trimmed(await asyncio.to_thread(self._cache.trim, folder))
@@ -86,6 +86,12 @@ class Combinations:
         self._made[recipe.cid] = made
         self._recipes[made.card.cid] = recipe
         return made
+
+    def _folder_of(self, cid: str) -> str:
+        card = self._host.adapters.get(cid)
+        if card is None:
+            raise AdapterNotFound(f"{cid} was removed while a combination with it was made.")
+        return card.path
 
     async def _remove_trimmed(self, folders: list[Path]) -> None:
         """Removes adapters from the host whose folders are gone; their requests finish."""

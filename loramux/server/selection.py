@@ -96,7 +96,13 @@ async def _combine(context: Context, selected: Selected, options: CombinationOpt
     parts = selected.adapters
     with _naming_body_fields():
         recipe = make_recipe([part.cid for part in parts], [part.weight for part in parts], options)
-    card = await context.combinations.add(recipe)
+    try:
+        card = await context.combinations.add(recipe)
+    except AdapterRefused as error:
+        reason = error.reason
+        for part in parts:
+            reason = reason.replace(part.cid, part.full_name)
+        raise AdapterRefused(error.code, reason, fix=error.fix) from error
     shown = f"{options.method}({sum_text((part.full_name, part.weight) for part in parts)})"
     combined = NamedAdapter(shown, card.cid, recipe=recipe, parts=parts)
     context.names.add_combination(combined)

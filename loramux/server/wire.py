@@ -250,7 +250,7 @@ class AdapterEntry(Struct, kw_only=True):
     requests: int
     prompt_tokens: int
     generation_tokens: int
-    recipe: dict[str, Any] | None = None
+    recipe: dict[str, Any] | UnsetType = UNSET
     """Method, parts (CID and weight) and parameters of an adapter that requests combined."""
 
 

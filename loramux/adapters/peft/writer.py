@@ -190,7 +190,9 @@ def safetensors_chunks(
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     position = 0
-    for name in sorted(tensors):
+    # Larger types first, so that all data is aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in names:
         tensor = tensors[name]
         end = position + tensor.numel() * tensor.element_size()
         header[name] = {
@@ -202,7 +204,7 @@ def safetensors_chunks(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % ALIGNMENT)
     yield len(text).to_bytes(LENGTH_BYTES, "little") + text
-    for name in sorted(tensors):
+    for name in names:
         yield tensors[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from loramux.adapters.combine.cache import CombinationCache
 from loramux.adapters.combine.maker import CombinationMaker
+from loramux.adapters.identity import CID_PREFIX
 from loramux.adapters.peft.unbound import read_without_base
 from loramux.adapters.recipe import CombinationOptions, Recipe, decode_recipe, make_recipe
 from loramux.server.app import create_app
@@ -76,7 +77,8 @@ def test_a_combination_is_one_adapter_of_the_request(scene: Scene) -> None:
     assert complete(scene.app, model=cid).status_code == 200
     assert scene.backend.cids == [cid] * 3
     assert len(scene.made) == 1
-    listed = {one["cid"]: one["recipe"] for one in get(scene.app, "/v1/adapters").json()["data"]}
+    entries = get(scene.app, "/v1/adapters").json()["data"]
+    listed = {one["cid"]: one.get("recipe") for one in entries}
     assert decode_recipe(str(listed[cid]).replace("'", '"')) == recipe
     assert listed[scene.cids["a"]] is None
     assert cid not in get(scene.app, "/v1/models").text
@@ -136,6 +138,7 @@ def test_errors_name_the_field(
         answer = complete(scene.app, **fields)
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["param"] == param
+        assert CID_PREFIX not in answer.text, "names are shown as the request has them"
     # The refusal of a combination is remembered.
     assert len(scene.made) == (status == 422)
     assert scene.backend.requests == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from tests.adapter_factory import (
 
 CONFIG = tiny_llama_config(num_hidden_layers=2)
 DENSITY, SEED = 0.6, 7
+NUM_RANDOM = 200
 ADAPTERS: dict[str, dict[str, Any]] = {
     "a": {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 8},
     "b": {"target_modules": ["q_proj", "o_proj"], "lora_alpha": 3},
@@ -62,11 +64,11 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     return Scene(model, folders, adapters)
 
 
-def options_of(method: str, **more: Any) -> CombinationOptions:
+def options_of(method: str, *, density: float = DENSITY, **more: Any) -> CombinationOptions:
     found = METHODS[method]
     return CombinationOptions(
         method=method,
-        density=None if found.pruning == "none" else DENSITY,
+        density=None if found.pruning == "none" else density,
         seed=SEED if found.pruning == "random" else None,
         **more,
     )
@@ -144,7 +146,7 @@ def assert_same_deltas(
 def same_masks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Gives PEFT the masks of loramux in the order in which PEFT draws them."""
 
-    def use(names: Sequence[str], tensors: Sequence[str]) -> None:
+    def use(names: Sequence[str], tensors: Sequence[str], density: float = DENSITY) -> None:
         def masks() -> Iterator[tuple[bytes, int]]:
             paths = [target.path for target in tiny_base_info(CONFIG).targets]
             for path in paths:
@@ -157,7 +159,7 @@ def same_masks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Any:
         keys = masks()
 
         def bernoulli(probabilities: torch.Tensor) -> torch.Tensor:
-            bits = random_mask(probabilities.numel(), DENSITY, next(keys))
+            bits = random_mask(probabilities.numel(), density, next(keys))
             return bits.reshape(probabilities.shape).to(probabilities.dtype)
 
         monkeypatch.setattr(torch, "bernoulli", bernoulli)
@@ -234,3 +236,23 @@ def test_peft_loads_the_result(scene: Scene, tmp_path: Path) -> None:
         ]
         delta = layer.get_delta_weight("default")
         torch.testing.assert_close(delta, sum(parts), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_random_combinations(scene: Scene, tmp_path: Path, same_masks: Any) -> None:
+    draw = random.Random(0)
+    for index in range(NUM_RANDOM):
+        method = METHODS[draw.choice(list(METHODS))]
+        names = ["a", "b", "c"] if method.needs_equal_ranks else ["a", "b", "c", "d", "e"]
+        # PEFT applies another method to a single adapter, so that there are at least two.
+        chosen = draw.sample(names, draw.randint(2, min(4, len(names))))
+        weights = [draw.choice([0.0, 1.0, draw.uniform(-2, 2)]) for _ in chosen]
+        weights[0] = weights[0] or 1.0
+        density = draw.uniform(0.2, 1)
+        sign_method = draw.choice(["total", "frequency"]) if method.votes else None
+        options = options_of(method.name, density=density, majority_sign_method=sign_method)
+        if method.pruning == "random":
+            same_masks(chosen, ["delta"] if method.on_deltas else ["A", "B"], density)
+        expected = combine_with_peft(scene, chosen, weights, options)
+        found = combine_here(scene, chosen, weights, options, tmp_path / str(index))
+        assert_same_deltas(found, expected)
