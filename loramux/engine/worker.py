@@ -66,7 +66,8 @@ _HEARTBEAT_S = 0.5
 _STATS_INTERVAL_S = 0.2
 _SAVE_USAGE_INTERVAL_S = 60.0
 _NUM_HEADER_READERS = 4
-_NUM_IDENTIFIERS = 2
+# Adapters that are identified at once: steps on a CPU use the same cores.
+_NUM_IDENTIFIERS = {"cpu": 2, "cuda": 4}
 
 
 class Worker:
@@ -92,7 +93,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Command | IdentifiedAdapter | None] = queue.SimpleQueue()
         # Adapters are read and checked on other threads, so that the step loop goes on.
         self._header_readers = _threads("headers", _NUM_HEADER_READERS)
-        self._identifiers = _threads("identify", _NUM_IDENTIFIERS)
+        self._identifiers = _threads("identify", _NUM_IDENTIFIERS[engine.memory.pool.device.type])
         # Removed by the server, but still used by a sequence.
         self._removed: set[str] = set()
         self._num_steps = 0
