@@ -144,18 +144,21 @@ class _Finder:
     own_base_only: bool = False
 
     async def select_model(self, model: str | None, *, param: str) -> Selected:
-        """Reads the model as a single name, and if there is no such name, as a sum."""
+        """Reads the model as a single name, and as a sum if no such name was given.
+
+        Names of the registry cannot be taken for sums: they have neither `+` nor `*`.
+        """
         context = self.context
         if model is None:
             return Selected(context.base_names[0])
         if model in context.base_names:
             return Selected(model)
-        found = await self.find(model, param=param)
-        if found is not None:
-            return Selected(model, (found,))
-        terms = parse_sum(model)
+        terms = parse_sum(model) if context.names.find(model) is None else None
         if terms is None:
-            raise _unknown(context, f"The {param} `{model}`", param)
+            found = await self.find(model, param=param)
+            if found is None:
+                raise _unknown(context, f"The {param} `{model}`", param)
+            return Selected(model, (found,))
         check_count(len(terms), param=param)
         check_weights((weight for _, weight in terms), param=param)
         return Selected(model, await self.find_all(terms, param=param))

@@ -268,3 +268,13 @@ def test_a_version_whose_files_are_missing_is_not_reported_as_unknown(registry_a
     shutil.rmtree(served.folder / "store")
     response = complete(served.app, model="acme/sql")
     assert response.status_code == 404 and "is in the store" in response.text
+
+
+def test_a_sum_may_have_eight_full_cids(registry_app: Make) -> None:
+    served = registry_app()
+    cids = [served.push(f"acme/sql@1.0.{number}", number) for number in range(8)]
+    response = complete(served.app, model="+".join(f"0.5*{cid}" for cid in cids))
+    assert response.status_code == 200, response.text
+    response = complete(served.app, model="+".join(cids))
+    assert response.status_code == 200, response.text
+    assert served.backend.requests[-1].selection == tuple((cid, 1.0) for cid in sorted(cids))
