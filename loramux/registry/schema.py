@@ -145,6 +145,14 @@ receipts = Table(
     Index(None, "latency_ms"),
 )
 
+# The adapters of a receipt other than `receipts.cid`, if the request named several.
+receipt_parts = Table(
+    "receipt_parts",
+    metadata,
+    Column("receipt_id", String(128), primary_key=True),
+    Column("cid", String(77), primary_key=True, index=True),
+)
+
 
 FOLDER = Path(__file__).parent / "migrations"
 # Not alembic's default, so that other programs may use alembic in the same database.

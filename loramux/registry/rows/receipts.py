@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, delete, select
+from sqlalchemy import Connection, Row, Select, delete, or_, select, union
 
 from loramux.errors import InvalidRequest
 from loramux.registry.database import insert_into
 from loramux.registry.records import ReceiptFilter, StoredReceipt
-from loramux.registry.schema import receipts
+from loramux.registry.schema import receipt_parts, receipts
 
 MAX_LIMIT = 10_000
 columns = receipts.c
@@ -18,9 +18,13 @@ columns = receipts.c
 
 def add_receipts(connection: Connection, new: Iterable[StoredReceipt]) -> None:
     """Inserts receipts; existing ones stay unchanged, so that a batch may be sent again."""
+    new = list(new)
     values = [receipt_values(receipt) for receipt in new]
     if values:
         connection.execute(insert_into(connection, receipts).on_conflict_do_nothing(), values)
+    parts = [part for receipt in new for part in part_values(receipt)]
+    if parts:
+        connection.execute(insert_into(connection, receipt_parts).on_conflict_do_nothing(), parts)
 
 
 def receipt_values(receipt: StoredReceipt) -> dict[str, object]:
@@ -33,6 +37,13 @@ def receipt_values(receipt: StoredReceipt) -> dict[str, object]:
         "is_cold": receipt.is_cold,
         "body": dict(receipt.body),
     }
+
+
+def part_values(receipt: StoredReceipt) -> list[dict[str, object]]:
+    """Returns the rows of the receipt's adapters other than its first."""
+    adapters = receipt.body.get("adapters")
+    cids = {adapter["cid"] for adapter in adapters} if isinstance(adapters, list) else set()
+    return [{"receipt_id": receipt.id, "cid": cid} for cid in sorted(cids - {receipt.cid})]
 
 
 def get_receipt(connection: Connection, receipt_id: str) -> StoredReceipt | None:
@@ -53,7 +64,8 @@ def restrict(statement: Select[Any], wanted: ReceiptFilter) -> Select[Any]:
     if wanted.tenant is not None:
         statement = statement.where(columns.tenant == wanted.tenant)
     if wanted.cids is not None:
-        statement = statement.where(columns.cid.in_(wanted.cids))
+        parts = select(receipt_parts.c.receipt_id).where(receipt_parts.c.cid.in_(wanted.cids))
+        statement = statement.where(or_(columns.cid.in_(wanted.cids), columns.id.in_(parts)))
     if wanted.since is not None:
         statement = statement.where(columns.created_at >= wanted.since)
     if wanted.min_latency_ms is not None:
@@ -64,8 +76,8 @@ def restrict(statement: Select[Any], wanted: ReceiptFilter) -> Select[Any]:
 
 
 def receipt_cids(connection: Connection) -> set[str]:
-    statement = select(receipts.c.cid).where(receipts.c.cid.is_not(None)).distinct()
-    return set(connection.scalars(statement))
+    first = select(columns.cid).where(columns.cid.is_not(None))
+    return set(connection.scalars(union(first, select(receipt_parts.c.cid))))
 
 
 def prune_receipts(
@@ -82,6 +94,9 @@ def prune_receipts(
         if last_out is not None:
             excess = delete(receipts).where(columns.created_at <= last_out)
             num_removed += connection.execute(excess).rowcount
+    if num_removed:
+        kept = select(columns.id)
+        connection.execute(delete(receipt_parts).where(receipt_parts.c.receipt_id.not_in(kept)))
     return num_removed
 
 

@@ -93,3 +93,15 @@ def test_the_cids_of_stored_receipts_are_listed(registry: Registry) -> None:
     assert registry.receipt_cids() == {make_cid(1)}
     registry.prune_receipts(max_count=0)
     assert registry.receipt_cids() == set()
+
+
+def test_a_receipt_of_a_sum_is_found_by_each_of_its_adapters(registry: Registry) -> None:
+    parts = [{"cid": make_cid(number), "weight": 0.5} for number in (1, 2, 3)]
+    registry.add_receipts([make_receipt(1, body={"adapters": parts}), make_receipt(2)])
+    registry.add_receipts([make_receipt(1, body={"adapters": parts})])
+    assert ids(registry, cids=(make_cid(1),)) == ["r-2", "r-1"]
+    assert ids(registry, cids=(make_cid(2),)) == ids(registry, cids=(make_cid(3),)) == ["r-1"]
+    assert ids(registry, cids=(make_cid(2), make_cid(3))) == ["r-1"], "found once"
+    assert registry.receipt_cids() == {make_cid(1), make_cid(2), make_cid(3)}
+    registry.prune_receipts(max_count=1)
+    assert registry.receipt_cids() == {make_cid(1)}
