@@ -126,7 +126,9 @@ async def _serve(
                 options,
                 names=names,
                 receipts=issuer,
-                combinations=Combinations(engine, _combination_cache(config)),
+                combinations=Combinations(
+                    engine, _combination_cache(config), restore=names.restore
+                ),
             )
             server = DrainingServer(_uvicorn_config(config, app), engine, config.drain_s)
             host, port = listener.getsockname()[:2]

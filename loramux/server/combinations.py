@@ -26,6 +26,8 @@ MAX_REFUSALS = 1024
 Make = Callable[[Recipe, Mapping[str, str]], Awaitable[Path]]
 """Makes a combination from the folders of its parts by CID, and returns its folder."""
 
+Restore = Callable[[str], Awaitable[bool]]
+
 
 @dataclass(frozen=True, slots=True)
 class MadeCombination:
@@ -37,9 +39,16 @@ class Combinations:
     """Makes combinations and adds them to the host. It belongs to one event loop."""
 
     def __init__(
-        self, host: AdapterHost, cache: CombinationCache, *, make: Make | None = None
+        self,
+        host: AdapterHost,
+        cache: CombinationCache,
+        *,
+        restore: Restore | None = None,
+        make: Make | None = None,
     ) -> None:
+        """`restore` makes the files of a part readable again that are gone."""
         self._host = host
+        self._restore = restore
         self._cache = cache
         self._make = make or partial(make_in_child, cache.root)
         self._made: dict[str, MadeCombination] = {}
@@ -78,7 +87,7 @@ class Combinations:
     async def _add(self, recipe: Recipe) -> MadeCombination:
         folder = await asyncio.to_thread(self._cache.find, recipe)
         if folder is None:
-            parts = {part.cid: self._folder_of(part.cid) for part in recipe.parts}
+            parts = {part.cid: await self._folder_of(part.cid) for part in recipe.parts}
             async with self._running:
                 folder = await self._make(recipe, parts)
             await self._remove_trimmed(await asyncio.to_thread(self._cache.trim, folder))
@@ -87,8 +96,11 @@ class Combinations:
         self._recipes[made.card.cid] = recipe
         return made
 
-    def _folder_of(self, cid: str) -> str:
+    async def _folder_of(self, cid: str) -> str:
         card = self._host.adapters.get(cid)
+        if card is not None and self._restore is not None and not Path(card.path).is_dir():
+            await self._restore(cid)
+            card = self._host.adapters.get(cid)
         if card is None:
             raise AdapterNotFound(f"{cid} was removed while a combination with it was made.")
         return card.path

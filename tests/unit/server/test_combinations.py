@@ -48,11 +48,11 @@ class Scene:
         self.app = self.start()
 
     def start(self, make: Any = None) -> FastAPI:
-        combinations = Combinations(self.backend, self.cache, make=make or self._make)
+        combinations = Combinations(self.backend, self.cache, make=make or self.make)
         names = self.backend.names
         return create_app(self.backend, ServerOptions(), names=names, combinations=combinations)
 
-    async def _make(self, recipe: Recipe, folders: Mapping[str, str]) -> Path:
+    async def make(self, recipe: Recipe, folders: Mapping[str, str]) -> Path:
         self.made.append(recipe)
         paths = {cid: Path(path) for cid, path in folders.items()}
         return await asyncio.to_thread(CombinationMaker(self.cache).make, recipe, paths)
@@ -154,6 +154,20 @@ def test_a_replaced_part_is_refused_and_not_remembered(scene: Scene, tmp_path: P
         assert answer.status_code == 422
         assert "replaced" in answer.text
     assert len(scene.made) == 2
+
+
+def test_missing_files_of_a_part_are_restored(scene: Scene, tmp_path: Path) -> None:
+    async def restore(cid: str) -> bool:
+        assert cid == scene.cids["a"]
+        (tmp_path / "gone").rename(tmp_path / "a")
+        return True
+
+    (tmp_path / "a").rename(tmp_path / "gone")
+    combinations = Combinations(scene.backend, scene.cache, restore=restore, make=scene.make)
+    app = create_app(
+        scene.backend, ServerOptions(), names=scene.backend.names, combinations=combinations
+    )
+    assert complete(app, model="a+b", **TIES).status_code == 200
 
 
 def test_combinations_over_the_budget_are_removed(tmp_path: Path) -> None:
