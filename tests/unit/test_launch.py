@@ -17,6 +17,7 @@ from loramux.launch import (
     server_options,
     with_fetched_adapters,
 )
+from loramux.progress import SILENT
 from loramux.receipts.signing import make_key_files
 from loramux.registry.registry import Registry
 from loramux.sources.config import HttpConfig, SourceConfig
@@ -30,7 +31,12 @@ def test_a_port_in_use_fails_before_the_model_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = ServeConfig(port=taken.getsockname()[1])
         with pytest.raises(InvalidRequest, match="Cannot listen on .* --port") as caught:
-            serve(config, progress=lambda what, share: steps.append(what), on_ready=print)
+            serve(
+                config,
+                progress=lambda what, _: steps.append(what),
+                downloads=SILENT,
+                on_ready=print,
+            )
     assert caught.value.param == "port" and not steps
 
 
@@ -43,7 +49,7 @@ def test_an_unknown_prewarm_adapter_fails_before_the_model_is_loaded() -> None:
         prewarm_adapters=("given", "acme/sql"),
     )
     with pytest.raises(AdapterNotFound, match="--prewarm-adapters names 'acme/sql'.*no registry"):
-        serve(config, progress=lambda what, share: steps.append(what), on_ready=print)
+        serve(config, progress=lambda what, _: steps.append(what), downloads=SILENT, on_ready=print)
     assert not steps
 
 
