@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from benchmarks.lib.machine import describe_machine
 from benchmarks.lib.report import Table, parse_arguments, write_table
 from loramux.models.default_model import default_model_path
-from loramux.models.loader import describe_model
+from loramux.models.folder import describe_model
 from loramux.types.model import BaseModelInfo
 from tests.serve_factory import RunningServer, running_server
 
