@@ -97,7 +97,10 @@ def make_small_adapter(folder: Path, base: BaseModelInfo, num_bytes: int, seed: 
     tensors: dict[str, torch.Tensor] = {}
     layers = []
     for target in targets:
-        if layers and (len(layers) + 1) * 4 * (target.in_features + target.out_features) > num_bytes:
+        if (
+            layers
+            and (len(layers) + 1) * 4 * (target.in_features + target.out_features) > num_bytes
+        ):
             break
         key = f"base_model.model.{target.path}"
         a = torch.randn(1, target.in_features, generator=generator)

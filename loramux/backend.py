@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from loramux.errors import AdapterRefused, DoesNotFit, LoramuxError, RequestTimeout
-from loramux.types.adapter import AdapterCard
+from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo, PackingKind
 from loramux.types.request import FinishReason, Request, RequestFacts, TokenLogprob
 
@@ -203,7 +203,7 @@ class TextCodec(Protocol):
 class AdapterHost(Protocol):
     """An engine with a base model and adapters by CID, whatever it generates.
 
-    After an internal restart the host registers its adapters again by itself.
+    Its adapters outlive an internal restart.
     """
 
     @property
@@ -229,6 +229,16 @@ class AdapterHost(Protocol):
 
     async def add_adapter(self, path: str) -> AdapterCard:
         """Checks a PEFT folder and registers it by its CID; raises AdapterRefused."""
+        ...
+
+    async def inspect_adapters(
+        self, paths: Sequence[str]
+    ) -> Sequence[AdapterCard | InspectedCard | LoramuxError]:
+        """Checks configs and headers of PEFT folders, without their weights.
+
+        Returns for each folder its card, if its CID is on record and it is registered now, else
+        what its header says, or why it is refused.
+        """
         ...
 
     async def remove_adapter(self, cid: str) -> None:

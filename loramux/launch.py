@@ -32,7 +32,7 @@ from loramux.config.paths import (
 from loramux.config.serve import ServeConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.engine.process import OnProgress
-from loramux.errors import InvalidRequest
+from loramux.errors import InvalidRequest, LoramuxError
 from loramux.models.default_model import cache_folder, default_model_path
 from loramux.models.locate import locate_model
 from loramux.progress import ByteSink
@@ -50,6 +50,7 @@ from loramux.sources.config import SourceConfig, source_config
 from loramux.sources.download import Progress
 from loramux.sources.kept import KeptAdapters
 from loramux.sources.parse import is_remote
+from loramux.types.adapter import AdapterCard, InspectedCard
 
 RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 SECONDS_PER_DAY = 86_400.0
@@ -57,6 +58,8 @@ MIN_COMBINATION_BYTES = 2**30
 _log = logging.getLogger(__name__)
 # After the drain every stream has ended; this is the time for closing the sockets.
 _CLOSING_S = 5
+# Adapters that a full check at the start reads at once.
+_NUM_CHECKED_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +122,7 @@ async def _serve(
         async with contextlib.AsyncExitStack() as stack:
             engine = await stack.enter_async_context(_running_engine(config, progress))
             names = await _name_adapters(config, engine, registry, progress)
-            await stack.enter_async_context(_prewarming(engine, names, prewarmed))
+            await stack.enter_async_context(_prewarming(config, engine, names, prewarmed))
             options = server_options(config, sources=sources, base_name=engine.card.name)
             app = create_app(
                 engine,
@@ -270,28 +273,50 @@ async def _name_adapters(
     registry: RegistryAdapters | None,
     progress: OnProgress,
 ) -> AdapterNames:
-    """Loads --lora-modules, and prewarms those of --prewarm-adapters and the busiest."""
+    """Checks --lora-modules as --check-adapters says, and gives them their names."""
     names = AdapterNames(engine, registry)
-    for module in config.lora_modules:
-        progress(f"Checking adapter {module.name}", 0.0)
-        card = await names.load(module.name, module.path)
+    modules = config.lora_modules
+    if modules:
+        progress(f"Checking {len(modules)} adapters", 0.0)
+    found: Sequence[AdapterCard | InspectedCard | LoramuxError]
+    if config.check_adapters == "full":
+        limit = asyncio.Semaphore(_NUM_CHECKED_AT_ONCE)
+        found = await asyncio.gather(*(_check(engine, limit, module.path) for module in modules))
+    else:
+        found = await engine.inspect_adapters([module.path for module in modules])
+    for module, card in zip(modules, found, strict=True):
+        if isinstance(card, LoramuxError):
+            raise card
+        names.bind(module.name, card)
         for warning in card.warnings:
             _log.warning("adapter %s: %s", module.name, warning)
-    given = {one.name: one.cid for one in names.given()}
-    cids = [given[name] for name in config.prewarm_adapters if name in given]
-    await engine.prewarm(cids, num_busiest=config.prewarm)
     return names
+
+
+async def _check(
+    engine: AsyncEngine, limit: asyncio.Semaphore, path: str
+) -> AdapterCard | LoramuxError:
+    """Reads and checks an adapter; returns the error that refuses it."""
+    async with limit:
+        try:
+            return await engine.add_adapter(path)
+        except LoramuxError as error:
+            return error
 
 
 @contextlib.asynccontextmanager
 async def _prewarming(
-    engine: AsyncEngine, names: AdapterNames, adapters: Sequence[Resolved]
+    config: ServeConfig, engine: AsyncEngine, names: AdapterNames, adapters: Sequence[Resolved]
 ) -> AsyncIterator[None]:
-    """Prewarm in the background, because fetching missing adapters may take long."""
-    if not adapters:
-        yield
-        return
-    task = asyncio.create_task(prewarm(engine, names, adapters))
+    """Prewarm --prewarm-adapters and the busiest in the background, as reading may take long."""
+    given = [name for name in config.prewarm_adapters if names.find(name) is not None]
+
+    async def work() -> None:
+        await prewarm(engine, names, given=given)
+        await engine.prewarm((), num_busiest=config.prewarm)
+        await prewarm(engine, names, adapters=adapters)
+
+    task = asyncio.create_task(work())
     try:
         yield
     finally:

@@ -27,7 +27,13 @@ from loramux.errors import InvalidRequest
 
 BAR_WIDTH = 30
 MAX_NAME_CHARACTERS = 40
-TIER_STYLES = {"device": "green", "host": "cyan", "disk": "yellow", "loading": "magenta"}
+TIER_STYLES = {
+    "device": "green",
+    "host": "cyan",
+    "disk": "yellow",
+    "loading": "magenta",
+    "failed": "red",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +147,12 @@ def adapter_table(frame: Frame) -> Table:
     columns = ("rank", "bytes", "run", "wait", "tokens", "a second", "hits", "misses", "last use")
     for column in columns:
         table.add_column(column, justify="right")
-    before = {entry.cid: entry for entry in frame.last.adapters} if frame.last else {}
+    before = {entry.id: entry for entry in frame.last.adapters} if frame.last else {}
     for entry in frame.adapters:
-        tier = Text(printable(entry.tier), TIER_STYLES.get(entry.tier, ""))
+        shown = "failed" if entry.state == "failed" else entry.tier
+        tier = Text(printable(shown), TIER_STYLES.get(shown, ""))
         tier.append(" pinned" if entry.pinned else "", "bold")
-        cells = adapter_cells(frame, entry, before.get(entry.cid, entry))
+        cells = adapter_cells(frame, entry, before.get(entry.id, entry))
         table.add_row(Text(name_text(entry)), tier, *cells)
     return table
 

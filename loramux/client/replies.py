@@ -134,12 +134,24 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: tuple[ModelCard, ...]
 
 
+class AdapterFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why an adapter was refused."""
+
+    code: str
+    message: str
+    fix: str = ""
+
+
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Residency and traffic of one adapter."""
 
     id: str
     names: tuple[str, ...] = ()
-    cid: str
+    state: str = "ready"
+    """registered (its weights are read before its first use), ready or failed"""
+    failure: AdapterFailure | None = None
+    cid: str | None
+    """None until its weights were read."""
     path: str | None = None
     rank: int
     bytes: int

@@ -27,6 +27,7 @@ REGISTRY, NETWORK = "Registry and receipts", "Network and operation"
 GROUPS = (MODEL, REGISTRY, MEMORY, NETWORK)
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 RECEIPTS = ("auto", "on", "off")
+CHECKS = ("header", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,16 @@ class ServeConfig:
         "also hf:owner/name[@revision], s3://, gs:// or az:// with bucket/folder, or "
         "https://host/folder. Give several after one flag, or repeat the flag.",
         metavar="NAME=SOURCE…",
+    )
+    check_adapters: str = setting(
+        "header",
+        Kind.TEXT,
+        MODEL,
+        f"Checks of --lora-modules at start. Valid values: {', '.join(CHECKS)}; header checks "
+        "config and tensor shapes, and the weights before an adapter's first use; full reads and "
+        "checks all weights at start.",
+        metavar="NAME",
+        limit=one_of(*CHECKS),
     )
     registry: str | None = setting(
         None,

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from loramux.backend import (
     AdapterUse,
@@ -19,9 +21,11 @@ from loramux.backend import (
     failure_of,
 )
 from loramux.config.engine import EngineConfig
+from loramux.engine.adapter_table import AdapterTable
 from loramux.engine.messages import (
     Abort,
     Add,
+    Adopt,
     Command,
     Events,
     Finish,
@@ -30,6 +34,8 @@ from loramux.engine.messages import (
     Prewarm,
     Refused,
     Register,
+    RegisterMany,
+    Registration,
     Remove,
     Reply,
     Shutdown,
@@ -41,12 +47,17 @@ from loramux.engine.outputs import OutputCollector, RequestStream
 from loramux.engine.process import EngineProcess, OnProgress
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import AdapterNotFound, EngineBusy, EngineStopped, LoramuxError
-from loramux.types.adapter import AdapterCard
+from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.request import FinishReason, Request, Selection
 from loramux.types.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
 _RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
+# Adapters of one message to the engine: requests that arrive meanwhile are handled in between.
+_BATCH = 64
+_BATCH_PAUSE_S = 0.05
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +76,21 @@ class StatsView:
     """The newest statistics of an engine, put together from its updates."""
 
     def __init__(self) -> None:
-        self.current = EngineStats()
+        self._newest = EngineStats()
         self._resident: dict[str, None] = {}
+        # None: to be put together by the next reader, as an update must not list all adapters.
+        self._current: EngineStats | None = self._newest
+
+    @property
+    def current(self) -> EngineStats:
+        if self._current is None:
+            self._current = replace(self._newest, resident_adapters=tuple(self._resident))
+        return self._current
+
+    @property
+    def resident(self) -> Mapping[str, None]:
+        """CIDs of the adapters on the device."""
+        return self._resident
 
     def update(self, reply: Events) -> None:
         if reply.residency is not None:
@@ -75,8 +99,10 @@ class StatsView:
             for cid in reply.residency.evicted:
                 self._resident.pop(cid, None)
             self._resident |= dict.fromkeys(reply.residency.loaded)
+            self._current = None
         if reply.stats is not None:
-            self.current = replace(reply.stats, resident_adapters=tuple(self._resident))
+            self._newest = reply.stats
+            self._current = None
 
 
 class AsyncEngine:
@@ -89,11 +115,11 @@ class AsyncEngine:
         self._on_progress = on_progress
         self._process: EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._registration: asyncio.Task[None] | None = None
+        self._restoring: asyncio.Task[None] | None = None
         self._streams: dict[str, RequestStream] = {}
         self._card: ModelCard | None = None
         self._codec: Tokenizer | None = None
-        self._adapters: dict[str, AdapterCard] = {}
+        self._table = AdapterTable()
         self._health = Health.STARTING
         self._stats = StatsView()
         self.num_restarts = 0
@@ -119,7 +145,7 @@ class AsyncEngine:
 
     @property
     def adapters(self) -> Mapping[str, AdapterCard]:
-        return self._adapters
+        return self._table.cards
 
     @property
     def engine_pid(self) -> int | None:
@@ -147,20 +173,35 @@ class AsyncEngine:
                 self._send(Abort(request_id=request.request_id))
 
     async def add_adapter(self, path: str) -> AdapterCard:
-        card = await self._register(path)
-        self._adapters[card.cid] = card
-        return card
+        answer = await self._running.call(lambda call_id: Register(call_id=call_id, path=path))
+        assert answer.adapter is not None
+        self._table.add(answer.adapter)
+        return answer.adapter
+
+    async def inspect_adapters(
+        self, paths: Sequence[str]
+    ) -> list[AdapterCard | InspectedCard | LoramuxError]:
+        answers = await asyncio.gather(*map(self._inspect, _batches(paths)))
+        return [found for batch in answers for found in batch]
 
     async def remove_adapter(self, cid: str) -> None:
         self._require_adapter(cid)
-        del self._adapters[cid]
-        self._send(Remove(cid=cid))
+        if self._table.remove(cid):
+            self._send(Remove(cid=cid))
 
     async def prewarm(self, cids: Sequence[str], *, num_busiest: int = 0) -> None:
-        self._send(Prewarm(cids=tuple(cids), num_busiest=num_busiest))
+        known = tuple(cid for cid in cids if cid in self.adapters)
+        self._adopt(known)
+        self._send(Prewarm(cids=known, num_busiest=num_busiest))
 
     async def pin_adapter(self, cid: str, pinned: bool) -> None:
+        self._require_adapter(cid)
+        self._adopt([cid])
         await self._running.call(lambda call_id: Pin(call_id=call_id, cid=cid, is_pinned=pinned))
+        if not pinned:
+            self._table.pinned.discard(cid)
+        elif cid in self._table.cards:
+            self._table.pinned.add(cid)
 
     async def adapter_uses(self) -> Sequence[AdapterUse]:
         answer = await self._running.call(lambda call_id: ListUses(call_id=call_id))
@@ -176,8 +217,9 @@ class AsyncEngine:
             began = time.monotonic()
             await self._generate_one_token(())
             seconds["generate_s"] = time.monotonic() - began
-            if self._adapters:
-                cid = next(iter(self._adapters))
+            if self.adapters:
+                cid = next(iter(self.adapters))
+                self._adopt([cid])
                 began = time.monotonic()
                 await self._running.call(lambda call_id: Verify(call_id=call_id, cid=cid))
                 await self._generate_one_token(((cid, 1.0),))
@@ -192,8 +234,9 @@ class AsyncEngine:
         while self._streams and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self._health = Health.STOPPED
-        if self._supervisor is not None:
-            self._supervisor.cancel()
+        for task in (self._supervisor, self._restoring):
+            if task is not None:
+                task.cancel()
         self._fail_all(EngineStopped("The server is shutting down."))
         if self._process is not None:
             self._process.send(Shutdown())
@@ -215,51 +258,64 @@ class AsyncEngine:
             fallback_reason=(first or card).fallback_reason,
         )
         self._stats = StatsView()
+        self._table.begin_process()
 
     async def _supervise(self) -> None:
         """Handles replies of the engine; when it dies, fails open requests and starts another."""
         while True:
             process = self._running
-            while (reply := await process.receive()) is not None:
-                self._handle(reply)
+            try:
+                while (reply := await process.receive()) is not None:
+                    self._handle(reply)
+            except Exception as error:  # The engine must be replaced, whatever the error is.
+                _log.exception("a reply of engine %d cannot be handled", process.pid)
+                process.cause_of_death = f"a reply of the engine cannot be handled: {error!r}"
             self._health = Health.RESTARTING
+            if self._restoring is not None:
+                self._restoring.cancel()
             cause = process.cause_of_death
             _log.error("engine %d is gone: %s; starting another", process.pid, cause)
             self._fail_all(EngineStopped(f"The answer is not complete: {cause}."))
             await process.kill(cause)
-            await self._restart()
+            await self._restart(self._table.hottest(self._stats.resident))
 
-    async def _restart(self) -> None:
+    async def _restart(self, hot: Sequence[str]) -> None:
+        """Starts engines until one is ready; `hot` are the adapters to load first."""
         attempt = 0
         while True:
             await asyncio.sleep(_RESTART_PAUSES_S[min(attempt, len(_RESTART_PAUSES_S) - 1)])
             attempt += 1
             try:
                 await self._open_process()
-            except LoramuxError as error:
-                _log.error("the engine did not start again: %s", error)
+            except Exception as error:  # Memory, processes or files may be available again later.
+                is_expected = isinstance(error, LoramuxError | OSError)
+                _log.error("the engine did not start again: %s", error, exc_info=not is_expected)
                 continue
-            # Registration needs the replies that _supervise reads from now on.
-            self._registration = asyncio.create_task(self._register_again())
+            self.num_restarts += 1
+            self._health = Health.READY
+            _log.warning("engine %s is ready again", self.engine_pid)
+            # It needs the replies that _supervise reads from now on.
+            self._restoring = asyncio.create_task(self._restore(hot))
             return
 
-    async def _register_again(self) -> None:
-        for cid, card in list(self._adapters.items()):
+    async def _restore(self, hot: Sequence[str]) -> None:
+        """Pins adapters again, loads those that were in use, then adopts all others.
+
+        Requests do not wait for it. An adapter that is removed meanwhile is left out.
+        """
+        for cid in list(self._table.pinned):
             try:
-                again = await self._register(card.path)
+                await self.pin_adapter(cid, True)
             except EngineStopped:
                 return
             except LoramuxError as error:
-                _log.error("adapter %s cannot be served any more: %s", cid, error)
-                del self._adapters[cid]
-                continue
-            if again.cid != cid:
-                _log.error("the files at %s have changed: %s is now %s", card.path, cid, again.cid)
-                del self._adapters[cid]
-            self._adapters[again.cid] = again
-        self.num_restarts += 1
-        self._health = Health.READY
-        _log.warning("engine %s is ready again", self.engine_pid)
+                _log.error("adapter %s cannot be pinned again: %s", cid, error)
+        for cids in _batches(hot):
+            await self.prewarm(cids)
+            await asyncio.sleep(_BATCH_PAUSE_S)
+        for cids in _batches(list(self.adapters)):
+            self._adopt(cids)
+            await asyncio.sleep(_BATCH_PAUSE_S)
 
     def _handle(self, reply: Reply) -> None:
         match reply:
@@ -282,8 +338,11 @@ class AsyncEngine:
         self._check_limits(request)
         if request.request_id in self._streams:
             raise LoramuxError(f"Request id {request.request_id!r} is in use.")
-        for cid, _ in request.selection:
+        cids = [cid for cid, _ in request.selection]
+        for cid in cids:
             self._require_adapter(cid)
+            self._table.mark_used(cid)
+        self._adopt(cids)
         request = request.for_engine(self.card.eos_token_ids)
         stream = RequestStream(OutputCollector(request, self.codec))
         self._streams[request.request_id] = stream
@@ -306,7 +365,7 @@ class AsyncEngine:
             )
 
     def _require_adapter(self, cid: str) -> None:
-        if cid not in self._adapters:
+        if cid not in self.adapters:
             raise AdapterNotFound(f"No adapter {cid} is registered.")
 
     async def _generate_one_token(self, selection: Selection) -> None:
@@ -319,10 +378,22 @@ class AsyncEngine:
         async for _ in self.submit(request):
             pass
 
-    async def _register(self, path: str) -> AdapterCard:
-        answer = await self._running.call(lambda call_id: Register(call_id=call_id, path=path))
-        assert answer.adapter is not None
-        return answer.adapter
+    async def _inspect(
+        self, paths: Sequence[str]
+    ) -> list[AdapterCard | InspectedCard | LoramuxError]:
+        answer = await self._running.call(
+            lambda call_id: RegisterMany(call_id=call_id, paths=tuple(paths), check="header")
+        )
+        found = [_result_of(registration) for registration in answer.registrations or ()]
+        for card in found:
+            if isinstance(card, AdapterCard):
+                self._table.add(card)
+        return found
+
+    def _adopt(self, cids: Iterable[str]) -> None:
+        """Lets the engine learn those of the adapters that it does not know yet."""
+        for card in self._table.take_unknown(cids):
+            self._send(Adopt(card=card))
 
     @property
     def _running(self) -> EngineProcess:
@@ -338,3 +409,17 @@ class AsyncEngine:
         self._streams.clear()
         if self._process is not None:
             self._process.fail_calls(error)
+
+
+def _result_of(registration: Registration) -> AdapterCard | InspectedCard | LoramuxError:
+    if registration.error is not None:
+        return decode_error(registration.error)
+    card = registration.adapter or registration.inspected
+    assert card is not None
+    return card
+
+
+def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
+    rest = iter(items)
+    while batch := list(islice(rest, _BATCH)):
+        yield batch

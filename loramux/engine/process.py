@@ -91,13 +91,18 @@ class EngineProcess:
     async def open(cls, start: Start, on_progress: OnProgress) -> EngineProcess:
         """Returns when the engine is ready; raises the error that prevents its start."""
         ours, theirs = socket.socketpair()
-        popen = subprocess.Popen(
-            [sys.executable, "-m", "loramux.engine.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=child_environment(),
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
+        try:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "loramux.engine.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=child_environment(),
+                stdin=subprocess.DEVNULL,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         process = cls(popen, await ServerChannel.open(ours))
         process.send(start)
         try:

@@ -8,17 +8,39 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 from loramux.adapters.recipe import Recipe
 from loramux.backend import AdapterHost
-from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged
+from loramux.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    InvalidRequest,
+    LoramuxError,
+    StoreDamaged,
+)
 from loramux.registry.records import Resolved
 from loramux.server.registry_adapters import RegistryAdapters
-from loramux.types.adapter import AdapterCard
+from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.composition import compose, find_repeated
 from loramux.types.request import Selection
 
 _log = logging.getLogger(__name__)
+
+
+AdapterState = Literal["registered", "ready", "failed"]
+"""registered: its header was checked and its weights were not read yet; failed: it was refused."""
+# (name, size, modification time, inode) of each file: equal lists mean unchanged files.
+FolderFiles = tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an adapter was refused when its weights were read, and the files it was read from."""
+
+    error: AdapterRefused
+    files: FolderFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +48,19 @@ class GivenName:
     """A name that was given by --lora-modules or by vLLM's load call."""
 
     name: str
-    cid: str
+    cid: str | None
+    """None: the weights were not read yet, or the adapter was refused."""
     path: str
     created_s: int
+    rank: int = 0
+    num_bytes: int = 0
+    failure: Failure | None = None
+
+    @property
+    def state(self) -> AdapterState:
+        if self.cid is not None:
+            return "ready"
+        return "registered" if self.failure is None else "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +126,9 @@ class AdapterNames:
         self._given: dict[str, GivenName] = {}
         # CID -> its given names, in order.
         self._names: dict[str, dict[str, None]] = {}
+        # Folder -> its given names without a CID, in order.
+        self._unread: dict[str, dict[str, None]] = {}
+        self._reading: dict[str, asyncio.Task[None]] = {}
         # CIDs from the registry -> the labels by which requests have named them.
         self._labels: dict[str, dict[str, None]] = {}
         # CIDs from the registry -> the full name of the last request.
@@ -106,15 +141,29 @@ class AdapterNames:
         self._unnamed: set[str] = set()
 
     def find(self, name: str) -> GivenName | None:
-        """Returns a given name, or None if there is none or the host has lost its adapter."""
+        """Returns a given name or None; its adapter may not have been read yet."""
         given = self._given.get(name)
-        if given is None or given.cid in self._host.adapters:
+        if given is None or given.cid is None or given.cid in self._host.adapters:
             return given
-        # A host that restarts registers the folder again, whose files may have changed.
-        for card in self._host.adapters.values():
-            if card.path == given.path:
-                return self._put(replace(given, cid=card.cid))
-        return None
+        # The host has lost the adapter, and reads it again before its next use.
+        return self._put(replace(given, cid=None))
+
+    async def identify(self, name: str) -> GivenName | None:
+        """Returns a given name with its CID; reads the adapter first if that was not done yet.
+
+        One read serves all concurrent callers. Raises AdapterRefused; an adapter that was refused
+        is read again once its files have changed.
+        """
+        while (given := self.find(name)) is not None and given.cid is None:
+            failure = given.failure
+            if failure is not None:
+                files = await asyncio.to_thread(list_files, given.path)
+                if files == failure.files and self._given.get(name) is given:
+                    raise AdapterRefused(
+                        failure.error.code, failure.error.reason, fix=failure.error.fix
+                    )
+            await self._read(given.path)
+        return given
 
     def given(self) -> list[GivenName]:
         """Returns all given names in the order in which they were added."""
@@ -135,27 +184,35 @@ class AdapterNames:
         """Records the label of a combination for metrics."""
         self._combined[combined.cid] = combined.label
 
+    def unread(self) -> dict[str, list[GivenName]]:
+        """Returns the given names without a CID by folder, in the order of their addition."""
+        return {path: [self._given[name] for name in names] for path, names in self._unread.items()}
+
     async def load(self, name: str, path: str) -> AdapterCard:
         """Adds the folder's adapter to the host, and gives it the name; raises AdapterRefused."""
         async with self._adding():
             card = await self._host.add_adapter(path)
             before = self._given.get(name)
             self.bind(name, card)
-            if before is not None:
+            if before is not None and before.cid is not None:
                 self._unnamed.add(before.cid)
         return card
 
-    def bind(self, name: str, card: AdapterCard, *, created_s: int | None = None) -> None:
-        """Gives a name to an adapter that the host has."""
+    def bind(
+        self, name: str, card: AdapterCard | InspectedCard, *, created_s: int | None = None
+    ) -> None:
+        """Gives a name to an adapter that the host has, or whose header the host has checked."""
         created_s = int(time.time()) if created_s is None else created_s
-        self._put(GivenName(name, card.cid, card.path, created_s))
+        cid = card.cid if isinstance(card, AdapterCard) else None
+        self._put(GivenName(name, cid, card.path, created_s, card.rank, card.num_bytes))
 
     async def unload(self, name: str) -> None:
         given = self._given.pop(name, None)
         if given is None:
             raise AdapterNotFound(f"The lora adapter '{name}' cannot be found.")
         self._unlink(given)
-        self._unnamed.add(given.cid)
+        if given.cid is not None:
+            self._unnamed.add(given.cid)
         await self._remove_unnamed()
 
     async def pull(self, resolved: Resolved) -> None:
@@ -174,13 +231,14 @@ class AdapterNames:
         await asyncio.shield(task)
 
     async def restore(self, cid: str) -> bool:
-        """Makes the files of an adapter readable again that the host could not load.
+        """Makes an adapter loadable again that the host could not load; returns whether it is.
 
-        Returns False if the adapter is not from the registry. Missing files are fetched once for
-        all concurrent callers.
+        Missing files of an adapter of the registry are fetched. The folder of a given name is read
+        again: if its files have changed, its names move to the new adapter, and False is returned.
+        Concurrent callers share the work.
         """
         if self.registry is None or cid not in self._labels:
-            return False
+            return await self._read_again(cid)
         folder = await self.registry.materialize(cid)
         card = self._host.adapters.get(cid)
         if card is None or card.path != str(folder):
@@ -200,21 +258,85 @@ class AdapterNames:
 
     def _rebind_one(self, adapter: NamedAdapter) -> NamedAdapter:
         given = None if adapter.given is None else self.find(adapter.given)
-        return adapter if given is None else replace(adapter, cid=given.cid)
+        if given is None or given.cid is None:
+            return adapter
+        return replace(adapter, cid=given.cid)
 
     def _put(self, given: GivenName) -> GivenName:
         before = self._given.get(given.name)
         if before is not None:
             self._unlink(before)
         self._given[given.name] = given
-        self._names.setdefault(given.cid, {})[given.name] = None
+        table, key = self._index_of(given)
+        table.setdefault(key, {})[given.name] = None
         return given
 
     def _unlink(self, given: GivenName) -> None:
-        names = self._names[given.cid]
-        del names[given.name]
-        if not names:
-            del self._names[given.cid]
+        table, key = self._index_of(given)
+        del table[key][given.name]
+        if not table[key]:
+            del table[key]
+
+    def _index_of(self, given: GivenName) -> tuple[dict[str, dict[str, None]], str]:
+        if given.cid is None:
+            return self._unread, given.path
+        return self._names, given.cid
+
+    async def _read(self, path: str) -> None:
+        """Reads a folder and gives its names their CID, once for all concurrent callers."""
+        task = self._reading.get(path)
+        if task is None:
+            task = self._reading[path] = asyncio.create_task(self._read_folder(path))
+            task.add_done_callback(lambda done: self._read_ended(path, done))
+        # A caller that is cancelled must not cancel the others.
+        await asyncio.shield(task)
+
+    async def _read_folder(self, path: str) -> None:
+        # Listed before they are read: files that change meanwhile are read again.
+        files = await asyncio.to_thread(list_files, path)
+        async with self._adding():
+            try:
+                card = await self._host.add_adapter(path)
+            except (AdapterRefused, AdapterNotFound) as error:
+                refusal = _as_refusal(error)
+                self._settle(path, failure=Failure(refusal, files))
+                raise refusal from error
+            self._settle(path, card=card)
+            # All its names may have been unloaded meanwhile.
+            self._unnamed.add(card.cid)
+        for warning in card.warnings:
+            _log.warning("adapter %s: %s", path, warning)
+
+    def _settle(
+        self, path: str, *, card: AdapterCard | None = None, failure: Failure | None = None
+    ) -> None:
+        """Records the result of a read for all names that still wait for it."""
+        cid = None if card is None else card.cid
+        for name in list(self._unread.get(path, ())):
+            self._put(replace(self._given[name], cid=cid, failure=failure))
+
+    def _read_ended(self, path: str, task: asyncio.Task[None]) -> None:
+        del self._reading[path]
+        # Reading the exception also keeps asyncio from reporting it as never retrieved.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("the adapter at %s cannot be served: %s", path, error)
+
+    async def _read_again(self, cid: str) -> bool:
+        """Reads the folder of an adapter that could not be loaded; returns whether it is its."""
+        card = self._host.adapters.get(cid)
+        if card is None:
+            return False
+        async with self._adding():
+            for given in [self._given[name] for name in self._names.get(cid, ())]:
+                self._put(replace(given, cid=None))
+            self._unnamed.add(cid)
+            if card.path not in self._unread:
+                return False
+            try:
+                await self._read(card.path)
+            except LoramuxError:
+                return False
+        return cid in self._names
 
     @asynccontextmanager
     async def _adding(self) -> AsyncIterator[None]:
@@ -247,6 +369,24 @@ class AdapterNames:
         # Reading the exception also keeps asyncio from reporting it as never retrieved.
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.warning("%s cannot be served: %s", self._full_names.get(cid, cid), error)
+
+
+def list_files(folder: str) -> FolderFiles:
+    """Lists the files of a folder; an empty list if it cannot be read."""
+    try:
+        stats = sorted((entry.name, entry.stat()) for entry in Path(folder).iterdir())
+    except OSError:
+        return ()
+    return tuple((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats)
+
+
+def _as_refusal(error: AdapterRefused | AdapterNotFound) -> AdapterRefused:
+    """A folder that was there at the start and is gone refuses the adapter, not its name."""
+    if isinstance(error, AdapterRefused):
+        return error
+    return AdapterRefused(
+        "unreadable", str(error), fix="Restore the folder, or load the adapter from another one."
+    )
 
 
 def full_name(resolved: Resolved) -> str:

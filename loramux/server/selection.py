@@ -183,8 +183,8 @@ class _Finder:
         context = self.context
         if text in context.base_names:
             return None
-        given = context.names.find(text)
-        if given is not None:
+        given = await context.names.identify(text)
+        if given is not None and given.cid is not None:
             return NamedAdapter(text, given.cid, given.name)
         resolved = await _resolve(context, text, param, self.caller)
         if resolved is None:
@@ -231,7 +231,7 @@ def _find_by_cid(context: Context, text: str, param: str) -> NamedAdapter | None
     combined = () if context.combinations is None else context.combinations.recipes
     found: dict[str, str | None] = {cid: None for cid in combined if cid.startswith(start)}
     for given in context.names.given():
-        if given.cid.startswith(start):
+        if given.cid is not None and given.cid.startswith(start):
             found[given.cid] = given.name
     if len(found) > 1:
         raise InvalidRequest(

@@ -55,8 +55,21 @@ def find_prewarmed(registry: RegistryAdapters | None, names: Iterable[str]) -> l
     return found
 
 
-async def prewarm(host: AdapterHost, names: AdapterNames, adapters: Iterable[Resolved]) -> None:
-    """Adds and loads adapters of the registry one after another; failures are logged."""
+async def prewarm(
+    host: AdapterHost,
+    names: AdapterNames,
+    *,
+    given: Iterable[str] = (),
+    adapters: Iterable[Resolved] = (),
+) -> None:
+    """Loads given names and adapters of the registry one after another; failures are logged."""
+    for name in given:
+        try:
+            found = await names.identify(name)
+            if found is not None and found.cid is not None:
+                await host.prewarm([found.cid])
+        except (LoramuxError, OSError) as error:
+            _log.warning("%s is not pre-warmed: %s", name, error)
     for resolved in adapters:
         try:
             await names.pull(resolved)

@@ -224,6 +224,14 @@ class ModelList(Struct, kw_only=True):
     data: list[ModelEntry]
 
 
+class AdapterFailure(Struct, kw_only=True):
+    """Why an adapter was refused, as the error of a request for it says."""
+
+    code: str
+    message: str
+    fix: str
+
+
 class AdapterEntry(Struct, kw_only=True):
     """Residency and traffic of one adapter with all its names."""
 
@@ -231,7 +239,11 @@ class AdapterEntry(Struct, kw_only=True):
     """Its first name, or its CID if it has no name."""
     object: Literal["adapter"] = "adapter"
     names: list[str]
-    cid: str
+    state: Literal["registered", "ready", "failed"]
+    """registered: only its header was checked; its weights are read before its first use."""
+    failure: AdapterFailure | None = None
+    cid: str | None
+    """None until the weights were read."""
     path: str | None
     rank: int
     bytes: int

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 from loramux.adapters.peft.config import ALL_LINEAR, PeftLoraConfig
@@ -92,10 +93,11 @@ def matching_paths(field: str, names: tuple[str, ...] | str, paths: Sequence[str
     return {path for path in paths if not suffixes(path).isdisjoint(names)}
 
 
-def suffixes(path: str) -> set[str]:
+@lru_cache(maxsize=16_384)
+def suffixes(path: str) -> frozenset[str]:
     """Returns all dotted suffixes of a path: a.b.c gives a.b.c, b.c and c."""
     parts = path.split(".")
-    return {".".join(parts[start:]) for start in range(len(parts))}
+    return frozenset(".".join(parts[start:]) for start in range(len(parts)))
 
 
 def in_chosen_layers(config: PeftLoraConfig, paths: Sequence[str]) -> set[str]:

@@ -16,10 +16,17 @@ from loramux.metrics.traffic import AdapterTraffic, Traffic
 from loramux.server.body import json_response
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
+from loramux.server.names import GivenName
 from loramux.server.openapi import answering
 from loramux.server.selection import find_named
 from loramux.server.warming import warm_up
-from loramux.server.wire import AdapterEntry, AdapterList, RegistryEntry, registry_entry
+from loramux.server.wire import (
+    AdapterEntry,
+    AdapterFailure,
+    AdapterList,
+    RegistryEntry,
+    registry_entry,
+)
 
 ADDED, BUSIEST = "added", "busiest"
 ORDERS = (ADDED, BUSIEST)
@@ -66,6 +73,9 @@ def adapter_routes(context: Context) -> APIRouter:
     async def get_adapter(request: Request) -> Response:
         """Returns residency and usage; for a name of the registry its versions and aliases."""
         name = request.path_params["name"]
+        given = context.names.find(name)
+        if given is not None and given.cid is None:
+            return json_response(_unread_entry(context.names.unread()[given.path]))
         cid = _served_cid(context, name)
         if cid is None and context.registry is not None:
             info = await asyncio.to_thread(context.registry.registry.show, name)
@@ -112,7 +122,8 @@ async def _entry(context: Context, cid: str, name: str) -> AdapterEntry:
 async def _entries(context: Context) -> list[AdapterEntry]:
     """Returns all adapters in the order in which they were added.
 
-    Removed adapters that still finish their requests come last.
+    Adapters that were not read yet or were refused follow, and removed ones that still finish their
+    requests come last.
     """
     context.require_ready()
     uses = {use.cid: use for use in await context.backend.adapter_uses()}
@@ -125,7 +136,20 @@ async def _entries(context: Context) -> list[AdapterEntry]:
         entry = _make_entry(names.names_of(cid), card.path, use, traffic.total(cid))
         recipe = None if made is None else made.recipes.get(cid)
         entries.append(entry if recipe is None else replace(entry, recipe=recipe.to_dict()))
+    entries += map(_unread_entry, names.unread().values())
     return entries + [_make_entry([], None, use, Traffic()) for use in uses.values()]
+
+
+def _unread_entry(names: list[GivenName]) -> AdapterEntry:
+    """Describes an adapter without a CID by its names, which share a folder."""
+    given = names[0]
+    unused = AdapterUse(cid="", tier="source", num_bytes=given.num_bytes, rank=given.rank)
+    entry = _make_entry([one.name for one in names], given.path, unused, Traffic())
+    entry.cid, entry.state = None, given.state
+    if given.failure is not None:
+        error = given.failure.error
+        entry.failure = AdapterFailure(code=error.code, message=error.reason, fix=error.fix)
+    return entry
 
 
 def _make_entry(
@@ -134,6 +158,7 @@ def _make_entry(
     return AdapterEntry(
         id=names[0] if names else use.cid,
         names=names,
+        state="ready",
         cid=use.cid,
         path=path,
         rank=use.rank,
@@ -155,7 +180,7 @@ def _make_entry(
 def _by_traffic(entries: list[AdapterEntry], traffic: AdapterTraffic) -> list[AdapterEntry]:
     """Sorts the recently busiest first; entries without traffic keep their order."""
     ranks = {cid: rank for rank, cid in enumerate(traffic.busiest())}
-    return sorted(entries, key=lambda entry: ranks.get(entry.cid, len(ranks)))
+    return sorted(entries, key=lambda entry: ranks.get(entry.cid or "", len(ranks)))
 
 
 def _unknown(name: str) -> NotServed:

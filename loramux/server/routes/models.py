@@ -76,7 +76,10 @@ def _model_entry(context: Context, model_id: str, resolved: Resolved) -> ModelEn
 
 
 def _entries(context: Context) -> dict[str, ModelEntry]:
-    """Returns the base and the given adapters by name; a name of the base always means the base."""
+    """Returns the base and the given adapters by name, except for those that were refused.
+
+    A name of the base always means the base.
+    """
     card, base_names = context.backend.card, context.base_names
     adapters = {
         given.name: ModelEntry(
@@ -87,6 +90,7 @@ def _entries(context: Context) -> dict[str, ModelEntry]:
             max_model_len=None,
         )
         for given in context.names.given()
+        if given.state != "failed"
     }
     bases = {
         name: ModelEntry(

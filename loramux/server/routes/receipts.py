@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.adapters.identity import CID_PREFIX
-from loramux.errors import InvalidRequest
+from loramux.errors import AdapterRefused, InvalidRequest
 from loramux.receipts.receipt import Receipt
 from loramux.registry.records import ReceiptFilter
 from loramux.server.body import json_response
@@ -30,7 +30,8 @@ def receipt_routes(context: Context) -> APIRouter:
     async def list_receipts(request: Request) -> Response:
         """Lists receipts, newest first, or slowest first with `slow_ms`."""
         registry = context.require_registry().registry
-        wanted = await asyncio.to_thread(_filter, context, request)
+        given = await _given_cids(context, request.query_params.get("adapter"))
+        wanted = await asyncio.to_thread(_filter, context, request, given)
         found = await asyncio.to_thread(registry.find_receipts, wanted)
         return json_response(ReceiptList(data=[dict(receipt.body) for receipt in found]))
 
@@ -50,13 +51,24 @@ def receipt_routes(context: Context) -> APIRouter:
     return router
 
 
-def _filter(context: Context, request: Request) -> ReceiptFilter:
+async def _given_cids(context: Context, adapter: str | None) -> tuple[str, ...] | None:
+    """CIDs of a given name: none if its adapter is refused; None: it is not a given name."""
+    if adapter is None or context.names.find(adapter) is None:
+        return None
+    try:
+        given = await context.names.identify(adapter)
+    except AdapterRefused:
+        return ()
+    return None if given is None or given.cid is None else (given.cid,)
+
+
+def _filter(context: Context, request: Request, given: tuple[str, ...] | None) -> ReceiptFilter:
     query = request.query_params
     slow_ms = _number(query.get("slow_ms"), "slow_ms")
     limit = _number(query.get("limit"), "limit")
     return ReceiptFilter(
         tenant=query.get("tenant"),
-        cids=_cids(context, query.get("adapter")),
+        cids=_cids(context, query.get("adapter")) if given is None else given,
         min_latency_ms=slow_ms,
         slowest_first=slow_ms is not None,
         limit=DEFAULT_LIMIT if limit is None else int(limit),
@@ -67,9 +79,6 @@ def _cids(context: Context, adapter: str | None) -> tuple[str, ...] | None:
     """CIDs of an adapter: a bare name means all its versions, a name with @ the current one."""
     if adapter is None:
         return None
-    given = context.names.find(adapter)
-    if given is not None:
-        return (given.cid,)
     if adapter.startswith(CID_PREFIX):
         return (adapter,)
     registry = context.require_registry().registry

@@ -111,7 +111,8 @@ async def _load(context: Context, asked: LoadRequest) -> None:
         raise _invalid(
             f"The name '{name}' is the base model's or a content id. Choose another one."
         )
-    if context.names.find(name) is not None and not asked.load_inplace:
+    given = context.names.find(name)
+    if given is not None and given.state != "failed" and not asked.load_inplace:
         raise _invalid(
             f"The lora adapter '{name}' has already been loaded. If you want to load the adapter "
             "in place, set 'load_inplace' to True."

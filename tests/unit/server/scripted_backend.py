@@ -18,10 +18,10 @@ from loramux.backend import (
     Health,
     ModelCard,
 )
-from loramux.errors import AdapterNotFound, InvalidRequest
+from loramux.errors import AdapterNotFound, InvalidRequest, LoramuxError
 from loramux.server.names import AdapterNames
 from loramux.server.registry_adapters import RegistryAdapters
-from loramux.types.adapter import AdapterCard
+from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo, Projection
 from loramux.types.request import FinishReason, Request, TokenLogprob
 
@@ -182,6 +182,7 @@ class ScriptedBackend:
         self.requests: list[Request] = []
         self.added: list[str] = []
         """Paths of the adapters that were to be added."""
+        self.inspected: list[str] = []
         self.removed: list[str] = []
         self.prewarmed: list[str] = []
         self.refusal: Exception | None = None
@@ -220,6 +221,18 @@ class ScriptedBackend:
         card = AdapterCard(cid=self.read_cid(Path(path)), path=path, rank=4, num_bytes=64)
         self.adapters[card.cid] = card
         return card
+
+    async def inspect_adapters(
+        self, paths: Sequence[str]
+    ) -> list[AdapterCard | InspectedCard | LoramuxError]:
+        """Knows no CID from the header, as of folders that were never read before."""
+        self.inspected += paths
+        return [
+            InspectedCard(path=path, rank=4, num_bytes=64)
+            if Path(path).is_dir()
+            else AdapterNotFound(f"No adapter folder at {path}.")
+            for path in paths
+        ]
 
     def read_cid(self, folder: Path) -> str:
         """Folders of the store are named by their CID's digest."""

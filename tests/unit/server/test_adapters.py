@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loramux.backend import AdapterUse, Health
+from loramux.errors import AdapterRefused
+from loramux.types.adapter import InspectedCard
+from tests.store_factory import write_tiny
 from tests.unit.server.asgi_client import complete, get, make_app, request
-from tests.unit.server.scripted_backend import ScriptedBackend, named
+from tests.unit.server.scripted_backend import ScriptedBackend, cid_of, named
 
 LEGAL = AdapterUse(
     cid="cidv1:sha256:legal",
@@ -40,6 +44,8 @@ def test_an_adapter_is_shown_with_its_tier_and_usage() -> None:
         "id": "legal",
         "object": "adapter",
         "names": ["legal"],
+        "state": "ready",
+        "failure": None,
         "cid": "cidv1:sha256:legal",
         "path": "/adapters/legal",
         "rank": 8,
@@ -113,3 +119,42 @@ def test_the_routes_need_a_ready_engine(path: str) -> None:
     backend = ScriptedBackend()
     backend.health = Health.RESTARTING
     assert get(make_app(backend), path).status_code == 503
+
+
+def test_an_adapter_without_weights_is_listed_and_read_by_its_first_request(tmp_path: Path) -> None:
+    backend = ScriptedBackend()
+    app, folder = make_app(backend), write_tiny(tmp_path / "a")
+    for name in ("lazy", "alias"):
+        backend.names.bind(name, InspectedCard(path=str(folder), rank=4, num_bytes=64))
+    entry = get(app, "/v1/adapters/lazy").json()
+    assert entry == listed(backend)[2]
+    assert (entry["state"], entry["cid"], entry["tier"]) == ("registered", None, "source")
+    assert (entry["names"], entry["rank"], entry["bytes"]) == (["lazy", "alias"], 4, 64)
+    assert "lazy" in [model["id"] for model in get(app, "/v1/models").json()["data"]]
+    assert complete(app, model="lazy", prompt="a").status_code == 200
+    assert backend.cids == [cid_of(folder)] and backend.added == [str(folder)]
+    entry = get(app, "/v1/adapters/alias").json()
+    assert (entry["state"], entry["cid"]) == ("ready", cid_of(folder))
+
+
+def test_a_refused_adapter_is_422_and_failed_until_its_files_change(tmp_path: Path) -> None:
+    backend = ScriptedBackend()
+    app, folder = make_app(backend), write_tiny(tmp_path / "a")
+    backend.names.bind("lazy", InspectedCard(path=str(folder), rank=4, num_bytes=64))
+    backend.refusal = AdapterRefused("not_finite", "It has NaN values.", fix="Train it again.")
+    for _ in range(2):
+        answer = complete(app, model="lazy", prompt="a")
+        assert answer.status_code == 422 and answer.json()["error"]["reason"] == "not_finite"
+    entry = get(app, "/v1/adapters/lazy").json()
+    assert entry["state"] == "failed" and len(backend.added) == 1
+    assert entry["failure"] == {
+        "code": "not_finite",
+        "message": "It has NaN values.",
+        "fix": "Train it again.",
+    }
+    assert "lazy" not in [model["id"] for model in get(app, "/v1/models").json()["data"]]
+    assert request(app, "POST", "/v1/adapters/lazy/pin").status_code == 422
+    backend.refusal = None
+    write_tiny(folder, 2)
+    assert complete(app, model="lazy", prompt="a").status_code == 200
+    assert get(app, "/v1/adapters/lazy").json()["state"] == "ready"

@@ -10,9 +10,16 @@ from pathlib import Path
 import pytest
 
 from loramux.adapters.identity import CID_PREFIX
-from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged
+from loramux.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    EngineStopped,
+    InvalidRequest,
+    StoreDamaged,
+)
 from loramux.registry.records import Resolved
-from loramux.server.names import NamedAdapter, Selected
+from loramux.server.names import GivenName, NamedAdapter, Selected
+from loramux.types.adapter import InspectedCard
 from tests.store_factory import write_tiny
 from tests.unit.server.asgi_client import run
 from tests.unit.server.registry_app import Make
@@ -85,18 +92,141 @@ def test_an_adapter_that_the_registry_names_stays_when_its_given_name_goes(
     run(work())
 
 
-def test_a_name_whose_adapter_the_host_lost_is_not_found_until_its_folder_is_back() -> None:
-    """A restarted host drops folders that it cannot read, and reads changed ones as new CIDs."""
+def inspected(backend: ScriptedBackend, folder: Path, *given: str) -> None:
+    """Gives names to a folder of which only the header was checked."""
+    for name in given:
+        backend.names.bind(name, InspectedCard(path=str(folder), rank=4, num_bytes=64))
+
+
+def state_of(backend: ScriptedBackend, name: str) -> str | None:
+    given = backend.names.find(name)
+    return None if given is None else given.state
+
+
+def test_concurrent_callers_share_one_read_and_all_names_of_the_folder_are_ready(
+    tmp_path: Path,
+) -> None:
     backend = ScriptedBackend()
-    card = backend.adapters.pop(named("legal").cid)
-    assert backend.names.find("legal") is None
-    assert [given.name for given in backend.names.given()] == ["team/polite"]
-    changed = replace(card, cid=CID_PREFIX + "changed")
-    backend.adapters[changed.cid] = changed
-    found = backend.names.find("legal")
-    assert found is not None and found.cid == changed.cid
-    assert backend.names.names_of(changed.cid) == ["legal"]
-    assert backend.names.names_of(card.cid) == []
+    folder = write_tiny(tmp_path / "a")
+    inspected(backend, folder, "one", "two")
+    assert state_of(backend, "one") == "registered" and backend.added == []
+
+    async def work() -> None:
+        asks = [backend.names.identify(("one", "two")[i % 2]) for i in range(10)]
+        tasks = [asyncio.create_task(ask) for ask in asks]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        found = await asyncio.gather(*tasks[1:])
+        assert {given.cid for given in found if given} == {cid_of(folder)}
+        assert await backend.names.identify("nobody") is None
+
+    run(work())
+    assert backend.added == [str(folder)] and backend.removed == []
+    assert backend.names.names_of(cid_of(folder)) == ["one", "two"]
+    assert state_of(backend, "two") == "ready" and backend.names.unread() == {}
+
+
+def test_a_refused_adapter_is_read_again_only_when_its_files_change(tmp_path: Path) -> None:
+    backend = ScriptedBackend()
+    folder = write_tiny(tmp_path / "a")
+    inspected(backend, folder, "one")
+
+    async def ask() -> None:
+        with pytest.raises(AdapterRefused, match="NaN") as refused:
+            await backend.names.identify("one")
+        assert (refused.value.code, refused.value.fix) == ("not_finite", "Train it again.")
+
+    backend.refusal = AdapterRefused("not_finite", "It has NaN values.", fix="Train it again.")
+    run(ask())
+    run(ask())
+    assert backend.added == [str(folder)] and state_of(backend, "one") == "failed"
+    write_tiny(folder, 2)
+    run(ask())
+    assert len(backend.added) == 2
+    backend.refusal = None
+    write_tiny(folder, 3)
+    run(backend.names.identify("one"))
+    assert state_of(backend, "one") == "ready"
+
+
+def test_a_folder_that_is_gone_refuses_the_adapter_until_it_is_back(tmp_path: Path) -> None:
+    backend = ScriptedBackend()
+    inspected(backend, tmp_path / "a", "one")
+    for _ in range(2):
+        with pytest.raises(AdapterRefused, match="No adapter folder") as refused:
+            run(backend.names.identify("one"))
+        assert refused.value.code == "unreadable"
+    write_tiny(tmp_path / "a")
+    run(backend.names.identify("one"))
+    assert state_of(backend, "one") == "ready"
+
+
+def test_an_engine_that_dies_while_it_reads_an_adapter_does_not_refuse_it(tmp_path: Path) -> None:
+    backend = ScriptedBackend()
+    inspected(backend, write_tiny(tmp_path / "a"), "one")
+    backend.refusal = EngineStopped("gone")
+    with pytest.raises(EngineStopped):
+        run(backend.names.identify("one"))
+    assert state_of(backend, "one") == "registered"
+
+
+@pytest.mark.parametrize("is_reloaded", [False, True])
+def test_a_name_that_is_unloaded_or_reloaded_during_its_read_is_not_bound_by_it(
+    tmp_path: Path, is_reloaded: bool
+) -> None:
+    backend = ScriptedBackend()
+    folder, other = write_tiny(tmp_path / "a", 1), write_tiny(tmp_path / "b", 2)
+    inspected(backend, folder, "one")
+
+    async def work() -> GivenName | None:
+        asking = asyncio.create_task(backend.names.identify("one"))
+        while not backend.added:
+            await asyncio.sleep(0)
+        if is_reloaded:
+            await backend.names.load("one", str(other))
+        else:
+            await backend.names.unload("one")
+        return await asking
+
+    found = run(work())
+    assert (found and found.cid) == (cid_of(other) if is_reloaded else None)
+    assert cid_of(folder) not in backend.adapters and backend.removed == [cid_of(folder)]
+    assert backend.names.unread() == {}
+
+
+def test_a_name_whose_adapter_the_host_lost_is_read_again(tmp_path: Path) -> None:
+    backend = ScriptedBackend()
+    folder = write_tiny(tmp_path / "a")
+
+    async def work() -> None:
+        cid = (await backend.names.load("one", str(folder))).cid
+        del backend.adapters[cid]
+        assert state_of(backend, "one") == "registered"
+        found = await backend.names.identify("one")
+        assert found is not None and found.cid == cid and cid in backend.adapters
+
+    run(work())
+
+
+@pytest.mark.parametrize("change", ["nothing", "files", "broken"])
+def test_an_adapter_that_could_not_be_loaded_is_read_again(tmp_path: Path, change: str) -> None:
+    """Its names move to changed files, and a refusal is shown by the next request."""
+    backend = ScriptedBackend()
+    folder = write_tiny(tmp_path / "a", 1)
+
+    async def work() -> list[bool]:
+        cid = (await backend.names.load("one", str(folder))).cid
+        if change == "files":
+            write_tiny(folder, 2)
+        if change == "broken":
+            backend.refusal = AdapterRefused("not_finite", "It has NaN values.")
+        return await asyncio.gather(*(backend.names.restore(cid) for _ in range(3)))
+
+    assert run(work()) == [change == "nothing"] * 3
+    expected = [] if change == "broken" else [cid_of(folder)]
+    assert [cid for cid in backend.adapters if backend.names.names_of(cid) == ["one"]] == expected
+    assert state_of(backend, "one") == ("failed" if change == "broken" else "ready")
+    assert len(backend.added) == 2 and len(backend.removed) == (change != "nothing")
 
 
 def test_a_request_moves_with_its_names_and_keeps_its_weights() -> None:

@@ -38,7 +38,7 @@ def test_registry_names_are_prewarmed_with_all_versions_of_a_split(
     last = served.push("default/chat@2.0.0", 4)
     found = find_prewarmed(served.adapters, ["acme/sql", "acme/gone@1.0.0", "chat@latest"])
     assert [resolved.cid for resolved in found] == [first, second, gone, last]
-    run(prewarm(served.backend, served.backend.names, found))
+    run(prewarm(served.backend, served.backend.names, adapters=found))
     assert served.backend.prewarmed == [first, second, last]
     assert "acme/gone@1.0.0 is not pre-warmed" in caplog.text
 
