@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from loramux.backend import Health
 from loramux.config.engine import EngineConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
+from loramux.engine.messages import Adopt, Command, Prewarm, Start
+from loramux.engine.process import EngineProcess
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -23,6 +26,7 @@ from loramux.errors import (
     RequestTimeout,
     UnsupportedModel,
 )
+from loramux.types.adapter import InspectedCard
 from loramux.types.request import Request
 from loramux.types.sampling import SamplingParams
 from tests.adapter_factory import make_peft_adapter, write_adapter
@@ -194,6 +198,73 @@ def test_a_dead_or_hung_engine_fails_open_requests_and_is_restarted(
         await wait_until_ready(engine)
         assert await tokens_of(engine, make_greedy("after", cid=cid)) == before
         assert engine.num_restarts == num_restarts + 1
+
+    shared.run(use)
+
+
+def test_a_new_engine_learns_adapters_by_need_and_loads_the_hot_ones_first(
+    folder: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second start fails once, and an adapter is removed before the engine is back."""
+    paths = [make_peft_adapter(tmp_path / str(i), model, lora_alpha=8 + i) for i in range(4)]
+    open_process, sent = EngineProcess.open, list[Command]()
+
+    async def open_later(start: Start, on_progress: Any) -> EngineProcess:
+        opened.append(start)
+        if len(opened) == 1:
+            raise OSError("no process is left")
+        process = await open_process(start, on_progress)
+        monkeypatch.setattr(process, "send", lambda one: (sent.append(one), send(process, one)))
+        return process
+
+    send, opened = EngineProcess.send, list[Start]()
+
+    async def use(engine: AsyncEngine) -> None:
+        cids = [(await engine.add_adapter(str(path))).cid for path in paths]
+        before = [await tokens_of(engine, make_greedy(f"b{c}", cid=c)) for c in cids[:3]]
+        await engine.pin_adapter(cids[1], True)
+        monkeypatch.setattr(EngineProcess, "open", open_later)
+        assert engine.engine_pid is not None
+        os.kill(engine.engine_pid, signal.SIGKILL)
+        while engine.health is Health.READY:
+            await asyncio.sleep(0.01)
+        await engine.remove_adapter(cids[2])
+        await wait_until_ready(engine)
+        assert len(opened) == 2 and engine.num_restarts == 1
+        assert await tokens_of(engine, make_greedy("first", cid=cids[0])) == before[0]
+        with pytest.raises(AdapterNotFound):
+            await tokens_of(engine, make_greedy("gone", cid=cids[2]))
+        async with asyncio.timeout(60):
+            while len([one for one in sent if isinstance(one, Adopt)]) < 3:
+                await asyncio.sleep(0.01)
+        adopted = [one.card.cid for one in sent if isinstance(one, Adopt)]
+        assert sorted(adopted) == sorted({*cids} - {cids[2]}), "each once, and none removed"
+        assert adopted[-1] == cids[3], "the one that was never used comes last"
+        prewarmed = [one.cids for one in sent if isinstance(one, Prewarm)]
+        assert prewarmed == [(cids[1], cids[0])]
+        pinned = {use.cid for use in await engine.adapter_uses() if use.is_pinned}
+        assert pinned == {cids[1]}
+        await engine.remove_adapter(cids[0])
+
+    with EngineRunner(folder) as own:
+        own.run(use)
+
+
+def test_headers_are_checked_in_batches_and_weights_are_read_on_demand(
+    shared: EngineRunner, adapter: Path, tmp_path: Path
+) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        bad = str(write_adapter(tmp_path / "bad", "{", None))
+        num_known = len(engine.adapters)
+        fresh = shutil.copytree(adapter, tmp_path / "fresh")
+        found = await engine.inspect_adapters([str(fresh), bad] * 40)
+        card = found[0]
+        assert isinstance(card, InspectedCard) and found[::2] == [card] * 40
+        assert {getattr(one, "code", None) for one in found[1::2]} == {"config_not_json"}
+        assert len(engine.adapters) == num_known
+        known = await engine.add_adapter(card.path)
+        assert (known.rank, known.num_bytes) == (card.rank, card.num_bytes)
+        assert await engine.inspect_adapters([card.path]) == [known], "its CID is on record now"
 
     shared.run(use)
 
