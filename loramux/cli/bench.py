@@ -26,6 +26,10 @@ PROGRAMS = {
         "Decode step by batch, adapters and ranks, against the roofline.",
     ),
     "trace": ("benchmarks.trace", "S-LoRA and Punica workloads on the engine, against base-only."),
+    "many-adapters": (
+        "benchmarks.many_adapters",
+        "Start, restart and token time with thousands of adapters, against a few.",
+    ),
     "kernels": ("benchmarks.kernels", "LoRA and attention kernels alone, against other servers'."),
     "goals": ("benchmarks.goals", "Every goal of the GPU engine: measured figure, goal, verdict."),
     "plot": ("benchmarks.lib.plots", "Plot the JSON record of a benchmark."),
