@@ -74,17 +74,16 @@ def test_several_weighted_adapters_on_one_row_add_up() -> None:
     check(world, [pair, pair, ((1, 1.0), (0, 2.0)), ((0, 3.0),)], O_PROJ)
 
 
-@pytest.mark.parametrize("site", [QKV, O_PROJ])
-def test_random_sums_of_up_to_eight_adapters_beside_plain_and_base_rows(site: int) -> None:
+def test_random_sums_of_up_to_eight_adapters_beside_plain_and_base_rows() -> None:
     ranks = [dict.fromkeys(ALL, rank) for rank in (1, 3, 16, 20, 4, 4)]
     world = make_world([*ranks, {"q_proj": 5}, {"o_proj": 17, "v_proj": 2}])
-    draw = random.Random(site)
+    draw = random.Random(0)
     eight = tuple((slot, draw.uniform(-2, 2)) for slot in range(8))
     rows: list[Selection] = [eight, (), ((0, 1.0),), ((2, 1.0),), ((2, 1.0),)]
     for _ in range(6):
         slots = draw.sample(range(8), draw.randint(1, 4))
         rows += [tuple((slot, draw.uniform(-2, 2)) for slot in slots)] * draw.choice((1, 1, 4))
-    check(world, rows, site)
+    check(world, rows, QKV)
 
 
 def test_projections_and_layers_that_an_adapter_does_not_change() -> None:
