@@ -62,3 +62,29 @@ def test_a_second_engine_finds_the_packed_images_on_disk(model: Any, tmp_path: P
         assert engine.memory.tiers.disk.counters.hits == num_hits
         engine.close()
     assert answers[0] == answers[1]
+
+
+def test_the_first_load_uses_the_bytes_that_were_identified(model: Any, tmp_path: Path) -> None:
+    """Catches a load that fails because the folder was replaced by the next version meanwhile."""
+    engine = make_engine(model, tmp_path / "model")
+    prompt = make_prompt(9, seed=1)
+    folder = make_peft_adapter(tmp_path / "adapter", model, seed=1)
+    old = engine.register_adapter(folder).cid
+    make_peft_adapter(folder, model, seed=2)
+    new = engine.register_adapter(folder).cid
+    names = {"old": old, "new": new}
+    answers = run_all(engine, [make_request(n, prompt, ((c, 1.0),)) for n, c in names.items()])
+    assert answers["old"] != answers["new"]
+    assert engine.memory.costs.source.loads == 2, "the files were read again"
+    engine.check_integrity()
+    engine.close()
+
+
+def test_an_image_that_does_not_fit_into_host_memory_is_not_kept(
+    model: Any, tmp_path: Path
+) -> None:
+    engine = make_engine(model, tmp_path / "model", host_memory_bytes=2**10)
+    cid = engine.register_adapter(make_peft_adapter(tmp_path / "adapter", model)).cid
+    assert cid not in engine.memory.tiers.host and engine.memory.tiers.host.used_bytes == 0
+    engine.check_integrity()
+    engine.close()
