@@ -13,9 +13,11 @@ from typing import Protocol
 from loramux.adapters.catalog import AdapterCatalog, IdentifiedAdapter, VerifiedAdapters
 from loramux.adapters.identity import FileDigest, is_digest
 from loramux.adapters.loading import AdapterRules
+from loramux.adapters.packed.compiled import use_packer
 from loramux.adapters.packed.image import AdapterImage
 from loramux.adapters.workers import Workers
 from loramux.config.engine import ResolvedConfig
+from loramux.kernels.select import select_fp12_packer
 from loramux.memory.adapter_eviction import ResidencyLimits
 from loramux.memory.cost import CostModel
 from loramux.memory.disk_tier import DiskTier
@@ -148,6 +150,9 @@ def build_memory(
         clock=clock,
     )
     workers = load_workers(shares_cores=pool.device.type == "cpu")
+    if workers.num_threads > 1:
+        # Takes a second, or three at the first start; numpy packs until then.
+        workers.start(lambda: use_packer(select_fp12_packer()))
     catalog = _catalog(config, rules, workers)
     lower = _lower_tiers(config, pool, catalog, tier, loads)
     prefixes = None

@@ -8,7 +8,14 @@ import platform
 import torch
 
 from loramux.errors import UnsupportedModel
-from loramux.kernels.ops import DeviceKernels, JitGemmOps, JitKernels, JitLinearOps, Kernels
+from loramux.kernels.ops import (
+    DeviceKernels,
+    Fp12PackOps,
+    JitGemmOps,
+    JitKernels,
+    JitLinearOps,
+    Kernels,
+)
 
 # bfloat16 matrix instructions and asynchronous copies. From 9.0 on kernels with TMA and
 # programmatic dependent launch replace some of the others.
@@ -86,6 +93,15 @@ def triton_fault(device: str) -> str | None:
     except Exception as error:  # Triton raises errors of the compiler, the linker and the driver.
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None if is_right else "it computes wrong results"
+
+
+def select_fp12_packer() -> Fp12PackOps | None:
+    """The compiled code that packs adapters on the host; None: numba is missing."""
+    if importlib.util.find_spec("numba") is None:
+        return None
+    from loramux.kernels.cpu_jit import fp12
+
+    return fp12
 
 
 def select_device_kernels(device: torch.device) -> DeviceKernels:

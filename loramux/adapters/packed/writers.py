@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loramux.adapters.packed.compiled import Fp12Packer, compiled_packer
 from loramux.adapters.packed.dense import DenseLayout, SitePlace, SlicePlace
 from loramux.adapters.packed.fp12 import LARGEST_EXPONENT, TOO_LARGE, pack_rows, row_exponents
 from loramux.adapters.packed.paged import (
@@ -90,6 +91,10 @@ class RankBlockWriter:
             self._out[start:stop] = 0
 
     def __call__(self, module: LoraModule) -> RankMaxima:
+        packer = compiled_packer()
+        dtypes = {module.a.dtype, module.b.dtype, self._dtype}
+        if packer is not None and self._layout.is_fp12 and dtypes == {torch.bfloat16}:
+            return self._write_compiled(module, packer)
         a, b = bits_of(module.a), transposed_bits(module.b)
         scale: float | Float32 = module.scale
         b_maxima = row_maxima(b, module.b.dtype)
@@ -106,6 +111,28 @@ class RankBlockWriter:
             self._view(block.b_offset, served[ranks])[:] = served[ranks]
         return RankMaxima(maxima, b_maxima)
 
+    def _write_compiled(self, module: LoraModule, packer: Fp12Packer) -> RankMaxima:
+        """Writes the same bytes as the other methods, in one pass over A and one over B."""
+        a, b = bits_of(module.a), bits_of(module.b)
+        largest_a, largest_b = (np.empty(len(a), dtype=np.uint16) for _ in range(2))
+        exponents = np.empty(len(a), dtype=np.int64)
+        for ranks, block in self._blocks(module):
+            words = self._fp12_words(block, a.shape[1])
+            packer.pack_a(a[ranks], words, largest_a[ranks], exponents[ranks])
+            out = self._out[block.b_offset : block.b_offset + block.num_ranks * len(b)]
+            packer.pack_b(
+                *(b[:, ranks], module.scale, exponents[ranks]),
+                *(out.reshape(block.num_ranks, len(b)), largest_b[ranks]),
+            )
+        return RankMaxima(
+            maxima_of(largest_a, torch.bfloat16), maxima_of(largest_b, torch.bfloat16)
+        )
+
+    def _fp12_words(self, block: RankBlock, width: int) -> NDArray[np.uint32]:
+        size = fp12_elements(block.num_ranks, width)
+        words = self._out[block.a_offset : block.a_offset + size].view(np.uint32)
+        return words.reshape(-1, WORDS_PER_COLUMN, width)
+
     def _write_fp12(self, module: LoraModule, a: Bits) -> tuple[Float64, NDArray[np.int16]]:
         """Writes A; returns its maxima and the exponents of its rows."""
         served = np.ascontiguousarray(converted_bits(a, module.a.dtype, self._dtype))
@@ -119,9 +146,7 @@ class RankBlockWriter:
         exponents = row_exponents(largest)
         width = a.shape[1]
         for ranks, block in self._blocks(module):
-            size = fp12_elements(block.num_ranks, width)
-            words = self._out[block.a_offset : block.a_offset + size].view(np.uint32)
-            words = words.reshape(-1, WORDS_PER_COLUMN, width)
+            words = self._fp12_words(block, width)
             pack_rows(served[ranks], absolute[ranks], exponents[ranks], words)
         return maxima, exponents
 

@@ -95,9 +95,18 @@ def make_modules(
 
 
 def check_values(modules: Sequence[LoraModule], maxima: Sequence[RankMaxima]) -> tuple[str, ...]:
-    """Refuses values that are not finite and adapters without effect; returns warnings."""
-    pairs = list(zip(modules, maxima, strict=True))
-    idle = [module.target.path for module, found in pairs if not has_effect(module, found)]
+    """Refuses values that are not finite and adapters without effect; returns warnings.
+
+    A module has an effect if scale * B @ A can be other than zero: a rank is nonzero in both A and
+    B. All modules are checked at once, because an adapter may have hundreds.
+    """
+    a, b = (np.concatenate([getattr(found, half) for found in maxima]) for half in ("a", "b"))
+    if not (np.isfinite(a) & np.isfinite(b)).all():
+        _refuse_infinite(modules, maxima)
+    starts = np.cumsum([0, *(len(found.a) for found in maxima[:-1])])
+    effects = np.logical_or.reduceat((a > 0) & (b > 0), starts)
+    acting = [bool(effect) and m.scale != 0 for m, effect in zip(modules, effects, strict=True)]
+    idle = [m.target.path for m, acts in zip(modules, acting, strict=True) if not acts]
     if len(idle) == len(modules):
         raise AdapterRefused(
             RefusalCode.NO_EFFECT,
@@ -107,16 +116,12 @@ def check_values(modules: Sequence[LoraModule], maxima: Sequence[RankMaxima]) ->
     return (f"{len(idle)} modules have no effect: {name_some(idle)}.",) if idle else ()
 
 
-def has_effect(module: LoraModule, maxima: RankMaxima) -> bool:
-    """Returns whether scale * B @ A can be other than zero: a rank is nonzero in both A and B.
-
-    Refuses values that are not finite.
-    """
-    for half, found in (("A", maxima.a), ("B", maxima.b)):
-        if not np.isfinite(found).all():
-            raise AdapterRefused(
-                RefusalCode.NOT_FINITE,
-                f"{module.target.path} has NaN or infinite values in lora_{half}.",
-                fix="The training diverged; give an earlier checkpoint.",
-            )
-    return module.scale != 0 and bool(((maxima.a > 0) & (maxima.b > 0)).any())
+def _refuse_infinite(modules: Sequence[LoraModule], maxima: Sequence[RankMaxima]) -> None:
+    for module, found in zip(modules, maxima, strict=True):
+        for half, largest in (("A", found.a), ("B", found.b)):
+            if not np.isfinite(largest).all():
+                raise AdapterRefused(
+                    RefusalCode.NOT_FINITE,
+                    f"{module.target.path} has NaN or infinite values in lora_{half}.",
+                    fix="The training diverged; give an earlier checkpoint.",
+                )

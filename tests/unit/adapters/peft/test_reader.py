@@ -17,7 +17,7 @@ from loramux.adapters.peft.folder import short_base_name
 from loramux.adapters.peft.inspection import Inspector
 from loramux.adapters.peft.reader import (
     LoraModule,
-    has_effect,
+    check_values,
     read_adapter,
 )
 from loramux.adapters.values import rank_maxima
@@ -240,14 +240,14 @@ def test_one_nan_in_a_large_tensor_is_found(dtype: torch.dtype, position: int) -
     a.view(-1)[position] = math.nan
     module = LoraModule(BASE.targets[0], 16, 16, 1.0, a, torch.ones(4, 16, dtype=dtype))
     with pytest.raises(AdapterRefused, match="lora_A"):
-        has_effect(module, rank_maxima(module))
+        check_values([module], [rank_maxima(module)])
 
 
 def test_an_effect_beyond_the_first_feature_is_seen() -> None:
     a, b = torch.zeros(4, 32), torch.zeros(48, 4)
     a[2, 5] = b[7, 2] = 1e-30
     module = LoraModule(BASE.targets[0], 4, 8, 2.0, a, b)
-    assert has_effect(module, rank_maxima(module))
+    assert check_values([module], [rank_maxima(module)]) == ()
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
