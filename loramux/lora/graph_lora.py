@@ -93,6 +93,19 @@ class GraphLora:
         sites = ATTENTION_SITES if self._is_attention_only(out) else None
         return LoraMode(LoraPath.SEGMENTED, sites=sites)
 
+    def fill_padding(self, mode: LoraMode, num_rows: int, out: Ints) -> None:
+        """Writes the work list of a step of padding rows alone, as a graph of this mode reads it.
+
+        Kernels expect every row in the list: an empty one would leave them the rows of an earlier
+        step, which may have had more of them.
+        """
+        if mode.path is LoraPath.AUGMENTED:
+            assert self.augmented is not None, "the base weights are not augmented"
+            num_blocks = self.augmented.fill([()], [num_rows], num_rows, out)
+            assert num_blocks is not None, "padding needs no rank blocks"
+        elif mode.path is LoraPath.SEGMENTED:
+            self.segmented.fill([()], [num_rows], out)
+
     def begin(self, mode: LoraMode, num_rows: int) -> SegmentedWork | AugmentedStep | None:
         """Launches a graph's first LoRA kernel; returns what its layers call (None: base only)."""
         if mode.path is LoraPath.NONE:

@@ -87,14 +87,22 @@ class DecodeGraphs:
     def capture(self, key: Key) -> None:
         """Capture a graph if it is new. Its first run is of padding rows, which write no keys."""
         if not self._steps.is_ready(key):
-            self._inputs.clear()
+            self._clear(key)
         self._steps.get(key)
 
     @torch.inference_mode()
     def trace(self, key: Key) -> None:
         """Launch the kernels of a graph once, over padding rows, without capturing them."""
-        self._inputs.clear()
+        self._clear(key)
         self._compute(*key)
+
+    def _clear(self, key: Key) -> None:
+        """Send the inputs of a step of padding rows alone."""
+        num_rows, mode = key
+        self._inputs.begin()
+        self.lora.fill_padding(mode, num_rows, self._inputs.host_lora_words)
+        self._inputs.fill_padding()
+        self._inputs.send()
 
     @property
     def token_buffer(self) -> TokenBuffer:

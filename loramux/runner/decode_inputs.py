@@ -70,12 +70,9 @@ class DecodeInputs:
         host_noise.view(np.float64)[:count] = noise
         self.pages.fill(chunks)
 
-    def clear(self) -> None:
-        """Begin and send a step of padding rows alone, without adapters."""
-        self.begin()
-        self.host_lora_words.fill(0)
+    def fill_padding(self) -> None:
+        """Fill the fields of a step without sequences."""
         self.fill((), (), ())
-        self.send()
 
     def send(self) -> None:
         """Copy all fields to the device at once, without waiting for it."""

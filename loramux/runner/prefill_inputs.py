@@ -98,17 +98,17 @@ class PrefillInputs:
             field.fill(0)
             field[: some.numel()] = some.numpy().reshape(-1)
 
-    def clear(self) -> None:
-        """Begin and send a step of padding rows alone, without adapters."""
-        self.begin()
+    def fill_padding(self) -> None:
+        """Fill the fields of a step without sequences."""
         fields = self._words.host
-        for field in fields[:-1]:
-            field.fill(0)
+        lora_words = self._first_items - 1
+        for number, field in enumerate(fields[:-1]):
+            if number != lora_words:
+                field.fill(0)
         sources, slots = fields[1], fields[3]
         sources.fill(-1)
         slots.fill(-1)
         self.pages.fill(())
-        self.send()
 
     def _fill_samples(
         self, chunks: Sequence[Chunk], last_rows: Ints, samples: SampleInputs

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from loramux.engine.engine import Engine
 from loramux.lora.graph_lora import BASE_MODE, LoraMode
 from loramux.memory.device import GraphMaker
 from loramux.runner.decode_graphs import BATCH_SIZES, DecodeLimits, is_decode
@@ -247,28 +248,44 @@ def costly_captures(runner: GpuRunner) -> list[str]:
     return runs
 
 
+@pytest.mark.parametrize("augmented_ranks", [0, 32])
 def test_steps_without_their_graph_run_on_a_larger_one_until_it_is_captured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    augmented_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
-    requests = [make_request(str(i), make_prompt(5 + i, seed=i), max_tokens=5) for i in range(2)]
-    settings = {"max_sequences": 3, "max_batch_tokens": 40, "lora_augmented_ranks": 0}
-    expected = run_all(device_engine(monkeypatch, model, tmp_path / "a", **settings)[0], requests)
+    folders = two_adapters(model, tmp_path)
+    settings = {
+        "max_sequences": 3,
+        "max_batch_tokens": 40,
+        "lora_augmented_ranks": augmented_ranks,
+    }
+
+    def answers(engine: Engine) -> Any:
+        chosen = [((engine.register_adapter(folder).cid, 1.0),) for folder in folders]
+        return run_all(
+            engine,
+            [
+                make_request(f"{i}", make_prompt(9 - 4 * i, seed=i), selection, max_tokens=4 + i)
+                for i, selection in enumerate([*chosen, ()])
+            ],
+        )
+
+    expected = answers(device_engine(monkeypatch, model, tmp_path / "a", **settings)[0])
     engine, runner = device_engine(monkeypatch, model, tmp_path / "b", **settings)
     runs = costly_captures(runner)
     runner.capture_largest()
     assert not runner.is_lacking
     num_largest = runs.count("made")
     monkeypatch.setattr("loramux.engine.engine._PREPARE_INTERVAL_S", 0.0)
-    assert run_all(engine, requests) == expected, "captures between steps change no token"
+    assert answers(engine) == expected, "captures between steps change no token"
     assert runs.count("replayed") > 0
     assert runs.count("made") > num_largest, "what the steps lacked is captured"
-    assert not runner.is_lacking
     engine.prepare_all()
+    assert not runner.is_lacking
     for graphs in (runner._decode_graphs, runner._prefill_graphs):
         assert set(graphs.graphs.made) == set(graphs.keys)
     num_made = runs.count("made")
-    assert run_all(engine, requests) == expected
+    assert answers(engine) == expected
     assert runs.count("made") == num_made
 
 
