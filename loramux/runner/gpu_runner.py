@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -47,6 +48,7 @@ from loramux.runner.step_graphs import Key, StepGraphs
 from loramux.types.step import InFlightStep, SampleRow, StepPlan, StepResult
 
 Progress = Callable[[str, float], None]
+_log = logging.getLogger(__name__)
 
 
 class CapturedGraphs(Protocol):
@@ -122,6 +124,7 @@ class GpuRunner:
         )
         self._graph_kinds: tuple[CapturedGraphs, ...] = (self._decode_graphs, self._prefill_graphs)
         self._todo: list[tuple[CapturedGraphs, Key]] | None = None
+        self._can_capture = True
         self._last: InFlightStep | None = None
         # Most tokens of one launch; halved when a step runs out of memory.
         self._max_tokens = limits.max_batch_tokens
@@ -174,7 +177,9 @@ class GpuRunner:
     @property
     def is_lacking(self) -> bool:
         """Whether steps ran on larger graphs because their own are not captured."""
-        return any(graphs.graphs.wanted is not None for graphs in self._graph_kinds)
+        return self._can_capture and any(
+            graphs.graphs.wanted is not None for graphs in self._graph_kinds
+        )
 
     @torch.inference_mode()
     def prepare_next(self, *, only_wanted: bool) -> bool:
@@ -182,14 +187,22 @@ class GpuRunner:
 
         `only_wanted`: one that a step has lacked. No step may be in flight.
         """
-        found = self._next_graph(only_wanted=only_wanted)
+        found = self._next_graph(only_wanted=only_wanted) if self._can_capture else None
         if found is None:
             return False
         graphs, key = found
         # The first run of the new graph overwrites the tokens of the last step.
         self._token_buffer.forget()
-        graphs.capture(key)
-        return True
+        try:
+            graphs.capture(key)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            # Steps go on with the graphs that there are.
+            self._can_capture = False
+            release_cached(self._pool.device)
+            _log.warning("no memory for more CUDA graphs: %s", error)
+        return self._can_capture
 
     def _next_graph(self, *, only_wanted: bool) -> tuple[CapturedGraphs, Key] | None:
         for graphs in self._graph_kinds:

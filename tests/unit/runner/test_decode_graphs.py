@@ -303,6 +303,25 @@ def test_idle_captures_begin_with_the_smallest_graphs(
     assert not runner.prepare_next(only_wanted=True), "no step has lacked anything"
 
 
+def test_without_memory_for_more_graphs_steps_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    settings = {"max_sequences": 2, "max_batch_tokens": 33, "lora_augmented_ranks": 0}
+    engine, runner = device_engine(monkeypatch, model, tmp_path, **settings)
+    costly_captures(runner)
+    runner.capture_largest()
+
+    def fail(_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(RunsWhenMade, "make", lambda self, work: fail(work))
+    monkeypatch.setattr("loramux.engine.engine._PREPARE_INTERVAL_S", 0.0)
+    answers = run_all(engine, [make_request("one", make_prompt(3, seed=1), max_tokens=4)])
+    assert len(answers["one"]) == 4
+    assert not runner.is_lacking and not engine.prepare_next()
+
+
 def test_a_graph_captured_in_a_step_runs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
