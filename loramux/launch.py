@@ -32,6 +32,7 @@ from loramux.config.paths import (
 from loramux.config.serve import ServeConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.engine.process import OnProgress
+from loramux.engine.spawn import SpawnedWorker
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.models.default_model import cache_folder, default_model_path
 from loramux.models.locate import locate_model
@@ -77,16 +78,39 @@ OnReady = Callable[[ServerReady], None]
 
 
 def serve(
-    config: ServeConfig, *, progress: OnProgress, downloads: ByteSink, on_ready: OnReady
+    config: ServeConfig,
+    *,
+    progress: OnProgress,
+    downloads: ByteSink,
+    on_ready: OnReady,
+    worker: SpawnedWorker | None = None,
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C; raises LoramuxError if the server cannot start."""
+    """Serve until SIGTERM or Ctrl-C; raises LoramuxError if the server cannot start.
+
+    `worker`: an engine process that was spawned before; None spawns one.
+    """
+    try:
+        return _run(config, progress, downloads, on_ready, worker)
+    finally:
+        if worker is not None:
+            # Does nothing to an engine that has ended by itself.
+            worker.close()
+
+
+def _run(
+    config: ServeConfig,
+    progress: OnProgress,
+    downloads: ByteSink,
+    on_ready: OnReady,
+    worker: SpawnedWorker | None,
+) -> int:
     _allow_many_connections()
     # Bound before the model is fetched and loaded, so that a port in use fails at once.
     with _listen(config.host, config.port) as listener:
         config = with_fetched_adapters(config, source_config(config), progress)
         # On the main thread, ahead of the event loop: Ctrl-C ends a download at once.
         config = replace(config, model=str(locate_model(config.model, sink=downloads)))
-        asyncio.run(_serve(config, listener, progress, on_ready))
+        asyncio.run(_serve(config, listener, progress, on_ready, worker))
     return 0
 
 
@@ -111,7 +135,11 @@ def with_fetched_adapters(
 
 
 async def _serve(
-    config: ServeConfig, listener: socket.socket, progress: OnProgress, on_ready: OnReady
+    config: ServeConfig,
+    listener: socket.socket,
+    progress: OnProgress,
+    on_ready: OnReady,
+    worker: SpawnedWorker | None,
 ) -> None:
     # Parsed before the model is loaded, so that an invalid setting fails at once.
     sources = source_config(config)
@@ -120,7 +148,7 @@ async def _serve(
         others = [name for name in config.prewarm_adapters if name not in given]
         prewarmed = find_prewarmed(registry, others)
         async with contextlib.AsyncExitStack() as stack:
-            engine = await stack.enter_async_context(_running_engine(config, progress))
+            engine = await stack.enter_async_context(_running_engine(config, progress, worker))
             names = await _name_adapters(config, engine, registry, progress)
             await stack.enter_async_context(_prewarming(config, engine, names, prewarmed))
             options = server_options(config, sources=sources, base_name=engine.card.name)
@@ -251,7 +279,9 @@ def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
 
 
 @contextlib.asynccontextmanager
-async def _running_engine(config: ServeConfig, progress: OnProgress) -> AsyncIterator[AsyncEngine]:
+async def _running_engine(
+    config: ServeConfig, progress: OnProgress, worker: SpawnedWorker | None
+) -> AsyncIterator[AsyncEngine]:
     options = AsyncEngineOptions(
         model=Path(config.model) if config.model is not None else default_model_path(),
         config=_with_disk_folder(config.engine),
@@ -259,7 +289,7 @@ async def _running_engine(config: ServeConfig, progress: OnProgress) -> AsyncIte
         max_queue=config.max_queue,
         max_tokens=config.max_queue_tokens,
     )
-    engine = AsyncEngine(options, on_progress=progress)
+    engine = AsyncEngine(options, on_progress=progress, worker=worker)
     await engine.start()
     try:
         yield engine

@@ -7,6 +7,7 @@ import json
 import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
@@ -305,10 +306,17 @@ vars(serve)["__signature__"] = serve_signature()
 
 
 def import_launch() -> Launch:
-    # Imported late: torch takes seconds to import, and `--help` needs none of it.
-    from loramux import launch
+    # Imported late: this takes seconds, and `--help` needs none of it. The engine process, which
+    # imports torch, starts meanwhile.
+    from loramux.engine.spawn import spawn_worker
 
-    return launch.serve
+    worker = spawn_worker()
+    try:
+        from loramux import launch
+    except BaseException:
+        worker.close()
+        raise
+    return partial(launch.serve, worker=worker)
 
 
 def run(config: ServeConfig, console: Console, find_launch: Callable[[], Launch]) -> int:

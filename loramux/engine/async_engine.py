@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -45,7 +46,8 @@ from loramux.engine.messages import (
 )
 from loramux.engine.outputs import OutputCollector, RequestStream
 from loramux.engine.process import EngineProcess, OnProgress
-from loramux.engine.tokenizer import Tokenizer
+from loramux.engine.spawn import SpawnedWorker
+from loramux.engine.tokenizer import Tokenizer, import_library
 from loramux.errors import AdapterNotFound, EngineBusy, EngineStopped, LoramuxError
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.request import FinishReason, Request, Selection
@@ -109,8 +111,14 @@ class AsyncEngine:
     """Implements loramux.backend.TextBackend over an engine in another process."""
 
     def __init__(
-        self, options: AsyncEngineOptions, *, on_progress: OnProgress = lambda what, share: None
+        self,
+        options: AsyncEngineOptions,
+        *,
+        on_progress: OnProgress = lambda what, share: None,
+        worker: SpawnedWorker | None = None,
     ) -> None:
+        """`worker`: a process that was spawned before, for the first engine."""
+        self._worker = worker
         self._options = options
         self._on_progress = on_progress
         self._process: EngineProcess | None = None
@@ -152,6 +160,8 @@ class AsyncEngine:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
+        # The library takes seconds to import, and the engine process starts meanwhile.
+        threading.Thread(target=import_library, daemon=True, name="tokenizers").start()
         await self._open_process()
         self._supervisor = asyncio.create_task(self._supervise())
         self._codec = await asyncio.to_thread(Tokenizer, Path(self.card.tokenizer_folder))
@@ -250,7 +260,8 @@ class AsyncEngine:
             # A restarted engine must not fall back to another device.
             settings["device"] = first.device
         start = Start(model=str(options.model), settings=settings)
-        self._process = await EngineProcess.open(start, self._on_progress)
+        worker, self._worker = self._worker, None
+        self._process = await EngineProcess.open(start, self._on_progress, worker)
         card = self._process.card
         self._card = replace(
             card,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from itertools import count
@@ -25,8 +23,8 @@ from loramux.engine.messages import (
     Start,
     decode_error,
 )
+from loramux.engine.spawn import SpawnedWorker, spawn_worker
 from loramux.errors import EngineStopped, LoramuxError
-from loramux.process_environment import child_environment
 
 # A thread of the engine sends two heartbeats a second; only a stopped process misses this many.
 SILENCE_LIMIT_S = 4.0
@@ -88,22 +86,15 @@ class EngineProcess:
         self.cause_of_death = "the engine process ended"
 
     @classmethod
-    async def open(cls, start: Start, on_progress: OnProgress) -> EngineProcess:
-        """Returns when the engine is ready; raises the error that prevents its start."""
-        ours, theirs = socket.socketpair()
-        try:
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "loramux.engine.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=child_environment(),
-                stdin=subprocess.DEVNULL,
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        process = cls(popen, await ServerChannel.open(ours))
+    async def open(
+        cls, start: Start, on_progress: OnProgress, worker: SpawnedWorker | None = None
+    ) -> EngineProcess:
+        """Returns when the engine is ready; raises the error that prevents its start.
+
+        `worker`: a process that was spawned before; None spawns one.
+        """
+        worker = worker or spawn_worker()
+        process = cls(worker.popen, await ServerChannel.open(worker.connection))
         process.send(start)
         try:
             await process._wait_until_ready(on_progress)

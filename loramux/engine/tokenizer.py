@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -128,6 +129,12 @@ class Tokenizer:
             raise InvalidRequest(
                 f"The chat template of this model refused the messages: {error}", param="messages"
             ) from error
+
+
+def import_library() -> None:
+    """Import the tokenizer library ahead of the first tokenizer."""
+    with contextlib.suppress(ImportError):  # reported when a tokenizer is loaded
+        from transformers import PreTrainedTokenizerFast  # noqa: F401
 
 
 def _load(folder: Path) -> Any:

@@ -61,7 +61,10 @@ def ready(*adapters: str, host: str = "127.0.0.1", **facts: Any) -> ServerReady:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     configs: Launched = []
 
-    def serve(config: ServeConfig, *, progress: Any, downloads: Any, on_ready: Any) -> int:
+    def serve(
+        config: ServeConfig, *, progress: Any, downloads: Any, on_ready: Any, worker: Any
+    ) -> int:
+        assert worker == "a spawned engine"
         configs.append(config)
         progress("Converting the model", 0.5)
         on_ready(ready(*(m.name for m in config.lora_modules)))
@@ -71,6 +74,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     vars(fake)["serve"] = serve
     monkeypatch.setitem(sys.modules, "loramux.launch", fake)
     monkeypatch.setattr("loramux.launch", fake, raising=False)
+    monkeypatch.setattr("loramux.engine.spawn.spawn_worker", lambda: "a spawned engine")
     return configs
 
 

@@ -209,11 +209,11 @@ def test_a_new_engine_learns_adapters_by_need_and_loads_the_hot_ones_first(
     paths = [make_peft_adapter(tmp_path / str(i), model, lora_alpha=8 + i) for i in range(4)]
     open_process, sent = EngineProcess.open, list[Command]()
 
-    async def open_later(start: Start, on_progress: Any) -> EngineProcess:
+    async def open_later(start: Start, on_progress: Any, worker: Any) -> EngineProcess:
         opened.append(start)
         if len(opened) == 1:
             raise OSError("no process is left")
-        process = await open_process(start, on_progress)
+        process = await open_process(start, on_progress, worker)
         monkeypatch.setattr(process, "send", lambda one: (sent.append(one), send(process, one)))
         return process
 

@@ -9,6 +9,7 @@ import pytest
 
 from loramux.engine.messages import Answer, Events, Shutdown, Start, encode_error
 from loramux.engine.process import EngineProcess, PendingCalls
+from loramux.engine.spawn import spawn_worker
 from loramux.errors import AdapterNotFound, EngineStopped, UnsupportedModel
 from tests.engine_factory import save_model_with_tokenizer
 
@@ -91,3 +92,9 @@ def test_a_dead_engine_fails_all_pending_calls() -> None:
             calls.open()
 
     asyncio.run(check())
+
+
+def test_a_spawned_process_that_no_server_takes_is_ended() -> None:
+    worker = spawn_worker()
+    worker.close()
+    assert worker.popen.poll() is not None

@@ -1,0 +1,42 @@
+"""Spawns the engine process; a light module, since the server imports the rest meanwhile."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from loramux.process_environment import child_environment
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnedWorker:
+    """An engine process that imports torch and then waits for its first message."""
+
+    popen: subprocess.Popen[bytes]
+    connection: socket.socket
+    """The server's end of the connection."""
+
+    def close(self) -> None:
+        """End a process that was not given to a server."""
+        self.connection.close()
+        self.popen.kill()
+        self.popen.wait()
+
+
+def spawn_worker() -> SpawnedWorker:
+    ours, theirs = socket.socketpair()
+    try:
+        popen = subprocess.Popen(
+            [sys.executable, "-m", "loramux.engine.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return SpawnedWorker(popen, ours)
