@@ -168,6 +168,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    recipe: dict[str, Any] | None = None
+    """Method and parts of a combination of adapters; None for others."""
 
 
 class AdapterList(msgspec.Struct, frozen=True, kw_only=True):

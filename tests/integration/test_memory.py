@@ -104,7 +104,7 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_own_requests_and_may_come_ba
     refused = ask("cold")
     assert refused.status_code == 422, refused.text
     error = json.loads(refused.text)["error"]
-    assert error["reason"] == "adapter_unavailable" and str(folder / "cold") in error["message"]
+    assert error["reason"] == "unreadable" and str(folder / "cold") in error["message"]
     assert ask("kept").status_code == 200
     (folder / "away").rename(folder / "cold")
     assert ask("cold").status_code == 200
