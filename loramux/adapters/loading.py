@@ -96,6 +96,12 @@ class FolderLoader:
 
     def load(self, folder: Path) -> LoadedAdapter:
         """Reads the weights once; raises AdapterRefused."""
+        loaded = self._load(folder)
+        # Not before the bytes of the file are unmapped: pinning locks the process's memory map.
+        self._make_ready(loaded.image.layout)
+        return loaded
+
+    def _load(self, folder: Path) -> LoadedAdapter:
         began = time.perf_counter()
         with self._inspector.open(folder) as (found, weights):
             inspected = time.perf_counter()
@@ -119,7 +125,6 @@ class FolderLoader:
             pack_s=max(part.ended for part in packed) - began,
             total_s=time.perf_counter() - began,
         )
-        self._make_ready(layout)
         return LoadedAdapter(image, warnings, times)
 
     def _make_ready(self, layout: AdapterLayout) -> None:
