@@ -166,6 +166,7 @@ print(made.asm["ptx"].count("mma.sync"), made.metadata.shared)
 """
 
 
+@pytest.mark.slow
 def test_it_is_frugal_as_compiled(tmp_path: Path) -> None:
     """Sixteen products for sixteen tokens, and room for one tile: sixteen programs fit."""
     num_mmas, num_bytes = map(int, output_of_compiler(COMPILE, tmp_path).split())

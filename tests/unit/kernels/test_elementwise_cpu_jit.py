@@ -116,6 +116,7 @@ for size in (33, 40, 100, 200):
 """
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_which_process_filled_the_cache(tmp_path: Path) -> None:
     """Two that start at once leave functions of both there; each has a copy of what it calls."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}

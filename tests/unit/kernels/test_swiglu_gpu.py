@@ -120,6 +120,7 @@ def test_a_launch_counts_its_stages() -> None:
     assert launch.shared_bytes == 1024 + 3 * (64 + 2 * 32) * 128
 
 
+@pytest.mark.slow
 def test_a_compiled_launch_needs_no_more_memory_than_it_says(tmp_path: Path) -> None:
     """Else a device on which it does not fit would be found out by a failing launch."""
     found = json.loads(output_of_compiler(COMPILE, tmp_path))
