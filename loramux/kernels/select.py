@@ -10,12 +10,12 @@ import torch
 from loramux.errors import UnsupportedModel
 from loramux.kernels.ops import (
     DeviceKernels,
-    Fp12PackOps,
     JitGemmOps,
     JitKernels,
     JitLinearOps,
     Kernels,
 )
+from loramux.types.packing import Fp12PackOps
 
 # bfloat16 matrix instructions and asynchronous copies. From 9.0 on kernels with TMA and
 # programmatic dependent launch replace some of the others.

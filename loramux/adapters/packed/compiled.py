@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from loramux.types.packing import Fp12PackOps
 
-import numpy as np
-from numpy.typing import NDArray
-
-_found: Fp12Packer | None = None
+_found: Fp12PackOps | None = None
 
 
-class Fp12Packer(Protocol):
-    """Packs one rank block of bfloat16 weights, given as bits."""
-
-    def pack_a(
-        self,
-        a: NDArray[np.uint16],
-        words: NDArray[np.uint32],
-        largest: NDArray[np.uint16],
-        exponents: NDArray[np.int64],
-    ) -> None:
-        """Writes a [ranks, in] to words [octets, 3, in], and its maxima and exponents [ranks]."""
-
-    def pack_b(
-        self,
-        b: NDArray[np.uint16],
-        scale: float,
-        exponents: NDArray[np.int64],
-        out: NDArray[np.uint16],
-        largest: NDArray[np.uint16],
-    ) -> None:
-        """Writes scale * 2^exponent * b [out, ranks] to out [ranks, out], and the maxima of b."""
-
-
-def compiled_packer() -> Fp12Packer | None:
+def compiled_packer() -> Fp12PackOps | None:
     """Returns the compiled code; None until it is imported, or if numba is not installed."""
     return _found
 
 
-def use_packer(packer: Fp12Packer | None) -> None:
+def use_packer(packer: Fp12PackOps | None) -> None:
     """Uses compiled code from now on; None: numpy."""
     global _found
     _found = packer

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loramux.adapters.packed.compiled import Fp12Packer, compiled_packer
+from loramux.adapters.packed.compiled import compiled_packer
 from loramux.adapters.packed.dense import DenseLayout, SitePlace, SlicePlace
 from loramux.adapters.packed.fp12 import LARGEST_EXPONENT, TOO_LARGE, pack_rows, row_exponents
 from loramux.adapters.packed.paged import (
@@ -35,6 +35,7 @@ from loramux.adapters.values import (
 )
 from loramux.errors import AdapterRefused
 from loramux.types.model import FusedLinear
+from loramux.types.packing import Fp12PackOps
 
 if TYPE_CHECKING:
     from loramux.adapters.peft.reader import LoraModule
@@ -111,7 +112,7 @@ class RankBlockWriter:
             self._view(block.b_offset, served[ranks])[:] = served[ranks]
         return RankMaxima(maxima, b_maxima)
 
-    def _write_compiled(self, module: LoraModule, packer: Fp12Packer) -> RankMaxima:
+    def _write_compiled(self, module: LoraModule, packer: Fp12PackOps) -> RankMaxima:
         """Writes the same bytes as the other methods, in one pass over A and one over B."""
         a, b = bits_of(module.a), bits_of(module.b)
         largest_a, largest_b = (np.empty(len(a), dtype=np.uint16) for _ in range(2))
