@@ -213,6 +213,8 @@ class AdapterCatalog:
             num_bytes=num_elements * self.rules.packing.dtype.itemsize,
             rank=planned.max_rank,
             warnings=found.warnings,
+            invocation_tokens=found.config.invocation_tokens,
+            only_alone=found.config.only_alone,
         )
 
     def _recorded(self, folder: Path, found: InspectedAdapter) -> VerifiedValues | None:

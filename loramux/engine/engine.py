@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from loramux.adapters.catalog import AdapterCatalog
@@ -22,7 +23,8 @@ from loramux.memory.residency import AdapterResidency
 from loramux.runner.penalties import check_logit_bias
 from loramux.scheduler.scheduler import Scheduler
 from loramux.types.adapter import AdapterCard
-from loramux.types.request import Request, Selection, TokenEvent
+from loramux.types.composition import SumPart, check_alone
+from loramux.types.request import BASE_SELECTION, Request, Selection, TokenEvent, find_last
 from loramux.types.step import Chunk, InFlightStep, StepPlan
 
 # A step without work waits this long for a loading adapter before the loop reads its commands.
@@ -137,6 +139,7 @@ class Engine:
         """Queue a request; raise InvalidRequest for one that would fail the whole batch."""
         check_logit_bias(request.params, self.vocab_size)
         _check_token_ids(request.prompt_token_ids, self.vocab_size)
+        request = self._place_adapters(request)
         now = self.memory.clock()
         self._tracker.arrive(request, now=now, queue_depth=self.scheduler.num_waiting)
         try:
@@ -144,6 +147,22 @@ class Engine:
         except LoramuxError:
             self._tracker.discard(request.request_id)
             raise
+
+    def _place_adapters(self, request: Request) -> Request:
+        """Set where an aLoRA begins to act; without its invocation tokens the base answers."""
+        if not request.selection:
+            return request
+        cards = [self.catalog.get(cid) for cid in request.cids]
+        check_alone(
+            SumPart(card.cid, weight, card.only_alone)
+            for card, (_, weight) in zip(cards, request.selection, strict=True)
+        )
+        if not cards[0].invocation_tokens:
+            return request
+        start = find_last(request.prompt_token_ids, cards[0].invocation_tokens)
+        if start is None:
+            return replace(request, selection=BASE_SELECTION, adapter_share=1.0)
+        return replace(request, adapter_start=start)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)

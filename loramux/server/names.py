@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from loramux.errors import (
 from loramux.registry.records import Resolved
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.types.adapter import AdapterCard, InspectedCard
-from loramux.types.composition import compose, find_repeated
+from loramux.types.composition import SumPart, check_alone, compose, find_repeated
 from loramux.types.request import Selection
 
 _log = logging.getLogger(__name__)
@@ -254,7 +254,17 @@ class AdapterNames:
         if moved == selected.adapters:
             return selected
         check_distinct(moved, param="model")
+        self.check_alone(moved, param="model")
         return replace(selected, adapters=moved)
+
+    def check_alone(self, adapters: Iterable[NamedAdapter], *, param: str) -> None:
+        """Raises InvalidRequest if one of several adapters, or a weighted one, must be alone."""
+        cards = self._host.adapters
+        parts = [
+            SumPart(one.text, one.weight, cards[one.cid].only_alone if one.cid in cards else "")
+            for one in adapters
+        ]
+        check_alone(parts, param=param)
 
     def _rebind_one(self, adapter: NamedAdapter) -> NamedAdapter:
         given = None if adapter.given is None else self.find(adapter.given)

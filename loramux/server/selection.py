@@ -176,6 +176,7 @@ class _Finder:
                 raise _unknown(self.context, f"The adapter `{name}`", param)
             adapters.append(replace(found, weight=weight))
         check_distinct(adapters, param=param)
+        self.context.names.check_alone(adapters, param=param)
         return tuple(adapters)
 
     async def find(self, text: str, *, param: str) -> NamedAdapter | None:

@@ -22,6 +22,10 @@ class AdapterCard:
     num_bytes: int
     num_elements: int = 0
     warnings: tuple[str, ...] = ()
+    invocation_tokens: tuple[int, ...] = ()
+    """Of an aLoRA: it acts from the last occurrence of these tokens in the prompt on."""
+    only_alone: str = ""
+    """Why it cannot be part of a sum, nor have a weight other than 1; empty: it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,8 @@ class InspectedCard:
     num_bytes: int
     num_elements: int = 0
     warnings: tuple[str, ...] = ()
+    invocation_tokens: tuple[int, ...] = ()
+    only_alone: str = ""
 
     def identified(self, cid: str, warnings: tuple[str, ...] = ()) -> AdapterCard:
         """Returns the card of a registered adapter; `warnings` are those of its values."""
@@ -46,4 +52,6 @@ class InspectedCard:
             num_bytes=self.num_bytes,
             num_elements=self.num_elements,
             warnings=(*self.warnings, *warnings),
+            invocation_tokens=self.invocation_tokens,
+            only_alone=self.only_alone,
         )

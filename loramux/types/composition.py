@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from loramux.errors import InvalidRequest
 from loramux.types.request import Selection
@@ -78,6 +79,30 @@ def find_repeated(cids: Sequence[str]) -> tuple[int, int] | None:
             return seen[cid], position
         seen[cid] = position
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class SumPart:
+    """An adapter of a sum as the check of what may be added sees it."""
+
+    name: str
+    weight: float
+    only_alone: str
+    """AdapterCard.only_alone"""
+
+
+def check_alone(parts: Iterable[SumPart], *, param: str = "adapters") -> None:
+    """Raises InvalidRequest if an adapter that can only be used alone is in a sum or weighted."""
+    used = [part for part in parts if part.weight != 0]
+    for part in used:
+        if not part.only_alone or (len(used) == 1 and part.weight == 1):
+            continue
+        how = "in a sum with other adapters" if len(used) > 1 else f"with weight {part.weight:g}"
+        raise InvalidRequest(
+            f"The adapter `{part.name}` cannot be used {how}: {part.only_alone}. Name it alone, "
+            "without a weight.",
+            param=param,
+        )
 
 
 def check_sum(parts: Sequence[tuple[str, float]], *, param: str = "adapters") -> Selection:

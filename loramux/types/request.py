@@ -60,6 +60,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     selection: Selection = BASE_SELECTION
+    adapter_start: int = 0
+    """Position in the prompt from which on the selection acts; tokens before it are the base's.
+    The engine sets it for an aLoRA."""
     tenant: str = ""
     """Requests without a tenant share the empty one."""
     tenant_share: float = 1.0
@@ -94,6 +97,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             seed=secrets.randbits(63) if seed is None else seed & _MAX_SEED,
             eos_token_ids=tuple(eos_token_ids),
         )
+
+
+def find_last(tokens: Sequence[int], wanted: Sequence[int]) -> int | None:
+    """Returns the position of the last occurrence of a run of tokens; None if there is none."""
+    size = len(wanted)
+    for start in range(len(tokens) - size, -1, -1):
+        if tokens[start] == wanted[0] and tuple(tokens[start : start + size]) == tuple(wanted):
+            return start
+    return None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -25,6 +25,7 @@ from loramux.errors import AdapterRefused
 
 RECIPE_NAME = "loramux_recipe.json"
 UNEQUAL_RANKS = "unequal_ranks"
+ONLY_ALONE = "only_alone"
 
 Progress = Callable[[int, int], None]
 """Receives the number of combined modules and the number of all modules."""
@@ -64,6 +65,7 @@ def combine(
     """
     parts = [adapters[part.cid] for part in recipe.parts]
     shown = [(names or {}).get(part.cid, part.cid) for part in recipe.parts]
+    check_combinable(parts, shown)
     if not any_base:
         check_bases(parts, shown)
     by_path = _modules_by_path(parts)
@@ -153,6 +155,17 @@ def _without_zero_modules(
 def _largest_rank(config: PeftLoraConfig) -> int:
     """Returns the rank that PEFT takes for an adapter, whether or not a module has it."""
     return max([config.r, *(rank for _, rank in config.rank_pattern)])
+
+
+def check_combinable(parts: Sequence[CheckedAdapter], names: Sequence[str]) -> None:
+    """Refuses adapters whose effect is not a sum of deltas."""
+    for part, name in zip(parts, names, strict=True):
+        if part.config.only_alone:
+            raise AdapterRefused(
+                ONLY_ALONE,
+                f"{name} cannot be combined with other adapters: {part.config.only_alone}.",
+                fix="Leave it out, and name it alone in a request.",
+            )
 
 
 def check_bases(parts: Sequence[CheckedAdapter], names: Sequence[str]) -> None:

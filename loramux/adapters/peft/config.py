@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from loramux.adapters.peft.activation import ONE_AT_A_TIME, read_invocation
 from loramux.adapters.peft.fields import (
     BASE_CHANGING_INITIALIZATIONS,
     HARMLESS,
@@ -46,6 +47,8 @@ class PeftLoraConfig:
     layers_to_transform: tuple[int, ...]
     """The layers that are adapted; empty means all layers."""
     layers_pattern: tuple[str, ...]
+    invocation_tokens: tuple[int, ...] = ()
+    """Of an aLoRA: the adapter acts from the last occurrence of these tokens in the prompt on."""
     base_model_name: str | None
     """The base that PEFT recorded; it is not part of the CID."""
     task_type: str | None
@@ -53,7 +56,7 @@ class PeftLoraConfig:
 
     def canonical(self) -> dict[str, object]:
         """Returns the form that the CID covers: equal for configs that compute the same."""
-        return {
+        fields: dict[str, object] = {
             "peft_type": "LORA",
             "r": self.r,
             "lora_alpha": self.lora_alpha,
@@ -65,6 +68,14 @@ class PeftLoraConfig:
             "layers_to_transform": list(self.layers_to_transform),
             "layers_pattern": list(self.layers_pattern) if self.layers_to_transform else [],
         }
+        if self.invocation_tokens:
+            fields["alora_invocation_tokens"] = list(self.invocation_tokens)
+        return fields
+
+    @property
+    def only_alone(self) -> str:
+        """Why the adapter cannot be part of a sum or have a weight; empty: it can."""
+        return ONE_AT_A_TIME if self.invocation_tokens else ""
 
 
 def _as_json(names: tuple[str, ...] | str) -> object:
@@ -129,6 +140,7 @@ def parse_config(fields: Mapping[str, object]) -> PeftLoraConfig:
         exclude_modules=read(fields, "exclude_modules", names_or_pattern, NO_NAMES),
         layers_to_transform=read(fields, "layers_to_transform", layer_indices, ()),
         layers_pattern=read(fields, "layers_pattern", one_or_more_strings, ()),
+        invocation_tokens=read_invocation(fields),
         base_model_name=read(fields, "base_model_name_or_path", optional_string, None),
         task_type=read(fields, "task_type", optional_string, None),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from loramux.adapters.peft.activation import check_invocation
 from loramux.adapters.peft.config import (
     PeftLoraConfig,
     decode_json,
@@ -126,6 +127,7 @@ class Inspector:
 
     def _check_config(self, text: bytes) -> ConfigFindings:
         config = parse_config(decode_json(text))
+        check_invocation(config.invocation_tokens, self._base.vocab_size)
         warnings = check_base_name(config, self._base, strict=self._strict_base)
         warnings += check_task(config)
         return ConfigFindings(config, plan_modules(config, self._base.targets), tuple(warnings))

@@ -240,6 +240,9 @@ def test_a_request_moves_with_its_names_and_keeps_its_weights() -> None:
     backend.give_name("legal", moved)
     rebound = backend.names.rebind(selected)
     assert dict(rebound.selection) == {moved.cid: 0.5, polite.cid: 2.0, pulled.cid: 1.0}
+    backend.give_name("legal", replace(moved, only_alone="it has one position"))
+    with pytest.raises(InvalidRequest, match="it has one position"):
+        backend.names.rebind(selected)
     backend.give_name("legal", named("team/polite"))
     with pytest.raises(InvalidRequest, match="are the same adapter"):
         backend.names.rebind(selected)

@@ -113,6 +113,33 @@ def test_two_names_of_one_adapter_are_refused_by_name() -> None:
     assert "`legal` and `other` are the same adapter" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "how"),
+    [
+        ({"model": "legal+team/polite"}, "model", "in a sum with other adapters"),
+        ({"model": "0.5*legal"}, "model", "with weight 0.5"),
+        ({"adapters": ["team/polite", "legal"]}, "adapters", "in a sum with other adapters"),
+        ({"adapters": ["legal"], "adapter_weights": [2]}, "adapters", "with weight 2"),
+        (
+            {"adapters": ["legal", "team/polite"], "combination": "ties", "density": 0.5},
+            "adapters",
+            "in a sum with other adapters",
+        ),
+    ],
+)
+def test_an_adapter_that_can_only_be_used_alone_is_refused_in_sums(
+    fields: dict[str, Any], param: str, how: str
+) -> None:
+    backend = ScriptedBackend()
+    app = make_app(backend)
+    backend.adapters[LEGAL] = replace(named("legal"), only_alone="it has one position")
+    error = complete(app, **fields).json()["error"]
+    assert (error["code"], error["param"]) == (400, param)
+    assert f"`legal` cannot be used {how}: it has one position" in error["message"]
+    for model in ("legal", "1*legal", "legal+0*team/polite", "team/polite+0*legal"):
+        assert complete(app, model=model).status_code == 200
+
+
 def test_a_sum_may_mix_given_names_versions_aliases_and_cids(registry_app: Make) -> None:
     served = registry_app()
     first, second = served.push("acme/sql@1.0.0", 1), served.push("acme/sql@1.1.0", 2)
