@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from loramux.adapters.peft.activation import ONE_AT_A_TIME, read_invocation
 from loramux.adapters.peft.fields import (
@@ -16,6 +16,7 @@ from loramux.adapters.peft.fields import (
     HONOURED,
     PLAIN_INITIALIZATIONS,
     REFUSED,
+    Unsupported,
 )
 from loramux.adapters.peft.folder import find_file, refusing_os_errors
 from loramux.adapters.peft.refusals import RefusalCode, name_some
@@ -29,6 +30,22 @@ DEFAULT_ALPHA: float = 8
 NO_NAMES: tuple[str, ...] | str = ()
 
 Value = TypeVar("Value")
+
+
+class TargetFields(Protocol):
+    """The fields by which PEFT chooses modules of the base, the same for all its types."""
+
+    @property
+    def target_modules(self) -> tuple[str, ...] | str: ...
+
+    @property
+    def exclude_modules(self) -> tuple[str, ...] | str: ...
+
+    @property
+    def layers_to_transform(self) -> tuple[int, ...]: ...
+
+    @property
+    def layers_pattern(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,10 +174,12 @@ def check_peft_type(peft_type: object) -> None:
         )
 
 
-def check_unsupported(fields: Mapping[str, object]) -> None:
+def check_unsupported(
+    fields: Mapping[str, object], refused: Mapping[str, Unsupported] = REFUSED
+) -> None:
     found = [
         (name, rule)
-        for name, rule in REFUSED.items()
+        for name, rule in refused.items()
         if name in fields and not rule.is_neutral(fields[name])
     ]
     if found:
@@ -172,8 +191,10 @@ def check_unsupported(fields: Mapping[str, object]) -> None:
         )
 
 
-def check_unknown(fields: Mapping[str, object]) -> None:
-    known = HONOURED | HARMLESS.keys() | REFUSED.keys()
+def check_unknown(
+    fields: Mapping[str, object],
+    known: Set[str] = HONOURED | HARMLESS.keys() | REFUSED.keys(),
+) -> None:
     blank: tuple[object, ...] = (None, "", [], {})
     unknown = [
         name
@@ -211,7 +232,7 @@ def check_initialization(start: object) -> None:
         )
 
 
-def check_targets(config: PeftLoraConfig, fields: Mapping[str, object]) -> None:
+def check_targets(config: TargetFields, fields: Mapping[str, object]) -> None:
     """Refuses combinations that LoraConfig refuses too, and targets that PEFT would guess."""
     if not config.target_modules:
         raise AdapterRefused(

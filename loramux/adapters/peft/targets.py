@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
-from loramux.adapters.peft.config import ALL_LINEAR, PeftLoraConfig
+from loramux.adapters.peft.config import ALL_LINEAR, PeftLoraConfig, TargetFields
 from loramux.adapters.peft.patterns import first_matches
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.errors import AdapterRefused
@@ -71,7 +71,7 @@ def plan_module(
     return ModulePlan(target=target, rank=rank, alpha=alpha, scale=scale)
 
 
-def targeted_paths(config: PeftLoraConfig, paths: Sequence[str]) -> set[str]:
+def targeted_paths(config: TargetFields, paths: Sequence[str]) -> set[str]:
     excluded = matching_paths("exclude_modules", config.exclude_modules, paths)
     left = [path for path in paths if path not in excluded]
     if config.target_modules == ALL_LINEAR:
@@ -100,7 +100,7 @@ def suffixes(path: str) -> frozenset[str]:
     return frozenset(".".join(parts[start:]) for start in range(len(parts)))
 
 
-def in_chosen_layers(config: PeftLoraConfig, paths: Sequence[str]) -> set[str]:
+def in_chosen_layers(config: TargetFields, paths: Sequence[str]) -> set[str]:
     chosen = set(config.layers_to_transform)
     return {
         path
@@ -109,7 +109,7 @@ def in_chosen_layers(config: PeftLoraConfig, paths: Sequence[str]) -> set[str]:
     }
 
 
-def layer_numbers(config: PeftLoraConfig, paths: Sequence[str]) -> list[str | None]:
+def layer_numbers(config: TargetFields, paths: Sequence[str]) -> list[str | None]:
     if not config.layers_pattern:
         matches = [ANY_LAYER.match(path) for path in paths]
         return [match["idx"] if match else None for match in matches]
@@ -126,7 +126,7 @@ def values_by_pattern(
     return [pairs[hit[0]][1] if hit else None for hit in hits]
 
 
-def check_head_and_embedding(config: PeftLoraConfig) -> None:
+def check_head_and_embedding(config: TargetFields) -> None:
     if config.target_modules == ALL_LINEAR:
         return
     wanted = sorted(targeted_paths(config, HEAD_AND_EMBEDDING))
@@ -138,7 +138,7 @@ def check_head_and_embedding(config: PeftLoraConfig) -> None:
         )
 
 
-def check_abbreviation(config: PeftLoraConfig, targets: Sequence[TargetModule]) -> None:
+def check_abbreviation(config: TargetFields, targets: Sequence[TargetModule]) -> None:
     """Refuses full paths beside layers_to_transform where PEFT may abbreviate them.
 
     PEFT applies layers_to_transform to abbreviated paths and not to full ones, and the config does
