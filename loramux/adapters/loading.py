@@ -16,7 +16,8 @@ from loramux.adapters.packed.packing import Packing
 from loramux.adapters.packed.paged import ModuleKey
 from loramux.adapters.packed.writers import ModuleWriter
 from loramux.adapters.peft.inspection import InspectedAdapter, Inspector
-from loramux.adapters.peft.reader import LoraModule, check_values, make_modules
+from loramux.adapters.peft.parts import BaseWeights, LoraModule
+from loramux.adapters.peft.reader import check_values, make_parts
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
 from loramux.adapters.peft.weights import WeightsReading
 from loramux.adapters.values import RankMaxima
@@ -36,6 +37,8 @@ class AdapterRules:
     packing: Packing
     max_rank: int | None = None
     strict_base: bool = False
+    base_weights: BaseWeights | None = None
+    """The weights that some parts are computed from; None: such parts are not made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,7 @@ class FolderLoader:
     def __init__(self, rules: AdapterRules, workers: Workers = CALLING_THREAD) -> None:
         """`workers`: read and pack parts of an adapter while the calling thread hashes it."""
         self._packing = rules.packing
+        self._base_weights = rules.base_weights
         self._workers = workers
         self._inspector = Inspector(
             rules.base, max_rank=rules.max_rank, strict_base=rules.strict_base
@@ -108,7 +112,9 @@ class FolderLoader:
             layout = self.plan(found).layout
             prepared = self._workers.start(partial(_prepare, self._packing, layout))
             with weights.reading(self._workers) as reading:
-                modules = make_modules(found.matched, reading.tensors())
+                if not found.contents.are_views:
+                    reading.wait()
+                modules = make_parts(found, reading.tensors(), self._base_weights).modules
                 parts = self._start_packing(modules, reading, prepared)
                 digest = reading.digest()
             hashed = time.perf_counter()

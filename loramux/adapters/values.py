@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from loramux.adapters.peft.reader import LoraModule
+    from loramux.adapters.peft.parts import LoraModule
 
 Bits = NDArray[Any]
 """Unsigned integers of the size of the weights' dtype."""

@@ -12,7 +12,8 @@ import torch
 from loramux.adapters.combine.methods import ModulePart, combine_module
 from loramux.adapters.peft.config import PeftLoraConfig
 from loramux.adapters.peft.folder import short_base_name
-from loramux.adapters.peft.reader import CheckedAdapter, LoraModule
+from loramux.adapters.peft.parts import LoraModule
+from loramux.adapters.peft.reader import CheckedAdapter
 from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.writer import (
     WrittenModule,

@@ -22,7 +22,7 @@ from loramux.adapters.values import RankMaxima
 from loramux.types.model import FusedLinear
 
 if TYPE_CHECKING:
-    from loramux.adapters.peft.reader import LoraModule
+    from loramux.adapters.peft.parts import LoraModule
 
 
 class Packing(Protocol):

@@ -38,7 +38,7 @@ from loramux.types.model import FusedLinear
 from loramux.types.packing import Fp12PackOps
 
 if TYPE_CHECKING:
-    from loramux.adapters.peft.reader import LoraModule
+    from loramux.adapters.peft.parts import LoraModule
 
 
 class ModuleWriter(Protocol):

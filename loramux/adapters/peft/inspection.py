@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from loramux.adapters.packed.extras import ExtraSpec
 from loramux.adapters.peft.activation import check_invocation
 from loramux.adapters.peft.config import (
     PeftLoraConfig,
@@ -16,10 +17,11 @@ from loramux.adapters.peft.config import (
     read_config_bytes,
 )
 from loramux.adapters.peft.folder import short_base_name
+from loramux.adapters.peft.parts import AdapterContents, AdapterPlan
 from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.safetensors import TensorEntry, parse_header
-from loramux.adapters.peft.targets import ModulePlan, plan_modules
-from loramux.adapters.peft.tensors import MatchedTensors, match_tensors
+from loramux.adapters.peft.targets import plan_modules
+from loramux.adapters.peft.tensors import LoraPlan
 from loramux.adapters.peft.weights import WeightsFile, open_weights
 from loramux.errors import AdapterRefused
 from loramux.types.model import BaseModelInfo
@@ -38,31 +40,41 @@ class InspectedAdapter:
 
     path: Path
     config: PeftLoraConfig
-    matched: MatchedTensors
+    contents: AdapterContents
     warnings: tuple[str, ...]
 
     @property
     def ranks(self) -> dict[tuple[int, str], int]:
-        """The rank at each (layer, projection) that the adapter changes."""
-        return {(p.target.layer, p.target.projection): p.rank for p in self.matched.plans}
+        """The rank at each (layer, projection) with low rank."""
+        return self.contents.ranks
+
+    @property
+    def extras(self) -> tuple[ExtraSpec, ...]:
+        """The parts beside the low rank of the projections."""
+        return self.contents.extras
+
+    @property
+    def only_alone(self) -> str:
+        """Why the adapter cannot be part of a sum or have a weight; empty if it can."""
+        return self.contents.only_alone
 
     @property
     def size_bytes(self) -> int:
-        """The size of the LoRA tensors in the file."""
-        return sum(pair.a.num_bytes + pair.b.num_bytes for pair in self.matched.pairs)
+        """The size of the tensors in the file that parts are made of."""
+        return sum(entry.num_bytes for entry in self.contents.used)
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFindings:
     config: PeftLoraConfig
-    plans: tuple[ModulePlan, ...]
+    plan: AdapterPlan
     warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderFindings:
     entries: tuple[TensorEntry, ...]
-    matched: MatchedTensors
+    contents: AdapterContents
 
 
 class Recent(Generic[Key, Value]):
@@ -109,35 +121,36 @@ class Inspector:
         """Inspects a folder, given by its real path, and keeps its weights file open."""
         text = read_config_bytes(folder)
         config = self._configs.find(text, lambda: self._check_config(text), num_bytes=len(text))
-        matched: MatchedTensors | None = None
+        contents: AdapterContents | None = None
 
         def parse(header: bytes, data_bytes: int) -> tuple[TensorEntry, ...]:
-            nonlocal matched
+            nonlocal contents
             found = self._headers.find(
                 (text, header, data_bytes),
                 lambda: self._check_header(config, header, data_bytes),
                 num_bytes=len(text) + len(header),
             )
-            matched = found.matched
+            contents = found.contents
             return found.entries
 
         with open_weights(folder, parse) as weights:
-            assert matched is not None
-            yield InspectedAdapter(folder, config.config, matched, config.warnings), weights
+            assert contents is not None
+            warnings = (*config.warnings, *contents.warnings)
+            yield InspectedAdapter(folder, config.config, contents, warnings), weights
 
     def _check_config(self, text: bytes) -> ConfigFindings:
         config = parse_config(decode_json(text))
         check_invocation(config.invocation_tokens, self._base.vocab_size)
         warnings = check_base_name(config, self._base, strict=self._strict_base)
         warnings += check_task(config)
-        return ConfigFindings(config, plan_modules(config, self._base.targets), tuple(warnings))
+        plan = LoraPlan(plan_modules(config, self._base.targets), self._base)
+        return ConfigFindings(config, plan, tuple(warnings))
 
     def _check_header(
         self, config: ConfigFindings, header: bytes, data_bytes: int
     ) -> HeaderFindings:
         entries = parse_header(header, data_bytes)
-        matched = match_tensors(entries, config.plans, self._base, max_rank=self._max_rank)
-        return HeaderFindings(entries, matched)
+        return HeaderFindings(entries, config.plan.match(entries, max_rank=self._max_rank))
 
 
 def check_base_name(config: PeftLoraConfig, base: BaseModelInfo, *, strict: bool) -> list[str]:

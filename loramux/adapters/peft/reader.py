@@ -12,27 +12,13 @@ import torch
 from loramux.adapters.identity import Manifest, compute_cid, make_manifest
 from loramux.adapters.peft.config import PeftLoraConfig
 from loramux.adapters.peft.folder import open_folder
-from loramux.adapters.peft.inspection import Inspector
+from loramux.adapters.peft.inspection import InspectedAdapter, Inspector
+from loramux.adapters.peft.parts import AdapterParts, BaseWeights, ExtraTensor, LoraModule
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
-from loramux.adapters.peft.tensors import MatchedTensors
 from loramux.adapters.values import RankMaxima, rank_maxima
 from loramux.errors import AdapterRefused
-from loramux.types.model import BaseModelInfo, TargetModule
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoraModule:
-    """The LoRA of one linear layer: it adds scale * (b @ a) to the weight."""
-
-    target: TargetModule
-    rank: int
-    alpha: float
-    scale: float
-    a: torch.Tensor
-    """[rank, in], in the dtype of the file."""
-    b: torch.Tensor
-    """[out, rank], in the dtype of the file; the scale is not applied."""
+from loramux.types.model import BaseModelInfo
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,27 +30,35 @@ class CheckedAdapter:
     path: Path
     config: PeftLoraConfig
     size_bytes: int
-    """The size of the tensors of `modules` in the file."""
+    """The size of the tensors that parts are made of in the file."""
     modules: tuple[LoraModule, ...]
-    """One entry for each adapted linear layer, in the order of the base."""
+    """One entry for each linear layer with low rank, in the order of the base."""
     warnings: tuple[str, ...]
     tensors_used: tuple[str, ...]
     tensors_unused: tuple[str, ...]
+    extras: tuple[ExtraTensor, ...] = ()
+    only_alone: str = ""
 
 
 def read_adapter(
-    folder: Path, base: BaseModelInfo, *, max_rank: int | None = None, strict_base: bool = False
+    folder: Path,
+    base: BaseModelInfo,
+    *,
+    max_rank: int | None = None,
+    strict_base: bool = False,
+    base_weights: BaseWeights | None = None,
 ) -> CheckedAdapter:
     """Reads, checks and hashes an adapter folder.
 
+    Without `base_weights`, parts that are computed from them are not made.
     Raises AdapterNotFound, or AdapterRefused with the reason. It may run in any thread.
     """
     inspector = Inspector(base, max_rank=max_rank, strict_base=strict_base)
     with inspector.open(open_folder(Path(folder))) as (found, weights):
         loaded = weights.load()
-    modules = make_modules(found.matched, loaded.tensors)
+    parts = make_parts(found, loaded.tensors, base_weights)
+    modules = parts.modules
     manifest = make_manifest(found.config.canonical(), {WEIGHTS_NAME: loaded.digest})
-    used = [entry for pair in found.matched.pairs for entry in (pair.a, pair.b)]
     return CheckedAdapter(
         cid=compute_cid(manifest),
         manifest=manifest,
@@ -73,25 +67,23 @@ def read_adapter(
         size_bytes=found.size_bytes,
         modules=modules,
         warnings=(*found.warnings, *check_values(modules, [rank_maxima(m) for m in modules])),
-        tensors_used=tuple(entry.name for entry in used),
-        tensors_unused=found.matched.unused,
+        tensors_used=tuple(entry.name for entry in found.contents.used),
+        tensors_unused=found.contents.unused,
+        extras=parts.extras,
+        only_alone=found.only_alone,
     )
 
 
-def make_modules(
-    matched: MatchedTensors, tensors: Mapping[str, torch.Tensor]
-) -> tuple[LoraModule, ...]:
-    return tuple(
-        LoraModule(
-            target=plan.target,
-            rank=plan.rank,
-            alpha=plan.alpha,
-            scale=plan.scale,
-            a=tensors[pair.a.name],
-            b=tensors[pair.b.name],
-        )
-        for plan, pair in zip(matched.plans, matched.pairs, strict=True)
-    )
+def make_parts(
+    found: InspectedAdapter,
+    tensors: Mapping[str, torch.Tensor],
+    base_weights: BaseWeights | None,
+) -> AdapterParts:
+    """Makes the parts of an inspected adapter from the tensors of its file.
+
+    The tensors must be read before, unless `found.contents.are_views`. Raises AdapterRefused.
+    """
+    return found.contents.make_parts(tensors, base_weights)
 
 
 def check_values(modules: Sequence[LoraModule], maxima: Sequence[RankMaxima]) -> tuple[str, ...]:

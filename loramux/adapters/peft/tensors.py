@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from loramux.adapters.packed.extras import ExtraSpec
+from loramux.adapters.peft.parts import AdapterParts, BaseWeights, LoraModule
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME, TensorEntry
 from loramux.adapters.peft.targets import HEAD_AND_EMBEDDING, ModulePlan
 from loramux.errors import AdapterRefused
 from loramux.types.model import BaseModelInfo, TargetModule
+
+if TYPE_CHECKING:
+    import torch
 
 LORA_NAME = re.compile(
     r"base_model\.model\.(?P<path>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight"
@@ -64,6 +70,48 @@ class MatchedTensors:
     plans: tuple[ModulePlan, ...]
     pairs: tuple[Pair, ...]
     unused: tuple[str, ...]
+    extras: tuple[ExtraSpec, ...] = ()
+    only_alone: str = ""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> dict[tuple[int, str], int]:
+        return {(plan.target.layer, plan.target.projection): plan.rank for plan in self.plans}
+
+    @property
+    def used(self) -> tuple[TensorEntry, ...]:
+        return tuple(entry for pair in self.pairs for entry in (pair.a, pair.b))
+
+    @property
+    def are_views(self) -> bool:
+        return not self.extras
+
+    def make_parts(
+        self, tensors: Mapping[str, torch.Tensor], base_weights: BaseWeights | None
+    ) -> AdapterParts:
+        modules = (
+            LoraModule(
+                target=plan.target,
+                rank=plan.rank,
+                alpha=plan.alpha,
+                scale=plan.scale,
+                a=tensors[pair.a.name],
+                b=tensors[pair.b.name],
+            )
+            for plan, pair in zip(self.plans, self.pairs, strict=True)
+        )
+        return AdapterParts(tuple(modules))
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPlan:
+    """The modules of the base that a LoRA config targets."""
+
+    modules: tuple[ModulePlan, ...]
+    base: BaseModelInfo
+
+    def match(self, entries: Sequence[TensorEntry], *, max_rank: int | None) -> MatchedTensors:
+        return match_tensors(entries, self.modules, self.base, max_rank=max_rank)
 
 
 def match_tensors(

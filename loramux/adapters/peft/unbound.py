@@ -7,7 +7,7 @@ from pathlib import Path
 from loramux.adapters.identity import compute_cid, make_manifest
 from loramux.adapters.peft.config import read_config
 from loramux.adapters.peft.folder import open_folder
-from loramux.adapters.peft.reader import CheckedAdapter, check_values, make_modules
+from loramux.adapters.peft.reader import CheckedAdapter, check_values
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
 from loramux.adapters.peft.targets import plan_modules
 from loramux.adapters.peft.tensors import (
@@ -46,18 +46,17 @@ def read_without_base(folder: Path) -> CheckedAdapter:
             check_rank(pairs[plan.target.path], plan, None)
         loaded = weights.load()
     matched = MatchedTensors(plans, tuple(pairs[plan.target.path] for plan in plans), tuple(unused))
-    modules = make_modules(matched, loaded.tensors)
+    modules = matched.make_parts(loaded.tensors, None).modules
     manifest = make_manifest(config.canonical(), {WEIGHTS_NAME: loaded.digest})
-    used = [entry for pair in matched.pairs for entry in (pair.a, pair.b)]
     return CheckedAdapter(
         cid=compute_cid(manifest),
         manifest=manifest,
         path=path,
         config=config,
-        size_bytes=sum(entry.num_bytes for entry in used),
+        size_bytes=sum(entry.num_bytes for entry in matched.used),
         modules=modules,
         warnings=check_values(modules, [rank_maxima(module) for module in modules]),
-        tensors_used=tuple(entry.name for entry in used),
+        tensors_used=tuple(entry.name for entry in matched.used),
         tensors_unused=matched.unused,
     )
 

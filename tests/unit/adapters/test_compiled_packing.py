@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loramux.adapters.packed import compiled
 from loramux.adapters.packed.image import mapped_buffer
 from loramux.adapters.packed.packing import PagedPacking
-from loramux.adapters.peft.reader import LoraModule
+from loramux.adapters.peft.parts import LoraModule
 from loramux.kernels.select import select_fp12_packer
 from loramux.types.model import FusedLinear, TargetModule
 

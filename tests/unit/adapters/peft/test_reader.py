@@ -15,11 +15,8 @@ from hypothesis import strategies as st
 
 from loramux.adapters.peft.folder import short_base_name
 from loramux.adapters.peft.inspection import Inspector
-from loramux.adapters.peft.reader import (
-    LoraModule,
-    check_values,
-    read_adapter,
-)
+from loramux.adapters.peft.parts import LoraModule
+from loramux.adapters.peft.reader import check_values, read_adapter
 from loramux.adapters.values import rank_maxima
 from loramux.errors import AdapterNotFound, AdapterRefused
 from tests.adapter_factory import (
