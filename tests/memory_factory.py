@@ -31,9 +31,9 @@ from loramux.types.adapter import AdapterCard
 from loramux.types.model import FusedLinear, PagedLayout
 
 SITES = (FusedLinear(name="o", in_features=8, projections=("o_proj",), out_features=(8,)),)
-PACKING = DensePacking(SITES, torch.float32)
 # One rank of an adapter is one page: 16 elements of float32.
 PAGE_ELEMENTS = 16
+PACKING = DensePacking(SITES, torch.float32, PAGE_ELEMENTS)
 RANK_BYTES = 64
 
 

@@ -157,7 +157,7 @@ def _packing(
             allocate = HostBuffers(
                 spare_bytes=int(budget_bytes * _MAX_SPARE_FRACTION), budget_bytes=budget_bytes
             ).allocate
-        return DensePacking(linears, dtype, allocate)
+        return DensePacking(linears, dtype, pool.geometry.page_elements, allocate)
     return PagedPacking(linears, dtype, pool.geometry.page_elements, allocate)
 
 

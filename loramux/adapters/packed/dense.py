@@ -1,9 +1,14 @@
-"""Dense layout of an adapter: all matrices in one contiguous buffer, at their true ranks."""
+"""Dense layout of an adapter: its low-rank matrices without gaps, at their true ranks.
+
+Other parts follow them from a page boundary on.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from loramux.adapters.packed.extras import NO_EXTRAS, ExtraSpec, ExtrasLayout, plan_extras
 from loramux.types.model import FusedLinear
 
 # Size of the header of an image file; the buffer follows.
@@ -35,15 +40,36 @@ class SitePlace:
 
 @dataclass(frozen=True, slots=True)
 class DenseLayout:
-    """Offsets in elements; adapters with the same ranks have the same layout."""
+    """Offsets in elements; adapters with equal `key` and `extras.key` have the same layout."""
 
     places: dict[tuple[int, str], SitePlace]
-    num_elements: int
+    low_rank_elements: int
     key: tuple[tuple[int, str, tuple[int, ...]], ...]
+    """(layer, site, ranks) of the low-rank weights."""
+    extras: ExtrasLayout = NO_EXTRAS
+
+    @property
+    def num_elements(self) -> int:
+        return self.extras.end if self.extras.specs else self.low_rank_elements
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of the elements without weights."""
+        if not self.extras.specs:
+            return ()
+        return ((self.low_rank_elements, self.extras.start), *self.extras.gaps)
 
     @property
     def max_rank(self) -> int:
-        return max(rank for _, _, ranks in self.key for rank in ranks)
+        """The largest rank; 0 if the adapter has no low-rank weights."""
+        return max((rank for _, _, ranks in self.key for rank in ranks), default=0)
+
+    def with_extras(self, specs: Sequence[ExtraSpec], page_elements: int) -> DenseLayout:
+        """Returns the layout of an adapter that also has these parts."""
+        extras = plan_extras(
+            specs, num_elements=self.low_rank_elements, page_elements=page_elements
+        )
+        return replace(self, extras=extras)
 
 
 def plan_dense(sites: tuple[FusedLinear, ...], ranks: dict[tuple[int, str], int]) -> DenseLayout:
@@ -61,7 +87,7 @@ def plan_dense(sites: tuple[FusedLinear, ...], ranks: dict[tuple[int, str], int]
             key.append((layer, site.name, site_ranks))
             offset += sum(site_ranks) * site.in_features
             offset += sum(r * out for r, out in zip(site_ranks, site.out_features, strict=True))
-    return DenseLayout(places=places, num_elements=offset, key=tuple(key))
+    return DenseLayout(places=places, low_rank_elements=offset, key=tuple(key))
 
 
 def _place_site(site: FusedLinear, ranks: tuple[int, ...], offset: int) -> SitePlace:

@@ -18,7 +18,7 @@ MODEL_LEVEL = -1
 """The layer of modules that are outside the decoder layers."""
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 ATTENTION_NORM, MLP_NORM, FINAL_NORM = "attention_norm", "mlp_norm", "final_norm"
-# Rows begin at multiples of so many elements, as the rank blocks of the paged layout.
+# Matrices begin at multiples of so many elements, the unit of addresses in the device's directory.
 ALIGN_ELEMENTS = 64
 
 

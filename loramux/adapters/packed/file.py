@@ -37,28 +37,30 @@ class KnownLayouts:
         self._packing = packing
         self._layouts: dict[str, AdapterLayout] = {}
 
-    def find(self, key: Sequence[Any]) -> AdapterLayout:
-        text = json.dumps(key)
+    def find(self, key: Sequence[Any], extras_key: Sequence[Any] = ()) -> AdapterLayout:
+        text = json.dumps([key, extras_key])
         layout = self._layouts.get(text)
         if layout is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[text] = self._packing.layout_of(key)
+            layout = self._layouts[text] = self._packing.layout_of(key, extras_key)
         return layout
 
 
 def write_image(path: Path, image: AdapterImage) -> None:
     """Writes the file atomically: a reader sees the whole file or none."""
     payload = _as_bytes(image.buffer)
-    header = json.dumps(
-        {
-            "cid": image.cid,
-            "dtype": str(image.buffer.dtype),
-            "num_elements": image.buffer.numel(),
-            "layout": image.layout.key,
-            "sha256": hashlib.sha256(payload).hexdigest(),
-        }
-    ).encode()
+    fields: dict[str, object] = {
+        "cid": image.cid,
+        "dtype": str(image.buffer.dtype),
+        "num_elements": image.buffer.numel(),
+        "layout": image.layout.key,
+        "sha256": hashlib.sha256(payload).hexdigest(),
+    }
+    extras = image.layout.extras
+    if extras.specs:
+        fields |= {"extras": extras.key, "page_elements": extras.page_elements}
+    header = json.dumps(fields).encode()
     head = _MAGIC + len(header).to_bytes(8, "little") + header
     # The buffer starts at a page boundary, so that it can be mapped.
     size = _padded(len(head))
@@ -83,8 +85,12 @@ def read_image(
     with path.open("rb", buffering=0) as file:
         found = _read_header(file.fileno(), path)
         try:
-            layout = layouts.find(cast(Sequence[Any], found["layout"]))
+            layout = layouts.find(
+                cast(Sequence[Any], found["layout"]), cast(Sequence[Any], found.get("extras", ()))
+            )
             dtype = getattr(torch, str(found["dtype"]).removeprefix("torch."))
+            if found.get("page_elements", 0) != layout.extras.page_elements:
+                raise _broken(path, "it was made for pages of another size")
             if found["cid"] != cid or found["num_elements"] != layout.num_elements:
                 raise _broken(path, "it holds another adapter")
             buffer = allocate(layout.num_elements, dtype)

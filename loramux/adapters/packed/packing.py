@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from loramux.adapters.packed.dense import DenseLayout, plan_dense
+from loramux.adapters.packed.extras import ExtraSpec, specs_of
 from loramux.adapters.packed.image import AdapterLayout, Allocate, mapped_buffer
 from loramux.adapters.packed.paged import ModuleKey, RankBlockLayout, plan_rank_blocks, uses_fp12
 from loramux.adapters.packed.writers import (
@@ -42,20 +43,25 @@ class Packing(Protocol):
         """Equal for packings that make the same buffers of the same adapters."""
         ...
 
-    def plan(self, ranks: Mapping[ModuleKey, int]) -> AdapterLayout:
-        """Returns the layout of an adapter with these ranks by (layer, projection)."""
+    @property
+    def page_elements(self) -> int: ...
+
+    def plan(
+        self, ranks: Mapping[ModuleKey, int], extras: Sequence[ExtraSpec] = ()
+    ) -> AdapterLayout:
+        """Returns the layout of an adapter with these ranks by (layer, projection) and parts."""
         ...
 
     def writer(self, layout: AdapterLayout, buffer: torch.Tensor) -> ModuleWriter:
-        """Returns a writer of modules to a buffer of the layout's size."""
+        """Returns a writer of parts to a buffer of the layout's size."""
         ...
 
     def check(self, modules: Sequence[LoraModule], maxima: Sequence[RankMaxima]) -> None:
         """Refuses weights that are out of range in the packed form."""
         ...
 
-    def layout_of(self, key: Sequence[Any]) -> AdapterLayout:
-        """Rebuilds a layout from its key, which may come from a file."""
+    def layout_of(self, key: Sequence[Any], extras_key: Sequence[Any] = ()) -> AdapterLayout:
+        """Rebuilds a layout from its key and that of its extras, which may come from a file."""
         ...
 
 
@@ -65,14 +71,18 @@ class DensePacking:
 
     sites: tuple[FusedLinear, ...]
     dtype: torch.dtype
+    page_elements: int
     allocate: Allocate = mapped_buffer
 
     @property
     def fingerprint(self) -> str:
+        # Low-rank weights do not depend on the page size; an image with other parts records it.
         return _digest("stacked", self.sites, self.dtype)
 
-    def plan(self, ranks: Mapping[ModuleKey, int]) -> DenseLayout:
-        return plan_dense(self.sites, dict(ranks))
+    def plan(
+        self, ranks: Mapping[ModuleKey, int], extras: Sequence[ExtraSpec] = ()
+    ) -> DenseLayout:
+        return plan_dense(self.sites, dict(ranks)).with_extras(extras, self.page_elements)
 
     def writer(self, layout: AdapterLayout, buffer: torch.Tensor) -> ModuleWriter:
         assert isinstance(layout, DenseLayout)
@@ -81,7 +91,7 @@ class DensePacking:
     def check(self, modules: Sequence[LoraModule], maxima: Sequence[RankMaxima]) -> None:
         check_range(modules, maxima, self.dtype)
 
-    def layout_of(self, key: Sequence[Any]) -> DenseLayout:
+    def layout_of(self, key: Sequence[Any], extras_key: Sequence[Any] = ()) -> DenseLayout:
         projections = {site.name: site.projections for site in self.sites}
         ranks = {
             (layer, projection): rank
@@ -89,7 +99,7 @@ class DensePacking:
             for projection, rank in zip(projections[name], site_ranks, strict=True)
             if rank
         }
-        return plan_dense(self.sites, ranks)
+        return self.plan(ranks, specs_of(extras_key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +122,11 @@ class PagedPacking:
         form = "grouped, A in 12 bits" if self.is_fp12 else "grouped"
         return _digest(form, self.sites, self.dtype, self.page_elements)
 
-    def plan(self, ranks: Mapping[ModuleKey, int]) -> RankBlockLayout:
-        return plan_rank_blocks(self.sites, ranks, self.page_elements, is_fp12=self.is_fp12)
+    def plan(
+        self, ranks: Mapping[ModuleKey, int], extras: Sequence[ExtraSpec] = ()
+    ) -> RankBlockLayout:
+        low_rank = plan_rank_blocks(self.sites, ranks, self.page_elements, is_fp12=self.is_fp12)
+        return low_rank.with_extras(extras)
 
     def writer(self, layout: AdapterLayout, buffer: torch.Tensor) -> ModuleWriter:
         assert isinstance(layout, RankBlockLayout)
@@ -122,9 +135,9 @@ class PagedPacking:
     def check(self, modules: Sequence[LoraModule], maxima: Sequence[RankMaxima]) -> None:
         check_range(modules, maxima, self.dtype, is_fp12=self.is_fp12)
 
-    def layout_of(self, key: Sequence[Any]) -> RankBlockLayout:
+    def layout_of(self, key: Sequence[Any], extras_key: Sequence[Any] = ()) -> RankBlockLayout:
         ranks = {(layer, projection): rank for layer, projection, rank in key}
-        return self.plan(ranks)
+        return self.plan(ranks, specs_of(extras_key))
 
 
 def _digest(*parts: object) -> str:

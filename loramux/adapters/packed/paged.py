@@ -2,18 +2,25 @@
 
 A rank block is up to RANK_BLOCK ranks of one projection: A as [ranks, in] and B as [ranks, out],
 each contiguous inside a page. Pages are filled from their start; only their ends stay empty. A may
-be packed to fp12; the scale of its rows is then in B.
+be packed to fp12; the scale of its rows is then in B. Other parts follow on pages of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from loramux.adapters.packed.extras import (
+    ALIGN_ELEMENTS,
+    NO_EXTRAS,
+    ExtraSpec,
+    ExtrasLayout,
+    plan_extras,
+)
 from loramux.errors import DoesNotFit
 
 if TYPE_CHECKING:
@@ -26,8 +33,6 @@ RANK_BLOCK = 16
 # Most adapters on the device at once, and their average number of rank blocks in a layer.
 MAX_DEVICE_ADAPTERS = 8192
 BLOCKS_PER_ADAPTER = 16
-# Matrices begin at multiples of so many elements, the unit of addresses in the device's directory.
-ALIGN_ELEMENTS = 64
 # The unit of fp12: octets of eight rows, blocks of 128 columns, three words (of two bfloat16
 # elements) for each column of an octet.
 OCTET = 8
@@ -58,9 +63,10 @@ class RankBlockLayout:
     is_fp12: bool
     """Whether A is packed to fp12."""
     key: tuple[tuple[int, str, int], ...]
-    """(layer, projection, rank); adapters with the same key have the same layout."""
+    """(layer, projection, rank); adapters with equal `key` and `extras.key` have equal layouts."""
     gaps: tuple[tuple[int, int], ...]
     """(start, stop) of the elements without weights."""
+    extras: ExtrasLayout = NO_EXTRAS
 
     @property
     def num_elements(self) -> int:
@@ -68,7 +74,21 @@ class RankBlockLayout:
 
     @property
     def max_rank(self) -> int:
-        return max(rank for _, _, rank in self.key)
+        """The largest rank; 0 if the adapter has no low-rank weights."""
+        return max((rank for _, _, rank in self.key), default=0)
+
+    def with_extras(self, specs: Sequence[ExtraSpec]) -> RankBlockLayout:
+        """Returns the layout of an adapter that also has these parts."""
+        extras = plan_extras(
+            specs, num_elements=self.num_elements, page_elements=self.page_elements
+        )
+        return replace(
+            self,
+            num_pages=self.num_pages + extras.num_pages,
+            num_weights=self.num_weights + extras.num_weights,
+            gaps=(*self.gaps, *extras.gaps),
+            extras=extras,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Writes the modules of an adapter to its buffer, and finds the largest value of each rank."""
+"""Writes the parts of an adapter to its buffer, and finds the largest value of each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from loramux.adapters.packed.compiled import compiled_packer
 from loramux.adapters.packed.dense import DenseLayout, SitePlace, SlicePlace
+from loramux.adapters.packed.extras import ExtrasLayout
 from loramux.adapters.packed.fp12 import LARGEST_EXPONENT, TOO_LARGE, pack_rows, row_exponents
 from loramux.adapters.packed.paged import (
     WORDS_PER_COLUMN,
@@ -38,23 +39,25 @@ from loramux.types.model import FusedLinear
 from loramux.types.packing import Fp12PackOps
 
 if TYPE_CHECKING:
-    from loramux.adapters.peft.parts import LoraModule
+    from loramux.adapters.peft.parts import ExtraTensor, LoraModule
 
 
 class ModuleWriter(Protocol):
-    """Writes the modules of one adapter to its buffer, in any order and on any threads."""
+    """Writes the low rank of one adapter to its buffer, in any order and on any threads."""
 
     def __call__(self, module: LoraModule) -> RankMaxima: ...
 
 
 class DenseWriter:
-    """Packs A as [in, sum of ranks] and B as [rank, out] of every site, without gaps."""
+    """Packs A as [in, sum of ranks] and B as [rank, out] of every site."""
 
     def __init__(
         self, layout: DenseLayout, sites: Sequence[FusedLinear], buffer: torch.Tensor
     ) -> None:
+        """Zeroes the parts of the buffer that hold no weights."""
         self._out = bits_of(buffer)
         self._dtype = buffer.dtype
+        _clear(self._out, layout.gaps)
         self._places: dict[ModuleKey, tuple[SitePlace, SlicePlace]] = {}
         projections = {site.name: site.projections for site in sites}
         for layer, site_name, ranks in layout.key:
@@ -88,8 +91,7 @@ class RankBlockWriter:
         self._layout = layout
         self._out = bits_of(buffer)
         self._dtype = buffer.dtype
-        for start, stop in layout.gaps:
-            self._out[start:stop] = 0
+        _clear(self._out, layout.gaps)
 
     def __call__(self, module: LoraModule) -> RankMaxima:
         packer = compiled_packer()
@@ -159,6 +161,37 @@ class RankBlockWriter:
         return self._out[offset : offset + matrix.size].reshape(matrix.shape)
 
 
+def write_extra(layout: ExtrasLayout, buffer: torch.Tensor, part: ExtraTensor) -> float:
+    """Writes a part beside low rank to its place; returns its largest absolute value.
+
+    Raises AdapterRefused for values that are not finite in the file or in the serving dtype.
+    """
+    place, out = layout.places[part.key], bits_of(buffer)
+    if part.values.shape != (place.num_rows, place.width):
+        raise ValueError(f"{part.key}: {tuple(part.values.shape)}, planned {place}")
+    values, source = bits_of(part.values.contiguous()), part.values.dtype
+    maxima = []
+    for first, count, offset in place.pieces(layout.page_elements):
+        rows = values[first : first + count]
+        served = converted_bits(rows, source, buffer.dtype)
+        out[offset : offset + count * place.width] = served.reshape(-1)
+        largest = row_maxima(rows.reshape(1, -1), source)[0]
+        if np.isfinite(largest) and not np.isfinite(
+            row_maxima(served.reshape(1, -1), buffer.dtype)[0]
+        ):
+            raise _overflow(buffer.dtype)
+        maxima.append(largest)
+    largest = float(np.max(maxima))
+    if not np.isfinite(largest):
+        _, module, kind = part.key
+        raise AdapterRefused(
+            "not_finite",
+            f"The {kind} of {module} has NaN or infinite values.",
+            fix="The training diverged; give an earlier checkpoint.",
+        )
+    return largest
+
+
 def check_range(
     modules: Sequence[LoraModule],
     maxima: Sequence[RankMaxima],
@@ -167,6 +200,8 @@ def check_range(
     is_fp12: bool = False,
 ) -> None:
     """Refuses weights that are finite in the file and not in the serving dtype."""
+    if not modules:
+        return
     scales = np.concatenate(
         [np.full(len(m.a), module.scale) for module, m in zip(modules, maxima, strict=True)]
     )
@@ -181,11 +216,20 @@ def check_range(
         exponents = torch.frexp(a).exponent - 1
         b = torch.ldexp(b, exponents.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT) * (a > 0))
     if not (fits & torch.isfinite(b.to(dtype))).all():
-        raise AdapterRefused(
-            "overflow",
-            f"Its weights, times their scale, are too large for {dtype}.",
-            fix=f"Serve with dtype {'' if is_fp12 else 'bfloat16 or '}float32.",
-        )
+        raise _overflow(dtype, is_fp12=is_fp12)
+
+
+def _overflow(dtype: torch.dtype, *, is_fp12: bool = False) -> AdapterRefused:
+    return AdapterRefused(
+        "overflow",
+        f"Its weights, times their scale, are too large for {dtype}.",
+        fix=f"Serve with dtype {'' if is_fp12 else 'bfloat16 or '}float32.",
+    )
+
+
+def _clear(out: Bits, gaps: Iterable[tuple[int, int]]) -> None:
+    for start, stop in gaps:
+        out[start:stop] = 0
 
 
 def _scaled(values: Float32, scale: float | Float32) -> Float32:

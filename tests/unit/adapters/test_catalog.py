@@ -31,7 +31,7 @@ BASE = tiny_base_info(tiny_llama_config())
 def make_catalog(
     dtype: torch.dtype = torch.float32, *, state: Path | None = None, **options: Any
 ) -> AdapterCatalog:
-    rules = AdapterRules(base=BASE, packing=DensePacking(BASE.fused_linears, dtype))
+    rules = AdapterRules(base=BASE, packing=DensePacking(BASE.fused_linears, dtype, 4096))
     return AdapterCatalog(rules, verified=VerifiedAdapters(state), **options)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from loramux.adapters.packed import file as image_file
 from loramux.adapters.packed.dense import plan_dense
+from loramux.adapters.packed.extras import ExtraKind, ExtraSpec
 from loramux.adapters.packed.file import KnownLayouts, read_image, write_image
 from loramux.adapters.packed.image import AdapterImage, mapped_buffer
 from loramux.adapters.packed.packing import DensePacking
@@ -17,7 +19,7 @@ SITES = (
     FusedLinear("qkv", 8, ("q_proj", "k_proj", "v_proj"), (8, 4, 4)),
     FusedLinear("o", 8, ("o_proj",), (8,)),
 )
-PACKING = DensePacking(SITES, torch.float32)
+PACKING = DensePacking(SITES, torch.float32, 64)
 RANKS = {(0, "q_proj"): 3, (0, "v_proj"): 1, (2, "o_proj"): 5}
 
 
@@ -74,6 +76,23 @@ def test_adapters_of_one_layout_share_it_and_others_do_not(tmp_path: Path) -> No
     assert first.layout is second.layout
     other = layouts.find([[0, "o", [5]]])
     assert other == plan_dense(SITES, {(0, "o_proj"): 5})
+
+
+def test_an_image_with_other_parts_comes_back_for_pages_of_the_same_size(tmp_path: Path) -> None:
+    specs = (
+        ExtraSpec(0, "qkv", ExtraKind.GAIN, 1, 16),
+        ExtraSpec(-1, "embed_tokens", ExtraKind.ROWS, 2, 8, (3, 70)),
+    )
+    layout = PACKING.plan(RANKS, specs)
+    image = AdapterImage("cidv1:sha256:ab", layout, torch.randn(layout.num_elements))
+    write_image(tmp_path / "x.image", image)
+    layouts = KnownLayouts(PACKING)
+    again = read_image(tmp_path / "x.image", image.cid, layouts)
+    assert again.layout == layout and torch.equal(again.buffer, image.buffer)
+    assert layouts.find(layout.key) == PACKING.plan(RANKS), "the key of the extras tells them apart"
+    other = KnownLayouts(replace(PACKING, page_elements=128))
+    with pytest.raises(AdapterRefused, match="another size"):
+        read_image(tmp_path / "x.image", image.cid, other)
 
 
 def test_a_file_of_another_adapter_is_refused(tmp_path: Path) -> None:
