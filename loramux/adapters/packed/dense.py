@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from loramux.adapters.packed.extras import NO_EXTRAS, ExtraSpec, ExtrasLayout, plan_extras
+from loramux.adapters.packed.extras import NO_EXTRAS, ExtrasLayout, ExtraSpec, plan_extras
 from loramux.types.model import FusedLinear
 
 # Size of the header of an image file; the buffer follows.

@@ -79,9 +79,7 @@ class DensePacking:
         # Low-rank weights do not depend on the page size; an image with other parts records it.
         return _digest("stacked", self.sites, self.dtype)
 
-    def plan(
-        self, ranks: Mapping[ModuleKey, int], extras: Sequence[ExtraSpec] = ()
-    ) -> DenseLayout:
+    def plan(self, ranks: Mapping[ModuleKey, int], extras: Sequence[ExtraSpec] = ()) -> DenseLayout:
         return plan_dense(self.sites, dict(ranks)).with_extras(extras, self.page_elements)
 
     def writer(self, layout: AdapterLayout, buffer: torch.Tensor) -> ModuleWriter:

@@ -17,8 +17,8 @@ import numpy as np
 from loramux.adapters.packed.extras import (
     ALIGN_ELEMENTS,
     NO_EXTRAS,
-    ExtraSpec,
     ExtrasLayout,
+    ExtraSpec,
     plan_extras,
 )
 from loramux.errors import DoesNotFit
