@@ -315,6 +315,8 @@ def base_info(config: DecoderConfig, name: str) -> BaseModelInfo:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         num_parameters=count_parameters(config, projections),
+        tie_embeddings=config.tie_embeddings,
+        biased=tuple(name for name, has_bias in projection_biases(config).items() if has_bias),
     )
 
 
@@ -333,13 +335,18 @@ def projections_of(config: DecoderConfig) -> tuple[Projection, ...]:
     )
 
 
-def count_parameters(config: DecoderConfig, projections: tuple[Projection, ...]) -> int:
-    hidden = config.hidden_size
-    has_bias = {
+def projection_biases(config: DecoderConfig) -> dict[str, bool]:
+    """Whether each projection of a decoder layer has a bias."""
+    return {
         **dict.fromkeys(("q_proj", "k_proj", "v_proj"), config.qkv_bias),
         "o_proj": config.o_bias,
         **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), config.mlp_bias),
     }
+
+
+def count_parameters(config: DecoderConfig, projections: tuple[Projection, ...]) -> int:
+    hidden = config.hidden_size
+    has_bias = projection_biases(config)
     linears = sum(
         linear.out_features * (linear.in_features + has_bias[linear.name]) for linear in projections
     )

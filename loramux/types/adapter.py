@@ -26,6 +26,8 @@ class AdapterCard:
     """Of an aLoRA: it acts from the last occurrence of these tokens in the prompt on."""
     only_alone: str = ""
     """Why it cannot be part of a sum, nor have a weight other than 1; empty: it can."""
+    vocab_size: int = 0
+    """Number of tokens if it adds some to those of the base; 0: the vocabulary of the base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,7 @@ class InspectedCard:
     warnings: tuple[str, ...] = ()
     invocation_tokens: tuple[int, ...] = ()
     only_alone: str = ""
+    vocab_size: int = 0
 
     def identified(self, cid: str, warnings: tuple[str, ...] = ()) -> AdapterCard:
         """Returns the card of a registered adapter; `warnings` are those of its values."""
@@ -54,4 +57,5 @@ class InspectedCard:
             warnings=(*self.warnings, *warnings),
             invocation_tokens=self.invocation_tokens,
             only_alone=self.only_alone,
+            vocab_size=self.vocab_size,
         )

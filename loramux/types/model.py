@@ -89,6 +89,14 @@ class BaseModelInfo:
     head_dim: int
     vocab_size: int
     num_parameters: int
+    tie_embeddings: bool = False
+    """Whether the output head is the embedding."""
+    biased: tuple[str, ...] = ()
+    """The projections that have a bias."""
+
+    @property
+    def hidden_size(self) -> int:
+        return self.projections[0].in_features
 
     @property
     def targets(self) -> tuple[TargetModule, ...]:
