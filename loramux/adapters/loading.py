@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 
 from loramux.adapters.identity import compute_cid, make_manifest
+from loramux.adapters.packed.extras import ExtraSpec
 from loramux.adapters.packed.image import AdapterImage, AdapterLayout
 from loramux.adapters.packed.packing import Packing
 from loramux.adapters.packed.paged import ModuleKey
-from loramux.adapters.packed.writers import ModuleWriter
+from loramux.adapters.packed.writers import ModuleWriter, write_extra
 from loramux.adapters.peft.inspection import InspectedAdapter, Inspector
-from loramux.adapters.peft.parts import BaseWeights, LoraModule
+from loramux.adapters.peft.parts import AdapterParts, BaseWeights, ExtraTensor, LoraModule
 from loramux.adapters.peft.reader import check_values, make_parts
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
 from loramux.adapters.peft.weights import WeightsReading
@@ -63,6 +64,9 @@ class LoadedAdapter:
     times: LoadTimes
 
 
+_LayoutKey = tuple[tuple[tuple[ModuleKey, int], ...], tuple[ExtraSpec, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedLayout:
     layout: AdapterLayout
@@ -80,20 +84,20 @@ class FolderLoader:
         self._inspector = Inspector(
             rules.base, max_rank=rules.max_rank, strict_base=rules.strict_base
         )
-        self._layouts: dict[tuple[tuple[ModuleKey, int], ...], PlannedLayout] = {}
+        self._layouts: dict[_LayoutKey, PlannedLayout] = {}
 
     def inspect(self, folder: Path) -> InspectedAdapter:
         """Checks config and header; raises AdapterRefused."""
         return self._inspector.inspect(folder)
 
     def plan(self, found: InspectedAdapter) -> PlannedLayout:
-        ranks = found.ranks
-        key = tuple(ranks.items())
+        ranks, extras = found.ranks, found.extras
+        key = tuple(ranks.items()), extras
         planned = self._layouts.get(key)
         if planned is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
-            layout = self._packing.plan(ranks)
+            layout = self._packing.plan(ranks, extras)
             planned = self._layouts[key] = PlannedLayout(layout, layout.max_rank)
             self._make_ready(layout)
         return planned
@@ -114,16 +118,18 @@ class FolderLoader:
             with weights.reading(self._workers) as reading:
                 if not found.contents.are_views:
                     reading.wait()
-                modules = make_parts(found, reading.tensors(), self._base_weights).modules
-                parts = self._start_packing(modules, reading, prepared)
+                made = make_parts(found, reading.tensors(), self._base_weights)
+                _check_complete(made, layout)
+                parts = self._start_packing(made, reading, prepared)
                 digest = reading.digest()
             hashed = time.perf_counter()
         packed = [part() for part in parts]
+        modules = made.modules
         maxima = [found for part in packed for found in part.maxima]
-        warnings = check_values(modules, maxima)
+        warnings = check_values(modules, maxima, extras=[x for p in packed for x in p.extras])
         self._packing.check(modules, maxima)
         manifest = make_manifest(found.config.canonical(), {WEIGHTS_NAME: digest})
-        image = AdapterImage(cid=compute_cid(manifest), layout=layout, buffer=prepared()[0])
+        image = AdapterImage(cid=compute_cid(manifest), layout=layout, buffer=prepared().buffer)
         times = LoadTimes(
             inspect_s=inspected - began,
             read_s=min(part.began for part in packed) - began,
@@ -145,32 +151,63 @@ class FolderLoader:
 
     def _start_packing(
         self,
-        modules: Sequence[LoraModule],
+        made: AdapterParts,
         reading: WeightsReading,
-        prepared: Callable[[], tuple[torch.Tensor, ModuleWriter]],
+        prepared: Callable[[], _OpenImage],
     ) -> list[Callable[[], _PackedPart]]:
-        """Starts to pack the modules in several parts, once all bytes are read."""
+        """Starts to pack the adapter in several parts, once all bytes are read."""
 
-        def pack(part: Sequence[LoraModule]) -> _PackedPart:
+        def pack(modules: Sequence[LoraModule], extras: Sequence[ExtraTensor]) -> _PackedPart:
             reading.wait()
-            _, write = prepared()
+            image = prepared()
             began = time.perf_counter()
-            maxima = [write(module) for module in part]
-            return _PackedPart(maxima, began, time.perf_counter())
+            maxima = [image.write(module) for module in modules]
+            largest = [write_extra(image.layout.extras, image.buffer, part) for part in extras]
+            return _PackedPart(maxima, largest, began, time.perf_counter())
 
-        size = -(-len(modules) // (self._workers.num_threads * _PARTS_PER_THREAD))
-        cuts = [modules[start : start + size] for start in range(0, len(modules), size)]
-        return [self._workers.start(partial(pack, part)) for part in cuts]
+        cuts = _cut(made.modules, made.extras, self._workers.num_threads * _PARTS_PER_THREAD)
+        return [self._workers.start(partial(pack, *part)) for part in cuts]
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenImage:
+    """The buffer of an image that is being written."""
+
+    layout: AdapterLayout
+    buffer: torch.Tensor
+    write: ModuleWriter
 
 
 @dataclass(frozen=True, slots=True)
 class _PackedPart:
     maxima: list[RankMaxima]
+    extras: list[float]
+    """The largest absolute value of each part beside low rank."""
     began: float
     ended: float
 
 
-def _prepare(packing: Packing, layout: AdapterLayout) -> tuple[torch.Tensor, ModuleWriter]:
-    """Allocates the buffer of an image, and returns it with the writer of its modules."""
+def _prepare(packing: Packing, layout: AdapterLayout) -> _OpenImage:
+    """Allocates the buffer of an image, and zeroes what holds no weights."""
     buffer = packing.allocate(layout.num_elements, packing.dtype)
-    return buffer, packing.writer(layout, buffer)
+    return _OpenImage(layout, buffer, packing.writer(layout, buffer))
+
+
+def _check_complete(made: AdapterParts, layout: AdapterLayout) -> None:
+    """Raises ValueError unless the parts are those that the layout has places for."""
+    missing = layout.extras.places.keys() ^ {part.key for part in made.extras}
+    if missing:
+        raise ValueError(f"parts do not fit the plan (no weights of the base?): {sorted(missing)}")
+
+
+def _cut(
+    modules: Sequence[LoraModule], extras: Sequence[ExtraTensor], num_cuts: int
+) -> list[tuple[Sequence[LoraModule], Sequence[ExtraTensor]]]:
+    """Cuts modules and other parts into pieces of similar numbers."""
+    size = -(-len(modules) // num_cuts) or 1
+    cuts: list[tuple[Sequence[LoraModule], Sequence[ExtraTensor]]] = [
+        (modules[start : start + size], ()) for start in range(0, len(modules), size)
+    ]
+    size = -(-len(extras) // num_cuts) or 1
+    cuts += [((), extras[start : start + size]) for start in range(0, len(extras), size)]
+    return cuts

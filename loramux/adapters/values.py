@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loramux.errors import AdapterRefused
+
 if TYPE_CHECKING:
-    from loramux.adapters.peft.parts import LoraModule
+    from loramux.adapters.peft.parts import ExtraTensor, LoraModule
 
 Bits = NDArray[Any]
 """Unsigned integers of the size of the weights' dtype."""
@@ -46,6 +48,23 @@ def rank_maxima(module: LoraModule) -> RankMaxima:
         row_maxima(bits_of(module.a), module.a.dtype),
         row_maxima(transposed_bits(module.b), module.b.dtype),
     )
+
+
+def largest_of(part: ExtraTensor) -> float:
+    """Returns the largest absolute value of a part beside low rank.
+
+    Raises AdapterRefused for values that are not finite.
+    """
+    bits = bits_of(part.values.contiguous())
+    largest = float(row_maxima(bits.reshape(1, -1), part.values.dtype)[0])
+    if not np.isfinite(largest):
+        _, module, kind = part.key
+        raise AdapterRefused(
+            "not_finite",
+            f"The {kind} of {module} has NaN or infinite values.",
+            fix="The training diverged; give an earlier checkpoint.",
+        )
+    return largest
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:

@@ -25,6 +25,7 @@ from loramux.memory.host_buffers import HostBuffers
 from loramux.memory.host_memory import default_pool_bytes, total_memory_bytes
 from loramux.memory.pool import PagePool
 from loramux.models.architectures import DecoderConfig, base_info
+from loramux.models.base_weights import DecoderWeights
 from loramux.models.decoder import Decoder
 from loramux.models.dtypes import resolve_dtype
 from loramux.models.loader import LoadedModel, load_model
@@ -90,6 +91,9 @@ def build_engine(
         packing=_packing(base, pool, config, is_paged=gpu_plan is not None),
         max_rank=config.max_rank,
         strict_base=config.strict_base,
+        base_weights=DecoderWeights(
+            model.decoder, base.fused_linears, lambda: model.reading.result()
+        ),
     )
     directory = None if gpu_plan is None else gpu_plan.make_directory(pool)
     gpu_runner: GpuRunner | None = None
@@ -134,7 +138,7 @@ def _cpu_runner(
         progress("Preparing CPU kernels", 0.0)
     return CpuRunner(
         decoder=model.decoder,
-        linear_names=tuple(linear.name for linear in base.fused_linears),
+        linears=base.fused_linears,
         pool=memory.pool,
         adapters=memory.placement.device,
         kernels=select_kernels(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from loramux.kernels.linear import LinearMethod
 from loramux.kernels.ops import LoraKernels, LoraRows, LoraWeights
 from loramux.lora.batch import LoraBatch
+from loramux.lora.extras import StepExtras
 from loramux.lora.stacks import SiteKey
 
 
@@ -20,6 +21,8 @@ class LoraContext:
         self.bases: dict[SiteKey, LinearMethod] = {}
         """The wrapped modules, without adapters."""
         self.batch: LoraBatch | None = None
+        self.extras: StepExtras | None = None
+        """Parts beside low rank of the batch's adapters; None if they have none."""
         self.merged: Mapping[SiteKey, LinearMethod] | None = None
         """Linears with merged adapters that replace the base for all rows of this forward."""
 
@@ -41,8 +44,17 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.current(x)
+        extras = self.extras
+        if extras is not None:
+            extras.change_linear(self.site, self.base, x, y)
         self.add_adapters(y, x)
         return y
+
+    @property
+    def extras(self) -> StepExtras | None:
+        """The parts of this forward, if any of them changes this linear."""
+        extras = self.context.extras
+        return extras if extras is not None and extras.changes_linear(self.site) else None
 
     @property
     def adapters(self) -> Sequence[tuple[LoraWeights, LoraRows]]:

@@ -12,6 +12,8 @@ from loramux.lora.stacks import LoraStacks, SiteKey, Stack
 from loramux.memory.records import ResidentAdapter
 from loramux.types.request import Selection
 
+_NO_STACK = -1
+
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
@@ -25,9 +27,11 @@ class RowRun:
 class LoraBatch:
     """The step's adapters in stacks; sorting by `order` makes rows of one adapter adjacent."""
 
-    def __init__(self, stacks: Sequence[Stack]) -> None:
+    def __init__(self, stacks: Sequence[Stack], others: Sequence[str] = ()) -> None:
+        """`others`: the CIDs of adapters without low rank, which are in no stack."""
         self._stacks = stacks
-        self._slots = {
+        self._slots = {cid: (_NO_STACK, slot) for slot, cid in enumerate(others)}
+        self._slots |= {
             cid: (number, slot)
             for number, stack in enumerate(stacks)
             for slot, cid in enumerate(stack.slots)
@@ -79,6 +83,8 @@ class LoraBatch:
             stop = others[-1].stop if others else first.stop
             for cid, weight in selection:
                 number, slot = self._slots[cid]
+                if number == _NO_STACK:
+                    continue
                 _extend(segments[number], Segment(slot, first.start, stop, weight))
         return [
             (stack, kernels.cut_rows(stack_segments, len(stack.slots)))
@@ -107,4 +113,6 @@ def gather_batch(
     cids = dict.fromkeys(cid for selection in selections for cid, _ in selection)
     if not cids:
         return None
-    return LoraBatch(stacks.place([adapters[cid] for cid in cids]))
+    placed = [adapters[cid] for cid in cids if adapters[cid].stacked.places]
+    others = [cid for cid in cids if not adapters[cid].stacked.places]
+    return LoraBatch(stacks.place(placed), others)

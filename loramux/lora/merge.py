@@ -25,6 +25,10 @@ class AdapterDeltas(Protocol):
 
     def is_resident(self, cid: str) -> bool: ...
 
+    def is_low_rank(self, cid: str) -> bool:
+        """Whether a resident adapter is low rank alone."""
+        ...
+
     def sites(self, cid: str) -> Iterable[SiteKey]:
         """Sites that a resident adapter changes."""
         ...
@@ -43,6 +47,9 @@ class PageDeltas:
 
     def is_resident(self, cid: str) -> bool:
         return cid in self.adapters
+
+    def is_low_rank(self, cid: str) -> bool:
+        return not self.adapters[cid].layout.extras.specs
 
     def sites(self, cid: str) -> Iterable[SiteKey]:
         return self.adapters[cid].stacked.places
@@ -88,6 +95,8 @@ class MergeSource:
     def num_bytes(self, selection: Selection) -> int | None:
         """Bytes of the merged copies; None: the selection cannot be merged."""
         if not selection or not self.is_resident(selection):
+            return None
+        if not all(self.deltas.is_low_rank(cid) for cid, _ in selection):
             return None
         total = 0
         for site in self.touched(selection):

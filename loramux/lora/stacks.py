@@ -31,7 +31,7 @@ SiteKey = tuple[int, str]
 
 @dataclass(slots=True)
 class Stack:
-    """Row i of storage holds the pages of adapter slots[i], if it was copied."""
+    """Row i of storage holds the low-rank pages of adapter slots[i], if it was copied."""
 
     layout: DenseLayout
     num_pages: int
@@ -112,11 +112,11 @@ class LoraStacks:
         row = stack.storage[slot]
         stack.addresses[slot] = row.data_ptr()
         if slot >= len(stack.copied) or stack.copied[slot] != member.cid:
-            self._pool.read(member.page_ids, row)
+            self._pool.read(member.page_ids[: stack.num_pages], row)
             _set(stack.copied, slot, member.cid)
 
     def _make(self, first: ResidentAdapter, *, count: int) -> Stack:
-        num_pages = len(first.page_ids)
+        num_pages = self._pool.pages_for_elements(first.stacked.low_rank_elements)
         width = num_pages * self._pool.geometry.page_elements
         like = self._pool.storage
         capacity = _with_room(count)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from loramux.kernels.linear import LinearMethod
 from loramux.kernels.ops import AttendArgs
 from loramux.models.architectures import DecoderConfig
-from loramux.models.forward import Layer, hidden_states
+from loramux.models.forward import DecoderOps, Layer, hidden_states
 from loramux.models.layers import HeadNorm, Linear, RMSNorm, Rotary, rotate_
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -26,6 +26,7 @@ L = TypeVar("L")
 N = TypeVar("N")
 N_co = TypeVar("N_co", covariant=True)
 TorchNorm = Callable[[Tensor], Tensor]
+TorchDecoderOps = DecoderOps[Tensor, LinearMethod, TorchNorm]
 
 
 class MakeNorm(Protocol[N_co]):
@@ -172,17 +173,31 @@ class Decoder(nn.Module):
             for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True))
         ]
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionContext,
+        wrap: Callable[[TorchDecoderOps], TorchDecoderOps] | None = None,
+    ) -> Tensor:
         """Compute the normed hidden state of every token with torch ops: [tokens, hidden].
 
-        token_ids, positions [tokens]: the tokens of all sequences of the step, concatenated
+        token_ids, positions [tokens]: the tokens of all sequences of the step, concatenated.
+        `wrap` may add to what the ops compute.
         """
         layers = self.describe(linear=_keep_linear, norm=_keep_norm)
-        return hidden_states(layers, TorchOps(self, attention), token_ids, positions)
+        ops: TorchDecoderOps = TorchOps(self, attention)
+        return hidden_states(layers, ops if wrap is None else wrap(ops), token_ids, positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits [tokens, vocab] in float32 from hidden [tokens, hidden]."""
-        logits = self.lm_head(hidden).float()
+        return self.cap_logits(self.uncapped_logits(hidden))
+
+    def uncapped_logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden).float()
+
+    def cap_logits(self, logits: Tensor) -> Tensor:
+        """Apply the model's softcap, if it has one, in place."""
         cap = self.config.final_logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

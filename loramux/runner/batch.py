@@ -14,6 +14,9 @@ from loramux.runner.sampler import prompt_logprobs
 from loramux.types.request import TokenLogprob
 from loramux.types.step import Chunk
 
+LogitsOf = Callable[[Tensor, Sequence[int]], Tensor]
+"""Computes logits from the hidden states of these rows of a step."""
+
 # Above this fraction of the tokens, selecting rows costs more than it saves.
 _MAX_SELECTED_FRACTION = 0.75
 
@@ -100,7 +103,7 @@ def selected_rows(batch: StepBatch) -> list[int] | None:
 
 
 def prompt_logprobs_of(
-    batch: StepBatch, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+    batch: StepBatch, hidden: Tensor, logits_of: LogitsOf
 ) -> dict[int, list[TokenLogprob]]:
     """Compute the prompt logprobs of the chunks that ask for them. hidden [rows, hidden]"""
     result = {}
@@ -108,7 +111,8 @@ def prompt_logprobs_of(
         if chunk.prompt_logprobs is None or not chunk.next_prompt_token_ids:
             continue
         start, count = batch.row_starts[i], len(chunk.next_prompt_token_ids)
-        logits = logits_of(hidden[start : start + count])
+        rows = range(start, start + count)
+        logits = logits_of(hidden[rows.start : rows.stop], rows)
         result[chunk.sequence_id] = prompt_logprobs(
             logits, chunk.next_prompt_token_ids, chunk.prompt_logprobs
         )

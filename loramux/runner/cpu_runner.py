@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -11,10 +13,11 @@ from torch import Tensor
 from loramux.kernels.ops import Kernels
 from loramux.lora.attach import LoraContext, attach
 from loramux.lora.batch import LoraBatch, RowRun, gather_batch
+from loramux.lora.extras import ExtrasSource, StepExtras
 from loramux.lora.stacks import LoraStacks
 from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter
-from loramux.models.decoder import Decoder
+from loramux.models.decoder import Decoder, TorchDecoderOps
 from loramux.runner.batch import (
     PagedAttention,
     StepBatch,
@@ -23,11 +26,20 @@ from loramux.runner.batch import (
     prompt_logprobs_of,
     selected_rows,
 )
+from loramux.runner.extras_ops import OpsWithExtras
 from loramux.runner.in_flight import FinishedStep
 from loramux.runner.jit_decoder import JitDecoder
 from loramux.runner.sampler import sample
+from loramux.types.model import FusedLinear
 from loramux.types.request import TokenLogprob
 from loramux.types.step import InFlightStep, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    batch: StepBatch
+    lora: LoraBatch | None
+    extras: StepExtras | None
 
 
 class CpuRunner:
@@ -37,7 +49,7 @@ class CpuRunner:
         self,
         *,
         decoder: Decoder,
-        linear_names: tuple[str, ...],
+        linears: tuple[FusedLinear, ...],
         pool: PagePool,
         adapters: Mapping[str, ResidentAdapter],
         kernels: Kernels,
@@ -47,8 +59,10 @@ class CpuRunner:
         self._adapters = adapters
         self._kernels = kernels
         self._layout = pool.geometry
+        self._extras = ExtrasSource(pool, adapters, linears, num_layers=decoder.config.num_layers)
         self._stacks = LoraStacks(pool, in_place=kernels.lora.READS_ADDRESSES)
-        self._lora = attach(decoder.layers, linear_names, kernels.lora)
+        names = [linear.name for linear in linears]
+        self._lora = attach(decoder.layers, names, kernels.lora)
         self._compiled = (
             None
             if kernels.jit is None
@@ -89,23 +103,24 @@ class CpuRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        batch, lora = self._build(plan)
-        rows = None if self._compiled is None else selected_rows(batch)
-        hidden = self._forward(batch, lora, rows)
-        return self._choose(batch, hidden, is_picked=rows is not None)
+        step = self._build(plan)
+        rows = None if self._compiled is None else selected_rows(step.batch)
+        hidden = self._forward(step, rows)
+        return self._choose(step, hidden, is_picked=rows is not None)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> dict[int, Tensor]:
         """Compute the logits of every token by sequence id, without sampling."""
-        batch, lora = self._build(plan)
-        hidden = self._forward(batch, lora, None)
-        logits = self._decoder.logits(hidden)
+        step = self._build(plan)
+        batch = step.batch
+        hidden = self._forward(step, None)
+        logits = self._logits(step, hidden, range(batch.num_rows))
         return {
             chunk.sequence_id: logits[rows.start : rows.stop]
             for chunk, rows in ((c, batch.rows(i)) for i, c in enumerate(batch.chunks))
         }
 
-    def _build(self, plan: StepPlan) -> tuple[StepBatch, LoraBatch | None]:
+    def _build(self, plan: StepPlan) -> _Step:
         chunks = list(plan.chunks)
         selections = [chunk.selection for chunk in chunks]
         is_merged = self._lora.merged is not None
@@ -113,37 +128,50 @@ class CpuRunner:
         if lora is not None:
             chunks.sort(key=lambda chunk: lora.order(chunk.selection))
         batch = build_batch(chunks, self._pool.storage.device)
+        extras = None
         if lora is not None:
             runs = [
                 RowRun(chunk.selection, start, start + len(chunk.token_ids))
                 for start, chunk in zip(batch.row_starts, chunks, strict=True)
             ]
             lora.set_rows(runs, self._kernels.lora)
+            extras = StepExtras.of(self._extras, runs)
         fresh = half_filled_pages(chunks, self._pool.geometry.block_tokens)
         if fresh:
             self._pool.clear(fresh)
-        return batch, lora
+        return _Step(batch, lora, extras)
 
-    def _forward(
-        self, batch: StepBatch, lora: LoraBatch | None, rows: Sequence[int] | None
-    ) -> Tensor:
+    def _forward(self, step: _Step, rows: Sequence[int] | None) -> Tensor:
         """Compute the hidden states of these rows (None: all)."""
+        batch, lora, extras = step.batch, step.lora, step.extras
         inputs, device = (batch.token_ids, batch.positions), self._pool.device
-        self._lora.batch = lora
+        self._lora.batch, self._lora.extras = lora, extras
         try:
             if self._compiled is None:
                 assert rows is None, "only the compiled decoder selects rows"
                 plan = self._kernels.attention.plan(batch.sequences, self._layout, device)
                 attention = PagedAttention(plan, self._pool.storage)
-                return cast(Tensor, self._decoder(*inputs, attention))
+                wrap = None if extras is None else partial(self._with_extras, extras)
+                return cast(Tensor, self._decoder(*inputs, attention, wrap))
             if lora is not None and rows is not None:
                 lora.keep_rows(rows, self._compiled.selecting_linears, self._kernels.lora)
-            return self._compiled.hidden(*inputs, batch.sequences, rows)
+            return self._compiled.hidden(*inputs, batch.sequences, rows, extras)
         finally:
-            self._lora.batch = None
+            self._lora.batch = self._lora.extras = None
 
-    def _choose(self, batch: StepBatch, hidden: Tensor, *, is_picked: bool) -> StepResult:
+    def _with_extras(self, extras: StepExtras, ops: TorchDecoderOps) -> TorchDecoderOps:
+        return OpsWithExtras(ops, extras, self._decoder)
+
+    def _logits(self, step: _Step, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        """Compute the logits of these rows of the step from their hidden states."""
+        if step.extras is None:
+            return self._decoder.logits(hidden)
+        logits = step.extras.logits(hidden, rows, self._decoder.uncapped_logits)
+        return self._decoder.cap_logits(logits)
+
+    def _choose(self, step: _Step, hidden: Tensor, *, is_picked: bool) -> StepResult:
         """Sample from the hidden states: of the sampled rows if `is_picked`, else of all."""
+        batch = step.batch
         samples = [(c.sequence_id, c.sample) for c in batch.chunks if c.sample is not None]
         token_ids: dict[int, list[int]] = {}
         logprobs: dict[int, list[TokenLogprob]] = {}
@@ -152,7 +180,8 @@ class CpuRunner:
             if not is_picked:
                 last_rows = torch.tensor(batch.sampled_rows, device=hidden.device)
                 last = hidden.index_select(0, last_rows)
-            output = sample(self._decoder.logits(last), [row for _, row in samples])
+            logits = self._logits(step, last, batch.sampled_rows)
+            output = sample(logits, [row for _, row in samples])
             for (sequence_id, _), token_id, logprob in zip(
                 samples, output.token_ids, output.logprobs, strict=True
             ):
@@ -160,5 +189,5 @@ class CpuRunner:
                 if logprob is not None:
                     logprobs[sequence_id] = [logprob]
         return StepResult(
-            token_ids, logprobs, prompt_logprobs_of(batch, hidden, self._decoder.logits)
+            token_ids, logprobs, prompt_logprobs_of(batch, hidden, partial(self._logits, step))
         )

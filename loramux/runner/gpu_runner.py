@@ -346,7 +346,7 @@ class GpuRunner:
     def _launch(self, plan: StepPlan, *, has_lora: bool) -> InFlightStep:
         batch, hidden = self._forward(plan, has_lora=has_lora)
         sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.sample is not None]
-        logprobs = prompt_logprobs_of(batch, hidden, self._decoder.logits)
+        logprobs = prompt_logprobs_of(batch, hidden, lambda some, rows: self._decoder.logits(some))
         if not sampled:
             return (
                 FinishedStep(StepResult({}, {}, logprobs))

@@ -23,11 +23,15 @@ from loramux.kernels.ops import (
     empty_rows,
 )
 from loramux.lora.attach import LoraLinear
+from loramux.lora.extras import StepExtras
 from loramux.models.decoder import Decoder
-from loramux.models.forward import Layer, hidden_states
+from loramux.models.forward import DecoderOps, Layer, hidden_states
 from loramux.models.layers import HeadNorm, RMSNorm, Rotary
 from loramux.models.packed_linear import PackedLinear
+from loramux.runner.extras_ops import OpsWithExtras
 from loramux.types.model import PagedLayout
+
+JitDecoderOps = DecoderOps[Rows, LinearMethod, NormArrays]
 
 # In the last layer these read no other token's activations: unsampled tokens are skipped.
 _LINEARS_AFTER_ATTENTION = ("o", "gate_up", "down")
@@ -93,13 +97,16 @@ class JitDecoder:
         positions: Tensor,
         sequences: Sequence[SequenceRows],
         selected: Sequence[int] | None = None,
+        extras: StepExtras | None = None,
     ) -> Tensor:
         """Compute the normed hidden states of the selected tokens (None: all), in their order.
 
         The keys and values of all tokens are stored.
         """
         plan = self.kernels.attention.plan(sequences, self.layout, self.storage.device)
-        ops = JitOps(self, plan, selected)
+        ops: JitDecoderOps = JitOps(self, plan, selected)
+        if extras is not None:
+            ops = OpsWithExtras(ops, extras, self.decoder, selected)
         return hidden_states(self._layers, ops, token_ids, positions).tensor
 
     def _norm_arrays(self, norm: RMSNorm | HeadNorm) -> NormArrays:
@@ -200,13 +207,16 @@ class JitOps:
         """Compute y = module(x) with its adapters, then the epilogue."""
         kernels, linear = self._kernels, module
         adapters: Sequence[tuple[LoraWeights, LoraRows]] = ()
+        extras = None
         if isinstance(module, LoraLinear):
-            linear, adapters = module.current, module.adapters
+            linear, adapters, extras = module.current, module.adapters, module.extras
         matrix = linear.matrix_for(len(x.array)) if isinstance(linear, PackedLinear) else None
-        if matrix is not None and kernels.linear is not None:
+        if matrix is not None and kernels.linear is not None and extras is None:
             kernels.linear.linear_into(x.array, matrix, adapters, y.array, epilogue)
             return
         y.tensor.copy_(linear(x.tensor))
+        if extras is not None and isinstance(module, LoraLinear):
+            extras.change_linear(module.site, module.base, x.tensor, y.tensor)
         for weights, rows in adapters:
             kernels.lora.add_lora_rows(y.array, x.array, weights, rows)
         if epilogue is not None:

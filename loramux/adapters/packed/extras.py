@@ -123,6 +123,18 @@ def specs_of(key: Iterable[Sequence[Any]]) -> tuple[ExtraSpec, ...]:
     )
 
 
+def vocab_size_of(specs: Iterable[ExtraSpec]) -> int:
+    """Returns the number of tokens of a full embedding or head; 0 if the adapter has neither."""
+    return max(
+        (
+            spec.num_rows
+            for spec in specs
+            if spec.kind is ExtraKind.WEIGHT and spec.module in (EMBEDDING, HEAD)
+        ),
+        default=0,
+    )
+
+
 def plan_extras(
     specs: Sequence[ExtraSpec], *, num_elements: int, page_elements: int
 ) -> ExtrasLayout:

@@ -28,6 +28,7 @@ from loramux.adapters.values import (
     bits_of,
     converted_bits,
     float32_of,
+    largest_of,
     magnitudes,
     maxima_of,
     row_maxima,
@@ -169,26 +170,13 @@ def write_extra(layout: ExtrasLayout, buffer: torch.Tensor, part: ExtraTensor) -
     place, out = layout.places[part.key], bits_of(buffer)
     if part.values.shape != (place.num_rows, place.width):
         raise ValueError(f"{part.key}: {tuple(part.values.shape)}, planned {place}")
+    largest = largest_of(part)
     values, source = bits_of(part.values.contiguous()), part.values.dtype
-    maxima = []
     for first, count, offset in place.pieces(layout.page_elements):
-        rows = values[first : first + count]
-        served = converted_bits(rows, source, buffer.dtype)
+        served = converted_bits(values[first : first + count], source, buffer.dtype)
         out[offset : offset + count * place.width] = served.reshape(-1)
-        largest = row_maxima(rows.reshape(1, -1), source)[0]
-        if np.isfinite(largest) and not np.isfinite(
-            row_maxima(served.reshape(1, -1), buffer.dtype)[0]
-        ):
+        if not np.isfinite(row_maxima(served.reshape(1, -1), buffer.dtype)[0]):
             raise _overflow(buffer.dtype)
-        maxima.append(largest)
-    largest = float(np.max(maxima))
-    if not np.isfinite(largest):
-        _, module, kind = part.key
-        raise AdapterRefused(
-            "not_finite",
-            f"The {kind} of {module} has NaN or infinite values.",
-            fix="The training diverged; give an earlier checkpoint.",
-        )
     return largest
 
 

@@ -56,7 +56,7 @@ class InspectedAdapter:
     @property
     def only_alone(self) -> str:
         """Why the adapter cannot be part of a sum or have a weight; empty if it can."""
-        return self.contents.only_alone
+        return self.config.only_alone or self.contents.only_alone
 
     @property
     def size_bytes(self) -> int:

@@ -16,7 +16,7 @@ from loramux.adapters.peft.inspection import InspectedAdapter, Inspector
 from loramux.adapters.peft.parts import AdapterParts, BaseWeights, ExtraTensor, LoraModule
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
-from loramux.adapters.values import RankMaxima, rank_maxima
+from loramux.adapters.values import RankMaxima, largest_of, rank_maxima
 from loramux.errors import AdapterRefused
 from loramux.types.model import BaseModelInfo
 
@@ -57,7 +57,8 @@ def read_adapter(
     with inspector.open(open_folder(Path(folder))) as (found, weights):
         loaded = weights.load()
     parts = make_parts(found, loaded.tensors, base_weights)
-    modules = parts.modules
+    modules, extras = parts.modules, parts.extras
+    maxima = [largest_of(part) for part in extras]
     manifest = make_manifest(found.config.canonical(), {WEIGHTS_NAME: loaded.digest})
     return CheckedAdapter(
         cid=compute_cid(manifest),
@@ -66,10 +67,13 @@ def read_adapter(
         config=found.config,
         size_bytes=found.size_bytes,
         modules=modules,
-        warnings=(*found.warnings, *check_values(modules, [rank_maxima(m) for m in modules])),
+        warnings=(
+            *found.warnings,
+            *check_values(modules, [rank_maxima(m) for m in modules], extras=maxima),
+        ),
         tensors_used=tuple(entry.name for entry in found.contents.used),
         tensors_unused=found.contents.unused,
-        extras=parts.extras,
+        extras=extras,
         only_alone=found.only_alone,
     )
 
@@ -86,12 +90,19 @@ def make_parts(
     return found.contents.make_parts(tensors, base_weights)
 
 
-def check_values(modules: Sequence[LoraModule], maxima: Sequence[RankMaxima]) -> tuple[str, ...]:
+def check_values(
+    modules: Sequence[LoraModule], maxima: Sequence[RankMaxima], *, extras: Sequence[float] = ()
+) -> tuple[str, ...]:
     """Refuses values that are not finite and adapters without effect; returns warnings.
 
     A module has an effect if scale * B @ A can be other than zero: a rank is nonzero in both A and
-    B. All modules are checked at once, because an adapter may have hundreds.
+    B. All modules are checked at once, because an adapter may have hundreds. `extras`: the largest
+    absolute value of each other part, which has an effect unless it is zero.
     """
+    if not modules:
+        if any(extras):
+            return ()
+        raise _no_effect("all its values are zero")
     a, b = (np.concatenate([getattr(found, half) for found in maxima]) for half in ("a", "b"))
     if not (np.isfinite(a) & np.isfinite(b)).all():
         _refuse_infinite(modules, maxima)
@@ -99,13 +110,17 @@ def check_values(modules: Sequence[LoraModule], maxima: Sequence[RankMaxima]) ->
     effects = np.logical_or.reduceat((a > 0) & (b > 0), starts)
     acting = [bool(effect) and m.scale != 0 for m, effect in zip(modules, effects, strict=True)]
     idle = [m.target.path for m, acts in zip(modules, acting, strict=True) if not acts]
-    if len(idle) == len(modules):
-        raise AdapterRefused(
-            RefusalCode.NO_EFFECT,
-            "The adapter changes nothing: scale * B @ A is zero in every module.",
-            fix="It seems untrained, or lora_alpha is 0; give the trained one.",
-        )
+    if len(idle) == len(modules) and not any(extras):
+        raise _no_effect("scale * B @ A is zero in every module")
     return (f"{len(idle)} modules have no effect: {name_some(idle)}.",) if idle else ()
+
+
+def _no_effect(why: str) -> AdapterRefused:
+    return AdapterRefused(
+        RefusalCode.NO_EFFECT,
+        f"The adapter changes nothing: {why}.",
+        fix="It seems untrained, or lora_alpha is 0; give the trained one.",
+    )
 
 
 def _refuse_infinite(modules: Sequence[LoraModule], maxima: Sequence[RankMaxima]) -> None:

@@ -1,0 +1,81 @@
+"""An op set of the decoder with the parts beside low rank of a step's adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from loramux.adapters.packed.extras import ATTENTION_NORM, FINAL_NORM, MLP_NORM, MODEL_LEVEL
+from loramux.kernels.linear import LinearMethod
+from loramux.kernels.ops import Rows
+from loramux.lora.attach import LoraLinear
+from loramux.lora.extras import StepExtras
+from loramux.models.decoder import Decoder
+from loramux.models.forward import DecoderOps, Layer
+
+X = TypeVar("X", bound=Tensor | Rows)
+N = TypeVar("N")
+
+
+class OpsWithExtras(Generic[X, N]):
+    """DecoderOps that change embeddings and norms as well; linears do it themselves."""
+
+    def __init__(
+        self,
+        ops: DecoderOps[X, LinearMethod, N],
+        extras: StepExtras,
+        decoder: Decoder,
+        selected: Sequence[int] | None = None,
+    ) -> None:
+        """`selected`: the rows that `select` of these ops keeps; None: all."""
+        self._ops = ops
+        self._extras = extras
+        self._selected = selected
+        self._num_layers = len(decoder.layers)
+        self._embed_scale = decoder.embed_tokens.scale
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> X:
+        embedded = self._ops.embed(self._extras.base_tokens(token_ids), positions)
+        self._extras.change_embedding(_tensor(embedded), token_ids, self._embed_scale)
+        return embedded
+
+    def norm(self, residual: X, norm: N) -> X:
+        normed = self._ops.norm(residual, norm)
+        self._extras.change_norm(0, ATTENTION_NORM, _tensor(normed))
+        return normed
+
+    def linear_rotate_write(self, layer: Layer[LinearMethod, N], x: X) -> X:
+        return self._ops.linear_rotate_write(layer, x)
+
+    def attend(self, layer: Layer[LinearMethod, N], q: X) -> X:
+        return self._ops.attend(layer, q)
+
+    def select(self, attended: X, residual: X) -> tuple[X, X]:
+        if self._selected is not None:
+            self._extras.keep_rows(self._selected)
+        return self._ops.select(attended, residual)
+
+    def linear_add_norm(
+        self, linear: LinearMethod, x: X, residual: X, norm: N, after: N | None
+    ) -> X:
+        normed = self._ops.linear_add_norm(linear, x, residual, norm, after)
+        self._extras.change_norm(*self._norm_after(linear), _tensor(normed))
+        return normed
+
+    def linear_glu(self, linear: LinearMethod, x: X) -> X:
+        return self._ops.linear_glu(linear, x)
+
+    def _norm_after(self, linear: LinearMethod) -> tuple[int, str]:
+        """The layer and name of the norm that follows a linear."""
+        assert isinstance(linear, LoraLinear), "linears are wrapped"
+        layer, name = linear.site
+        if name == "o":
+            return layer, MLP_NORM
+        is_last = layer + 1 == self._num_layers
+        return (MODEL_LEVEL, FINAL_NORM) if is_last else (layer + 1, ATTENTION_NORM)
+
+
+def _tensor(x: Tensor | Rows) -> Tensor:
+    return x.tensor if isinstance(x, Rows) else x
