@@ -41,7 +41,7 @@ class PagedRows:
     """Views [rows, width]; all but the last have `rows_per_piece` rows."""
     rows_per_piece: int
     token_ids: Tensor | None
-    """Of ROWS: the token of each row, ascending."""
+    """The token of each row of ROWS, ascending."""
 
     @property
     def num_rows(self) -> int:

@@ -60,7 +60,7 @@ class ExtraSpec:
     num_rows: int
     width: int
     token_ids: tuple[int, ...] = ()
-    """Of ROWS: the token of each row, ascending."""
+    """The token of each row of ROWS, ascending."""
 
     @property
     def key(self) -> ExtraKey:
@@ -72,7 +72,7 @@ class RowsPlace:
     """Rows of `width` elements; those of a matrix over several pages fill each from its start."""
 
     offset: int
-    """Of row 0, in elements of the adapter's buffer."""
+    """The offset of row 0, in elements of the adapter's buffer."""
     num_rows: int
     width: int
     rows_per_page: int
