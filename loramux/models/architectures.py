@@ -317,6 +317,8 @@ def base_info(config: DecoderConfig, name: str) -> BaseModelInfo:
         num_parameters=count_parameters(config, projections),
         tie_embeddings=config.tie_embeddings,
         biased=tuple(name for name, has_bias in projection_biases(config).items() if has_bias),
+        sandwich_norms=config.sandwich_norms,
+        norm_plus_one=config.norm_plus_one,
     )
 
 

@@ -93,6 +93,10 @@ class BaseModelInfo:
     """Whether the output head is the embedding."""
     biased: tuple[str, ...] = ()
     """The projections that have a bias."""
+    sandwich_norms: bool = False
+    """Whether the outputs of attention and MLP are normed as well as their inputs."""
+    norm_plus_one: bool = False
+    """Whether the checkpoint stores norm weights minus one."""
 
     @property
     def hidden_size(self) -> int:

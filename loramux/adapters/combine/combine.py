@@ -161,10 +161,13 @@ def _largest_rank(config: PeftLoraConfig) -> int:
 def check_combinable(parts: Sequence[CheckedAdapter], names: Sequence[str]) -> None:
     """Refuses adapters whose effect is not a sum of deltas."""
     for part, name in zip(parts, names, strict=True):
-        if part.config.only_alone:
+        reason = part.only_alone or part.config.only_alone
+        if not reason and part.extras:
+            reason = "it changes more than the low rank of the decoder's linear layers"
+        if reason:
             raise AdapterRefused(
                 ONLY_ALONE,
-                f"{name} cannot be combined with other adapters: {part.config.only_alone}.",
+                f"{name} cannot be combined with other adapters: {reason}.",
                 fix="Leave it out, and name it alone in a request.",
             )
 

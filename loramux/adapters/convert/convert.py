@@ -19,11 +19,11 @@ from loramux.adapters.peft.config import (
 )
 from loramux.adapters.peft.fields import BASE_CHANGING_INITIALIZATIONS
 from loramux.adapters.peft.folder import find_file, open_folder, refusing_os_errors
+from loramux.adapters.peft.names import LORA_NAME
 from loramux.adapters.peft.parts import LoraModule
 from loramux.adapters.peft.reader import CheckedAdapter
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.adapters.peft.targets import targeted_paths
-from loramux.adapters.peft.tensors import LORA_NAME
 from loramux.adapters.peft.unbound import read_without_base
 from loramux.adapters.peft.writer import WrittenModule, lora_fields, lora_tensors, write_files
 from loramux.errors import AdapterRefused, InvalidRequest

@@ -66,6 +66,14 @@ class PeftLoraConfig:
     layers_pattern: tuple[str, ...]
     invocation_tokens: tuple[int, ...] = ()
     """Tokens of an aLoRA, which acts from their last occurrence in the prompt on."""
+    use_dora: bool = False
+    lora_bias: bool = False
+    """Whether lora_B has a bias."""
+    modules_to_save: tuple[str, ...] = ()
+    trainable_token_indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """(name of a module, its tokens whose rows are trained)"""
+    ensure_weight_tying: bool = False
+    """A LoRA of a tied embedding is one of the head too; the file has the tensors of both."""
     base_model_name: str | None
     """The base that PEFT recorded; it is not part of the CID."""
     task_type: str | None
@@ -87,6 +95,16 @@ class PeftLoraConfig:
         }
         if self.invocation_tokens:
             fields["alora_invocation_tokens"] = list(self.invocation_tokens)
+        if self.use_dora:
+            fields["use_dora"] = True
+        if self.lora_bias:
+            fields["lora_bias"] = True
+        if self.modules_to_save:
+            fields["modules_to_save"] = list(self.modules_to_save)
+        if self.trainable_token_indices:
+            fields["trainable_token_indices"] = {
+                name: list(token_ids) for name, token_ids in self.trainable_token_indices
+            }
         return fields
 
     @property
@@ -158,10 +176,22 @@ def parse_config(fields: Mapping[str, object]) -> PeftLoraConfig:
         layers_to_transform=read(fields, "layers_to_transform", layer_indices, ()),
         layers_pattern=read(fields, "layers_pattern", one_or_more_strings, ()),
         invocation_tokens=read_invocation(fields),
+        use_dora=read(fields, "use_dora", flag, False),
+        lora_bias=read(fields, "lora_bias", flag, False),
+        modules_to_save=read(fields, "modules_to_save", sorted_names, ()),
+        trainable_token_indices=read(fields, "trainable_token_indices", token_indices, ()),
+        ensure_weight_tying=read(fields, "ensure_weight_tying", flag, False),
         base_model_name=read(fields, "base_model_name_or_path", optional_string, None),
         task_type=read(fields, "task_type", optional_string, None),
     )
     check_targets(config, fields)
+    read(fields, "bias", bias_choice, "none")
+    if config.use_dora and config.lora_bias:
+        raise AdapterRefused(
+            RefusalCode.BAD_VALUE,
+            "use_dora and lora_bias are both set, which PEFT does not support.",
+            fix="Set the one that the adapter was trained with.",
+        )
     return config
 
 
@@ -326,6 +356,32 @@ def names_or_pattern(name: str, value: object) -> tuple[str, ...] | str:
     if isinstance(value, str):
         return ALL_LINEAR if value.lower() == ALL_LINEAR else value
     return tuple(sorted(set(strings(name, value))))
+
+
+def sorted_names(name: str, value: object) -> tuple[str, ...]:
+    return tuple(sorted(set(strings(name, value))))
+
+
+def bias_choice(name: str, value: object) -> str:
+    """Returns which biases were trained; the file tells which biases there are."""
+    choices = ("none", "all", "lora_only")
+    if value not in choices:
+        raise bad_value(name, f"one of {', '.join(choices)}", value)
+    return str(value)
+
+
+def token_indices(name: str, value: object) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Returns the tokens by module; a list is of the embedding."""
+    listed = value if isinstance(value, dict) else {"embed_tokens": value}
+    found = []
+    for module, items in sorted(listed.items()):
+        if not isinstance(items, list) or not all(type(item) is int for item in items):
+            raise wrong_type(name, "a list of token ids, or one for each module", value)
+        if any(item < 0 for item in items) or len(set(items)) < len(items):
+            raise bad_value(name, "different token ids from 0", items[:20])
+        if items:
+            found.append((module, tuple(items)))
+    return tuple(found)
 
 
 def layer_indices(name: str, value: object) -> tuple[int, ...]:

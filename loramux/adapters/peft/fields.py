@@ -8,16 +8,22 @@ HONOURED = frozenset(
     {
         "alpha_pattern",
         "base_model_name_or_path",
+        "bias",
+        "ensure_weight_tying",
         "exclude_modules",
         "init_lora_weights",
         "layers_pattern",
         "layers_to_transform",
         "lora_alpha",
+        "lora_bias",
+        "modules_to_save",
         "peft_type",
         "r",
         "rank_pattern",
         "target_modules",
         "task_type",
+        "trainable_token_indices",
+        "use_dora",
         "use_rslora",
     }
 )
@@ -26,7 +32,6 @@ HONOURED = frozenset(
 HARMLESS: dict[str, str] = {
     "auto_mapping": "names the Python class that PEFT would load the base with",
     "corda_config": "read only while init_lora_weights is 'corda', which is refused",
-    "ensure_weight_tying": "acts on embeddings and the output head, where LoRA is refused",
     "eva_config": "chooses the initial values; the trained ranks are in rank_pattern",
     "fan_in_fan_out": "PEFT turns it off for torch.nn.Linear, the only layer kind of these bases",
     "inference_mode": "freezes parameters",
@@ -65,27 +70,14 @@ REFUSED: dict[str, Unsupported] = {
         "applies the adapter only after an invocation text (aLoRA)", RETRAIN, NOTHING_LISTED
     ),
     "arrow_config": Unsupported("routes between several adapters (Arrow)", RETRAIN),
-    "bias": Unsupported(
-        "trains bias terms of the base", "Train it with bias='none'.", (None, "none")
-    ),
     "kasa_config": Unsupported("truncates the base weights (KaSA)", RETRAIN),
     "layer_replication": Unsupported("adds layers to the base", RETRAIN, NOTHING_LISTED),
-    "lora_bias": Unsupported("adds a bias to lora_B", "Train it with lora_bias=False."),
     "megatron_config": Unsupported("is for Megatron's parallel layers", RETRAIN, NOTHING_LISTED),
-    "modules_to_save": Unsupported(
-        "replaces whole modules of the base, such as embeddings or the output head",
-        "Train it with modules_to_save=None.",
-        NOTHING_LISTED,
-    ),
     "monteclora_config": Unsupported("samples the weights (MonteCLoRA)", RETRAIN),
     "target_parameters": Unsupported(
         "adapts bare parameters, such as fused experts", "Use target_modules.", NOTHING_LISTED
     ),
-    "trainable_token_indices": Unsupported(
-        "replaces rows of the embedding", RETRAIN, NOTHING_LISTED
-    ),
     "use_bdlora": Unsupported("makes A or B block-diagonal (BD-LoRA)", RETRAIN),
-    "use_dora": Unsupported("rescales the base weights (DoRA)", "Train it with use_dora=False."),
     "use_qalora": Unsupported("pools the layer's input (QA-LoRA)", RETRAIN),
 }
 

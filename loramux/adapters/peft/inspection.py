@@ -17,11 +17,10 @@ from loramux.adapters.peft.config import (
     read_config_bytes,
 )
 from loramux.adapters.peft.folder import short_base_name
+from loramux.adapters.peft.matching import plan_lora
 from loramux.adapters.peft.parts import AdapterContents, AdapterPlan
 from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.safetensors import TensorEntry, parse_header
-from loramux.adapters.peft.targets import plan_modules
-from loramux.adapters.peft.tensors import LoraPlan
 from loramux.adapters.peft.weights import WeightsFile, open_weights
 from loramux.errors import AdapterRefused
 from loramux.types.model import BaseModelInfo
@@ -143,7 +142,7 @@ class Inspector:
         check_invocation(config.invocation_tokens, self._base.vocab_size)
         warnings = check_base_name(config, self._base, strict=self._strict_base)
         warnings += check_task(config)
-        plan = LoraPlan(plan_modules(config, self._base.targets), self._base)
+        plan = plan_lora(config, self._base)
         return ConfigFindings(config, plan, tuple(warnings))
 
     def _check_header(

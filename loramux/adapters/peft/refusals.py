@@ -36,7 +36,6 @@ class RefusalCode(StrEnum):
     # Its tensors
     NO_TENSORS = "no_tensors"
     UNKNOWN_TENSORS = "unknown_tensors"
-    EMBEDDING_LORA = "embedding_lora"
     DORA_TENSORS = "dora_tensors"
     BIAS_TENSORS = "bias_tensors"
     FULL_WEIGHTS = "full_weights"

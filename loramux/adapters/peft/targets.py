@@ -12,11 +12,10 @@ from typing import TypeVar
 from loramux.adapters.peft.config import ALL_LINEAR, PeftLoraConfig, TargetFields
 from loramux.adapters.peft.patterns import first_matches
 from loramux.adapters.peft.refusals import RefusalCode, name_some
+from loramux.adapters.peft.saved_modules import is_saved, without_saved
 from loramux.errors import AdapterRefused
 from loramux.types.model import TargetModule
 
-# Modules outside the layers that PEFT can adapt too; "all-linear" excludes both.
-HEAD_AND_EMBEDDING = ("lm_head", "model.embed_tokens")
 # Without layers_pattern, the layer is the first number that follows a dotted name.
 ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 NAMED_LAYER = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
@@ -38,18 +37,37 @@ class ModulePlan:
     """The factor of B @ A."""
 
 
-def plan_modules(config: PeftLoraConfig, targets: Sequence[TargetModule]) -> tuple[ModulePlan, ...]:
-    """Returns the plan of each targeted module, in the order of the base."""
+def plan_modules(
+    config: PeftLoraConfig,
+    targets: Sequence[TargetModule],
+    *,
+    embedding: TargetModule | None = None,
+    head: TargetModule | None = None,
+    are_tied: bool = False,
+) -> tuple[ModulePlan, ...]:
+    """Returns the plan of each targeted module, in the order of the base.
+
+    "all-linear" leaves out the embedding and the head. Where they are tied and ensure_weight_tying
+    is set, PEFT adapts both or none.
+    """
     check_abbreviation(config, targets)
-    check_head_and_embedding(config)
-    wanted = targeted_paths(config, [target.path for target in targets])
-    chosen = [target for target in targets if target.path in wanted]
+    vocabulary = [module for module in (embedding, head) if module is not None]
+    paths = [target.path for target in targets]
+    outside = [module.path for module in vocabulary]
+    wanted = targeted_paths(config, without_saved(config.modules_to_save, paths))
+    if config.target_modules != ALL_LINEAR:
+        found = targeted_paths(config, without_saved(config.modules_to_save, outside))
+        if found and config.ensure_weight_tying and are_tied:
+            found = set(outside)
+        wanted |= found
+    chosen = [target for target in [*targets, *vocabulary] if target.path in wanted]
     if not chosen:
         raise AdapterRefused(
             RefusalCode.NO_TARGETS,
             f"target_modules {abbreviate(config.target_modules)} names no layer of this base.",
             fix="Serve the adapter on the base that it was trained on.",
         )
+    check_not_saved(config, chosen)
     paths = [target.path for target in chosen]
     ranks = values_by_pattern("rank_pattern", config.rank_pattern, paths)
     alphas = values_by_pattern("alpha_pattern", config.alpha_pattern, paths)
@@ -62,6 +80,17 @@ def plan_modules(config: PeftLoraConfig, targets: Sequence[TargetModule]) -> tup
         )
         for target, rank, alpha in zip(chosen, ranks, alphas, strict=True)
     )
+
+
+def check_not_saved(config: PeftLoraConfig, chosen: Sequence[TargetModule]) -> None:
+    """Refuses a LoRA inside a saved module, which PEFT would train as a copy of both."""
+    both = [target.path for target in chosen if is_saved(config.modules_to_save, target.path)]
+    if both:
+        raise AdapterRefused(
+            RefusalCode.BAD_VALUE,
+            f"target_modules and modules_to_save both name {name_some(both)}.",
+            fix="Name whole parts of the module path in modules_to_save.",
+        )
 
 
 def plan_module(
@@ -124,18 +153,6 @@ def values_by_pattern(
     patterns = [pattern for pattern, _ in pairs]
     hits = first_matches(field, patterns, paths, template=MODULE_PATTERN)
     return [pairs[hit[0]][1] if hit else None for hit in hits]
-
-
-def check_head_and_embedding(config: TargetFields) -> None:
-    if config.target_modules == ALL_LINEAR:
-        return
-    wanted = sorted(targeted_paths(config, HEAD_AND_EMBEDDING))
-    if wanted:
-        raise AdapterRefused(
-            RefusalCode.UNSUPPORTED_TARGET,
-            f"target_modules reaches {' and '.join(wanted)}, where LoRA is not supported yet.",
-            fix="Train the adapter on the attention and MLP layers only.",
-        )
 
 
 def check_abbreviation(config: TargetFields, targets: Sequence[TargetModule]) -> None:

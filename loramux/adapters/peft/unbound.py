@@ -5,37 +5,44 @@ from __future__ import annotations
 from pathlib import Path
 
 from loramux.adapters.identity import compute_cid, make_manifest
-from loramux.adapters.peft.config import read_config
+from loramux.adapters.peft.config import PeftLoraConfig, read_config
 from loramux.adapters.peft.folder import open_folder
+from loramux.adapters.peft.matching import MatchedTensors
+from loramux.adapters.peft.names import FileTensors, Role, classify
 from loramux.adapters.peft.reader import CheckedAdapter, check_values
+from loramux.adapters.peft.refusals import name_some
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
 from loramux.adapters.peft.targets import plan_modules
 from loramux.adapters.peft.tensors import (
     LAYER_NUMBER,
-    UNUSED_NAME,
-    MatchedTensors,
     Pair,
     check_rank,
     check_same_modules,
     check_shapes,
     pair_up,
 )
+from loramux.adapters.peft.vocabulary import PATHS
 from loramux.adapters.peft.weights import open_weights
 from loramux.adapters.values import rank_maxima
+from loramux.errors import AdapterRefused
 from loramux.types.model import TargetModule
+
+PARTS_BESIDE = "parts_beside"
 
 
 def read_without_base(folder: Path) -> CheckedAdapter:
     """Reads, checks and hashes an adapter folder; its base need not be known.
 
     It makes the checks of `read_adapter`, except for those that need the base: that the modules
-    exist there with these shapes, and that no targeted module of the base lacks tensors.
+    exist there with these shapes, and that no targeted module of the base lacks tensors. Parts
+    beside the low rank of linear layers are refused, because they need the base.
     """
     path = open_folder(Path(folder))
     config = read_config(path)
     with open_weights(path) as weights:
-        unused = [entry.name for entry in weights.entries if UNUSED_NAME.fullmatch(entry.name)]
-        pairs = pair_up(entry for entry in weights.entries if entry.name not in unused)
+        file = classify(weights.entries)
+        refuse_parts_beside(config, file)
+        pairs = pair_up(file)
         check_shapes(pairs, {})
         targets = [_target_in_file(name, pair) for name, pair in pairs.items()]
         check_shapes(pairs, {target.path: target for target in targets})
@@ -45,7 +52,7 @@ def read_without_base(folder: Path) -> CheckedAdapter:
         for plan in plans:
             check_rank(pairs[plan.target.path], plan, None)
         loaded = weights.load()
-    matched = MatchedTensors(plans, tuple(pairs[plan.target.path] for plan in plans), tuple(unused))
+    matched = MatchedTensors(plans, tuple(pairs[plan.target.path] for plan in plans), file.unused)
     modules = matched.make_parts(loaded.tensors, None).modules
     manifest = make_manifest(config.canonical(), {WEIGHTS_NAME: loaded.digest})
     return CheckedAdapter(
@@ -59,6 +66,27 @@ def read_without_base(folder: Path) -> CheckedAdapter:
         tensors_used=tuple(entry.name for entry in matched.used),
         tensors_unused=matched.unused,
     )
+
+
+def refuse_parts_beside(config: PeftLoraConfig, file: FileTensors) -> None:
+    beside = [
+        name
+        for name in ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices")
+        if getattr(config, name)
+    ]
+    beside += sorted(
+        entry.name
+        for role, entries in file.by_role.items()
+        for path, entry in entries.items()
+        if role not in (Role.LORA_A, Role.LORA_B) or path in PATHS
+    )
+    if beside:
+        raise AdapterRefused(
+            PARTS_BESIDE,
+            "The adapter cannot be combined or converted, because it changes more than the "
+            f"low rank of the decoder's linear layers: {name_some(beside)}.",
+            fix="Serve it as it is.",
+        )
 
 
 def _target_in_file(path: str, pair: Pair) -> TargetModule:

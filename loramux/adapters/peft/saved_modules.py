@@ -1,0 +1,168 @@
+"""Modules of the base that an adapter replaces (modules_to_save): projections and norms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from loramux.adapters.packed.extras import (
+    ATTENTION_NORM,
+    FINAL_NORM,
+    MLP_NORM,
+    MODEL_LEVEL,
+    ExtraKind,
+    ExtraSpec,
+)
+from loramux.adapters.peft.making import PartMaker, PartValues, WeightMaker, check_matrix
+from loramux.adapters.peft.parts import ExtraTensor
+from loramux.adapters.peft.patterns import first_matches
+from loramux.adapters.peft.refusals import RefusalCode, name_some
+from loramux.adapters.peft.safetensors import TensorEntry
+from loramux.errors import AdapterRefused
+from loramux.types.model import BaseModelInfo
+
+if TYPE_CHECKING:
+    import torch
+
+FIELD = "modules_to_save"
+# A module that is saved, and the modules below it, take no LoRA.
+_EXCLUDED = r"(^|.*\.){}($|\..*)"
+_LAYER_NORM = re.compile(r"model\.layers\.(\d+)\.(\w+)")
+_FINAL_NORM_PATH = "model.norm"
+_CLASSIFIER = re.compile(r"(?:.*\.)?(?:score|classifier|classification_head|qa_outputs)(?:\..*)?")
+_OTHER_NORM = re.compile(r".*norm")
+
+
+@dataclass(frozen=True, slots=True)
+class NormMaker:
+    """The gain of a norm: w' / w - 1."""
+
+    spec: ExtraSpec
+    entry: TensorEntry
+    path: str
+    offset: float
+    """1 if the checkpoint stores the weight minus one."""
+
+    @property
+    def specs(self) -> tuple[ExtraSpec, ...]:
+        return (self.spec,)
+
+    @property
+    def used(self) -> tuple[TensorEntry, ...]:
+        return (self.entry,)
+
+    @property
+    def computes(self) -> bool:
+        return True
+
+    def make(self, values: PartValues) -> Iterator[ExtraTensor]:
+        if values.base is None:
+            return
+        base = values.base.norm(self.spec.layer, self.spec.module).float().cpu().reshape(-1)
+        saved = values.of(self.entry).float() + self.offset
+        yield ExtraTensor(self.spec.key, self._gain(saved, base).view(1, -1))
+
+    def _gain(self, saved: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        is_zero = base == 0
+        if (is_zero & (saved != 0)).any():
+            raise AdapterRefused(
+                RefusalCode.UNSUPPORTED_TARGET,
+                f"The adapter replaces {self.path}, whose weight in the base is 0 in some places; "
+                "a retrained norm is served as a factor of the base's.",
+                fix=f"Train it without {self.path.rpartition('.')[2]} in modules_to_save.",
+            )
+        return saved.masked_fill(is_zero, 1.0) / base.masked_fill(is_zero, 1.0) - 1
+
+
+def is_saved(names: Sequence[str], path: str) -> bool:
+    """Whether modules_to_save names a module or one that it is in; PEFT compares the ends."""
+    parts = path.split(".")
+    above = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return any(module.endswith(name) for name in names for module in above)
+
+
+def without_saved(names: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """Returns the paths that may take a LoRA."""
+    if not names:
+        return list(paths)
+    hits = first_matches(FIELD, names, paths, template=_EXCLUDED)
+    return [path for path, hit in zip(paths, hits, strict=True) if hit is None]
+
+
+def norm_paths(base: BaseModelInfo) -> dict[str, tuple[int, str]]:
+    """Returns (layer, name) of the norms that an adapter may replace, by path."""
+    before_mlp = "pre_feedforward_layernorm" if base.sandwich_norms else "post_attention_layernorm"
+    names = {"input_layernorm": ATTENTION_NORM, before_mlp: MLP_NORM}
+    return {
+        **{
+            f"model.layers.{layer}.{name}": (layer, module)
+            for layer in range(base.num_layers)
+            for name, module in names.items()
+        },
+        _FINAL_NORM_PATH: (MODEL_LEVEL, FINAL_NORM),
+    }
+
+
+def plan_replaced(
+    weights: dict[str, TensorEntry], base: BaseModelInfo
+) -> tuple[list[PartMaker], list[str]]:
+    """Returns makers for the whole weights of projections and norms, and the paths of the others.
+
+    PEFT loads any weight of the base that the file holds, whether or not it is in modules_to_save.
+    """
+    targets = {target.path: target for target in base.targets}
+    norms = norm_paths(base)
+    makers: list[PartMaker] = []
+    others = []
+    for path, entry in weights.items():
+        if path in targets:
+            target = targets[path]
+            shape = (target.out_features, target.in_features)
+            check_matrix(entry, shape, path)
+            spec = ExtraSpec(target.layer, target.projection, ExtraKind.WEIGHT, *shape)
+            makers.append(WeightMaker(spec, entry))
+        elif path in norms:
+            check_matrix(entry, (base.hidden_size,), path)
+            spec = ExtraSpec(*norms[path], ExtraKind.GAIN, 1, base.hidden_size)
+            makers.append(NormMaker(spec, entry, path, 1.0 if base.norm_plus_one else 0.0))
+        else:
+            others.append(path)
+    return makers, others
+
+
+def check_saved(names: Sequence[str], weights: Collection[str], base: BaseModelInfo) -> None:
+    """Refuses a file without the weight of a module that modules_to_save names."""
+    if not names:
+        return
+    known = [*(target.path for target in base.targets), *norm_paths(base)]
+    missing = [path for path in known if path not in weights and is_saved(names, path)]
+    if missing:
+        raise AdapterRefused(
+            RefusalCode.MISSING_TENSORS,
+            f"modules_to_save names modules that the file has no weights for: "
+            f"{name_some(missing)}.",
+            fix="Make modules_to_save fit the file.",
+        )
+
+
+def refuse_unservable(paths: Sequence[str]) -> None:
+    """Refuses classifier heads, and norms that no part can replace."""
+    heads = sorted(path for path in paths if _CLASSIFIER.fullmatch(path))
+    if heads:
+        raise AdapterRefused(
+            RefusalCode.UNSUPPORTED_TARGET,
+            f"The file holds a classifier head ({name_some(heads)}), and this server generates "
+            "text.",
+            fix="Serve it with AutoModelForSequenceClassification (or the class of its task) and "
+            "PEFT, or train it with task_type CAUSAL_LM.",
+        )
+    norms = sorted(path for path in paths if _OTHER_NORM.fullmatch(path))
+    if norms:
+        raise AdapterRefused(
+            RefusalCode.UNSUPPORTED_TARGET,
+            f"The adapter replaces {name_some(norms)}; of the norms, only those before attention "
+            "and MLP and the final one can be replaced.",
+            fix="Train it without these norms in modules_to_save.",
+        )
