@@ -10,8 +10,6 @@ from loramux.adapters.identity import FileDigest, make_manifest
 from loramux.adapters.peft.config import (
     CONFIG_NAME,
     MAX_CONFIG_BYTES,
-    PeftLoraConfig,
-    read_config,
 )
 from loramux.adapters.peft.folder import find_file, open_folder, refusing_os_errors
 from loramux.adapters.peft.safetensors import (
@@ -21,6 +19,7 @@ from loramux.adapters.peft.safetensors import (
     parse_header,
     read_head,
 )
+from loramux.adapters.peft.types.configs import AdapterConfig, read_adapter_config
 from loramux.progress import SILENT, ByteSink
 from loramux.store.files import copy_hashed, too_large
 from loramux.store.record import Record, make_record
@@ -41,7 +40,7 @@ class StagedAdapter:
     """Checked copies of an adapter's files, in a folder that no other process writes to."""
 
     record: Record
-    config: PeftLoraConfig
+    config: AdapterConfig
     paths: dict[str, Path]
 
 
@@ -51,13 +50,13 @@ def stage_folder(
     """Copies the two files of an adapter; raises AdapterNotFound or AdapterRefused."""
     source = open_folder(folder)
     # Checked before the weights are copied: most refusals need only the config and the header.
-    read_config(source)
+    read_adapter_config(source)
     weights = find_weights(source)
     check_size(weights, limits)
     check_header(weights)
     sink.begin("Storing", weights.stat().st_size)
     config_file = copy_config(source, staging)
-    config = read_config(staging)
+    config = read_adapter_config(staging)
     weights_file = copy_weights(weights, staging, limits, sink)
     record = make_record(
         make_manifest(config.canonical(), {WEIGHTS_NAME: weights_file}), config_file
@@ -68,7 +67,7 @@ def stage_folder(
 
 def copy_config(source: Path, staging: Path) -> FileDigest:
     path = find_file(source, CONFIG_NAME)
-    assert path is not None, "read_config has found it"
+    assert path is not None, "read_adapter_config has found it"
     with refusing_os_errors(path):
         return copy_hashed(path, staging / CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from loramux.adapters.identity import FileDigest, Manifest, compute_cid, is_digest
-from loramux.adapters.peft.config import CONFIG_NAME, PeftLoraConfig, decode_json, parse_config
+from loramux.adapters.peft.config import CONFIG_NAME, decode_json
+from loramux.adapters.peft.types.configs import AdapterConfig, parse_adapter_config
 from loramux.canonical_json import canonical_json
 from loramux.errors import AdapterRefused, StoreDamaged
 
@@ -78,10 +79,10 @@ def read_digest(value: Mapping[str, object]) -> FileDigest:
     return FileDigest(sha256, size)
 
 
-def check_config_file(record: Record, content: bytes) -> PeftLoraConfig:
+def check_config_file(record: Record, content: bytes) -> AdapterConfig:
     """Parses the config file; raises StoreDamaged unless it agrees with the manifest."""
     try:
-        config = parse_config(decode_json(content))
+        config = parse_adapter_config(decode_json(content))
     except AdapterRefused as error:
         raise StoreDamaged(f"{CONFIG_NAME} of {record.cid} is broken: {error}") from error
     if canonical_json(config.canonical()) != canonical_json(record.manifest["config"]):

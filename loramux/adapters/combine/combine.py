@@ -15,6 +15,7 @@ from loramux.adapters.peft.folder import short_base_name
 from loramux.adapters.peft.parts import LoraModule
 from loramux.adapters.peft.reader import CheckedAdapter
 from loramux.adapters.peft.refusals import RefusalCode
+from loramux.adapters.peft.types.configs import lora_config
 from loramux.adapters.peft.writer import (
     WrittenModule,
     lora_fields,
@@ -66,6 +67,7 @@ def combine(
     """
     parts = [adapters[part.cid] for part in recipe.parts]
     shown = [(names or {}).get(part.cid, part.cid) for part in recipe.parts]
+    configs = tuple(lora_config(part.config, name) for part, name in zip(parts, shown, strict=True))
     check_combinable(parts, shown)
     if not any_base:
         check_bases(parts, shown)
@@ -74,14 +76,13 @@ def combine(
         check_shapes(path, found, shown)
         if recipe.method.needs_equal_ranks:
             check_ranks(recipe, path, found, shown)
-    svd_rank = recipe.svd_rank or max(_largest_rank(part.config) for part in parts)
+    svd_rank = recipe.svd_rank or max(_largest_rank(config) for config in configs)
     modules = []
     for done, (path, found) in enumerate(by_path.items()):
         progress(done, len(by_path))
         modules.append(_combine_path(recipe, path, found, svd_rank))
     progress(len(by_path), len(by_path))
     used = _without_zero_modules(recipe, modules)
-    configs = tuple(part.config for part in parts)
     return CombinedAdapter(recipe, configs, used, frozenset(by_path))
 
 

@@ -24,6 +24,7 @@ from loramux.adapters.peft.parts import LoraModule
 from loramux.adapters.peft.reader import CheckedAdapter
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.adapters.peft.targets import targeted_paths
+from loramux.adapters.peft.types.configs import lora_config
 from loramux.adapters.peft.unbound import read_without_base
 from loramux.adapters.peft.writer import WrittenModule, lora_fields, lora_tensors, write_files
 from loramux.errors import AdapterRefused, InvalidRequest
@@ -149,7 +150,8 @@ def _subtract_initial(
     before = {module.target.path: module for module in first.modules}
     modules = [subtract(module, before[module.target.path]) for module in trained.modules]
     paths = {module.path for module in modules}
-    made = lora_fields(modules, [trained.config], known_paths=paths)
+    config = lora_config(trained.config, "The adapter")
+    made = lora_fields(modules, [config], known_paths=paths)
     fields = {**files.fields, "init_lora_weights": True, **{n: made[n] for n in RANK_FIELDS}}
     changes.append(
         f"Subtracted the initial adapter of {start}, which doubles the rank: the result is a plain "

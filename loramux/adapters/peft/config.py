@@ -199,8 +199,8 @@ def check_peft_type(peft_type: object) -> None:
     if peft_type != "LORA":
         raise AdapterRefused(
             RefusalCode.NOT_LORA,
-            f"peft_type is {peft_type!r}; only LORA adapters can be served.",
-            fix="Train a LoRA adapter, or convert this one.",
+            f"peft_type is {peft_type!r}, not LORA.",
+            fix="Give a LORA adapter; some other types can be served, and not merged or converted.",
         )
 
 

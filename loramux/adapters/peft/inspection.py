@@ -13,7 +13,6 @@ from loramux.adapters.peft.activation import check_invocation
 from loramux.adapters.peft.config import (
     PeftLoraConfig,
     decode_json,
-    parse_config,
     read_config_bytes,
 )
 from loramux.adapters.peft.folder import short_base_name
@@ -21,6 +20,8 @@ from loramux.adapters.peft.matching import plan_lora
 from loramux.adapters.peft.parts import AdapterContents, AdapterPlan
 from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.safetensors import TensorEntry, parse_header
+from loramux.adapters.peft.types.configs import AdapterConfig, TypeConfig, parse_adapter_config
+from loramux.adapters.peft.types.registry import plan_type
 from loramux.adapters.peft.weights import WeightsFile, open_weights
 from loramux.errors import AdapterRefused
 from loramux.types.model import BaseModelInfo
@@ -38,7 +39,7 @@ class InspectedAdapter:
     """What the config and the header of the weights say of an adapter that this base can serve."""
 
     path: Path
-    config: PeftLoraConfig
+    config: AdapterConfig
     contents: AdapterContents
     warnings: tuple[str, ...]
 
@@ -65,7 +66,7 @@ class InspectedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFindings:
-    config: PeftLoraConfig
+    config: AdapterConfig
     plan: AdapterPlan
     warnings: tuple[str, ...]
 
@@ -138,12 +139,16 @@ class Inspector:
             yield InspectedAdapter(folder, config.config, contents, warnings), weights
 
     def _check_config(self, text: bytes) -> ConfigFindings:
-        config = parse_config(decode_json(text))
+        config = parse_adapter_config(decode_json(text))
         check_invocation(config.invocation_tokens, self._base.vocab_size)
         warnings = check_base_name(config, self._base, strict=self._strict_base)
         warnings += check_task(config)
-        plan = plan_lora(config, self._base)
-        return ConfigFindings(config, plan, tuple(warnings))
+        return ConfigFindings(config, self._plan(config), tuple(warnings))
+
+    def _plan(self, config: PeftLoraConfig | TypeConfig) -> AdapterPlan:
+        if isinstance(config, PeftLoraConfig):
+            return plan_lora(config, self._base)
+        return plan_type(config, self._base)
 
     def _check_header(
         self, config: ConfigFindings, header: bytes, data_bytes: int
@@ -152,7 +157,7 @@ class Inspector:
         return HeaderFindings(entries, config.plan.match(entries, max_rank=self._max_rank))
 
 
-def check_base_name(config: PeftLoraConfig, base: BaseModelInfo, *, strict: bool) -> list[str]:
+def check_base_name(config: AdapterConfig, base: BaseModelInfo, *, strict: bool) -> list[str]:
     recorded = config.base_model_name
     if recorded is None:
         return ["The config does not record the base that the adapter was trained on."]
@@ -168,7 +173,7 @@ def check_base_name(config: PeftLoraConfig, base: BaseModelInfo, *, strict: bool
     return [message]
 
 
-def check_task(config: PeftLoraConfig) -> list[str]:
+def check_task(config: AdapterConfig) -> list[str]:
     if config.task_type in (None, "CAUSAL_LM"):
         return []
     return [f"The adapter was trained for {config.task_type}, not for text generation."]

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from loramux.adapters.identity import Manifest, compute_cid, make_manifest
-from loramux.adapters.peft.config import PeftLoraConfig
 from loramux.adapters.peft.folder import open_folder
 from loramux.adapters.peft.inspection import InspectedAdapter, Inspector
 from loramux.adapters.peft.parts import AdapterParts, BaseWeights, ExtraTensor, LoraModule
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
+from loramux.adapters.peft.types.configs import AdapterConfig
 from loramux.adapters.values import RankMaxima, largest_of, rank_maxima
 from loramux.errors import AdapterRefused
 from loramux.types.model import BaseModelInfo
@@ -28,7 +28,7 @@ class CheckedAdapter:
     cid: str
     manifest: Manifest
     path: Path
-    config: PeftLoraConfig
+    config: AdapterConfig
     size_bytes: int
     """The size of the tensors that parts are made of in the file."""
     modules: tuple[LoraModule, ...]

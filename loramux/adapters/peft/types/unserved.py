@@ -1,0 +1,92 @@
+"""The PEFT types that are not served, each with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class UnservedGroup:
+    """Types that are refused for one reason."""
+
+    reason: str
+    """Completes "<type> ..."."""
+    fix: str
+    names: tuple[str, ...]
+
+
+CONVERT_TO_LORA = (
+    "Convert it with PEFT's convert_to_lora, which approximates it, or train a LORA adapter."
+)
+MERGE_OR_RETRAIN = "Merge it into the base and serve the result, or train a LORA adapter."
+RETRAIN = "Train a LORA adapter."
+
+GROUPS = (
+    UnservedGroup(
+        "prepends trained virtual tokens or keys and values, which change the positions of a "
+        "prompt, and no weight of the base",
+        RETRAIN,
+        (
+            "ADAPTION_PROMPT",
+            "CARTRIDGE",
+            "CPT",
+            "MULTITASK_PROMPT_TUNING",
+            "P_TUNING",
+            "PREFIX_TUNING",
+            "PROMPT_TUNING",
+        ),
+    ),
+    UnservedGroup(
+        "chooses or mixes several adapters by a trained router",
+        "Serve its adapters, and give their weights in the request.",
+        ("POLY", "XLORA"),
+    ),
+    UnservedGroup(
+        "computes a delta that is not linear in the input of the layer",
+        RETRAIN,
+        ("LILY", "SHADOW"),
+    ),
+    UnservedGroup(
+        "makes fixed random positions again from a seed, which torch does not promise to be equal "
+        "in all its versions, so that the saved file does not determine the result",
+        CONVERT_TO_LORA,
+        ("FOURIERFT", "WAVEFT"),
+    ),
+    UnservedGroup(
+        "takes its fixed matrices from a decomposition of the base's weights, whose signs and "
+        "order differ between machines",
+        MERGE_OR_RETRAIN,
+        ("ADAMSS", "FROD", "OSF", "PSOFT", "TINYLORA"),
+    ),
+    UnservedGroup(
+        "has a linear delta that is not supported yet",
+        CONVERT_TO_LORA,
+        (
+            "C3A",
+            "DEFT",
+            "DELORA",
+            "GLORA",
+            "GRALORA",
+            "HIRA",
+            "PEANUT",
+            "PVERA",
+            "RANDLORA",
+            "ROAD",
+            "SHIRA",
+            "SUPERTUNING",
+            "UNILORA",
+            "VBLORA",
+        ),
+    ),
+    UnservedGroup(
+        "replaces rows of the embedding, which is served as a field of LORA only",
+        "Train a LORA adapter with trainable_token_indices.",
+        ("TRAINABLE_TOKENS",),
+    ),
+    UnservedGroup(
+        "is the former name of MISS, with other tensors",
+        "Convert it with the script that PEFT has for it, or train a MISS adapter.",
+        ("BONE",),
+    ),
+)
+UNSERVED: dict[str, UnservedGroup] = {name: group for group in GROUPS for name in group.names}
