@@ -14,7 +14,7 @@ from loramux.adapters.peft.names import FileTensors, Role
 from loramux.adapters.peft.parts import ExtraTensor
 from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.safetensors import TensorEntry
-from loramux.adapters.peft.saved_modules import is_saved
+from loramux.adapters.peft.targets import is_saved
 from loramux.errors import AdapterRefused
 from loramux.types.model import BaseModelInfo, TargetModule
 
@@ -284,10 +284,10 @@ def _own_weights(
     for path, other in (PATHS, PATHS[::-1]):
         shared = loaded[other] if base.tie_embeddings else None
         weight = weights.get(path) if is_saved(saved, path) else loaded[path] or shared
-        is_twin = loaded[path] is not None and shared is not None and path == EMBEDDING_PATH
-        own[path] = _OwnWeight(
-            weight, _same_size(frozen[path], base), shared if is_twin and weight else None
-        )
+        twin = shared if path == EMBEDDING_PATH and weight is loaded[path] else None
+        # Below a saved module, the base's own weight is read by a tied module only.
+        is_read = base.tie_embeddings or not is_saved(saved, path)
+        own[path] = _OwnWeight(weight, _same_size(frozen[path], base) if is_read else None, twin)
         if weight is not None:
             check_matrix(weight, (*weight.shape[:1], base.hidden_size), path)
     return own

@@ -40,7 +40,7 @@ CASES: dict[str, Case] = {
     "dora": Case("llama", {"use_dora": True, "target_modules": LINEARS}),
     "dora_rslora_patterns": Case(
         "llama",
-        {"use_dora": True, "use_rslora": True, "rank_pattern": {"v_proj": 3}},
+        {"use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 3}},
     ),
     "dora_over_biases": Case("qwen2", {"use_dora": True, "target_modules": LINEARS}),
     "dora_in_some_layers": Case("qwen2", {"use_dora": True, "layers_to_transform": [1]}),
@@ -148,7 +148,7 @@ def train(folder: Path, case: Case, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     for parameter in {id(p): p for p in peft_model.parameters() if p.requires_grad}.values():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = parameter.data + 0.1 * noise
+        parameter.data += 0.1 * noise
     peft_model.save_pretrained(folder, **case.save)
     return PeftModel.from_pretrained(resized, folder).eval()
 
