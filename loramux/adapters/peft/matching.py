@@ -309,10 +309,10 @@ class LoraPlan:
         if not elements:
             return []
         widths = sum(target.in_features + target.out_features for target in self.base.targets)
-        count = elements // (TYPICAL_RANK * widths)
+        count = elements / (TYPICAL_RANK * widths)
         return [
             f"It replaces {describe_replaced(specs)}: {2 * elements / 2**20:.1f} MiB in 16 bits, "
-            f"as much as {count} adapters of rank {TYPICAL_RANK} on all layers."
+            f"{count:.1f} times an adapter of rank {TYPICAL_RANK} on all layers."
         ]
 
 
