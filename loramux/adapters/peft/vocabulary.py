@@ -194,8 +194,8 @@ class VocabularyMaker:
         ):
             raise AdapterRefused(
                 RefusalCode.FULL_WEIGHTS,
-                f"This base ties the embedding and the head, and {self.tied_copy.name} differs from "
-                f"{self.weight.name}.",
+                f"This base ties the embedding and the head, and {self.tied_copy.name} differs "
+                f"from {self.weight.name}.",
                 fix="Name the trained one in modules_to_save, or serve it on an untied base.",
             )
         if self.frozen is not None and values.base is not None:
