@@ -16,7 +16,11 @@ from safetensors.torch import save
 from tests.adapter_factory import lora_config_dict, lora_tensors, tiny_base_info, write_adapter
 
 Build = Callable[[Path, Any], None]
-Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+LAYER0 = "base_model.model.model.layers.0"
+Q0 = f"{LAYER0}.self_attn.q_proj"
+EMBED, HEAD = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
+TOKENS = "token_adapter.trainable_tokens_delta"
+LONG = torch.ones(512, 4)
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
@@ -202,9 +206,22 @@ CONFIGS = [
         "many_patterns", "bad_pattern", with_config(rank_pattern={f"a{n}": 4 for n in range(5000)})
     ),
     Broken("unknown_field", "unknown_field", with_config(lora_twist=0.5)),
-    Broken("dora", "unsupported_field", with_config(use_dora=True)),
-    Broken("trained_bias", "unsupported_field", with_config(bias="lora_only")),
-    Broken("saved_modules", "unsupported_field", with_config(modules_to_save=["lm_head"])),
+    Broken("replicated_layers", "unsupported_field", with_config(layer_replication=[[0, 2]])),
+    Broken("dora_without_magnitudes", "missing_tensors", with_config(use_dora=True)),
+    Broken("lora_bias_without_biases", "missing_tensors", with_config(lora_bias=True)),
+    Broken("dora_with_lora_bias", "bad_value", with_config(use_dora=True, lora_bias=True)),
+    Broken("bias_of_unknown_kind", "bad_value", with_config(bias="some")),
+    Broken("saved_head_missing", "missing_tensors", with_config(modules_to_save=["lm_head"])),
+    Broken("saved_norms_missing", "missing_tensors", with_config(modules_to_save=["norm"])),
+    Broken("saved_and_targeted", "bad_value", with_config(modules_to_save=["_proj"])),
+    Broken("token_rows_missing", "missing_tensors", with_config(trainable_token_indices=[1])),
+    Broken("tokens_are_texts", "wrong_type", with_config(trainable_token_indices=["a"])),
+    Broken("tokens_twice", "bad_value", with_config(trainable_token_indices=[1, 1])),
+    Broken(
+        "tokens_of_a_projection",
+        "unsupported_target",
+        with_config(trainable_token_indices={"q_proj": [1]}),
+    ),
     Broken("empty_arrow_config", "unsupported_field", with_config(arrow_config={})),
     Broken("unknown_start", "unsupported_field", with_config(init_lora_weights="magic")),
     Broken("pissa", "changes_base", with_config(init_lora_weights="pissa_niter_16")),
@@ -218,9 +235,11 @@ CONFIGS = [
     Broken("no_target_names", "no_targets", with_config(target_modules=None)),
     Broken("no_target_found", "no_targets", with_config(target_modules=["query_key_value"])),
     Broken(
-        "targets_the_head", "unsupported_target", with_config(target_modules=["q_proj", "lm_head"])
+        "targets_the_head",
+        "missing_tensors",
+        with_config(target_modules=["q_proj", "v_proj", "lm_head"]),
     ),
-    Broken("targets_all", "unsupported_target", with_config(target_modules=".*")),
+    Broken("targets_all", "missing_tensors", with_config(target_modules=".*")),
     Broken("rank_over_cap", "rank_over_cap", with_config(), max_rank=3),
 ]
 FILES = [
@@ -297,11 +316,9 @@ TENSORS = [
         ),
     ),
     Broken(
-        "embedding",
-        "embedding_lora",
-        with_tensors(
-            put("base_model.model.model.embed_tokens.lora_embedding_A", torch.ones(4, 96))
-        ),
+        "half_of_an_embedding",
+        "incomplete_pair",
+        with_tensors(put(f"{EMBED}.lora_embedding_A", torch.ones(4, 96))),
     ),
     Broken(
         "magnitudes",
@@ -310,8 +327,8 @@ TENSORS = [
     ),
     Broken("bias_of_b", "bias_tensors", with_tensors(put(f"{Q0}.lora_B.bias", torch.ones(48)))),
     Broken(
-        "whole_head",
-        "full_weights",
+        "resized_head_without_embedding",
+        "wrong_shape",
         with_tensors(put("base_model.model.lm_head.weight", torch.ones(96, 32))),
     ),
     Broken(
@@ -321,12 +338,93 @@ TENSORS = [
     ),
     Broken(
         "head_lora",
-        "unsupported_target",
+        "untargeted_tensors",
+        with_tensors(
+            lambda tensors: tensors.update(
+                {f"{HEAD}.lora_A.weight": torch.ones(4, 32), f"{HEAD}.lora_B.weight": LONG}
+            )
+        ),
+    ),
+    Broken(
+        "embedding_of_another_vocabulary",
+        "wrong_shape",
         with_tensors(
             lambda tensors: tensors.update(
                 {
-                    "base_model.model.lm_head.lora_A.weight": torch.ones(4, 32),
-                    "base_model.model.lm_head.lora_B.weight": torch.ones(96, 4),
+                    f"{EMBED}.lora_embedding_A": torch.ones(4, 77),
+                    f"{EMBED}.lora_embedding_B": torch.ones(32, 4),
+                }
+            ),
+            target_modules=["q_proj", "v_proj", "embed_tokens"],
+        ),
+    ),
+    Broken(
+        "resized_embedding_without_head",
+        "wrong_shape",
+        with_tensors(put(f"{EMBED}.weight", torch.ones(99, 32))),
+    ),
+    Broken(
+        "classifier",
+        "unsupported_target",
+        with_tensors(put("base_model.model.score.weight", torch.ones(3, 32))),
+    ),
+    Broken(
+        "saved_head_norm",
+        "unsupported_target",
+        with_tensors(
+            put(f"{LAYER0}.self_attn.q_norm.weight", torch.ones(12)), modules_to_save=["q_norm"]
+        ),
+    ),
+    Broken(
+        "saved_norm_too_long",
+        "wrong_shape",
+        with_tensors(put(f"{LAYER0}.input_layernorm.weight", torch.ones(33))),
+    ),
+    Broken(
+        "bias_that_the_base_lacks",
+        "bias_tensors",
+        with_tensors(put(f"{Q0}.base_layer.bias", torch.ones(48)), bias="lora_only"),
+    ),
+    Broken(
+        "magnitudes_of_an_untargeted_module",
+        "untargeted_tensors",
+        with_tensors(
+            put(f"{LAYER0}.self_attn.o_proj.lora_magnitude_vector", torch.ones(32)), use_dora=True
+        ),
+    ),
+    Broken(
+        "tokens_of_no_config",
+        "untargeted_tensors",
+        with_tensors(put(f"{EMBED}.{TOKENS}", torch.ones(2, 32))),
+    ),
+    Broken(
+        "token_beyond_the_vocabulary",
+        "bad_value",
+        with_tensors(put(f"{EMBED}.{TOKENS}", torch.ones(2, 32)), trainable_token_indices=[3, 512]),
+    ),
+    Broken(
+        "tokens_and_lora_of_the_embedding",
+        "bad_value",
+        with_tensors(
+            lambda tensors: tensors.update(
+                {
+                    f"{EMBED}.{TOKENS}": torch.ones(1, 32),
+                    f"{EMBED}.lora_embedding_A": torch.ones(4, 512),
+                    f"{EMBED}.lora_embedding_B": torch.ones(32, 4),
+                }
+            ),
+            target_modules=["q_proj", "v_proj", "embed_tokens"],
+            trainable_token_indices=[3],
+        ),
+    ),
+    Broken(
+        "embedding_under_two_names",
+        "duplicate_tensors",
+        with_tensors(
+            lambda tensors: tensors.update(
+                {
+                    f"{EMBED}.weight": torch.ones(512, 32),
+                    f"{EMBED}.base_layer.weight": torch.ones(512, 32),
                 }
             )
         ),

@@ -17,11 +17,10 @@ from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.adapters.peft.safetensors import TensorEntry
 from loramux.adapters.peft.saved_modules import (
     check_saved,
-    is_saved,
     plan_replaced,
-    refuse_unservable,
+    refuse_classifiers,
 )
-from loramux.adapters.peft.targets import ModulePlan, plan_modules
+from loramux.adapters.peft.targets import ModulePlan, is_saved, plan_modules
 from loramux.adapters.peft.tensors import (
     Pair,
     check_modules_exist,
@@ -130,7 +129,7 @@ class LoraPlan:
     def match(self, entries: Sequence[TensorEntry], *, max_rank: int | None) -> MatchedTensors:
         config, base = self.config, self.base
         file = classify(entries)
-        refuse_unservable([*file.of(Role.WEIGHT), *file.of(Role.BIAS)])
+        refuse_classifiers([*file.of(Role.WEIGHT), *file.of(Role.BIAS)])
         pairs = self._pairs(file)
         for plan in self.modules:
             check_rank(pairs[plan.target.path], plan, max_rank)
@@ -229,8 +228,7 @@ class LoraPlan:
                 f"The file holds whole weights below a LoRA: {name_some(sorted(below))}.",
                 fix="Save the adapter with PEFT's save_pretrained.",
             )
-        makers, others = plan_replaced(inside, self.base)
-        check_modules_exist(others, [], self.base)
+        makers = plan_replaced(inside, self.base)
         check_saved(saved, weights, self.base)
         return makers, [entry.name for entry in frozen.values()]
 
@@ -311,10 +309,10 @@ class LoraPlan:
         if not elements:
             return []
         widths = sum(target.in_features + target.out_features for target in self.base.targets)
-        count = elements // (TYPICAL_RANK * widths)
+        count = elements / (TYPICAL_RANK * widths)
         return [
             f"It replaces {describe_replaced(specs)}: {2 * elements / 2**20:.1f} MiB in 16 bits, "
-            f"as much as {count} adapters of rank {TYPICAL_RANK} on all layers."
+            f"{count:.1f} times an adapter of rank {TYPICAL_RANK} on all layers."
         ]
 
 

@@ -36,7 +36,7 @@ class Role(Enum):
     """Only training reads it."""
 
 
-_PREFIX = r"base_model\.model\.(?P<path>.+)"
+_PREFIX = r"base_model\.model\.(?P<path>.+?)"
 _ADAPTER = r"(?:\.default)?"
 LORA_NAME = re.compile(rf"{_PREFIX}\.lora_(?P<half>[AB]){_ADAPTER}\.weight")
 # The first pattern that matches the whole name decides.

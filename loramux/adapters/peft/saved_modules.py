@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,18 +17,16 @@ from loramux.adapters.packed.extras import (
 )
 from loramux.adapters.peft.making import PartMaker, PartValues, WeightMaker, check_matrix
 from loramux.adapters.peft.parts import ExtraTensor
-from loramux.adapters.peft.patterns import first_matches
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.adapters.peft.safetensors import TensorEntry
+from loramux.adapters.peft.targets import is_saved
+from loramux.adapters.peft.tensors import check_modules_exist
 from loramux.errors import AdapterRefused
 from loramux.types.model import BaseModelInfo
 
 if TYPE_CHECKING:
     import torch
 
-FIELD = "modules_to_save"
-# A module that is saved, and the modules below it, take no LoRA.
-_EXCLUDED = r"(^|.*\.){}($|\..*)"
 _LAYER_NORM = re.compile(r"model\.layers\.(\d+)\.(\w+)")
 _FINAL_NORM_PATH = "model.norm"
 _CLASSIFIER = re.compile(r"(?:.*\.)?(?:score|classifier|classification_head|qa_outputs)(?:\..*)?")
@@ -76,21 +74,6 @@ class NormMaker:
         return saved.masked_fill(is_zero, 1.0) / base.masked_fill(is_zero, 1.0) - 1
 
 
-def is_saved(names: Sequence[str], path: str) -> bool:
-    """Whether modules_to_save names a module or one that it is in; PEFT compares the ends."""
-    parts = path.split(".")
-    above = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    return any(module.endswith(name) for name in names for module in above)
-
-
-def without_saved(names: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Returns the paths that may take a LoRA."""
-    if not names:
-        return list(paths)
-    hits = first_matches(FIELD, names, paths, template=_EXCLUDED)
-    return [path for path, hit in zip(paths, hits, strict=True) if hit is None]
-
-
 def norm_paths(base: BaseModelInfo) -> dict[str, tuple[int, str]]:
     """Returns (layer, name) of the norms that an adapter may replace, by path."""
     before_mlp = "pre_feedforward_layernorm" if base.sandwich_norms else "post_attention_layernorm"
@@ -105,10 +88,8 @@ def norm_paths(base: BaseModelInfo) -> dict[str, tuple[int, str]]:
     }
 
 
-def plan_replaced(
-    weights: dict[str, TensorEntry], base: BaseModelInfo
-) -> tuple[list[PartMaker], list[str]]:
-    """Returns makers for the whole weights of projections and norms, and the paths of the others.
+def plan_replaced(weights: dict[str, TensorEntry], base: BaseModelInfo) -> list[PartMaker]:
+    """Returns makers for the whole weights of projections and norms; refuses other modules.
 
     PEFT loads any weight of the base that the file holds, whether or not it is in modules_to_save.
     """
@@ -129,7 +110,9 @@ def plan_replaced(
             makers.append(NormMaker(spec, entry, path, 1.0 if base.norm_plus_one else 0.0))
         else:
             others.append(path)
-    return makers, others
+    _refuse_other_norms(others)
+    check_modules_exist(others, [], base)
+    return makers
 
 
 def check_saved(names: Sequence[str], weights: Collection[str], base: BaseModelInfo) -> None:
@@ -147,8 +130,7 @@ def check_saved(names: Sequence[str], weights: Collection[str], base: BaseModelI
         )
 
 
-def refuse_unservable(paths: Sequence[str]) -> None:
-    """Refuses classifier heads, and norms that no part can replace."""
+def refuse_classifiers(paths: Iterable[str]) -> None:
     heads = sorted(path for path in paths if _CLASSIFIER.fullmatch(path))
     if heads:
         raise AdapterRefused(
@@ -158,6 +140,9 @@ def refuse_unservable(paths: Sequence[str]) -> None:
             fix="Serve it with AutoModelForSequenceClassification (or the class of its task) and "
             "PEFT, or train it with task_type CAUSAL_LM.",
         )
+
+
+def _refuse_other_norms(paths: Iterable[str]) -> None:
     norms = sorted(path for path in paths if _OTHER_NORM.fullmatch(path))
     if norms:
         raise AdapterRefused(

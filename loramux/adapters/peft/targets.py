@@ -12,7 +12,6 @@ from typing import TypeVar
 from loramux.adapters.peft.config import ALL_LINEAR, PeftLoraConfig, TargetFields
 from loramux.adapters.peft.patterns import first_matches
 from loramux.adapters.peft.refusals import RefusalCode, name_some
-from loramux.adapters.peft.saved_modules import is_saved, without_saved
 from loramux.errors import AdapterRefused
 from loramux.types.model import TargetModule
 
@@ -20,6 +19,8 @@ from loramux.types.model import TargetModule
 ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 NAMED_LAYER = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
 MODULE_PATTERN = r"(.*\.)?({})$"
+# A module that is saved, and the modules below it, take no LoRA.
+EXCLUDED_BY_SAVING = r"(^|.*\.){}($|\..*)"
 # From this many names on, PEFT abbreviates full paths to common suffixes before it matches.
 PEFT_ABBREVIATES_FROM = 20
 
@@ -98,6 +99,21 @@ def plan_module(
 ) -> ModulePlan:
     scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
     return ModulePlan(target=target, rank=rank, alpha=alpha, scale=scale)
+
+
+def is_saved(names: Sequence[str], path: str) -> bool:
+    """Whether modules_to_save names a module or one that it is in; PEFT compares the ends."""
+    parts = path.split(".")
+    above = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return any(module.endswith(name) for name in names for module in above)
+
+
+def without_saved(names: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """Returns the paths that may take a LoRA."""
+    if not names:
+        return list(paths)
+    hits = first_matches("modules_to_save", names, paths, template=EXCLUDED_BY_SAVING)
+    return [path for path, hit in zip(paths, hits, strict=True) if hit is None]
 
 
 def targeted_paths(config: TargetFields, paths: Sequence[str]) -> set[str]:

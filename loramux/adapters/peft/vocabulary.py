@@ -14,7 +14,7 @@ from loramux.adapters.peft.names import FileTensors, Role
 from loramux.adapters.peft.parts import ExtraTensor
 from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.safetensors import TensorEntry
-from loramux.adapters.peft.saved_modules import is_saved
+from loramux.adapters.peft.targets import is_saved
 from loramux.errors import AdapterRefused
 from loramux.types.model import BaseModelInfo, TargetModule
 
@@ -78,7 +78,7 @@ class VocabularyMaker:
     rows: TokenRows | None = None
     frozen: TensorEntry | None = None
     """A copy of the base's weight, which must be that of the base."""
-    twin: TensorEntry | None = None
+    tied_copy: TensorEntry | None = None
     """Another copy of `weight` of tied modules, which must be equal."""
     tied_low_rank: LowRank | None = None
     """That of the embedding, which must be this of the head."""
@@ -109,13 +109,13 @@ class VocabularyMaker:
 
     @property
     def used(self) -> tuple[TensorEntry, ...]:
-        found = (self.weight, self.rows and self.rows.entry)
+        found = (self.weight, None if self.rows is None else self.rows.entry)
         low_rank = () if self.low_rank is None else self.low_rank.used
         return (*(entry for entry in found if entry is not None), *low_rank)
 
     @property
     def computes(self) -> bool:
-        others = (self.low_rank, self.rows, self.frozen, self.twin)
+        others = (self.low_rank, self.rows, self.frozen, self.tied_copy)
         return any(other is not None for other in others)
 
     @property
@@ -188,14 +188,14 @@ class VocabularyMaker:
                     fix="Unset it and name both in target_modules, if both were trained.",
                 )
         if (
-            self.twin is not None
+            self.tied_copy is not None
             and self.weight is not None
-            and not torch.equal(values.of(self.twin), values.of(self.weight))
+            and not torch.equal(values.of(self.tied_copy), values.of(self.weight))
         ):
             raise AdapterRefused(
                 RefusalCode.FULL_WEIGHTS,
-                f"This base ties the embedding and the head, and {self.twin.name} differs from "
-                f"{self.weight.name}.",
+                f"This base ties the embedding and the head, and {self.tied_copy.name} differs "
+                f"from {self.weight.name}.",
                 fix="Name the trained one in modules_to_save, or serve it on an untied base.",
             )
         if self.frozen is not None and values.base is not None:
@@ -238,7 +238,7 @@ def plan_vocabulary(
             low_rank=low_ranks.get(path),
             rows=rows.get(path),
             frozen=own.frozen,
-            twin=own.twin,
+            tied_copy=own.tied_copy,
             tied_low_rank=low_ranks.get(EMBEDDING_PATH)
             if ties_low_rank and path == HEAD_PATH
             else None,
@@ -260,7 +260,7 @@ def plan_vocabulary(
 class _OwnWeight:
     weight: TensorEntry | None = None
     frozen: TensorEntry | None = None
-    twin: TensorEntry | None = None
+    tied_copy: TensorEntry | None = None
 
 
 def _own_weights(
@@ -284,9 +284,11 @@ def _own_weights(
     for path, other in (PATHS, PATHS[::-1]):
         shared = loaded[other] if base.tie_embeddings else None
         weight = weights.get(path) if is_saved(saved, path) else loaded[path] or shared
-        is_twin = loaded[path] is not None and shared is not None and path == EMBEDDING_PATH
+        tied_copy = shared if path == EMBEDDING_PATH and weight is loaded[path] else None
+        # Below a saved module, the base's own weight is read by a tied module only.
+        is_read = base.tie_embeddings or not is_saved(saved, path)
         own[path] = _OwnWeight(
-            weight, _same_size(frozen[path], base), shared if is_twin and weight else None
+            weight, _same_size(frozen[path], base) if is_read else None, tied_copy
         )
         if weight is not None:
             check_matrix(weight, (*weight.shape[:1], base.hidden_size), path)

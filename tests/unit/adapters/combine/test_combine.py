@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 from loramux.adapters.combine.combine import RECIPE_NAME, combine, write_combined
 from loramux.adapters.combine.methods import cut_delta
 from loramux.adapters.combine.pruning import keep_largest, random_mask
+from loramux.adapters.packed.extras import ExtraKind
 from loramux.adapters.peft.doctor import examine
+from loramux.adapters.peft.parts import ExtraTensor
 from loramux.adapters.peft.reader import CheckedAdapter
 from loramux.adapters.peft.unbound import read_without_base
 from loramux.adapters.recipe import METHODS, CombinationOptions, decode_recipe, make_recipe
@@ -58,6 +61,16 @@ def write(
 
 def parameters(method: str) -> dict[str, Any]:
     return {"method": method} | ({} if METHODS[method].pruning == "none" else {"density": 0.5})
+
+
+def test_an_adapter_with_parts_beside_low_rank_is_refused(parts: list[CheckedAdapter]) -> None:
+    extra = ExtraTensor((0, "qkv", ExtraKind.BIAS), torch.ones(1, 96))
+    recipe = make_recipe([part.cid for part in parts[:2]], [1.0, 1.0], CombinationOptions())
+    for change in ({"extras": (extra,)}, {"only_alone": "it replaces lm_head"}):
+        changed: Any = dataclasses.replace(parts[1], **change)
+        with pytest.raises(AdapterRefused, match="more than|replaces") as refused:
+            combine(recipe, {parts[0].cid: parts[0], parts[1].cid: changed})
+        assert refused.value.code == "only_alone"
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -234,7 +234,8 @@ def test_what_no_conversion_can_repair_is_refused(tmp_path: Path) -> None:
     assert code_of("alone", init_lora_weights="pissa") == "changes_base"
     assert code_of("loftq", init_lora_weights="loftq") == "changes_base"
     assert code_of("another", init_lora_weights="pissa", initial=other) == "wrong_rank"
-    assert code_of("dora", use_dora=True) == "unsupported_field"
+    assert code_of("dora", use_dora=True) == "parts_beside"
+    assert code_of("saved", modules_to_save=["lm_head"]) == "parts_beside"
     plain = write_adapter(tmp_path / "plain", lora_config_dict(), tensors)
     with pytest.raises(InvalidRequest, match="nothing to subtract"):
         convert(plain, initial=other)

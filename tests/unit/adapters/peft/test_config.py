@@ -57,8 +57,8 @@ def test_all_linear_may_be_written_in_any_case() -> None:
 
 
 def test_every_unsupported_field_is_named() -> None:
-    refusal = refusal_of(use_dora=True, lora_bias=True)
-    assert "use_dora" in refusal.reason and "lora_bias" in refusal.reason
+    refusal = refusal_of(use_qalora=True, layer_replication=[[0, 2]])
+    assert "use_qalora" in refusal.reason and "layer_replication" in refusal.reason
 
 
 @pytest.mark.parametrize("value", [None, False, "", [], {}])
@@ -159,3 +159,32 @@ def test_the_canonical_form_keeps_the_order_of_patterns() -> None:
     forward = parse_config(lora_config_dict(rank_pattern={"q_proj": 4, ".*proj": 8}))
     backward = parse_config(lora_config_dict(rank_pattern={".*proj": 8, "q_proj": 4}))
     assert forward.canonical() != backward.canonical()
+
+
+def test_fields_of_parts_beside_low_rank_are_read() -> None:
+    config = parse_config(
+        lora_config_dict(
+            use_dora=True,
+            modules_to_save=["norm", "lm_head", "norm"],
+            trainable_token_indices={"lm_head": [7, 3], "embed_tokens": []},
+        )
+    )
+    assert config.use_dora and config.modules_to_save == ("lm_head", "norm")
+    assert config.trainable_token_indices == (("lm_head", (7, 3)),)
+    listed = parse_config(lora_config_dict(trainable_token_indices=[5]))
+    assert listed.trainable_token_indices == (("embed_tokens", (5,)),)
+
+
+def test_the_cid_covers_them_only_where_they_are_set() -> None:
+    plain = parse_config(lora_config_dict()).canonical()
+    blank = {"use_dora": False, "lora_bias": False, "bias": "none", "modules_to_save": []}
+    assert parse_config(lora_config_dict(**blank)).canonical() == plain
+    effects: list[dict[str, Any]] = [
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [1]},
+    ]
+    for effect in effects:
+        canonical = parse_config(lora_config_dict(**effect)).canonical()
+        assert canonical.keys() - plain.keys() == effect.keys()

@@ -19,17 +19,12 @@ FIELDS = [field.name for field in dataclasses.fields(peft.LoraConfig)]
 ACTIVE = {
     "alora_invocation_tokens": [1, 2],
     "arrow_config": {"top_k": 2},
-    "bias": "all",
     "kasa_config": {},
     "layer_replication": [[0, 2], [1, 3]],
-    "lora_bias": True,
     "megatron_config": {"x": 1},
-    "modules_to_save": ["lm_head"],
     "monteclora_config": {},
     "target_parameters": ["experts.down_proj"],
-    "trainable_token_indices": [0],
     "use_bdlora": {},
-    "use_dora": True,
     "use_qalora": True,
 }
 

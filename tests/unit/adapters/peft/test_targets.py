@@ -11,6 +11,7 @@ from peft.utils.other import get_pattern_key
 
 from loramux.adapters.peft.config import parse_config
 from loramux.adapters.peft.targets import plan_modules, targeted_paths
+from loramux.adapters.peft.vocabulary import vocabulary_targets
 from loramux.errors import AdapterRefused
 from tests.adapter_factory import lora_config_dict, tiny_base_info, tiny_llama_config
 
@@ -100,18 +101,60 @@ def test_all_linear_can_be_narrowed() -> None:
     assert {plan.target.projection for plan in plans} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
+VOCABULARY = dict(zip(("embedding", "head"), vocabulary_targets(BASE), strict=True))
+
+
 @pytest.mark.parametrize(
-    "names", [["lm_head"], ["q_proj", "embed_tokens"], r".*(q_proj|head)", ["model.embed_tokens"]]
+    ("names", "expected"),
+    [
+        (["lm_head"], {"lm_head"}),
+        (["embed_tokens"], {"model.embed_tokens"}),
+        (["model.embed_tokens", "lm_head"], {"model.embed_tokens", "lm_head"}),
+        (r".*(embed_tokens|head)", {"model.embed_tokens", "lm_head"}),
+        ("all-linear", set()),
+    ],
 )
-def test_head_and_embedding_are_refused_by_name(names: Any) -> None:
-    with pytest.raises(AdapterRefused, match="lm_head|embed_tokens") as refused:
-        plan_modules(parse_config(lora_config_dict(target_modules=names)), BASE.targets)
-    assert refused.value.code == "unsupported_target"
+def test_head_and_embedding_are_targets_but_not_of_all_linear(
+    names: Any, expected: set[str]
+) -> None:
+    config = parse_config(lora_config_dict(target_modules=names))
+    plans = plan_modules(config, BASE.targets, **VOCABULARY)
+    assert {plan.target.path for plan in plans if plan.target.layer < 0} == expected
+
+
+def test_tied_weights_are_adapted_together_on_request() -> None:
+    config = lora_config_dict(target_modules=["q_proj", "embed_tokens"], ensure_weight_tying=True)
+    for are_tied in (False, True):
+        plans = plan_modules(parse_config(config), BASE.targets, **VOCABULARY, are_tied=are_tied)
+        assert ("lm_head" in {plan.target.path for plan in plans}) == are_tied
+
+
+SAVED: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["mlp"]},
+    {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["layers.1"]},
+    {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["q_proj", "norm"]},
+]
+
+
+@pytest.mark.parametrize("selection", SAVED, ids=str)
+def test_saved_modules_take_no_lora(selection: dict[str, Any]) -> None:
+    oracle = LoraConfig(**selection)
+    expected = {path for path in PATHS if check_target_module_exists(oracle, path)}
+    plans = plan_modules(parse_config(lora_config_dict(**selection)), BASE.targets)
+    assert {plan.target.path for plan in plans} == expected
+
+
+def test_a_lora_in_a_saved_module_is_refused() -> None:
+    """PEFT compares the end of a module's path here, and whole parts of it for targets."""
+    config = parse_config(lora_config_dict(modules_to_save=["_proj"]))
+    with pytest.raises(AdapterRefused, match="modules_to_save") as refused:
+        plan_modules(config, BASE.targets)
+    assert refused.value.code == "bad_value"
 
 
 def test_a_head_that_is_excluded_again_is_no_target() -> None:
     config = lora_config_dict(target_modules=["q_proj", "lm_head"], exclude_modules=["lm_head"])
-    assert len(plan_modules(parse_config(config), BASE.targets)) == 12
+    assert len(plan_modules(parse_config(config), BASE.targets, **VOCABULARY)) == 12
 
 
 def test_a_config_for_other_modules_is_refused() -> None:

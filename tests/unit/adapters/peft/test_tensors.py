@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from loramux.adapters.peft.config import parse_config
+from loramux.adapters.peft.matching import MatchedTensors, plan_lora
 from loramux.adapters.peft.safetensors import TensorEntry
-from loramux.adapters.peft.targets import plan_modules
-from loramux.adapters.peft.tensors import MatchedTensors, match_tensors
 from loramux.errors import AdapterRefused
 from tests.adapter_factory import (
     lora_config_dict,
@@ -26,8 +25,7 @@ def match(tensors: dict[str, torch.Tensor], max_rank: int | None = None) -> Matc
         TensorEntry(name, "F32", tuple(tensor.shape), 0, tensor.nbytes)
         for name, tensor in tensors.items()
     ]
-    plans = plan_modules(parse_config(lora_config_dict()), BASE.targets)
-    return match_tensors(entries, plans, BASE, max_rank=max_rank)
+    return plan_lora(parse_config(lora_config_dict()), BASE).match(entries, max_rank=max_rank)
 
 
 def refusal_of(tensors: dict[str, torch.Tensor]) -> AdapterRefused:
