@@ -181,7 +181,7 @@ CONFIGS = [
     Broken("config_is_a_list", "config_not_json", with_config_text("[]")),
     Broken("config_too_deep", "config_not_json", with_config_text("[" * 200_000)),
     Broken("config_half_surrogate", "config_not_json", with_config(target_modules=["\ud800"])),
-    Broken("other_method", "not_lora", with_config(peft_type="IA3")),
+    Broken("other_method", "not_lora", with_config(peft_type="PREFIX_TUNING")),
     Broken("no_method", "not_lora", with_config(peft_type=None)),
     Broken("rank_is_a_text", "wrong_type", with_config(r="4")),
     Broken("alpha_is_a_text", "wrong_type", with_config(lora_alpha="8")),

@@ -76,7 +76,7 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "not_found": lambda folder: None,
     "config_missing": lambda folder: write_adapter(folder, None, TENSORS),
     "config_not_json": lambda folder: write_adapter(folder, "{'r': 8}", TENSORS),
-    "not_lora": with_config(peft_type="IA3"),
+    "not_lora": with_config(peft_type="PREFIX_TUNING"),
     "unknown_field": with_config(use_telepathy=True),
     "unsupported_field": with_config(use_dora=True),
     "wrong_type": with_config(r="8"),

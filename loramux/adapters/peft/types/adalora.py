@@ -20,7 +20,11 @@ class AdaLoraRule(LinearRule):
 
     def __init__(self, config: AdaLoraConfig, targets: Targets, base: BaseModelInfo) -> None:
         self._config = config
-        named = {name.removesuffix(".lora_E"): rank for name, rank in config.ranks}
+        # Older versions of PEFT wrote the name of the adapter behind that of the parameter.
+        named = {
+            name.removesuffix(".default").removesuffix(".lora_E"): rank
+            for name, rank in config.ranks
+        }
         if unknown := sorted(named.keys() - {target.path for target in targets}):
             raise AdapterRefused(
                 RefusalCode.BAD_VALUE,

@@ -56,7 +56,7 @@ class AdapterConfig(TargetFields, Protocol):
 
     @property
     def invocation_tokens(self) -> tuple[int, ...]:
-        """Of an aLoRA: the tokens from which on it acts."""
+        """The tokens from which on an aLoRA acts; empty for other adapters."""
         ...
 
     @property
@@ -256,7 +256,7 @@ class MissConfig(TypeConfig):
     variant: str
     """"", "bat" or "mini"."""
     mini_r: int
-    """Of "mini": the columns that are repeated over the output; 0 otherwise."""
+    """The columns that "mini" repeats over the output; 0 in other variants."""
 
 
 COMMON_FIELDS = frozenset(

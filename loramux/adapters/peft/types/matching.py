@@ -43,7 +43,7 @@ class Expected:
     """A tensor that the config asks for."""
 
     path: str
-    """Of its module; empty for tensors that modules share."""
+    """The path of its module; empty for tensors that modules share."""
     shape: Shape
 
 

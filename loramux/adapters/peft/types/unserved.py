@@ -18,7 +18,6 @@ class UnservedGroup:
 CONVERT_TO_LORA = (
     "Convert it with PEFT's convert_to_lora, which approximates it, or train a LORA adapter."
 )
-MERGE_OR_RETRAIN = "Merge it into the base and serve the result, or train a LORA adapter."
 RETRAIN = "Train a LORA adapter."
 
 GROUPS = (
@@ -37,12 +36,12 @@ GROUPS = (
         ),
     ),
     UnservedGroup(
-        "chooses or mixes several adapters by a trained router",
+        "mixes several adapters by a trained router",
         "Serve its adapters, and give their weights in the request.",
         ("POLY", "XLORA"),
     ),
     UnservedGroup(
-        "computes a delta that is not linear in the input of the layer",
+        "computes a change that is not linear in the input of the layer",
         RETRAIN,
         ("LILY", "SHADOW"),
     ),
@@ -53,27 +52,26 @@ GROUPS = (
         ("FOURIERFT", "WAVEFT"),
     ),
     UnservedGroup(
-        "takes its fixed matrices from a decomposition of the base's weights, whose signs and "
-        "order differ between machines",
-        MERGE_OR_RETRAIN,
-        ("ADAMSS", "FROD", "OSF", "PSOFT", "TINYLORA"),
-    ),
-    UnservedGroup(
-        "has a linear delta that is not supported yet",
+        "has a linear delta that is not computed here yet",
         CONVERT_TO_LORA,
         (
+            "ADAMSS",
             "C3A",
             "DEFT",
             "DELORA",
+            "FROD",
             "GLORA",
             "GRALORA",
             "HIRA",
+            "OSF",
             "PEANUT",
+            "PSOFT",
             "PVERA",
             "RANDLORA",
             "ROAD",
             "SHIRA",
             "SUPERTUNING",
+            "TINYLORA",
             "UNILORA",
             "VBLORA",
         ),
