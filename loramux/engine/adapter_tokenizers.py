@@ -164,7 +164,8 @@ class AdapterTokenizers:
         is_same = texts == self._base.chat_template and _same_for(texts, tokens, self._base)
         if made is self._base and is_same and eos_ids <= _eos_ids(made, base, {}, {}):
             return self._base
-        return made.for_adapter(AdapterTemplate(texts, tokens), tuple(sorted(eos_ids)))
+        own_eos_ids = tuple(sorted(number for number in eos_ids if number < vocab_size))
+        return made.for_adapter(AdapterTemplate(texts, tokens), own_eos_ids)
 
     def _shares_vocabulary(
         self,
@@ -200,11 +201,20 @@ def _same_vocabulary(base: bytes | None, own: Mapping[str, bytes]) -> bool:
         return True
     if base is None:
         return False
-    # Trainers save the same vocabulary with other padding and truncation, which are not used here.
-    fields = _decode_object(own, VOCABULARY_NAME)
-    base_fields = _decode(base, VOCABULARY_NAME)
-    unused = dict.fromkeys(("padding", "truncation"))
-    return bool({**fields, **unused} == {**base_fields, **unused})
+    return _effective(_decode(content, VOCABULARY_NAME)) == _effective(
+        _decode(base, VOCABULARY_NAME)
+    )
+
+
+def _effective(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns tokenizer.json without what trainers change in it and has no effect here."""
+    kept = {**fields, "padding": None, "truncation": None}
+    processor = kept.get("post_processor")
+    if isinstance(processor, dict) and processor.get("type") == "TemplateProcessing":
+        single = processor.get("single")
+        if single == [{"Sequence": {"id": "A", "type_id": 0}}]:
+            kept["post_processor"] = None
+    return kept
 
 
 def _parse(

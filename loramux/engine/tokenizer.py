@@ -74,6 +74,10 @@ class Tokenizer:
         found: int | None = self._inner.token_to_id(token)
         return found
 
+    def eos_ids_with(self, base_ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns the end-of-sequence ids of the base, then those that only this one has."""
+        return tuple(dict.fromkeys((*base_ids, *self.eos_token_ids)))
+
     def for_adapter(
         self, template: AdapterTemplate | None, eos_token_ids: tuple[int, ...]
     ) -> Tokenizer:

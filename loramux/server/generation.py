@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 
-from loramux.backend import Delta, TextBackend, failure_of
+from loramux.backend import Delta, TextBackend, TextCodec, failure_of
 from loramux.errors import AdapterRefused, EngineBusy, EngineStopped, InvalidRequest, LoramuxError
 from loramux.metrics.server import Metrics
 from loramux.receipts.receipt import ServingStatus
@@ -50,6 +50,9 @@ class GenerationRequest:
     kind: RouteKind
     caller: Caller
     selected: Selected
+    codec: TextCodec
+    """The tokenizer of the selection."""
+    vocab_size: int
     params: SamplingParams
     """Sampling parameters; the engine requests get their own max_tokens."""
     max_tokens: MaxTokens
@@ -134,7 +137,7 @@ def _params_for(
         default=kind.default_max_tokens,
         param=kind.prompt_param,
     )
-    check_token_ids(token_ids, vocab_size=card.vocab_size, param=kind.prompt_param)
+    check_token_ids(token_ids, vocab_size=request.vocab_size, param=kind.prompt_param)
     return replace(request.params, max_tokens=max_tokens)
 
 
@@ -234,6 +237,7 @@ async def _run_one(
     # Nothing is awaited between here and the backend, so the names cannot move any more.
     selected = context.names.rebind(generation.request.selected)
     if selected is not generation.request.selected:
+        _check_same_tokenizers(context, generation.request.selected, selected)
         request = replace(request, selection=selected.selection)
     monitor = _Monitor(context.metrics, request, selected)
     generation.draft.add_adapters(selected)
@@ -249,6 +253,19 @@ async def _run_one(
     finally:
         await _close(deltas)
         monitor.end()
+
+
+def _check_same_tokenizers(context: Context, before: Selected, after: Selected) -> None:
+    """Raises AdapterRefused if the prompt was tokenized for another version of an adapter."""
+    cards = context.backend.adapters
+    for old, new in zip(before.adapters, after.adapters, strict=True):
+        known = [cards[one.cid].tokenizer_digest for one in (old, new) if one.cid in cards]
+        if len(set(known)) > 1:
+            raise AdapterRefused(
+                "changed_on_disk",
+                f"The tokenizer of {new.text} was replaced while the prompt was tokenized.",
+                fix="Send the request again.",
+            )
 
 
 class _Monitor:

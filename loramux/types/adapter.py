@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,3 +65,10 @@ class InspectedCard:
             vocab_size=self.vocab_size,
             tokenizer_digest=tokenizer_digest,
         )
+
+
+def vocab_size_of(cards: Sequence[AdapterCard], base_vocab_size: int) -> int:
+    """Returns the number of token ids that the adapters of a selection can read and write."""
+    # An adapter that adds tokens is not part of sums.
+    own = cards[0].vocab_size if len(cards) == 1 else 0
+    return own or base_vocab_size
