@@ -277,7 +277,7 @@ class TextBackend(AdapterHost, Protocol):
     async def codec_for(self, selection: Selection) -> TextCodec:
         """Returns the tokenizer of a selection: the adapter's own if it has one, else the base's.
 
-        Raises AdapterNotFound, or AdapterRefused for a tokenizer that is broken or not of this base.
+        Raises AdapterNotFound, or AdapterRefused for a tokenizer that does not fit the base.
         """
         ...
 

@@ -27,7 +27,7 @@ from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo
 
 _log = logging.getLogger(__name__)
-# Changes when the checks of the values or the content id change: then all adapters are checked again.
+# Changes when the checks of the values or the content id change: then all are checked again.
 _VERIFIED_NAME = "verified-2.jsonl"
 _MAX_STALE_LINES = 1024
 

@@ -309,7 +309,9 @@ def _templates(own: Mapping[str, bytes], settings: Settings) -> Any:
         try:
             found = {entry["name"]: entry["template"] for entry in found}
         except (TypeError, KeyError) as error:
-            raise _broken(f"chat_template of {SETTINGS_NAME} is not a list of templates.") from error
+            raise _broken(
+                f"chat_template of {SETTINGS_NAME} is not a list of templates."
+            ) from error
     texts = list(found.values()) if isinstance(found, dict) else [found]
     if found is not None and not all(isinstance(text, str) for text in texts):
         raise _broken(f"chat_template of {SETTINGS_NAME} is not text.")

@@ -169,9 +169,7 @@ class AsyncEngine:
         self._supervisor = asyncio.create_task(self._supervise())
         folder = Path(self.card.tokenizer_folder)
         self._codec = await asyncio.to_thread(Tokenizer, folder)
-        self._tokenizers = AdapterTokenizers(
-            self._codec, folder, vocab_size=self.card.vocab_size
-        )
+        self._tokenizers = AdapterTokenizers(self._codec, folder, vocab_size=self.card.vocab_size)
         self._health = Health.READY
 
     async def submit(self, request: Request) -> AsyncIterator[Delta]:

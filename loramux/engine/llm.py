@@ -126,9 +126,9 @@ class LLM:
         adapters = _for_each(lora_request, len(conversations), "lora_request")
         prompts = [
             {
-                "prompt_token_ids": self.tokenizer_for(
-                    self._register(adapter)
-                ).apply_chat_template([dict(m) for m in conversation])
+                "prompt_token_ids": self.tokenizer_for(self._register(adapter)).apply_chat_template(
+                    [dict(m) for m in conversation]
+                )
             }
             for conversation, adapter in zip(conversations, adapters, strict=True)
         ]

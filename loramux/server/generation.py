@@ -56,6 +56,8 @@ class GenerationRequest:
     params: SamplingParams
     """Sampling parameters; the engine requests get their own max_tokens."""
     max_tokens: MaxTokens
+    tokenizers: tuple[str, ...] = ()
+    """Digest of the tokenizer files of each selected adapter when the codec was chosen."""
     prompts: tuple[tuple[int, ...], ...] = ()
     """Token ids of each prompt."""
     cache_salt: str = ""
@@ -237,7 +239,7 @@ async def _run_one(
     # Nothing is awaited between here and the backend, so the names cannot move any more.
     selected = context.names.rebind(generation.request.selected)
     if selected is not generation.request.selected:
-        _check_same_tokenizers(context, generation.request.selected, selected)
+        _check_same_tokenizers(context, generation.request, selected)
         request = replace(request, selection=selected.selection)
     monitor = _Monitor(context.metrics, request, selected)
     generation.draft.add_adapters(selected)
@@ -255,17 +257,14 @@ async def _run_one(
         monitor.end()
 
 
-def _check_same_tokenizers(context: Context, before: Selected, after: Selected) -> None:
+def _check_same_tokenizers(context: Context, request: GenerationRequest, now: Selected) -> None:
     """Raises AdapterRefused if the prompt was tokenized for another version of an adapter."""
-    cards = context.backend.adapters
-    for old, new in zip(before.adapters, after.adapters, strict=True):
-        known = [cards[one.cid].tokenizer_digest for one in (old, new) if one.cid in cards]
-        if len(set(known)) > 1:
-            raise AdapterRefused(
-                "changed_on_disk",
-                f"The tokenizer of {new.text} was replaced while the prompt was tokenized.",
-                fix="Send the request again.",
-            )
+    if context.names.tokenizers_of(now) != request.tokenizers:
+        raise AdapterRefused(
+            "changed_on_disk",
+            f"The tokenizer of {now.model} was replaced while the prompt was tokenized.",
+            fix="Send the request again.",
+        )
 
 
 class _Monitor:

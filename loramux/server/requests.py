@@ -59,13 +59,16 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
     draft.selected = selected = await select(context, reference, caller=caller)
     vocab_size = vocab_size_for(context, selected)
     params = sampling_params(body, logprobs, vocab_size=vocab_size)
+    tokenizers = context.names.tokenizers_of(selected)
+    codec = await codec_for(context, selected)
     streaming = body.stream_options or StreamOptions()
     return GenerationRequest(
         id=f"{kind.id_prefix}-{uuid.uuid4().hex}",
         kind=kind,
         caller=caller,
         selected=selected,
-        codec=await codec_for(context, selected),
+        codec=codec,
+        tokenizers=tokenizers,
         vocab_size=vocab_size,
         params=params,
         max_tokens=max_tokens,

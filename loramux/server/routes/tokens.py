@@ -61,11 +61,14 @@ def token_routes(context: Context) -> APIRouter:
         )
         return json_response(DetokenizeAnswer(prompt=text))
 
-    @router.get("/tokenizer_info", **answering(dict[str, Any], 503))
-    async def tokenizer_info(model: str | None = None) -> Response:
+    @router.get(
+        "/tokenizer_info",
+        **answering(dict[str, Any], 400, 404, 422, 502, 503, parameters=[_model_parameter()]),
+    )
+    async def tokenizer_info(request: Request) -> Response:
         """The tokenizer's settings, for tools that count tokens like this server."""
         context.require_known()
-        named = await _named(context, model)
+        named = await _named(context, request.query_params.get("model"))
         codec, max_model_len = named.codec, context.backend.card.max_model_len
         info = codec.tokenizer_info() if isinstance(codec, DescribesTokenizer) else {}
         known = {"vocab_size": named.vocab_size, "model_max_length": max_model_len}
@@ -93,6 +96,16 @@ async def _read(
 async def _named(context: Context, model: str | None) -> _NamedCodec:
     selected = await select_model(context, model)
     return _NamedCodec(await codec_for(context, selected), vocab_size_for(context, selected))
+
+
+def _model_parameter() -> dict[str, Any]:
+    return {
+        "name": "model",
+        "in": "query",
+        "required": False,
+        "description": "The adapter whose tokenizer is described. Default: the base.",
+        "schema": {"type": "string"},
+    }
 
 
 def _tokenize(context: Context, codec: TextCodec, body: TokenizeRequest) -> list[int]:

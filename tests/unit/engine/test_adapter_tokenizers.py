@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from loramux import LLM, LoRARequest, SamplingParams
 from loramux.errors import AdapterRefused, InvalidRequest
-from loramux.types.request import FinishReason, RequestOutput
+from loramux.types.request import FinishReason, RequestOutput, Selection
 from tests.adapter_factory import make_peft_adapter
-from tests.engine_factory import save_model_with_tokenizer
+from tests.engine_factory import make_request, save_model_with_tokenizer
 from tests.tokenizer_factory import save_byte_fallback, save_byte_level
 
 MESSAGES = [{"role": "user", "content": "The dog"}]
@@ -221,7 +222,10 @@ def write_huge(folder: Path) -> None:
         (write("tokenizer_config.json", "no"), "broken_tokenizer"),
         (write("tokenizer_config.json", '{"eos_token": 5}'), "broken_tokenizer"),
         (write("tokenizer_config.json", '{"chat_template": 5}'), "broken_tokenizer"),
-        (write("tokenizer_config.json", '{"added_tokens_decoder": {"x": "a"}}'), "broken_tokenizer"),
+        (
+            write("tokenizer_config.json", '{"added_tokens_decoder": {"x": "a"}}'),
+            "broken_tokenizer",
+        ),
         (write("tokenizer_config.json", '{"extra_special_tokens": 1}'), "broken_tokenizer"),
         (link_outside, "link_outside"),
         (write_huge, "tokenizer_too_large"),
@@ -286,12 +290,45 @@ def test_settings_do_not_name_files_of_this_machine(
     assert chat(llm, adapter).prompt_token_ids[0] == llm.tokenizer.vocab_size
 
 
-def test_files_that_were_replaced_after_registration_are_not_used(
-    llm: LLM, adapter: Path
-) -> None:
+def test_files_that_were_replaced_after_registration_are_not_used(llm: LLM, adapter: Path) -> None:
     (adapter / "chat_template.jinja").write_text("one")
     cid = llm.register_adapter(adapter)
     (adapter / "chat_template.jinja").write_text("two")
     with pytest.raises(AdapterRefused) as refused:
         llm.tokenizer_for([(cid, 1.0)])
     assert refused.value.code == "changed_on_disk"
+
+
+def test_ids_are_checked_against_the_vocabulary_of_the_adapter(llm: LLM, adapter: Path) -> None:
+    engine = llm.engine
+    card = replace(engine.register_adapter(adapter), cid="cidv1:sha256:wider", vocab_size=514)
+    engine.catalog.adopt(card)
+    own: Selection = ((card.cid, 1.0),)
+    engine.add(make_request("fits", (1, 513), own, logit_bias={513: 1.0}))
+    engine.abort("fits")
+    for name, request in {
+        "prompt": make_request("x", (1, 514), own),
+        "logit_bias": make_request("x", (1,), own, logit_bias={514: 1.0}),
+    }.items():
+        with pytest.raises(InvalidRequest) as refused:
+            engine.add(request)
+        assert refused.value.param == name
+    with pytest.raises(InvalidRequest, match="513 is outside the vocabulary of 512"):
+        engine.add(make_request("base", (1, 513)))
+    engine.forget_adapter(card.cid)
+
+
+def test_before_an_activated_adapter_begins_ids_are_those_of_the_base(
+    llm: LLM, adapter: Path
+) -> None:
+    engine = llm.engine
+    registered = engine.register_adapter(adapter)
+    card = replace(registered, cid="cidv1:sha256:begins", vocab_size=514, invocation_tokens=(7, 8))
+    engine.catalog.adopt(card)
+    own: Selection = ((card.cid, 1.0),)
+    engine.add(make_request("fits", (1, 7, 8, 513), own))
+    engine.abort("fits")
+    for tokens in ((513, 7, 8), (1, 513)):
+        with pytest.raises(InvalidRequest, match="513 is outside the vocabulary of 512"):
+            engine.add(make_request("x", tokens, own))
+    engine.forget_adapter(card.cid)
