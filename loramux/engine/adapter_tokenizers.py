@@ -111,7 +111,7 @@ class AdapterTokenizers:
             if found is not None:
                 return found
             try:
-                made: Tokenizer | AdapterRefused = self._make(card, key.vocab_size)
+                made = self._make(card, key.vocab_size)
             except AdapterRefused as error:
                 if error.code in (RefusalCode.BROKEN_TOKENIZER, RefusalCode.FOREIGN_TOKENIZER):
                     self._keep(key, error)
@@ -320,7 +320,7 @@ def _templates(own: Mapping[str, bytes], settings: Settings) -> Any:
 
 def _same_for(texts: object, tokens: Mapping[str, str], base: Tokenizer) -> bool:
     """Whether the templates see the named special tokens that those of the base see."""
-    parts = list(texts.values()) if isinstance(texts, dict) else [texts or ""]
+    parts = [str(text) for text in (texts.values() if isinstance(texts, dict) else [texts])]
     used = [name for name in (*_TOKEN_NAMES, "mask_token") if any(name in part for part in parts)]
     return all(tokens.get(name) == base.special_tokens.get(name) for name in used)
 

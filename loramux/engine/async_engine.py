@@ -201,7 +201,9 @@ class AsyncEngine:
             self._require_adapter(cid)
         cards = [self.adapters[cid] for cid, _ in selection]
         found = self._tokenizers.find(cards)
-        return found or await asyncio.to_thread(self._tokenizers.read, cards)
+        if found is not None:
+            return found
+        return await asyncio.to_thread(self._tokenizers.read, cards)
 
     async def add_adapter(self, path: str) -> AdapterCard:
         answer = await self._running.call(lambda call_id: Register(call_id=call_id, path=path))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from loramux.adapters.identity import CID_PREFIX, is_digest_start
 from loramux.adapters.peft.folder import short_base_name
+from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.recipe import CombinationOptions, check_options, make_recipe
 from loramux.backend import TextCodec
 from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest
@@ -28,6 +29,8 @@ from loramux.types.composition import (
 )
 
 SUM = "cat"
+# Refusals after which the files of an adapter are fetched or read again.
+_MISSING_FILES = ("changed_on_disk", RefusalCode.UNREADABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,9 @@ async def codec_for(context: Context, selected: Selected) -> TextCodec:
     backend, selection = context.backend, selected.selection
     try:
         return await backend.codec_for(selection)
-    except (AdapterRefused, AdapterNotFound):
+    except (AdapterRefused, AdapterNotFound) as error:
+        if isinstance(error, AdapterRefused) and error.code not in _MISSING_FILES:
+            raise
         restored = [await context.names.restore(cid) for cid, _ in selection]
         if not any(restored):
             raise
