@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from loramux.errors import AdapterRefused, DoesNotFit, LoramuxError, RequestTimeout
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo, PackingKind
-from loramux.types.request import FinishReason, Request, RequestFacts, TokenLogprob
+from loramux.types.request import FinishReason, Request, RequestFacts, Selection, TokenLogprob
 
 
 class Health(StrEnum):
@@ -270,7 +270,16 @@ class TextBackend(AdapterHost, Protocol):
     """An adapter host that generates text."""
 
     @property
-    def codec(self) -> TextCodec: ...
+    def codec(self) -> TextCodec:
+        """The tokenizer of the base."""
+        ...
+
+    async def codec_for(self, selection: Selection) -> TextCodec:
+        """Returns the tokenizer of a selection: the adapter's own if it has one, else the base's.
+
+        Raises AdapterNotFound, or AdapterRefused for a tokenizer that does not fit the base.
+        """
+        ...
 
     def submit(self, request: Request) -> AsyncIterator[Delta]:
         """Yields the deltas of all choices until each has its finish_reason.

@@ -21,19 +21,20 @@ from loramux.adapters.packed.extras import vocab_size_of
 from loramux.adapters.packed.image import AdapterImage
 from loramux.adapters.peft.folder import open_folder
 from loramux.adapters.peft.inspection import InspectedAdapter
+from loramux.adapters.peft.tokenizer_files import digest_of_files
 from loramux.adapters.workers import CALLING_THREAD, Workers
 from loramux.errors import AdapterNotFound, AdapterRefused
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo
 
 _log = logging.getLogger(__name__)
-# Changes when the checks of the values change: then all adapters are checked again.
-_VERIFIED_NAME = "verified-1.jsonl"
+# Changes when the checks of the values or the content id change: then all are checked again.
+_VERIFIED_NAME = "verified-2.jsonl"
 _MAX_STALE_LINES = 1024
 
 # (name, size, modification time, inode) of each file: equal signatures mean unchanged files.
 Signature = tuple[tuple[str, int, int, int], ...]
-# Returns the recorded digests of the weights of a folder that an adapter store made, else None.
+# Returns the recorded digests of the files of a folder that an adapter store made, else None.
 FindDigests = Callable[[Path], Mapping[str, FileDigest] | None]
 
 
@@ -43,6 +44,7 @@ class VerifiedValues:
 
     cid: str
     warnings: tuple[str, ...]
+    tokenizer_digest: str = ""
 
 
 class VerifiedAdapters:
@@ -88,9 +90,9 @@ class VerifiedAdapters:
         num_damaged = 0
         for line in lines:
             try:
-                folder, files, cid, warnings = json.loads(line)
+                folder, files, cid, warnings, tokenizer = json.loads(line)
                 signature = tuple((str(n), int(s), int(t), int(i)) for n, s, t, i in files)
-                values = VerifiedValues(str(cid), tuple(map(str, warnings)))
+                values = VerifiedValues(str(cid), tuple(map(str, warnings)), str(tokenizer))
             except (ValueError, TypeError, RecursionError):
                 num_damaged += 1
                 continue
@@ -154,7 +156,7 @@ class AdapterCatalog:
         found = self._loader.inspect(folder)
         card = self._card(found)
         values = self._verified.find(folder, signature) or self._recorded(folder, found)
-        return card if values is None else self.adopt(card.identified(values.cid, values.warnings))
+        return card if values is None else self.adopt(_identified(card, values))
 
     def identify(self, folder: Path) -> IdentifiedAdapter:
         """Registers a folder after a check of its values, which reads and packs the weights.
@@ -168,7 +170,7 @@ class AdapterCatalog:
         if values is None:
             values, loaded = self._check_values(folder, found)
             self._verified.add(folder, signature, values)
-        card = self.adopt(self._card(found).identified(values.cid, values.warnings))
+        card = self.adopt(_identified(self._card(found), values))
         return IdentifiedAdapter(card, loaded)
 
     def adopt(self, card: AdapterCard) -> AdapterCard:
@@ -226,7 +228,7 @@ class AdapterCatalog:
         if digests is None:
             return None
         cid = compute_cid(make_manifest(found.config.canonical(), digests))
-        return self._verified.find_cid(cid) or VerifiedValues(cid, ())
+        return self._verified.find_cid(cid) or VerifiedValues(cid, (), digest_of_files(digests))
 
     def _check_values(
         self, folder: Path, found: InspectedAdapter
@@ -236,7 +238,8 @@ class AdapterCatalog:
         if values is not None:
             return values, None
         loaded = self._loader.load(folder)
-        return VerifiedValues(loaded.image.cid, loaded.warnings), loaded
+        values = VerifiedValues(loaded.image.cid, loaded.warnings, loaded.tokenizer_digest)
+        return values, loaded
 
     def _load(self, known: AdapterCard) -> AdapterImage:
         image = self._loader.load(open_folder(Path(known.path))).image
@@ -250,8 +253,13 @@ class AdapterCatalog:
         return image
 
 
+def _identified(card: InspectedCard, values: VerifiedValues) -> AdapterCard:
+    return card.identified(values.cid, values.warnings, values.tokenizer_digest)
+
+
 def _encode(folder: str, signature: Signature, values: VerifiedValues) -> bytes:
-    return json.dumps([folder, signature, values.cid, values.warnings]).encode() + b"\n"
+    fields = [folder, signature, values.cid, values.warnings, values.tokenizer_digest]
+    return json.dumps(fields).encode() + b"\n"
 
 
 def _signature(folder: Path) -> Signature:

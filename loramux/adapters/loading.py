@@ -20,6 +20,7 @@ from loramux.adapters.peft.inspection import InspectedAdapter, Inspector
 from loramux.adapters.peft.parts import AdapterParts, BaseWeights, ExtraTensor, LoraModule
 from loramux.adapters.peft.reader import check_values, make_parts
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
+from loramux.adapters.peft.tokenizer_files import digest_of_files, digest_tokenizer_files
 from loramux.adapters.peft.weights import WeightsReading
 from loramux.adapters.values import RankMaxima
 from loramux.adapters.workers import CALLING_THREAD, Workers
@@ -62,6 +63,8 @@ class LoadedAdapter:
     warnings: tuple[str, ...]
     """The warnings about its values."""
     times: LoadTimes
+    tokenizer_digest: str = ""
+    """Digest of its tokenizer files; empty: it has none."""
 
 
 _LayoutKey = tuple[tuple[tuple[ModuleKey, int], ...], tuple[ExtraSpec, ...]]
@@ -128,7 +131,8 @@ class FolderLoader:
         maxima = [found for part in packed for found in part.maxima]
         warnings = check_values(modules, maxima, extras=[x for p in packed for x in p.extras])
         self._packing.check(modules, maxima)
-        manifest = make_manifest(found.config.canonical(), {WEIGHTS_NAME: digest})
+        tokenizer = digest_tokenizer_files(folder)
+        manifest = make_manifest(found.config.canonical(), {WEIGHTS_NAME: digest, **tokenizer})
         image = AdapterImage(cid=compute_cid(manifest), layout=layout, buffer=prepared().buffer)
         times = LoadTimes(
             inspect_s=inspected - began,
@@ -137,7 +141,7 @@ class FolderLoader:
             pack_s=max(part.ended for part in packed) - began,
             total_s=time.perf_counter() - began,
         )
-        return LoadedAdapter(image, warnings, times)
+        return LoadedAdapter(image, warnings, times, digest_of_files(tokenizer))
 
     def _make_ready(self, layout: AdapterLayout) -> None:
         """Has a buffer of this size allocated and freed, which the next load finds ready.

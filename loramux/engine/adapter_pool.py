@@ -14,6 +14,7 @@ from loramux.backend import AdapterUse
 from loramux.config.engine import EngineConfig, EvictionName
 from loramux.engine.llm import LLM
 from loramux.engine.stats import adapter_uses
+from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import InvalidRequest
 from loramux.types.request import RequestOutput
 from loramux.types.sampling import SamplingParams
@@ -78,7 +79,7 @@ class AdapterPool:
         if adapter_cid is not None and adapters is not None:
             raise InvalidRequest("Give either adapter_cid or adapters.", param="adapters")
         parts = dict(adapters or {}) if adapter_cid is None else {adapter_cid: 1.0}
-        prompt, params = self._read(request)
+        prompt, params = self._read(request, self._llm.tokenizer_for(list(parts.items())))
         engine = self._llm.engine
         began = time.monotonic()
         for cid in parts:
@@ -97,7 +98,9 @@ class AdapterPool:
         }
         return PoolAnswer(text=output.outputs[0].text, output=output, serving=serving)
 
-    def _read(self, request: str | Mapping[str, Any]) -> tuple[Any, SamplingParams]:
+    def _read(
+        self, request: str | Mapping[str, Any], tokenizer: Tokenizer
+    ) -> tuple[Any, SamplingParams]:
         if isinstance(request, str):
             return request, SamplingParams()
         found = [key for key in _PROMPT_KEYS if key in request]
@@ -111,7 +114,7 @@ class AdapterPool:
             )
         prompt = request[found[0]]
         if found[0] == "messages":
-            prompt = self._llm.tokenizer.apply_chat_template([dict(m) for m in prompt])
+            prompt = tokenizer.apply_chat_template([dict(m) for m in prompt])
         elif found[0] == "prompt_token_ids":
             prompt = list(prompt)
         try:

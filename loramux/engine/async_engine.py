@@ -7,7 +7,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ from loramux.backend import (
 )
 from loramux.config.engine import EngineConfig
 from loramux.engine.adapter_table import AdapterTable
+from loramux.engine.adapter_tokenizers import AdapterTokenizers
 from loramux.engine.messages import (
     Abort,
     Add,
@@ -126,6 +128,7 @@ class AsyncEngine:
         self._restoring: asyncio.Task[None] | None = None
         self._streams: dict[str, RequestStream] = {}
         self._card: ModelCard | None = None
+        self._tokenizers: AdapterTokenizers | None = None
         self._codec: Tokenizer | None = None
         self._table = AdapterTable()
         self._health = Health.STARTING
@@ -164,12 +167,21 @@ class AsyncEngine:
         threading.Thread(target=import_library, daemon=True, name="tokenizers").start()
         await self._open_process()
         self._supervisor = asyncio.create_task(self._supervise())
-        self._codec = await asyncio.to_thread(Tokenizer, Path(self.card.tokenizer_folder))
+        folder = Path(self.card.tokenizer_folder)
+        self._codec = await asyncio.to_thread(Tokenizer, folder)
+        self._tokenizers = AdapterTokenizers(self._codec, folder, vocab_size=self.card.vocab_size)
         self._health = Health.READY
 
     async def submit(self, request: Request) -> AsyncIterator[Delta]:
         """Yields the deltas of all choices; closing the iterator early aborts the request."""
-        stream = self._open_stream(request)
+        # It is kept from the tokenization of the prompt, so that this rarely waits.
+        codec = await self.codec_for(request.selection)
+        async with aclosing(self._answer(request, codec)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _answer(self, request: Request, codec: Tokenizer) -> AsyncGenerator[Delta, None]:
+        stream = self._open_stream(request, codec)
         try:
             while True:
                 for delta in await stream.take():
@@ -181,6 +193,17 @@ class AsyncEngine:
         finally:
             if self._streams.pop(request.request_id, None) is not None and not stream.is_finished:
                 self._send(Abort(request_id=request.request_id))
+
+    async def codec_for(self, selection: Selection) -> Tokenizer:
+        if self._tokenizers is None:
+            raise EngineStopped("The engine has not started yet.")
+        for cid, _ in selection:
+            self._require_adapter(cid)
+        cards = [self.adapters[cid] for cid, _ in selection]
+        found = self._tokenizers.find(cards)
+        if found is not None:
+            return found
+        return await asyncio.to_thread(self._tokenizers.read, cards)
 
     async def add_adapter(self, path: str) -> AdapterCard:
         answer = await self._running.call(lambda call_id: Register(call_id=call_id, path=path))
@@ -343,7 +366,7 @@ class AsyncEngine:
             case _:
                 _log.warning("unexpected message from the engine: %s", type(reply).__name__)
 
-    def _open_stream(self, request: Request) -> RequestStream:
+    def _open_stream(self, request: Request, codec: Tokenizer) -> RequestStream:
         if self._health is not Health.READY:
             raise EngineStopped(f"The engine is {self._health.value}; try again in a few seconds.")
         self._check_limits(request)
@@ -354,8 +377,8 @@ class AsyncEngine:
             self._require_adapter(cid)
             self._table.mark_used(cid)
         self._adopt(cids)
-        request = request.for_engine(self.card.eos_token_ids)
-        stream = RequestStream(OutputCollector(request, self.codec))
+        request = request.for_engine(codec.eos_ids_with(self.card.eos_token_ids))
+        stream = RequestStream(OutputCollector(request, codec))
         self._streams[request.request_id] = stream
         self._send(Add(request=request))
         return stream
@@ -386,7 +409,8 @@ class AsyncEngine:
             params=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
             selection=selection,
         )
-        async for _ in self.submit(request):
+        # The text is not read, and the check must not depend on the tokenizer of an adapter.
+        async for _ in self._answer(request, self.codec):
             pass
 
     async def _inspect(

@@ -22,7 +22,7 @@ from loramux.memory.pages import PageAllocator
 from loramux.memory.residency import AdapterResidency
 from loramux.runner.penalties import check_logit_bias
 from loramux.scheduler.scheduler import Scheduler
-from loramux.types.adapter import AdapterCard
+from loramux.types.adapter import AdapterCard, vocab_size_of
 from loramux.types.composition import SumPart, check_alone
 from loramux.types.request import BASE_SELECTION, Request, Selection, TokenEvent, find_last
 from loramux.types.step import Chunk, InFlightStep, StepPlan
@@ -137,9 +137,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request; raise InvalidRequest for one that would fail the whole batch."""
-        check_logit_bias(request.params, self.vocab_size)
-        _check_token_ids(request.prompt_token_ids, self.vocab_size)
         request = self._place_adapters(request)
+        self._check_vocabulary(request)
         now = self.memory.clock()
         self._tracker.arrive(request, now=now, queue_depth=self.scheduler.num_waiting)
         try:
@@ -163,6 +162,15 @@ class Engine:
         if start is None:
             return replace(request, selection=BASE_SELECTION, adapter_share=1.0)
         return replace(request, adapter_start=start)
+
+    def _check_vocabulary(self, request: Request) -> None:
+        """Raise InvalidRequest for ids that the base or the adapter that reads them lacks."""
+        cards = [self.catalog.get(cid) for cid in request.cids]
+        vocab_size = vocab_size_of(cards, self.vocab_size)
+        check_logit_bias(request.params, vocab_size)
+        token_ids = request.prompt_token_ids
+        _check_token_ids(token_ids, vocab_size)
+        _check_token_ids(token_ids[: request.adapter_start], self.vocab_size)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)

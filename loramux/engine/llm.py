@@ -11,6 +11,7 @@ from tqdm.std import tqdm
 
 from loramux.backend import failure_of
 from loramux.config.engine import EngineConfig
+from loramux.engine.adapter_tokenizers import AdapterTokenizers
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.device_choice import resolve_config
 from loramux.engine.gc_control import FullCollections
@@ -55,7 +56,11 @@ class LLM:
         self.eos_token_ids = loaded.eos_token_ids
         self.model_folder = loaded.tokenizer_folder
         self.tokenizer = Tokenizer(loaded.tokenizer_folder)
+        """The tokenizer of the base; adapters may have their own, as tokenizer_for() tells."""
         self.engine = build_engine(loaded, self.config)
+        self._tokenizers = AdapterTokenizers(
+            self.tokenizer, loaded.tokenizer_folder, vocab_size=self.engine.vocab_size
+        )
         self._ids = count()
 
     def generate(
@@ -77,10 +82,7 @@ class LLM:
         adapters = _for_each(lora_request, len(batch), "lora_request")
         collectors = []
         for prompt, p, adapter in zip(batch, params, adapters, strict=True):
-            loras = {adapter: 1.0} if isinstance(adapter, LoRARequest) else adapter or {}
-            parts = [
-                (self.register_adapter(lora.lora_path), weight) for lora, weight in loras.items()
-            ]
+            parts = self._register(adapter)
             collectors.append(self._collector(cast(Prompt, prompt), p, parts))
             collectors[-1].output.lora_request = adapter
         self._run(collectors, show_progress=use_tqdm)
@@ -89,6 +91,14 @@ class LLM:
     def register_adapter(self, folder: str | Path) -> str:
         """Checks a PEFT folder and returns its CID; raises AdapterRefused."""
         return self.engine.register_adapter(Path(folder)).cid
+
+    def tokenizer_for(self, adapters: Sequence[tuple[str, float]]) -> Tokenizer:
+        """Returns the tokenizer of registered adapters, (CID, weight) each.
+
+        It is the adapter's own if it has tokenizer files, and the base's otherwise.
+        """
+        cards = [self.engine.catalog.get(cid) for cid, _ in check_sum(adapters)]
+        return self._tokenizers.find(cards) or self._tokenizers.read(cards)
 
     def answer(
         self,
@@ -113,13 +123,14 @@ class LLM:
         """Runs generate on one conversation or a list of conversations."""
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(list[list[Message]], [messages] if is_one else messages)
+        adapters = _for_each(lora_request, len(conversations), "lora_request")
         prompts = [
             {
-                "prompt_token_ids": self.tokenizer.apply_chat_template(
+                "prompt_token_ids": self.tokenizer_for(self._register(adapter)).apply_chat_template(
                     [dict(m) for m in conversation]
                 )
             }
-            for conversation in conversations
+            for conversation, adapter in zip(conversations, adapters, strict=True)
         ]
         return self.generate(prompts, sampling_params, lora_request=lora_request, use_tqdm=use_tqdm)
 
@@ -127,25 +138,22 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams, adapters: Sequence[tuple[str, float]]
     ) -> OutputCollector:
         selection = check_sum(adapters)
-        text, token_ids = self._tokenize(prompt)
+        tokenizer = self.tokenizer_for(adapters)
+        text, token_ids = _tokenize(prompt, tokenizer)
         request = Request(
             request_id=str(next(self._ids)),
             prompt_token_ids=tuple(token_ids),
             params=params,
             selection=selection,
-        ).for_engine(self.eos_token_ids)
-        collector = OutputCollector(request, self.tokenizer, prompt=text)
+        ).for_engine(tokenizer.eos_ids_with(self.eos_token_ids))
+        collector = OutputCollector(request, tokenizer, prompt=text)
         collector.output.selection = selection
         return collector
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), prompt["prompt_token_ids"]
-            prompt = cast(Prompt, prompt.get("prompt", ""))
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        return None, cast(Sequence[int], prompt)
+    def _register(self, loras: Loras) -> list[tuple[str, float]]:
+        """Registers the adapters of a request, and returns (CID, weight) of each."""
+        weights = {loras: 1.0} if isinstance(loras, LoRARequest) else loras or {}
+        return [(self.register_adapter(lora.lora_path), weight) for lora, weight in weights.items()]
 
     def _run(self, collectors: Iterable[OutputCollector], *, show_progress: bool) -> None:
         open_requests = {collector.request.request_id: collector for collector in collectors}
@@ -207,6 +215,16 @@ class _DownloadBar:
 
     def add(self, num_bytes: int) -> None:
         self._bar.update(num_bytes)
+
+
+def _tokenize(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, Sequence[int]]:
+    if isinstance(prompt, Mapping):
+        if "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), prompt["prompt_token_ids"]
+        prompt = cast(Prompt, prompt.get("prompt", ""))
+    if isinstance(prompt, str):
+        return prompt, tokenizer.encode(prompt)
+    return None, cast(Sequence[int], prompt)
 
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:

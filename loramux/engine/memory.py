@@ -191,7 +191,7 @@ def _catalog(config: ResolvedConfig, rules: AdapterRules, workers: Workers) -> A
 def _stored_digests(folder: Path) -> Mapping[str, FileDigest] | None:
     # Folders that a store made are named by a digest; all others are told apart without a call.
     record = find_record(folder) if is_digest(folder.name) else None
-    return None if record is None else record.weights_files
+    return None if record is None else record.covered_files
 
 
 def _lower_tiers(

@@ -6,9 +6,15 @@ import contextlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
+from loramux.engine.adapter_template import (
+    TEMPLATE_SECONDS,
+    AdapterTemplate,
+    template_deadline,
+)
 from loramux.engine.chat import normalize_messages
 from loramux.errors import InvalidRequest, UnsupportedModel
 
@@ -19,8 +25,12 @@ TEMPLATE_ARGUMENTS = frozenset({"documents", "continue_final_message"})
 class Tokenizer:
     """A tokenizer that threads may share: it is immutable after construction."""
 
+    eos_token_ids: tuple[int, ...] = ()
+    """End-of-sequence ids of an adapter's tokenizer, beside those of the base model."""
+
     def __init__(self, folder: str | Path) -> None:
         self._outer = _load(Path(folder))
+        self._template: AdapterTemplate | None = None
         self._inner = self._outer.backend_tokenizer
         self._inner.no_truncation()
         self._inner.no_padding()
@@ -40,7 +50,45 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._outer.chat_template)
+        return bool(self._outer.chat_template if self._template is None else self._template.text)
+
+    @property
+    def chat_template(self) -> object:
+        """The text of the template, or texts by name."""
+        return self._outer.chat_template if self._template is None else self._template.text
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The named special tokens, such as eos_token."""
+        return dict(self._outer.special_tokens_map)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special_ids
+
+    def vocabulary(self) -> dict[str, int]:
+        """Returns the ids of all tokens, added ones included."""
+        return dict(self._inner.get_vocab(with_added_tokens=True))
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._inner.token_to_id(token)
+        return found
+
+    def eos_ids_with(self, base_ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns the end-of-sequence ids of the base, then those that only this one has."""
+        return tuple(dict.fromkeys((*base_ids, *self.eos_token_ids)))
+
+    def for_adapter(
+        self, template: AdapterTemplate | None, eos_token_ids: tuple[int, ...]
+    ) -> Tokenizer:
+        """Returns a tokenizer that shares this one's vocabulary, for an adapter.
+
+        Its template is rendered with a time limit, as it comes with the adapter.
+        """
+        made = copy(self)
+        made._template = template
+        made.eos_token_ids = eos_token_ids
+        return made
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
@@ -102,7 +150,9 @@ class Tokenizer:
         """Returns the special tokens and the chat template for clients that tokenize."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         tokens = {name: getattr(self._outer, name) for name in names}
-        return {**tokens, "chat_template": self._outer.chat_template}
+        if self._template is not None:
+            tokens |= {name: self._template.tokens.get(name, tokens[name]) for name in names}
+        return {**tokens, "chat_template": self.chat_template}
 
     def is_skipped(self, token_id: int, *, skip_special_tokens: bool) -> bool:
         """Whether decode() leaves the token out."""
@@ -123,12 +173,36 @@ class Tokenizer:
     def _render(self, conversation: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         from jinja2 import TemplateError
 
+        expected: tuple[type[Exception], ...] = (TemplateError, TypeError, ValueError, KeyError)
         try:
-            return str(self._outer.apply_chat_template(conversation, tokenize=False, **arguments))
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            if self._template is None:
+                return str(
+                    self._outer.apply_chat_template(conversation, tokenize=False, **arguments)
+                )
+            expected = (Exception,)
+            return self._render_own(self._template, conversation, arguments)
+        except expected as error:
             raise InvalidRequest(
                 f"The chat template of this model refused the messages: {error}", param="messages"
             ) from error
+
+    def _render_own(
+        self,
+        template: AdapterTemplate,
+        conversation: list[dict[str, Any]],
+        arguments: dict[str, Any],
+    ) -> str:
+        """Renders the template of an adapter: in the sandbox, and within a time limit."""
+        text = template.choose(has_tools=bool(arguments.get("tools")))
+        with template_deadline(TEMPLATE_SECONDS):
+            return str(
+                self._outer.apply_chat_template(
+                    conversation,
+                    tokenize=False,
+                    chat_template=text,
+                    **{**template.tokens, **arguments},
+                )
+            )
 
 
 def import_library() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 
-from loramux.backend import Delta, TextBackend, failure_of
+from loramux.backend import Delta, TextBackend, TextCodec, failure_of
 from loramux.errors import AdapterRefused, EngineBusy, EngineStopped, InvalidRequest, LoramuxError
 from loramux.metrics.server import Metrics
 from loramux.receipts.receipt import ServingStatus
@@ -50,9 +50,14 @@ class GenerationRequest:
     kind: RouteKind
     caller: Caller
     selected: Selected
+    codec: TextCodec
+    """The tokenizer of the selection."""
+    vocab_size: int
     params: SamplingParams
     """Sampling parameters; the engine requests get their own max_tokens."""
     max_tokens: MaxTokens
+    tokenizers: tuple[str, ...] = ()
+    """Digest of the tokenizer files of each selected adapter when the codec was chosen."""
     prompts: tuple[tuple[int, ...], ...] = ()
     """Token ids of each prompt."""
     cache_salt: str = ""
@@ -134,7 +139,7 @@ def _params_for(
         default=kind.default_max_tokens,
         param=kind.prompt_param,
     )
-    check_token_ids(token_ids, vocab_size=card.vocab_size, param=kind.prompt_param)
+    check_token_ids(token_ids, vocab_size=request.vocab_size, param=kind.prompt_param)
     return replace(request.params, max_tokens=max_tokens)
 
 
@@ -234,6 +239,7 @@ async def _run_one(
     # Nothing is awaited between here and the backend, so the names cannot move any more.
     selected = context.names.rebind(generation.request.selected)
     if selected is not generation.request.selected:
+        _check_same_tokenizers(context, generation.request, selected)
         request = replace(request, selection=selected.selection)
     monitor = _Monitor(context.metrics, request, selected)
     generation.draft.add_adapters(selected)
@@ -249,6 +255,16 @@ async def _run_one(
     finally:
         await _close(deltas)
         monitor.end()
+
+
+def _check_same_tokenizers(context: Context, request: GenerationRequest, now: Selected) -> None:
+    """Raises AdapterRefused if the prompt was tokenized for another version of an adapter."""
+    if context.names.tokenizers_of(now) != request.tokenizers:
+        raise AdapterRefused(
+            "changed_on_disk",
+            f"The tokenizer of {now.model} was replaced while the prompt was tokenized.",
+            fix="Send the request again.",
+        )
 
 
 class _Monitor:

@@ -266,6 +266,13 @@ class AdapterNames:
         ]
         check_alone(parts, param=param)
 
+    def tokenizers_of(self, selected: Selected) -> tuple[str, ...]:
+        """Returns the digest of the tokenizer files of each adapter; empty for none."""
+        cards = self._host.adapters
+        return tuple(
+            cards[one.cid].tokenizer_digest if one.cid in cards else "" for one in selected.adapters
+        )
+
     def _rebind_one(self, adapter: NamedAdapter) -> NamedAdapter:
         given = None if adapter.given is None else self.find(adapter.given)
         if given is None or given.cid is None:

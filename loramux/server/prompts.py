@@ -18,9 +18,13 @@ MAX_CHARACTERS_PER_TOKEN = 256
 INLINE_BODY_BYTES = 8192
 
 
-async def off_loop(body_bytes: int, work: Callable[[], T]) -> T:
-    """Run work proportional to the body's size: inline for a small body, else on a thread."""
-    return work() if body_bytes <= INLINE_BODY_BYTES else await asyncio.to_thread(work)
+async def off_loop(body_bytes: int, work: Callable[[], T], *, is_own: bool = True) -> T:
+    """Run work proportional to the body's size: inline for a small body, else on a thread.
+
+    `is_own`: False for work with the chat template of an adapter, which may take long.
+    """
+    is_small = is_own and body_bytes <= INLINE_BODY_BYTES
+    return work() if is_small else await asyncio.to_thread(work)
 
 
 def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:

@@ -21,7 +21,7 @@ from loramux.server.sampling import (
     max_tokens_of,
     sampling_params,
 )
-from loramux.server.selection import ModelReference, select
+from loramux.server.selection import ModelReference, codec_for, select, vocab_size_for
 from loramux.server.wire import GenerationBody, StreamOptions
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
@@ -55,15 +55,21 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
     caller = replace(caller_of(http), user=body.user)
     cache_salt, timeout_s = _cache_salt(body.cache_salt), _timeout_s(body.timeout)
     context.require_ready()
-    params = sampling_params(body, logprobs, vocab_size=context.backend.card.vocab_size)
     max_tokens = max_tokens_of(body)
     draft.selected = selected = await select(context, reference, caller=caller)
+    vocab_size = vocab_size_for(context, selected)
+    params = sampling_params(body, logprobs, vocab_size=vocab_size)
+    tokenizers = context.names.tokenizers_of(selected)
+    codec = await codec_for(context, selected)
     streaming = body.stream_options or StreamOptions()
     return GenerationRequest(
         id=f"{kind.id_prefix}-{uuid.uuid4().hex}",
         kind=kind,
         caller=caller,
         selected=selected,
+        codec=codec,
+        tokenizers=tokenizers,
+        vocab_size=vocab_size,
         params=params,
         max_tokens=max_tokens,
         cache_salt=cache_salt,

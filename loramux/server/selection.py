@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 
 from loramux.adapters.identity import CID_PREFIX, is_digest_start
 from loramux.adapters.peft.folder import short_base_name
+from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.recipe import CombinationOptions, check_options, make_recipe
+from loramux.backend import TextCodec
 from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest
 from loramux.registry.records import Resolved
 from loramux.server.caller import ANONYMOUS, Caller
@@ -17,6 +19,7 @@ from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.names import NamedAdapter, Selected, check_distinct, full_name
 from loramux.server.wire import GenerationBody
+from loramux.types.adapter import vocab_size_of
 from loramux.types.composition import (
     Term,
     check_count,
@@ -26,6 +29,8 @@ from loramux.types.composition import (
 )
 
 SUM = "cat"
+# Refusals after which the files of an adapter are fetched or read again.
+_MISSING_FILES = ("changed_on_disk", RefusalCode.UNREADABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,27 @@ async def _select_parts(context: Context, reference: ModelReference, caller: Cal
 async def select_model(context: Context, model: str | None) -> Selected:
     """Returns what a name selects: the base, an adapter, or a sum such as `a+0.3*b`."""
     return await _Finder(context, ANONYMOUS).select_model(model, param="model")
+
+
+def vocab_size_for(context: Context, selected: Selected) -> int:
+    """Returns the number of token ids that the selection can read and write."""
+    known = context.backend.adapters
+    cards = [known[cid] for cid, _ in selected.selection if cid in known]
+    return vocab_size_of(cards, context.backend.card.vocab_size)
+
+
+async def codec_for(context: Context, selected: Selected) -> TextCodec:
+    """Returns the tokenizer of the selection; missing files are restored, as those of a load."""
+    backend, selection = context.backend, selected.selection
+    try:
+        return await backend.codec_for(selection)
+    except (AdapterRefused, AdapterNotFound) as error:
+        if isinstance(error, AdapterRefused) and error.code not in _MISSING_FILES:
+            raise
+        restored = [await context.names.restore(cid) for cid, _ in selection]
+        if not any(restored):
+            raise
+    return await backend.codec_for(selection)
 
 
 async def find_named(context: Context, text: str, *, param: str) -> NamedAdapter | None:

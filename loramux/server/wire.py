@@ -264,6 +264,8 @@ class AdapterEntry(Struct, kw_only=True):
     generation_tokens: int
     recipe: dict[str, Any] | UnsetType = UNSET
     """Method, parts (CID and weight) and parameters of an adapter that requests combined."""
+    tokenizer_digest: str | UnsetType = UNSET
+    """Digest of the adapter's tokenizer files, if it has any."""
 
 
 class AdapterList(Struct, kw_only=True):

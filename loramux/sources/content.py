@@ -13,6 +13,7 @@ from loramux.adapters.peft.safetensors import (
     MAX_HEADER_BYTES,
     PICKLE_MAGICS,
 )
+from loramux.adapters.peft.tokenizer_files import MAX_BYTES, TEMPLATE_NAME
 from loramux.errors import SourceFailed, SourceRefused
 from loramux.sources.origins.base import Checksum, RemoteFile
 from loramux.sources.refusals import SourceCode, archive_refused, pickle_refused, too_large
@@ -40,7 +41,9 @@ def check_start(name: str, head: bytes, size_bytes: int | None) -> None:
             f"{name} is a git-lfs pointer, not the file.",
             fix="Upload the file itself.",
         )
-    if name == CONFIG_NAME:
+    if name == TEMPLATE_NAME:
+        check_template_start(name, head)
+    elif name == CONFIG_NAME or name in MAX_BYTES:
         check_config_start(name, head)
     else:
         check_weights_start(name, head, size_bytes)
@@ -51,6 +54,15 @@ def check_config_start(name: str, head: bytes) -> None:
         raise SourceRefused(
             SourceCode.NOT_AN_ADAPTER,
             f"{name} is not JSON.",
+            fix="Check that the source returns the file itself, not a web page about it.",
+        )
+
+
+def check_template_start(name: str, head: bytes) -> None:
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html")) or b"\0" in head:
+        raise SourceRefused(
+            SourceCode.NOT_AN_ADAPTER,
+            f"{name} is not a chat template.",
             fix="Check that the source returns the file itself, not a web page about it.",
         )
 
@@ -80,7 +92,8 @@ def check_weights_start(name: str, head: bytes, size_bytes: int | None) -> None:
 
 
 def max_bytes_of(name: str, max_file_bytes: int) -> int:
-    return min(max_file_bytes, MAX_CONFIG_BYTES) if name == CONFIG_NAME else max_file_bytes
+    limit = MAX_CONFIG_BYTES if name == CONFIG_NAME else MAX_BYTES.get(name, max_file_bytes)
+    return min(max_file_bytes, limit)
 
 
 def check_sizes(

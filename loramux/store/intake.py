@@ -19,6 +19,7 @@ from loramux.adapters.peft.safetensors import (
     parse_header,
     read_head,
 )
+from loramux.adapters.peft.tokenizer_files import MAX_BYTES, find_tokenizer_files
 from loramux.adapters.peft.types.configs import AdapterConfig, read_adapter_config
 from loramux.progress import SILENT, ByteSink
 from loramux.store.files import copy_hashed, too_large
@@ -47,7 +48,7 @@ class StagedAdapter:
 def stage_folder(
     folder: Path, staging: Path, limits: StoreLimits, sink: ByteSink = SILENT
 ) -> StagedAdapter:
-    """Copies the two files of an adapter; raises AdapterNotFound or AdapterRefused."""
+    """Copies the files of an adapter; raises AdapterNotFound or AdapterRefused."""
     source = open_folder(folder)
     # Checked before the weights are copied: most refusals need only the config and the header.
     read_adapter_config(source)
@@ -58,9 +59,8 @@ def stage_folder(
     config_file = copy_config(source, staging)
     config = read_adapter_config(staging)
     weights_file = copy_weights(weights, staging, limits, sink)
-    record = make_record(
-        make_manifest(config.canonical(), {WEIGHTS_NAME: weights_file}), config_file
-    )
+    files = {WEIGHTS_NAME: weights_file, **copy_tokenizer(source, staging)}
+    record = make_record(make_manifest(config.canonical(), files), config_file)
     check_total(record, limits)
     return StagedAdapter(record, config, {name: staging / name for name in record.files})
 
@@ -70,6 +70,15 @@ def copy_config(source: Path, staging: Path) -> FileDigest:
     assert path is not None, "read_adapter_config has found it"
     with refusing_os_errors(path):
         return copy_hashed(path, staging / CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
+
+
+def copy_tokenizer(source: Path, staging: Path) -> dict[str, FileDigest]:
+    """Copies the tokenizer files, if there are any, and returns their digests."""
+    digests = {}
+    for name, path in find_tokenizer_files(source).items():
+        with refusing_os_errors(path):
+            digests[name] = copy_hashed(path, staging / name, max_bytes=MAX_BYTES[name])
+    return digests
 
 
 def copy_weights(weights: Path, staging: Path, limits: StoreLimits, sink: ByteSink) -> FileDigest:

@@ -29,11 +29,12 @@ class Record:
     cid: str
     manifest: Manifest
     config_file: FileDigest
-    weights_files: Mapping[str, FileDigest]
+    covered_files: Mapping[str, FileDigest]
+    """The weights, and the tokenizer files if there are any."""
 
     @property
     def files(self) -> dict[str, FileDigest]:
-        return {CONFIG_NAME: self.config_file, **self.weights_files}
+        return {CONFIG_NAME: self.config_file, **self.covered_files}
 
     @property
     def size_bytes(self) -> int:
@@ -66,7 +67,7 @@ def read_files(manifest: Manifest) -> dict[str, FileDigest]:
         raise ValueError("its files are not an object")
     for name in files:
         if not FILE_NAME.fullmatch(name) or name == CONFIG_NAME:
-            raise ValueError(f"{name!r} is not a valid name for a weights file")
+            raise ValueError(f"{name!r} is not a valid name for a file")
     return {name: read_digest(value) for name, value in files.items()}
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from loramux.adapters.identity import FileDigest, parse_cid
 from loramux.adapters.peft.config import CONFIG_NAME
+from loramux.adapters.peft.tokenizer_files import MAX_BYTES
 from loramux.backend import StoreTierStats
 from loramux.errors import AdapterRefused, StoreDamaged
 from loramux.store.files import hash_file, seal
@@ -126,7 +127,7 @@ def fetch(
             _log.warning("%s has a record but lacks %s in every tier", cid, name)
             return None
     config = check_config_file(record, paths[CONFIG_NAME].read_bytes())
-    for name in record.weights_files:
+    for name in record.covered_files.keys() - MAX_BYTES.keys():
         check_fetched_header(record, paths[name])
     return StagedAdapter(record, config, paths)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,8 @@ class AdapterCard:
     """Why it cannot be part of a sum, nor have a weight other than 1; empty: it can."""
     vocab_size: int = 0
     """Number of tokens if it adds some to those of the base; 0: the vocabulary of the base."""
+    tokenizer_digest: str = ""
+    """Digest of its tokenizer files; empty: it has none, and the base's tokenizer is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,9 @@ class InspectedCard:
     only_alone: str = ""
     vocab_size: int = 0
 
-    def identified(self, cid: str, warnings: tuple[str, ...] = ()) -> AdapterCard:
+    def identified(
+        self, cid: str, warnings: tuple[str, ...] = (), tokenizer_digest: str = ""
+    ) -> AdapterCard:
         """Returns the card of a registered adapter; `warnings` are those of its values."""
         return AdapterCard(
             cid=cid,
@@ -58,4 +63,12 @@ class InspectedCard:
             invocation_tokens=self.invocation_tokens,
             only_alone=self.only_alone,
             vocab_size=self.vocab_size,
+            tokenizer_digest=tokenizer_digest,
         )
+
+
+def vocab_size_of(cards: Sequence[AdapterCard], base_vocab_size: int) -> int:
+    """Returns the number of token ids that the adapters of a selection can read and write."""
+    # An adapter that adds tokens is not part of sums.
+    own = cards[0].vocab_size if len(cards) == 1 else 0
+    return own or base_vocab_size

@@ -15,6 +15,7 @@ from loramux.adapters.peft.inspection import InspectedAdapter, Inspector
 from loramux.adapters.peft.parts import AdapterParts, BaseWeights, ExtraTensor, LoraModule
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
+from loramux.adapters.peft.tokenizer_files import digest_tokenizer_files
 from loramux.adapters.peft.types.configs import AdapterConfig
 from loramux.adapters.values import RankMaxima, largest_of, rank_maxima
 from loramux.errors import AdapterRefused
@@ -59,7 +60,8 @@ def read_adapter(
     parts = make_parts(found, loaded.tensors, base_weights)
     modules, extras = parts.modules, parts.extras
     maxima = [largest_of(part) for part in extras]
-    manifest = make_manifest(found.config.canonical(), {WEIGHTS_NAME: loaded.digest})
+    files = {WEIGHTS_NAME: loaded.digest, **digest_tokenizer_files(found.path)}
+    manifest = make_manifest(found.config.canonical(), files)
     return CheckedAdapter(
         cid=compute_cid(manifest),
         manifest=manifest,

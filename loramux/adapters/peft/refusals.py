@@ -33,6 +33,10 @@ class RefusalCode(StrEnum):
     BROKEN_SAFETENSORS = "broken_safetensors"
     TRUNCATED = "truncated"
     BAD_DTYPE = "bad_dtype"
+    # The tokenizer files
+    TOKENIZER_TOO_LARGE = "tokenizer_too_large"
+    BROKEN_TOKENIZER = "broken_tokenizer"
+    FOREIGN_TOKENIZER = "foreign_tokenizer"
     # Its tensors
     NO_TENSORS = "no_tensors"
     UNKNOWN_TENSORS = "unknown_tensors"

@@ -21,6 +21,7 @@ from loramux.adapters.peft.tensors import (
     check_shapes,
     pair_up,
 )
+from loramux.adapters.peft.tokenizer_files import digest_tokenizer_files
 from loramux.adapters.peft.vocabulary import PATHS
 from loramux.adapters.peft.weights import open_weights
 from loramux.adapters.values import rank_maxima
@@ -54,7 +55,8 @@ def read_without_base(folder: Path) -> CheckedAdapter:
         loaded = weights.load()
     matched = MatchedTensors(plans, tuple(pairs[plan.target.path] for plan in plans), file.unused)
     modules = matched.make_parts(loaded.tensors, None).modules
-    manifest = make_manifest(config.canonical(), {WEIGHTS_NAME: loaded.digest})
+    files = {WEIGHTS_NAME: loaded.digest, **digest_tokenizer_files(path)}
+    manifest = make_manifest(config.canonical(), files)
     return CheckedAdapter(
         cid=compute_cid(manifest),
         manifest=manifest,

@@ -134,6 +134,8 @@ async def _entries(context: Context) -> list[AdapterEntry]:
         unused = AdapterUse(cid=cid, tier="source", num_bytes=card.num_bytes, rank=card.rank)
         use = uses.pop(cid, unused)
         entry = _make_entry(names.names_of(cid), card.path, use, traffic.total(cid))
+        if card.tokenizer_digest:
+            entry.tokenizer_digest = card.tokenizer_digest
         recipe = None if made is None else made.recipes.get(cid)
         entries.append(entry if recipe is None else replace(entry, recipe=recipe.to_dict()))
     entries += map(_unread_entry, names.unread().values())

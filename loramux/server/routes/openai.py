@@ -132,7 +132,7 @@ def chat_routes(context: Context) -> APIRouter:
         """Generates the next message of a conversation, complete or as a stream of chunks."""
         with receipt_draft(context.receipts, context.base_identity, request) as draft:
             generation = await _open_chat(context, request, draft)
-        codec = context.backend.codec
+        codec = generation.request.codec
         deltas = run(context, generation)
         if generation.request.stream:
             return await stream_events(request, _chat_events(generation, deltas, codec))
@@ -161,13 +161,14 @@ async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Ge
     token_ids = await off_loop(
         len(raw),
         lambda: encode_messages(
-            context.backend.codec,
+            request.codec,
             body.messages,
             max_model_len=context.backend.card.max_model_len,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
         ),
+        is_own=request.codec is context.backend.codec,
     )
     request = replace(request, prompts=(tuple(token_ids),))
     return open_generation(context, http, request, draft)
@@ -300,7 +301,7 @@ async def _open_completion(
         return tuple(
             tuple(
                 encode_prompt(
-                    backend.codec,
+                    request.codec,
                     prompt,
                     max_model_len=backend.card.max_model_len,
                     add_special_tokens=body.add_special_tokens is not False,
@@ -311,7 +312,7 @@ async def _open_completion(
 
     request = replace(request, prompts=await off_loop(len(raw), encode_all))
     generation = open_generation(context, http, request, draft)
-    return generation, _writers(generation, prompts, backend.codec, echo=bool(body.echo))
+    return generation, _writers(generation, prompts, request.codec, echo=bool(body.echo))
 
 
 class ChoiceWriter:

@@ -11,6 +11,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.body import json_response
 from loramux.server.context import Context
@@ -77,7 +78,12 @@ async def _open_run(context: Context, http: Request, draft: ReceiptDraft) -> Gen
     request = await resolve_request(
         context, http, draft, body, RUN, raw=raw, reference=reference, logprobs=Logprobs()
     )
-    token_ids = await off_loop(len(raw), lambda: _encode(context, body))
+    codec = request.codec
+    token_ids = await off_loop(
+        len(raw),
+        lambda: _encode(context, codec, body),
+        is_own=codec is context.backend.codec,
+    )
     return open_generation(context, http, replace(request, prompts=(tuple(token_ids),)), draft)
 
 
@@ -98,8 +104,8 @@ def _check_fields(request: RunRequest) -> None:
         raise InvalidRequest("A run has one output: leave n out.", param="n")
 
 
-def _encode(context: Context, request: RunRequest) -> Sequence[int]:
-    codec, max_model_len = context.backend.codec, context.backend.card.max_model_len
+def _encode(context: Context, codec: TextCodec, request: RunRequest) -> Sequence[int]:
+    max_model_len = context.backend.card.max_model_len
     if request.raw:
         return encode_prompt(
             codec, request.input, max_model_len=max_model_len, add_special_tokens=True

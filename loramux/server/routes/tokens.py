@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.body import json_response, read_json
 from loramux.server.context import Context
 from loramux.server.openapi import answering, taking
 from loramux.server.prompts import check_token_ids, encode_messages, encode_prompt, off_loop
-from loramux.server.selection import select_model
+from loramux.server.selection import codec_for, select_model, vocab_size_for
 from loramux.server.wire import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 
 
@@ -30,9 +32,13 @@ def token_routes(context: Context) -> APIRouter:
     @router.post("/tokenize", **taking(TokenizeRequest, TokenizeAnswer))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt, or of messages in the model's chat template."""
-        body, num_bytes = await _read(context, request, TokenizeRequest)
-        token_ids = await off_loop(num_bytes, lambda: _tokenize(context, body))
-        codec = context.backend.codec
+        body, num_bytes, named = await _read(context, request, TokenizeRequest)
+        codec = named.codec
+        token_ids = await off_loop(
+            num_bytes,
+            lambda: _tokenize(context, codec, body),
+            is_own=codec is context.backend.codec,
+        )
         strings = [codec.token_to_str(token_id) for token_id in token_ids]
         return json_response(
             TokenizeAnswer(
@@ -46,37 +52,64 @@ def token_routes(context: Context) -> APIRouter:
     @router.post("/detokenize", **taking(DetokenizeRequest, DetokenizeAnswer))
     async def detokenize(request: Request) -> Response:
         """Text of token ids, special tokens included."""
-        body, num_bytes = await _read(context, request, DetokenizeRequest)
+        body, num_bytes, named = await _read(context, request, DetokenizeRequest)
         if body.tokens:
-            vocab_size = context.backend.card.vocab_size
-            check_token_ids(body.tokens, vocab_size=vocab_size, param="tokens")
-        codec = context.backend.codec
+            check_token_ids(body.tokens, vocab_size=named.vocab_size, param="tokens")
+        codec = named.codec
         text = await off_loop(
             num_bytes, lambda: codec.decode(body.tokens, skip_special_tokens=False)
         )
         return json_response(DetokenizeAnswer(prompt=text))
 
-    @router.get("/tokenizer_info", **answering(dict[str, Any], 503))
-    async def tokenizer_info() -> Response:
+    @router.get(
+        "/tokenizer_info",
+        **answering(dict[str, Any], 400, 404, 422, 502, 503, parameters=[_model_parameter()]),
+    )
+    async def tokenizer_info(request: Request) -> Response:
         """The tokenizer's settings, for tools that count tokens like this server."""
         context.require_known()
-        codec, card = context.backend.codec, context.backend.card
+        named = await _named(context, request.query_params.get("model"))
+        codec, max_model_len = named.codec, context.backend.card.max_model_len
         info = codec.tokenizer_info() if isinstance(codec, DescribesTokenizer) else {}
-        known = {"vocab_size": card.vocab_size, "model_max_length": card.max_model_len}
+        known = {"vocab_size": named.vocab_size, "model_max_length": max_model_len}
         return json_response(info | known)
 
     return router
 
 
-async def _read(context: Context, request: Request, kind: type[Any]) -> tuple[Any, int]:
+@dataclass(frozen=True, slots=True)
+class _NamedCodec:
+    """The tokenizer of the model that a body names."""
+
+    codec: TextCodec
+    vocab_size: int
+
+
+async def _read(
+    context: Context, request: Request, kind: type[Any]
+) -> tuple[Any, int, _NamedCodec]:
     body, num_bytes = await read_json(request, kind, max_bytes=context.options.max_body_bytes)
     context.require_known()
-    await select_model(context, body.model)
-    return body, num_bytes
+    return body, num_bytes, await _named(context, body.model)
 
 
-def _tokenize(context: Context, body: TokenizeRequest) -> list[int]:
-    codec, max_model_len = context.backend.codec, context.backend.card.max_model_len
+async def _named(context: Context, model: str | None) -> _NamedCodec:
+    selected = await select_model(context, model)
+    return _NamedCodec(await codec_for(context, selected), vocab_size_for(context, selected))
+
+
+def _model_parameter() -> dict[str, Any]:
+    return {
+        "name": "model",
+        "in": "query",
+        "required": False,
+        "description": "The adapter whose tokenizer is described. Default: the base.",
+        "schema": {"type": "string"},
+    }
+
+
+def _tokenize(context: Context, codec: TextCodec, body: TokenizeRequest) -> list[int]:
+    max_model_len = context.backend.card.max_model_len
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")
     if body.prompt is None:

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from loramux.adapters.peft.config import CONFIG_NAME
 from loramux.adapters.peft.safetensors import PICKLE_NAMES, WEIGHTS_NAME
-from loramux.errors import SourceFailed, SourceNotFound
+from loramux.adapters.peft.tokenizer_files import MAIN_NAMES, MAX_BYTES
+from loramux.errors import SourceFailed, SourceForbidden, SourceNotFound
 from loramux.sources.refusals import pickle_refused
 from loramux.sources.source_id import SourceId
 
@@ -75,12 +76,31 @@ def find_adapter(source: SourceId, origin: Origin) -> dict[str, RemoteFile]:
         raise explain_missing(source, origin, weights_name)
     config = origin.find(CONFIG_NAME)
     if config is not None:
-        return {CONFIG_NAME: config, WEIGHTS_NAME: weights}
+        return {CONFIG_NAME: config, WEIGHTS_NAME: weights, **find_tokenizer(origin)}
     if source.weights_name is None:
         raise SourceNotFound(
             f"{source} has no {CONFIG_NAME}. Give the folder that PEFT's save_pretrained wrote."
         )
     return {WEIGHTS_NAME: weights}
+
+
+def find_tokenizer(origin: Origin) -> dict[str, RemoteFile]:
+    """Returns the tokenizer files of an adapter, if it has any."""
+    main = {name: file for name in MAIN_NAMES if (file := find_optional(origin, name)) is not None}
+    if not main:
+        return {}
+    others = [name for name in MAX_BYTES if name not in MAIN_NAMES]
+    return main | {
+        name: file for name in others if (file := find_optional(origin, name)) is not None
+    }
+
+
+def find_optional(origin: Origin, name: str) -> RemoteFile | None:
+    """A bucket that must not be listed forbids to read what it does not have."""
+    try:
+        return origin.find(name)
+    except SourceForbidden:
+        return None
 
 
 def explain_missing(source: SourceId, origin: Origin, weights_name: str) -> Exception:

@@ -37,7 +37,7 @@ def make_catalog(
 
 def stored_digests(folder: Path) -> Mapping[str, FileDigest] | None:
     record = find_record(folder)
-    return None if record is None else record.weights_files
+    return None if record is None else record.covered_files
 
 
 def write(folder: Path, seed: int = 0, **config: Any) -> Path:

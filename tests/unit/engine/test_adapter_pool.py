@@ -83,3 +83,15 @@ def test_a_removed_adapter_is_unknown(pool: AdapterPool, tmp_path: Path) -> None
     pool.remove(cid)
     with pytest.raises(AdapterNotFound):
         pool.serve("hello", adapter_cid=cid)
+
+
+def test_messages_are_in_the_template_of_the_adapter(pool: AdapterPool, tmp_path: Path) -> None:
+    model = save_model_with_tokenizer(tmp_path / "model")
+    folder = make_peft_adapter(tmp_path / "adapter", model, seed=9)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
+    cid = pool.add(folder)
+    request = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    own = pool.serve(request, adapter_cid=cid).output.prompt_token_ids
+    assert own == pool.serve("hello<|im_end|>").output.prompt_token_ids
+    assert pool.serve(request).output.prompt_token_ids != own
+    pool.remove(cid)

@@ -23,7 +23,7 @@ from loramux.server.names import AdapterNames
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo, Projection
-from loramux.types.request import FinishReason, Request, TokenLogprob
+from loramux.types.request import FinishReason, Request, Selection, TokenLogprob
 
 SHAPES = BaseModelInfo(
     name="base",
@@ -168,6 +168,8 @@ class ScriptedBackend:
         self.health = Health.READY
         self.card = CARD
         self.codec = ByteCodec()
+        self.codecs: dict[str, ByteCodec] = {}
+        """The tokenizers of adapters that have one of their own."""
         self.stats = EngineStats(num_pages=10, num_free_pages=10)
         self.adapters: dict[str, AdapterCard] = {}
         self.names = AdapterNames(self, registry)
@@ -201,6 +203,9 @@ class ScriptedBackend:
         return [next((cid for cid, _ in one.selection), None) for one in self.requests]
 
     async def start(self) -> None: ...
+
+    async def codec_for(self, selection: Selection) -> ByteCodec:
+        return next((self.codecs[cid] for cid, _ in selection if cid in self.codecs), self.codec)
 
     async def submit(self, request: Request) -> AsyncIterator[Delta]:
         self.requests.append(request)

@@ -30,7 +30,7 @@ from loramux.server.sampling import UNSUPPORTED_IN_COMPLETIONS, MaxTokens
 from loramux.types.request import FinishReason, Request
 from loramux.types.sampling import SamplingParams
 from tests.unit.server.asgi_client import run
-from tests.unit.server.scripted_backend import CARD, ScriptedBackend, delta, named
+from tests.unit.server.scripted_backend import CARD, ByteCodec, ScriptedBackend, delta, named
 
 KIND = RouteKind(
     id_prefix="x",
@@ -54,6 +54,8 @@ def make_generation(engine_requests: Sequence[Request]) -> Generation:
         kind=KIND,
         caller=ANONYMOUS,
         selected=Selected("m"),
+        codec=ByteCodec(),
+        vocab_size=CARD.vocab_size,
         params=engine_requests[0].params,
         max_tokens=MaxTokens(None),
     )

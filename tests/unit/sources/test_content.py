@@ -63,6 +63,14 @@ def test_a_page_in_the_place_of_the_config_is_refused() -> None:
         check_start(CONFIG_NAME, b"<!doctype html>", None)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+def test_a_page_in_the_place_of_a_tokenizer_file_is_refused(name: str) -> None:
+    with pytest.raises(SourceRefused) as refused:
+        check_start(name, b"<!DOCTYPE html><html>", None)
+    assert refused.value.code == "not_an_adapter"
+    check_start(name, b'{"a": "b"} {{ messages }}', None)
+
+
 def test_a_config_has_a_limit_of_its_own() -> None:
     assert max_bytes_of(CONFIG_NAME, 10**9) == 2**20
     assert max_bytes_of(WEIGHTS_NAME, 10**9) == 10**9

@@ -5,11 +5,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from loramux.errors import SourceNotFound, SourceRefused
+from loramux.errors import SourceForbidden, SourceNotFound, SourceRefused
 from loramux.sources.origins.base import RemoteFile, changed, find_adapter
 from loramux.sources.source_id import SourceId, SourceKind
 
 FOLDER = SourceId(kind=SourceKind.HUB, place="acme/pirate")
+WHOLE = {"adapter_config.json", "adapter_model.safetensors"}
 SINGLE = SourceId(kind=SourceKind.HUB, place="acme/pirate", weights_name="x.safetensors")
 
 
@@ -41,7 +42,28 @@ def test_local_names_are_fixed_so_that_no_name_of_the_source_is_ever_written() -
     origin = Names("adapter_config.json", "adapter_model.safetensors", "../evil", "/etc/passwd")
     found = find_adapter(FOLDER, origin)
     assert list(found) == ["adapter_config.json", "adapter_model.safetensors"]
-    assert set(origin.asked) == set(found)
+    main = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert set(origin.asked) == set(found) | main
+
+
+def test_tokenizer_files_come_with_an_adapter_that_has_a_tokenizer() -> None:
+    own = ["tokenizer.json", "chat_template.jinja", "special_tokens_map.json", "vocab.json"]
+    origin = Names("adapter_config.json", "adapter_model.safetensors", *own)
+    assert set(find_adapter(FOLDER, origin)) == {*WHOLE, *own[:3]}
+    # Trainers also leave these without a tokenizer.
+    origin = Names("adapter_config.json", "adapter_model.safetensors", "generation_config.json")
+    assert set(find_adapter(FOLDER, origin)) == WHOLE
+
+
+def test_a_tokenizer_that_may_not_be_read_is_one_that_is_not_there() -> None:
+    class Unlisted(Names):
+        def find(self, name: str) -> RemoteFile | None:
+            found = super().find(name)
+            if found is None:
+                raise SourceForbidden("no_access", "The bucket may not be listed.")
+            return found
+
+    assert set(find_adapter(FOLDER, Unlisted(*WHOLE))) == WHOLE
 
 
 def test_a_single_file_takes_the_config_beside_it_when_there_is_one() -> None:

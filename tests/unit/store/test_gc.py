@@ -38,7 +38,7 @@ def test_kept_adapters_keep_all_files(tmp_path: Path, store: ContentStore) -> No
     kept, lost = put(store, tmp_path, 1), put(store, tmp_path, 2)
     for cid in (kept, lost):
         store.materialize(cid)
-    size = store.read(lost).weights_files["adapter_model.safetensors"].size
+    size = store.read(lost).covered_files["adapter_model.safetensors"].size
     # Both share the config file, so it stays.
     assert store.gc(lambda: {kept}) == Collected(num_adapters=1, num_files=1, freed_bytes=size)
     assert store.cids() == [kept]

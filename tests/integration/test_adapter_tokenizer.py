@@ -1,0 +1,136 @@
+"""HTTP requests for an adapter with its own tokenizer, to a real engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from loramux.config.engine import EngineConfig
+from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
+from loramux.server.app import create_app
+from loramux.server.context import ServerOptions
+from loramux.server.names import AdapterNames
+from tests.adapter_factory import make_peft_adapter
+from tests.engine_factory import save_model_with_tokenizer
+from tests.tokenizer_factory import save_byte_fallback
+
+MESSAGES = [{"role": "user", "content": "The dog"}]
+TEMPLATE = "{% for m in messages %}<|sql|>{{ m.content }}{% endfor %}"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class Server:
+    """The application over an engine process, and the event loop on which both run."""
+
+    def __init__(self, model: Path) -> None:
+        config = EngineConfig(device="cpu", device_memory_bytes=8 * 2**20, dtype="float32")
+        self.engine = AsyncEngine(AsyncEngineOptions(model=model, config=config))
+        self.names = AdapterNames(self.engine)
+        self.app = create_app(self.engine, ServerOptions(), names=self.names)
+        self.runner = asyncio.Runner()
+
+    async def start(self, **adapters: Path) -> None:
+        await self.engine.start()
+        for name, folder in adapters.items():
+            await self.names.load(name, str(folder))
+
+    def send(self, method: str, path: str, body: Any = None) -> httpx2.Response:
+        async def send() -> httpx2.Response:
+            transport = httpx2.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, path, json=body)
+
+        return self.runner.run(send())
+
+    def post(self, path: str, **body: Any) -> Any:
+        return self.send("POST", path, body).json()
+
+    def stream(self, path: str, **body: Any) -> list[Any]:
+        lines = self.send("POST", path, {**body, "stream": True}).text.splitlines()
+        events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        return [json.loads(event) for event in events if event != "[DONE]"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `model` and the adapters `own`, `broken` and `foreign`."""
+    root = tmp_path_factory.mktemp("files")
+    model = save_model_with_tokenizer(root / "model")
+    for seed, name in enumerate(("own", "broken", "foreign")):
+        make_peft_adapter(root / name, model, seed=seed)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(root / "model")
+    tokenizer.add_tokens(["<|sql|>"])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(root / "own")
+    (root / "broken" / "tokenizer.json").write_text("{")
+    save_byte_fallback(root / "foreign")
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    served = Server(folder / "model")
+    adapters = {name: folder / name for name in ("broken", "foreign", "own")}
+    served.runner.run(served.start(**adapters))
+    yield served
+    served.runner.run(served.engine.close(drain_s=1))
+    served.runner.close()
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(folder / "own")
+
+
+def test_the_token_routes_follow_the_model(server: Server, oracle: Any) -> None:
+    expected = oracle.apply_chat_template(MESSAGES, tokenize=True, return_dict=False)
+    answer = server.post("/tokenize", model="own", messages=MESSAGES)
+    assert answer["tokens"] == expected
+    assert server.post("/detokenize", model="own", tokens=expected) == {"prompt": "<|sql|>The dog"}
+    base = server.post("/tokenize", messages=MESSAGES)["tokens"]
+    assert base != expected and "<|im_start|>user" in oracle.decode(base)
+    assert server.post("/detokenize", tokens=expected) == {"prompt": "The dog"}
+    info = server.send("GET", "/tokenizer_info?model=own").json()
+    assert info["chat_template"] == TEMPLATE
+    assert server.send("GET", "/tokenizer_info").json()["chat_template"] != TEMPLATE
+
+
+def test_added_tokens_are_streamed_as_text_and_stop_an_answer(server: Server, oracle: Any) -> None:
+    sql = oracle.convert_tokens_to_ids("<|sql|>")
+    forced = {"model": "own", "logit_bias": {str(sql): 100}, "temperature": 0, "max_tokens": 3}
+    whole = server.post(CHAT, messages=MESSAGES, logprobs=True, **forced)["choices"][0]
+    assert whole["message"]["content"] == "<|sql|>" * 3
+    assert [entry["token"] for entry in whole["logprobs"]["content"]] == ["<|sql|>"] * 3
+    chunks = server.stream(CHAT, messages=MESSAGES, **forced)
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert text == "<|sql|>" * 3
+    stopped = server.stream(COMPLETIONS, prompt="a", stop=["ql|><"], **forced)
+    assert "".join(chunk["choices"][0]["text"] for chunk in stopped) == "<|s"
+    echoed = server.post(COMPLETIONS, prompt=[sql], echo=True, **forced)["choices"][0]["text"]
+    assert echoed == "<|sql|>" * 4
+
+
+def test_a_tokenizer_that_does_not_fit_refuses_its_adapter_only(server: Server) -> None:
+    for name in ("broken", "foreign"):
+        for path in ("/tokenize", COMPLETIONS):
+            response = server.send("POST", path, {"model": name, "prompt": "a"})
+            assert response.status_code == 422
+            assert response.json()["error"]["code"] == 422
+            assert "tokenizer" in response.json()["error"]["message"]
+    answer = server.post(COMPLETIONS, prompt="The", max_tokens=1)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    # A deep health check loads the first adapter, whose tokenizer is broken.
+    assert server.send("GET", "/health?deep=1").status_code == 200
+
+
+def test_the_list_of_adapters_names_the_tokenizer(server: Server) -> None:
+    entries = server.send("GET", "/v1/adapters").json()["data"]
+    found = {entry["id"]: entry["tokenizer_digest"] for entry in entries}
+    assert found["own"].startswith("sha256:") and len(set(found.values())) == 3
