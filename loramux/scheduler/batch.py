@@ -66,9 +66,11 @@ class PageReclaimer(Protocol):
 class PrefixGate(Protocol):
     """The scheduler's view of the prefix cache."""
 
-    def acquire(self, key: PrefixKey, token_ids: TokenIds[int]) -> PrefixLease: ...
+    def acquire(
+        self, key: PrefixKey, token_ids: TokenIds[int], start: int = 0
+    ) -> PrefixLease: ...
 
-    def peek(self, key: PrefixKey, token_ids: TokenIds[int]) -> int: ...
+    def peek(self, key: PrefixKey, token_ids: TokenIds[int], start: int = 0) -> int: ...
 
     def commit(
         self, lease: PrefixLease, token_ids: TokenIds[int], page_ids: TokenIds[int], owner: Owner
@@ -231,7 +233,7 @@ class Batch:
             return False
         if self._prefixes is not None:
             key, token_ids = self._prefix_key(sequence), sequence.reusable_token_ids()
-            sequence.lease = self._prefixes.acquire(key, token_ids)
+            sequence.lease = self._prefixes.acquire(key, token_ids, sequence.adapter_start)
             sequence.page_ids = list(sequence.lease.page_ids)
         # The cached pages may have been counted as available before they were locked.
         if not self.grow(sequence, sequence.num_tokens, num_reserved=num_reserved):
@@ -252,7 +254,8 @@ class Batch:
         if self._prefixes is None:
             return 0
         key, token_ids = self._prefix_key(sequence), sequence.reusable_token_ids()
-        return self._prefixes.peek(key, token_ids) // self._config.block_tokens
+        num_cached = self._prefixes.peek(key, token_ids, sequence.adapter_start)
+        return num_cached // self._config.block_tokens
 
     def _prefix_key(self, sequence: Sequence) -> PrefixKey:
         request = sequence.request
