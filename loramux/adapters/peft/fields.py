@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 HONOURED = frozenset(
     {
+        "alora_invocation_tokens",
         "alpha_pattern",
         "base_model_name_or_path",
         "exclude_modules",
@@ -61,9 +62,6 @@ RETRAIN = "Train the adapter without it."
 # PEFT takes an empty object for use_bdlora, arrow_config, ... as "on, with defaults", so that only
 # null and false are neutral there.
 REFUSED: dict[str, Unsupported] = {
-    "alora_invocation_tokens": Unsupported(
-        "applies the adapter only after an invocation text (aLoRA)", RETRAIN, NOTHING_LISTED
-    ),
     "arrow_config": Unsupported("routes between several adapters (Arrow)", RETRAIN),
     "bias": Unsupported(
         "trains bias terms of the base", "Train it with bias='none'.", (None, "none")
