@@ -47,9 +47,7 @@ def answers(folder: Path) -> dict[str, str]:
     found = {}
     peft: Any = None
     for seed, name in enumerate(PROMPTS):
-        make_peft_adapter(
-            folder / name, model, seed=seed, r=2, alora_invocation_tokens=INVOCATION
-        )
+        make_peft_adapter(folder / name, model, seed=seed, r=2, alora_invocation_tokens=INVOCATION)
     for name, prompt in PROMPTS.items():
         if peft is None:
             peft = PeftModel.from_pretrained(model, folder / name, adapter_name=name).eval()

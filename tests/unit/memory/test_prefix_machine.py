@@ -325,9 +325,7 @@ class PrefixMachine(RuleBasedStateMachine):
             self.adapters.evict(("adapter", cid))
         self.cache.drop(cid)
         self.cached = {
-            entry: page
-            for entry, page in self.cached.items()
-            if cid not in cids_of(entry[0])
+            entry: page for entry, page in self.cached.items() if cid not in cids_of(entry[0])
         }
         for running in self.running:
             running.is_dropped |= cid in cids_of(running.place)
