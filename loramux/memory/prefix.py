@@ -9,15 +9,19 @@ from itertools import count
 
 from loramux.memory.pages import Owner
 from loramux.memory.prefix_tree import (
-    Block,
+    Branch,
+    Edge,
     Node,
     PrefixIndex,
     PrefixKey,
     lock,
+    path_below,
     path_pages,
+    tree_below,
     unlock,
 )
 from loramux.memory.reclaim import PageTier
+from loramux.types.request import BASE_SELECTION
 
 __all__ = ["PrefixCache", "PrefixKey", "PrefixLease", "ReuseEstimator"]
 
@@ -86,6 +90,8 @@ class PrefixLease:
     _block_tokens: int
     _node: Node | None
     """The last node of the prefix; None after the release."""
+    _branch: Branch | None = None
+    """Of an aLoRA; its tree is kept while the lease is held."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +102,7 @@ class PrefixCache:
     """Holds one tree for each base, selection and salt; idle leaves are eviction candidates.
 
     A page that a lease locks is never evicted, and a page is evicted only after its children.
+    `start` is Request.adapter_start: whole blocks before it are those of the base.
     """
 
     def __init__(self, tier: PageTier, *, reuse: ReuseEstimator, block_tokens: int) -> None:
@@ -129,13 +136,19 @@ class PrefixCache:
     def num_pages(self) -> int:
         return len(self._nodes)
 
-    def acquire(self, key: PrefixKey, token_ids: Sequence[int]) -> PrefixLease:
+    def acquire(self, key: PrefixKey, token_ids: Sequence[int], start: int = 0) -> PrefixLease:
         """Locks the longest cached prefix in whole blocks; it may be empty, or all tokens.
 
         Each call counts as a use and in the hit rate; peek() counts nothing.
         """
         tree = self._index.get(key) or self._index.add_tree(key)
-        path = tree.match(token_ids, self.block_tokens)
+        own_tree, branch = tree, None
+        if start:
+            branch = Branch(own_tree, *divmod(start, self.block_tokens))
+            lock(own_tree.root)
+            base_key = _base_key(key)
+            tree = self._index.get(base_key) or self._index.add_tree(base_key)
+        path = tree.match(token_ids, self.block_tokens, branch)
         now = self._clock()
         for node in path:
             self._policy.used(node.owner, now)
@@ -143,18 +156,25 @@ class PrefixCache:
         last = path[-1] if path else tree.root
         self._remove_candidate(last)
         self._num_idle -= lock(last)
-        lease = PrefixLease(key, [node.page_id for node in path], self.block_tokens, last)
+        lease = PrefixLease(key, [node.page_id for node in path], self.block_tokens, last, branch)
         self.num_query_tokens += len(token_ids)
         self.num_hit_tokens += lease.num_tokens
-        self._index.count_reuse(tree, lease.num_tokens)
+        num_base = 0 if branch is None else branch.index * self.block_tokens
+        self._index.count_reuse(own_tree, max(0, lease.num_tokens - num_base))
         return lease
 
-    def peek(self, key: PrefixKey, token_ids: Sequence[int]) -> int:
+    def peek(self, key: PrefixKey, token_ids: Sequence[int], start: int = 0) -> int:
         """Returns the number of tokens that acquire would find; locks and counts nothing."""
-        tree = self._index.get(key)
+        tree, branch = self._index.get(key), None
+        if start:
+            if tree is None:
+                token_ids = token_ids[: start - start % self.block_tokens]
+            else:
+                branch = Branch(tree, *divmod(start, self.block_tokens))
+            tree = self._index.get(_base_key(key))
         if tree is None:
             return 0
-        return len(tree.match(token_ids, self.block_tokens)) * self.block_tokens
+        return len(tree.match(token_ids, self.block_tokens, branch)) * self.block_tokens
 
     def commit(
         self, lease: PrefixLease, token_ids: Sequence[int], page_ids: Sequence[int], owner: Owner
@@ -164,18 +184,23 @@ class PrefixCache:
         `token_ids` are the tokens computed so far, `page_ids` the lease's pages followed by the
         owner's own. A page whose block is in the cache already is freed, and the cached one used.
         """
-        node = lease._node
+        node, branch = lease._node, lease._branch
         assert node is not None, "the lease was released"
         held = list(page_ids)
-        if node.tree.is_dropped:
-            return held
         now = self._clock()
         size = self.block_tokens
-        for index in range(len(lease.page_ids), len(token_ids) // size):
-            block = tuple(token_ids[index * size : (index + 1) * size])
-            child = node.children.get(block)
+        num_blocks = len(token_ids) // size
+        if branch is not None and branch.tree.is_dropped:
+            num_blocks = min(num_blocks, branch.index)
+        elif node.tree.is_dropped:
+            return held
+        for index in range(len(lease.page_ids), num_blocks):
+            edge: Edge = tuple(token_ids[index * size : (index + 1) * size])
+            if branch is not None and index == branch.index:
+                edge = branch.edge(edge)
+            child = node.children.get(edge)
             if child is None:
-                child = self._insert(node, block, held[index], owner)
+                child = self._insert(node, edge, held[index], owner)
             else:
                 self._pages.release(owner, [held[index]])
                 held[index] = child.page_id
@@ -191,20 +216,21 @@ class PrefixCache:
 
     def release(self, lease: PrefixLease) -> None:
         """Unlocks the pages; those without another lease may be evicted from now on."""
-        node = lease._node
+        node, branch = lease._node, lease._branch
         assert node is not None, "the lease was released already"
         lease._node = None
         lease.page_ids = []
         idle = unlock(node)
         self._num_idle += len(idle)
-        if node.tree.is_dropped:
-            for idle_node in idle:
-                self._free(idle_node)
-            node.tree.break_cycle_if_empty()
-        elif node.is_idle_leaf:
-            self._add_candidate(node)
-        else:
-            self._index.remove_if_empty(node.tree)
+        for idle_node in idle:
+            if not idle_node.tree.is_dropped:
+                break
+            node = self._free(idle_node)
+        self._update(node)
+        if branch is not None:
+            unlock(branch.tree.root)
+            if branch.tree is not node.tree:
+                self._index.remove_if_empty(branch.tree)
 
     def adapter_moved(self, cid: str) -> None:
         """Updates the scores of the adapter's prefixes after it came to the device or left it."""
@@ -233,7 +259,9 @@ class PrefixCache:
             self._index.remove_tree(tree)
             idle = [node for node in tree.nodes() if not node.num_users]
             for node in reversed(idle):
-                self._free(node)
+                parent = self._free(node)
+                if parent.tree is not tree:
+                    self._update(parent)
             tree.break_cycle_if_empty()
 
     def evict(self, key: Hashable) -> None:
@@ -243,10 +271,9 @@ class PrefixCache:
         parent = self._free(node)
         self.num_evicted_pages += 1
         self._policy.evicted(1 / self._pages.num_pages)
-        if parent.is_idle_leaf:
-            self._add_candidate(parent)
-        else:
-            self._index.remove_if_empty(parent.tree)
+        self._update(parent)
+        if parent.tree is not node.tree:
+            self._index.remove_if_empty(node.tree)
 
     def claims(self) -> dict[Owner, list[int]]:
         return {node.owner: [node.page_id] for node in self._nodes.values()}
@@ -261,6 +288,9 @@ class PrefixCache:
             assert lease.page_ids == path_pages(lease._node), "a lease's pages are not its path's"
             ends[lease._node] += 1
             trees.add(lease._node.tree)
+            if lease._branch is not None:
+                ends[lease._branch.tree.root] += 1
+                trees.add(lease._branch.tree)
         reached = set()
         for tree in trees:
             tree.check_integrity(ends)
@@ -270,11 +300,10 @@ class PrefixCache:
         num_idle = sum(not node.num_users for node in self._nodes.values())
         assert num_idle == self._num_idle, f"{num_idle} idle pages, not {self._num_idle}"
 
-    def _insert(self, parent: Node, block: Block, page_id: int, owner: Owner) -> Node:
+    def _insert(self, parent: Node, edge: Edge, page_id: int, owner: Owner) -> Node:
         """Adds a node for the sequence's page; the caller locks it."""
-        tree = parent.tree
-        path = hash((parent.path, block))
-        node = Node(("prefix", next(self._ids)), tree, parent, block, page_id, path)
+        tree, path = tree_below(parent, edge), path_below(parent, edge)
+        node = Node(("prefix", next(self._ids)), tree, parent, edge, page_id, path)
         node.is_reused = self._reuse.added(path)
         self._pages.transfer([page_id], owner, node.owner)
         self._index.insert(node)
@@ -291,6 +320,13 @@ class PrefixCache:
         del self._nodes[node.owner]
         self._num_idle -= 1
         return parent
+
+    def _update(self, node: Node) -> None:
+        """Makes a node that lost a lease or a child a candidate, or removes its empty tree."""
+        if node.is_idle_leaf:
+            self._add_candidate(node)
+        else:
+            self._index.remove_if_empty(node.tree)
 
     def _mark_reused(self, node: Node) -> None:
         if not node.is_reused:
@@ -310,3 +346,8 @@ class PrefixCache:
     def _remove_candidate(self, node: Node) -> None:
         if node.tree.candidates.pop(node.owner, None) is not None:
             self._reclaimer.remove_candidate(node.owner)
+
+
+def _base_key(key: PrefixKey) -> PrefixKey:
+    base_digest, _, salt = key
+    return base_digest, BASE_SELECTION, salt

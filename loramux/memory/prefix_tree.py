@@ -1,4 +1,9 @@
-"""Radix trees of cached prefixes: one tree of whole blocks per key, with use counts."""
+"""Radix trees of cached prefixes: one tree of whole blocks per key, with use counts.
+
+An aLoRA computes what precedes its start as the base does. These blocks are in the tree of the
+base, and the blocks from the start on are a branch: nodes of the adapter's tree below a node of the
+base's.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,9 @@ from loramux.types.request import Selection
 # (base digest, selection, salt): prefixes of different keys are never shared.
 PrefixKey = tuple[str, Selection, str]
 Block = tuple[int, ...]
+# What leads from a node to a child. At the top of a branch also its tree, and the offset of the
+# start inside the block: the block before the start is the base's, and the rest is not.
+Edge = Block | tuple["PrefixTree", int, Block]
 # Weight of the newest request in the mean number of tokens that an adapter's requests reuse.
 REUSE_SMOOTHING = 0.125
 
@@ -23,19 +31,24 @@ class Node:
     tree: PrefixTree
     parent: Node | None
     """None for the root, which stands for the empty prefix and has no page."""
-    block: Block
+    edge: Edge
     page_id: int
     path: int
     """Hash of the tree's key and of all tokens up to the end of the block."""
     is_reused: bool = False
     """Whether more than one request has used it."""
-    children: dict[Block, Node] = field(default_factory=dict)
+    children: dict[Edge, Node] = field(default_factory=dict)
     num_users: int = 0
     """Number of leases that end at this node plus number of children in use."""
 
     @property
     def is_idle_leaf(self) -> bool:
         return not self.num_users and not self.children and self.parent is not None
+
+    @property
+    def is_branch_top(self) -> bool:
+        """Returns whether the node is the first of a branch, and its parent of another tree."""
+        return self.parent is not None and self.parent.tree is not self.tree
 
 
 class PrefixTree:
@@ -50,21 +63,33 @@ class PrefixTree:
         """Whether the tree may no longer be matched; its pages are freed with their last lease."""
         self.candidates: dict[Owner, Node] = {}
         """Idle leaves, which the reclaimer may evict."""
+        self.branch_tops: dict[Owner, Node] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Returns whether there is no node, no branch of another tree, and no lease."""
+        return not (self.num_pages or self.root.children or self.root.num_users)
 
     def break_cycle_if_empty(self) -> None:
         """Deletes the root of an empty tree, which is not used any more.
 
         Tree and root refer to each other; otherwise only a full garbage collection would free them.
         """
-        if not self.root.children and not self.root.num_users:
+        if self.is_empty:
             del self.root
 
-    def match(self, token_ids: Sequence[int], block_tokens: int) -> list[Node]:
+    def match(
+        self, token_ids: Sequence[int], block_tokens: int, branch: Branch | None = None
+    ) -> list[Node]:
         """Returns the nodes of the longest cached prefix, in order."""
         path = []
         node = self.root
+        branch_stop = 0 if branch is None else (branch.index + 1) * block_tokens
         for stop in range(block_tokens, len(token_ids) + 1, block_tokens):
-            child = node.children.get(tuple(token_ids[stop - block_tokens : stop]))
+            edge: Edge = tuple(token_ids[stop - block_tokens : stop])
+            if branch is not None and stop == branch_stop:
+                edge = branch.edge(edge)
+            child = node.children.get(edge)
             if child is None:
                 break
             path.append(child)
@@ -73,11 +98,13 @@ class PrefixTree:
 
     def nodes(self) -> Iterator[Node]:
         """Yields all nodes but the root, parents before children."""
-        stack = list(self.root.children.values())
+        stack = [*self.root.children.values(), *self.branch_tops.values()]
         while stack:
             node = stack.pop()
-            yield node
-            stack += node.children.values()
+            # Another tree's branch is none of this tree's nodes.
+            if node.tree is self:
+                yield node
+                stack += node.children.values()
 
     def check_integrity(self, leases: Mapping[Node, int]) -> None:
         """`leases` is the number of leases that end at each node."""
@@ -89,9 +116,43 @@ class PrefixTree:
             assert node.num_users == expected, f"{node.owner} has {expected} users"
             assert node.is_idle_leaf == (node.owner in self.candidates), f"{node.owner}: candidate"
             assert node.num_users or not self.is_dropped, f"{node.owner} was dropped"
-            for block, child in node.children.items():
-                assert (child.parent, child.tree, child.block) == (node, self, block)
+            for edge, child in node.children.items():
+                assert child.parent is node and child.edge == edge
+                tree = tree_below(node, edge)
+                assert child.tree is tree, f"{child.owner} is in another tree than its edge"
+                assert child.is_branch_top == (child.owner in tree.branch_tops), "branch"
         assert num_pages == self.num_pages, f"{num_pages} pages, not {self.num_pages}"
+        for top in self.branch_tops.values():
+            assert top.parent is not None and top.parent.children[top.edge] is top
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """Where the prefix of an aLoRA leaves the base's tree: in the block with its start."""
+
+    tree: PrefixTree
+    """The adapter's tree, to which the blocks from there on belong."""
+    index: int
+    """Index of the first block that is not the base's."""
+    offset: int
+    """Position of the start in this block."""
+
+    def edge(self, block: Block) -> Edge:
+        """Returns the edge to the branch's first node; that of a dropped tree is never found."""
+        return self.tree, self.offset, block
+
+
+def tree_below(parent: Node, edge: Edge) -> PrefixTree:
+    """Returns the tree to which the child at this edge belongs."""
+    return edge[0] if isinstance(edge[0], PrefixTree) else parent.tree
+
+
+def path_below(parent: Node, edge: Edge) -> int:
+    """Returns the path of the child at this edge."""
+    tree = tree_below(parent, edge)
+    # A tree is named by its key: after it was dropped, another one may take its place.
+    is_top = tree is not parent.tree
+    return hash((parent.path, tree.root.path, edge[1:]) if is_top else (parent.path, edge))
 
 
 @dataclass(slots=True)
@@ -153,19 +214,23 @@ class PrefixIndex:
                 del self._adapters[cid]
 
     def remove_if_empty(self, tree: PrefixTree) -> None:
-        if not tree.root.children and not tree.root.num_users:
-            self.remove_tree(tree)
+        if tree.is_empty:
+            if not tree.is_dropped:
+                self.remove_tree(tree)
             tree.break_cycle_if_empty()
 
     def insert(self, node: Node) -> None:
         assert node.parent is not None
-        node.parent.children[node.block] = node
+        node.parent.children[node.edge] = node
+        if node.is_branch_top:
+            node.tree.branch_tops[node.owner] = node
         self._count_pages(node.tree, 1)
 
     def remove(self, leaf: Node) -> Node:
         """Removes an idle leaf from its tree; returns its parent."""
         assert leaf.is_idle_leaf and leaf.parent is not None, f"{leaf.owner} is in use"
-        del leaf.parent.children[leaf.block]
+        del leaf.parent.children[leaf.edge]
+        leaf.tree.branch_tops.pop(leaf.owner, None)
         self._count_pages(leaf.tree, -1)
         return leaf.parent
 
@@ -173,7 +238,7 @@ class PrefixIndex:
         expected: dict[str, dict[PrefixKey, PrefixTree]] = {}
         for key, tree in self._trees.items():
             assert tree.key == key and not tree.is_dropped, "a dropped tree is in the index"
-            assert tree.root.children or tree.root.num_users, "an empty tree is in the index"
+            assert not tree.is_empty, "an empty tree is in the index"
             for cid in tree.cids:
                 expected.setdefault(cid, {})[key] = tree
         found = {cid: adapter.trees for cid, adapter in self._adapters.items()}
@@ -190,7 +255,7 @@ class PrefixIndex:
 
 
 def path_pages(node: Node) -> list[int]:
-    """Returns the pages from the tree's root to this node, in order."""
+    """Returns the pages from the root to this node, in order."""
     page_ids = []
     while node.parent is not None:
         page_ids.append(node.page_id)

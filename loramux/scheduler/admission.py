@@ -146,7 +146,7 @@ class Admission:
                 self._reserve_for_last(before, now)
 
     def _examine(self, queue: AdapterQueue, now: float) -> _Outcome | None:
-        """R5, R9: returns None if the queue's head may start as far as adapters are concerned."""
+        """R5, R9, R17: returns None if the queue's head may start as far as adapters decide."""
         sequence = queue.head
         is_ready = self._is_ready(sequence)
         if is_ready is None:
@@ -160,7 +160,8 @@ class Admission:
                     self._reserve_for_last(self._skipped, now)
             return _Outcome.SKIPPED
         if self._batch.fits_adapter_limit(sequence.cids):
-            return None
+            is_computed = self._batch.is_computing_for(sequence)
+            return _Outcome.SKIPPED if is_computed and not self._is_overdue(sequence, now) else None
         must_wait = not self._is_fair or sequence.sequence_id in self._unserved
         return _Outcome.BLOCKED if must_wait else _Outcome.SKIPPED
 

@@ -11,6 +11,7 @@ from loramux.config.engine import SchedulerConfig
 from loramux.memory.pages import Owner, PageAllocator
 from loramux.memory.prefix import PrefixKey, PrefixLease
 from loramux.scheduler.sequence import Sequence
+from loramux.types.request import Request
 
 
 class AdapterGate(Protocol):
@@ -66,9 +67,9 @@ class PageReclaimer(Protocol):
 class PrefixGate(Protocol):
     """The scheduler's view of the prefix cache."""
 
-    def acquire(self, key: PrefixKey, token_ids: TokenIds[int]) -> PrefixLease: ...
+    def acquire(self, key: PrefixKey, token_ids: TokenIds[int], start: int = 0) -> PrefixLease: ...
 
-    def peek(self, key: PrefixKey, token_ids: TokenIds[int]) -> int: ...
+    def peek(self, key: PrefixKey, token_ids: TokenIds[int], start: int = 0) -> int: ...
 
     def commit(
         self, lease: PrefixLease, token_ids: TokenIds[int], page_ids: TokenIds[int], owner: Owner
@@ -95,6 +96,8 @@ class Batch:
         self._adapters = adapters
         self._prefixes = prefixes
         self._running: dict[int, Sequence] = {}
+        # R17: those that have not shared what precedes their adapter's start yet.
+        self._in_context: dict[int, Sequence] = {}
         self._users: Counter[str] = Counter()
         # At most one sequence per token of a step, so that each can decode in every step.
         self._num_slots = min(config.max_sequences, config.max_batch_tokens)
@@ -144,6 +147,19 @@ class Batch:
         needed = self.pages_for(sequence.num_tokens) - self._num_cached_pages(sequence)
         return needed <= self.pages_without(victims)
 
+    def is_computing_for(self, sequence: Sequence) -> bool:
+        """R17: returns whether a running sequence computes the next block that it would share."""
+        if not sequence.adapter_start or self._prefixes is None or sequence.wants_prompt_logprobs:
+            return False
+        salt, stop, prompt = _salt(sequence.request), 0, sequence.prompt_token_ids
+        for other in self._in_context.values():
+            stop = stop or (self._num_cached_pages(sequence) + 1) * self._config.block_tokens
+            is_before = stop <= min(sequence.adapter_start, other.adapter_start)
+            is_same = is_before and prompt[:stop] == other.prompt_token_ids[:stop]
+            if is_same and salt == _salt(other.request):
+                return True
+        return False
+
     def pages_without(self, victims: list[Sequence]) -> int:
         """Returns an upper bound of the pages available without the victims."""
         held = sum(len(victim.page_ids) for victim in victims)
@@ -160,6 +176,8 @@ class Batch:
             self._adapters.release(sequence.cids)
             return False
         self._running[sequence.sequence_id] = sequence
+        if sequence.num_computed < sequence.adapter_start:
+            self._in_context[sequence.sequence_id] = sequence
         self._users.update(sequence.cids)
         return True
 
@@ -177,6 +195,8 @@ class Batch:
 
     def share(self, sequence: Sequence) -> None:
         """Commits the whole blocks that the sequence has computed to the prefix cache."""
+        if sequence.num_computed >= sequence.adapter_start:
+            self._in_context.pop(sequence.sequence_id, None)
         if self._prefixes is None or sequence.lease is None:
             return
         if sequence.num_computed // self._config.block_tokens > sequence.num_shared_pages:
@@ -191,6 +211,7 @@ class Batch:
         """Frees what a sequence holds; its computed blocks stay in the prefix cache."""
         self.share(sequence)
         del self._running[sequence.sequence_id]
+        self._in_context.pop(sequence.sequence_id, None)
         self._free_pages(sequence)
         self._adapters.release(sequence.cids)
         self._users -= Counter(sequence.cids)
@@ -221,6 +242,7 @@ class Batch:
             assert sequence.started_s is not None
             shared = [] if sequence.lease is None else sequence.lease.page_ids
             assert sequence.page_ids[: len(shared)] == shared, "shared pages are not the first"
+        assert self._in_context.keys() <= self._running.keys(), "an ended one is waited for"
 
     def _take_prompt_pages(self, sequence: Sequence, num_reserved: int) -> bool:
         needed = self.pages_for(sequence.num_tokens) - self._num_cached_pages(sequence)
@@ -231,7 +253,7 @@ class Batch:
             return False
         if self._prefixes is not None:
             key, token_ids = self._prefix_key(sequence), sequence.reusable_token_ids()
-            sequence.lease = self._prefixes.acquire(key, token_ids)
+            sequence.lease = self._prefixes.acquire(key, token_ids, sequence.adapter_start)
             sequence.page_ids = list(sequence.lease.page_ids)
         # The cached pages may have been counted as available before they were locked.
         if not self.grow(sequence, sequence.num_tokens, num_reserved=num_reserved):
@@ -252,14 +274,18 @@ class Batch:
         if self._prefixes is None:
             return 0
         key, token_ids = self._prefix_key(sequence), sequence.reusable_token_ids()
-        return self._prefixes.peek(key, token_ids) // self._config.block_tokens
+        num_cached = self._prefixes.peek(key, token_ids, sequence.adapter_start)
+        return num_cached // self._config.block_tokens
 
     def _prefix_key(self, sequence: Sequence) -> PrefixKey:
         request = sequence.request
-        # The length prevents a tenant name and salt that collide with another tenant's.
-        salt = f"{len(request.tenant)}:{request.tenant}{request.cache_salt}"
-        return self._config.base_digest, request.selection, salt
+        return self._config.base_digest, request.selection, _salt(request)
 
     def _unused_without(self, victims: list[Sequence]) -> set[str]:
         gone = Counter(cid for victim in victims for cid in victim.cids)
         return {cid for cid, number in gone.items() if number == self._users[cid]}
+
+
+def _salt(request: Request) -> str:
+    # The length prevents a tenant name and salt that collide with another tenant's.
+    return f"{len(request.tenant)}:{request.tenant}{request.cache_salt}"

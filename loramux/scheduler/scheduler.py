@@ -174,8 +174,10 @@ class Scheduler:
             num_prompt = len(sequence.prompt_token_ids)
             if chunk.start < num_prompt:
                 sequence.prompt_logprobs += result.prompt_logprobs.get(chunk.sequence_id, [])
-                ends_prompt = num_prompt <= chunk.start + len(chunk.token_ids)
-                if ends_prompt and sequence in self._batch:
+                stop = chunk.start + len(chunk.token_ids)
+                # What precedes the start of an aLoRA is of use to others at once.
+                is_shared = stop >= num_prompt or stop == sequence.adapter_start
+                if is_shared and sequence in self._batch:
                     self._batch.share(sequence)
             if chunk.sample is not None:
                 self._accept(sequence, result)
@@ -299,7 +301,7 @@ class Scheduler:
 
     def _plan(self, sequence: Sequence, step: _Step) -> None:
         """Plans a chunk of the sequence, unless the budget is used up or it is preempted."""
-        num_tokens = min(sequence.num_uncomputed, step.budget)
+        num_tokens = min(sequence.num_in_chunk, step.budget)
         if num_tokens == 0 or sequence not in self._batch:
             return
         if sequence.has_unknown and sequence.is_full:

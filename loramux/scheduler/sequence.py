@@ -7,7 +7,7 @@ import math
 from loramux.memory.pages import Owner
 from loramux.memory.prefix import PrefixLease
 from loramux.scheduler.fairness import PROMPT_TOKEN_COST, Clients, PreemptionLimit
-from loramux.types.request import Request, TokenLogprob
+from loramux.types.request import BASE_SELECTION, Request, TokenLogprob
 from loramux.types.step import UNKNOWN_TOKEN, Chunk, SampleRow
 
 _CHOICE_STRIDE = 0x9E3779B97F4A7C15
@@ -35,6 +35,8 @@ class Sequence:
         )
         self.clients = clients
         self.cids = request.cids
+        self.adapter_start = request.adapter_start if request.selection else 0
+        """R16: the tokens before this position are computed by the base alone."""
         self.owner: Owner = ("kv", sequence_id)
         self.prompt_token_ids = list(request.prompt_token_ids)
         self.output_token_ids: list[int] = []
@@ -75,6 +77,12 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_in_chunk(self) -> int:
+        """R16: returns the maximum number of tokens in the next chunk."""
+        is_before = self.num_computed < self.adapter_start
+        return (self.adapter_start if is_before else self.num_tokens) - self.num_computed
 
     @property
     def has_unknown(self) -> bool:
@@ -118,7 +126,10 @@ class Sequence:
             self.num_reused_tokens = self.num_computed
 
     def chunk(self, num_tokens: int) -> Chunk:
-        """Returns the next num_tokens uncomputed tokens, sampled if they are the last ones."""
+        """Returns the next num_tokens uncomputed tokens, sampled if they are the last ones.
+
+        R16: they are either all before the adapter's start or none of them is.
+        """
         start, stop = self.num_computed, self.num_computed + num_tokens
         completes = stop == self.num_tokens
         is_sampled = completes and self.request.params.max_tokens > 0
@@ -128,7 +139,7 @@ class Sequence:
             token_ids=self.tokens(start, stop),
             start=start,
             page_ids=self.page_ids,
-            selection=self.request.selection,
+            selection=BASE_SELECTION if start < self.adapter_start else self.request.selection,
             sample=self._sample_row if is_sampled else None,
             prompt_logprobs=self.request.params.prompt_logprobs if wants_logprobs else None,
             next_prompt_token_ids=self.prompt_token_ids[start + 1 : stop + 1]

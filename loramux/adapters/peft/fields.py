@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 HONOURED = frozenset(
     {
+        "alora_invocation_tokens",
         "alpha_pattern",
         "base_model_name_or_path",
         "bias",
@@ -66,9 +67,6 @@ RETRAIN = "Train the adapter without it."
 # PEFT takes an empty object for use_bdlora, arrow_config, ... as "on, with defaults", so that only
 # null and false are neutral there.
 REFUSED: dict[str, Unsupported] = {
-    "alora_invocation_tokens": Unsupported(
-        "applies the adapter only after an invocation text (aLoRA)", RETRAIN, NOTHING_LISTED
-    ),
     "arrow_config": Unsupported("routes between several adapters (Arrow)", RETRAIN),
     "kasa_config": Unsupported("truncates the base weights (KaSA)", RETRAIN),
     "layer_replication": Unsupported("adds layers to the base", RETRAIN, NOTHING_LISTED),

@@ -35,6 +35,8 @@ KEYS: list[PrefixKey] = [
     ("other", (("a", 1.0),), ""),
 ]
 Prefix = tuple[int, ...]
+# A key, and the start of an aLoRA or 0.
+Place = tuple[PrefixKey, int]
 # Prompts that begin alike, so that most find something; a few blocks that only outputs reach.
 PROMPTS = [
     [0, 0, 1, 1, 0, 0, 1, 1],
@@ -43,8 +45,15 @@ PROMPTS = [
     [0, 0, 1],
     [1, 1, 0, 0, 1],
 ]
-keys = st.sampled_from([KEYS[1]] * 4 + [KEYS[4]] * 2 + KEYS)
+plain = [(key, 0) for key in [KEYS[1]] * 4 + [KEYS[4]] * 2 + KEYS]
+activated = [(key, start) for key in (KEYS[1], KEYS[4]) for start in (1, 2, 3, 4, 5, 6)]
+activated += [(key, 3) for key in KEYS[2:]]
+places = st.sampled_from([*plain, (KEYS[0], 0), *activated])
 prompts = st.sampled_from(PROMPTS)
+
+
+def cids_of(place: Place) -> set[str]:
+    return {cid for cid, _ in place[0][1]}
 
 
 def score_of(last_use: float, cost_s: float, size: int) -> float:
@@ -73,7 +82,7 @@ class LastUsePolicy:
 
 @dataclass(eq=False)
 class Running:
-    key: PrefixKey
+    place: Place
     owner: Owner
     lease: PrefixLease
     page_ids: list[int]
@@ -85,6 +94,17 @@ class Running:
     @property
     def shared(self) -> int:
         return len(self.lease.page_ids)
+
+    @property
+    def num_kept(self) -> int:
+        """Number of its first blocks that stay when the adapter is unregistered."""
+        return self.place[1] // BLOCK if self.is_dropped else NUM_PAGES
+
+
+def entry_of(place: Place, prefix: Prefix) -> tuple[Place, Prefix]:
+    """Returns whose prefix it is: up to the start of an aLoRA it is the base's."""
+    (base, _, salt), start = place
+    return (place if len(prefix) > start else ((base, (), salt), 0)), prefix
 
 
 @dataclass
@@ -129,7 +149,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.reclaimer.add_holder(self.adapters)
         self.ids = count()
         self.running: list[Running] = []
-        self.cached: dict[tuple[PrefixKey, Prefix], Cached] = {}
+        self.cached: dict[tuple[Place, Prefix], Cached] = {}
         self.adapter_uses: dict[str, float] = {}
         self.num_evicted = 0
 
@@ -138,36 +158,35 @@ class PrefixMachine(RuleBasedStateMachine):
     def blocks_of(self, tokens: list[int]) -> list[Prefix]:
         return [tuple(tokens[:stop]) for stop in range(BLOCK, len(tokens) + 1, BLOCK)]
 
-    def expected_match(self, key: PrefixKey, tokens: list[int]) -> list[Prefix]:
+    def expected_match(self, place: Place, tokens: list[int]) -> list[Cached]:
         found = []
         for prefix in self.blocks_of(tokens):
-            if (key, prefix) not in self.cached:
+            if entry_of(place, prefix) not in self.cached:
                 break
-            found.append(prefix)
+            found.append(self.cached[entry_of(place, prefix)])
         return found
 
-    def locked(self) -> set[tuple[PrefixKey, Prefix]]:
+    def locked(self) -> set[tuple[Place, Prefix]]:
         return {
-            (r.key, prefix)
+            entry_of(r.place, prefix)
             for r in self.running
-            if not r.is_dropped
-            for prefix in self.blocks_of(r.token_ids)[: r.shared]
+            for prefix in self.blocks_of(r.token_ids)[: min(r.shared, r.num_kept)]
         }
 
     def dropped_pages(self) -> set[int]:
-        return {page for r in self.running if r.is_dropped for page in r.lease.page_ids}
+        return {page for r in self.running for page in r.lease.page_ids[r.num_kept :]}
 
     def num_idle(self) -> int:
         return len(self.cached.keys() - self.locked())
 
-    def candidates(self) -> list[tuple[float, tuple[PrefixKey, Prefix] | str]]:
-        parents = {(key, prefix[:-BLOCK]) for key, prefix in self.cached}
-        scores: list[tuple[float, tuple[PrefixKey, Prefix] | str]] = [
+    def candidates(self) -> list[tuple[float, tuple[Place, Prefix] | str]]:
+        parents = {entry_of(place, prefix[:-BLOCK]) for place, prefix in self.cached}
+        scores: list[tuple[float, tuple[Place, Prefix] | str]] = [
             (score_of(last_use, 1.0, ADAPTER_PAGES), cid)
             for cid, last_use in self.adapter_uses.items()
         ]
         for entry in self.cached.keys() - self.locked() - parents:
-            is_present = {cid for cid, _ in entry[0][1]} <= self.adapter_uses.keys()
+            is_present = cids_of(entry[0]) <= self.adapter_uses.keys()
             cost_s = 1.0 if is_present else ABSENT_ADAPTER_FACTOR
             scores.append((score_of(self.cached[entry].last_use, cost_s, 1), entry))
         return scores
@@ -196,21 +215,22 @@ class PrefixMachine(RuleBasedStateMachine):
     # What happens.
 
     @precondition(lambda self: len(self.running) < MAX_RUNNING)
-    @rule(key=keys, tokens=prompts)
-    def start(self, key: PrefixKey, tokens: list[int]) -> None:
-        self.arrive(key, tokens)
+    @rule(place=places, tokens=prompts)
+    def start(self, place: Place, tokens: list[int]) -> None:
+        self.arrive(place, tokens)
 
-    def arrive(self, key: PrefixKey, tokens: list[int]) -> Running:
+    def arrive(self, place: Place, tokens: list[int]) -> Running:
         self.now += 1
-        match = self.expected_match(key, tokens)
-        assert self.cache.peek(key, tokens) == len(match) * BLOCK
-        lease = self.cache.acquire(key, tokens)
-        assert lease.page_ids == [self.cached[key, prefix].page_id for prefix in match]
-        for prefix in match:
-            self.cached[key, prefix].last_use = self.now
+        key, start = place
+        match = self.expected_match(place, tokens)
+        assert self.cache.peek(key, tokens, start) == len(match) * BLOCK
+        lease = self.cache.acquire(key, tokens, start)
+        assert lease.page_ids == [cached.page_id for cached in match]
+        for cached in match:
+            cached.last_use = self.now
         owner: Owner = ("kv", next(self.ids))
         computed = tokens[: lease.num_tokens]
-        running = Running(key, owner, lease, list(lease.page_ids), computed, tokens)
+        running = Running(place, owner, lease, list(lease.page_ids), computed, tokens)
         self.running.append(running)
         return running
 
@@ -223,19 +243,19 @@ class PrefixMachine(RuleBasedStateMachine):
         if commits:
             self.share(running)
 
-    @rule(key=keys, tokens=prompts)
-    def serve(self, key: PrefixKey, tokens: list[int]) -> None:
+    @rule(place=places, tokens=prompts)
+    def serve(self, place: Place, tokens: list[int]) -> None:
         """A request from its arrival to its end, with nothing in between."""
-        running = self.arrive(key, tokens)
+        running = self.arrive(place, tokens)
         self.extend(running, len(tokens) - len(running.token_ids))
         self.share(running)
         self.finish(running)
 
     @precondition(lambda self: len(self.running) < MAX_RUNNING)
-    @rule(key=keys, tokens=prompts)
-    def equal_prompts(self, key: PrefixKey, tokens: list[int]) -> None:
+    @rule(place=places, tokens=prompts)
+    def equal_prompts(self, place: Place, tokens: list[int]) -> None:
         """Two that compute the same, to be shared later."""
-        for running in [self.arrive(key, tokens), self.arrive(key, tokens)]:
+        for running in [self.arrive(place, tokens), self.arrive(place, tokens)]:
             self.extend(running, len(tokens) - len(running.token_ids))
 
     def extend(self, running: Running, num_tokens: int) -> None:
@@ -256,14 +276,12 @@ class PrefixMachine(RuleBasedStateMachine):
     def share(self, running: Running) -> None:
         self.now += 1
         expected = list(running.page_ids)
-        num_shared = running.shared
-        if not running.is_dropped:
-            num_shared = len(running.token_ids) // BLOCK
-            prefixes = self.blocks_of(running.token_ids)
-            for index in range(running.shared, len(prefixes)):
-                entry = (running.key, prefixes[index])
-                self.cached.setdefault(entry, Cached(expected[index], 0)).last_use = self.now
-                expected[index] = self.cached[entry].page_id
+        prefixes = self.blocks_of(running.token_ids)[: running.num_kept]
+        num_shared = max(running.shared, len(prefixes))
+        for index in range(running.shared, len(prefixes)):
+            entry = entry_of(running.place, prefixes[index])
+            self.cached.setdefault(entry, Cached(expected[index], 0)).last_use = self.now
+            expected[index] = self.cached[entry].page_id
         running.page_ids = self.cache.commit(
             running.lease, running.token_ids, running.page_ids, running.owner
         )
@@ -307,12 +325,10 @@ class PrefixMachine(RuleBasedStateMachine):
             self.adapters.evict(("adapter", cid))
         self.cache.drop(cid)
         self.cached = {
-            entry: page
-            for entry, page in self.cached.items()
-            if cid not in {used for used, _ in entry[0][1]}
+            entry: page for entry, page in self.cached.items() if cid not in cids_of(entry[0])
         }
         for running in self.running:
-            running.is_dropped |= cid in {used for used, _ in running.key[1]}
+            running.is_dropped |= cid in cids_of(running.place)
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -333,13 +349,13 @@ class PrefixMachine(RuleBasedStateMachine):
         assert len(cached) == len(self.cached), "two prefixes share a page"
         assert not cached & self.dropped_pages()
         assert pages == cached | self.dropped_pages()
-        for key, prefix in self.cached:
-            assert self.cache.peek(key, prefix) == len(prefix)
+        for (key, start), prefix in self.cached:
+            assert self.cache.peek(key, prefix, start) == len(prefix)
         assert self.cache.num_idle_pages == self.num_idle()
         assert self.cache.num_evicted_pages == self.num_evicted
         assert self.adapters.held.keys() == self.adapter_uses.keys()
         for cid in CIDS:
-            num_pages = sum(cid in {used for used, _ in key[1]} for key, _ in self.cached)
+            num_pages = sum(cid in cids_of(place) for place, _ in self.cached)
             assert self.cache.cached_tokens(cid) == num_pages * BLOCK
 
 

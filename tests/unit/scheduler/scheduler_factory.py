@@ -295,7 +295,7 @@ class World:
             last = (stop - 1) // self.config.block_tokens
             written = set(chunk.page_ids[first : last + 1])
             assert written <= set(own[("kv", chunk.sequence_id)]), "writes into a shared page"
-            self.kv.compute(chunk, sequence.tokens(0, stop))
+            self.kv.compute(chunk, sequence.tokens(0, stop), sequence.request)
 
     def check(self) -> None:
         self._num_checks += 1
@@ -350,11 +350,14 @@ class FakeKV:
             page_id = chunk.page_ids[position // self._block_tokens]
             self._slots[page_id, position % self._block_tokens] = -1
 
-    def compute(self, chunk: Chunk, token_ids: list[int]) -> None:
+    def compute(self, chunk: Chunk, token_ids: list[int], request: Request) -> None:
         """`token_ids` are all tokens of the sequence up to the end of the chunk."""
-        state = hash(chunk.selection)
+        state = 0
         for position, token_id in enumerate(token_ids):
-            state = hash((state, token_id))
+            selection = request.selection if position >= request.adapter_start else ()
+            if position >= chunk.start:
+                assert chunk.selection == selection, f"the wrong adapter at {position}"
+            state = hash((state, token_id, selection))
             page_id = chunk.page_ids[position // self._block_tokens]
             slot = (page_id, position % self._block_tokens)
             if position < chunk.start:

@@ -65,12 +65,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(0, 12),
         n=st.sampled_from([1, 1, 2, 3]),
         selection=selections,
+        adapter_start=st.sampled_from([0, 0, 1, 3, 4, 6, 8, 9]),
         tenant=st.sampled_from(["", "a", "b"]),
         shares=st.sampled_from([(1.0, 1.0), (3.0, 1.0), (1.0, 0.5)]),
         timeout_s=st.sampled_from([None, None, 0.4, 2.0]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
     )
-    def add(self, start: int, num_prompt: int, n: int, **fields: object) -> None:
+    def add(
+        self, start: int, num_prompt: int, n: int, adapter_start: int, **fields: object
+    ) -> None:
         self.count += 1
         name = str(self.count)
         shares = fields.pop("shares")
@@ -81,6 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 name,
                 list(range(start, start + num_prompt)),
                 n=n,
+                adapter_start=min(adapter_start, num_prompt - 1),
                 tenant_share=shares[0],
                 adapter_share=shares[1],
                 **fields,

@@ -29,6 +29,26 @@ def test_a_chunk_runs_from_the_prompt_into_the_output_after_preemption() -> None
     assert list(sequence.chunk(1).token_ids) == [9] and sequence.is_decoding
 
 
+def test_r16_a_chunk_ends_at_the_start_of_an_alora_and_is_the_bases_before() -> None:
+    request = Request(
+        request_id="a",
+        prompt_token_ids=(1, 2, 3, 4),
+        params=SamplingParams(),
+        selection=(("x", 1.0),),
+        adapter_start=3,
+    )
+    sequence = Sequence(5, request, 0, max_length=64, clients=Clients(Client(), Client()), now=0.0)
+    # It was preempted after two tokens.
+    sequence.output_token_ids = [8, 9]
+    found = []
+    while sequence.num_uncomputed:
+        chunk = sequence.chunk(min(2, sequence.num_in_chunk))
+        found.append((chunk.start, list(chunk.token_ids), chunk.selection))
+        sequence.num_computed += len(chunk.token_ids)
+    own = request.selection
+    assert found == [(0, [1, 2], ()), (2, [3], ()), (3, [4, 8], own), (5, [9], own)]
+
+
 def test_prompt_logprobs_ask_for_the_token_that_truly_follows() -> None:
     sequence = make_sequence(prompt_logprobs=1)
     assert list(sequence.chunk(2).next_prompt_token_ids) == [2, 3]

@@ -17,7 +17,6 @@ FIELDS = [field.name for field in dataclasses.fields(peft.LoraConfig)]
 
 # One effective value for each refused field.
 ACTIVE = {
-    "alora_invocation_tokens": [1, 2],
     "arrow_config": {"top_k": 2},
     "kasa_config": {},
     "layer_replication": [[0, 2], [1, 3]],
