@@ -17,7 +17,7 @@ from pathlib import Path
 
 from loramux.adapters.identity import FileDigest, compute_cid, make_manifest
 from loramux.adapters.loading import AdapterRules, FolderLoader, LoadedAdapter
-from loramux.adapters.packed.extras import vocab_size_of
+from loramux.adapters.packed.extras import EMBEDDING, num_tokens_of
 from loramux.adapters.packed.image import AdapterImage
 from loramux.adapters.peft.folder import open_folder
 from loramux.adapters.peft.inspection import InspectedAdapter
@@ -210,7 +210,7 @@ class AdapterCatalog:
     def _card(self, found: InspectedAdapter) -> InspectedCard:
         planned = self._loader.plan(found)
         num_elements = planned.layout.num_elements
-        num_tokens = vocab_size_of(found.extras)
+        num_tokens = num_tokens_of(found.extras, EMBEDDING) or self.base.vocab_size
         return InspectedCard(
             path=str(found.path),
             num_elements=num_elements,
@@ -219,7 +219,7 @@ class AdapterCatalog:
             warnings=found.warnings,
             invocation_tokens=found.config.invocation_tokens,
             only_alone=found.only_alone,
-            vocab_size=num_tokens if num_tokens > self.base.vocab_size else 0,
+            vocab_size=num_tokens if num_tokens != self.base.vocab_size else 0,
         )
 
     def _recorded(self, folder: Path, found: InspectedAdapter) -> VerifiedValues | None:

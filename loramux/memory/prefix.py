@@ -91,7 +91,7 @@ class PrefixLease:
     _node: Node | None
     """The last node of the prefix; None after the release."""
     _branch: Branch | None = None
-    """Of an aLoRA; its tree is kept while the lease is held."""
+    """The branch of an aLoRA; its tree is kept while the lease is held."""
 
     @property
     def num_tokens(self) -> int:

@@ -28,7 +28,7 @@ class AdapterCard:
     only_alone: str = ""
     """Why it cannot be part of a sum, nor have a weight other than 1; empty: it can."""
     vocab_size: int = 0
-    """Number of tokens if it adds some to those of the base; 0: the vocabulary of the base."""
+    """Number of tokens that it reads if they are not those of the base; 0: those of the base."""
     tokenizer_digest: str = ""
     """Digest of its tokenizer files; empty: it has none, and the base's tokenizer is used."""
 

@@ -123,16 +123,12 @@ def specs_of(key: Iterable[Sequence[Any]]) -> tuple[ExtraSpec, ...]:
     )
 
 
-def vocab_size_of(specs: Iterable[ExtraSpec]) -> int:
-    """Returns the number of tokens of a full embedding or head; 0 if the adapter has neither."""
-    return max(
-        (
-            spec.num_rows
-            for spec in specs
-            if spec.kind is ExtraKind.WEIGHT and spec.module in (EMBEDDING, HEAD)
-        ),
-        default=0,
-    )
+def num_tokens_of(specs: Iterable[ExtraSpec], module: str) -> int | None:
+    """Returns the rows of a full embedding or head; None if the adapter has the base's."""
+    for spec in specs:
+        if spec.kind is ExtraKind.WEIGHT and spec.module == module:
+            return spec.num_rows
+    return None
 
 
 def plan_extras(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from loramux.adapters.packed.extras import ExtraSpec
+from loramux.adapters.packed.extras import EMBEDDING, HEAD, ExtraSpec, num_tokens_of
 from loramux.adapters.peft.activation import check_invocation
 from loramux.adapters.peft.config import (
     PeftLoraConfig,
@@ -154,7 +154,22 @@ class Inspector:
         self, config: ConfigFindings, header: bytes, data_bytes: int
     ) -> HeaderFindings:
         entries = parse_header(header, data_bytes)
-        return HeaderFindings(entries, config.plan.match(entries, max_rank=self._max_rank))
+        contents = config.plan.match(entries, max_rank=self._max_rank)
+        check_vocabulary(contents.extras, self._base.vocab_size)
+        return HeaderFindings(entries, contents)
+
+
+def check_vocabulary(extras: Sequence[ExtraSpec], vocab_size: int) -> None:
+    """Refuses an output head with tokens that the embedding does not have."""
+    read = num_tokens_of(extras, EMBEDDING) or vocab_size
+    written = num_tokens_of(extras, HEAD) or vocab_size
+    if written > read:
+        raise AdapterRefused(
+            RefusalCode.WRONG_SHAPE,
+            f"The output head has {written} tokens and the embedding {read}, so that a generated "
+            "token could not be read again.",
+            fix="Save lm_head and embed_tokens of the same resized model in modules_to_save.",
+        )
 
 
 def check_base_name(config: AdapterConfig, base: BaseModelInfo, *, strict: bool) -> list[str]:
