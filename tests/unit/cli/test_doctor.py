@@ -78,7 +78,7 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "config_not_json": lambda folder: write_adapter(folder, "{'r': 8}", TENSORS),
     "not_lora": with_config(peft_type="PREFIX_TUNING"),
     "unknown_field": with_config(use_telepathy=True),
-    "unsupported_field": with_config(use_dora=True),
+    "unsupported_field": with_config(use_qalora=True),
     "wrong_type": with_config(r="8"),
     "bad_value": with_config(r=0),
     "bad_pattern": with_config(target_modules="(q_proj"),

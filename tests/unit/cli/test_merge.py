@@ -82,7 +82,7 @@ def test_versions_of_the_registry_are_merged_into_a_version(
         (["{0}", "{1}", "--out", "{0}"], 2, "not an empty folder"),
         (["{0}", "{2}", "--combination", "linear", "--out", "{out}"], 1, "equal ranks"),
         (["{0}", "{3}", "--out", "{out}"], 1, "different bases"),
-        (["{0}", "{4}", "--out", "{out}"], 1, "DoRA"),
+        (["{0}", "{4}", "--out", "{out}"], 1, "use_dora"),
     ],
 )
 def test_errors_name_the_reason_and_leave_nothing_behind(

@@ -165,7 +165,7 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
     assert {o.outputs[0].text for o in several} == {one.outputs[0].text}
 
 
-@pytest.mark.parametrize("name", ["no_weights", "dora", "another_hidden_size"])
+@pytest.mark.parametrize("name", ["no_weights", "replicated_layers", "another_hidden_size"])
 def test_a_broken_adapter_is_refused_and_nothing_runs(
     name: str, llm: LLM, model: Any, tmp_path: Path
 ) -> None:
