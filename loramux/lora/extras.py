@@ -229,22 +229,32 @@ class StepExtras:
         return [one.parts[key].num_rows for one in self._views.values() if key in one.parts]
 
     def logits(
-        self, hidden: Tensor, rows: Sequence[int], head: Callable[[Tensor], Tensor]
+        self,
+        hidden: Tensor,
+        rows: Sequence[int],
+        head: Callable[[Tensor], Tensor],
+        cap: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Computes the logits [rows, vocabulary] in float32, without the model's softcap.
+        """Computes the logits [rows, vocabulary] in float32.
 
-        `rows` are the rows of the step that `hidden` [rows, hidden] belongs to. The vocabulary is
-        the largest of these rows; tokens that a row does not have are -inf.
+        `rows` are the rows of the step that `hidden` [rows, hidden] belongs to; `head` computes the
+        logits of the base and `cap` its softcap. The vocabulary is the largest of these rows;
+        tokens that a row does not have are -inf.
         """
         logits = head(hidden)
         if (MODEL_LEVEL, HEAD) not in self._modules:
-            return logits
-        num_tokens = max(logits.shape[1], *self.vocab_sizes(HEAD), 0)
-        if num_tokens > logits.shape[1]:
-            logits = F.pad(logits, (0, num_tokens - logits.shape[1]), value=-torch.inf)
+            return cap(logits)
+        num_base = logits.shape[1]
+        num_tokens = max(num_base, *self.vocab_sizes(HEAD), 0)
+        logits = F.pad(logits, (0, num_tokens - num_base))
+        sizes = torch.full((logits.shape[0], 1), num_base, device=logits.device)
         for group in self._groups_of(rows):
             _change_logits(logits[group.rows], hidden[group.rows], group)
-        return logits
+            for full, _ in group.parts(MODEL_LEVEL, HEAD, ExtraKind.WEIGHT):
+                sizes[group.rows] = full.num_rows
+        # After the cap, which would make a finite number of -inf.
+        lacking = torch.arange(num_tokens, device=logits.device) >= sizes
+        return cap(logits).masked_fill_(lacking, -torch.inf)
 
     def _groups_of(self, rows: Sequence[int]) -> list[RowGroup]:
         runs = [RowRun(self._selections[row], index, index + 1) for index, row in enumerate(rows)]
@@ -299,7 +309,6 @@ def _change_embedding(out: Tensor, token_ids: Tensor, group: RowGroup, scale: fl
 def _change_logits(logits: Tensor, hidden: Tensor, group: RowGroup) -> None:
     for full, _ in group.parts(MODEL_LEVEL, HEAD, ExtraKind.WEIGHT):
         full.multiply_into(hidden, logits)
-        logits[:, full.num_rows :] = -torch.inf
     for rows, _ in group.parts(MODEL_LEVEL, HEAD, ExtraKind.ROWS):
         assert rows.token_ids is not None, "rows have tokens"
         replaced = logits.new_empty(logits.shape[0], rows.num_rows)

@@ -166,8 +166,8 @@ class CpuRunner:
         """Compute the logits of these rows of the step from their hidden states."""
         if step.extras is None:
             return self._decoder.logits(hidden)
-        logits = step.extras.logits(hidden, rows, self._decoder.uncapped_logits)
-        return self._decoder.cap_logits(logits)
+        decoder = self._decoder
+        return step.extras.logits(hidden, rows, decoder.uncapped_logits, decoder.cap_logits)
 
     def _choose(self, step: _Step, hidden: Tensor, *, is_picked: bool) -> StepResult:
         """Sample from the hidden states: of the sampled rows if `is_picked`, else of all."""

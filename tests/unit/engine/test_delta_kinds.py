@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from loramux.engine.engine import Engine
+from loramux.errors import AdapterRefused, InvalidRequest
+from loramux.types.composition import compose
 from loramux.types.request import Selection
 from tests.engine_factory import make_engine, make_prompt, make_request, run_all
 from tests.kinds_factory import KINDS, greedy, load_kind, logits_of, make_kind
@@ -45,12 +48,12 @@ class Scene:
         return self.oracles[name] if name else self.model
 
 
+# These train norms behind attention and MLP, which no part replaces.
+REFUSED = {("gemma2", "saved_norms"), ("gemma2", "norm_tuning")}
+
+
 def kinds_of(family: str) -> list[str]:
-    """Kinds that PEFT applies to the model; it refuses some with tied embeddings."""
-    return [name for name in KINDS if (family, name) not in NOT_SAVED]
-
-
-NOT_SAVED: set[tuple[str, str]] = set()
+    return [name for name in KINDS if (family, name) not in REFUSED]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -103,3 +106,63 @@ def test_all_kinds_in_one_batch_equal_peft(
     engine = make_engine(scene.model, tmp_path, device_memory_bytes=32 * 2**20)
     check_logits(engine, scene)
     check_greedy(engine, scene)
+
+
+def test_norms_that_no_part_replaces_are_refused_by_name(tmp_path: Path) -> None:
+    model = tiny_transformers_model("gemma2", num_hidden_layers=2)
+    engine = make_engine(model, tmp_path / "model")
+    for _, name in sorted(REFUSED):
+        folder = make_kind(name, model, tmp_path / name)
+        with pytest.raises(AdapterRefused, match="post_attention_layernorm"):
+            engine.register_adapter(folder)
+
+
+def test_sums_of_parts_are_sums_of_deltas(tmp_path: Path) -> None:
+    """A sum acts as if each adapter were merged: W + sum of weight * (merged W - W)."""
+    model = tiny_transformers_model("llama31", num_hidden_layers=2)
+    names = ("dora", "bias_lora_only", "ia3", "lora", "lora_head", "lora_embedding", "norm_tuning")
+    weights = (0.7, -0.5, 1.3, 0.4, 0.6, -0.8, 0.9)
+    engine = make_engine(model, tmp_path / "model", device_memory_bytes=32 * 2**20)
+    selection = []
+    summed = copy.deepcopy(model)
+    # IA3's input scale of down_proj is served as a gain of up_proj, and so it is in the sum.
+    deltas = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    for number, (name, weight) in enumerate(zip(names, weights, strict=True)):
+        folder = make_kind(name, model, tmp_path / name, seed=number)
+        selection.append((engine.register_adapter(folder).cid, weight))
+        for key, value in merged_state(name, model, folder).items():
+            deltas[key] += weight * (value - model.state_dict()[key])
+    summed.load_state_dict({k: v + deltas[k] for k, v in model.state_dict().items()})
+    prompt = make_prompt(9, seed=5)
+    (found,) = engine.prompt_logits([(prompt, compose(selection))])
+    torch.testing.assert_close(found, logits_of(summed, prompt), atol=1e-4, rtol=1e-4)
+
+
+def merged_state(name: str, model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of the base with the adapter merged by PEFT."""
+    state = load_kind(name, model, folder).merge_and_unload().state_dict()
+    if name == "ia3":
+        for key in [key for key in state if key.endswith("down_proj.weight")]:
+            base = model.state_dict()[key]
+            columns = state[key].norm(dim=0) / base.norm(dim=0)
+            signs = (state[key] * base).sum(dim=0).sign()
+            up = key.replace("down_proj", "up_proj")
+            state[up] = state[up] * (columns * signs)[:, None]
+            bias = up.replace("weight", "bias")
+            state[bias] = state[bias] * columns * signs
+            state[key] = base
+    return {key: value for key, value in state.items() if key in model.state_dict()}
+
+
+@pytest.mark.parametrize("name", ["saved_head", "trained_tokens", "oft", "added_tokens"])
+def test_adapters_that_replace_weights_are_refused_in_sums(name: str, tmp_path: Path) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=2)
+    engine = make_engine(model, tmp_path / "model", device_memory_bytes=32 * 2**20)
+    cids = [
+        engine.register_adapter(make_kind(kind, model, tmp_path / kind)).cid
+        for kind in (name, "lora")
+    ]
+    for selection in ([(cids[0], 1.0), (cids[1], 1.0)], [(cids[0], 0.5)]):
+        with pytest.raises(InvalidRequest, match="cannot be used"):
+            engine.add(make_request("r", make_prompt(4, seed=1), compose(selection)))
+    assert run_all(engine, [make_request("r", make_prompt(4, seed=1), ((cids[0], 1.0),))])["r"]
