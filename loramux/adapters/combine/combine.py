@@ -65,15 +65,7 @@ def combine(
     instead of CIDs; with `any_base` the parts may record different bases.
     """
     parts = [adapters[part.cid] for part in recipe.parts]
-    shown = [(names or {}).get(part.cid, part.cid) for part in recipe.parts]
-    check_combinable(parts, shown)
-    if not any_base:
-        check_bases(parts, shown)
-    by_path = _modules_by_path(parts)
-    for path, found in by_path.items():
-        check_shapes(path, found, shown)
-        if recipe.method.needs_equal_ranks:
-            check_ranks(recipe, path, found, shown)
+    by_path = check_parts(recipe, adapters, names=names, any_base=any_base)
     svd_rank = recipe.svd_rank or max(_largest_rank(part.config) for part in parts)
     modules = []
     for done, (path, found) in enumerate(by_path.items()):
@@ -83,6 +75,27 @@ def combine(
     used = _without_zero_modules(recipe, modules)
     configs = tuple(part.config for part in parts)
     return CombinedAdapter(recipe, configs, used, frozenset(by_path))
+
+
+def check_parts(
+    recipe: Recipe,
+    adapters: Mapping[str, CheckedAdapter],
+    *,
+    names: Mapping[str, str] | None = None,
+    any_base: bool = False,
+) -> dict[str, dict[int, LoraModule]]:
+    """Returns the modules of all parts by path, and refuses what combine() would refuse of them."""
+    parts = [adapters[part.cid] for part in recipe.parts]
+    shown = [(names or {}).get(part.cid, part.cid) for part in recipe.parts]
+    check_combinable(parts, shown)
+    if not any_base:
+        check_bases(parts, shown)
+    by_path = _modules_by_path(parts)
+    for path, found in by_path.items():
+        check_shapes(path, found, shown)
+        if recipe.method.needs_equal_ranks:
+            check_ranks(recipe, path, found, shown)
+    return by_path
 
 
 def write_combined(
