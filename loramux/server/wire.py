@@ -321,8 +321,10 @@ class PlanRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Adapters to plan for; absent budgets are those of this server."""
 
     adapters: int
-    rank: int | list[int]
+    rank: int | list[int] | None = None
     """One rank, or several that the adapters take in turn."""
+    like: list[str] | None = None
+    """Instead of rank and targets: adapters of this server whose sizes are taken in turn."""
     targets: str | list[str] | None = None
     """q,k,v,o, attention, mlp, all or any projections; absent: q,k,v,o."""
     zipf: float | None = None
