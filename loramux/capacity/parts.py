@@ -60,13 +60,13 @@ def measure_adapter(
         low_rank_elements = layout.low_rank_elements
     else:
         low_rank_elements = layout.num_weights - layout.extras.num_weights
-    low_rank_bytes = low_rank_elements * base.element_bytes
+    num_bytes = low_rank_elements * base.element_bytes
     parts = [
         PartSize(
             kind=LOW_RANK,
             modules=sum(rank > 0 for rank in ranks.values()),
-            bytes=low_rank_bytes,
-            token_bytes=low_rank_bytes,
+            bytes=num_bytes,
+            token_bytes=num_bytes,
         )
     ]
     return MeasuredAdapter(
@@ -76,6 +76,11 @@ def measure_adapter(
         parts=(*(parts if ranks else ()), *_extra_sizes(base, extras)),
         num_blocks=_blocks_per_layer(ranks),
     )
+
+
+def low_rank_bytes(base: PlannedBase, projection: str, rank: int) -> int:
+    """Returns the size in the pool, without padding, of the low rank of one projection."""
+    return sum(part.bytes for part in measure_adapter(base, "", {(0, projection): rank}).parts)
 
 
 def base_token_bytes(base: PlannedBase) -> int:
