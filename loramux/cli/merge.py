@@ -204,16 +204,33 @@ def merge(  # noqa: PLR0913  (one for each flag)
         inputs = read_inputs(adapters, opener)
         recipe = make_recipe([one.adapter.cid for one in inputs], numbers, options)
         combined = run(recipe, inputs, any_base=any_base)
-        names = {one.adapter.cid: one.name for one in inputs}
-        with result_folder(out) as folder:
-            write(folder, combined, names)
-            if check_base is not None:
-                check_on_base(folder, check_base)
-            if push is not None:
-                show_pushed(opener.library.push(folder, push), Console())
-        if out is not None:
-            say(Console(), "Merged   ", str(out), style="bold green")
-        show_recipe(combined, names, Console())
+        keep(combined, inputs, opener, Destination(out, push, check_base))
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the result goes: one of `out` and `push` is given."""
+
+    out: Path | None
+    push: str | None
+    check_base: Path | None
+    """The base model on which the result is checked first."""
+
+
+def keep(
+    combined: CombinedAdapter, inputs: Sequence[Input], opener: LibraryOpener, to: Destination
+) -> None:
+    """Write the result, and push it if its destination is the registry."""
+    names = {one.adapter.cid: one.name for one in inputs}
+    with result_folder(to.out) as folder:
+        write(folder, combined, names)
+        if to.check_base is not None:
+            check_on_base(folder, to.check_base)
+        if to.push is not None:
+            show_pushed(opener.library.push(folder, to.push), Console())
+    if to.out is not None:
+        say(Console(), "Merged   ", str(to.out), style="bold green")
+    show_recipe(combined, names, Console())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,24 +12,23 @@ from loramux.registry.records import Resolved
 from loramux.server.combinations import Combinations
 from loramux.server.context import Context
 from loramux.server.generation import submit
-from loramux.server.names import AdapterNames, NamedAdapter, full_name
+from loramux.server.names import AdapterNames, full_name
 from loramux.server.recipes import open_version
 from loramux.server.registry_adapters import RegistryAdapters
-from loramux.types.composition import compose
-from loramux.types.request import Request
+from loramux.types.request import Request, Selection
 from loramux.types.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
 
 
-async def warm_up(context: Context, adapters: Iterable[NamedAdapter]) -> None:
+async def warm_up(context: Context, selection: Selection) -> None:
     """Generates a token with the adapters, which are on the device afterwards."""
     context.require_ready()
     request = Request(
         request_id=f"warm-{uuid.uuid4().hex}",
         prompt_token_ids=(1,),
         params=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
-        selection=compose((one.cid, one.weight) for one in adapters),
+        selection=selection,
         timeout_s=context.options.probe_timeout_s,
     )
     async for _ in submit(context.backend, context.names, request):

@@ -62,7 +62,7 @@ class PartReport:
     """The size of its values as they were read; 0 if they are computed from the base."""
     pool_bytes: int = 0
     effect: float | None = None
-    """The Frobenius norm of its values; of low rank, that of the product of both matrices."""
+    """The Frobenius norm of its values; of low rank, that of both matrices multiplied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from loramux.server.wire import (
     RegistryEntry,
     registry_entry,
 )
+from loramux.types.composition import compose
 
 TIERS = ("device", "host", "disk", "source", "loading")
 ADDED, BUSIEST = "added", "busiest"
@@ -66,7 +67,7 @@ def adapter_routes(context: Context) -> APIRouter:
         """Loads an adapter and generates a token with it, so that it is resident afterwards."""
         name = request.path_params["name"]
         found = await _find(context, name)
-        await warm_up(context, found)
+        await warm_up(context, compose((one.cid, one.weight) for one in found))
         return json_response(await _entry(context, _listed_cid(found), name))
 
     @router.get(

@@ -38,6 +38,7 @@ from loramux.server.wire import (
 )
 from loramux.sources.parse import lasting_name
 from loramux.store.library import Pushed
+from loramux.types.composition import compose
 
 T = TypeVar("T")
 
@@ -125,7 +126,7 @@ class _AliasChange:
             resolved = await self._registry.resolve(f"{self._name}@{version}")
             names, combinations = self._context.names, self._context.combinations
             opened = await open_version(names, combinations, resolved, full_name(resolved))
-            await warm_up(self._context, opened)
+            await warm_up(self._context, compose((one.cid, one.weight) for one in opened))
 
     async def warm_previous(self, alias: str) -> int:
         """Warm the previous targets of the alias, and return its current revision."""

@@ -75,11 +75,11 @@ def test_effects_are_the_norms_of_the_deltas(adapter: CheckedAdapter) -> None:
     assert "|ΔW| / |W|" in rendered(report)
 
 
-def test_low_rank_of_tables_counts_as_its_product() -> None:
+def test_low_rank_of_tables_counts_as_both_matrices_multiplied() -> None:
     norms = extra_norms(EXTRAS)
-    product = EXTRAS[4].values @ EXTRAS[5].values
+    delta = EXTRAS[4].values @ EXTRAS[5].values
     for part in EXTRAS[4:]:
-        assert norms[part.key] == pytest.approx(float(product.norm()), rel=1e-5)
+        assert norms[part.key] == pytest.approx(float(delta.norm()), rel=1e-5)
     head = (
         ExtraTensor((MODEL_LEVEL, "lm_head", ExtraKind.LOW_RANK_A), random(4, 32)),
         ExtraTensor((MODEL_LEVEL, "lm_head", ExtraKind.LOW_RANK_B), random(96, 4)),
