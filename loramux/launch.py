@@ -150,16 +150,16 @@ async def _serve(
         async with contextlib.AsyncExitStack() as stack:
             engine = await stack.enter_async_context(_running_engine(config, progress, worker))
             names = await _name_adapters(config, engine, registry, progress)
-            await stack.enter_async_context(_prewarming(config, engine, names, prewarmed))
+            combinations = Combinations(engine, _combination_cache(config), restore=names.restore)
+            prewarming = _prewarming(config, engine, names, combinations, prewarmed)
+            await stack.enter_async_context(prewarming)
             options = server_options(config, sources=sources, base_name=engine.card.name)
             app = create_app(
                 engine,
                 options,
                 names=names,
                 receipts=issuer,
-                combinations=Combinations(
-                    engine, _combination_cache(config), restore=names.restore
-                ),
+                combinations=combinations,
             )
             server = DrainingServer(_uvicorn_config(config, app), engine, config.drain_s)
             host, port = listener.getsockname()[:2]
@@ -336,7 +336,11 @@ async def _check(
 
 @contextlib.asynccontextmanager
 async def _prewarming(
-    config: ServeConfig, engine: AsyncEngine, names: AdapterNames, adapters: Sequence[Resolved]
+    config: ServeConfig,
+    engine: AsyncEngine,
+    names: AdapterNames,
+    combinations: Combinations,
+    adapters: Sequence[Resolved],
 ) -> AsyncIterator[None]:
     """Prewarm --prewarm-adapters and the busiest in the background, as reading may take long."""
     given = [name for name in config.prewarm_adapters if names.find(name) is not None]
@@ -344,7 +348,7 @@ async def _prewarming(
     async def work() -> None:
         await prewarm(engine, names, given=given)
         await engine.prewarm((), num_busiest=config.prewarm)
-        await prewarm(engine, names, adapters=adapters)
+        await prewarm(engine, names, adapters=adapters, combinations=combinations)
 
     task = asyncio.create_task(work())
     try:

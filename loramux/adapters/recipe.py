@@ -20,6 +20,8 @@ from loramux.errors import InvalidRequest, suggest
 FORMAT = "loramux-merge/1"
 RECIPE_KEY = "loramux_recipe"
 """The key of the safetensors metadata of a combined adapter that holds its recipe."""
+SUM_METHOD = "cat"
+"""The method whose result is exactly the weighted sum."""
 MAX_PARTS = 16
 MAX_SVD_RANK = 2**15
 DTYPES = ("float32", "bfloat16", "float16")

@@ -61,6 +61,8 @@ def _smaller_rank(plan: MemoryPlan, device: TierPlan) -> Iterator[str]:
     if len(plan.sizes) > 1 or plan.base.packing != "dense":
         return
     [size] = plan.sizes
+    if size.parts is not UNSET and [part.kind for part in size.parts] != ["low rank"]:
+        return
     pages_each = (device.room_bytes or 0) // plan.base.page_bytes // plan.adapters
     rank = pages_each * plan.base.page_bytes * size.rank // size.bytes
     if rank >= 1:

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES
 from loramux.errors import InvalidRequest, suggest
 from loramux.types.model import FUSED_LINEARS, BaseModelInfo, PackingKind
 
@@ -66,15 +68,53 @@ class PlannedBase:
         return self.shapes.num_parameters * self.element_bytes
 
 
+class PartSize(Struct, kw_only=True, frozen=True):
+    """All parts of one kind of an adapter."""
+
+    kind: str
+    modules: int
+    bytes: int
+    """The size in the pool, without padding."""
+    token_bytes: int
+    """Bytes that a decode step reads for a token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredAdapter:
+    """The size of one adapter on a base, which a plan may multiply."""
+
+    name: str
+    rank: int
+    """The largest rank; 0 without low-rank weights."""
+    num_bytes: int
+    """In host memory: the image, with its padding."""
+    parts: tuple[PartSize, ...] = ()
+    num_blocks: int = 0
+    """Rank blocks of a layer, the unit of the GPU's tables."""
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(part.token_bytes for part in self.parts)
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.num_bytes + IMAGE_HEADER_BYTES
+
+    def num_pages(self, base: PlannedBase) -> int:
+        return math.ceil(self.num_bytes / base.page_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
     """The adapters to plan for."""
 
     num_adapters: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
     """The ranks, assigned in turn, beginning with the most popular adapter."""
-    targets: tuple[str, ...]
+    targets: tuple[str, ...] = ()
     """The adapted projections, from `parse_targets`."""
+    measured: tuple[MeasuredAdapter, ...] = ()
+    """Instead of ranks and targets: adapters whose sizes are taken in turn."""
     zipf: float = 1.0
     """The Zipf exponent: requests for the i-th most popular adapter are ~ 1 / i ** zipf."""
 
@@ -85,7 +125,8 @@ class Fleet:
             f"between 1 and {MAX_ADAPTERS}",
             self.num_adapters,
         )
-        _require(bool(self.ranks), "rank", "one number or several", self.ranks)
+        if not self.measured:
+            _require(bool(self.ranks), "rank", "one number or several", self.ranks)
         for rank in self.ranks:
             _require(1 <= rank <= MAX_RANK, "rank", f"between 1 and {MAX_RANK}", rank)
         _require(0 <= self.zipf <= MAX_ZIPF, "zipf", f"between 0 and {MAX_ZIPF:g}", self.zipf)
@@ -175,6 +216,10 @@ class AdapterSize(Struct, kw_only=True, frozen=True):
     pages: int
     device_bytes: int
     """The size on the device, in whole pages."""
+    name: str | UnsetType = UNSET
+    """The adapter that was measured."""
+    parts: list[PartSize] | UnsetType = UNSET
+    """Its parts by kind, if they are known."""
 
 
 class HitRate(Struct, kw_only=True, frozen=True):

@@ -30,6 +30,7 @@ from loramux.capacity.plan import (
     Fleet,
     GpuMemory,
     HitRate,
+    MeasuredAdapter,
     MemoryPlan,
     PlannedBase,
     Tier,
@@ -50,8 +51,10 @@ def plan_memory(
     """Plans the tiers for a fleet of adapters; raises InvalidRequest for unknown targets."""
     num_pages = budgets.device_bytes // base.page_bytes
     kv_tokens = _reserved_tokens(base, budgets, num_pages)
-    sizes = [_adapter_size(base, fleet, rank) for rank in dict.fromkeys(fleet.ranks)]
-    caches = _caches(base, fleet, budgets, sizes=sizes, kv_tokens=kv_tokens)
+    by_member = _sizes(base, fleet)
+    sizes = list(by_member.values())
+    members = [by_member[member] for member in fleet.measured or fleet.ranks]
+    caches = _caches(base, fleet, budgets, sizes=members, kv_tokens=kv_tokens)
     tiers = _tier_plans(fleet, caches)
     device = tiers[0]
     plan = MemoryPlan(
@@ -101,11 +104,9 @@ def _caches(
     sizes: Sequence[AdapterSize],
     kv_tokens: int,
 ) -> list[_TierSizes]:
-    by_rank = {size.rank: size for size in sizes}
-    ranks = [by_rank[rank] for rank in fleet.ranks]
-    host_sizes = _repeated([size.bytes for size in ranks], fleet.num_adapters)
-    disk_sizes = _repeated([size.disk_bytes for size in ranks], fleet.num_adapters)
-    page_sizes = _repeated([size.device_bytes for size in ranks], fleet.num_adapters)
+    host_sizes = _repeated([size.bytes for size in sizes], fleet.num_adapters)
+    disk_sizes = _repeated([size.disk_bytes for size in sizes], fleet.num_adapters)
+    page_sizes = _repeated([size.device_bytes for size in sizes], fleet.num_adapters)
     device = _TierSizes(
         tier="device",
         budget_bytes=budgets.device_bytes,
@@ -134,7 +135,8 @@ def _max_device_adapters(base: PlannedBase, fleet: Fleet, budgets: Budgets) -> i
     most = min(MAX_DEVICE_ADAPTERS, budgets.device_bytes // base.page_bytes)
     # A higher rank is cut into blocks of at most RANK_BLOCK ranks.
     blocks = [math.ceil(rank / RANK_BLOCK) * len(fleet.targets) for rank in fleet.ranks]
-    return min(most, int(most * BLOCKS_PER_ADAPTER * len(blocks) / sum(blocks)))
+    blocks = [adapter.num_blocks for adapter in fleet.measured] or blocks
+    return min(most, int(most * BLOCKS_PER_ADAPTER * len(blocks) / max(1, sum(blocks))))
 
 
 def _device_room_bytes(base: PlannedBase, budgets: Budgets, kv_tokens: int) -> int:
@@ -191,6 +193,31 @@ def _hit_rates(shares: Array, caches: Sequence[_TierSizes]) -> list[HitRate]:
     return rates
 
 
+def _sizes(base: PlannedBase, fleet: Fleet) -> dict[MeasuredAdapter | int, AdapterSize]:
+    """Returns the size of each distinct adapter, in the order of their first turn."""
+    if not fleet.measured:
+        return {rank: _adapter_size(base, fleet, rank) for rank in dict.fromkeys(fleet.ranks)}
+    return {
+        adapter: AdapterSize(
+            rank=adapter.rank,
+            count=_count(fleet, fleet.measured, adapter),
+            bytes=adapter.num_bytes,
+            disk_bytes=adapter.disk_bytes,
+            pages=adapter.num_pages(base),
+            device_bytes=adapter.num_pages(base) * base.page_bytes,
+            name=adapter.name,
+            parts=list(adapter.parts) or UNSET,
+        )
+        for adapter in dict.fromkeys(fleet.measured)
+    }
+
+
+def _count(fleet: Fleet, members: Sequence[object], member: object) -> int:
+    """Returns how many of the adapters are of one of the members, which take turns."""
+    rounds, rest = divmod(fleet.num_adapters, len(members))
+    return rounds * members.count(member) + members[:rest].count(member)
+
+
 def _adapter_size(base: PlannedBase, fleet: Fleet, rank: int) -> AdapterSize:
     shapes = {p.name: (p.in_features, p.out_features) for p in base.shapes.projections}
     for target in fleet.targets:
@@ -204,10 +231,9 @@ def _adapter_size(base: PlannedBase, fleet: Fleet, rank: int) -> AdapterSize:
         num_elements = plan_dense(sites, ranks).num_elements
     num_bytes = num_elements * base.element_bytes
     pages = math.ceil(num_bytes / base.page_bytes)
-    rounds, rest = divmod(fleet.num_adapters, len(fleet.ranks))
     return AdapterSize(
         rank=rank,
-        count=rounds * fleet.ranks.count(rank) + fleet.ranks[:rest].count(rank),
+        count=_count(fleet, fleet.ranks, rank),
         bytes=num_bytes,
         disk_bytes=num_bytes + IMAGE_HEADER_BYTES,
         pages=pages,

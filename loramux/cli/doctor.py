@@ -6,8 +6,9 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -18,15 +19,18 @@ from rich.text import Text
 
 from loramux.cli.console import ByteView, printable, say, size_text
 from loramux.cli.registry_view import recipe_lines
-from loramux.errors import LoramuxError
+from loramux.errors import DoesNotFit, LoramuxError
 
 if TYPE_CHECKING:
-    from loramux.adapters.peft.doctor import ModuleReport, Report
+    from loramux.adapters.peft.doctor import Cost, ModuleReport, PartReport, Report
+    from loramux.adapters.peft.field_report import FieldReport
     from loramux.types.model import BaseModelInfo
 
 MODULE_PATH = re.compile(r"(?:.*\.)?layers\.(?P<layer>\d+)\.(?P<module>.+)")
 MAX_UNUSED_SHOWN = 8
 UNSUPPORTED = "unsupported_model"
+# Values with which a field of a config says nothing.
+UNSET_VALUES: tuple[object, ...] = (None, False, [], {})
 
 
 def show_report(report: Report, console: Console) -> None:
@@ -34,6 +38,13 @@ def show_report(report: Report, console: Console) -> None:
         say(console, f"{name:<9}", value, style="bold")
     if report.modules:
         console.print(module_table(report.modules))
+    if report.parts:
+        console.print(part_table(report.parts))
+    if report.cost is not None:
+        console.print(kind_table(report.cost))
+    for field in report.fields:
+        if field.status == "refused":
+            say(console, "refused: ", f"{field.name} {field.note}", style="bold red")
     for warning in report.warnings:
         say(console, "warning: ", warning, style="bold yellow")
     if report.refusal is None:
@@ -53,8 +64,34 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "Size", size_text(report.size_bytes)
         yield "Tensors", tensors_text(report)
         yield "Logits", logits_text(report.max_logit_change)
+    if report.fields:
+        yield "Fields", fields_text(report.fields)
+    if report.cost is not None:
+        yield "Cost", cost_text(report.cost)
     if report.recipe is not None:
         yield from recipe_lines(report.recipe)
+
+
+def fields_text(fields: Iterable[FieldReport]) -> str:
+    """Count the fields by what is done with them, and name those that are set."""
+    by_status: dict[str, list[FieldReport]] = {"honoured": [], "harmless": [], "refused": []}
+    for field in fields:
+        by_status[field.status].append(field)
+    texts = []
+    for status, found in by_status.items():
+        named = [field.name for field in found if field.value not in UNSET_VALUES]
+        names = f" ({', '.join(named)})" if named else ""
+        texts += [f"{len(found)} {status}{names}"] if found else []
+    return "; ".join(texts)
+
+
+def cost_text(cost: Cost) -> str:
+    share = cost.token_bytes / max(1, cost.base_token_bytes)
+    return (
+        f"{cost.pages} pages of {size_text(cost.page_bytes)} in {cost.dtype}; a token reads "
+        f"{size_text(cost.token_bytes)}, {share:.1%} of the base's "
+        f"{size_text(cost.base_token_bytes)}"
+    )
 
 
 def tensors_text(report: Report) -> str:
@@ -69,25 +106,70 @@ def logits_text(change: float | None) -> str:
     return "not measured" if change is None else f"change by up to {change:.4g} on fixed tokens"
 
 
-def module_table(modules: Iterable[ModuleReport]) -> Table:
+def module_table(modules: Sequence[ModuleReport]) -> Table:
     """A table with one row for all layers in which a module has the same rank, scale and dtype."""
+    has_effects = any(module.effect is not None for module in modules)
+    is_relative = any(module.relative is not None for module in modules)
     table = Table("module", "layers")
     for column in ("rank", "alpha", "scale"):
         table.add_column(column, justify="right")
     table.add_column("dtype")
-    for (module, *values), layers in group_by_layers(modules).items():
-        table.add_row(Text(printable(module)), layer_ranges(layers), *values)
+    if has_effects:
+        table.add_column("|ΔW| / |W|" if is_relative else "|ΔW|", justify="right")
+    for (module, *values), found in group_by_layers(modules).items():
+        effects = [one.relative if is_relative else one.effect for one in found]
+        shown = [effects_text(effects, is_relative=is_relative)] if has_effects else []
+        layers = [
+            int(match["layer"]) for one in found if (match := MODULE_PATH.fullmatch(one.path))
+        ]
+        table.add_row(Text(printable(module)), layer_ranges(layers), *values, *shown)
     return table
 
 
-def group_by_layers(modules: Iterable[ModuleReport]) -> dict[tuple[str, ...], list[int]]:
-    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+def group_by_layers(
+    modules: Iterable[ModuleReport],
+) -> dict[tuple[str, ...], list[ModuleReport]]:
+    groups: dict[tuple[str, ...], list[ModuleReport]] = defaultdict(list)
     for module in modules:
         found = MODULE_PATH.fullmatch(module.path)
         name = found["module"] if found else module.path
         values = (str(module.rank), f"{module.alpha:.6g}", f"{module.scale:.6g}", module.dtype)
-        groups[name, *values] += [int(found["layer"])] if found else []
+        groups[name, *values].append(module)
     return groups
+
+
+def effects_text(effects: Iterable[float | None], *, is_relative: bool) -> str:
+    """Format the smallest and the largest effect of a row."""
+    known = [effect for effect in effects if effect is not None]
+    if not known:
+        return "–"
+    texts = [f"{one:.2%}" if is_relative else f"{one:.3g}" for one in (min(known), max(known))]
+    return " to ".join(dict.fromkeys(texts))
+
+
+def part_table(parts: Iterable[PartReport]) -> Table:
+    """A table with one row for all layers in which a part has the same kind and shape."""
+    table = Table("kind", "module", "layers")
+    for column in ("shape", "norm"):
+        table.add_column(column, justify="right")
+    groups: dict[tuple[str, str, str], list[PartReport]] = defaultdict(list)
+    for part in parts:
+        groups[part.kind, part.module, f"{part.num_rows} x {part.width}"].append(part)
+    for (kind, module, shape), found in groups.items():
+        layers = layer_ranges(part.layer for part in found if part.layer >= 0)
+        effects = effects_text((part.effect for part in found), is_relative=False)
+        table.add_row(kind, Text(printable(module)), layers, shape, effects)
+    return table
+
+
+def kind_table(cost: Cost) -> Table:
+    table = Table("kind")
+    for column in ("modules", "in the file", "in the pool", "read per token"):
+        table.add_column(column, justify="right")
+    for kind in cost.kinds:
+        sizes = (kind.file_bytes, kind.pool_bytes, kind.token_bytes)
+        table.add_row(kind.kind, str(kind.modules), *map(size_text, sizes))
+    return table
 
 
 def layer_ranges(layers: Iterable[int]) -> str:
@@ -148,6 +230,7 @@ def doctor(
             base,
             strict_base=strict_base,
             max_rank=max_rank,
+            has_weights=probe,
             progress=lambda stage, done: status.update(f"{stage} {done:.0%}"),
         )
         if probe and report.ok:
@@ -170,17 +253,35 @@ def diagnose(
     *,
     strict_base: bool,
     max_rank: int | None,
+    has_weights: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Check the adapter's files; this needs the base's config but not its weights."""
+    """Check the adapter's files; this needs the base's config but not its weights.
+
+    With `has_weights`, effects are also given relative to the weights of the base.
+    """
     # Imported here and below: torch takes seconds to import, and `--help` needs none of it.
     from loramux.adapters.peft.doctor import examine
+    from loramux.cli.costs import planned_here, with_cost
 
     try:
         base = read_base(model, progress)
     except (LoramuxError, OSError) as error:
         return refuse(path, str(model), UNSUPPORTED, str(error))
-    return examine(path, base, max_rank=max_rank, strict_base=strict_base)
+    norms = partial(weight_norms, model) if has_weights else None
+    report = examine(path, base, max_rank=max_rank, strict_base=strict_base, weight_norms=norms)
+    if not report.ok:
+        return report
+    try:
+        return with_cost(report, planned_here(base))
+    except DoesNotFit as error:
+        return refuse(path, base.name, "does_not_fit", str(error))
+
+
+def weight_norms(model: Path, paths: Sequence[str]) -> Mapping[str, float]:
+    from loramux.models.weight_norms import find_weight_norms
+
+    return find_weight_norms(model, paths)
 
 
 def measure(report: Report, model: Path) -> Report:

@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 from loramux.adapters.recipe import (
     METHODS,
     SIGN_METHODS,
+    SUM_METHOD,
     CombinationOptions,
     check_options,
     check_weights,
@@ -131,6 +132,14 @@ PushFlag = Annotated[
         metavar="TENANT/NAME[@VERSION]", help="Store the result in the registry, like `push`."
     ),
 ]
+RecipeFlag = Annotated[
+    bool,
+    typer.Option(
+        "--recipe",
+        help="With --push: store the recipe alone. A sum is added up in the batch; other methods "
+        "are made by the server on first use.",
+    ),
+]
 AnyBaseFlag = Annotated[
     bool, typer.Option("--any-base", help="Allow adapters that record different base names.")
 ]
@@ -147,6 +156,7 @@ def merge(  # noqa: PLR0913  (one for each flag)
     dtype: DtypeFlag = "float32",
     out: OutFlag = None,
     push: PushFlag = None,
+    as_recipe: RecipeFlag = False,
     any_base: AnyBaseFlag = False,
     check_base: CheckBaseFlag = None,
     shared_cache: SharedCacheFlag = None,
@@ -164,6 +174,8 @@ def merge(  # noqa: PLR0913  (one for each flag)
     loramux merge ./sql ./german --weights 1 0.5 --out ./sql-german
 
     loramux merge alice/sql alice/german --combination ties --density 0.5 --push alice/both@1.0.0
+
+    loramux merge alice/sql alice/german --weights 1 0.5 --push alice/both --recipe
     """
     with reporting_errors():
         options = check_options(
@@ -179,23 +191,46 @@ def merge(  # noqa: PLR0913  (one for each flag)
         numbers = [1.0] * len(adapters) if weights is None else weights
         check_weights(len(adapters), numbers)
         check_destination(out, push)
+        if as_recipe:
+            check_recipe_flags(push, check_base)
     stored = StoreOptions(shared_cache=shared_cache, remote_store=remote_store)
     with ExitStack() as stack:
         opener = LibraryOpener(stack, lambda: open_library(registry, data, stored))
         stack.enter_context(reporting_errors())
+        if as_recipe and push is not None:
+            terms = list(zip(adapters, numbers, strict=True))
+            push_recipe(opener.library, terms, push, options, any_base=any_base)
+            return
         inputs = read_inputs(adapters, opener)
         recipe = make_recipe([one.adapter.cid for one in inputs], numbers, options)
         combined = run(recipe, inputs, any_base=any_base)
-        names = {one.adapter.cid: one.name for one in inputs}
-        with result_folder(out) as folder:
-            write(folder, combined, names)
-            if check_base is not None:
-                check_on_base(folder, check_base)
-            if push is not None:
-                show_pushed(opener.library.push(folder, push), Console())
-        if out is not None:
-            say(Console(), "Merged   ", str(out), style="bold green")
-        show_recipe(combined, names, Console())
+        keep(combined, inputs, opener, Destination(out, push, check_base))
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the result goes: one of `out` and `push` is given."""
+
+    out: Path | None
+    push: str | None
+    check_base: Path | None
+    """The base model on which the result is checked first."""
+
+
+def keep(
+    combined: CombinedAdapter, inputs: Sequence[Input], opener: LibraryOpener, to: Destination
+) -> None:
+    """Write the result, and push it if its destination is the registry."""
+    names = {one.adapter.cid: one.name for one in inputs}
+    with result_folder(to.out) as folder:
+        write(folder, combined, names)
+        if to.check_base is not None:
+            check_on_base(folder, to.check_base)
+        if to.push is not None:
+            show_pushed(opener.library.push(folder, to.push), Console())
+    if to.out is not None:
+        say(Console(), "Merged   ", str(to.out), style="bold green")
+    show_recipe(combined, names, Console())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,6 +248,13 @@ class LibraryOpener:
         self._open_now = open_now
         self._library: AdapterLibrary | None = None
 
+    @classmethod
+    def of(cls, library: AdapterLibrary) -> LibraryOpener:
+        """An opener of a library that is open."""
+        opener = cls(ExitStack(), lambda: None)
+        opener._library = library
+        return opener
+
     @property
     def library(self) -> AdapterLibrary:
         if self._library is None:
@@ -229,6 +271,42 @@ def check_destination(out: Path | None, push: str | None) -> None:
         from loramux.adapters.peft.writer import refuse_existing
 
         refuse_existing(out.expanduser().absolute())
+
+
+def check_recipe_flags(push: str | None, check_base: Path | None) -> None:
+    if push is None:
+        raise InvalidRequest("--recipe stores a version: give --push TENANT/NAME[@VERSION].")
+    if check_base is not None:
+        raise InvalidRequest("--check-base checks files, and --recipe writes none. Leave one out.")
+
+
+def push_recipe(
+    library: AdapterLibrary,
+    terms: Sequence[tuple[str, float]],
+    reference: str,
+    options: CombinationOptions,
+    *,
+    any_base: bool,
+) -> None:
+    """Push a version without files; the parts of a combination are first read and checked."""
+    for text, _ in terms:
+        if Path(text).expanduser().is_dir() or text.startswith(PATH_STARTS):
+            raise InvalidRequest(
+                f"A recipe is made of versions of the registry, and {text} is a folder. Push it "
+                "first: loramux push."
+            )
+    if options.method != SUM_METHOD:
+        from loramux.adapters.combine.combine import check_parts
+
+        inputs = read_inputs([text for text, _ in terms], LibraryOpener.of(library))
+        cids = [one.adapter.cid for one in inputs]
+        check_parts(
+            make_recipe(cids, [weight for _, weight in terms], options),
+            {one.adapter.cid: one.adapter for one in inputs},
+            names={one.adapter.cid: one.name for one in inputs},
+            any_base=any_base,
+        )
+    show_pushed(library.push_recipe(terms, reference, options, any_base=any_base), Console())
 
 
 def read_inputs(texts: Sequence[str], opener: LibraryOpener) -> list[Input]:

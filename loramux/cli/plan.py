@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from loramux.cli.console import ByteView, say, show_error, size_text
+from loramux.cli.console import ByteView, printable, say, show_error, size_text
 from loramux.config.fields import AUTO, parse_bytes
 from loramux.errors import InvalidRequest, LoramuxError
 
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from loramux.capacity.plan import (
         AdapterSize,
         Budgets,
+        Fleet,
         GpuMemory,
+        MeasuredAdapter,
         MemoryPlan,
         PlannedBase,
         TierPlan,
@@ -28,10 +31,19 @@ if TYPE_CHECKING:
     from loramux.config.engine import ResolvedConfig
 
 
-def show_plan(plan: MemoryPlan, console: Console) -> None:
+DEFAULT_RANK = "16"
+DEFAULT_TARGETS = "q,k,v,o"
+
+
+def show_plan(plan: MemoryPlan, console: Console, *, warnings: Iterable[str] = ()) -> None:
     for name, value in facts(plan):
         say(console, f"{name:<9}", value, style="bold")
     console.print(size_table(plan.sizes))
+    parts = part_table(plan.sizes)
+    if parts is not None:
+        console.print(parts)
+    for warning in warnings:
+        say(console, "warning: ", warning, style="bold yellow")
     console.print(tier_table(plan))
     say(console, "KV cache ", kv_text(plan), style="bold")
     if plan.evicted.adapters:
@@ -49,7 +61,8 @@ def facts(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
         yield "GPU", gpu_text(plan.gpu)
     pages = f"{size_text(base.page_bytes)} each, {base.block_tokens} tokens of KV cache"
     yield "Pages", f"{pages} ({size_text(base.kv_token_bytes)} a token)"
-    yield "Adapters", f"{plan.adapters} on {', '.join(plan.targets)}"
+    on = f" on {', '.join(plan.targets)}" if plan.targets else ""
+    yield "Adapters", f"{plan.adapters}{on}"
 
 
 def gpu_text(gpu: GpuMemory) -> str:
@@ -66,11 +79,13 @@ def gpu_text(gpu: GpuMemory) -> str:
 
 
 def size_table(sizes: list[AdapterSize]) -> Table:
-    table = Table()
+    has_names = any(size.name is not msgspec.UNSET for size in sizes)
+    table = Table(*(["adapter"] if has_names else []))
     for column in ("rank", "adapters", "bytes", "pages", "on the device"):
         table.add_column(column, justify="right")
     for size in sizes:
         table.add_row(
+            *([Text(printable(str(size.name)), overflow="fold")] if has_names else []),
             str(size.rank),
             str(size.count),
             size_text(size.bytes),
@@ -78,6 +93,23 @@ def size_table(sizes: list[AdapterSize]) -> Table:
             size_text(size.device_bytes),
         )
     return table
+
+
+def part_table(sizes: list[AdapterSize]) -> Table | None:
+    """A table of the parts of measured adapters by kind; None if no adapter was measured."""
+    table = Table("adapter", "kind")
+    for column in ("modules", "bytes", "read per token"):
+        table.add_column(column, justify="right")
+    for size in sizes:
+        for part in [] if size.parts is msgspec.UNSET else size.parts:
+            table.add_row(
+                Text(printable(str(size.name)), overflow="fold"),
+                part.kind,
+                str(part.modules),
+                size_text(part.bytes),
+                size_text(part.token_bytes),
+            )
+    return table if table.rows else None
 
 
 def tier_table(plan: MemoryPlan) -> Table:
@@ -122,10 +154,28 @@ ModelFlag = Annotated[
 ]
 AdaptersFlag = Annotated[int, typer.Option(help="Number of adapters.")]
 RankFlag = Annotated[
-    str, typer.Option(help="One rank, or several that the adapters take in turn: 8,16,32,64.")
+    str | None,
+    typer.Option(
+        help="One rank, or several that the adapters take in turn: 8,16,32,64. Default: 16.",
+        show_default=False,
+    ),
 ]
 TargetsFlag = Annotated[
-    str, typer.Option(help="Target modules: q,k,v,o, attention, mlp, all, or any projections.")
+    str | None,
+    typer.Option(
+        help="Target modules: q,k,v,o, attention, mlp, all, or any projections. Default: q,k,v,o.",
+        show_default=False,
+    ),
+]
+FoldersFlag = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--adapter",
+        metavar="DIR",
+        help="Instead of --rank and --targets: an adapter folder, whose parts are counted by kind; "
+        "may be repeated, and the adapters take the sizes in turn.",
+        show_default=False,
+    ),
 ]
 DeviceFlag = Annotated[
     str,
@@ -193,8 +243,9 @@ class PlanArguments:
 
     model: str | None
     adapters: int
-    rank: str
-    targets: str
+    rank: str | None
+    targets: str | None
+    folders: tuple[Path, ...]
     device: str
     gpu: str | None
     device_memory: str | None
@@ -211,8 +262,9 @@ class PlanArguments:
 def plan(  # noqa: PLR0913  (one for each flag)
     adapters: AdaptersFlag,
     model: ModelFlag = None,
-    rank: RankFlag = "16",
-    targets: TargetsFlag = "q,k,v,o",
+    rank: RankFlag = None,
+    targets: TargetsFlag = None,
+    adapter: FoldersFlag = None,
     device: DeviceFlag = "auto",
     gpu: GpuFlag = None,
     device_memory: PoolFlag = None,
@@ -237,6 +289,7 @@ def plan(  # noqa: PLR0913  (one for each flag)
         adapters=adapters,
         rank=rank,
         targets=targets,
+        folders=tuple(adapter or ()),
         device=device,
         gpu=gpu,
         device_memory=device_memory,
@@ -250,33 +303,68 @@ def plan(  # noqa: PLR0913  (one for each flag)
         dtype=dtype,
     )
     try:
-        made = make_plan(arguments)
+        made, warnings = make_plan(arguments)
     except (LoramuxError, OSError) as error:
         show_error(Console(stderr=True), str(error))
         raise typer.Exit(2 if isinstance(error, InvalidRequest) else 1) from error
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(made)).decode())
     else:
-        show_plan(made, Console())
+        show_plan(made, Console(), warnings=warnings)
 
 
-def make_plan(arguments: PlanArguments) -> MemoryPlan:
+def make_plan(arguments: PlanArguments) -> tuple[MemoryPlan, list[str]]:
+    """Return the plan, and what the full modules of measured adapters cost."""
     # Imported here and below: numpy and torch slow down `--help`.
-    from loramux.capacity.plan import Fleet, parse_targets
+    from loramux.capacity.parts import full_module_warnings
     from loramux.capacity.planner import plan_memory
 
-    fleet = Fleet(
-        num_adapters=arguments.adapters,
-        ranks=parse_ranks(arguments.rank),
-        targets=parse_targets(
-            [name.strip() for name in arguments.targets.split(",") if name.strip()]
-        ),
-        zipf=arguments.zipf,
-    )
+    if not arguments.folders:
+        # A wrong flag is refused before a model is fetched.
+        planned_fleet(arguments, ())
     device = planned_device(arguments)
     base = planned_base(arguments, device.config)
+    measured = measure_folders(arguments, base)
+    fleet = planned_fleet(arguments, measured)
     gpu = gpu_memory(arguments, base, device)
-    return plan_memory(base, fleet, budgets(arguments, base, device, gpu), gpu=gpu or msgspec.UNSET)
+    plan = plan_memory(base, fleet, budgets(arguments, base, device, gpu), gpu=gpu or msgspec.UNSET)
+    distinct = dict.fromkeys(measured)
+    return plan, [text for one in distinct for text in full_module_warnings(base, one)]
+
+
+def planned_fleet(arguments: PlanArguments, measured: tuple[MeasuredAdapter, ...]) -> Fleet:
+    from loramux.capacity.plan import Fleet, parse_targets
+
+    if measured:
+        return Fleet(num_adapters=arguments.adapters, measured=measured, zipf=arguments.zipf)
+    targets = DEFAULT_TARGETS if arguments.targets is None else arguments.targets
+    return Fleet(
+        num_adapters=arguments.adapters,
+        ranks=parse_ranks(DEFAULT_RANK if arguments.rank is None else arguments.rank),
+        targets=parse_targets([name.strip() for name in targets.split(",") if name.strip()]),
+        zipf=arguments.zipf,
+    )
+
+
+def measure_folders(arguments: PlanArguments, base: PlannedBase) -> tuple[MeasuredAdapter, ...]:
+    """Measure adapter folders by config and header; no weights are read."""
+    if not arguments.folders:
+        return ()
+    if arguments.rank is not None or arguments.targets is not None:
+        raise InvalidRequest(
+            "--adapter says ranks and targets. Leave --rank and --targets out.", param="adapter"
+        )
+    from loramux.adapters.peft.folder import open_folder
+    from loramux.adapters.peft.inspection import Inspector
+    from loramux.capacity.parts import measure_adapter
+
+    inspector = Inspector(base.shapes)
+    found = [inspector.inspect(open_folder(folder.expanduser())) for folder in arguments.folders]
+    names = [folder.resolve().name for folder in arguments.folders]
+    return tuple(
+        measure_adapter(base, name, adapter.ranks, adapter.extras)
+        for name, adapter in zip(names, found, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

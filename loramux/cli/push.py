@@ -207,4 +207,7 @@ def show_pushed(pushed: Pushed, console: Console) -> None:
     label = "Pushed   " if pushed.is_new else "Known    "
     say(console, label, f"{pushed.tenant}/{pushed.name}@{pushed.version}", style="bold green")
     say(console, "CID      ", pushed.cid, style="bold")
-    say(console, "Size     ", size_text(pushed.size_bytes), style="bold")
+    if pushed.recipe is None:
+        say(console, "Size     ", size_text(pushed.size_bytes), style="bold")
+    else:
+        say(console, "Recipe   ", str(pushed.recipe), style="bold")

@@ -141,7 +141,7 @@ def show(
 
 
 def version_details(library: AdapterLibrary, choice: Choice) -> VersionDetails:
-    cid = choice.resolved.cid
+    cid, recipe = choice.resolved.cid, choice.resolved.recipe
     return VersionDetails(
         resolved=choice.resolved,
         share=choice.weight,
@@ -149,7 +149,7 @@ def version_details(library: AdapterLibrary, choice: Choice) -> VersionDetails:
         manifest=library.registry.manifest(cid),
         usage=library.registry.usage(cid),
         is_stored=library.store.has(cid),
-        recipe=find_stored_recipe(library, cid),
+        recipe=find_stored_recipe(library, cid) if recipe is None else recipe.to_dict(),
     )
 
 

@@ -40,7 +40,7 @@ class VersionDetails:
     """None: never used."""
     is_stored: bool
     recipe: Mapping[str, object] | None = None
-    """Parts, weights and method of a combined adapter, if its files are in the store."""
+    """Parts, weights and method of a recipe, or of a combined adapter whose files are stored."""
 
 
 def adapter_table(found: Iterable[AdapterInfo]) -> Table:
@@ -55,9 +55,16 @@ def adapter_table(found: Iterable[AdapterInfo]) -> Table:
             "\n".join(f"{state.alias} → {targets_text(state.targets)}" for state in info.aliases),
             Text(printable((latest.base_model if latest else None) or "–"), overflow="fold"),
             str(len(info.versions)),
-            size_text(latest.size_bytes) if latest else "–",
+            version_size(latest) if latest else "–",
         )
     return table
+
+
+def version_size(version: VersionInfo) -> str:
+    """The size of the files of a version; a recipe has none, and shows how many parts it has."""
+    if version.recipe is None:
+        return size_text(version.size_bytes)
+    return f"{len(version.recipe.parts)} parts"
 
 
 def show_adapter(info: AdapterInfo, console: Console) -> None:
@@ -75,9 +82,12 @@ def show_adapter(info: AdapterInfo, console: Console) -> None:
             short_cid(version.cid),
             Text(printable(version.base_model or "–"), overflow="fold"),
             time_text(version.created_at),
-            size_text(version.size_bytes),
+            version_size(version),
         )
     console.print(table)
+    for version in info.versions:
+        if version.recipe is not None:
+            say(console, f"{version.version:<8} ", f"= {version.recipe}", style="bold")
 
 
 def show_details(details: VersionDetails, console: Console) -> None:
@@ -91,12 +101,15 @@ def detail_lines(details: VersionDetails) -> Iterator[tuple[str, str]]:
     yield "Names", ", ".join(details.names) or "–"
     if details.resolved.base_model is not None:
         yield "Base", details.resolved.base_model
-    yield "Stored", "yes" if details.is_stored else "no"
+    if details.resolved.recipe is None:
+        yield "Stored", "yes" if details.is_stored else "no"
     usage = details.usage
     if usage is not None:
         yield "Requests", f"{usage.num_requests}, last {time_text(usage.last_used_at)}"
     if details.recipe is not None:
         yield from recipe_lines(details.recipe)
+    if details.resolved.recipe is not None:
+        return
     for name, value in manifest_config(details.manifest).items():
         yield name, str(value)
 
@@ -107,7 +120,8 @@ def recipe_lines(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     given = ", ".join(f"{name} {recipe[name]}" for name in options if name in recipe)
     yield "Method", recipe["method"] + (f" ({given})" if given else "")
     for part in recipe["parts"]:
-        yield "Part", f"{part['weight']:g} * {part['cid']}"
+        name = f"{part['name']} ({part['cid']})" if "name" in part else part["cid"]
+        yield "Part", f"{part['weight']:g} * {name}"
 
 
 def manifest_config(manifest: Mapping[str, object]) -> Mapping[str, object]:
@@ -161,7 +175,8 @@ def adapter_json(info: AdapterInfo) -> dict[str, Any]:
 
 def version_json(version: VersionInfo) -> dict[str, Any]:
     values: dict[str, Any] = msgspec.to_builtins(version)
-    return {name: value for name, value in values.items() if name != "adapter"}
+    recipe = None if version.recipe is None else version.recipe.to_dict()
+    return {name: value for name, value in values.items() if name != "adapter"} | {"recipe": recipe}
 
 
 def details_json(details: VersionDetails) -> dict[str, Any]:

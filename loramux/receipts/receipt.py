@@ -44,6 +44,12 @@ class ServedAdapter(Struct, frozen=True, kw_only=True):
     name: str | None = None
     version: str | None = None
     alias: str | None = None
+    part_of: str | UnsetType = UNSET
+    """tenant/name@version of the sum in the registry that named this adapter."""
+    recipe_cid: str | UnsetType = UNSET
+    """The CID of that sum, or of the recipe of which this adapter was made."""
+    recipe: dict[str, Any] | UnsetType = UNSET
+    """Method, parts and parameters of a combined adapter that is a version of the registry."""
 
 
 class Receipt(Struct, frozen=True, kw_only=True):

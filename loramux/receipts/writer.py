@@ -227,14 +227,14 @@ def to_record(receipt: Receipt) -> StoredReceipt:
 
 
 def uses_of(receipt: Receipt) -> Iterator[Use]:
-    """Yields one use for each adapter of a request that ran; weight 0 is no use."""
+    """Yields one use for each adapter and recipe of a request that ran; weight 0 is no use."""
     if receipt.status is ServingStatus.REFUSED:
         return
-    for adapter in receipt.adapters:
-        if adapter.weight == 0:
-            continue
+    used = [adapter for adapter in receipt.adapters if adapter.weight != 0]
+    recipes = {one.recipe_cid for one in used if isinstance(one.recipe_cid, str)}
+    for cid in [*(adapter.cid for adapter in used), *sorted(recipes)]:
         yield Use(
-            cid=adapter.cid,
+            cid=cid,
             num_prompt_tokens=receipt.prompt_tokens,
             num_output_tokens=receipt.completion_tokens,
             at=receipt.time,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, text
 
+from loramux.adapters.recipe import CombinationOptions
 from loramux.errors import RegistryConflict
 from loramux.registry.names import AdapterName
+from loramux.registry.recipes import Term, make_content
 from loramux.registry.records import AliasAction, AliasState, Content, Target, VersionInfo
 from loramux.registry.rows import adapters as adapter_rows
 from loramux.registry.rows import aliases as alias_rows
+from loramux.registry.rows import recipes as recipe_rows
 
 CHANNEL = "loramux_registry"
 
@@ -24,9 +28,16 @@ class Change:
     now: float
 
     def push(
-        self, adapter: AdapterName, version: str | None, content: Content
+        self,
+        adapter: AdapterName,
+        version: str | None,
+        content: Content,
+        part_ids: Sequence[int] = (),
     ) -> tuple[VersionInfo, bool]:
-        """Adds a version, by default the next free one; returns it and whether it is new."""
+        """Adds a version, by default the next free one; returns it and whether it is new.
+
+        `part_ids`: the versions that a recipe combines.
+        """
         connection = self.connection
         row = adapter_rows.make_adapter(connection, adapter, revision=self.revision, now=self.now)
         if version is None:
@@ -44,7 +55,23 @@ class Change:
             self._note(row.id)
         found = adapter_rows.find_version(connection, row.id, version)
         assert found is not None
-        return adapter_rows.version_info(adapter, found, content.size_bytes), is_new
+        if is_new:
+            recipe_rows.set_parts(connection, found.id, part_ids)
+        recipe = recipe_rows.recipe_of(connection, found.id)
+        return adapter_rows.version_info(adapter, found, content.size_bytes, recipe), is_new
+
+    def push_recipe(
+        self,
+        adapter: AdapterName,
+        version: str | None,
+        terms: Sequence[Term],
+        options: CombinationOptions,
+        *,
+        any_base: bool = False,
+    ) -> tuple[VersionInfo, bool]:
+        """Adds a version that is made of other versions and has no files of its own."""
+        content, part_ids = make_content(self.connection, terms, options, any_base=any_base)
+        return self.push(adapter, version, content, part_ids)
 
     def _name_for(self, row: adapter_rows.AdapterRow, content: Content) -> str:
         if row.latest is not None:
@@ -67,6 +94,7 @@ class Change:
                 "first, or remove the alias."
             )
         adapter_rows.set_removed(self.connection, [found.id], self.now)
+        recipe_rows.refuse_broken(self.connection)
         self._note(row.id)
 
     def remove_adapter(self, adapter: AdapterName) -> None:
@@ -76,6 +104,7 @@ class Change:
         for version in adapter_rows.live_versions(self.connection, row.id):
             found = adapter_rows.get_version(self.connection, row, adapter, str(version))
             adapter_rows.set_removed(self.connection, [found.id], self.now)
+        recipe_rows.refuse_broken(self.connection)
         self._note(row.id)
 
     def move_alias(

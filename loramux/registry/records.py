@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
+from loramux.adapters.recipe import SUM_METHOD, Recipe
 from loramux.registry.names import AdapterName
+from loramux.types.composition import sum_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +25,50 @@ class Content:
     """The source from which the files can be fetched again; it belongs to the version."""
 
 
+@dataclass(frozen=True, slots=True)
+class RecipePart:
+    """A part of a recipe; without a name if the recipe was named by its CID."""
+
+    cid: str
+    weight: float
+    adapter: AdapterName | None = None
+    version: str | None = None
+
+    def __str__(self) -> str:
+        return self.cid if self.adapter is None else f"{self.adapter}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRecipe:
+    """What a version without files is made of: a sum of other versions, or a combination."""
+
+    recipe: Recipe
+    parts: tuple[RecipePart, ...]
+    """In the order of the recipe."""
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the parts are added in the batch, so that no combined adapter is made."""
+        return self.recipe.method.name == SUM_METHOD
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the canonical form of the recipe, with the names of its parts."""
+        parts = [
+            {"cid": part.cid, "weight": part.weight}
+            | ({} if part.adapter is None else {"name": str(part)})
+            for part in self.parts
+        ]
+        return {**self.recipe.to_dict(), "parts": parts}
+
+    def __str__(self) -> str:
+        terms = sum_text((str(part), part.weight) for part in self.parts)
+        return terms if self.is_sum else f"{self.recipe.method.name}({terms})"
+
+    def without_names(self) -> VersionRecipe:
+        parts = tuple(RecipePart(part.cid, part.weight) for part in self.parts)
+        return VersionRecipe(self.recipe, parts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionInfo:
     adapter: AdapterName
@@ -30,6 +77,8 @@ class VersionInfo:
     size_bytes: int
     base_model: str | None
     created_at: float
+    recipe: VersionRecipe | None = None
+    """None: a version with files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +128,8 @@ class Resolved:
     version: str | None = None
     alias: str | None = None
     base_model: str | None = None
+    recipe: VersionRecipe | None = None
+    """None: an adapter with files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from loramux.adapters.identity import parse_cid
+from loramux.adapters.recipe import CombinationOptions
 from loramux.errors import AdapterNotFound
 from loramux.registry.changes import Change
 from loramux.registry.database import Database
@@ -42,6 +43,7 @@ from loramux.registry.resolve import Route, check_targets, find_route
 from loramux.registry.rows import adapters as adapter_rows
 from loramux.registry.rows import aliases as alias_rows
 from loramux.registry.rows import receipts as receipt_rows
+from loramux.registry.rows import recipes as recipe_rows
 from loramux.registry.rows import usage as usage_rows
 from loramux.registry.verify import find_faults
 from loramux.registry.watch import DEFAULT_POLL_S, Watch
@@ -88,6 +90,24 @@ class Registry:
         version = None if parsed.version is None else str(parsed.version)
         with self._changing() as change:
             return change.push(parsed.adapter, version, content)
+
+    def push_recipe(
+        self,
+        reference: str,
+        terms: Iterable[tuple[str, float]],
+        options: CombinationOptions,
+        *,
+        any_base: bool = False,
+    ) -> tuple[VersionInfo, bool]:
+        """Adds a version that is made of other versions, given by reference and weight.
+
+        A sum of sums becomes one sum. With `any_base` the parts may record different bases.
+        """
+        parsed = parse_push_reference(reference, home_tenant=self._home_tenant)
+        version = None if parsed.version is None else str(parsed.version)
+        named = [(self.parse(text), weight) for text, weight in terms]
+        with self._changing() as change:
+            return change.push_recipe(parsed.adapter, version, named, options, any_base=any_base)
 
     def remove(self, reference: str) -> None:
         """Removes a version, an alias, or an adapter with all its versions and aliases."""
@@ -186,6 +206,11 @@ class Registry:
         """Returns the CIDs of all current versions."""
         with self._database.reading() as connection:
             return adapter_rows.named_cids(connection)
+
+    def recipe_cids(self) -> set[str]:
+        """Returns the CIDs of recipes, which have no files."""
+        with self._database.reading() as connection:
+            return recipe_rows.recipe_cids(connection)
 
     def cids_of(self, adapter: str) -> set[str]:
         """Returns the CIDs of all versions of an adapter, also of removed ones."""

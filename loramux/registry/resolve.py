@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
 from loramux.adapters.identity import CID_PREFIX, is_digest
 from loramux.errors import AdapterNotFound, InvalidRequest
@@ -22,6 +22,7 @@ from loramux.registry.names import (
 from loramux.registry.records import Resolved, Target
 from loramux.registry.rows import adapters as adapter_rows
 from loramux.registry.rows import aliases as alias_rows
+from loramux.registry.rows import recipes as recipe_rows
 from loramux.registry.schema import versions
 
 MAX_WEIGHT = 1_000_000
@@ -104,6 +105,7 @@ def route_of_name(connection: Connection, reference: NameReference) -> Route:
             version=found.version,
             alias=alias,
             base_model=found.base_model,
+            recipe=recipe_rows.recipe_of(connection, found.id),
         )
         choices.append(Choice(resolved, target.weight))
     return Route(adapter, tuple(choices))
@@ -138,10 +140,14 @@ def route_of_cid(connection: Connection, reference: CidReference) -> Route:
     start = CID_PREFIX + reference.digest_start
     is_whole = is_digest(reference.digest_start)
     matches = versions.c.cid == start if is_whole else versions.c.cid.startswith(start)
-    statement = select(versions.c.cid).where(matches, versions.c.removed_at.is_(None))
-    found = list(connection.scalars(statement.distinct().limit(2)))
+    is_live = versions.c.removed_at.is_(None)
+    statement = select(versions.c.cid, func.min(versions.c.id)).where(matches, is_live)
+    found = connection.execute(statement.group_by(versions.c.cid).limit(2)).all()
     if not found:
         raise AdapterNotFound(f"No version in the registry has the content id {start}.")
     if len(found) > 1:
         raise InvalidRequest(f"Several content ids begin with {start}. Give more digits.")
-    return Route(None, (Choice(Resolved(cid=found[0]), 1),))
+    cid, version_id = found[0]
+    recipe = recipe_rows.recipe_of(connection, version_id)
+    resolved = Resolved(cid=cid, recipe=None if recipe is None else recipe.without_names())
+    return Route(None, (Choice(resolved, 1),))

@@ -95,6 +95,14 @@ versions = Table(
     UniqueConstraint("adapter_id", "version"),
 )
 
+# The versions that a recipe combines; the recipe is the manifest of its content.
+recipe_parts = Table(
+    "recipe_parts",
+    metadata,
+    Column("version_id", ForeignKey("versions.id"), primary_key=True),
+    Column("part_id", ForeignKey("versions.id"), primary_key=True, index=True),
+)
+
 # All states of all aliases; parent_revision is the target of a rollback.
 alias_states = Table(
     "alias_states",

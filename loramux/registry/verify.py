@@ -9,6 +9,7 @@ from sqlalchemy import Connection, select
 from loramux.registry.names import highest
 from loramux.registry.rows import adapters as adapter_rows
 from loramux.registry.rows import aliases as alias_rows
+from loramux.registry.rows import recipes as recipe_rows
 from loramux.registry.schema import adapters, alias_states, registry_state, versions
 
 
@@ -22,6 +23,8 @@ def find_faults(connection: Connection) -> Iterator[str]:
             yield f"{row.name}: changed at {row.revision}, after the last change, {last}."
         yield from alias_faults(connection, row)
     yield from history_faults(connection)
+    for recipe, part in recipe_rows.broken_recipes(connection):
+        yield f"The recipe {recipe} needs {part}, which was removed."
 
 
 def alias_faults(connection: Connection, row: adapter_rows.AdapterRow) -> Iterator[str]:

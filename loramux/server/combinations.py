@@ -62,6 +62,11 @@ class Combinations:
         """The recipes of the combinations that requests have named, by CID of the adapter."""
         return self._recipes
 
+    def is_ready(self, recipe: Recipe) -> bool:
+        """Returns whether the host has the combination's adapter."""
+        made = self._made.get(recipe.cid)
+        return made is not None and made.card.cid in self._host.adapters
+
     async def add(self, recipe: Recipe) -> AdapterCard:
         """Returns the combination's adapter, which the host has afterwards.
 
@@ -72,8 +77,7 @@ class Combinations:
         if refusal is not None:
             raise AdapterRefused(refusal.code, refusal.reason, fix=refusal.fix)
         made = self._made.get(recipe.cid)
-        is_ready = made is not None and made.card.cid in self._host.adapters
-        if made is not None and is_ready and self._cache.touch(recipe):
+        if made is not None and self.is_ready(recipe) and self._cache.touch(recipe):
             return made.card
         task = self._tasks.get(recipe.cid)
         if task is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,16 +78,24 @@ class NamedAdapter:
     recipe: Recipe | None = None
     """The recipe of a combination; None: an adapter by itself."""
     parts: tuple[NamedAdapter, ...] = ()
-    """The adapters of a combination, in the order of the request."""
+    """The adapters of a combination that a request made, in the order of the request."""
+    part_of: Resolved | None = None
+    """The version of the registry, a sum, that named this adapter."""
 
     @property
     def label(self) -> str:
         """The adapter's label in shares and metrics, without its version."""
-        if self.recipe is not None:
-            return combination_label(self.recipe, self.parts)
         if self.resolved is not None:
             return label_of(self.resolved)
+        if self.recipe is not None:
+            return combination_label(self.recipe, self.parts)
         return self.cid if self.given is None else self.given
+
+    @property
+    def version_cid(self) -> str:
+        """The CID of the version that was named: of a recipe, or of the adapter itself."""
+        named = self.part_of or self.resolved
+        return self.cid if named is None else named.cid
 
     @property
     def full_name(self) -> str:
@@ -135,6 +143,9 @@ class AdapterNames:
         self._full_names: dict[str, str] = {}
         # CIDs of combinations -> their label.
         self._combined: dict[str, str] = {}
+        # CIDs of combinations that are versions of the registry -> their full name.
+        self._made_names: dict[str, str] = {}
+        self._sums: dict[str, Resolved] = {}
         self._pulling: dict[str, asyncio.Task[None]] = {}
         # An adapter without names stays while the host adds any: it may be the same adapter.
         self._num_adding = 0
@@ -172,6 +183,7 @@ class AdapterNames:
     def names_of(self, cid: str) -> list[str]:
         """Returns the given names of an adapter, and its last full name in the registry."""
         names = list(self._names.get(cid, ()))
+        names += [self._made_names[cid]] if cid in self._made_names else []
         return [*names, self._full_names.get(cid, cid)] if cid in self._labels else names
 
     def labels_of(self, cid: str) -> list[str]:
@@ -181,8 +193,18 @@ class AdapterNames:
         return [*labels, self._combined[cid]] if cid in self._combined else labels
 
     def add_combination(self, combined: NamedAdapter) -> None:
-        """Records the label of a combination for metrics."""
+        """Records the label of a combination for metrics, and its name if it is a version."""
         self._combined[combined.cid] = combined.label
+        if combined.resolved is not None:
+            self._made_names[combined.cid] = full_name(combined.resolved)
+
+    @property
+    def sums(self) -> Mapping[str, Resolved]:
+        """The sums of the registry that requests have named, by CID."""
+        return self._sums
+
+    def add_sum(self, resolved: Resolved) -> None:
+        self._sums[resolved.cid] = resolved
 
     def unread(self) -> dict[str, list[GivenName]]:
         """Returns the given names without a CID by folder, in the order of their addition."""

@@ -19,7 +19,7 @@ from loramux.receipts.receipt import Receipt, ServedAdapter, ServingStatus, base
 from loramux.registry.names import DEFAULT_TENANT
 from loramux.server.caller import known_caller
 from loramux.server.errors import error_info
-from loramux.server.names import NamedAdapter, Selected
+from loramux.server.names import NamedAdapter, Selected, full_name
 from loramux.server.usage import UsageCount
 from loramux.types.request import Request, RequestFacts
 
@@ -140,7 +140,8 @@ class ReceiptDraft:
         base_name, base_digest = self._base()
         named = list(self._adapters.values())
         adapters = tuple(served_adapter(part) for one in named for part in one.parts or (one,))
-        recipe = next((one.recipe for one in named if one.recipe is not None), None)
+        # A version that is a recipe stands among the adapters, with its recipe.
+        recipe = next((one.recipe for one in named if one.parts), None)
         info = None if error is None else error_info(error)
         is_refused = status is ServingStatus.REFUSED and self.asked is not None
         return Receipt(
@@ -182,6 +183,9 @@ def served_adapter(adapter: NamedAdapter) -> ServedAdapter:
         name=resolved.name,
         version=resolved.version,
         alias=resolved.alias,
+        part_of=UNSET if adapter.part_of is None else full_name(adapter.part_of),
+        recipe_cid=UNSET if adapter.version_cid == adapter.cid else adapter.version_cid,
+        recipe=UNSET if resolved.recipe is None else resolved.recipe.to_dict(),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from loramux.adapters.identity import CID_PREFIX, is_digest_start
 from loramux.adapters.peft.folder import short_base_name
 from loramux.adapters.peft.refusals import RefusalCode
-from loramux.adapters.recipe import CombinationOptions, check_options, make_recipe
+from loramux.adapters.recipe import SUM_METHOD, CombinationOptions, check_options, make_recipe
 from loramux.backend import TextCodec
 from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest
 from loramux.registry.records import Resolved
@@ -18,6 +18,7 @@ from loramux.server.caller import ANONYMOUS, Caller
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.names import NamedAdapter, Selected, check_distinct, full_name
+from loramux.server.recipes import open_version
 from loramux.server.wire import GenerationBody
 from loramux.types.adapter import vocab_size_of
 from loramux.types.composition import (
@@ -28,7 +29,6 @@ from loramux.types.composition import (
     sum_text,
 )
 
-SUM = "cat"
 # Refusals after which the files of an adapter are fetched or read again.
 _MISSING_FILES = ("changed_on_disk", RefusalCode.UNREADABLE)
 
@@ -69,14 +69,14 @@ def combination_of(body: GenerationBody) -> CombinationOptions | None:
     with _naming_body_fields():
         options = check_options(
             CombinationOptions(
-                method=body.combination or SUM,
+                method=body.combination or SUM_METHOD,
                 density=body.density,
                 majority_sign_method=body.majority_sign_method,
                 seed=body.combination_seed,
                 svd_rank=body.svd_rank,
             )
         )
-    return None if options.method == SUM else options
+    return None if options.method == SUM_METHOD else options
 
 
 @contextmanager
@@ -99,6 +99,7 @@ async def _combine(context: Context, selected: Selected, options: CombinationOpt
             param="combination",
         )
     parts = selected.adapters
+    _refuse_recipes(parts)
     with _naming_body_fields():
         recipe = make_recipe([part.cid for part in parts], [part.weight for part in parts], options)
     try:
@@ -112,6 +113,17 @@ async def _combine(context: Context, selected: Selected, options: CombinationOpt
     combined = NamedAdapter(shown, card.cid, recipe=recipe, parts=parts)
     context.names.add_combination(combined)
     return Selected(selected.model, (combined,))
+
+
+def _refuse_recipes(parts: Sequence[NamedAdapter]) -> None:
+    """Refuses recipes as parts of a combination, which is made of adapters with files."""
+    for part in parts:
+        resolved = part.part_of or part.resolved
+        if resolved is not None and resolved.recipe is not None:
+            raise InvalidRequest(
+                f"{full_name(resolved)} is itself a recipe, {resolved.recipe}. Name its parts.",
+                param="adapters",
+            )
 
 
 async def _select_parts(context: Context, reference: ModelReference, caller: Caller) -> Selected:
@@ -156,8 +168,8 @@ async def codec_for(context: Context, selected: Selected) -> TextCodec:
     return await backend.codec_for(selection)
 
 
-async def find_named(context: Context, text: str, *, param: str) -> NamedAdapter | None:
-    """Returns the adapter of a name, which the host has afterwards; None if there is none."""
+async def find_named(context: Context, text: str, *, param: str) -> tuple[NamedAdapter, ...] | None:
+    """Returns the adapters of a name, which the host has afterwards; None if there are none."""
     return await _Finder(context, ANONYMOUS).find(text, param=param)
 
 
@@ -184,13 +196,17 @@ class _Finder:
             found = await self.find(model, param=param)
             if found is None:
                 raise _unknown(context, f"The {param} `{model}`", param)
-            return Selected(model, (found,))
+            context.names.check_alone(found, param=param)
+            return Selected(model, found)
         check_count(len(terms), param=param)
         check_weights((weight for _, weight in terms), param=param)
         return Selected(model, await self.find_all(terms, param=param))
 
     async def find_all(self, terms: Sequence[Term], *, param: str) -> tuple[NamedAdapter, ...]:
-        """Finds all terms of a sum at once; each must be another adapter."""
+        """Finds all terms of a sum at once; each must be another adapter.
+
+        A term that is itself a sum of the registry stands for its weighted parts.
+        """
         results = await asyncio.gather(
             *(self.find(name, param=param) for name, _ in terms), return_exceptions=True
         )
@@ -200,26 +216,31 @@ class _Finder:
                 raise found
             if found is None:
                 raise _unknown(self.context, f"The adapter `{name}`", param)
-            adapters.append(replace(found, weight=weight))
+            adapters += [replace(one, weight=weight * one.weight) for one in found]
+        check_count(len(adapters), param=param)
+        check_weights((one.weight for one in adapters), param=param)
         check_distinct(adapters, param=param)
         self.context.names.check_alone(adapters, param=param)
         return tuple(adapters)
 
-    async def find(self, text: str, *, param: str) -> NamedAdapter | None:
-        """Returns the adapter of a name, which the host has afterwards; None if there is none."""
+    async def find(self, text: str, *, param: str) -> tuple[NamedAdapter, ...] | None:
+        """Returns the adapters of a name, which the host has afterwards; None if there are none.
+
+        There is one, except for a sum of the registry.
+        """
         context = self.context
         if text in context.base_names:
             return None
         given = await context.names.identify(text)
         if given is not None and given.cid is not None:
-            return NamedAdapter(text, given.cid, given.name)
+            return (NamedAdapter(text, given.cid, given.name),)
         resolved = await _resolve(context, text, param, self.caller)
         if resolved is None:
-            return _find_by_cid(context, text, param)
+            found = _find_by_cid(context, text, param)
+            return None if found is None else (found,)
         if self.own_base_only:
             _require_own_base(context, resolved)
-        await context.names.pull(resolved)
-        return NamedAdapter(text, resolved.cid, resolved=resolved)
+        return await open_version(context.names, context.combinations, resolved, text)
 
 
 async def _resolve(context: Context, text: str, param: str, caller: Caller) -> Resolved | None:

@@ -9,24 +9,26 @@ from collections.abc import Iterable
 from loramux.backend import AdapterHost
 from loramux.errors import AdapterNotFound, LoramuxError
 from loramux.registry.records import Resolved
+from loramux.server.combinations import Combinations
 from loramux.server.context import Context
 from loramux.server.generation import submit
 from loramux.server.names import AdapterNames, full_name
+from loramux.server.recipes import open_version
 from loramux.server.registry_adapters import RegistryAdapters
-from loramux.types.request import Request
+from loramux.types.request import Request, Selection
 from loramux.types.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
 
 
-async def warm_up(context: Context, cid: str) -> None:
-    """Generates a token with the adapter, which is on the device afterwards."""
+async def warm_up(context: Context, selection: Selection) -> None:
+    """Generates a token with the adapters, which are on the device afterwards."""
     context.require_ready()
     request = Request(
         request_id=f"warm-{uuid.uuid4().hex}",
         prompt_token_ids=(1,),
         params=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
-        selection=((cid, 1.0),),
+        selection=selection,
         timeout_s=context.options.probe_timeout_s,
     )
     async for _ in submit(context.backend, context.names, request):
@@ -61,6 +63,7 @@ async def prewarm(
     *,
     given: Iterable[str] = (),
     adapters: Iterable[Resolved] = (),
+    combinations: Combinations | None = None,
 ) -> None:
     """Loads given names and adapters of the registry one after another; failures are logged."""
     for name in given:
@@ -72,7 +75,7 @@ async def prewarm(
             _log.warning("%s is not pre-warmed: %s", name, error)
     for resolved in adapters:
         try:
-            await names.pull(resolved)
-            await host.prewarm([resolved.cid])
+            opened = await open_version(names, combinations, resolved, full_name(resolved))
+            await host.prewarm([one.cid for one in opened])
         except (LoramuxError, OSError) as error:
             _log.warning("%s is not pre-warmed: %s", full_name(resolved), error)

@@ -263,7 +263,8 @@ class AdapterEntry(Struct, kw_only=True):
     prompt_tokens: int
     generation_tokens: int
     recipe: dict[str, Any] | UnsetType = UNSET
-    """Method, parts (CID and weight) and parameters of an adapter that requests combined."""
+    """Method, parts (CID and weight) and parameters of a combined adapter, or of a sum that is a
+    version of the registry: its bytes are those of its parts, which are listed themselves."""
     tokenizer_digest: str | UnsetType = UNSET
     """Digest of the adapter's tokenizer files, if it has any."""
 
@@ -322,8 +323,10 @@ class PlanRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Adapters to plan for; absent budgets are those of this server."""
 
     adapters: int
-    rank: int | list[int]
+    rank: int | list[int] | None = None
     """One rank, or several that the adapters take in turn."""
+    like: list[str] | None = None
+    """Instead of rank and targets: adapters of this server whose sizes are taken in turn."""
     targets: str | list[str] | None = None
     """q,k,v,o, attention, mlp, all or any projections; absent: q,k,v,o."""
     zipf: float | None = None
@@ -420,11 +423,30 @@ class RunChunk(Struct, kw_only=True):
     serving: Receipt | UnsetType = UNSET
 
 
+class RecipeBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A version that is made of other versions of the registry, and has no files."""
+
+    adapters: list[str]
+    """Names or CIDs of versions."""
+    weights: list[float] | None = None
+    """One for each adapter; 1 each without them."""
+    combination: str = "cat"
+    """cat: the parts are added in the batch. Others are made into one adapter on first use."""
+    density: float | None = None
+    majority_sign_method: str | None = None
+    seed: int | None = None
+    svd_rank: int | None = None
+    any_base: bool = False
+    """Allow parts that record different base names."""
+
+
 class PushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     reference: str
     """tenant/name@1.4.2; without a version, the next free one."""
-    source: str
+    source: str | UnsetType = UNSET
     """A folder on the server, or an id such as hf:owner/name or s3://bucket/folder."""
+    recipe: RecipeBody | UnsetType = UNSET
+    """Instead of a source."""
 
 
 class PromoteRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -456,6 +478,8 @@ class VersionEntry(Struct, kw_only=True):
     bytes: int
     base_model: str | None
     created: float
+    recipe: dict[str, Any] | UnsetType = UNSET
+    """Method, parts and parameters of a version without files."""
 
 
 class AliasEntry(Struct, kw_only=True):
@@ -488,6 +512,7 @@ class PushedEntry(Struct, kw_only=True):
     bytes: int
     is_new: bool
     """False: the version already existed with the same bytes."""
+    recipe: dict[str, Any] | UnsetType = UNSET
 
 
 class Removed(Struct, kw_only=True):
@@ -514,6 +539,7 @@ def version_entry(version: VersionInfo) -> VersionEntry:
         bytes=version.size_bytes,
         base_model=version.base_model,
         created=version.created_at,
+        recipe=UNSET if version.recipe is None else version.recipe.to_dict(),
     )
 
 

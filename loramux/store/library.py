@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from loramux.adapters.recipe import CombinationOptions
 from loramux.config.paths import DataPaths
 from loramux.errors import (
     AdapterNotFound,
@@ -21,7 +22,7 @@ from loramux.errors import (
 )
 from loramux.progress import SILENT, ByteSink
 from loramux.registry.names import parse_push_reference
-from loramux.registry.records import Content, Resolved
+from loramux.registry.records import Content, Resolved, VersionInfo, VersionRecipe
 from loramux.sources.config import SourceConfig
 from loramux.store.bucket import ObjectTier
 from loramux.store.gc import Collected
@@ -50,6 +51,8 @@ class Pushed:
     size_bytes: int
     is_new: bool
     """False if the version already existed with the same content."""
+    recipe: VersionRecipe | None = None
+    """What a version without files is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,34 +95,40 @@ class AdapterLibrary:
 
     def _name(self, staged: StagedAdapter, reference: str, source: str | None) -> Pushed:
         record = staged.record
-        version, is_new = self.registry.push(
-            reference,
-            Content(
-                cid=record.cid,
-                manifest=record.manifest,
-                size_bytes=record.size_bytes,
-                base_model=staged.config.base_model_name,
-                source=source,
-            ),
+        content = Content(
+            cid=record.cid,
+            manifest=record.manifest,
+            size_bytes=record.size_bytes,
+            base_model=staged.config.base_model_name,
+            source=source,
         )
-        return Pushed(
-            tenant=version.adapter.tenant,
-            name=version.adapter.name,
-            version=version.version,
-            cid=version.cid,
-            size_bytes=version.size_bytes,
-            is_new=is_new,
-        )
+        return _pushed(*self.registry.push(reference, content))
+
+    def push_recipe(
+        self,
+        terms: Iterable[tuple[str, float]],
+        reference: str,
+        options: CombinationOptions,
+        *,
+        any_base: bool = False,
+    ) -> Pushed:
+        """Stores a version that is made of other versions, given by name and weight.
+
+        It has no files. Its parts cannot be removed while it exists.
+        """
+        return _pushed(*self.registry.push_recipe(reference, terms, options, any_base=any_base))
 
     def pull(self, reference: str, folder: Path) -> Resolved:
         """Copies the adapter's files into a new folder, all or none of them."""
         resolved = self.registry.resolve(reference)
+        _refuse_recipe(resolved)
         self._from_store(resolved.cid, lambda: self.store.copy_out(resolved.cid, folder))
         return resolved
 
     def open(self, reference: str, *, sticky_key: str | None = None) -> tuple[Resolved, Path]:
         """Resolves a reference; returns it with the folder in the store to load it from."""
         resolved = self.registry.resolve(reference, sticky_key=sticky_key)
+        _refuse_recipe(resolved)
         return resolved, self.materialize(resolved.cid)
 
     def materialize(self, cid: str) -> Path:
@@ -168,12 +177,33 @@ class AdapterLibrary:
         found = self.store.verify()
         missing = [
             f"{name}@{version} needs {cid}, which neither the store nor its tiers have."
-            for cid in sorted(self.registry.cids())
+            for cid in sorted(self.registry.cids() - self.registry.recipe_cids())
             if not self.store.is_available(cid)
             for name, version in self.registry.names_of(cid)
         ]
         faults = (*found.damage, *self.registry.verify(), *missing)
         return LibraryReport(found.num_adapters, found.num_files, found.size_bytes, faults)
+
+
+def _pushed(version: VersionInfo, is_new: bool) -> Pushed:
+    return Pushed(
+        tenant=version.adapter.tenant,
+        name=version.adapter.name,
+        version=version.version,
+        cid=version.cid,
+        size_bytes=version.size_bytes,
+        is_new=is_new,
+        recipe=version.recipe,
+    )
+
+
+def _refuse_recipe(resolved: Resolved) -> None:
+    if resolved.recipe is not None:
+        name = resolved.cid if resolved.name is None else f"{resolved.tenant}/{resolved.name}"
+        raise InvalidRequest(
+            f"{name} is a recipe, {resolved.recipe}, and has no files. Name its parts, or write it "
+            "to files with loramux merge and --out.",
+        )
 
 
 def refuse_other(cid: str, source: str) -> Callable[[StagedAdapter], None]:

@@ -65,6 +65,28 @@ def combine(
     Raises AdapterRefused if they cannot be combined by the method. `names` are shown in messages
     instead of CIDs; with `any_base` the parts may record different bases.
     """
+    by_path, configs = check_parts(recipe, adapters, names=names, any_base=any_base)
+    svd_rank = recipe.svd_rank or max(_largest_rank(config) for config in configs)
+    modules = []
+    for done, (path, found) in enumerate(by_path.items()):
+        progress(done, len(by_path))
+        modules.append(_combine_path(recipe, path, found, svd_rank))
+    progress(len(by_path), len(by_path))
+    used = _without_zero_modules(recipe, modules)
+    return CombinedAdapter(recipe, configs, used, frozenset(by_path))
+
+
+def check_parts(
+    recipe: Recipe,
+    adapters: Mapping[str, CheckedAdapter],
+    *,
+    names: Mapping[str, str] | None = None,
+    any_base: bool = False,
+) -> tuple[dict[str, dict[int, LoraModule]], tuple[PeftLoraConfig, ...]]:
+    """Returns the modules of all parts by path, and their configs.
+
+    Refuses what combine() would refuse of them.
+    """
     parts = [adapters[part.cid] for part in recipe.parts]
     shown = [(names or {}).get(part.cid, part.cid) for part in recipe.parts]
     configs = tuple(lora_config(part.config, name) for part, name in zip(parts, shown, strict=True))
@@ -76,14 +98,7 @@ def combine(
         check_shapes(path, found, shown)
         if recipe.method.needs_equal_ranks:
             check_ranks(recipe, path, found, shown)
-    svd_rank = recipe.svd_rank or max(_largest_rank(config) for config in configs)
-    modules = []
-    for done, (path, found) in enumerate(by_path.items()):
-        progress(done, len(by_path))
-        modules.append(_combine_path(recipe, path, found, svd_rank))
-    progress(len(by_path), len(by_path))
-    used = _without_zero_modules(recipe, modules)
-    return CombinedAdapter(recipe, configs, used, frozenset(by_path))
+    return by_path, configs
 
 
 def write_combined(

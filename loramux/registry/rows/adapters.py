@@ -15,7 +15,8 @@ from loramux.registry.names import (
     highest,
     parse_version,
 )
-from loramux.registry.records import Content, VersionInfo
+from loramux.registry.records import Content, VersionInfo, VersionRecipe
+from loramux.registry.rows.recipes import owners, recipes_of
 from loramux.registry.schema import adapters, contents, registry_state, tenants, versions
 
 AdapterRow = Row[Any]
@@ -143,11 +144,16 @@ def list_versions(connection: Connection, adapter: AdapterName) -> list[VersionI
         .where(tenants.c.name == adapter.tenant, adapters.c.name == adapter.name)
         .where(versions.c.removed_at.is_(None))
     )
-    found = [version_info(adapter, row, row.size_bytes) for row in rows]
+    found_rows = list(rows)
+    adapter_ids = {row.adapter_id for row in found_rows}
+    recipes = recipes_of(connection, owners.c.adapter_id.in_(adapter_ids))
+    found = [version_info(adapter, row, row.size_bytes, recipes.get(row.id)) for row in found_rows]
     return sorted(found, key=lambda info: parse_version(info.version), reverse=True)
 
 
-def version_info(adapter: AdapterName, row: Row[Any], size_bytes: int) -> VersionInfo:
+def version_info(
+    adapter: AdapterName, row: Row[Any], size_bytes: int, recipe: VersionRecipe | None
+) -> VersionInfo:
     return VersionInfo(
         adapter=adapter,
         version=row.version,
@@ -155,6 +161,7 @@ def version_info(adapter: AdapterName, row: Row[Any], size_bytes: int) -> Versio
         size_bytes=size_bytes,
         base_model=row.base_model,
         created_at=row.created_at,
+        recipe=recipe,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sqlalchemy import Connection, Row, Select, delete, or_, select, union
@@ -40,10 +40,19 @@ def receipt_values(receipt: StoredReceipt) -> dict[str, object]:
 
 
 def part_values(receipt: StoredReceipt) -> list[dict[str, object]]:
-    """Returns the rows of the receipt's adapters other than its first."""
+    """Returns the rows of the receipt's adapters other than its first, and of their recipes."""
     adapters = receipt.body.get("adapters")
-    cids = {adapter["cid"] for adapter in adapters} if isinstance(adapters, list) else set()
+    cids = set(_cids(adapters)) if isinstance(adapters, list) else set()
     return [{"receipt_id": receipt.id, "cid": cid} for cid in sorted(cids - {receipt.cid})]
+
+
+def _cids(adapters: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for adapter in adapters:
+        yield adapter["cid"]
+        if "recipe_cid" in adapter:
+            yield adapter["recipe_cid"]
+        for part in adapter.get("recipe", {}).get("parts", ()):
+            yield part["cid"]
 
 
 def get_receipt(connection: Connection, receipt_id: str) -> StoredReceipt | None:

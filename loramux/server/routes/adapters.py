@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -13,10 +14,11 @@ from starlette.responses import Response
 from loramux.backend import AdapterUse
 from loramux.errors import InvalidRequest
 from loramux.metrics.traffic import AdapterTraffic, Traffic
+from loramux.registry.records import Resolved, VersionRecipe
 from loramux.server.body import json_response
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
-from loramux.server.names import GivenName
+from loramux.server.names import GivenName, NamedAdapter, full_name
 from loramux.server.openapi import answering
 from loramux.server.selection import find_named
 from loramux.server.warming import warm_up
@@ -27,7 +29,9 @@ from loramux.server.wire import (
     RegistryEntry,
     registry_entry,
 )
+from loramux.types.composition import compose
 
+TIERS = ("device", "host", "disk", "source", "loading")
 ADDED, BUSIEST = "added", "busiest"
 ORDERS = (ADDED, BUSIEST)
 
@@ -62,9 +66,9 @@ def adapter_routes(context: Context) -> APIRouter:
     async def warm_adapter(request: Request) -> Response:
         """Loads an adapter and generates a token with it, so that it is resident afterwards."""
         name = request.path_params["name"]
-        cid = await _find(context, name)
-        await warm_up(context, cid)
-        return json_response(await _entry(context, cid, name))
+        found = await _find(context, name)
+        await warm_up(context, compose((one.cid, one.weight) for one in found))
+        return json_response(await _entry(context, _listed_cid(found), name))
 
     @router.get(
         "/v1/adapters/{name:path}",
@@ -89,18 +93,25 @@ def adapter_routes(context: Context) -> APIRouter:
 
 
 async def _pin(context: Context, name: str, *, pinned: bool) -> Response:
-    cid = await _find(context, name)
-    await context.backend.pin_adapter(cid, pinned)
-    return json_response(await _entry(context, cid, name))
+    found = await _find(context, name)
+    for adapter in found:
+        await context.backend.pin_adapter(adapter.cid, pinned)
+    return json_response(await _entry(context, _listed_cid(found), name))
 
 
-async def _find(context: Context, name: str) -> str:
-    """Returns the CID that the name means; raises NotServed."""
+async def _find(context: Context, name: str) -> tuple[NamedAdapter, ...]:
+    """Returns the adapters that the name means; raises NotServed."""
     context.require_ready()
     found = await find_named(context, name, param="name")
     if found is None:
         raise _unknown(name)
-    return found.cid
+    return found
+
+
+def _listed_cid(found: Sequence[NamedAdapter]) -> str:
+    """Returns the CID under which the adapters of a name are listed: of their sum, if they are."""
+    part_of = found[0].part_of
+    return found[0].cid if part_of is None else part_of.cid
 
 
 def _served_cid(context: Context, name: str) -> str | None:
@@ -138,8 +149,35 @@ async def _entries(context: Context) -> list[AdapterEntry]:
             entry.tokenizer_digest = card.tokenizer_digest
         recipe = None if made is None else made.recipes.get(cid)
         entries.append(entry if recipe is None else replace(entry, recipe=recipe.to_dict()))
+    entries += _sum_entries(names.sums.values(), {entry.cid: entry for entry in entries})
     entries += map(_unread_entry, names.unread().values())
     return entries + [_make_entry([], None, use, Traffic()) for use in uses.values()]
+
+
+def _sum_entries(
+    sums: Iterable[Resolved], parts: Mapping[str | None, AdapterEntry]
+) -> list[AdapterEntry]:
+    """Describes the sums of the registry whose parts the host still has."""
+    entries = []
+    for resolved in sums:
+        assert resolved.recipe is not None
+        found = [parts.get(part.cid) for part in resolved.recipe.parts]
+        present = [part for part in found if part is not None]
+        if len(present) == len(found):
+            entries.append(_sum_entry(resolved, resolved.recipe, present))
+    return entries
+
+
+def _sum_entry(
+    resolved: Resolved, recipe: VersionRecipe, parts: Sequence[AdapterEntry]
+) -> AdapterEntry:
+    """Describes a sum, which is as fast as its slowest part and has no bytes of its own."""
+    slowest = max(parts, key=lambda part: TIERS.index(part.tier) if part.tier in TIERS else 0)
+    rank = sum(part.rank for part in parts)
+    use = AdapterUse(cid=resolved.cid, tier=slowest.tier, num_bytes=0, rank=rank)
+    entry = _make_entry([full_name(resolved)], None, use, Traffic())
+    pinned = all(part.pinned for part in parts)
+    return replace(entry, recipe=recipe.to_dict(), pinned=pinned)
 
 
 def _unread_entry(names: list[GivenName]) -> AdapterEntry:

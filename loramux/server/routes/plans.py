@@ -10,18 +10,31 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loramux.adapters.packed.paged import RANK_BLOCK
 from loramux.backend import AdapterUse, EngineStats, ModelCard
-from loramux.capacity.plan import Budgets, EvictedNow, Fleet, MemoryPlan, PlannedBase, parse_targets
+from loramux.capacity.plan import (
+    Budgets,
+    EvictedNow,
+    Fleet,
+    MeasuredAdapter,
+    MemoryPlan,
+    PlannedBase,
+    parse_targets,
+)
 from loramux.capacity.planner import plan_memory
 from loramux.config.fields import parse_bytes
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.server.body import json_response, read_json
 from loramux.server.context import Context
+from loramux.server.errors import NotServed
+from loramux.server.names import NamedAdapter
 from loramux.server.openapi import taking
+from loramux.server.selection import find_named
 from loramux.server.wire import PlanRequest
 
 MAX_NAMES = 20
 MAX_RANKS = 1000
+MAX_LIKE = 100
 DEFAULT_TARGETS = "q,k,v,o"
 
 
@@ -35,7 +48,8 @@ def plan_routes(context: Context) -> APIRouter:
         body, _ = await read_json(request, PlanRequest, max_bytes=max_bytes)
         context.require_ready()
         card = context.backend.card
-        base, fleet, budgets = _base(card), _fleet(body), _budgets(body, card)
+        measured = await _measure(context, body)
+        base, fleet, budgets = _base(card), _fleet(body, measured), _budgets(body, card)
         plan = await asyncio.to_thread(plan_memory, base, fleet, budgets)
         uses = await context.backend.adapter_uses()
         evicted = would_evict(plan, context.backend.stats, uses, _names(context))
@@ -83,7 +97,41 @@ def _base(card: ModelCard) -> PlannedBase:
     )
 
 
-def _fleet(body: PlanRequest) -> Fleet:
+async def _measure(context: Context, body: PlanRequest) -> tuple[MeasuredAdapter, ...]:
+    """Returns the sizes of the adapters that the body names, which the server opens."""
+    if body.like is None:
+        return ()
+    if body.rank is not None or body.targets is not None:
+        raise InvalidRequest("like says ranks and targets. Leave them out.", param="like")
+    if not 1 <= len(body.like) <= MAX_LIKE:
+        raise InvalidRequest(f"like names 1 to {MAX_LIKE} adapters.", param="like")
+    measured = []
+    for name in body.like:
+        found = await find_named(context, name, param="like")
+        if found is None:
+            raise NotServed(f"The adapter `{name}` does not exist.", param="like")
+        measured += [_measured(context, one) for one in found]
+    return tuple(measured)
+
+
+def _measured(context: Context, adapter: NamedAdapter) -> MeasuredAdapter:
+    card, shapes = context.backend.adapters[adapter.cid], context.backend.card.shapes
+    # The server knows no ranks by module: all projections may have the largest one.
+    num_projections = 0 if shapes is None else len(shapes.projections)
+    return MeasuredAdapter(
+        name=adapter.full_name,
+        rank=card.rank,
+        num_bytes=card.num_bytes,
+        num_blocks=-(-card.rank // RANK_BLOCK) * num_projections,
+    )
+
+
+def _fleet(body: PlanRequest, measured: tuple[MeasuredAdapter, ...]) -> Fleet:
+    zipf = 1.0 if body.zipf is None else body.zipf
+    if measured:
+        return Fleet(num_adapters=body.adapters, measured=measured, zipf=zipf)
+    if body.rank is None:
+        raise InvalidRequest("Give rank, or like.", param="rank")
     ranks = [body.rank] if isinstance(body.rank, int) else body.rank
     if len(ranks) > MAX_RANKS:
         raise InvalidRequest(f"rank has more than {MAX_RANKS} entries.", param="rank")
@@ -94,7 +142,7 @@ def _fleet(body: PlanRequest) -> Fleet:
         num_adapters=body.adapters,
         ranks=tuple(ranks),
         targets=parse_targets(targets),
-        zipf=1.0 if body.zipf is None else body.zipf,
+        zipf=zipf,
     )
 
 

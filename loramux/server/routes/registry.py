@@ -7,17 +7,22 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from fastapi import APIRouter
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loramux.adapters.recipe import CombinationOptions, check_options, check_weights
 from loramux.config.paths import FETCH_FOLDER
+from loramux.errors import InvalidRequest
 from loramux.registry.names import AdapterName, parse_adapter_name, parse_name_reference
 from loramux.registry.records import AliasState
 from loramux.registry.registry import Registry
 from loramux.server.body import json_response, read_json
 from loramux.server.context import Context
 from loramux.server.local_sources import fetched_folder
+from loramux.server.names import full_name
 from loramux.server.openapi import answering, changing
+from loramux.server.recipes import open_version
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.warming import warm_up
 from loramux.server.wire import (
@@ -25,6 +30,7 @@ from loramux.server.wire import (
     PromoteRequest,
     PushedEntry,
     PushRequest,
+    RecipeBody,
     Removed,
     RollbackRequest,
     SplitRequest,
@@ -32,6 +38,7 @@ from loramux.server.wire import (
 )
 from loramux.sources.parse import lasting_name
 from loramux.store.library import Pushed
+from loramux.types.composition import compose
 
 T = TypeVar("T")
 
@@ -41,7 +48,7 @@ def registry_routes(context: Context) -> APIRouter:
 
     @router.post("/v1/adapters", **changing(PushRequest, PushedEntry))
     async def push_adapter(request: Request) -> Response:
-        """Copies an adapter into the store under a name and a version."""
+        """Copies an adapter into the store under a name and a version, or stores a recipe."""
         registry = context.require_registry()
         body = await _read(context, request, PushRequest)
         pushed = await asyncio.to_thread(_push, context, registry, body)
@@ -117,8 +124,9 @@ class _AliasChange:
         for version in versions:
             self._context.require_ready()
             resolved = await self._registry.resolve(f"{self._name}@{version}")
-            await self._context.names.pull(resolved)
-            await warm_up(self._context, resolved.cid)
+            names, combinations = self._context.names, self._context.combinations
+            opened = await open_version(names, combinations, resolved, full_name(resolved))
+            await warm_up(self._context, compose((one.cid, one.weight) for one in opened))
 
     async def warm_previous(self, alias: str) -> int:
         """Warm the previous targets of the alias, and return its current revision."""
@@ -134,12 +142,40 @@ class _AliasChange:
 
 
 def _push(context: Context, registry: RegistryAdapters, body: PushRequest) -> Pushed:
+    reference = _full_reference(context, body.reference)
+    if isinstance(body.recipe, RecipeBody):
+        _refuse_source(body)
+        return _push_recipe(registry, reference, body.recipe)
+    if not isinstance(body.source, str):
+        raise InvalidRequest("Give a source to push, or a recipe.", param="source")
     options = context.options
     area = registry.library.store.root.parent / FETCH_FOLDER
     with fetched_folder(body.source, options.allowed_roots, options.sources, area) as folder:
         source = lasting_name(body.source, folder, options.sources)
-        reference = _full_reference(context, body.reference)
         return registry.library.push(folder, reference, source=source)
+
+
+def _refuse_source(body: PushRequest) -> None:
+    if body.source is not UNSET:
+        raise InvalidRequest(
+            "A recipe has no files, and so no source. Give one of them.", param="source"
+        )
+
+
+def _push_recipe(registry: RegistryAdapters, reference: str, body: RecipeBody) -> Pushed:
+    weights = [1.0] * len(body.adapters) if body.weights is None else body.weights
+    check_weights(len(body.adapters), weights)
+    options = check_options(
+        CombinationOptions(
+            method=body.combination,
+            density=body.density,
+            majority_sign_method=body.majority_sign_method,
+            seed=body.seed,
+            svd_rank=body.svd_rank,
+        )
+    )
+    terms = list(zip(body.adapters, weights, strict=True))
+    return registry.library.push_recipe(terms, reference, options, any_base=body.any_base)
 
 
 def _full_reference(context: Context, reference: str) -> str:
@@ -153,6 +189,7 @@ def _pushed_entry(pushed: Pushed) -> PushedEntry:
         cid=pushed.cid,
         bytes=pushed.size_bytes,
         is_new=pushed.is_new,
+        recipe=UNSET if pushed.recipe is None else pushed.recipe.to_dict(),
     )
 
 

@@ -131,7 +131,7 @@ async def _load(context: Context, asked: LoadRequest) -> None:
 async def _read_weights(context: Context, cid: str) -> None:
     """Loads the adapter, so that the caller may overwrite its files once the call has returned."""
     try:
-        await warm_up(context, cid)
+        await warm_up(context, ((cid, 1.0),))
     except (DoesNotFit, EngineBusy, RequestTimeout) as error:
         _log.warning("%s is registered, but its weights are not loaded yet: %s", cid, error)
 

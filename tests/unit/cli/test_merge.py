@@ -66,6 +66,60 @@ def test_versions_of_the_registry_are_merged_into_a_version(
     assert "Known    alice/ab@1.0.0" in again
 
 
+def test_a_recipe_is_a_version_without_files(shell: Shell, parts: list[Path]) -> None:
+    for name, part in zip("ab", parts, strict=True):
+        shell.ok("push", part, f"alice/{name}@1.0.0")
+    blobs = shell.blobs()
+    weights = ("--weights", "1", "0.5")
+    pushing = ("--push", "alice/ab@1.0.0", "--recipe")
+    output = shell.ok("merge", "alice/a", "alice/b", *weights, *pushing)
+    assert "Pushed   alice/ab@1.0.0" in output
+    assert shell.blobs() == blobs
+    [version] = shell.json("show", "alice/ab@1.0.0")["versions"]
+    named = {part["name"]: part["weight"] for part in version["recipe"]["parts"]}
+    assert named == {"alice/a@1.0.0": 1, "alice/b@1.0.0": 0.5}
+    assert "0.5 * alice/b@1.0.0" in shell.ok("show", "alice/ab@1.0.0")
+    listed = {one["name"]: one for one in shell.json("list")["adapters"]}
+    assert listed["ab"]["versions"][0]["recipe"] == version["recipe"]
+    assert "2 parts" in shell.ok("list")
+    assert "1.0.0    = alice/a@1.0.0+0.5*alice/b@1.0.0" in shell.ok("show", "alice/ab")
+    shell.ok("verify")
+    refused = shell.run("rm", "alice/b@1.0.0")
+    assert refused.exit_code == 1 and "recipe alice/ab@1.0.0" in refused.stderr
+    shell.ok("gc", "--grace-s", 0)
+    assert shell.blobs() == blobs
+    for words in (("pull", "alice/ab", shell.folder / "out"), ("merge", "alice/ab", *parts)):
+        refused = shell.run(*words, *(("--push", "alice/x") if words[0] == "merge" else ()))
+        assert refused.exit_code == 2 and "is a recipe" in refused.stderr
+    shell.ok("rm", "alice/ab@1.0.0")
+    shell.ok("rm", "alice/b@1.0.0")
+    shell.ok("gc", "--grace-s", 0)
+    assert len(shell.blobs()) < len(blobs)
+
+
+def test_the_parts_of_a_recipe_are_checked_before_it_is_stored(
+    shell: Shell, parts: list[Path]
+) -> None:
+    wide = write_adapter(
+        shell.folder / "wide", lora_config_dict(r=8), lora_tensors(CONFIG, seed=9, r=8)
+    )
+    shell.ok("push", parts[0], "alice/a@1.0.0")
+    shell.ok("push", wide, "alice/wide@1.0.0")
+    ties = ("--combination", "ties", "--density", 0.5)
+    cases: list[tuple[tuple[object, ...], int, str]] = [
+        (("alice/a", "alice/wide", *ties, "--push", "alice/x"), 1, "alice/wide@1.0.0"),
+        (("alice/a", wide, "--push", "alice/x"), 2, "Push it first"),
+        (("alice/a", "alice/wide", "--out", shell.folder / "out"), 2, "give --push"),
+    ]
+    for words, status, message in cases:
+        result = shell.run("merge", *words, "--recipe")
+        assert result.exit_code == status, result.output
+        assert message in " ".join(result.stderr.split())
+    assert [one["name"] for one in shell.json("list")["adapters"]] == ["a", "wide"]
+    svd = ("--combination", "svd", "--push", "alice/x@1.0.0", "--recipe")
+    assert "Pushed   alice/x@1.0.0" in shell.ok("merge", "alice/a", "alice/wide", *svd)
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [

@@ -18,6 +18,12 @@ from loramux.cli.plan import show_plan
 from loramux.engine.device_choice import DeviceChoice
 from loramux.memory.gpus import Gpu
 from loramux.types.model import BaseModelInfo, Projection
+from tests.adapter_factory import (
+    lora_config_dict,
+    lora_tensors,
+    tiny_llama_config,
+    write_adapter,
+)
 from tests.model_factory import tiny_config
 
 MIB = 2**20
@@ -168,12 +174,12 @@ SHAPES = BaseModelInfo(
 )
 
 
-def shown(num_adapters: int) -> str:
+def shown(num_adapters: int, **options: Any) -> str:
     base = PlannedBase(name="base\x1b[2J", shapes=SHAPES, dtype="bfloat16")
     fleet = Fleet(num_adapters=num_adapters, ranks=(8, 64), targets=("q_proj",))
     budgets = Budgets(device_bytes=2**24, host_bytes=2**25, disk_bytes=2**40, kv_tokens=512)
     console = Console(file=io.StringIO(), width=140)
-    show_plan(plan_memory(base, fleet, budgets), console)
+    show_plan(plan_memory(base, fleet, budgets), console, **options)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -193,3 +199,25 @@ def test_no_eviction_is_shown_if_all_adapters_fit() -> None:
 
 def test_a_name_cannot_steer_the_terminal() -> None:
     assert "\x1b" not in shown(10)
+
+
+def test_an_adapter_folder_is_measured_by_kind(tmp_path: Path) -> None:
+    shapes = tiny_llama_config()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**shapes.to_dict(), "architectures": ["LlamaForCausalLM"]}))
+    tensors = lora_tensors(shapes, r=4)
+    folder = write_adapter(tmp_path / "small", lora_config_dict(r=4), tensors)
+    options = ("--adapters", "3", "--device", "cpu", "--dtype", "fp32", "--adapter", str(folder))
+    [size] = plan_json(config, *options)["sizes"]
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    assert (size["name"], size["rank"], size["bytes"]) == ("small", 4, num_bytes)
+    part = {"kind": "low rank", "modules": 6, "bytes": num_bytes, "token_bytes": num_bytes}
+    assert size["parts"] == [part]
+    seen = run_plan("--model", str(config), *options)
+    assert seen.exit_code == 0 and "read per token" in seen.output
+    refused = run_plan("--model", str(config), *options, "--rank", "8")
+    assert refused.exit_code == 2 and "Leave --rank" in refused.output
+
+
+def test_what_full_modules_cost_is_a_warning() -> None:
+    assert "warning: big is expensive." in shown(3, warnings=["big is expensive."])

@@ -157,6 +157,7 @@ def test_logits_of_mixed_vocabularies(scene: Scene) -> None:
     selections = (of("wide"), (), of("narrow"), of("rows"), (("delta", 0.5),))
     hidden = torch.randn(5, HIDDEN)
     step = scene.step(*selections)
+
     # The second row of each selection, as if the first was not sampled.
     def head(some: Tensor) -> Tensor:
         return some @ base.T

@@ -114,3 +114,22 @@ def test_would_evict_lists_idle_adapters_by_last_use() -> None:
     assert would_evict(plan, EngineStats(), uses, {}).adapters == 0
     full = would_evict(plan, replace(stats, num_free_pages=0), uses[3:], {})
     assert (full.adapters, full.is_enough) == (0, False)
+
+
+def test_sizes_may_be_those_of_adapters_of_this_server() -> None:
+    asked = {name: value for name, value in ASKED.items() if name not in ("rank", "targets")}
+    backend = ScriptedBackend()
+    plan = post(make_app(backend), PLAN, {**asked, "like": ["legal", "team/polite"]}).json()
+    assert [size["name"] for size in plan["sizes"]] == ["legal", "team/polite"]
+    assert {size["bytes"] for size in plan["sizes"]} == {1024}
+    assert sum(size["count"] for size in plan["sizes"]) == asked["adapters"]
+    wrong: list[tuple[dict[str, Any], int]] = [
+        ({"like": ["legal"], "rank": 8}, 400),
+        ({"like": []}, 400),
+        ({"like": ["absent"]}, 404),
+        ({}, 400),
+    ]
+    for fields, status in wrong:
+        response = post(make_app(backend), PLAN, {**asked, **fields})
+        assert response.status_code == status, response.text
+        assert response.json()["error"]["param"] in ("like", "rank")
