@@ -23,7 +23,7 @@ class AdapterCard:
     num_elements: int = 0
     warnings: tuple[str, ...] = ()
     invocation_tokens: tuple[int, ...] = ()
-    """Of an aLoRA: it acts from the last occurrence of these tokens in the prompt on."""
+    """An aLoRA acts from the last occurrence of these tokens in the prompt on."""
     only_alone: str = ""
     """Why it cannot be part of a sum, nor have a weight other than 1; empty: it can."""
     vocab_size: int = 0

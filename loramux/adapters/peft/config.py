@@ -65,7 +65,7 @@ class PeftLoraConfig:
     """The layers that are adapted; empty means all layers."""
     layers_pattern: tuple[str, ...]
     invocation_tokens: tuple[int, ...] = ()
-    """Of an aLoRA: the adapter acts from the last occurrence of these tokens in the prompt on."""
+    """An aLoRA acts from the last occurrence of these tokens in the prompt on."""
     base_model_name: str | None
     """The base that PEFT recorded; it is not part of the CID."""
     task_type: str | None
