@@ -91,7 +91,7 @@ class PrefixLease:
     _node: Node | None
     """The last node of the prefix; None after the release."""
     _branch: Branch | None = None
-    """The branch of an aLoRA; its tree is kept while the lease is held."""
+    """None without a start; the branch's tree is kept while the lease is held."""
 
     @property
     def num_tokens(self) -> int:
@@ -195,9 +195,8 @@ class PrefixCache:
         elif node.tree.is_dropped:
             return held
         for index in range(len(lease.page_ids), num_blocks):
-            edge: Edge = tuple(token_ids[index * size : (index + 1) * size])
-            if branch is not None and index == branch.index:
-                edge = branch.edge(edge)
+            block = tuple(token_ids[index * size : (index + 1) * size])
+            edge = block if branch is None or index != branch.index else branch.edge(block)
             child = node.children.get(edge)
             if child is None:
                 child = self._insert(node, edge, held[index], owner)

@@ -84,11 +84,10 @@ class PrefixTree:
         """Returns the nodes of the longest cached prefix, in order."""
         path = []
         node = self.root
-        branch_stop = 0 if branch is None else (branch.index + 1) * block_tokens
+        top_stop = 0 if branch is None else (branch.index + 1) * block_tokens
         for stop in range(block_tokens, len(token_ids) + 1, block_tokens):
-            edge: Edge = tuple(token_ids[stop - block_tokens : stop])
-            if branch is not None and stop == branch_stop:
-                edge = branch.edge(edge)
+            block = tuple(token_ids[stop - block_tokens : stop])
+            edge = branch.edge(block) if branch is not None and stop == top_stop else block
             child = node.children.get(edge)
             if child is None:
                 break
