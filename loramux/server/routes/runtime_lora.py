@@ -31,12 +31,8 @@ from loramux.server.wire import ErrorBody, ErrorInfo
 _log = logging.getLogger(__name__)
 INVALID_INPUT = "InvalidUserInput"
 NOT_FOUND_CODES = ("config_missing",)
-# Phrases of vLLM's errors that clients search for -> (code, field) of the equivalent refusal.
-VLLM_PHRASES = {
-    "is greater than max_lora_rank": ("rank_over_cap", ""),
-    "does not yet support DoRA": ("", "use_dora"),
-    "only supports modules_to_save being None": ("", "modules_to_save"),
-}
+# The refusal for which clients search for vLLM's phrase.
+RANK_CODE, RANK_PHRASE = "rank_over_cap", "LoRA rank is greater than max_lora_rank"
 
 
 class LoadRequest(msgspec.Struct, kw_only=True):
@@ -164,10 +160,8 @@ def _refused(asked: LoadRequest, error: AdapterRefused) -> VllmError:
     if error.code in NOT_FOUND_CODES:
         return _not_found(asked.lora_name)
     message = str(error).replace(asked.lora_path, "<path>")
-    for phrase, (code, field) in VLLM_PHRASES.items():
-        if error.code == code or (field and field in message):
-            subject = "This server" if field else "LoRA rank"
-            message = f"{subject} {phrase}: {message}"
+    if error.code == RANK_CODE:
+        message = f"{RANK_PHRASE}: {message}"
     return VllmError(500, "InternalServerError", message)
 
 

@@ -10,38 +10,42 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from loramux.engine.engine import Engine
-from loramux.errors import DoesNotFit
+from loramux.errors import DoesNotFit, InvalidRequest
 from loramux.types.composition import compose
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import make_engine, make_prompt, make_request
+from tests.kinds_factory import make_kind
 from tests.memory_factory import InlineExecutor
 from tests.model_factory import tiny_transformers_model
 
-NUM_ADAPTERS = 6
+NUM_LOW_RANK = 4
+# A full head takes 16 pages, both of a larger vocabulary 34.
+KINDS = ("dora", "saved_head", "trained_tokens", "ia3", "saved_norms", "added_tokens")
+NUM_ADAPTERS = NUM_LOW_RANK + len(KINDS)
 
 
 def build() -> tuple[Engine, list[str]]:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     with tempfile.TemporaryDirectory() as folder:
-        # One page is 16 tokens; 24 pages are about three adapters and a few sequences.
+        # One page is 16 tokens; 48 pages are about three adapters and a few sequences.
         engine = make_engine(
             model,
             Path(folder) / "model",
-            device_memory_bytes=24 * 2 * 16 * 2 * 16 * 4,
+            device_memory_bytes=48 * 2 * 16 * 2 * 16 * 4,
             max_batch_tokens=24,
             max_sequences=5,
             loads=InlineExecutor(),
         )
-        cids = [
-            engine.register_adapter(
-                write_adapter(
-                    Path(folder) / str(seed),
-                    lora_config_dict(r=1 + seed, target_modules=["q_proj", "v_proj"]),
-                    lora_tensors(model.config, seed=seed, r=1 + seed),
-                )
-            ).cid
-            for seed in range(NUM_ADAPTERS)
+        folders = [
+            write_adapter(
+                Path(folder) / str(seed),
+                lora_config_dict(r=1 + seed, target_modules=["q_proj", "v_proj"]),
+                lora_tensors(model.config, seed=seed, r=1 + seed),
+            )
+            for seed in range(NUM_LOW_RANK)
         ]
+        folders += [make_kind(name, model, Path(folder) / name) for name in KINDS]
+        cids = [engine.register_adapter(path).cid for path in folders]
         # The folder is deleted: from now on the adapters come from host memory.
         for cid in cids:
             assert engine.residency.load_now([cid])
@@ -50,6 +54,7 @@ def build() -> tuple[Engine, list[str]]:
 
 
 ENGINE, CIDS = build()
+ONLY_ALONE = {cid: ENGINE.catalog.get(cid).only_alone for cid in CIDS}
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -76,6 +81,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.add(request)
         except DoesNotFit:
             assert len(selection) > 1, "a single adapter fits"
+        except InvalidRequest as error:
+            assert error.param == "adapters" and any(ONLY_ALONE[cid] for cid, _ in selection)
         else:
             self.open[name] = set(range(n))
 

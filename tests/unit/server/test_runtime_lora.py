@@ -191,10 +191,6 @@ def test_a_reload_in_place_moves_the_name_to_a_new_content_id(tmp_path: Path) ->
 
 REFUSED_ADAPTERS = {
     "is greater than max_lora_rank": AdapterRefused("rank_over_cap", "x has rank 64; at most 8."),
-    "does not yet support DoRA": AdapterRefused("unsupported_field", "use_dora rescales weights."),
-    "only supports modules_to_save being None": AdapterRefused(
-        "unsupported_field", "modules_to_save replaces modules."
-    ),
     "is not valid JSON": AdapterRefused("config_not_json", "adapter_config.json is not valid JSON"),
 }
 
