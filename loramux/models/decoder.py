@@ -182,7 +182,10 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits [tokens, vocab] in float32 from hidden [tokens, hidden]."""
-        logits = self.lm_head(hidden).float()
+        return self.capped(self.lm_head(hidden).float())
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Apply the model's softcap, if it has one, in place. logits [tokens, vocab] float32"""
         cap = self.config.final_logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
