@@ -14,7 +14,6 @@ from loramux.adapters.packed.extras import MODEL_LEVEL, ExtraKey, ExtraKind, Row
 from loramux.errors import DoesNotFit
 from loramux.kernels.gpu.extras import tables as names
 from loramux.kernels.gpu.extras.tables import (
-    ALIGN_ELEMENTS,
     MATRIX_WORDS,
     MAX_HEAD_RANK,
     NO_VECTOR,
@@ -26,7 +25,11 @@ from loramux.kernels.gpu.extras.tables import (
     Ints,
     SlotEntry,
 )
-from loramux.kernels.gpu.lora.work_list import RankBlockDirectory, WorkListFull
+from loramux.kernels.gpu.lora.work_list import (
+    ALIGN_ELEMENTS,
+    RankBlockDirectory,
+    WorkListFull,
+)
 from loramux.kernels.gpu.transfer import send
 from loramux.memory.records import ResidentAdapter
 from loramux.types.model import FUSED_LINEARS

@@ -18,7 +18,6 @@ from loramux.kernels.gpu.extras.tables import (
     ExtrasTables,
     Ints,
     ReplacedOutputs,
-    WorkListFull,
     build_extras_list,
 )
 from loramux.kernels.gpu.transfer import send
@@ -155,6 +154,3 @@ class ExtrasWork:
         words = np.zeros(limits.num_words, dtype=np.int32)
         self.fill(selections, lengths, limits, words)
         return self.step(send(torch.from_numpy(words), self._pool.device), limits, uses)
-
-
-__all__ = ["ExtrasStep", "ExtrasWork", "WorkListFull", "graph_limits"]

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from loramux.kernels.gpu.extras.tables import ExtrasLimits
+from loramux.kernels.gpu.lora.work_list import WorkListFull
 from loramux.lora.device_extras import ExtrasUse
-from loramux.lora.extras_step import ExtrasLimits, ExtrasStep, ExtrasWork, WorkListFull
+from loramux.lora.extras_step import ExtrasStep, ExtrasWork
 from loramux.runner.host_buffer import HostBuffer
 from loramux.types.request import Selection
 

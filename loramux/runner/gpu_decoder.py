@@ -122,7 +122,9 @@ class GpuDecoder:
             wide[:, :vocab_size] = logits
             logits = wide
         extras.change_logits(logits, hidden)
-        return self._decoder.capped(logits.float())
+        # A softcap would make numbers of tokens that a row's vocabulary does not have.
+        is_missing = logits == float("-inf")
+        return self._decoder.capped(logits.float()).masked_fill_(is_missing, float("-inf"))
 
     def empty_logits(self, num_tokens: int) -> Tensor:
         """Allocate the output of `write_logits`, in the dtype that it needs."""

@@ -419,11 +419,12 @@ class GpuRunner:
             return prompt_logprobs_of(batch, hidden, self._decoder.logits)
         found: dict[int, list[TokenLogprob]] = {}
         for chunk, start in zip(batch.chunks, batch.row_starts, strict=True):
+
+            def logits_of(rows: Tensor, selection: Selection = chunk.selection) -> Tensor:
+                return self._logits(rows, [selection], [len(rows)])
+
             alone = replace(batch, chunks=(chunk,), row_starts=(start,))
-            selection = chunk.selection
-            found |= prompt_logprobs_of(
-                alone, hidden, lambda rows, s=selection: self._logits(rows, [s], [len(rows)])
-            )
+            found |= prompt_logprobs_of(alone, hidden, logits_of)
         return found
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from loramux.kernels.gpu.extras.tables import (
-    ALIGN_ELEMENTS,
     EMBED_A,
     EMBED_B,
     EMBED_ROWS,
@@ -25,6 +24,7 @@ from loramux.kernels.gpu.extras.tables import (
     ExtrasTables,
     ReplacedOutputs,
 )
+from loramux.kernels.gpu.lora.work_list import ALIGN_ELEMENTS
 
 
 def scale_add(tables: ExtrasTables, y: Tensor, vector: int) -> None:

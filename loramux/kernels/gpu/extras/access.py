@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.gpu.extras import tables
+from loramux.kernels.gpu.lora.work_list import ALIGN_ELEMENTS
 
 HEADER_WORDS: tl.constexpr = tl.constexpr(tables.HEADER_WORDS)
 ROW_WORDS: tl.constexpr = tl.constexpr(tables.ROW_WORDS)
@@ -18,7 +19,7 @@ ROWS_PER_PAGE: tl.constexpr = tl.constexpr(tables.ROWS_PER_PAGE)
 START: tl.constexpr = tl.constexpr(tables.START)
 PAGES: tl.constexpr = tl.constexpr(tables.PAGES)
 TOKENS: tl.constexpr = tl.constexpr(tables.TOKENS)
-ALIGN: tl.constexpr = tl.constexpr(tables.ALIGN_ELEMENTS)
+ALIGN: tl.constexpr = tl.constexpr(ALIGN_ELEMENTS)
 
 
 @triton.jit

@@ -13,10 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loramux.kernels.gpu.lora.work_list import ALIGN_ELEMENTS, WorkListFull
+from loramux.kernels.gpu.lora.work_list import WorkListFull
 from loramux.types.model import FUSED_LINEARS
-
-__all__ = ["ALIGN_ELEMENTS", "WorkListFull"]
 
 Ints = NDArray[np.int32]
 
