@@ -22,7 +22,7 @@ from loramux.adapters.packed.writers import write_extra
 from loramux.adapters.peft.parts import ExtraTensor, LoraModule
 from loramux.engine.engine import Engine
 from loramux.types.adapter import AdapterCard
-from loramux.types.model import FUSED_LINEARS, TargetModule
+from loramux.types.model import FUSED_LINEARS, BaseModelInfo
 
 _RANK = 3
 GAIN, BIAS, WEIGHT, ROWS = ExtraKind.GAIN, ExtraKind.BIAS, ExtraKind.WEIGHT, ExtraKind.ROWS
@@ -52,33 +52,29 @@ def linears_of(model: Any) -> list[dict[str, Any]]:
     ]
 
 
-def random_adapters(model: Any, *, std: float = 0.3) -> dict[str, Adapter]:
+def random_adapters(base: BaseModelInfo, *, std: float = 0.3) -> dict[str, Adapter]:
     """An adapter of each kind; "wide" has tokens that the model does not have."""
     generator = torch.Generator().manual_seed(11)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) * std
 
-    linears, last = linears_of(model), len(model.model.layers) - 1
-    vocab, hidden = model.get_input_embeddings().weight.shape
-    widths = {
-        site: sum(linears[0][name].out_features for name in names)
-        for site, names in FUSED_LINEARS.items()
-    }
+    shapes = {one.name: (one.in_features, one.out_features) for one in base.projections}
+    vocab, hidden, last = base.vocab_size, base.hidden_size, base.num_layers - 1
+    widths = {site: sum(shapes[name][1] for name in names) for site, names in FUSED_LINEARS.items()}
     vectors = {
         (last, site, kind): noise(1, w) for site, w in widths.items() for kind in (GAIN, BIAS)
     }
     low_rank = {
-        (layer, name): (noise(_RANK, linear.in_features), noise(linear.out_features, _RANK))
-        for layer, of_layer in enumerate(linears)
-        for name, linear in of_layer.items()
-        if name in ("q_proj", "v_proj", "down_proj", "up_proj")
+        (layer, name): (noise(_RANK, shapes[name][0]), noise(shapes[name][1], _RANK))
+        for layer in range(base.num_layers)
+        for name in ("q_proj", "v_proj", "down_proj", "up_proj")
     }
     norms = {(last, "attention_norm", GAIN): noise(1, hidden)}
     norms |= {(last, "mlp_norm", GAIN): noise(1, hidden)}
     norms |= {(MODEL_LEVEL, "final_norm", GAIN): noise(1, hidden)}
     weights = {
-        (last, name, WEIGHT): noise(*linears[last][name].weight.shape)
+        (last, name, WEIGHT): noise(*reversed(shapes[name]))
         for name in ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
     }
     embed, head = (MODEL_LEVEL, EMBEDDING), (MODEL_LEVEL, HEAD)
@@ -103,9 +99,9 @@ def random_adapters(model: Any, *, std: float = 0.3) -> dict[str, Adapter]:
     }
 
 
-def register(engine: Engine, model: Any, adapters: Mapping[str, Adapter]) -> None:
+def register(engine: Engine, adapters: Mapping[str, Adapter]) -> None:
     """Make the adapters known to an engine, with their images in host memory; names are CIDs."""
-    linears = linears_of(model)
+    targets = {(target.layer, target.projection): target for target in engine.catalog.base.targets}
     packing = engine.catalog.rules.packing
     for cid, adapter in adapters.items():
         ranks = {place: len(a) for place, (a, _) in adapter.low_rank.items()}
@@ -116,10 +112,8 @@ def register(engine: Engine, model: Any, adapters: Mapping[str, Adapter]) -> Non
         layout = packing.plan(ranks, specs)
         buffer = packing.allocate(layout.num_elements, packing.dtype)
         write = packing.writer(layout, buffer)
-        for (layer, name), (a, b) in adapter.low_rank.items():
-            linear = linears[layer][name]
-            target = TargetModule(name, layer, name, linear.in_features, linear.out_features)
-            write(LoraModule(target, len(a), float(len(a)), 1.0, a, b))
+        for place, (a, b) in adapter.low_rank.items():
+            write(LoraModule(targets[place], len(a), float(len(a)), 1.0, a, b))
         for key, values in adapter.extras.items():
             write_extra(layout.extras, buffer, ExtraTensor(key, values))
         image = AdapterImage(cid=cid, layout=layout, buffer=buffer)

@@ -88,9 +88,9 @@ def test_a_mixed_batch_equals_merged_models(
 ) -> None:
     model = tiny_transformers_model(family, num_hidden_layers=2)
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **SETTINGS)
-    adapters = random_adapters(model)
+    adapters = random_adapters(engine.catalog.base)
     names = [name for name in adapters if name != "wide"]
-    register(engine, model, adapters)
+    register(engine, adapters)
     selections: list[Selection] = [*map(one, names), (), SUM, one("dora")]
     lease(engine, *selections)
     scene = Scene(runner, engine, selections, vocab=256)
@@ -118,8 +118,8 @@ def test_an_added_vocabulary_widens_the_logits_of_its_steps(
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **SETTINGS)
-    adapters = random_adapters(model)
-    register(engine, model, adapters)
+    adapters = random_adapters(engine.catalog.base)
+    register(engine, adapters)
     selections: list[Selection] = [one("wide"), (), one("dora")]
     lease(engine, *selections)
     scene = Scene(runner, engine, selections, vocab=256)
@@ -146,8 +146,8 @@ def test_prompt_logprobs_are_those_of_the_own_head(
 ) -> None:
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **SETTINGS)
-    adapters = random_adapters(model)
-    register(engine, model, adapters)
+    adapters = random_adapters(engine.catalog.base)
+    register(engine, adapters)
     selections: list[Selection] = [one("full"), (), one("ranks")]
     lease(engine, *selections)
     scene = Scene(runner, engine, selections, vocab=200)
@@ -190,8 +190,8 @@ def test_graphs_are_captured_when_steps_have_such_adapters(
     for graphs in (runner._decode_graphs, runner._prefill_graphs):
         graphs.graphs.maker = CostlyMaker()
     runner.capture_largest()
-    adapters = random_adapters(model)
-    register(engine, model, adapters)
+    adapters = random_adapters(engine.catalog.base)
+    register(engine, adapters)
     plain, dora = make_request("p", make_prompt(3, seed=1)), one("dora")
     run_all(engine, [plain])
     kinds = (runner._decode_graphs, runner._prefill_graphs)
@@ -227,8 +227,8 @@ def test_all_kernels_in_the_interpreter_equal_the_reference(
 
     model = tiny_transformers_model("llama", num_hidden_layers=1)
     engine, runner = device_engine(monkeypatch, model, tmp_path / "model", **SETTINGS)
-    adapters = random_adapters(model)
-    register(engine, model, adapters)
+    adapters = random_adapters(engine.catalog.base)
+    register(engine, adapters)
     selections: list[Selection] = [one("full"), one("rows"), SUM, ()]
     lease(engine, *selections)
     fast = GpuRunner(
