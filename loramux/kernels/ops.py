@@ -402,35 +402,23 @@ class AugmentedLoraOps(Protocol):
 
 
 class ExtrasOps(Protocol):
-    """Parts of adapters beside low rank, by the tables of resident adapters and a step's list."""
+    """Parts of adapters beside low rank; `scale_logits` is the `scale_add` of the head."""
 
     def scale_add(self, tables: ExtrasTables, y: Tensor, vector: int) -> None:
         """y = y * (1 + sum of weight * gain) + sum of weight * bias, in place. y [rows, out]"""
 
-    def scale_logits(self, tables: ExtrasTables, logits: Tensor) -> None:
-        """`scale_add` of the head, whose gains and biases lie in pages. logits [rows, columns]"""
+    def scale_logits(self, tables: ExtrasTables, logits: Tensor) -> None: ...
 
-    def embed_rows(
-        self, tables: ExtrasTables, residual: Tensor, token_ids: Tensor, scale: float
-    ) -> None:
-        """Replaces the embedding of each row, or adds low rank to it, times the model's scale.
-
-        residual [rows, hidden]   token_ids [rows]
-        """
+    def embed_rows(self, tables: ExtrasTables, y: Tensor, token_ids: Tensor, scale: float) -> None:
+        """Replaces embeddings y [rows, hidden], or adds low rank, times scale. token_ids [rows]"""
 
     def replace_outputs(
         self, tables: ExtrasTables, y: Tensor, x: Tensor, linear: ReplacedOutputs
     ) -> None:
-        """y = x @ weight.T + bias at the projections that the row's adapter replaces.
-
-        x [rows, in]   y [rows, outputs]
-        """
+        """y = x @ weight.T + bias at the projections that the row's adapter replaces."""
 
     def replace_logits(self, tables: ExtrasTables, logits: Tensor, hidden: Tensor) -> None:
-        """logits = hidden @ head.T, or some columns of it; -inf past the last row of the head.
-
-        hidden [rows, hidden]   logits [rows, columns]
-        """
+        """logits = hidden @ head.T, or some columns of it; -inf past the last row of the head."""
 
     def add_low_rank_logits(self, tables: ExtrasTables, logits: Tensor, hidden: Tensor) -> None:
         """logits += weight * hidden @ A.T @ B.T"""

@@ -53,25 +53,25 @@ def scale_logits(tables: ExtrasTables, logits: Tensor) -> None:
         logits[row] = torch.where(is_finite, scaled, float("-inf"))
 
 
-def embed_rows(tables: ExtrasTables, residual: Tensor, token_ids: Tensor, scale: float) -> None:
+def embed_rows(tables: ExtrasTables, y: Tensor, token_ids: Tensor, scale: float) -> None:
     """Replaces the embedding of each row, or adds low rank to it, times the model's scale.
 
-    residual [rows, hidden]   token_ids [rows]
+    y [rows, hidden]   token_ids [rows]
     """
-    for row, entries in _rows(tables, len(residual)):
+    for row, entries in _rows(tables, len(y)):
         token = int(token_ids[row])
-        value = residual[row].float()
+        value = y[row].float()
         for slot, weight in entries:
             whole, some = (_matrix(tables, slot, kind) for kind in (EMBED_WEIGHT, EMBED_ROWS))
             if whole is not None and token < len(whole.rows):
-                value = (whole.rows[token].float() * scale).to(residual.dtype).float()
+                value = (whole.rows[token].float() * scale).to(y.dtype).float()
             if some is not None and token in some.token_ids:
                 own = some.rows[some.token_ids.index(token)]
-                value = (own.float() * scale).to(residual.dtype).float()
+                value = (own.float() * scale).to(y.dtype).float()
             a, b = (_matrix(tables, slot, kind) for kind in (EMBED_A, EMBED_B))
             if a is not None and b is not None and token < len(a.rows):
                 value = value + scale * weight * (a.rows[token].float() @ b.rows.float())
-        residual[row] = value
+        y[row] = value
 
 
 def replace_outputs(tables: ExtrasTables, y: Tensor, x: Tensor, linear: ReplacedOutputs) -> None:

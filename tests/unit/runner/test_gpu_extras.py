@@ -220,6 +220,7 @@ def test_graphs_are_captured_when_steps_have_such_adapters(
     assert runner._decode_graphs.last_mode == BASE_MODE
 
 
+@pytest.mark.slow
 def test_all_kernels_in_the_interpreter_equal_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

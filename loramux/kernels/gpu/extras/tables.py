@@ -101,7 +101,7 @@ class ReplacedOutputs:
     """A fused linear whose projections adapters may replace."""
 
     first_matrix: int
-    """Of its first projection."""
+    """Index of its first projection's matrix."""
     widths: tuple[int, ...]
     """Outputs of each projection."""
     bias: Tensor | None

@@ -58,22 +58,22 @@ def scale_logits(tables: ExtrasTables, logits: Tensor) -> None:
     )
 
 
-def embed_rows(tables: ExtrasTables, residual: Tensor, token_ids: Tensor, scale: float) -> None:
+def embed_rows(tables: ExtrasTables, y: Tensor, token_ids: Tensor, scale: float) -> None:
     """Replaces the embedding of each row, or adds low rank to it, times the model's scale.
 
-    residual [rows, hidden]   token_ids [rows]
+    y [rows, hidden]   token_ids [rows]
     """
-    num_rows, width = residual.shape
+    num_rows, width = y.shape
     block = min(_BLOCK, triton.next_power_of_2(width))
     _embed_rows[(num_rows, triton.cdiv(width, block))](
-        *(tables.pool, tables.matrices, tables.heap, tables.words, residual, token_ids),
+        *(tables.pool, tables.matrices, tables.heap, tables.words, y, token_ids),
         *(float(scale), tables.model_matrices),
         *(tables.matrices.stride(0), tables.limits.entries_at),
         SIZE=width,
         BLOCK=block,
         PAGE=tables.pool.shape[1],
         num_warps=4,
-        **pdl_options(residual.device.type),
+        **pdl_options(y.device.type),
     )
 
 
