@@ -13,6 +13,7 @@ from loramux.adapters.packed.paged import BLOCKS_PER_ADAPTER, MAX_DEVICE_ADAPTER
 from loramux.config.engine import ResolvedConfig
 from loramux.errors import DoesNotFit
 from loramux.kernels.select import select_device_kernels
+from loramux.lora.device_extras import MAX_ADAPTERS, DeviceExtras
 from loramux.lora.segmented import DeviceDirectory
 from loramux.memory.device import (
     device_memory_bytes,
@@ -58,6 +59,13 @@ class GpuPlan:
             max_adapters=max_adapters,
             max_blocks=BLOCKS_PER_ADAPTER * max_adapters,
             device=pool.device,
+            extras=DeviceExtras(
+                num_layers=self.layout.num_layers,
+                vocab_size=self.model.config.vocab_size,
+                num_pages=pool.num_pages,
+                device=pool.device,
+                max_adapters=min(MAX_ADAPTERS, max_adapters),
+            ),
         )
 
     def make_runner(self, pool: PagePool, directory: DeviceDirectory) -> GpuRunner:

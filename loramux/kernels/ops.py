@@ -17,6 +17,7 @@ from torch import Tensor
 from loramux.types.model import PagedLayout
 
 if TYPE_CHECKING:
+    from loramux.kernels.gpu.extras.tables import ExtrasTables, ReplacedOutputs
     from loramux.kernels.gpu.lora.tables import LoraTables
     from loramux.kernels.gpu.lora_augmented.tables import AugmentedSite, AugmentedWeights
 
@@ -400,6 +401,29 @@ class AugmentedLoraOps(Protocol):
         """`ElementwiseOps.activate_mul` of y with its adapters."""
 
 
+class ExtrasOps(Protocol):
+    """Parts of adapters beside low rank; `scale_logits` is the `scale_add` of the head."""
+
+    def scale_add(self, tables: ExtrasTables, y: Tensor, vector: int) -> None:
+        """y = y * (1 + sum of weight * gain) + sum of weight * bias, in place. y [rows, out]"""
+
+    def scale_logits(self, tables: ExtrasTables, logits: Tensor) -> None: ...
+
+    def embed_rows(self, tables: ExtrasTables, y: Tensor, token_ids: Tensor, scale: float) -> None:
+        """Replaces embeddings y [rows, hidden], or adds low rank, times scale. token_ids [rows]"""
+
+    def replace_outputs(
+        self, tables: ExtrasTables, y: Tensor, x: Tensor, linear: ReplacedOutputs
+    ) -> None:
+        """y = x @ weight.T + bias at the projections that the row's adapter replaces."""
+
+    def replace_logits(self, tables: ExtrasTables, logits: Tensor, hidden: Tensor) -> None:
+        """logits = hidden @ head.T, or some columns of it; -inf past the last row of the head."""
+
+    def add_low_rank_logits(self, tables: ExtrasTables, logits: Tensor, hidden: Tensor) -> None:
+        """logits += weight * hidden @ A.T @ B.T"""
+
+
 # ---- Compiled CPU loops (float32) -----------------------------------------------------------
 
 
@@ -569,6 +593,7 @@ class DeviceKernels:
     """None: GEMM and activation run one after the other."""
     lora: SegmentedLoraOps
     augmented: AugmentedLoraOps
+    extras: ExtrasOps
     sampling: SamplingOps
     num_sms: int
     supports_pdl: bool

@@ -112,6 +112,7 @@ def select_device_kernels(device: torch.device) -> DeviceKernels:
     try:
         from loramux.kernels.gpu import elementwise, pdl, sampling
         from loramux.kernels.gpu.attention import ops as attention
+        from loramux.kernels.gpu.extras import ops as extras
         from loramux.kernels.gpu.gemm import swiglu
         from loramux.kernels.gpu.lora import segmented
         from loramux.kernels.gpu.lora_augmented import ops as augmented
@@ -131,6 +132,7 @@ def select_device_kernels(device: torch.device) -> DeviceKernels:
         swiglu=swiglu,
         lora=segmented,
         augmented=augmented,
+        extras=extras,
         sampling=sampling,
         num_sms=pdl.num_sms(device.type),
         supports_pdl=pdl.supports_pdl(device.type),
@@ -139,7 +141,13 @@ def select_device_kernels(device: torch.device) -> DeviceKernels:
 
 def _interpreted_kernels() -> DeviceKernels:
     from loramux.kernels.gpu.attention import ops as attention
-    from loramux.kernels.reference import elementwise, lora_augmented, lora_segmented, sampling
+    from loramux.kernels.reference import (
+        elementwise,
+        extras,
+        lora_augmented,
+        lora_segmented,
+        sampling,
+    )
 
     return DeviceKernels(
         attention=attention,
@@ -147,6 +155,7 @@ def _interpreted_kernels() -> DeviceKernels:
         swiglu=None,
         lora=lora_segmented,
         augmented=lora_augmented,
+        extras=extras,
         sampling=sampling,
         num_sms=1,
         supports_pdl=False,

@@ -11,6 +11,7 @@ import numpy as np
 from loramux.adapters.packed.dense import ATTENTION_SITES
 from loramux.kernels.gpu.lora.work_list import WorkListFull
 from loramux.lora.augmented_step import AugmentedStep, AugmentedWork
+from loramux.lora.device_extras import ExtrasUse
 from loramux.lora.segmented import Ints, SegmentedWork
 from loramux.types.request import Selection
 
@@ -32,10 +33,14 @@ class LoraMode:
     """Rank blocks of augmented weights that the GEMMs compute; None: all that the launch allows."""
     sites: tuple[str, ...] | None = None
     """Fused linears that have LoRA kernels; None: all."""
+    extras: ExtrasUse = ExtrasUse.NONE
+    """Parts beside low rank that have kernels. Graphs with any are captured when steps need them,
+    and their other adapters take the segmented path."""
 
     def __str__(self) -> str:
         parts = [self.path.name.lower()]
         parts += [] if self.num_blocks is None else [f"{self.num_blocks} blocks"]
+        parts += [str(use.name).lower() for use in ExtrasUse if use in self.extras]
         return " ".join([*parts, *(self.sites or ())])
 
 
@@ -73,12 +78,15 @@ class GraphLora:
     def fill(
         self, selections: Sequence[Selection], lengths: Sequence[int], num_rows: int, out: Ints
     ) -> LoraMode | None:
-        """Writes the work list of a graph of num_rows rows; None: the list has no room for it.
+        """Writes the work list of a graph of num_rows rows; None: no graph has room for the step.
 
         Selection i applies to the next lengths[i] rows; the remaining rows are padding.
         """
         if not any(selections):
             return BASE_MODE
+        extras = self.segmented.directory.extras
+        if extras is not None and (uses := extras.uses(selections)):
+            return self._fill_with_extras(selections, lengths, uses, out)
         if self.augmented is not None:
             num_blocks = self.augmented.fill(selections, lengths, num_rows, out)
             if num_blocks is not None:
@@ -92,6 +100,17 @@ class GraphLora:
             return None
         sites = ATTENTION_SITES if self._is_attention_only(out) else None
         return LoraMode(LoraPath.SEGMENTED, sites=sites)
+
+    def _fill_with_extras(
+        self, selections: Sequence[Selection], lengths: Sequence[int], uses: ExtrasUse, out: Ints
+    ) -> LoraMode | None:
+        if ExtrasUse.WIDE in uses:
+            return None
+        try:
+            self.segmented.fill(selections, lengths, out)
+        except WorkListFull:
+            return None
+        return LoraMode(LoraPath.SEGMENTED, extras=uses)
 
     def fill_padding(self, mode: LoraMode, num_rows: int, out: Ints) -> None:
         """Writes the work list of a step of padding rows alone, as a graph of this mode reads it.

@@ -33,6 +33,7 @@ from loramux.kernels.gpu.lora.work_list import (
 )
 from loramux.kernels.gpu.transfer import send
 from loramux.kernels.ops import SegmentedLoraOps
+from loramux.lora.device_extras import DeviceExtras
 from loramux.memory.records import ResidentAdapter
 from loramux.types.model import FusedLinear
 from loramux.types.request import Selection
@@ -60,8 +61,11 @@ class DeviceDirectory:
         max_adapters: int,
         max_blocks: int,
         device: torch.device,
+        extras: DeviceExtras | None = None,
     ) -> None:
+        """`extras`: the parts of adapters beside low rank; None: no adapter has any."""
         self.sites = tuple(sites)
+        self.extras = extras
         self._projections = [name for site in sites for name in site.projections]
         self._num_layers = num_layers
         self.max_adapters = max_adapters
@@ -105,16 +109,28 @@ class DeviceDirectory:
             slot, start = self.blocks.add(table.blocks_per_projection)
         except WorkListFull as error:
             raise DoesNotFit(str(error)) from error
+        if layout.extras.places:
+            self._add_extras(adapter, slot)
         self._slot_of[adapter.cid] = slot
         self._found.clear()
         entries = send(torch.from_numpy(table.addresses(adapter.page_ids)), self.slots.device)
         self.addresses[:, start : start + entries.shape[1]].copy_(entries)
         self.slots[slot].copy_(send(torch.from_numpy(self.blocks.slots[slot]), self.slots.device))
 
+    def _add_extras(self, adapter: ResidentAdapter, slot: int) -> None:
+        assert self.extras is not None, "the directory has no tables for parts beside low rank"
+        try:
+            self.extras.add(adapter)
+        except DoesNotFit:
+            self.blocks.remove(slot)
+            raise
+
     def remove(self, cid: str) -> None:
         slot = self._slot_of.pop(cid, None)
         if slot is not None:
             self.blocks.remove(slot)
+            if self.extras is not None:
+                self.extras.remove(cid)
             self._found.clear()
             for listener in self.on_remove:
                 listener(slot)

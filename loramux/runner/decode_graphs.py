@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from loramux.kernels.ops import DeviceAttentionPlan, DeviceKernels
+from loramux.lora.extras_step import DECODE_TILE_ROWS, ExtrasWork, graph_limits
 from loramux.lora.graph_lora import BASE_MODE, GraphLora, LoraMode
 from loramux.runner.decode_inputs import DecodeInputs
+from loramux.runner.extras_inputs import ExtrasInputs
 from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.gpu_sampler import SampleInputs
 from loramux.runner.step_graphs import Key, StepGraphs
@@ -48,7 +50,9 @@ class DecodeGraphs:
         lora: GraphLora,
         limits: DecodeLimits,
         device: torch.device,
+        extras: ExtrasWork | None = None,
     ) -> None:
+        """`extras`: of adapters with parts beside low rank; None: there are no such adapters."""
         self._decoder = decoder
         self._kernels = kernels
         self.lora = lora
@@ -62,6 +66,10 @@ class DecodeGraphs:
             device=device,
         )
         lora.segmented.read_from(self._inputs.lora_words[: lora.num_words])
+        self._extras: ExtrasInputs | None = None
+        if extras is not None:
+            extras_limits = graph_limits(most, limits.max_sequences, DECODE_TILE_ROWS)
+            self._extras = ExtrasInputs(extras, extras_limits, device)
         self._page_table = torch.zeros(most, limits.max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(most)
         self._plans = {size: self._plan(size) for size in self._sizes}
@@ -103,6 +111,9 @@ class DecodeGraphs:
         self.lora.fill_padding(mode, num_rows, self._inputs.host_lora_words)
         self._inputs.fill_padding()
         self._inputs.send()
+        if mode.extras:
+            assert self._extras is not None, "adapters have no parts beside low rank"
+            self._extras.send_padding()
 
     @property
     def token_buffer(self) -> TokenBuffer:
@@ -121,7 +132,7 @@ class DecodeGraphs:
         self._inputs.begin()
         selections = [chunk.selection for chunk in chunks]
         key = self._choose(selections)
-        if key is None:
+        if key is None or not self._fill_extras(key[1], selections):
             return None
         self._inputs.fill(chunks, samples.temperatures, samples.noise)
         self._inputs.send()
@@ -129,10 +140,21 @@ class DecodeGraphs:
         self.last_mode = key[1]
         return self._logits[: len(chunks)]
 
+    def _fill_extras(self, mode: LoraMode, selections: Sequence[Selection]) -> bool:
+        """Send the list of parts beside low rank, if the mode has any; False: it does not fit."""
+        if not mode.extras:
+            return True
+        assert self._extras is not None, "adapters have no parts beside low rank"
+        if not self._extras.fill(selections, [1] * len(selections)):
+            return False
+        self._extras.send()
+        return True
+
     def _choose(self, selections: Sequence[Selection]) -> Key | None:
         """Write the LoRA work list; return the smallest graph that is captured.
 
-        If none is, the smallest one; None if the work list does not fit.
+        If none is, the smallest one; None if the work list does not fit, or the step runs without
+        a graph until one for its mode is captured.
         """
         lengths = [1] * len(selections)
         smallest: Key | None = None
@@ -147,6 +169,9 @@ class DecodeGraphs:
                     self._steps.miss(smallest)
                 return size, mode
             smallest = smallest or (size, mode)
+        if smallest is not None and smallest[1].extras:
+            self._steps.miss(smallest)
+            return None
         if smallest is not None:
             self.lora.fill(selections, lengths, smallest[0], self._inputs.host_lora_words)
         return smallest
@@ -168,9 +193,10 @@ class DecodeGraphs:
         inputs.pages.write_table(self._page_table[:size])
         plan.partition(num_tokens)
         lora = self.lora.begin(mode, size)
-        hidden = self._decoder.hidden(inputs.token_ids(size), num_tokens - 1, plan, lora)
+        extras = None if self._extras is None or not mode.extras else self._extras.step(mode.extras)
+        hidden = self._decoder.hidden(inputs.token_ids(size), num_tokens - 1, plan, lora, extras)
         logits: Tensor = self._logits[:size]
-        self._decoder.write_logits(hidden, logits)
+        self._decoder.write_logits(hidden, logits, extras)
         self.token_buffer.store(
             self._kernels.sampling.choose_tokens(
                 logits, inputs.temperatures[:size], inputs.noise[:size]

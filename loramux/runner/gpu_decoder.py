@@ -11,11 +11,13 @@ from torch import Tensor
 from loramux.kernels.linear import dense_of
 from loramux.kernels.ops import DeviceAttentionPlan, DeviceKernels, Norm
 from loramux.lora.augmented_step import AugmentedStep
+from loramux.lora.extras_step import ExtrasStep
 from loramux.models.augmented_linear import appended_rows
 from loramux.models.decoder import Decoder
 from loramux.models.forward import Layer, hidden_states
 from loramux.models.layers import HeadNorm, RMSNorm
 from loramux.runner.gemm.dispatch import open_dispatcher
+from loramux.runner.gpu_extras_ops import ExtrasGpuOps, ExtrasLinearOps
 from loramux.runner.gpu_ops import (
     AugmentedLinearOps,
     FusedLinearOps,
@@ -88,14 +90,41 @@ class GpuDecoder:
         positions: Tensor,
         plan: DeviceAttentionPlan,
         lora: LoraStep | AugmentedStep | None,
+        extras: ExtrasStep | None = None,
     ) -> Tensor:
-        """Compute the normed hidden state of every token; token_ids, positions [tokens] int32."""
-        ops = GpuOps(self._context, plan, self._linear_ops(lora))
+        """Compute the normed hidden state of every token; token_ids, positions [tokens] int32.
+
+        `extras`: parts of adapters beside low rank; `lora` is then on the segmented path.
+        """
+        if extras is None:
+            ops = GpuOps(self._context, plan, self._linear_ops(lora))
+        else:
+            assert lora is not None and not isinstance(lora, AugmentedStep)
+            elementwise = self._kernels.elementwise
+            linears = ExtrasLinearOps(elementwise, lora, self.gemms, extras)
+            ops = ExtrasGpuOps(self._context, plan, linears)
         return hidden_states(self._layers, ops, token_ids, positions)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits [tokens, vocab] in float32."""
-        return self._decoder.logits(hidden)
+    def logits(
+        self, hidden: Tensor, extras: ExtrasStep | None = None, num_columns: int | None = None
+    ) -> Tensor:
+        """Compute the logits [tokens, vocab] in float32.
+
+        `extras`: parts of adapters beside low rank for these tokens; `num_columns`: of an
+        adapter's vocabulary that is larger than the base's.
+        """
+        if extras is None:
+            return self._decoder.logits(hidden)
+        logits = self._decoder.lm_head(hidden)
+        vocab_size = self._decoder.config.vocab_size
+        if num_columns is not None and num_columns > vocab_size:
+            wide = logits.new_full((len(hidden), num_columns), float("-inf"))
+            wide[:, :vocab_size] = logits
+            logits = wide
+        extras.change_logits(logits, hidden)
+        # A softcap would make numbers of tokens that a row's vocabulary does not have.
+        is_missing = logits == float("-inf")
+        return self._decoder.cap_logits(logits.float()).masked_fill_(is_missing, float("-inf"))
 
     def empty_logits(self, num_tokens: int) -> Tensor:
         """Allocate the output of `write_logits`, in the dtype that it needs."""
@@ -103,13 +132,15 @@ class GpuDecoder:
         dtype = self._storage.dtype if config.final_logit_softcap is None else torch.float32
         return self._storage.new_empty(num_tokens, config.vocab_size, dtype=dtype)
 
-    def write_logits(self, hidden: Tensor, out: Tensor) -> None:
+    def write_logits(self, hidden: Tensor, out: Tensor, extras: ExtrasStep | None = None) -> None:
         """Compute the logits into `out`, without a conversion to float32."""
         weight, bias = self._head
         if self._decoder.config.final_logit_softcap is None and bias is None:
             self.gemms.linear(hidden, weight, out=out)
+            if extras is not None:
+                extras.change_logits(out, hidden)
         else:
-            out.copy_(self._decoder.logits(hidden))
+            out.copy_(self.logits(hidden, extras))
 
     def _linear_ops(self, lora: LoraStep | AugmentedStep | None) -> FusedLinearOps:
         kernels = self._kernels

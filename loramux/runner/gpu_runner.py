@@ -14,6 +14,7 @@ from loramux.errors import DoesNotFit
 from loramux.kernels.gpu.transfer import send
 from loramux.kernels.ops import DeviceKernels, SequenceRows
 from loramux.lora.augmented_step import augmented_work
+from loramux.lora.extras_step import ExtrasWork
 from loramux.lora.graph_lora import GraphLora
 from loramux.lora.segmented import (
     DeviceDirectory,
@@ -45,6 +46,7 @@ from loramux.runner.prefill_graphs import PrefillGraphs
 from loramux.runner.sampler import SampleOutput
 from loramux.runner.split_plan import halves, join, with_known
 from loramux.runner.step_graphs import Key, StepGraphs
+from loramux.types.request import Selection, TokenLogprob
 from loramux.types.step import InFlightStep, SampleRow, StepPlan, StepResult
 
 Progress = Callable[[str, float], None]
@@ -100,6 +102,12 @@ class GpuRunner:
             pool=pool.storage,
             num_sms=kernels.num_sms,
         )
+        self._extras = None
+        if directory.extras is not None:
+            sites, num_sms = directory.sites, kernels.num_sms
+            self._extras = ExtrasWork(
+                kernels.extras, directory.extras, sites, pool.storage, num_sms
+            )
         self._prefill_lora = prefill_work(lora, limits.max_batch_tokens)
         decodes = decode_work(lora, limits.max_sequences, use_pdl=kernels.supports_pdl)
         rows = prefill_graph_work(lora, limits.max_batch_tokens, use_pdl=kernels.supports_pdl)
@@ -110,6 +118,7 @@ class GpuRunner:
             GraphLora(decodes, self._augmented),
             DecodeLimits(max_sequences=limits.max_sequences, max_pages=limits.max_pages),
             pool.device,
+            self._extras,
         )
         self._token_buffer = self._decode_graphs.token_buffer
         self._prefill_graphs = PrefillGraphs(
@@ -121,6 +130,7 @@ class GpuRunner:
             max_tokens=limits.max_batch_tokens,
             max_sequences=limits.max_sequences,
             max_pages=limits.max_pages,
+            extras=self._extras,
         )
         self._graph_kinds: tuple[CapturedGraphs, ...] = (self._decode_graphs, self._prefill_graphs)
         self._todo: list[tuple[CapturedGraphs, Key]] | None = None
@@ -272,7 +282,10 @@ class GpuRunner:
         """Compute the logits of every token by sequence id, without sampling."""
         has_lora = any(chunk.selection for chunk in plan.chunks)
         batch, hidden = self._forward(plan, has_lora=has_lora)
-        logits = self._decoder.logits(hidden)
+        chunks = batch.chunks
+        logits = self._logits(
+            hidden, [c.selection for c in chunks], [len(c.token_ids) for c in chunks]
+        )
         # The caller may release the pages at once.
         wait_for(self._pool.device)
         return {
@@ -346,7 +359,7 @@ class GpuRunner:
     def _launch(self, plan: StepPlan, *, has_lora: bool) -> InFlightStep:
         batch, hidden = self._forward(plan, has_lora=has_lora)
         sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.sample is not None]
-        logprobs = prompt_logprobs_of(batch, hidden, lambda some, rows: self._decoder.logits(some))
+        logprobs = self._prompt_logprobs(batch, hidden)
         if not sampled:
             return (
                 FinishedStep(StepResult({}, {}, logprobs))
@@ -354,7 +367,9 @@ class GpuRunner:
                 else self._token_buffer.publish([])
             )
         last_rows = torch.tensor([batch.rows(i)[-1] for i in sampled])
-        logits = self._decoder.logits(hidden.index_select(0, send(last_rows, hidden.device)))
+        selections = [batch.chunks[i].selection for i in sampled]
+        last = hidden.index_select(0, send(last_rows, hidden.device))
+        logits = self._logits(last, selections, [1] * len(sampled))
         rows: list[SampleRow] = [
             row for i in sampled if (row := batch.chunks[i].sample) is not None
         ]
@@ -379,7 +394,36 @@ class GpuRunner:
         lora = self._prefill_lora if has_lora else None
         if lora is not None:
             lora.fill_now([c.selection for c in chunks], [len(c.token_ids) for c in chunks])
-        return batch, self._decoder.hidden(batch.token_ids, batch.positions, attention, lora)
+        extras = None
+        if lora is not None and self._extras is not None:
+            selections = [c.selection for c in chunks]
+            extras = self._extras.step_now(selections, [len(c.token_ids) for c in chunks])
+        hidden = self._decoder.hidden(batch.token_ids, batch.positions, attention, lora, extras)
+        return batch, hidden
+
+    def _logits(
+        self, hidden: Tensor, selections: Sequence[Selection], lengths: Sequence[int]
+    ) -> Tensor:
+        """The logits [tokens, vocab] of the next lengths[i] tokens with selection i, in float32.
+
+        If an adapter adds tokens to the vocabulary, those of other sequences are -inf there.
+        """
+        extras = None if self._extras is None else self._extras.step_now(selections, lengths)
+        if extras is None or self._extras is None:
+            return self._decoder.logits(hidden)
+        num_columns = self._extras.directory.num_columns(selections)
+        return self._decoder.logits(hidden, extras, num_columns)
+
+    def _prompt_logprobs(self, batch: StepBatch, hidden: Tensor) -> dict[int, list[TokenLogprob]]:
+        starts = zip(batch.row_starts, batch.chunks, strict=True)
+        selections = {start: chunk.selection for start, chunk in starts}
+
+        def logits_of(some: Tensor, rows: Sequence[int]) -> Tensor:
+            if self._extras is None:
+                return self._decoder.logits(some)
+            return self._logits(some, [selections[rows[0]]], [len(rows)])
+
+        return prompt_logprobs_of(batch, hidden, logits_of)
 
 
 def _result(sequence_ids: Sequence[int], output: SampleOutput) -> StepResult:

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from loramux.kernels.ops import DeviceAttentionPlan, DeviceKernels, StepRows
+from loramux.lora.extras_step import (
+    DECODE_TILE_ROWS,
+    PREFILL_TILE_ROWS,
+    ExtrasStep,
+    ExtrasWork,
+    graph_limits,
+)
 from loramux.lora.graph_lora import GraphLora, LoraMode
+from loramux.runner.extras_inputs import ExtrasInputs
 from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.gpu_sampler import SampleInputs
 from loramux.runner.prefill_inputs import PrefillInputs, PrefillLimits
@@ -44,6 +52,7 @@ class PrefillGraphs:
         max_tokens: int,
         max_sequences: int,
         max_pages: int,
+        extras: ExtrasWork | None = None,
     ) -> None:
         self._decoder = decoder
         self._kernels = kernels
@@ -67,6 +76,14 @@ class PrefillGraphs:
         )
         self._inputs = PrefillInputs(limits, token_buffer, device)
         lora.segmented.read_from(self._inputs.lora_words[: limits.num_lora_words])
+        self._extras: tuple[ExtrasInputs, ExtrasInputs] | None = None
+        if extras is not None:
+            of_rows = graph_limits(most, max_sequences, PREFILL_TILE_ROWS)
+            of_logits = graph_limits(max_sequences, max_sequences, DECODE_TILE_ROWS)
+            self._extras = (
+                ExtrasInputs(extras, of_rows, device),
+                ExtrasInputs(extras, of_logits, device),
+            )
         self._page_table = torch.zeros(max_sequences, max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(min(most, max_sequences))
         self._plan = self._largest_plan()
@@ -108,6 +125,10 @@ class PrefillGraphs:
         self.lora.fill_padding(mode, num_rows, self._inputs.host_lora_words)
         self._inputs.fill_padding()
         self._inputs.send()
+        if mode.extras:
+            assert self._extras is not None, "adapters have no parts beside low rank"
+            for inputs in self._extras:
+                inputs.send_padding()
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk], samples: SampleInputs) -> Tensor | None:
@@ -122,19 +143,34 @@ class PrefillGraphs:
         items = self._items(chunks, lengths)
         self._inputs.begin()
         key = self._choose([chunk.selection for chunk in chunks], lengths, items)
-        if key is None:
+        if key is None or not self._fill_extras(key[1], chunks, lengths):
             return None
         self._inputs.fill(chunks, samples, items)
         self._inputs.send()
         self._steps.run(key)
         return self._logits[: len(samples.noise)]
 
+    def _fill_extras(self, mode: LoraMode, chunks: Sequence[Chunk], lengths: Sequence[int]) -> bool:
+        """Send the lists of parts beside low rank, if the mode has any; False: they do not fit."""
+        if not mode.extras:
+            return True
+        assert self._extras is not None, "adapters have no parts beside low rank"
+        of_rows, of_logits = self._extras
+        sampled = [chunk.selection for chunk in chunks if chunk.sample is not None]
+        fits = of_rows.fill([chunk.selection for chunk in chunks], lengths)
+        if not fits or not of_logits.fill(sampled, [1] * len(sampled)):
+            return False
+        of_rows.send()
+        of_logits.send()
+        return True
+
     def _choose(
         self, selections: Sequence[Selection], lengths: Sequence[int], items: Sequence[Tensor]
     ) -> Key | None:
         """Write the LoRA work list; return the smallest graph that is captured.
 
-        If none is, the smallest one; None if the step does not fit into the smallest one.
+        If none is, the smallest one; None if the step does not fit into the smallest one, or runs
+        without a graph until one for its mode is captured.
         """
         num_rows, words = sum(lengths), self._inputs.host_lora_words
         smallest: Key | None = None
@@ -151,6 +187,9 @@ class PrefillGraphs:
                     self._steps.miss(smallest)
                 return count, mode
             smallest = smallest or (count, mode)
+        if smallest is not None and smallest[1].extras:
+            self._steps.miss(smallest)
+            return None
         if smallest is not None:
             self.lora.fill(selections, lengths, smallest[0], words)
         return smallest
@@ -192,17 +231,25 @@ class PrefillGraphs:
         inputs.pages.write_table(self._page_table)
         plan = self._plan.first_rows(num_rows, self._num_items[num_rows])
         lora = self.lora.begin(mode, num_rows)
+        of_rows, of_logits = self._extras_steps(mode)
         hidden = self._decoder.hidden(
             inputs.token_ids(num_rows),
             inputs.positions[:num_rows],
             plan,
             lora,
+            of_rows,
         )
         logits: Tensor = self._logits[:num_logits]
         last_rows = inputs.last_rows[:num_logits]
-        self._decoder.write_logits(hidden.index_select(0, last_rows), logits)
+        self._decoder.write_logits(hidden.index_select(0, last_rows), logits, of_logits)
         self._token_buffer.store(
             self._kernels.sampling.choose_tokens(
                 logits, inputs.temperatures[:num_logits], inputs.noise[:num_logits]
             )
         )
+
+    def _extras_steps(self, mode: LoraMode) -> tuple[ExtrasStep | None, ExtrasStep | None]:
+        if self._extras is None or not mode.extras:
+            return None, None
+        of_rows, of_logits = self._extras
+        return of_rows.step(mode.extras), of_logits.step(mode.extras)
