@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +71,15 @@ KINDS: dict[str, Kind] = {
 }
 
 
+# These train norms behind attention and MLP, which no part replaces.
+REFUSED = {("gemma2", "saved_norms"), ("gemma2", "norm_tuning")}
+
+
+def kinds_of(family: str) -> list[str]:
+    """The kinds that are served on a model of tests.model_factory."""
+    return [name for name in KINDS if (family, name) not in REFUSED]
+
+
 def widened(model: Any, kind: Kind) -> Any:
     """Returns a copy of the base, with added tokens if the kind has them."""
     changed = copy.deepcopy(model)
@@ -130,6 +138,3 @@ def greedy(model: Any, tokens: tuple[int, ...], count: int) -> list[int]:
     for _ in range(count):
         found.append(int(logits_of(model, (*tokens, *found))[-1].argmax()))
     return found
-
-
-MakeAdapters = Callable[[Any], dict[str, Path]]

@@ -14,7 +14,15 @@ from loramux.errors import AdapterRefused, InvalidRequest
 from loramux.types.composition import compose
 from loramux.types.request import Selection
 from tests.engine_factory import make_engine, make_prompt, make_request, run_all
-from tests.kinds_factory import KINDS, greedy, load_kind, logits_of, make_kind
+from tests.kinds_factory import (
+    KINDS,
+    REFUSED,
+    greedy,
+    kinds_of,
+    load_kind,
+    logits_of,
+    make_kind,
+)
 from tests.model_factory import tiny_transformers_model
 
 # Biases, tied embeddings, norms of weight + 1 with sandwich norms and scaled embeddings.
@@ -46,14 +54,6 @@ class Scene:
 
     def oracle(self, name: str) -> Any:
         return self.oracles[name] if name else self.model
-
-
-# These train norms behind attention and MLP, which no part replaces.
-REFUSED = {("gemma2", "saved_norms"), ("gemma2", "norm_tuning")}
-
-
-def kinds_of(family: str) -> list[str]:
-    return [name for name in KINDS if (family, name) not in REFUSED]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
