@@ -269,7 +269,14 @@ def diagnose(
     except (LoramuxError, OSError) as error:
         return refuse(path, str(model), UNSUPPORTED, str(error))
     norms = partial(weight_norms, model) if has_weights else None
-    report = examine(path, base, max_rank=max_rank, strict_base=strict_base, weight_norms=norms)
+    examined = partial(
+        examine, path, base, max_rank=max_rank, strict_base=strict_base, weight_norms=norms
+    )
+    report = examined()
+    if has_weights and report.ok and report.needs_base:
+        from loramux.engine.probe import load_weights
+
+        report = examined(base_weights=load_weights(model, base))
     if not report.ok:
         return report
     try:

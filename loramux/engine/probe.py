@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+from loramux.adapters.peft.parts import BaseWeights
 from loramux.config.engine import EngineConfig
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.device_choice import resolve_config
 from loramux.engine.engine import Engine
+from loramux.models.architectures import DecoderConfig
+from loramux.models.base_weights import DecoderWeights
+from loramux.models.dtypes import resolve_dtype
+from loramux.models.loader import load_model
+from loramux.types.model import BaseModelInfo
 
 _NUM_PROBE_TOKENS = 32
 _PROBE_POOL_BYTES = 2**30
@@ -35,4 +43,16 @@ def probe(engine: Engine, adapter_folder: Path) -> float:
     # The tokens are spread over the vocabulary, and equal for all adapters of a base.
     tokens = [(i * 7919 + 1) % engine.vocab_size for i in range(_NUM_PROBE_TOKENS)]
     base, changed = engine.prompt_logits([(tokens, ()), (tokens, ((cid, 1.0),))])
-    return float((changed - base).abs().max())
+    # Tokens that the adapter adds or lacks are -inf on one side.
+    shared = (base != -torch.inf) & (changed != -torch.inf)
+    return float((changed - base)[shared].abs().max())
+
+
+def load_weights(model_path: Path, base: BaseModelInfo) -> BaseWeights:
+    """Loads the weights that parts of adapters are computed from."""
+
+    def dtype(sizes: DecoderConfig) -> torch.dtype:
+        return resolve_dtype("auto", num_parameters=base.num_parameters)
+
+    model = load_model(model_path, dtype=dtype)
+    return DecoderWeights(model.decoder, base.fused_linears, model.reading.result)

@@ -31,8 +31,8 @@ from tests.model_factory import save_hf_folder, tiny_transformers_model
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "num_hidden_layers": 3}
 NUM_TOKENS = 12
 DIFFERENCE = "largest difference"
-LIMITS = {"float32": 2e-4, "bfloat16": 0.2}
-"""Of float32 the absolute difference of a logit; of bfloat16 relative to the largest logit."""
+LIMITS = {"float32": 1e-4, "bfloat16": 0.25}
+"""Difference of a logit relative to the largest one; random models amplify that of bfloat16."""
 
 
 class Scene:
@@ -71,9 +71,7 @@ def check_logits(scene: Scene, dtype: str, device: str) -> Table:
     for name, found in zip(selections, engine.prompt_logits(prompts), strict=True):
         expected = scene.logits[name]
         size = expected.shape[1]
-        difference = (found[:, :size].float().cpu() - expected).abs().max()
-        if dtype != "float32":
-            difference = difference / expected.abs().max()
+        difference = (found[:, :size].float().cpu() - expected).abs().max() / expected.abs().max()
         table.append({"kind": name or "base", "dtype": dtype, DIFFERENCE: float(difference)})
         assert (found[:, size:] == -torch.inf).all(), f"{name} has logits of other tokens"
     engine.close()

@@ -115,6 +115,11 @@ class Report:
     def ok(self) -> bool:
         return self.refusal is None
 
+    @property
+    def needs_base(self) -> bool:
+        """Whether a part is computed from the weights of the base, which were not given."""
+        return any(part.effect is None for part in self.parts)
+
     def to_dict(self) -> dict[str, object]:
         """Returns the report as values that JSON can hold."""
         return {"ok": self.ok, **asdict(self)}

@@ -27,6 +27,7 @@ from tests.adapter_factory import (
     tiny_llama_config,
     write_adapter,
 )
+from tests.kinds_factory import make_kind
 
 CONFIG = tiny_llama_config()
 TENSORS = lora_tensors(CONFIG)
@@ -271,3 +272,15 @@ def test_names_from_an_adapter_cannot_steer_the_terminal_or_the_markup() -> None
 
 def test_the_verdict_has_a_colour_on_a_terminal() -> None:
     assert "\x1b[1;32mOK: " in rendered(served(), force_terminal=True, color_system="standard")
+
+
+@pytest.mark.parametrize("kind", ["dora", "added_tokens"])
+def test_parts_beside_low_rank_are_measured(kind: str, base: Path, tmp_path: Path) -> None:
+    model = tiny_llama(CONFIG)
+    model.name_or_path = "tiny-llama"
+    folder = make_kind(kind, model, tmp_path / kind)
+    result = run_doctor(folder, base, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert 0 < report["max_logit_change"] < math.inf
+    assert report["parts"] and all(part["effect"] > 0 for part in report["parts"])
