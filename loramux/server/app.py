@@ -83,8 +83,10 @@ def create_app(
         receipts=receipts,
         combinations=combinations,
     )
-    for routes in ROUTES:
-        app.include_router(routes(context))
+    routers = [routes(context) for routes in ROUTES]
+    for router in routers:
+        app.include_router(router)
+    app.state.all_routes = [route for router in routers for route in router.routes]
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -13,6 +13,7 @@ from loramux.errors import InvalidRequest
 from loramux.server.body import decode, read_body
 from loramux.server.caller import caller_of
 from loramux.server.context import Context
+from loramux.server.foreign_fields import unsupported_in
 from loramux.server.generation import GenerationRequest, RouteKind
 from loramux.server.receipt_draft import ReceiptDraft
 from loramux.server.sampling import (
@@ -50,7 +51,7 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
     logprobs: Logprobs,
 ) -> GenerationRequest:
     """The request with its adapter resolved and its fields checked; it has no prompts yet."""
-    kind.unsupported.check(raw, num_choices=body.n or 1)
+    unsupported_in(type(body)).check(raw, num_choices=body.n or 1)
     check_stream_options(body)
     caller = replace(caller_of(http), user=body.user)
     cache_salt, timeout_s = _cache_salt(body.cache_salt), _timeout_s(body.timeout)
