@@ -15,7 +15,10 @@ from loramux.metrics.store import ReceiptCollector, StoreCollector
 from loramux.server.caller import CallerMiddleware
 from loramux.server.combinations import Combinations
 from loramux.server.context import Context, ServerOptions
+from loramux.server.adapter_sources import AdapterSources
 from loramux.server.errors import install_error_handlers
+from loramux.server.families.endpoint import routes_of
+from loramux.server.families.table import endpoints_of, shared_with_own
 from loramux.server.names import AdapterNames
 from loramux.server.openapi import install_openapi
 from loramux.server.receipt_draft import ReceiptIssuer
@@ -55,6 +58,7 @@ def create_app(
     names: AdapterNames | None = None,
     receipts: ReceiptIssuer | None = None,
     combinations: Combinations | None = None,
+    sources: AdapterSources | None = None,
     lifespan: Lifespan | None = None,
 ) -> FastAPI:
     """Make the application; requests are answered with 503 until the backend is ready."""
@@ -82,11 +86,19 @@ def create_app(
         names=names,
         receipts=receipts,
         combinations=combinations,
+        sources=sources,
     )
     routers = [routes(context) for routes in ROUTES]
     for router in routers:
         app.include_router(router)
-    app.state.all_routes = [route for router in routers for route in router.routes]
+    endpoints = endpoints_of(context)
+    app.state.keyed = shared_with_own(endpoints)
+    others = routes_of(
+        (one for one in endpoints if one.path not in app.state.keyed),
+        options.max_body_bytes,
+    )
+    app.router.routes.extend(others)
+    app.state.all_routes = [*(route for router in routers for route in router.routes), *others]
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -45,6 +45,10 @@ class NotServed(LoramuxError):
         self.param = param
 
 
+class Forbidden(LoramuxError):
+    """The server's settings do not allow the call."""
+
+
 class BodyTooLarge(LoramuxError):
     """The request's body is larger than the limit."""
 
@@ -58,6 +62,7 @@ HTTP_STATUS: dict[type[LoramuxError], int] = {
     DoesNotFit: 400,
     NotServed: 404,
     AdapterNotFound: 404,
+    Forbidden: 403,
     SourceForbidden: 403,
     SourceNotFound: 404,
     RequestTimeout: 408,

@@ -137,16 +137,20 @@ def chat_routes(context: Context) -> APIRouter:
     @router.post("/v1/chat/completions", **generating(ChatRequest, ChatCompletion))
     async def create_chat_completion(request: Request) -> Response:
         """Generates the next message of a conversation, complete or as a stream of chunks."""
-        with receipt_draft(context.receipts, context.base_identity, request) as draft:
-            generation = await _open_chat(context, request, draft)
-        codec = context.backend.codec
-        deltas = run(context, generation)
-        if generation.request.stream:
-            return await stream_events(request, _chat_events(generation, deltas, codec))
-        choices, usage = await until_gone(request, collect(generation, deltas))
-        return json_response(_complete_chat(generation, choices, usage, codec))
+        return await answer_chat(context, request)
 
     return router
+
+
+async def answer_chat(context: Context, request: Request) -> Response:
+    with receipt_draft(context.receipts, context.base_identity, request) as draft:
+        generation = await _open_chat(context, request, draft)
+    codec = context.backend.codec
+    deltas = run(context, generation)
+    if generation.request.stream:
+        return await stream_events(request, _chat_events(generation, deltas, codec))
+    choices, usage = await until_gone(request, collect(generation, deltas))
+    return json_response(_complete_chat(generation, choices, usage, codec))
 
 
 async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
@@ -290,15 +294,19 @@ def completion_routes(context: Context) -> APIRouter:
     @router.post("/v1/completions", **generating(CompletionRequest, Completion))
     async def create_completion(request: Request) -> Response:
         """Continues one or several prompts, complete or as a stream of chunks."""
-        with receipt_draft(context.receipts, context.base_identity, request) as draft:
-            generation, writers = await _open_completion(context, request, draft)
-        deltas = run(context, generation)
-        if generation.request.stream:
-            return await stream_events(request, _completion_events(generation, deltas, writers))
-        choices, usage = await until_gone(request, collect(generation, deltas))
-        return json_response(_complete_completion(generation, choices, usage, writers))
+        return await answer_completion(context, request)
 
     return router
+
+
+async def answer_completion(context: Context, request: Request) -> Response:
+    with receipt_draft(context.receipts, context.base_identity, request) as draft:
+        generation, writers = await _open_completion(context, request, draft)
+    deltas = run(context, generation)
+    if generation.request.stream:
+        return await stream_events(request, _completion_events(generation, deltas, writers))
+    choices, usage = await until_gone(request, collect(generation, deltas))
+    return json_response(_complete_completion(generation, choices, usage, writers))
 
 
 async def _open_completion(

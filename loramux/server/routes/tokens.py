@@ -11,6 +11,7 @@ from starlette.responses import Response
 from loramux.errors import InvalidRequest
 from loramux.server.body import json_response, read_json
 from loramux.server.context import Context
+from loramux.server.families.endpoint import find_keyed
 from loramux.server.openapi import answering, taking
 from loramux.server.prompts import check_token_ids, encode_messages, encode_prompt, off_loop
 from loramux.server.selection import select_model
@@ -30,6 +31,9 @@ def token_routes(context: Context) -> APIRouter:
     @router.post("/tokenize", **taking(TokenizeRequest, TokenizeAnswer))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt, or of messages in the model's chat template."""
+        other = await find_keyed(request, context.options.max_body_bytes)
+        if other is not None:
+            return await other(request)
         body, num_bytes = await _read(context, request, TokenizeRequest)
         token_ids = await off_loop(num_bytes, lambda: _tokenize(context, body))
         codec = context.backend.codec
