@@ -12,6 +12,7 @@ from pathlib import Path
 from loramux.backend import Health, TextBackend
 from loramux.errors import EngineStopped
 from loramux.metrics.server import Metrics
+from loramux.server.adapter_folder import AdapterFolder
 from loramux.server.adapter_sources import AdapterSources
 from loramux.server.combinations import Combinations
 from loramux.server.errors import NotServed
@@ -63,6 +64,17 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OnDemand:
+    """Where adapters are looked for that have no name yet."""
+
+    sources: AdapterSources | None = None
+    folder: AdapterFolder | None = None
+
+
+NOTHING_ON_DEMAND = OnDemand()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """Shared by all routes of one application."""
 
@@ -79,6 +91,8 @@ class Context:
         default_factory=lambda: defaultdict(asyncio.Lock)
     )
     """Loads and unloads of the same name run one after another."""
+    folder: AdapterFolder | None = None
+    """The watched folder of adapters."""
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

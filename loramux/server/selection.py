@@ -194,6 +194,8 @@ class _Finder:
         if given is not None and given.cid is not None:
             return NamedAdapter(text, given.cid, given.name)
         resolved = await _resolve(context, text, param, self.caller)
+        if resolved is None and context.folder is not None and await context.folder.find(text):
+            return await self.find(text, param=param)
         if resolved is None:
             return _find_by_cid(context, text, param)
         if self.own_base_only:

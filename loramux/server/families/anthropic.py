@@ -208,15 +208,14 @@ def _text(content: Any, param: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for block in content if isinstance(content, list) else [None]:
-        is_text = isinstance(block, dict) and block.get("type") == "text"
-        if not is_text or not isinstance(block.get("text"), str):
-            kind = block.get("type") if isinstance(block, dict) else None
+    for block in content if isinstance(content, list) else [content]:
+        fields: dict[str, Any] = block if isinstance(block, dict) else {}
+        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
             raise InvalidRequest(
-                f"A block of type {kind!r} is not supported: this model reads text.",
+                f"A block of type {fields.get('type')!r} is not supported: this model reads text.",
                 param="messages" if param == "tool_result" else param,
             )
-        texts.append(block["text"])
+        texts.append(fields["text"])
     return "\n".join(texts)
 
 

@@ -80,6 +80,13 @@ async def read_fields(context: Context, http: Request, kind: type[BodyT]) -> Bod
     return body
 
 
+def read_inner(fields: Mapping[str, Any] | None, kind: type[BodyT]) -> BodyT:
+    """Decodes an object inside a body, under the rules of the body itself."""
+    raw = msgspec.json.encode(fields or {})
+    unsupported_in(kind).check(raw)
+    return decode(raw, kind)
+
+
 async def open_asked(
     context: Context, http: Request, draft: ReceiptDraft, asked: Asked
 ) -> Generation:

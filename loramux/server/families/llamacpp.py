@@ -18,7 +18,13 @@ from loramux.errors import InvalidRequest
 from loramux.server.body import json_response, keep_body, read_body
 from loramux.server.context import Context
 from loramux.server.errors import error_info, shaped_response
-from loramux.server.families.asked import Asked, Constraint, generation_body, open_asked, read_fields
+from loramux.server.families.asked import (
+    Asked,
+    Constraint,
+    generation_body,
+    open_asked,
+    read_fields,
+)
 from loramux.server.families.endpoint import Endpoint
 from loramux.server.families.llamacpp_lora import PlacedAdapters
 from loramux.server.generation import Choice, Deltas, Generation, RouteKind, collect, run
@@ -102,7 +108,9 @@ class TokenizeContent(Struct, kw_only=True):
 def llamacpp_error(error: Exception) -> Response:
     info = error_info(error)
     is_too_long = info.reason == "context_length_exceeded"
-    kind = "exceed_context_size_error" if is_too_long else ERROR_TYPES.get(info.code, "server_error")
+    kind = (
+        "exceed_context_size_error" if is_too_long else ERROR_TYPES.get(info.code, "server_error")
+    )
     body = {"error": {"code": info.code, "message": info.message, "type": kind}}
     return shaped_response(error, body, info.code)
 
@@ -214,7 +222,11 @@ def _check(body: CompletionBody) -> None:
             raise InvalidRequest(
                 f"{name} is not supported by this server: leave it out.", param=name
             )
-    penalties = (body.repeat_penalty not in (None, 1), body.presence_penalty, body.frequency_penalty)
+    penalties = (
+        body.repeat_penalty not in (None, 1),
+        body.presence_penalty,
+        body.frequency_penalty,
+    )
     if any(penalties) and body.repeat_last_n not in (None, -1):
         raise InvalidRequest(
             "Penalties count the whole text here: leave repeat_last_n out, or send -1.",
@@ -247,9 +259,7 @@ def _prompt(codec: TextCodec, prompt: Any) -> str | list[int]:
     return token_ids
 
 
-def _asked(
-    body: CompletionBody, prompts: list[str | list[int]], placed: PlacedAdapters
-) -> Asked:
+def _asked(body: CompletionBody, prompts: list[str | list[int]], placed: PlacedAdapters) -> Asked:
     num = body.max_tokens if body.max_tokens is not None else body.n_predict
     sampling = {
         name: value if (given := getattr(body, name)) is None else given
@@ -361,12 +371,13 @@ def _final(
         "stop_type": stop_type,
         "stopping_word": choice.stop_reason if is_word else "",
         "generation_settings": msgspec.to_builtins(request.params, str_keys=True),
-        "timings": {"prompt_n": len(request.prompt_token_ids), "predicted_n": len(choice.token_ids)},
+        "timings": {
+            "prompt_n": len(request.prompt_token_ids),
+            "predicted_n": len(choice.token_ids),
+        },
     }
     if body.n_probs:
-        answer["completion_probabilities"] = _probabilities(
-            context.backend.codec, choice.logprobs
-        )
+        answer["completion_probabilities"] = _probabilities(context.backend.codec, choice.logprobs)
     return answer
 
 
@@ -377,9 +388,7 @@ async def _tokenize(context: Context, request: Request) -> Response:
     token_ids = codec.encode(body.content, add_special_tokens=body.add_special)
     if not body.with_pieces:
         return json_response({"tokens": token_ids})
-    return json_response(
-        {"tokens": [{"id": i, "piece": codec.token_to_str(i)} for i in token_ids]}
-    )
+    return json_response({"tokens": [{"id": i, "piece": codec.token_to_str(i)} for i in token_ids]})
 
 
 def _props(context: Context) -> dict[str, Any]:
@@ -397,5 +406,3 @@ def _props(context: Context) -> dict[str, Any]:
         "build_info": f"loramux {__version__}",
         "is_sleeping": context.backend.health is not Health.READY,
     }
-
-

@@ -71,18 +71,20 @@ class PlacedAdapters:
         for entry in entries:
             if not isinstance(entry, dict):
                 raise _bad_lora()
-            place, scale = entry.get("id"), entry.get("scale", 0)
+            place: Any = entry.get("id")
+            scale = entry.get("scale", 0)
             if isinstance(place, str) and place in self._names:
                 place = self._names.index(place)
-            is_place = isinstance(place, int) and 0 <= place < len(self._names)
-            if not is_place or isinstance(place, bool) or self._names[place] not in given:
+            is_place = isinstance(place, int) and not isinstance(place, bool)
+            known = range(len(self._names))
+            if not is_place or place not in known or self._names[int(place)] not in given:
                 raise InvalidRequest(
                     f"There is no adapter {entry.get('id')!r}: see GET /lora-adapters.",
                     param="lora",
                 )
             if not isinstance(scale, int | float) or not math.isfinite(scale):
                 raise _bad_lora()
-            scales[place] = float(scale)
+            scales[int(place)] = float(scale)
         return scales
 
     def _refresh(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from msgspec import Raw, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,10 +13,17 @@ from loramux import __version__
 from loramux.adapters.recipe import METHODS
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.body import json_response, read_json
+from loramux.server.body import json_response
 from loramux.server.context import Context
 from loramux.server.errors import NotServed, set_error_shape
-from loramux.server.families.asked import Asked, Constraint, generation_body, open_asked, read_fields
+from loramux.server.families.asked import (
+    Asked,
+    Constraint,
+    generation_body,
+    open_asked,
+    read_fields,
+    read_inner,
+)
 from loramux.server.families.endpoint import Endpoint
 from loramux.server.families.lorax_answers import (
     SequenceWriter,
@@ -34,7 +40,6 @@ from loramux.server.families.lorax_wire import (
     lorax_error,
     streamed_error,
 )
-from loramux.server.foreign_fields import UnsupportedFields
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.names import Selected
 from loramux.server.prompts import encode_prompt, off_loop
@@ -49,11 +54,6 @@ from loramux.sources.config import Secret
 FAMILY = "lorax"
 KIND = RouteKind(id_prefix="gen", prompt_param="inputs", default_max_tokens=None)
 INPUTS = frozenset({"inputs"})
-IN_PARAMETERS = UnsupportedFields(Parameters)
-
-
-class _RawParameters(Struct):
-    parameters: Raw = Raw(b"null")
 
 
 def lorax_endpoints(context: Context) -> list[Endpoint]:
@@ -82,9 +82,7 @@ def lorax_endpoints(context: Context) -> list[Endpoint]:
         post("/generate", generate_one, INPUTS),
         post("/generate_stream", generate_stream),
         post("/tokenize", tokenize, INPUTS),
-        Endpoint(
-            family=FAMILY, path="/info", handler=info, methods=("GET",), shape=lorax_error
-        ),
+        Endpoint(family=FAMILY, path="/info", handler=info, methods=("GET",), shape=lorax_error),
     ]
 
 
@@ -94,11 +92,13 @@ async def generate(
     """Generates; `stream` replaces the body's field, and `as_list` is the form of POST /."""
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
         body = await read_fields(context, request, GenerateRequest)
+        parameters = read_inner(body.parameters, Parameters)
         wants_stream = body.stream if stream is None else stream
         if wants_stream and as_list:
             set_error_shape(request, streamed_error)
-        generation = await _open(context, request, draft, body, wants_stream)
-    parameters = body.parameters or Parameters()
+        _check(parameters, wants_stream)
+        asked = await _asked(context, draft, body.inputs, parameters, wants_stream)
+        generation = await open_asked(context, request, draft, asked)
     codec, deltas = context.backend.codec, run(context, generation)
     prefix = body.inputs if parameters.return_full_text else ""
     if wants_stream:
@@ -113,67 +113,50 @@ async def generate(
     return response
 
 
-async def _open(
-    context: Context,
-    request: Request,
-    draft: ReceiptDraft,
-    body: GenerateRequest,
-    stream: bool,
-) -> Generation:
-    parameters = body.parameters or Parameters()
-    raw, _ = await read_json(request, _RawParameters, max_bytes=context.options.max_body_bytes)
-    if body.parameters is not None:
-        IN_PARAMETERS.check(bytes(raw.parameters))
-    _check(parameters, stream)
-    asked_body = _generation_body(parameters, stream)
-    return await open_asked(
-        context,
-        request,
-        draft,
-        Asked(
-            kind=KIND,
-            body=asked_body,
-            prompts=[body.inputs],
-            selected=await _select(context, parameters, asked_body, draft),
-            logprobs=_logprobs(parameters, stream),
-            truncation=Truncation(parameters.truncate),
-            constraint=_constraint(parameters),
-            name=parameters.adapter_id or "",
-        ),
+async def _asked(
+    context: Context, draft: ReceiptDraft, inputs: str, parameters: Parameters, stream: bool
+) -> Asked:
+    body = _generation_body(parameters, stream)
+    return Asked(
+        kind=KIND,
+        body=body,
+        prompts=[inputs],
+        selected=await _select(context, parameters, body, draft),
+        logprobs=_logprobs(parameters, stream),
+        truncation=Truncation(parameters.truncate),
+        constraint=_constraint(parameters),
+        name=parameters.adapter_id or "",
     )
 
 
 def _check(parameters: Parameters, stream: bool) -> None:
     """Raises InvalidRequest for what LoRAX refuses, and for what cannot be honoured here."""
-    best_of = parameters.best_of
-    if best_of is not None and best_of < 1:
-        raise InvalidRequest("`best_of` must be strictly positive", param="best_of")
-    if best_of is not None and best_of > 1:
-        if not _samples(parameters):
-            raise InvalidRequest("you must use sampling when `best_of` is > 1", param="best_of")
-        if parameters.seed is not None:
-            raise InvalidRequest("`seed` must not be set when `best_of` > 1", param="best_of")
-        if stream:
-            raise InvalidRequest(
-                "`best_of` != 1 is not supported when streaming tokens", param="best_of"
-            )
-    if parameters.typical_p not in (None, 1):
-        raise InvalidRequest("`typical_p` is not supported: leave it out.", param="typical_p")
-    if parameters.watermark:
-        raise InvalidRequest("`watermark` is not supported: leave it out.", param="watermark")
-    if parameters.truncate is not None and parameters.truncate < 1:
-        raise InvalidRequest("`truncate` must be strictly positive", param="truncate")
-    if parameters.seed is not None and parameters.seed < 0:
-        raise InvalidRequest("`seed` must be 0 or more", param="seed")
-    if parameters.decoder_input_details and stream:
-        raise InvalidRequest(
-            "`decoder_input_details` == true is not supported when streaming tokens",
-            param="decoder_input_details",
-        )
-    if parameters.adapter_id and parameters.merged_adapters is not None:
-        raise InvalidRequest(
-            "at most one of `adapter_id` or `merged_adapters` may be provided", param="adapter_id"
-        )
+    best_of = 1 if parameters.best_of is None else parameters.best_of
+    is_choice = best_of > 1
+    faults: tuple[tuple[bool, str, str], ...] = (
+        (best_of < 1, "best_of", "must be strictly positive"),
+        (is_choice and not _samples(parameters), "best_of", "> 1 needs sampling"),
+        (is_choice and parameters.seed is not None, "best_of", "> 1 does not go with `seed`"),
+        (is_choice and stream, "best_of", "!= 1 is not supported when streaming tokens"),
+        (parameters.typical_p not in (None, 1), "typical_p", "is not supported: leave it out"),
+        (parameters.watermark, "watermark", "is not supported: leave it out"),
+        ((parameters.truncate or 1) < 1, "truncate", "must be strictly positive"),
+        (parameters.truncate == 0, "truncate", "must be strictly positive"),
+        ((parameters.seed or 0) < 0, "seed", "must be 0 or more"),
+        (
+            parameters.decoder_input_details and stream,
+            "decoder_input_details",
+            "== true is not supported when streaming tokens",
+        ),
+        (
+            bool(parameters.adapter_id) and parameters.merged_adapters is not None,
+            "adapter_id",
+            "does not go with `merged_adapters`: at most one of them may be provided",
+        ),
+    )
+    for is_wrong, param, problem in faults:
+        if is_wrong:
+            raise InvalidRequest(f"`{param}` {problem}", param=param)
 
 
 def _samples(parameters: Parameters) -> bool:
@@ -260,9 +243,7 @@ async def _select(
     if parameters.merged_adapters is not None:
         draft.asked = "+".join(parameters.merged_adapters.ids)
         names = [await _find_merged(context, parameters, one) for one in body.adapters or ()]
-        return ModelReference(
-            None, names, body.adapter_weights, combination=combination_of(body)
-        )
+        return ModelReference(None, names, body.adapter_weights, combination=combination_of(body))
     name, source = parameters.adapter_id, parameters.adapter_source
     if not name:
         return ModelReference(None)

@@ -34,7 +34,9 @@ class TokenWriter:
         text = self.codec.decode([token_id], skip_special_tokens=True)
         return not text and bool(self.codec.token_to_str(token_id))
 
-    def token(self, token_id: int, entry: TokenLogprob | None, text: str | None = None) -> wire.Token:
+    def token(
+        self, token_id: int, entry: TokenLogprob | None, text: str | None = None
+    ) -> wire.Token:
         shown = self.codec.token_to_str(token_id) if text is None else text
         return wire.Token(
             id=token_id,
@@ -70,7 +72,8 @@ class SequenceWriter:
 
     def sequence(self, choice: Choice) -> wire.Sequence:
         tokens = TokenWriter(self.codec, self.parameters)
-        entries = list(choice.logprobs) or [None] * len(choice.token_ids)
+        entries: list[TokenLogprob | None] = [*choice.logprobs]
+        entries = entries or [None] * len(choice.token_ids)
         pairs = list(zip(choice.token_ids, entries, strict=False))
         num_top = self.parameters.top_n_tokens
         tops = [tokens.top(entry, num_top) for _, entry in pairs]

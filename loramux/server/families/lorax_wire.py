@@ -66,7 +66,7 @@ class Parameters(Struct, kw_only=True):
 
 class GenerateRequest(Struct, kw_only=True):
     inputs: str
-    parameters: Parameters | None = None
+    parameters: dict[str, Any] | None = None
     stream: bool = False
 
 

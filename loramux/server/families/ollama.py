@@ -23,6 +23,7 @@ from loramux.server.families.asked import (
     generation_body,
     open_asked,
     read_fields,
+    read_inner,
 )
 from loramux.server.families.endpoint import Endpoint
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
@@ -61,7 +62,7 @@ class Body(Struct, kw_only=True):
     model: str
     stream: bool = True
     format: Any = None
-    options: Options | None = None
+    options: dict[str, Any] | None = None
     keep_alive: Any = None
     think: bool | str | None = None
 
@@ -157,7 +158,11 @@ async def _chat(context: Context, request: Request) -> Response:
         tools=None if body.tools is None else Tools(body.tools),
     )
     return await _answer(
-        context, request, body, asked, lambda text: {"message": {"role": "assistant", "content": text}}
+        context,
+        request,
+        body,
+        asked,
+        lambda text: {"message": {"role": "assistant", "content": text}},
     )
 
 
@@ -165,7 +170,9 @@ async def _generate(context: Context, request: Request) -> Response:
     body = await read_fields(context, request, GenerateBody)
     for name in ("images", "template", "context", "suffix"):
         if getattr(body, name):
-            raise InvalidRequest(f"{name} is not supported by this server: leave it out.", param=name)
+            raise InvalidRequest(
+                f"{name} is not supported by this server: leave it out.", param=name
+            )
     if not body.prompt:
         return json_response(_loaded(body, {"response": ""}))
     messages = None
@@ -245,7 +252,7 @@ async def _lines(
 
 
 async def _generation_body(context: Context, body: Body) -> Any:
-    options = body.options or Options()
+    options = read_inner(body.options, Options)
     sampling = {
         name: value if (given := getattr(options, name)) is None else given
         for name, value in DEFAULTS.items()

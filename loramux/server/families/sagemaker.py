@@ -104,8 +104,9 @@ async def _name_adapter(context: Context, request: Request, key: str) -> None:
 async def _register(context: Context, request: Request) -> Response:
     raw = await read_body(request, context.options.max_body_bytes)
     body = decode(raw or b"{}", AdapterBody)
-    name, source = (body.name or request.query_params.get("name", "")), (
-        body.src or request.query_params.get("src", "")
+    name, source = (
+        (body.name or request.query_params.get("name", "")),
+        (body.src or request.query_params.get("src", "")),
     )
     if not name or not source:
         raise InvalidRequest("Give name and src.", param="src" if name else "name")

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -18,9 +17,15 @@ from loramux.errors import InvalidRequest
 from loramux.server.body import decode, json_response, read_body
 from loramux.server.context import Context
 from loramux.server.errors import NotServed, error_info, shaped_response
-from loramux.server.families.asked import Asked, Constraint, generation_body, open_asked, read_fields
+from loramux.server.families.asked import (
+    Asked,
+    Constraint,
+    generation_body,
+    open_asked,
+    read_fields,
+    read_inner,
+)
 from loramux.server.families.endpoint import Endpoint
-from loramux.server.foreign_fields import UnsupportedFields
 from loramux.server.generation import Choice, Deltas, Generation, RouteKind, collect, run
 from loramux.server.prompts import split_prompts
 from loramux.server.receipt_draft import receipt_draft
@@ -79,9 +84,6 @@ class GenerateRequest(Struct, kw_only=True):
     lora_path: str | list[str | None] | None = None
 
 
-IN_SAMPLING = UnsupportedFields(SamplingFields)
-
-
 class AdapterChange(Struct, kw_only=True):
     lora_name: str
     lora_path: str = ""
@@ -118,7 +120,9 @@ def sglang_endpoints(context: Context) -> list[Endpoint]:
         return Response(status_code=200)
 
     async def flush_cache(request: Request) -> Response:
-        return PlainTextResponse("Nothing to flush: prefixes are kept by the content of adapters.\n")
+        return PlainTextResponse(
+            "Nothing to flush: prefixes are kept by the content of adapters.\n"
+        )
 
     def at(path: str, handler: Any, *methods: str, keys: frozenset[str] = frozenset()) -> Endpoint:
         return Endpoint(
@@ -144,7 +148,7 @@ def sglang_endpoints(context: Context) -> list[Endpoint]:
 
 async def _generate(context: Context, request: Request) -> Response:
     body = await read_fields(context, request, GenerateRequest)
-    sampling = _sampling(body)
+    sampling = read_inner(body.sampling_params, SamplingFields)
     prompts = _prompts(body)
     names = _names(body, len(prompts))
     form = _Form(context.backend.codec, body, is_list=_is_list(body, sampling))
@@ -169,18 +173,12 @@ async def _generate(context: Context, request: Request) -> Response:
     return json_response(answers if form.is_list else answers[0])
 
 
-def _sampling(body: GenerateRequest) -> SamplingFields:
-
-
-    raw = msgspec.json.encode(body.sampling_params or {})
-    IN_SAMPLING.check(raw)
-    return decode(raw, SamplingFields)
-
-
 def _prompts(body: GenerateRequest) -> list[str | list[int]]:
-    if (body.text is None) == (body.input_ids is None):
+    if body.text is None and body.input_ids is not None:
+        return split_prompts(body.input_ids)
+    if body.text is None or body.input_ids is not None:
         raise InvalidRequest("Give either text or input_ids.", param="text")
-    return split_prompts(body.text if body.input_ids is None else body.input_ids)
+    return split_prompts(body.text)
 
 
 def _names(body: GenerateRequest, num_prompts: int) -> list[str | None]:
@@ -209,7 +207,11 @@ async def _open(
 ) -> Generation:
     start = -1 if body.logprob_start_len is None else body.logprob_start_len
     constraint = next(
-        (Constraint(kind, value, kind) for kind in CONSTRAINTS if (value := getattr(sampling, kind))),
+        (
+            Constraint(kind, value, kind)
+            for kind in CONSTRAINTS
+            if (value := getattr(sampling, kind))
+        ),
         None,
     )
     copied = ("stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "n", "ignore_eos")
@@ -279,7 +281,7 @@ class _Form:
         if start is not None and start >= 0:
             scored = [None, *choice.prompt_logprobs][start:]
         ids = prompt[len(prompt) - len(scored) :] if scored else ()
-        shown = {
+        shown: dict[str, Any] = {
             "input_token_logprobs": [
                 self._entry(i, None if one is None else one.logprob)
                 for i, one in zip(ids, scored, strict=True)
@@ -325,8 +327,6 @@ async def _events(
     yield DONE
 
 
-
-
 async def _change(context: Context, request: Request, *, is_load: bool) -> Response:
     raw = await read_body(request, context.options.max_body_bytes)
     asked = decode(raw, AdapterChange)
@@ -355,9 +355,7 @@ async def _load(context: Context, asked: AdapterChange) -> None:
     name = asked.lora_name
     given = context.names.find(name)
     if given is not None and given.state != "failed":
-        raise VllmError(
-            400, "", f"Failed to load LoRA adapter {name} because it is already loaded"
-        )
+        raise VllmError(400, "", f"Failed to load LoRA adapter {name} because it is already loaded")
     await load_named(context, LoadRequest(lora_name=name, lora_path=asked.lora_path))
     given = context.names.find(name)
     if asked.pinned and given is not None and given.cid is not None:

@@ -11,7 +11,6 @@ from tests.unit.server.asgi_client import (
     chat,
     complete,
     events_of,
-    get,
     make_app,
     post,
     request,
