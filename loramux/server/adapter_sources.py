@@ -75,6 +75,10 @@ class AdapterSources:
         adapter = NamedAdapter(text, found.cid, None if is_private else str(parsed))
         return Selected(text, (adapter,))
 
+    def has_named(self, name: str) -> bool:
+        """Whether a given name is of an adapter that was found here."""
+        return name in self._found
+
     async def folder(self, text: str) -> str:
         """Fetches a remote source such as `hf:owner/name`, and returns its folder."""
         source = await asyncio.to_thread(parse_source, text, self._config)

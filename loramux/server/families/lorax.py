@@ -268,21 +268,23 @@ async def select_adapter(
     registry only if the request gives no source, so that neither can stand for the other.
     """
     context.require_ready()
-    if name in context.base_names or context.names.find(name) is not None:
+    sources = context.sources
+    is_found = source is not None and sources is not None and sources.has_named(name)
+    if name in context.base_names or (context.names.find(name) is not None and not is_found):
         return ModelReference(name)
     if source is None:
         found = await find_named(context, name, param="adapter_id")
         if found is not None:
             return ModelReference(name)
         source = context.options.adapter_source
-    if source is None or context.sources is None:
+    if source is None or sources is None:
         raise NotServed(
             f"The adapter `{name}` does not exist here. Send adapter_source (hub, local or s3), or "
             f"start the server with --adapter-source.{context.missed_registry}",
             param="adapter_id",
         )
     token = Secret(api_token) if api_token else None
-    return await context.sources.find(name, source, token=token)
+    return await sources.find(name, source, token=token)
 
 
 async def _events(
