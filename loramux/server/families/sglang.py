@@ -155,7 +155,8 @@ async def _generate(context: Context, request: Request) -> Response:
     if len(set(names)) > 1:
         if body.stream:
             raise InvalidRequest(
-                "lora_path must name one adapter for all prompts of a stream: send them apart.", param="lora_path"
+                "lora_path must name one adapter for all prompts of a stream: send them apart.",
+                param="lora_path",
             )
         # A selection belongs to a whole generation, so that each prompt is one of its own.
         opened = [

@@ -110,5 +110,3 @@ def test_a_refused_adapter_is_not_named(scene: Scene, monkeypatch: pytest.Monkey
     monkeypatch.setattr(scene.backend, "inspect_adapters", refuse)
     scene.scan()
     assert scene.names == [] and scene.ask("bad") == 404
-
-

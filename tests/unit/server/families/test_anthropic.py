@@ -20,7 +20,9 @@ def create(app: Any, **fields: Any) -> Any:
 
 def test_a_message_and_its_answer() -> None:
     backend = ScriptedBackend()
-    answer = create(make_app(backend), model="legal", system=[{"type": "text", "text": "be"}]).json()
+    answer = create(
+        make_app(backend), model="legal", system=[{"type": "text", "text": "be"}]
+    ).json()
     assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", "legal")
     assert answer["content"] == [{"type": "text", "text": "Hello you"}]
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
@@ -32,7 +34,11 @@ def test_a_message_and_its_answer() -> None:
 def test_blocks_of_tools_and_thinking_become_messages() -> None:
     backend = ScriptedBackend()
     tool = {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}
-    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "42"}]}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "1",
+        "content": [{"type": "text", "text": "42"}],
+    }
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "?"}, tool]},

@@ -62,7 +62,12 @@ def test_details_have_tokens_prefill_and_alternatives() -> None:
         {"id": ord("i"), "text": "i", "logprob": -0.5},
     ]
     token = details["tokens"][0]
-    assert (token["id"], token["text"], token["logprob"], token["special"]) == (72, "H", -0.5, False)
+    assert (token["id"], token["text"], token["logprob"], token["special"]) == (
+        72,
+        "H",
+        -0.5,
+        False,
+    )
     assert [one["id"] for one in token["alternative_tokens"]] == [65, 66]
     assert [[one["id"] for one in top] for top in details["top_tokens"]] == [[65], [65]]
 
@@ -105,7 +110,9 @@ def test_errors_of_a_stream_are_its_events() -> None:
         yield delta(request, 0, b"He")
         raise EngineBusy("Full.")
 
-    events = events_of(post(make_app(ScriptedBackend(breaks)), "/generate_stream", {"inputs": "x"}).text)
+    events = events_of(
+        post(make_app(ScriptedBackend(breaks)), "/generate_stream", {"inputs": "x"}).text
+    )
     assert events[-1]["error_type"] == "overloaded"
 
 

@@ -68,7 +68,9 @@ def test_events_of_a_stream_are_numbered() -> None:
 
 
 def test_a_stream_that_breaks_says_that_it_failed() -> None:
-    text = post(make_app(ScriptedBackend(dies_after_two)), PATH, {"input": "x", "stream": True}).text
+    text = post(
+        make_app(ScriptedBackend(dies_after_two)), PATH, {"input": "x", "stream": True}
+    ).text
     assert text.count("event: response.failed") == 1 and "response.completed" not in text
 
 
