@@ -12,8 +12,8 @@ from loramux.metrics.store import ReceiptCollector, StoreCollector
 from loramux.server.caller import CallerMiddleware
 from loramux.server.combinations import Combinations
 from loramux.server.context import NOTHING_ON_DEMAND, Context, OnDemand, ServerOptions
+from loramux.server.endpoint import routes_of
 from loramux.server.errors import install_error_handlers
-from loramux.server.families.endpoint import routes_of
 from loramux.server.families.table import endpoints_of, shared_with_own
 from loramux.server.names import AdapterNames
 from loramux.server.openapi import install_openapi

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from loramux.errors import ContextLengthExceeded, InvalidRequest
 from loramux.server.body import json_response
 from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
 from loramux.server.errors import error_info, shaped_response
 from loramux.server.families.asked import (
     Asked,
@@ -24,7 +25,6 @@ from loramux.server.families.asked import (
     open_asked,
     read_fields,
 )
-from loramux.server.families.endpoint import Endpoint
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.prompts import off_loop
 from loramux.server.receipt_draft import receipt_draft

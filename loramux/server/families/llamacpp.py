@@ -17,6 +17,7 @@ from loramux.backend import Health, TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.body import json_response, keep_body, read_body
 from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
 from loramux.server.errors import error_info, shaped_response
 from loramux.server.families.asked import (
     Asked,
@@ -25,7 +26,6 @@ from loramux.server.families.asked import (
     open_asked,
     read_fields,
 )
-from loramux.server.families.endpoint import Endpoint
 from loramux.server.families.llamacpp_lora import PlacedAdapters
 from loramux.server.generation import Choice, Deltas, Generation, RouteKind, collect, run
 from loramux.server.receipt_draft import receipt_draft

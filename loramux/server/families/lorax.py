@@ -15,6 +15,7 @@ from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.body import json_response
 from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
 from loramux.server.errors import NotServed, set_error_shape
 from loramux.server.families.asked import (
     Asked,
@@ -24,7 +25,6 @@ from loramux.server.families.asked import (
     read_fields,
     read_inner,
 )
-from loramux.server.families.endpoint import Endpoint
 from loramux.server.families.lorax_answers import (
     SequenceWriter,
     StreamWriter,

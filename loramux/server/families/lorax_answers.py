@@ -98,7 +98,7 @@ class SequenceWriter:
 
 
 def answer_of(choices: Sequence[Choice], writer: SequenceWriter) -> GenerateAnswer:
-    """Of several sequences, the one with the highest mean log probability answers."""
+    """Writes the choice with the highest mean log probability, and the others in the details."""
     ranked = sorted(choices, key=_mean_logprob, reverse=True)
     first, *others = [writer.sequence(choice) for choice in ranked]
     parameters = writer.parameters

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from loramux.errors import AdapterNotFound, InvalidRequest
 from loramux.server.body import json_response
 from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
 from loramux.server.errors import NotServed, error_info, shaped_response
 from loramux.server.families.asked import (
     Asked,
@@ -25,7 +26,6 @@ from loramux.server.families.asked import (
     read_fields,
     read_inner,
 )
-from loramux.server.families.endpoint import Endpoint
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.receipt_draft import receipt_draft
 from loramux.server.routes.models import list_models

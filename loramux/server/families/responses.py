@@ -14,6 +14,7 @@ from starlette.responses import Response
 from loramux.errors import InvalidRequest
 from loramux.server.body import json_response
 from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
 from loramux.server.errors import error_info
 from loramux.server.families.asked import (
     Asked,
@@ -23,7 +24,6 @@ from loramux.server.families.asked import (
     open_asked,
     read_fields,
 )
-from loramux.server.families.endpoint import Endpoint
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.receipt_draft import receipt_draft
 from loramux.server.streaming import StreamForm, named_event, stream_events, until_gone

@@ -13,8 +13,8 @@ from starlette.responses import PlainTextResponse, Response
 from loramux.errors import InvalidRequest
 from loramux.server.body import decode, keep_body, read_body
 from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
 from loramux.server.errors import NotServed, error_response
-from loramux.server.families.endpoint import Endpoint
 from loramux.server.families.lorax import generate
 from loramux.server.families.lorax_wire import lorax_error
 from loramux.server.families.responses import answer_response

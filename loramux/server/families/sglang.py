@@ -16,6 +16,7 @@ from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.body import decode, json_response, read_body
 from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
 from loramux.server.errors import NotServed, error_info, shaped_response
 from loramux.server.families.asked import (
     Asked,
@@ -25,7 +26,6 @@ from loramux.server.families.asked import (
     read_fields,
     read_inner,
 )
-from loramux.server.families.endpoint import Endpoint
 from loramux.server.generation import Choice, Deltas, Generation, RouteKind, collect, run
 from loramux.server.prompts import split_prompts
 from loramux.server.receipt_draft import receipt_draft

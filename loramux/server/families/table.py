@@ -11,8 +11,8 @@ from starlette.responses import PlainTextResponse, Response
 from loramux.backend import Health
 from loramux.errors import InvalidRequest, suggest
 from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint, KeyedEndpoints
 from loramux.server.families.anthropic import anthropic_endpoints
-from loramux.server.families.endpoint import Endpoint, KeyedEndpoints
 from loramux.server.families.llamacpp import llamacpp_endpoints
 from loramux.server.families.lorax import lorax_endpoints
 from loramux.server.families.ollama import ollama_endpoints

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from loramux.errors import InvalidRequest
 from loramux.server.body import json_response, read_json
 from loramux.server.context import Context
-from loramux.server.families.endpoint import find_keyed
+from loramux.server.endpoint import find_keyed
 from loramux.server.openapi import answering, taking
 from loramux.server.prompts import check_token_ids, encode_messages, encode_prompt, off_loop
 from loramux.server.selection import select_model

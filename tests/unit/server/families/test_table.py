@@ -13,7 +13,7 @@ import pytest
 from loramux.config import serve
 from loramux.errors import InvalidRequest
 from loramux.server.context import Context, ServerOptions
-from loramux.server.families.endpoint import Endpoint
+from loramux.server.endpoint import Endpoint
 from loramux.server.families.table import FAMILIES, OWN_PATHS, endpoints_of
 from loramux.server.foreign_fields import FOREIGN_FIELDS
 from tests.unit.server.asgi_client import get, make_app, post
