@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,7 +53,7 @@ class AdapterSources:
         self._area = area
         self._max_sources = max_sources
         self._found: OrderedDict[str, _Found] = OrderedDict()
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._tasks: dict[str, asyncio.Task[_Found]] = {}
 
     async def find(self, text: str, source: str, *, token: Secret | None = None) -> Selected:
         """Returns the adapter of an id in LoRAX's form, which the host has afterwards.
@@ -70,8 +70,13 @@ class AdapterSources:
         if is_private and token is not None:
             digest = hashlib.sha256(token.reveal().encode()).hexdigest()[:32]
             key = f"{digest} {key}"
-        async with self._locks[key]:
-            found = await self._get(key, parsed, config, is_private=is_private)
+        task = self._tasks.get(key)
+        if task is None:
+            work = self._get(key, parsed, config, is_private=is_private)
+            task = self._tasks[key] = asyncio.create_task(work)
+            task.add_done_callback(lambda done: self._done(key, done))
+        # A caller that is cancelled must not cancel the others.
+        found = await asyncio.shield(task)
         adapter = NamedAdapter(text, found.cid, None if is_private else str(parsed))
         return Selected(text, (adapter,))
 
@@ -113,6 +118,12 @@ class AdapterSources:
         if " " in key:
             area = area / TOKENS_FOLDER / key.partition(" ")[0]
         return str(KeptAdapters(config, area).folder(str(source)))
+
+    def _done(self, key: str, task: asyncio.Task[_Found]) -> None:
+        del self._tasks[key]
+        # Reading the exception keeps asyncio from reporting it as never retrieved.
+        if not task.cancelled():
+            task.exception()
 
     async def _forget_oldest(self) -> None:
         while len(self._found) > self._max_sources:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -91,8 +91,7 @@ async def _read(request: Request, max_bytes: int, *, any_type: bool) -> bytes:
 
 def _recognise(group: Sequence[Endpoint], body: bytes) -> Endpoint | None:
     try:
-        fields = json.loads(body)
+        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
     except (ValueError, RecursionError):
-        fields = None
-    given = set(fields) if isinstance(fields, dict) else set()
+        return None
     return next((one for one in group if one.keys & given), None)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from loramux.errors import ContextLengthExceeded, InvalidRequest
 from loramux.server.body import json_response
+from loramux.server.caller import caller_of
 from loramux.server.context import Context
 from loramux.server.endpoint import Endpoint
 from loramux.server.errors import error_info, shaped_response
@@ -28,7 +29,7 @@ from loramux.server.families.asked import (
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.prompts import off_loop
 from loramux.server.receipt_draft import receipt_draft
-from loramux.server.selection import select_model
+from loramux.server.selection import ModelReference, select
 from loramux.server.streaming import StreamForm, named_event, stream_events, until_gone
 from loramux.server.usage import UsageCount
 from loramux.server.wire import Usage
@@ -91,7 +92,7 @@ def anthropic_endpoints(context: Context) -> list[Endpoint]:
     async def count(request: Request) -> Response:
         body = await read_fields(context, request, CountBody)
         context.require_known()
-        await select_model(context, body.model)
+        await select(context, ModelReference(body.model), caller=caller_of(request))
         _refuse_tools(body)
         asked = Asked(kind=KIND, body=generation_body(), messages=_messages(body))
         codec, limit = context.backend.codec, context.backend.card.max_model_len

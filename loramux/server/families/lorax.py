@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,6 +15,7 @@ from loramux.adapters.recipe import METHODS
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.body import json_response
+from loramux.server.caller import caller_of
 from loramux.server.context import Context
 from loramux.server.endpoint import Endpoint
 from loramux.server.errors import NotServed, set_error_shape
@@ -45,7 +47,7 @@ from loramux.server.names import Selected
 from loramux.server.prompts import encode_prompt, off_loop
 from loramux.server.receipt_draft import ReceiptDraft, receipt_draft
 from loramux.server.sampling import Logprobs
-from loramux.server.selection import ModelReference, combination_of, find_named
+from loramux.server.selection import ModelReference, combination_of, select
 from loramux.server.streaming import StreamForm, event, stream_events, until_gone
 from loramux.server.token_reports import Truncation
 from loramux.server.wire import GenerationBody
@@ -74,6 +76,17 @@ def lorax_endpoints(context: Context) -> list[Endpoint]:
         context.require_known()
         return json_response(_info(context))
 
+    async def startup(request: Request) -> Response:
+        """Generates a token, so that it tells more than /health."""
+        context.require_ready()
+        await context.backend.probe(context.options.probe_timeout_s)
+        return Response(status_code=200)
+
+    def get(path: str, handler: Any) -> Endpoint:
+        return Endpoint(
+            family=FAMILY, path=path, handler=handler, methods=("GET",), shape=lorax_error
+        )
+
     def post(path: str, handler: Any, keys: frozenset[str] = frozenset()) -> Endpoint:
         return Endpoint(family=FAMILY, path=path, handler=handler, keys=keys, shape=lorax_error)
 
@@ -82,7 +95,8 @@ def lorax_endpoints(context: Context) -> list[Endpoint]:
         post("/generate", generate_one, INPUTS),
         post("/generate_stream", generate_stream),
         post("/tokenize", tokenize, INPUTS),
-        Endpoint(family=FAMILY, path="/info", handler=info, methods=("GET",), shape=lorax_error),
+        get("/info", info),
+        get("/startup", startup),
     ]
 
 
@@ -97,7 +111,7 @@ async def generate(
         if wants_stream and as_list:
             set_error_shape(request, streamed_error)
         _check(parameters, wants_stream)
-        asked = await _asked(context, draft, body.inputs, parameters, wants_stream)
+        asked = await _asked(context, request, draft, body.inputs, parameters, wants_stream)
         generation = await open_asked(context, request, draft, asked)
     codec, deltas = context.backend.codec, run(context, generation)
     prefix = body.inputs if parameters.return_full_text else ""
@@ -114,14 +128,19 @@ async def generate(
 
 
 async def _asked(
-    context: Context, draft: ReceiptDraft, inputs: str, parameters: Parameters, stream: bool
+    context: Context,
+    request: Request,
+    draft: ReceiptDraft,
+    inputs: str,
+    parameters: Parameters,
+    stream: bool,
 ) -> Asked:
     body = _generation_body(parameters, stream)
     return Asked(
         kind=KIND,
         body=body,
         prompts=[inputs],
-        selected=await _select(context, parameters, body, draft),
+        selected=await _select(context, request, parameters, body, draft),
         logprobs=_logprobs(parameters, stream),
         truncation=Truncation(parameters.truncate),
         constraint=_constraint(parameters),
@@ -238,29 +257,33 @@ def _constraint(parameters: Parameters) -> Constraint | None:
 
 
 async def _select(
-    context: Context, parameters: Parameters, body: GenerationBody, draft: ReceiptDraft
+    context: Context,
+    request: Request,
+    parameters: Parameters,
+    body: GenerationBody,
+    draft: ReceiptDraft,
 ) -> ModelReference | Selected:
     if parameters.merged_adapters is not None:
         draft.asked = "+".join(parameters.merged_adapters.ids)
-        names = [await _find_merged(context, parameters, one) for one in body.adapters or ()]
+        names = [await _find_part(context, request, parameters, one) for one in body.adapters or ()]
         return ModelReference(None, names, body.adapter_weights, combination=combination_of(body))
-    name, source = parameters.adapter_id, parameters.adapter_source
-    if not name:
+    if not parameters.adapter_id:
         return ModelReference(None)
-    draft.asked = name
-    return await select_adapter(context, name, source, parameters.api_token)
+    draft.asked = parameters.adapter_id
+    return await select_adapter(context, request, parameters, parameters.adapter_id)
 
 
-async def _find_merged(context: Context, parameters: Parameters, name: str) -> str:
+async def _find_part(context: Context, request: Request, parameters: Parameters, name: str) -> str:
     """Returns a name of one part of a combination, which the names know afterwards."""
-    found = await select_adapter(context, name, parameters.adapter_source, None)
-    if isinstance(found, Selected):
+    public = replace(parameters, api_token=None)
+    found = await select_adapter(context, request, public, name)
+    if isinstance(found, Selected) and found.adapters:
         return found.adapters[0].given or name
     return name
 
 
 async def select_adapter(
-    context: Context, name: str, source: str | None, api_token: str | None
+    context: Context, request: Request, parameters: Parameters, name: str
 ) -> ModelReference | Selected:
     """Finds an adapter as LoRAX names it.
 
@@ -268,22 +291,23 @@ async def select_adapter(
     registry only if the request gives no source, so that neither can stand for the other.
     """
     context.require_ready()
-    sources = context.sources
+    source, sources = parameters.adapter_source, context.sources
     is_found = source is not None and sources is not None and sources.has_named(name)
     if name in context.base_names or (context.names.find(name) is not None and not is_found):
-        return ModelReference(name)
+        return ModelReference(name, param="adapter_id")
     if source is None:
-        found = await find_named(context, name, param="adapter_id")
-        if found is not None:
-            return ModelReference(name)
-        source = context.options.adapter_source
+        reference = ModelReference(name, param="adapter_id")
+        try:
+            return await select(context, reference, caller=caller_of(request))
+        except NotServed:
+            source = context.options.adapter_source
     if source is None or sources is None:
         raise NotServed(
             f"The adapter `{name}` does not exist here. Send adapter_source (hub, local or s3), or "
             f"start the server with --adapter-source.{context.missed_registry}",
             param="adapter_id",
         )
-    token = Secret(api_token) if api_token else None
+    token = Secret(parameters.api_token) if parameters.api_token else None
     return await sources.find(name, source, token=token)
 
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from loramux.errors import AdapterNotFound, InvalidRequest
 from loramux.server.body import json_response
+from loramux.server.caller import caller_of
 from loramux.server.context import Context
 from loramux.server.endpoint import Endpoint
 from loramux.server.errors import NotServed, error_info, shaped_response
@@ -27,12 +28,14 @@ from loramux.server.families.asked import (
     read_inner,
 )
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
+from loramux.server.names import Selected
 from loramux.server.receipt_draft import receipt_draft
 from loramux.server.routes.models import list_models
 from loramux.server.routes.tokens import DescribesTokenizer
-from loramux.server.selection import select_model
+from loramux.server.selection import ModelReference, select
 from loramux.server.streaming import StreamForm, line, stream_events, until_gone
 from loramux.server.usage import UsageCount
+from loramux.server.wire import GenerationBody
 
 FAMILY = "ollama"
 CHAT = RouteKind(id_prefix="ollama", prompt_param="messages", default_max_tokens=None)
@@ -118,7 +121,8 @@ def ollama_endpoints(context: Context) -> list[Endpoint]:
 
     async def show(request: Request) -> Response:
         body = await read_fields(context, request, ShowBody)
-        return json_response(await _show(context, body.model or body.name or ""))
+        selected = await _select(context, request, body.model or body.name or "")
+        return json_response(_show(context, is_base=not selected.adapters))
 
     async def version(request: Request) -> Response:
         return json_response({"version": VERSION})
@@ -151,7 +155,9 @@ async def _chat(context: Context, request: Request) -> Response:
         return json_response(_loaded(body, {"message": {"role": "assistant", "content": ""}}))
     asked = Asked(
         kind=CHAT,
-        body=await _generation_body(context, body),
+        body=_generation_body(body),
+        selected=await _select(context, request, body.model),
+        name=body.model,
         messages=body.messages,
         template=_template(body),
         constraint=_constraint(body),
@@ -181,7 +187,9 @@ async def _generate(context: Context, request: Request) -> Response:
         messages = [*system, {"role": "user", "content": body.prompt}]
     asked = Asked(
         kind=GENERATE,
-        body=await _generation_body(context, body),
+        body=_generation_body(body),
+        selected=await _select(context, request, body.model),
+        name=body.model,
         prompts=[body.prompt],
         messages=messages,
         template=_template(body),
@@ -251,14 +259,13 @@ async def _lines(
     yield line(answer.last("", reason, (usage.prompt_tokens, usage.completion_tokens)))
 
 
-async def _generation_body(context: Context, body: Body) -> Any:
+def _generation_body(body: Body) -> GenerationBody:
     options = read_inner(body.options, Options)
     sampling = {
         name: value if (given := getattr(options, name)) is None else given
         for name, value in DEFAULTS.items()
     }
     return generation_body(
-        model=await _model(context, body.model),
         max_tokens=None if options.num_predict < 0 else options.num_predict,
         min_p=options.min_p,
         seed=options.seed,
@@ -271,15 +278,15 @@ async def _generation_body(context: Context, body: Body) -> Any:
     )
 
 
-async def _model(context: Context, name: str) -> str:
-    """Returns the served name of a model that may have the tag `latest`."""
+async def _select(context: Context, request: Request, name: str) -> Selected:
+    """Finds a model whose name may have the tag `latest`."""
     context.require_ready()
-    for candidate in (name, name.removesuffix(LATEST)):
+    for candidate in dict.fromkeys((name, name.removesuffix(LATEST))):
         try:
-            await select_model(context, candidate)
+            reference = ModelReference(candidate)
+            return await select(context, reference, caller=caller_of(request))
         except (NotServed, AdapterNotFound):
             continue
-        return candidate
     raise NotServed(f"model '{name}' not found", param="model")
 
 
@@ -316,16 +323,14 @@ def _tag(context: Context, name: str) -> dict[str, Any]:
     }
 
 
-async def _show(context: Context, name: str) -> dict[str, Any]:
-    context.require_known()
-    model = await _model(context, name)
+def _show(context: Context, *, is_base: bool) -> dict[str, Any]:
     codec, card = context.backend.codec, context.backend.card
     info = codec.tokenizer_info() if isinstance(codec, DescribesTokenizer) else {}
     return {
         "modelfile": f"FROM {card.name}\n",
         "parameters": "",
         "template": info.get("chat_template") or "",
-        "details": _details(context, is_base=model in context.base_names),
+        "details": _details(context, is_base=is_base),
         "model_info": {
             "general.architecture": card.shapes.architecture if card.shapes else "unknown",
             "general.parameter_count": card.shapes.num_parameters if card.shapes else 0,

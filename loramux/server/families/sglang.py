@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -163,8 +163,7 @@ async def _generate(context: Context, request: Request) -> Response:
             await _open(context, request, body, sampling, [prompt], name)
             for prompt, name in zip(prompts, names, strict=True)
         ]
-        work = asyncio.gather(*(_answers(context, one, form) for one in opened))
-        written = await until_gone(request, work)
+        written = await until_gone(request, _all_answers(context, opened, form))
         return json_response([answer for answers in written for answer in answers])
     generation = await _open(context, request, body, sampling, prompts, names[0])
     if body.stream:
@@ -302,6 +301,19 @@ class _Form:
 
     def _top(self, one: TokenLogprob | None) -> list[Any] | None:
         return None if one is None else [self._entry(i, logprob) for i, logprob in one.top]
+
+
+async def _all_answers(
+    context: Context, opened: Sequence[Generation], form: _Form
+) -> list[list[dict[str, Any]]]:
+    """Runs all generations at once; the first failure ends the others."""
+    tasks = [asyncio.create_task(_answers(context, one, form)) for one in opened]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _answers(context: Context, generation: Generation, form: _Form) -> list[dict[str, Any]]:

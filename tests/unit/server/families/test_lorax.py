@@ -240,6 +240,23 @@ def test_a_name_of_the_registry_needs_no_source(registry_app: Make) -> None:
     assert served.backend.cids == [cid]
 
 
+def test_a_tenant_finds_its_own_adapters_by_their_bare_names(registry_app: Make) -> None:
+    served = registry_app(tenant_header="x-tenant")
+    cid = served.push("acme/sql@1.0.0", 1)
+    headers = {"x-tenant": "acme"}
+    bodies: dict[str, Any] = {
+        "/generate": {"inputs": "x", "parameters": {"adapter_id": "sql"}},
+        "/api/chat": {"model": "sql:latest", "messages": [{"role": "user", "content": "x"}]},
+        "/v1/messages/count_tokens": {"model": "sql", "messages": []},
+    }
+    for path, body in bodies.items():
+        if "count" in path:
+            body = body | {"messages": [{"role": "user", "content": "x"}]}
+        assert post(served.app, path, body, headers=headers).status_code == 200, path
+        assert post(served.app, path, body).status_code in (404, 424), path
+    assert served.backend.cids == [cid, cid]
+
+
 def sourced_app(tmp_path: Path, **options: Any) -> tuple[Any, ScriptedBackend]:
     backend = ScriptedBackend()
     config = SourceConfig(allowed_roots=(tmp_path / "allowed",))
@@ -290,7 +307,8 @@ def test_info_and_root() -> None:
         64,
         63,
     )
-    assert get(app, "/").status_code == 200
+    assert get(app, "/").status_code == get(app, "/startup").status_code == 200
     backend = ScriptedBackend()
     backend.health = Health.STARTING
-    assert get(make_app(backend), "/").status_code == 503
+    app = make_app(backend)
+    assert get(app, "/").status_code == get(app, "/startup").status_code == 503
