@@ -88,7 +88,6 @@ VLLM_FLAGS: dict[str, Fate] = {
     "--ssl-ca-certs": _TLS,
     "--enable-expert-parallel": _PARALLEL,
     "--speculative-config": Refused("Speculative decoding is not supported: leave it out."),
-    "--reasoning-parser": Refused("Reasoning is not split off: leave the flag out."),
 }
 
 

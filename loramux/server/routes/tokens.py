@@ -9,9 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
-from loramux.server.body import json_response, read_json
+from loramux.server.body import decode, json_response, read_body
 from loramux.server.context import Context
 from loramux.server.endpoint import find_keyed
+from loramux.server.foreign_fields import unsupported_in
 from loramux.server.openapi import answering, taking
 from loramux.server.prompts import check_token_ids, encode_messages, encode_prompt, off_loop
 from loramux.server.selection import select_model
@@ -73,7 +74,9 @@ def token_routes(context: Context) -> APIRouter:
 
 
 async def _read(context: Context, request: Request, kind: type[Any]) -> tuple[Any, int]:
-    body, num_bytes = await read_json(request, kind, max_bytes=context.options.max_body_bytes)
+    raw = await read_body(request, context.options.max_body_bytes)
+    body, num_bytes = decode(raw, kind), len(raw)
+    unsupported_in(kind).check(raw)
     context.require_known()
     await select_model(context, body.model)
     return body, num_bytes

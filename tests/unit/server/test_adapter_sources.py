@@ -11,10 +11,12 @@ import pytest
 from loramux.errors import SourceForbidden, SourceRefused
 from loramux.server import adapter_sources
 from loramux.server.adapter_sources import AdapterSources
+from loramux.server.app import create_app
+from loramux.server.context import OnDemand, ServerOptions
 from loramux.sources.config import HubConfig, Secret, SourceConfig
 from tests.hub_server import HubRepository, HubServer
 from tests.store_factory import write_tiny
-from tests.unit.server.asgi_client import run
+from tests.unit.server.asgi_client import complete, post, run
 from tests.unit.server.scripted_backend import ScriptedBackend
 
 REPOSITORY = "acme/sql"
@@ -78,6 +80,21 @@ def test_a_private_adapter_needs_a_token_each_time(hub: HubServer, tmp_path: Pat
             run(sources.find(REPOSITORY, "hub", token=token))
         assert "bad-token" not in str(raised.value)
     assert "good" not in str(list((tmp_path / "area").rglob("*")))
+
+
+def test_vllms_load_call_takes_a_source(hub: HubServer, tmp_path: Path) -> None:
+    hub.repositories[REPOSITORY] = HubRepository({"main": files(tmp_path / "a", 1)})
+    sources, backend = make(hub, tmp_path)
+    app = create_app(
+        backend,
+        ServerOptions(allow_runtime_lora_updating=True),
+        names=backend.names,
+        on_demand=OnDemand(sources=sources),
+    )
+    for lora_path, status in ((f"hf:{REPOSITORY}", 200), ("hf:other/x", 403), ("hf:acme/x", 404)):
+        body = {"lora_name": lora_path[-3:], "lora_path": lora_path}
+        assert post(app, "/v1/load_lora_adapter", body).status_code == status
+    assert complete(app, model="sql").status_code == 200
 
 
 def test_the_rules_of_a_push_hold(hub: HubServer, tmp_path: Path) -> None:

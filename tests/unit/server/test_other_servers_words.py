@@ -119,6 +119,12 @@ def test_every_route_refuses_what_it_would_have_to_ignore(path: str, name: str) 
     assert use in response.json()["error"]["message"]
 
 
+def test_tokens_are_not_counted_without_what_would_be_in_the_prompt() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}
+    response = post(make_app(), "/tokenize", body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
 @pytest.mark.parametrize(
     ("path", "allowed"),
     [
@@ -126,6 +132,9 @@ def test_every_route_refuses_what_it_would_have_to_ignore(path: str, name: str) 
         ("/v1/adapters/a/pin", "DELETE, GET, POST"),
         ("/v1/adapters/a/promote", "DELETE, GET, POST"),
         ("/v1/adapters", "GET, POST"),
+        ("/lora-adapters", "GET, HEAD, POST"),
+        ("/tokenize", "POST"),
+        ("/", "GET, HEAD, POST"),
     ],
 )
 def test_allow_lists_every_method_of_the_path(path: str, allowed: str) -> None:
