@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -17,6 +17,8 @@ from loramux.server.openapi import answering, taking
 from loramux.server.prompts import check_token_ids, encode_messages, encode_prompt, off_loop
 from loramux.server.selection import select_model
 from loramux.server.wire import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+
+BodyT = TypeVar("BodyT", TokenizeRequest, DetokenizeRequest)
 
 
 @runtime_checkable
@@ -73,7 +75,7 @@ def token_routes(context: Context) -> APIRouter:
     return router
 
 
-async def _read(context: Context, request: Request, kind: type[Any]) -> tuple[Any, int]:
+async def _read(context: Context, request: Request, kind: type[BodyT]) -> tuple[BodyT, int]:
     raw = await read_body(request, context.options.max_body_bytes)
     body, num_bytes = decode(raw, kind), len(raw)
     unsupported_in(kind).check(raw)
