@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +12,8 @@ from pathlib import Path
 from loramux.backend import Health, TextBackend
 from loramux.errors import EngineStopped
 from loramux.metrics.server import Metrics
+from loramux.server.adapter_folder import AdapterFolder
+from loramux.server.adapter_sources import AdapterSources
 from loramux.server.combinations import Combinations
 from loramux.server.errors import NotServed
 from loramux.server.names import AdapterNames
@@ -50,9 +54,24 @@ class ServerOptions:
     """Shares under fair scheduling, by tenant and by adapter label; the default is 1."""
     unopened_registry: str | None = None
     """Default registry file that did not exist at start; the server runs without a registry."""
+    compat: tuple[str, ...] | None = None
+    """Families of other servers' APIs that answer; None: all."""
+    adapter_source: str | None = None
+    """LoRAX's source of adapters that are not served here if a request names none."""
     allowed_roots: tuple[str, ...] = ()
     """Folders from which requests may load adapters by path. Empty: a push may use no path, and
     vLLM's load endpoint any path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnDemand:
+    """Where adapters are looked for that have no name yet."""
+
+    sources: AdapterSources | None = None
+    folder: AdapterFolder | None = None
+
+
+NOTHING_ON_DEMAND = OnDemand()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +85,14 @@ class Context:
     receipts: ReceiptIssuer = field(default_factory=ReceiptIssuer)
     combinations: Combinations | None = None
     """Makes combined adapters; None: this server makes none."""
+    sources: AdapterSources | None = None
+    """Fetches adapters that requests name by their source; None: none is fetched."""
+    name_locks: defaultdict[str, asyncio.Lock] = field(
+        default_factory=lambda: defaultdict(asyncio.Lock)
+    )
+    """Loads and unloads of the same name run one after another."""
+    folder: AdapterFolder | None = None
+    """The watched folder of adapters."""
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

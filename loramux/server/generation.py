@@ -20,7 +20,8 @@ from loramux.server.context import Context
 from loramux.server.names import AdapterNames, Selected
 from loramux.server.prompts import check_token_ids, room_for_answer
 from loramux.server.receipt_draft import ReceiptDraft
-from loramux.server.sampling import MaxTokens, UnsupportedFields
+from loramux.server.sampling import MaxTokens
+from loramux.server.token_reports import TokenReport
 from loramux.server.usage import UsageCount
 from loramux.server.wire import Usage
 from loramux.types.request import FinishReason, Request, TokenLogprob
@@ -39,7 +40,6 @@ class RouteKind:
     """The field of the body that contains the prompt, for error messages."""
     default_max_tokens: int | None
     """None: as many as fit."""
-    unsupported: UnsupportedFields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,7 @@ class GenerationRequest:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    report: TokenReport = TokenReport()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +149,7 @@ class Choice:
     """Collects the deltas of one choice."""
 
     texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str = ""
@@ -159,6 +161,7 @@ class Choice:
 
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs or ()
         if delta.finish_reason is not None:

@@ -13,7 +13,9 @@ from loramux.errors import InvalidRequest
 from loramux.server.body import decode, read_body
 from loramux.server.caller import caller_of
 from loramux.server.context import Context
+from loramux.server.foreign_fields import unsupported_in
 from loramux.server.generation import GenerationRequest, RouteKind
+from loramux.server.names import Selected
 from loramux.server.receipt_draft import ReceiptDraft
 from loramux.server.sampling import (
     Logprobs,
@@ -45,18 +47,26 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
     body: GenerationBody,
     kind: RouteKind,
     *,
-    raw: bytes,
-    reference: ModelReference,
+    raw: bytes | None,
+    reference: ModelReference | Selected,
     logprobs: Logprobs,
 ) -> GenerationRequest:
-    """The request with its adapter resolved and its fields checked; it has no prompts yet."""
-    kind.unsupported.check(raw, num_choices=body.n or 1)
+    """The request with its adapter resolved and its fields checked; it has no prompts yet.
+
+    `raw`: the body's bytes; None if its unknown fields were checked before.
+    """
+    if raw is not None:
+        unsupported_in(type(body)).check(raw, num_choices=body.n or 1)
     check_stream_options(body)
     caller = replace(caller_of(http), user=body.user)
     cache_salt, timeout_s = _cache_salt(body.cache_salt), _timeout_s(body.timeout)
     context.require_ready()
     max_tokens = max_tokens_of(body)
-    draft.selected = selected = await select(context, reference, caller=caller)
+    if isinstance(reference, ModelReference):
+        selected = await select(context, reference, caller=caller)
+    else:
+        selected = reference
+    draft.selected = selected
     vocab_size = vocab_size_for(context, selected)
     params = sampling_params(body, logprobs, vocab_size=vocab_size)
     tokenizers = context.names.tokenizers_of(selected)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from loramux.errors import InvalidRequest
-from loramux.server.body import decode
-from loramux.server.wire import ChatRequest, CompletionRequest, GenerationBody
+from loramux.server.wire import ChatRequest, CompletionRequest, GenerationBody, OpenAiBody
 from loramux.types.sampling import MAX_LOGPROBS, SamplingParams
 
 MAX_STOP_STRINGS = 64
@@ -22,75 +18,6 @@ COPIED_FIELDS = (
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
 )
-
-# Fields of other servers -> their values that have no effect and are accepted. A request that names
-# an adapter in such a field must not silently run on the base.
-REFUSED_ANYWHERE: dict[str, tuple[Any, ...]] = {
-    "best_of": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "truncate_prompt_tokens": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "prompt_embeds": (),
-    "lora": ([],),
-    "lora_path": (),
-    "lora_request": (),
-    "adapter_id": (),
-    "merged_adapters": (),
-}
-REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "store": (False,),
-    "echo": (False,),
-    "chat_template": (),
-    "documents": (),
-    "add_special_tokens": (False,),
-    "mm_processor_kwargs": (),
-}
-REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
-
-
-class UnsupportedFields:
-    """Fields of other servers that a route refuses, unless their value has no effect."""
-
-    def __init__(self, harmless: Mapping[str, tuple[Any, ...]]) -> None:
-        self._harmless = harmless
-        self._struct = msgspec.defstruct("Unsupported", [(name, Any, None) for name in harmless])
-
-    def check(self, raw: bytes, *, num_choices: int) -> None:
-        """Raise InvalidRequest for the first such field of the body."""
-        given = decode(raw, self._struct)
-        for name, values in self._harmless.items():
-            value = getattr(given, name)
-            is_num_choices = name == "best_of" and value == num_choices
-            if value is not None and value not in values and not is_num_choices:
-                raise InvalidRequest(
-                    f"{name} is not supported by this server: leave it out.", param=name
-                )
-
-
-UNSUPPORTED_IN_CHAT = UnsupportedFields(REFUSED_ANYWHERE | REFUSED_IN_CHAT)
-UNSUPPORTED_IN_COMPLETIONS = UnsupportedFields(REFUSED_ANYWHERE | REFUSED_IN_COMPLETIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +36,27 @@ def chat_logprobs_of(body: ChatRequest) -> Logprobs:
         )
     if top and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
-    return Logprobs(top if body.logprobs else None)
+    return Logprobs(top if body.logprobs else None, _prompt_logprobs(body))
 
 
 def completion_logprobs_of(body: CompletionRequest) -> Logprobs:
-    return Logprobs(body.logprobs, body.logprobs if body.echo else None)
+    num_prompt = _prompt_logprobs(body)
+    if body.echo and body.logprobs is not None:
+        if num_prompt not in (None, body.logprobs):
+            raise InvalidRequest(
+                "prompt_logprobs must be equal to logprobs if echo reports both.",
+                param="prompt_logprobs",
+            )
+        num_prompt = body.logprobs
+    return Logprobs(body.logprobs, num_prompt)
+
+
+def _prompt_logprobs(body: OpenAiBody) -> int | None:
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest(
+            "prompt_logprobs is only for requests without stream.", param="prompt_logprobs"
+        )
+    return body.prompt_logprobs
 
 
 def sampling_params(body: GenerationBody, logprobs: Logprobs, *, vocab_size: int) -> SamplingParams:

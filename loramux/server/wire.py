@@ -66,8 +66,25 @@ class GenerationBody(Struct, kw_only=True):
     user: str | None = None
 
 
-class ChatRequest(GenerationBody, kw_only=True):
+class OpenAiBody(GenerationBody, kw_only=True):
+    """Fields that OpenAI's two routes share, most of them vLLM's."""
+
+    prompt_logprobs: int | None = None
+    """Number of alternatives to report for each token of the prompt; not in streams."""
+    return_token_ids: bool | None = None
+    """Also report the ids of the tokens of prompt and answer."""
+    return_tokens_as_token_ids: bool | None = None
+    """Write tokens of log probabilities as `token_id:N`."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens of the prompt; -1: as many as fit."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The end that is cut off; absent: left, so that the last tokens are kept."""
+
+
+class ChatRequest(OpenAiBody, kw_only=True):
     messages: list[dict[str, Any]]
+    reasoning_effort: str | None = None
+    """A variable of the chat template."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -75,7 +92,7 @@ class ChatRequest(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class CompletionRequest(GenerationBody, kw_only=True):
+class CompletionRequest(OpenAiBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     """A text, a list of token ids, or a list of either."""
     logprobs: int | None = None
@@ -124,6 +141,17 @@ class ChatChoice(Struct, kw_only=True):
     finish_reason: str
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended the choice."""
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class PromptLogprob(Struct, kw_only=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = dict[str, PromptLogprob]
+"""Token id -> its log probability at one position of the prompt."""
 
 
 class ChatCompletion(Struct, kw_only=True):
@@ -134,6 +162,8 @@ class ChatCompletion(Struct, kw_only=True):
     system_fingerprint: str | None = None
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[PromptLogprobs | None] | UnsetType = UNSET
     serving: Receipt | UnsetType = UNSET
     """Receipt of the request; in a stream, in the last chunk only."""
 
@@ -149,6 +179,7 @@ class ChatChunkChoice(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(Struct, kw_only=True):
@@ -159,6 +190,8 @@ class ChatChunk(Struct, kw_only=True):
     system_fingerprint: str | None = None
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """In the first chunk of a choice."""
     serving: Receipt | UnsetType = UNSET
     """Receipt of the request; in a stream, in the last chunk only."""
 
@@ -176,6 +209,10 @@ class CompletionChoice(Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """In a stream in the first chunk of the choice."""
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[PromptLogprobs | None] | UnsetType = UNSET
 
 
 class Completion(Struct, kw_only=True):

@@ -134,3 +134,36 @@ def test_the_list_of_adapters_names_the_tokenizer(server: Server) -> None:
     entries = server.send("GET", "/v1/adapters").json()["data"]
     found = {entry["id"]: entry["tokenizer_digest"] for entry in entries}
     assert found["own"].startswith("sha256:") and len(set(found.values())) == 3
+
+
+def test_other_servers_apis_read_and_write_by_the_adapters_tokenizer(
+    server: Server, oracle: Any
+) -> None:
+    sql = oracle.convert_tokens_to_ids("<|sql|>")
+    bias = {"logit_bias": {str(sql): 100}}
+    at_zero = {"max_new_tokens": 2, "temperature": 0.0}
+    sampled = server.post(
+        "/generate", text="<|sql|>", lora_path="own", sampling_params=at_zero | bias
+    )
+    assert sampled["text"] == "<|sql|>" * 2 and sampled["output_ids"] == [sql, sql]
+    assert sampled["meta_info"]["prompt_tokens"] == len(oracle("<|sql|>").input_ids)
+    mixed = {"prompt": [sql, "<|sql|>"], "model": "own", "n_predict": 1, "temperature": 0.0}
+    completed = server.post("/completion", n_probs=1, **mixed, **bias)
+    assert completed["content"] == "<|sql|>" and completed["tokens_evaluated"] == 2
+    assert completed["completion_probabilities"][0]["token"] == "<|sql|>"
+    expected = oracle.apply_chat_template(MESSAGES, tokenize=True, return_dict=False)
+    body = {"model": "own", "messages": MESSAGES}
+    counted = server.post("/v1/messages/count_tokens", **body)
+    assert counted == {"input_tokens": len(expected)}
+    message = server.post("/v1/messages", max_tokens=1, **body)
+    assert message["usage"]["input_tokens"] == len(expected)
+    lorax = {"adapter_id": "own", "max_new_tokens": 1, "decoder_input_details": True}
+    generated = server.post("/generate", inputs="<|sql|>", parameters=lorax)
+    assert generated["details"]["prefill"][-1] | {"logprob": 0} == {
+        "id": sql,
+        "text": "<|sql|>",
+        "logprob": 0,
+    }
+    placed = server.post("/tokenize", inputs="<|sql|>", parameters={"adapter_id": "own"})
+    assert [one["id"] for one in placed] == [sql]
+    assert server.post("/api/show", model="own")["template"] == TEMPLATE

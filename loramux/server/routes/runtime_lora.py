@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from typing import Any
 
 import msgspec
@@ -27,6 +26,7 @@ from loramux.server.errors import NotJson
 from loramux.server.local_sources import local_folder
 from loramux.server.warming import warm_up
 from loramux.server.wire import ErrorBody, ErrorInfo
+from loramux.sources.parse import is_remote
 
 _log = logging.getLogger(__name__)
 INVALID_INPUT = "InvalidUserInput"
@@ -66,15 +66,14 @@ def runtime_lora_routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["vLLM"])
     if not context.options.allow_runtime_lora_updating:
         return router
-    # Calls for the same name run one after another.
-    locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+    locks = context.name_locks
 
     @router.post("/v1/load_lora_adapter", include_in_schema=False)
     async def load_lora_adapter(request: Request) -> Response:
         try:
             asked = await _read(context, request, LoadRequest)
             async with locks[asked.lora_name]:
-                await _load(context, asked)
+                await load_named(context, asked)
         except VllmError as error:
             return error.response()
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
@@ -83,7 +82,7 @@ def runtime_lora_routes(context: Context) -> APIRouter:
         try:
             asked = await _read(context, request, UnloadRequest)
             async with locks[asked.lora_name]:
-                await _unload(context, asked.lora_name)
+                await unload_named(context, asked.lora_name)
         except VllmError as error:
             return error.response()
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
@@ -97,7 +96,7 @@ def runtime_lora_routes(context: Context) -> APIRouter:
     return router
 
 
-async def _load(context: Context, asked: LoadRequest) -> None:
+async def load_named(context: Context, asked: LoadRequest) -> None:
     name = asked.lora_name
     if not name or not asked.lora_path:
         raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
@@ -115,7 +114,7 @@ async def _load(context: Context, asked: LoadRequest) -> None:
         )
     context.require_ready()
     try:
-        folder = await asyncio.to_thread(_folder, context, asked.lora_path)
+        folder = await _folder(context, asked.lora_path)
         card = await context.names.load(name, folder)
         await _read_weights(context, card.cid)
     except (AdapterNotFound, SourceNotFound) as error:
@@ -132,13 +131,15 @@ async def _read_weights(context: Context, cid: str) -> None:
         _log.warning("%s is registered, but its weights are not loaded yet: %s", cid, error)
 
 
-def _folder(context: Context, path: str) -> str:
+async def _folder(context: Context, path: str) -> str:
     """Returns the folder to load; without --allowed-roots any path is accepted, as in vLLM."""
+    if is_remote(path) and context.sources is not None:
+        return await context.sources.folder(path)
     roots = context.options.allowed_roots
-    return str(local_folder(path, roots)) if roots else path
+    return str(await asyncio.to_thread(local_folder, path, roots)) if roots else path
 
 
-async def _unload(context: Context, name: str) -> None:
+async def unload_named(context: Context, name: str) -> None:
     if not name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
     if context.names.find(name) is None:

@@ -104,7 +104,6 @@ COMPLETIONS: list[tuple[str, bytes, int, str | None]] = [
     ("unknown model", complete_with(model="nope"), 404, "model"),
     ("long model", complete_with(model="x" * 100_000), 404, "model"),
     ("many biases", complete_with(logit_bias=dict.fromkeys(range(256), 1e9)), 400, "logit_bias"),
-    ("empty model", complete_with(model=""), 404, "model"),
     ("unknown adapter", complete_with(adapters=["nope"]), 404, "adapters"),
     ("base as an adapter", complete_with(adapters=["tiny-base"]), 404, "adapters"),
 ]  # fmt: skip
