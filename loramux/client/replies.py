@@ -170,6 +170,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens: int = 0
     recipe: dict[str, Any] | None = None
     """Method and parts of a combination of adapters; None for others."""
+    tokenizer_digest: str | None = None
+    """Digest of its own tokenizer files; None if it has none."""
 
 
 class AdapterList(msgspec.Struct, frozen=True, kw_only=True):

@@ -123,7 +123,7 @@ def test_every_field_is_classified() -> None:
         "lora_dropout": "harmless",
         "r": "honoured",
         "telepathy": "refused",
-        "use_dora": "harmless",
+        "use_dora": "honoured",
     }
     served = report_fields({"use_dora": True, "r": 8}, is_served=True)
     assert [one.status for one in served] == ["honoured", "honoured"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,8 +25,11 @@ from tests.adapter_factory import (
     tiny_llama,
     tiny_llama_config,
 )
+from tests.engine_factory import make_engine, make_prompt
+from tests.kinds_factory import logits_of
 
 CONFIG = tiny_llama_config(num_hidden_layers=2)
+Deltas = dict[str, tuple[torch.Tensor, torch.Tensor]]
 DENSITY, SEED = 0.6, 7
 NUM_RANDOM = 200
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -238,9 +242,21 @@ def test_peft_loads_the_result(scene: Scene, tmp_path: Path) -> None:
         torch.testing.assert_close(delta, sum(parts), rtol=1e-5, atol=1e-5)
 
 
+def logits_with(model: torch.nn.Module, deltas: Deltas, tokens: tuple[int, ...]) -> torch.Tensor:
+    """The logits of the base with PEFT's result added to its weights."""
+    changed = copy.deepcopy(model)
+    for path, (a, b) in deltas.items():
+        weight: torch.Tensor = changed.get_submodule(path).weight
+        weight.data += b @ a
+    return logits_of(changed, tokens)
+
+
 @pytest.mark.slow
 def test_random_combinations(scene: Scene, tmp_path: Path, same_masks: Any) -> None:
+    """The tensors of each, and the logits of all of them served in one batch."""
     draw = random.Random(0)
+    engine = make_engine(scene.model, tmp_path / "model", device_memory_bytes=64 * 2**20)
+    batch, logits = [], []
     for index in range(NUM_RANDOM):
         method = METHODS[draw.choice(list(METHODS))]
         names = ["a", "b", "c"] if method.needs_equal_ranks else ["a", "b", "c", "d", "e"]
@@ -256,3 +272,9 @@ def test_random_combinations(scene: Scene, tmp_path: Path, same_masks: Any) -> N
         expected = combine_with_peft(scene, chosen, weights, options)
         found = combine_here(scene, chosen, weights, options, tmp_path / str(index))
         assert_same_deltas(found, expected)
+        cid = engine.register_adapter(tmp_path / str(index)).cid
+        prompt = make_prompt(draw.randint(1, 6), seed=index, vocab_size=CONFIG.vocab_size)
+        batch.append((prompt, ((cid, 1.0),)))
+        logits.append(logits_with(scene.model, expected, prompt))
+    for found_logits, expected_logits in zip(engine.prompt_logits(batch), logits, strict=True):
+        torch.testing.assert_close(found_logits, expected_logits, rtol=1e-4, atol=1e-4)
