@@ -56,6 +56,7 @@ class LLM:
         self.model_folder = loaded.tokenizer_folder
         self.tokenizer = Tokenizer(loaded.tokenizer_folder)
         self.engine = build_engine(loaded, self.config)
+        self.engine.constraints.use_tokenizer(loaded.tokenizer_folder, loaded.eos_token_ids)
         self._ids = count()
 
     def generate(

@@ -95,6 +95,10 @@ class Tokenizer:
             return bytes.fromhex(byte[1])
         return str(token).replace("▁", " ").encode()
 
+    def to_json(self) -> str:
+        """Returns the content of tokenizer.json."""
+        return str(self._inner.to_str())
+
     def token_to_str(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")
 
