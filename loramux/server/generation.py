@@ -135,6 +135,12 @@ def _params_for(
         param=kind.prompt_param,
     )
     check_token_ids(token_ids, vocab_size=card.vocab_size, param=kind.prompt_param)
+    if request.params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {request.params.min_tokens}, and the answer has at most {max_tokens} "
+            "tokens.",
+            param="min_tokens",
+        )
     return replace(request.params, max_tokens=max_tokens)
 
 

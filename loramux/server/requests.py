@@ -7,6 +7,7 @@ import uuid
 from dataclasses import replace
 from typing import TypeVar
 
+from msgspec import structs
 from starlette.requests import Request
 
 from loramux.errors import InvalidRequest
@@ -17,11 +18,13 @@ from loramux.server.generation import GenerationRequest, RouteKind
 from loramux.server.receipt_draft import ReceiptDraft
 from loramux.server.sampling import (
     Logprobs,
+    bad_words_of,
     check_stream_options,
     max_tokens_of,
     sampling_params,
 )
 from loramux.server.selection import ModelReference, select
+from loramux.server.structured.check import grammar_of
 from loramux.server.wire import GenerationBody, StreamOptions
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
@@ -56,6 +59,12 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
     cache_salt, timeout_s = _cache_salt(body.cache_salt), _timeout_s(body.timeout)
     context.require_ready()
     params = sampling_params(body, logprobs, vocab_size=context.backend.card.vocab_size)
+    grammar = await grammar_of(body)
+    if grammar is not None:
+        params = structs.replace(params, grammar=grammar.encode())
+    if body.bad_words:
+        words = bad_words_of(body, context.backend.codec)
+        params = structs.replace(params, bad_words_token_ids=words)
     max_tokens = max_tokens_of(body)
     draft.selected = selected = await select(context, reference, caller=caller)
     streaming = body.stream_options or StreamOptions()
