@@ -28,6 +28,7 @@ GROUPS = (MODEL, REGISTRY, MEMORY, NETWORK)
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 RECEIPTS = ("auto", "on", "off")
 CHECKS = ("header", "full")
+TOOL_CALL_PARSERS = ("hermes", "qwen", "llama3_json", "mistral", "mistral_args", "generic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +278,15 @@ class ServeConfig:
         "Maximum number of tokens of all open requests, counting prompts and max_tokens; further "
         "requests are answered with 429. Default: no limit.",
         limit=at_least(1),
+    )
+    tool_call_parser: str | None = setting(
+        None,
+        Kind.TEXT,
+        MODEL,
+        "Format in which the base model writes tool calls. Valid values: "
+        f"{', '.join(TOOL_CALL_PARSERS)}. Default: that of its chat template.",
+        metavar="NAME",
+        limit=one_of(*TOOL_CALL_PARSERS),
     )
     tenant_header: str | None = setting(
         None,

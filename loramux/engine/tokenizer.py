@@ -26,6 +26,7 @@ class Tokenizer:
         self._inner.no_padding()
         added = self._inner.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added_ids = {token.content: i for i, token in added.items()}
         self._byte_of = _byte_alphabet() if _is_byte_level(self._inner) else {}
 
     @property
@@ -94,6 +95,10 @@ class Tokenizer:
         if (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)) is not None:
             return bytes.fromhex(byte[1])
         return str(token).replace("▁", " ").encode()
+
+    def added_token_id(self, text: str) -> int | None:
+        """Returns the id of the added token with this text, special or not; None: there is none."""
+        return self._added_ids.get(text)
 
     def to_json(self) -> str:
         """Returns the content of tokenizer.json."""

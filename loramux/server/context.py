@@ -45,6 +45,8 @@ class ServerOptions:
     """Whether vLLM's endpoints to load and unload adapters are enabled."""
     sources: SourceConfig = field(default_factory=SourceConfig)
     """Allowed sources of a push, with credentials and limits."""
+    tool_call_parser: str | None = None
+    """The format of tool calls; None: that of the chat template."""
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
     adapter_shares: Mapping[str, float] = field(default_factory=dict)
     """Shares under fair scheduling, by tenant and by adapter label; the default is 1."""

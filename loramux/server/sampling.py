@@ -44,8 +44,6 @@ REFUSED_ANYWHERE: dict[str, tuple[Any, ...]] = {
     "merged_adapters": (),
 }
 REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),

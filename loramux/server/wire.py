@@ -109,6 +109,12 @@ class ChatRequest(GenerationBody, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Functions that the answer may call."""
+    tool_choice: str | dict[str, Any] | None = None
+    """none, auto (default), required, or {"type": "function", "function": {"name": …}}."""
+    parallel_tool_calls: bool | None = None
+    """false: at most one call."""
 
 
 class CompletionRequest(GenerationBody, kw_only=True):
@@ -148,9 +154,22 @@ class ChatLogprobs(Struct, kw_only=True):
     content: list[ChatTokenLogprob]
 
 
+class FunctionCall(Struct, kw_only=True):
+    name: str
+    arguments: str
+    """JSON text."""
+
+
+class ToolCall(Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(Struct, kw_only=True):
     role: str = "assistant"
     content: str | None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -174,9 +193,23 @@ class ChatCompletion(Struct, kw_only=True):
     """Receipt of the request; in a stream, in the last chunk only."""
 
 
+class FunctionDelta(Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+    """The next part of the JSON text."""
+
+
+class ToolCallDelta(Struct, kw_only=True):
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatDelta(Struct, kw_only=True):
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | None | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):

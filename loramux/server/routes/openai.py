@@ -36,6 +36,8 @@ from loramux.server.sampling import (
 )
 from loramux.server.selection import ModelReference, combination_of
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
+from loramux.server.tools.plan import plan_tools, prompt_of
+from loramux.server.tools.writer import ChatWriter, write_message
 from loramux.server.usage import UsageCount
 from loramux.server.wire import (
     ChatChoice,
@@ -44,7 +46,6 @@ from loramux.server.wire import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
-    ChatMessage,
     ChatRequest,
     ChatTokenLogprob,
     Completion,
@@ -158,17 +159,25 @@ async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Ge
         reference=reference,
         logprobs=chat_logprobs_of(body),
     )
+    codec, override = context.backend.codec, context.options.tool_call_parser
+    plan = await plan_tools(body, request.params, codec, override=override)
+    messages, tools = prompt_of(body, plan, codec, override=override)
     token_ids = await off_loop(
         len(raw),
         lambda: encode_messages(
-            context.backend.codec,
-            body.messages,
+            codec,
+            messages,
+            tools=tools,
             max_model_len=context.backend.card.max_model_len,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
         ),
     )
+    if plan is not None:
+        request = replace(request, params=plan.constrain(request.params), tools=plan)
+        if plan.notes:
+            http.state.tool_notes = plan.notes
     request = replace(request, prompts=(tuple(token_ids),))
     return open_generation(context, http, request, draft)
 
@@ -177,6 +186,8 @@ def _complete_chat(
     generation: Generation, choices: list[Choice], usage: Usage, codec: TextCodec
 ) -> ChatCompletion:
     wants_logprobs = generation.request.params.logprobs is not None
+    plan = generation.request.tools
+    written = [write_message(plan, choice.text, choice.finish_reason) for choice in choices]
     return ChatCompletion(
         id=generation.request.id,
         created=generation.created_s,
@@ -185,12 +196,14 @@ def _complete_chat(
         choices=[
             ChatChoice(
                 index=index,
-                message=ChatMessage(content=choice.text),
+                message=message,
                 logprobs=chat_logprobs(codec, choice.logprobs) if wants_logprobs else None,
-                finish_reason=choice.finish_reason,
+                finish_reason=finish_reason,
                 stop_reason=choice.stop_reason,
             )
-            for index, choice in enumerate(choices)
+            for index, (choice, (message, finish_reason)) in enumerate(
+                zip(choices, written, strict=True)
+            )
         ],
         usage=usage,
         serving=generation.draft.receipt or UNSET,
@@ -199,7 +212,7 @@ def _complete_chat(
 
 async def _chat_events(generation: Generation, deltas: Deltas, codec: TextCodec) -> Events:
     options = generation.request
-    begun: set[int] = set()
+    writers: dict[int, ChatWriter] = {}
     count = UsageCount(generation.engine_requests)
 
     def chunk_event(choice: ChatChunkChoice) -> bytes:
@@ -209,12 +222,14 @@ async def _chat_events(generation: Generation, deltas: Deltas, codec: TextCodec)
     async with aclosing(deltas):
         async for request_index, delta in deltas:
             written = b""
-            if delta.index not in begun:
-                begun.add(delta.index)
-                role = ChatDelta(role="assistant", content="")
-                written = chunk_event(ChatChunkChoice(index=delta.index, delta=role))
+            writer = writers.get(delta.index)
+            if writer is None:
+                writer = writers[delta.index] = ChatWriter(options.tools)
+                written = chunk_event(ChatChunkChoice(index=delta.index, delta=writer.begin()))
             count.add(request_index, delta)
-            yield written + chunk_event(_chat_chunk_choice(delta, codec))
+            written += b"".join(map(chunk_event, _chat_chunk_choices(delta, writer, codec)))
+            if written:
+                yield written
     if options.include_usage:
         yield event(_chat_chunk(generation, [], count.usage()))
     if generation.draft.is_streamed:
@@ -239,14 +254,24 @@ def _chat_chunk(
     return chunk
 
 
-def _chat_chunk_choice(delta: Delta, codec: TextCodec) -> ChatChunkChoice:
-    choice = ChatChunkChoice(index=delta.index, delta=ChatDelta(content=delta.text))
+def _chat_chunk_choices(
+    delta: Delta, writer: ChatWriter, codec: TextCodec
+) -> list[ChatChunkChoice]:
+    """Return the choices of the chunks of a delta, the last of which has what ends it."""
+    written = writer.write(delta)
+    is_last = delta.finish_reason is not None
+    if not written and not is_last and not delta.logprobs:
+        return []
+    # Clients take the end of calls from a delta of its own.
+    if not written or (is_last and written[-1].tool_calls is not UNSET):
+        written.append(ChatDelta())
+    choices = [ChatChunkChoice(index=delta.index, delta=one) for one in written]
     if delta.logprobs is not None:
-        choice.logprobs = chat_logprobs(codec, delta.logprobs)
+        choices[-1].logprobs = chat_logprobs(codec, delta.logprobs)
     if delta.finish_reason is not None:
-        choice.finish_reason = delta.finish_reason.value
-        choice.stop_reason = delta.stop_reason
-    return choice
+        choices[-1].finish_reason = writer.finish_reason(delta.finish_reason)
+        choices[-1].stop_reason = delta.stop_reason
+    return choices
 
 
 COMPLETION = RouteKind(

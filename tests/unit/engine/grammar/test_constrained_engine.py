@@ -167,7 +167,9 @@ def test_only_allowed_tokens_and_no_bad_words_are_generated(llm: LLM) -> None:
     allowed = answer(llm, params(allowed_token_ids=ids, max_tokens=30, temperature=9.0)).outputs[0]
     assert set(allowed.token_ids) == set(ids)
     run = (ids[0], ids[1])
-    barred = params(allowed_token_ids=ids, bad_words_token_ids=(run,), max_tokens=30, temperature=9.0)
+    barred = params(
+        allowed_token_ids=ids, bad_words_token_ids=(run,), max_tokens=30, temperature=9.0
+    )
     tokens = answer(llm, barred).outputs[0].token_ids
     assert run not in set(zip(tokens, tokens[1:], strict=False)) and set(tokens) == set(ids)
     single = params(allowed_token_ids=ids, bad_words_token_ids=((ids[0],),), max_tokens=9)
