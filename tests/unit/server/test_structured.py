@@ -111,6 +111,11 @@ def test_a_format_that_is_an_annotation_is_dropped_and_a_property_of_that_name_i
     }
 
 
+def test_one_of_is_enforced_as_any_of() -> None:
+    schema = {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}
+    assert json.loads(grammar_of(guided_json=schema).text) == schema
+
+
 def test_text_asks_for_nothing() -> None:
     assert params_of(response_format={"type": "text"}).grammar is None
 
