@@ -29,6 +29,7 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 RECEIPTS = ("auto", "on", "off")
 CHECKS = ("header", "full")
 TOOL_CALL_PARSERS = ("hermes", "qwen", "llama3_json", "mistral", "mistral_args", "generic")
+REASONING_PARSERS = ("qwen3", "deepseek_r1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +288,15 @@ class ServeConfig:
         f"{', '.join(TOOL_CALL_PARSERS)}. Default: that of its chat template.",
         metavar="NAME",
         limit=one_of(*TOOL_CALL_PARSERS),
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        Kind.TEXT,
+        MODEL,
+        "Split the reasoning between <think> and </think> from the answers of chats. Valid values: "
+        "qwen3 (an answer may have none), deepseek_r1 (the prompt opens it). Default: no split.",
+        metavar="NAME",
+        limit=one_of(*REASONING_PARSERS),
     )
     tenant_header: str | None = setting(
         None,

@@ -21,7 +21,7 @@ from loramux.server.names import AdapterNames, Selected
 from loramux.server.prompts import check_token_ids, room_for_answer
 from loramux.server.receipt_draft import ReceiptDraft
 from loramux.server.sampling import MaxTokens, UnsupportedFields
-from loramux.server.tools.plan import ToolPlan
+from loramux.server.tools.reply import ReplyFormat
 from loramux.server.usage import UsageCount
 from loramux.server.wire import Usage
 from loramux.types.request import FinishReason, Request, TokenLogprob
@@ -61,7 +61,8 @@ class GenerationRequest:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    tools: ToolPlan | None = None
+    reply: ReplyFormat = field(default_factory=ReplyFormat)
+    """How a chat is answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

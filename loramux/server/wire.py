@@ -115,6 +115,8 @@ class ChatRequest(GenerationBody, kw_only=True):
     """none, auto (default), required, or {"type": "function", "function": {"name": …}}."""
     parallel_tool_calls: bool | None = None
     """false: at most one call."""
+    include_reasoning: bool | None = None
+    """false: leave out the reasoning that --reasoning-parser finds."""
 
 
 class CompletionRequest(GenerationBody, kw_only=True):
@@ -169,6 +171,8 @@ class ToolCall(Struct, kw_only=True):
 class ChatMessage(Struct, kw_only=True):
     role: str = "assistant"
     content: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    """The text before `</think>`, with --reasoning-parser."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -209,6 +213,7 @@ class ToolCallDelta(Struct, kw_only=True):
 class ChatDelta(Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | None | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 

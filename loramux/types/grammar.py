@@ -23,6 +23,15 @@ class GrammarOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Leave out the keywords that cannot be enforced, instead of refusing the schema."""
 
 
+class ReasoningMarks(msgspec.Struct, frozen=True):
+    """What begins and ends the reasoning before an answer: token ids, or texts."""
+
+    begin: int | str
+    end: int | str
+    is_open: bool
+    """Whether the answer begins inside of it; otherwise there may be none."""
+
+
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """What an answer may look like; `SamplingParams.grammar` is its text."""
 
@@ -30,6 +39,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     text: str
     """A JSON schema, a regular expression, or a Lark grammar in the dialect of llguidance."""
     options: GrammarOptions = GrammarOptions()
+    reasoning: ReasoningMarks | None = None
+    """The answer follows the grammar after its reasoning."""
 
     @classmethod
     def of_schema(cls, schema: object, **options: bool | str | None) -> Self:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loramux.errors import InvalidRequest
-from loramux.types.grammar import Grammar
+from loramux.types.grammar import Grammar, ReasoningMarks
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -39,11 +39,32 @@ def import_library() -> Any:
 
 def definition(grammar: Grammar) -> str:
     """Return the grammar as the library reads it."""
+    plain = _plain_definition(grammar)
+    if grammar.reasoning is None:
+        return plain
+    (answer,) = json.loads(plain)["grammars"]
+    first = {"name": "start", "lark_grammar": _reasoning_rules(grammar.reasoning)}
+    return json.dumps({"grammars": [first, {**answer, "name": "answer"}]})
+
+
+def _reasoning_rules(marks: ReasoningMarks) -> str:
+    """Return the rules of reasoning, whitespace, and the answer."""
+    begin = f"<[{marks.begin}]>" if isinstance(marks.begin, int) else json.dumps(marks.begin)
+    end = r"end: TEXT " + f"<[{marks.end}]>"
+    if isinstance(marks.end, str):
+        end = r"end[lazy]: /(.|\n)*/ " + json.dumps(marks.end)
+    reasoned = f"{begin}? end WS @answer" if marks.is_open else f"({begin} end WS)? @answer"
+    return "\n".join(
+        ["%llguidance {}", f"start: {reasoned}", end, r"TEXT: /(.|\n)*/", r"WS: /[ \n]{0,8}/"]
+    )
+
+
+def _plain_definition(grammar: Grammar) -> str:
     matcher = import_library().LLMatcher
     if grammar.kind == "regex":
         return str(matcher.grammar_from_regex(grammar.text))
     if grammar.kind == "lark":
-        return str(matcher.grammar_from_lark(grammar.text))
+        return json.dumps({"grammars": [{"lark_grammar": grammar.text}]})
     return str(matcher.grammar_from_json_schema(grammar.text, overrides=schema_options(grammar)))
 
 

@@ -37,6 +37,8 @@ from loramux.server.sampling import (
 from loramux.server.selection import ModelReference, combination_of
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.server.tools.plan import plan_tools, prompt_of
+from loramux.server.tools.reasoning import find_reasoning
+from loramux.server.tools.reply import ReplyFormat
 from loramux.server.tools.writer import ChatWriter, write_message
 from loramux.server.usage import UsageCount
 from loramux.server.wire import (
@@ -174,11 +176,19 @@ async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Ge
             chat_template_kwargs=body.chat_template_kwargs,
         ),
     )
-    if plan is not None:
-        request = replace(request, params=plan.constrain(request.params), tools=plan)
-        if plan.notes:
-            http.state.tool_notes = plan.notes
-    request = replace(request, prompts=(tuple(token_ids),))
+    if plan is not None and plan.notes:
+        http.state.tool_notes = plan.notes
+    reply = ReplyFormat(
+        plan,
+        find_reasoning(context.options.reasoning_parser, codec),
+        shows_reasoning=body.include_reasoning is not False,
+    )
+    request = replace(
+        request,
+        params=reply.constrain(request.params),
+        reply=reply,
+        prompts=(tuple(token_ids),),
+    )
     return open_generation(context, http, request, draft)
 
 
@@ -186,8 +196,8 @@ def _complete_chat(
     generation: Generation, choices: list[Choice], usage: Usage, codec: TextCodec
 ) -> ChatCompletion:
     wants_logprobs = generation.request.params.logprobs is not None
-    plan = generation.request.tools
-    written = [write_message(plan, choice.text, choice.finish_reason) for choice in choices]
+    reply = generation.request.reply
+    written = [write_message(reply, choice.text, choice.finish_reason) for choice in choices]
     return ChatCompletion(
         id=generation.request.id,
         created=generation.created_s,
@@ -224,7 +234,7 @@ async def _chat_events(generation: Generation, deltas: Deltas, codec: TextCodec)
             written = b""
             writer = writers.get(delta.index)
             if writer is None:
-                writer = writers[delta.index] = ChatWriter(options.tools)
+                writer = writers[delta.index] = ChatWriter(options.reply)
                 written = chunk_event(ChatChunkChoice(index=delta.index, delta=writer.begin()))
             count.add(request_index, delta)
             written += b"".join(map(chunk_event, _chat_chunk_choices(delta, writer, codec)))

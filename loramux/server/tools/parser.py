@@ -102,7 +102,7 @@ class CallParser:
             self._take(len(begin))
             self._read = self._read_name
         else:
-            text = self._take(_start_of_partial(self._held, begin))
+            text = self._take(start_of_partial(self._held, begin))
         return [Text(text)] if text else []
 
     def _read_rest(self) -> list[Piece]:
@@ -207,7 +207,7 @@ def _may_become(text: str, wholes: tuple[str, ...]) -> bool:
     return any(whole.startswith(text) for whole in wholes)
 
 
-def _start_of_partial(text: str, whole: str) -> int:
+def start_of_partial(text: str, whole: str) -> int:
     """Return where the longest end of text begins that may become `whole`."""
     for size in range(min(len(text), len(whole) - 1), 0, -1):
         if whole.startswith(text[-size:]):

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec.structs import replace
-
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.prompts import off_loop
@@ -34,10 +32,6 @@ class ToolPlan:
     grammar: str
     has_schema: bool
     """Whether an answer without calls follows a schema."""
-
-    def constrain(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the grammar; the marks of calls are read from the text."""
-        return replace(params, grammar=self.grammar, skip_special_tokens=False)
 
     def parser(self) -> CallParser:
         return CallParser(self.family, is_raw=self.has_schema)
