@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from loramux.kernels.gpu.transfer import send
 from loramux.types.step import SampleRow
 
-WORD_BITS = 32
+# What is added for one row stays in a CPU's cache; a GPU takes many rows in one launch.
+_ROWS_AT_ONCE = {"cpu": 1, "cuda": 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +26,25 @@ class RowMasks:
     """[places, words] int32: bit b of word w allows token 32 w + b."""
 
     def apply(self, logits: Tensor) -> None:
-        """Set the logits of other tokens to -inf. logits [rows, vocab]"""
-        bits = 1 << torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
-        is_dropped = (self.words.unsqueeze(2) & bits == 0).flatten(1)[:, : logits.shape[1]]
-        width = is_dropped.shape[1]
-        if len(self.places) == logits.shape[0]:
-            logits[:, :width].masked_fill_(is_dropped, -torch.inf)
-            logits[:, width:] = -torch.inf
-            return
-        for place, dropped in zip(self.places, is_dropped, strict=True):
-            logits[place, :width].masked_fill_(dropped, -torch.inf)
-            logits[place, width:] = -torch.inf
+        """Set the logits of other tokens to -inf. logits [rows, vocab] float32"""
+        octets = self.words.view(torch.uint8)
+        at_once = _ROWS_AT_ONCE[logits.device.type]
+        for start in range(0, len(self.places), at_once):
+            places = self.places[start : start + at_once]
+            of_octets = octets[start : start + len(places)].flatten().int()
+            # A sum with 0 or -inf takes a fifth of the time of masked_fill.
+            added = _octet_table(logits.device).index_select(0, of_octets).view(len(places), -1)
+            width = min(added.shape[1], logits.shape[1])
+            for place, row in zip(places, added, strict=True):
+                logits[place, :width] += row[:width]
+                logits[place, width:] = -torch.inf
+
+
+@lru_cache
+def _octet_table(device: torch.device) -> Tensor:
+    """Return what each value of an octet adds to the logits of its eight tokens: [256, 8]."""
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return torch.where(bits == 1, 0.0, -torch.inf).to(device)
 
 
 def gather_masks(rows: Sequence[SampleRow], logits: Tensor) -> RowMasks | None:
