@@ -226,6 +226,8 @@ def server_options(
         cors_origins=config.cors_origins,
         probe_timeout_s=config.probe_timeout_s,
         tenant_header=config.tenant_header,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
         allow_runtime_lora_updating=config.allow_runtime_lora_updating or is_allowed,
         allowed_roots=config.allowed_roots,
         adapter_source=config.adapter_source,

@@ -32,6 +32,8 @@ CHECKS = ("header", "full")
 ADAPTER_SOURCES = ("hub", "local", "s3", "pbase")
 FAMILIES = ("anthropic", "llamacpp", "lorax", "ollama", "responses", "sagemaker", "sglang")
 """Other servers' APIs."""
+TOOL_CALL_PARSERS = ("hermes", "qwen", "llama3_json", "mistral", "mistral_args", "generic")
+REASONING_PARSERS = ("qwen3", "deepseek_r1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,6 +299,24 @@ class ServeConfig:
         "Maximum number of tokens of all open requests, counting prompts and max_tokens; further "
         "requests are answered with 429. Default: no limit.",
         limit=at_least(1),
+    )
+    tool_call_parser: str | None = setting(
+        None,
+        Kind.TEXT,
+        MODEL,
+        "Format in which the base model writes tool calls. Valid values: "
+        f"{', '.join(TOOL_CALL_PARSERS)}. Default: that of its chat template.",
+        metavar="NAME",
+        limit=one_of(*TOOL_CALL_PARSERS),
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        Kind.TEXT,
+        MODEL,
+        "Split the reasoning between <think> and </think> from the answers of chats. Valid values: "
+        "qwen3 (an answer may have none), deepseek_r1 (the prompt opens it). Default: no split.",
+        metavar="NAME",
+        limit=one_of(*REASONING_PARSERS),
     )
     tenant_header: str | None = setting(
         None,

@@ -18,7 +18,7 @@ from loramux.server.families.table import endpoints_of, shared_with_own
 from loramux.server.names import AdapterNames
 from loramux.server.openapi import install_openapi
 from loramux.server.receipt_draft import ReceiptIssuer
-from loramux.server.request_ids import RECEIPT_HEADER, RequestIdMiddleware
+from loramux.server.request_ids import RECEIPT_HEADER, TOOLS_HEADER, RequestIdMiddleware
 from loramux.server.routes.adapters import adapter_routes
 from loramux.server.routes.models import model_routes
 from loramux.server.routes.openai import chat_routes, completion_routes
@@ -99,7 +99,7 @@ def create_app(
             allow_origins=list(options.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", RECEIPT_HEADER],
+            expose_headers=["x-request-id", RECEIPT_HEADER, TOOLS_HEADER],
         )
     app.add_middleware(CallerMiddleware, tenant_header=options.tenant_header)
     app.add_middleware(RequestIdMiddleware)

@@ -49,6 +49,10 @@ class ServerOptions:
     """Whether vLLM's endpoints to load and unload adapters are enabled."""
     sources: SourceConfig = field(default_factory=SourceConfig)
     """Allowed sources of a push, with credentials and limits."""
+    tool_call_parser: str | None = None
+    """The format of tool calls; None: that of the chat template."""
+    reasoning_parser: str | None = None
+    """How reasoning is split from answers: qwen3 or deepseek_r1; None: it is not."""
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
     adapter_shares: Mapping[str, float] = field(default_factory=dict)
     """Shares under fair scheduling, by tenant and by adapter label; the default is 1."""

@@ -56,7 +56,7 @@ def encode_prompt(
     return codec.encode(prompt, add_special_tokens=add_special_tokens)
 
 
-def encode_messages(
+def encode_messages(  # noqa: PLR0913  (the arguments of a chat template)
     codec: TextCodec,
     messages: Sequence[dict[str, Any]],
     *,
@@ -64,6 +64,7 @@ def encode_messages(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
     check_characters(_check_messages(messages), max_model_len, "messages")
     arguments = dict(chat_template_kwargs or {})
@@ -79,6 +80,7 @@ def encode_messages(
         return codec.apply_chat_template(
             [_plain_parts(message) for message in messages],
             add_generation_prompt=add_generation_prompt is not False,
+            tools=tools,
             chat_template_kwargs=arguments or None,
         )
     except RecursionError as error:

@@ -7,6 +7,7 @@ import uuid
 from dataclasses import replace
 from typing import TypeVar
 
+from msgspec import structs
 from starlette.requests import Request
 
 from loramux.errors import InvalidRequest
@@ -19,11 +20,13 @@ from loramux.server.names import Selected
 from loramux.server.receipt_draft import ReceiptDraft
 from loramux.server.sampling import (
     Logprobs,
+    bad_words_of,
     check_stream_options,
     max_tokens_of,
     sampling_params,
 )
 from loramux.server.selection import ModelReference, codec_for, select, vocab_size_for
+from loramux.server.structured.check import grammar_of
 from loramux.server.wire import GenerationBody, StreamOptions
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
@@ -71,6 +74,12 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
     params = sampling_params(body, logprobs, vocab_size=vocab_size)
     tokenizers = context.names.tokenizers_of(selected)
     codec = await codec_for(context, selected)
+    grammar = await grammar_of(body)
+    if grammar is not None:
+        params = structs.replace(params, grammar=grammar.encode())
+    if body.bad_words:
+        words = bad_words_of(body, codec)
+        params = structs.replace(params, bad_words_token_ids=words)
     streaming = body.stream_options or StreamOptions()
     return GenerationRequest(
         id=f"{kind.id_prefix}-{uuid.uuid4().hex}",

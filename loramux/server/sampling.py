@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.wire import ChatRequest, CompletionRequest, GenerationBody, OpenAiBody
 from loramux.types.sampling import MAX_LOGPROBS, SamplingParams
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
+MAX_BAD_WORDS = 1024
 MAX_SEED = 2**63
 
 COPIED_FIELDS = (
     *("n", "temperature", "top_p", "min_p", "seed"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
+    *("include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens"),
 )
 
 
@@ -73,7 +75,29 @@ def sampling_params(body: GenerationBody, logprobs: Logprobs, *, vocab_size: int
         stop=_stop(body.stop),
         stop_token_ids=_token_ids(body.stop_token_ids or [], "stop_token_ids", vocab_size),
         logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        allowed_token_ids=_allowed(body.allowed_token_ids, vocab_size),
     )
+
+
+def bad_words_of(body: GenerationBody, codec: TextCodec) -> tuple[tuple[int, ...], ...]:
+    """The token ids of each bad word, with and without a space before it."""
+    words = body.bad_words or []
+    longest = max(map(len, words), default=0)
+    if len(words) > MAX_BAD_WORDS or longest > MAX_STOP_CHARACTERS or not all(words):
+        raise InvalidRequest(
+            f"bad_words takes up to {MAX_BAD_WORDS} words of 1 to {MAX_STOP_CHARACTERS} "
+            "characters.",
+            param="bad_words",
+        )
+    runs = []
+    for word in words:
+        plain = codec.encode(word, add_special_tokens=False)
+        spaced = codec.encode(f" {word.lstrip()}", add_special_tokens=False)
+        runs.append(tuple(plain))
+        # Otherwise the run of the plain word is part of it.
+        if len(spaced) == len(plain) and spaced != plain:
+            runs.append(tuple(spaced))
+    return tuple(run for run in runs if run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +151,10 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
 def _logit_bias(bias: dict[int, float], vocab_size: int) -> dict[int, float]:
     _token_ids(list(bias), "logit_bias", vocab_size)
     return bias
+
+
+def _allowed(token_ids: list[int] | None, vocab_size: int) -> tuple[int, ...] | None:
+    return None if token_ids is None else _token_ids(token_ids, "allowed_token_ids", vocab_size)
 
 
 def _token_ids(token_ids: list[int], param: str, vocab_size: int) -> tuple[int, ...]:

@@ -43,6 +43,10 @@ from loramux.server.token_reports import (
     token_report,
     truncation_of,
 )
+from loramux.server.tools.plan import plan_tools, prompt_of
+from loramux.server.tools.reasoning import find_reasoning
+from loramux.server.tools.reply import ReplyFormat
+from loramux.server.tools.writer import ChatWriter, write_message
 from loramux.server.usage import UsageCount
 from loramux.server.wire import (
     ChatChoice,
@@ -51,7 +55,6 @@ from loramux.server.wire import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
-    ChatMessage,
     ChatRequest,
     ChatTokenLogprob,
     Completion,
@@ -174,11 +177,15 @@ async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Ge
     arguments = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
+    codec, override = request.codec, context.options.tool_call_parser
+    plan = await plan_tools(body, request.params, codec, override=override)
+    messages, tools = prompt_of(body, plan, codec, override=override)
     token_ids = await off_loop(
         len(raw),
         lambda: encode_messages(
-            request.codec,
-            body.messages,
+            codec,
+            messages,
+            tools=tools,
             max_model_len=max_model_len,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
@@ -186,8 +193,20 @@ async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Ge
         ),
         is_own=request.codec is context.backend.codec,
     )
-    prompt = tuple(truncation.cut(token_ids, max_model_len))
-    request = replace(request, prompts=(prompt,), report=token_report(body))
+    if plan is not None and plan.notes:
+        http.state.tool_notes = plan.notes
+    reply = ReplyFormat(
+        plan,
+        find_reasoning(context.options.reasoning_parser, codec),
+        shows_reasoning=body.include_reasoning is not False,
+    )
+    request = replace(
+        request,
+        params=reply.constrain(request.params),
+        reply=reply,
+        prompts=(tuple(truncation.cut(token_ids, max_model_len)),),
+        report=token_report(body),
+    )
     return open_generation(context, http, request, draft)
 
 
@@ -196,6 +215,8 @@ def _complete_chat(
 ) -> ChatCompletion:
     report = generation.request.report
     wants_logprobs = generation.request.params.logprobs is not None
+    reply = generation.request.reply
+    written = [write_message(reply, choice.text, choice.finish_reason) for choice in choices]
     answer = ChatCompletion(
         id=generation.request.id,
         created=generation.created_s,
@@ -204,13 +225,15 @@ def _complete_chat(
         choices=[
             ChatChoice(
                 index=index,
-                message=ChatMessage(content=choice.text),
+                message=message,
                 logprobs=chat_logprobs(codec, choice.logprobs, report) if wants_logprobs else None,
-                finish_reason=choice.finish_reason,
+                finish_reason=finish_reason,
                 stop_reason=choice.stop_reason,
                 token_ids=choice.token_ids if report.token_ids else UNSET,
             )
-            for index, choice in enumerate(choices)
+            for index, (choice, (message, finish_reason)) in enumerate(
+                zip(choices, written, strict=True)
+            )
         ],
         usage=usage,
         serving=generation.draft.receipt or UNSET,
@@ -224,7 +247,7 @@ def _complete_chat(
 
 async def _chat_events(generation: Generation, deltas: Deltas, codec: TextCodec) -> Events:
     options = generation.request
-    begun: set[int] = set()
+    writers: dict[int, ChatWriter] = {}
     count = UsageCount(generation.engine_requests)
 
     def chunk_event(choice: ChatChunkChoice, *, prompt: Sequence[int] | None = None) -> bytes:
@@ -237,15 +260,18 @@ async def _chat_events(generation: Generation, deltas: Deltas, codec: TextCodec)
     async with aclosing(deltas):
         async for request_index, delta in deltas:
             written = b""
-            if delta.index not in begun:
-                begun.add(delta.index)
-                role = ChatDelta(role="assistant", content="")
+            writer = writers.get(delta.index)
+            if writer is None:
+                writer = writers[delta.index] = ChatWriter(options.reply)
                 written = chunk_event(
-                    ChatChunkChoice(index=delta.index, delta=role),
+                    ChatChunkChoice(index=delta.index, delta=writer.begin()),
                     prompt=options.prompts[0] if options.report.token_ids else None,
                 )
             count.add(request_index, delta)
-            yield written + chunk_event(_chat_chunk_choice(delta, codec, options.report))
+            choices = _chat_chunk_choices(delta, writer, codec, options.report)
+            written += b"".join(map(chunk_event, choices))
+            if written:
+                yield written
     if options.include_usage:
         yield event(_chat_chunk(generation, [], count.usage()))
     if generation.draft.is_streamed:
@@ -270,16 +296,27 @@ def _chat_chunk(
     return chunk
 
 
-def _chat_chunk_choice(delta: Delta, codec: TextCodec, report: TokenReport) -> ChatChunkChoice:
-    choice = ChatChunkChoice(index=delta.index, delta=ChatDelta(content=delta.text))
+def _chat_chunk_choices(
+    delta: Delta, writer: ChatWriter, codec: TextCodec, report: TokenReport
+) -> list[ChatChunkChoice]:
+    """Return the choices of the chunks of a delta, the last of which has what ends it."""
+    written = writer.write(delta)
+    is_last = delta.finish_reason is not None
+    has_tokens = bool(delta.logprobs) or (report.token_ids and bool(delta.token_ids))
+    if not written and not is_last and not has_tokens:
+        return []
+    # Clients take the end of calls from a delta of its own.
+    if not written or (is_last and written[-1].tool_calls is not UNSET):
+        written.append(ChatDelta())
+    choices = [ChatChunkChoice(index=delta.index, delta=one) for one in written]
     if delta.logprobs is not None:
-        choice.logprobs = chat_logprobs(codec, delta.logprobs, report)
+        choices[-1].logprobs = chat_logprobs(codec, delta.logprobs, report)
     if report.token_ids:
-        choice.token_ids = list(delta.token_ids)
+        choices[-1].token_ids = list(delta.token_ids)
     if delta.finish_reason is not None:
-        choice.finish_reason = delta.finish_reason.value
-        choice.stop_reason = delta.stop_reason
-    return choice
+        choices[-1].finish_reason = writer.finish_reason(delta.finish_reason)
+        choices[-1].stop_reason = delta.stop_reason
+    return choices
 
 
 COMPLETION = RouteKind(
