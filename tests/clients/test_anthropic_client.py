@@ -8,6 +8,7 @@ import pytest
 
 from tests.clients.conftest import Live
 from tests.unit.server.scripted_backend import named
+from tests.unit.server.tools.test_tools import CALL, HermesCodec, says
 
 anthropic = pytest.importorskip(
     "anthropic", reason="the client is not installed: pip install -e '.[clients]'"
@@ -37,6 +38,17 @@ def test_a_stream(live: Live) -> None:
     with client_of(live).messages.stream(model="legal", max_tokens=20, messages=MESSAGES) as stream:
         assert "".join(stream.text_stream) == "Hello you"
         assert stream.get_final_message().usage.output_tokens == 9
+
+
+def test_tools(live: Live) -> None:
+    live.backend.codec, live.backend.script = HermesCodec(), says("So ", CALL[:40], CALL[40:])
+    tools: Any = [{"name": "weather", "input_schema": {"type": "object"}}]
+    asked = {"model": "legal", "max_tokens": 20, "messages": MESSAGES, "tools": tools}
+    with client_of(live).messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for answer in (streamed, client_of(live).messages.create(**asked)):
+        assert answer.stop_reason == "tool_use" and answer.content[0].text == "So "
+        assert (answer.content[1].name, answer.content[1].input) == ("weather", {"city": "Rome"})
 
 
 def test_count_tokens(live: Live) -> None:

@@ -59,7 +59,7 @@ def test_the_asynchronous_client(live: Live) -> None:
     [
         ({"adapter_id": "nope"}, "GenerationError"),
         ({"prompt": "x" * 70}, "ValidationError"),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "ValidationError"),
+        ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "ValidationError"),
     ],
 )
 def test_errors_have_the_clients_own_types(live: Live, arguments: Any, kind: str) -> None:
@@ -69,6 +69,12 @@ def test_errors_have_the_clients_own_types(live: Live, arguments: Any, kind: str
     if "response_format" not in arguments:
         with pytest.raises(getattr(errors, kind)):
             list(client.generate_stream(**{"prompt": "hi"} | arguments))
+
+
+def test_a_schema(live: Live) -> None:
+    form = {"type": "json_object", "schema": {"type": "object"}}
+    lorax.Client(live.url).generate("hi", response_format=form)
+    assert live.backend.requests[0].params.grammar is not None
 
 
 def test_merged_adapters_are_combined(live: Live) -> None:

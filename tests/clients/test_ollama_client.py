@@ -6,6 +6,7 @@ import pytest
 
 from tests.clients.conftest import Live
 from tests.unit.server.scripted_backend import named
+from tests.unit.server.tools.test_tools import CALL, WEATHER, HermesCodec, says
 
 ollama = pytest.importorskip(
     "ollama", reason="the client is not installed: pip install -e '.[clients]'"
@@ -40,10 +41,19 @@ def test_streams(live: Live) -> None:
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools(live: Live, stream: bool) -> None:
+    live.backend.codec, live.backend.script = HermesCodec(), says(CALL[:40], CALL[40:])
+    found = ollama.Client(live.url).chat("legal", MESSAGES, tools=[WEATHER], stream=stream)
+    parts = list(found) if stream else [found]
+    calls = [call for part in parts for call in part.message.tool_calls or ()]
+    assert [call.function.arguments for call in calls] == [{"city": "Rome"}]
+
+
 def test_models(live: Live) -> None:
     client = ollama.Client(live.url)
     assert [one.model for one in client.list().models] == ["tiny-base", "legal", "team/polite"]
-    assert client.show("legal").capabilities == ["completion"]
+    assert client.show("legal").capabilities == ["completion", "tools"]
     assert [one.model for one in client.ps().models] == ["tiny-base"]
 
 

@@ -17,13 +17,14 @@ from loramux.server.caller import caller_of
 from loramux.server.context import Context
 from loramux.server.endpoint import Endpoint
 from loramux.server.errors import error_info, shaped_response
+from loramux.server.families.anthropic_blocks import Blocks, block_event
 from loramux.server.families.asked import (
     Asked,
-    Constraint,
     Tools,
     encode,
     generation_body,
     open_asked,
+    plan_asked,
     read_fields,
 )
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
@@ -31,8 +32,11 @@ from loramux.server.prompts import off_loop
 from loramux.server.receipt_draft import receipt_draft
 from loramux.server.selection import ModelReference, codec_for, select
 from loramux.server.streaming import StreamForm, named_event, stream_events, until_gone
+from loramux.server.structured.fields import AskedConstraint
+from loramux.server.tools.writer import CALLED, ChatWriter, write_deltas
 from loramux.server.usage import UsageCount
 from loramux.server.wire import Usage
+from loramux.types.sampling import SamplingParams
 
 FAMILY = "anthropic"
 KIND = RouteKind(id_prefix="msg", prompt_param="messages", default_max_tokens=None)
@@ -93,12 +97,14 @@ def anthropic_endpoints(context: Context) -> list[Endpoint]:
         body = await read_fields(context, request, CountBody)
         context.require_known()
         selected = await select(context, ModelReference(body.model), caller=caller_of(request))
-        _refuse_tools(body)
-        asked = Asked(kind=KIND, body=generation_body(), messages=_messages(body))
+        asked = Asked(
+            kind=KIND, body=generation_body(), messages=_messages(body), tools=_tools(body)
+        )
         codec, limit = await codec_for(context, selected), context.backend.card.max_model_len
+        plan = await plan_asked(context, asked, SamplingParams(), codec)
         [token_ids] = await off_loop(
             len(str(body.messages)),
-            lambda: encode(asked, codec, limit),
+            lambda: encode(asked, plan, codec, limit),
             is_own=codec is context.backend.codec,
         )
         return json_response({"input_tokens": len(token_ids)})
@@ -118,11 +124,16 @@ async def _create(context: Context, request: Request) -> Response:
         form = StreamForm(on_error=error_event)
         return await stream_events(request, _events(generation, deltas), form)
     choices, usage = await until_gone(request, collect(generation, deltas))
-    choice = choices[0]
-    answer = _message(generation, choice.text, _usage(usage))
+    choice, blocks = choices[0], Blocks()
+    reply = generation.request.reply
+    written, reason = write_deltas(reply, choice.text, choice.finish_reason)
+    for one in written:
+        blocks.add(one)
+    blocks.end()
+    answer = _message(generation, blocks.whole(), _usage(usage))
     receipt = generation.draft.receipt
     extra = {} if receipt is None else {"serving": receipt}
-    return json_response(answer | _stop(choice.finish_reason, choice.stop_reason) | extra)
+    return json_response(answer | _stop(reason, choice.stop_reason) | extra)
 
 
 def _asked(body: MessageBody) -> Asked:
@@ -142,7 +153,7 @@ def _asked(body: MessageBody) -> Asked:
             user=(body.metadata or {}).get("user_id"),
         ),
         messages=_messages(body),
-        constraint=None if form is None else Constraint("json_schema", form, "output_config"),
+        constraint=None if form is None else _constraint(form),
         tools=_tools(body),
     )
 
@@ -151,23 +162,45 @@ def _tools(body: CountBody) -> Tools | None:
     """Tools in OpenAI's form."""
     if not body.tools:
         return None
-    functions = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.get("name"),
-                "description": tool.get("description", ""),
-                "parameters": tool.get("input_schema"),
-            },
-        }
-        for tool in body.tools
-    ]
-    return Tools(functions, body.tool_choice)
+    choice, is_parallel = _choice(body.tool_choice)
+    return Tools([_function(tool) for tool in body.tools], choice, is_parallel)
 
 
-def _refuse_tools(body: CountBody) -> None:
-    if body.tools:
-        raise InvalidRequest("tools is not supported by this server: leave it out.", param="tools")
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise InvalidRequest(
+            f"A tool of type {tool['type']!r} is not supported: send tools of your own.",
+            param="tools",
+        )
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description", ""),
+        "parameters": tool.get("input_schema"),
+        "strict": tool.get("strict"),
+    }
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Any) -> tuple[Any, bool]:
+    """Returns the choice in OpenAI's form, and whether an answer may have several calls."""
+    if choice is None:
+        return None, True
+    fields = choice if isinstance(choice, dict) else {}
+    kind = fields.get("type")
+    named = {"type": "function", "function": {"name": fields.get("name")}}
+    choices = {"auto": "auto", "any": "required", "none": "none", "tool": named}
+    if not isinstance(kind, str) or kind not in choices:
+        raise InvalidRequest(
+            "tool_choice.type must be auto, any, tool or none.", param="tool_choice"
+        )
+    return choices[kind], not fields.get("disable_parallel_tool_use")
+
+
+def _constraint(form: Any) -> AskedConstraint:
+    param = "output_config"
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise InvalidRequest("output_config.format.type must be json_schema.", param=param)
+    return AskedConstraint("json", form.get("schema"), param)
 
 
 def _messages(body: CountBody) -> list[dict[str, Any]]:
@@ -223,13 +256,15 @@ def _text(content: Any, param: str) -> str:
     return "\n".join(texts)
 
 
-def _message(generation: Generation, text: str | None, usage: dict[str, Any]) -> dict[str, Any]:
+def _message(
+    generation: Generation, content: list[dict[str, Any]], usage: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "id": generation.request.id.replace("msg-", "msg_"),
         "type": "message",
         "role": "assistant",
         "model": generation.request.selected.model,
-        "content": [] if text is None else [{"type": "text", "text": text}],
+        "content": content,
         "stop_reason": None,
         "stop_sequence": None,
         "usage": usage,
@@ -239,6 +274,8 @@ def _message(generation: Generation, text: str | None, usage: dict[str, Any]) ->
 def _stop(reason: str, stop_reason: str | int | None) -> dict[str, Any]:
     if reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if reason == CALLED:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     if isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     return {"stop_reason": "end_turn", "stop_sequence": None}
@@ -256,28 +293,21 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 async def _events(generation: Generation, deltas: Deltas) -> AsyncGenerator[bytes, None]:
     count = UsageCount(generation.engine_requests)
+    writer, blocks = ChatWriter(generation.request.reply), Blocks()
     stop: dict[str, Any] = {}
     is_first = True
     async with aclosing(deltas):
         async for index, delta in deltas:
             count.add(index, delta)
+            written = b"".join(map(blocks.add, writer.write(delta)))
             if delta.finish_reason is not None:
-                stop = _stop(delta.finish_reason.value, delta.stop_reason)
-            head = _head(generation, _usage(count.usage())) if is_first else b""
+                stop = _stop(writer.finish_reason(delta.finish_reason), delta.stop_reason)
+            if is_first:
+                message = _message(generation, [], _usage(count.usage()))
+                written = block_event("message_start", message=message) + written
             is_first = False
-            text = {"type": "text_delta", "text": delta.text}
-            piece = _event("content_block_delta", index=0, delta=text) if delta.text else b""
-            yield head + piece
-    yield _event("content_block_stop", index=0)
-    yield _event("message_delta", delta=stop, usage=_usage(count.usage()))
-    yield _event("message_stop")
-
-
-def _head(generation: Generation, usage: dict[str, Any]) -> bytes:
-    block = {"type": "text", "text": ""}
-    started = _event("message_start", message=_message(generation, None, usage))
-    return started + _event("content_block_start", index=0, content_block=block)
-
-
-def _event(name: str, **fields: Any) -> bytes:
-    return named_event(name, {"type": name, **fields})
+            if written:
+                yield written
+    yield blocks.end()
+    yield block_event("message_delta", delta=stop, usage=_usage(count.usage()))
+    yield block_event("message_stop")

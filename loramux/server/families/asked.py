@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import structs
 from starlette.requests import Request
 
 from loramux.backend import TextCodec
@@ -21,8 +22,12 @@ from loramux.server.receipt_draft import ReceiptDraft
 from loramux.server.requests import resolve_request
 from loramux.server.sampling import Logprobs
 from loramux.server.selection import ModelReference, combination_of
+from loramux.server.structured.check import enforceable_grammar
+from loramux.server.structured.fields import AskedConstraint
 from loramux.server.token_reports import Truncation
-from loramux.server.wire import GenerationBody
+from loramux.server.tools.chat import ChatPlan, plan_chat
+from loramux.server.wire import ChatRequest, GenerationBody
+from loramux.types.sampling import SamplingParams
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
@@ -32,23 +37,13 @@ Prompt = str | Sequence[str | int]
 
 
 @dataclass(frozen=True, slots=True)
-class Constraint:
-    """A grammar that the answer must follow, as another API writes it."""
-
-    kind: str
-    """json_schema, json_object, regex, gbnf or ebnf."""
-    value: Any
-    param: str
-    """The field of the body."""
-
-
-@dataclass(frozen=True, slots=True)
 class Tools:
     """Tools in OpenAI's form, and the choice among them."""
 
     tools: Sequence[Mapping[str, Any]]
     choice: Any = None
-    param: str = "tools"
+    is_parallel: bool = True
+    """Whether one answer may have several calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +61,7 @@ class Asked:
     logprobs: Logprobs = Logprobs()
     truncation: Truncation = Truncation()
     add_special_tokens: bool = True
-    constraint: Constraint | None = None
+    constraint: AskedConstraint | None = None
     tools: Tools | None = None
     name: str = ""
     """The adapter or model as the body names it, for receipts."""
@@ -95,7 +90,6 @@ async def open_asked(
     context: Context, http: Request, draft: ReceiptDraft, asked: Asked
 ) -> Generation:
     """Resolves the adapters, tokenizes, and makes the engine requests."""
-    _refuse_unsupported(asked)
     reference = asked.selected or reference_of(asked.body)
     draft.asked = asked.name or str(reference) or None
     request = await resolve_request(
@@ -109,12 +103,21 @@ async def open_asked(
         logprobs=asked.logprobs,
     )
     check_num_choices(context, request, asked.num_prompts)
+    if asked.constraint is not None:
+        grammar = await enforceable_grammar(asked.constraint)
+        params = structs.replace(request.params, grammar=grammar.encode())
+        request = replace(request, params=params)
     codec, max_model_len = request.codec, context.backend.card.max_model_len
+    plan = await plan_asked(context, asked, request.params, codec)
+    if plan is not None:
+        http.state.tool_notes = plan.notes
+        params = plan.reply.constrain(request.params)
+        request = replace(request, params=params, reply=plan.reply)
     size = len(await read_body(http, context.options.max_body_bytes))
     truncation = replace(asked.truncation, max_tokens=request.max_tokens)
 
     def encode_all() -> tuple[tuple[int, ...], ...]:
-        encoded = encode(asked, codec, max_model_len)
+        encoded = encode(asked, plan, codec, max_model_len)
         return tuple(tuple(truncation.cut(ids, max_model_len)) for ids in encoded)
 
     is_own = codec is context.backend.codec
@@ -122,12 +125,29 @@ async def open_asked(
     return open_generation(context, http, request, draft)
 
 
-def encode(asked: Asked, codec: TextCodec, max_model_len: int) -> list[Sequence[int]]:
+async def plan_asked(
+    context: Context, asked: Asked, params: SamplingParams, codec: TextCodec
+) -> ChatPlan | None:
+    """Returns how messages are put to the model; None: there are prompts."""
+    if asked.messages is None:
+        return None
+    body = ChatRequest(messages=list(asked.messages))
+    if asked.tools is not None:
+        body.tools = [dict(tool) for tool in asked.tools.tools]
+        body.tool_choice = asked.tools.choice
+        body.parallel_tool_calls = asked.tools.is_parallel
+    return await plan_chat(context.options, body, params, codec)
+
+
+def encode(
+    asked: Asked, plan: ChatPlan | None, codec: TextCodec, max_model_len: int
+) -> list[Sequence[int]]:
     """Returns the token ids of each prompt, or of the messages."""
-    if asked.messages is not None:
+    if plan is not None:
         messages = encode_messages(
             codec,
-            asked.messages,
+            plan.messages,
+            tools=plan.tools,
             max_model_len=max_model_len,
             chat_template_kwargs=asked.template,
         )
@@ -172,15 +192,3 @@ def generation_body(**fields: Any) -> GenerationBody:
         return msgspec.convert(fields, GenerationBody)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{error}.") from error
-
-
-def _refuse_unsupported(asked: Asked) -> None:
-    """The one place where constraints and tools of other APIs end until they are supported."""
-    if asked.tools is not None and asked.tools.tools:
-        raise _unsupported(asked.tools.param)
-    if asked.constraint is not None:
-        raise _unsupported(asked.constraint.param)
-
-
-def _unsupported(param: str) -> InvalidRequest:
-    return InvalidRequest(f"{param} is not supported by this server: leave it out.", param=param)

@@ -21,7 +21,6 @@ from loramux.server.endpoint import Endpoint
 from loramux.server.errors import error_info, shaped_response
 from loramux.server.families.asked import (
     Asked,
-    Constraint,
     Prompt,
     generation_body,
     open_asked,
@@ -35,6 +34,7 @@ from loramux.server.routes.openai import answer_chat
 from loramux.server.routes.tokens import DescribesTokenizer
 from loramux.server.sampling import Logprobs
 from loramux.server.streaming import StreamForm, event, stream_events, until_gone
+from loramux.server.structured.fields import AskedConstraint
 from loramux.server.token_reports import LOWEST
 
 FAMILY = "llamacpp"
@@ -263,9 +263,9 @@ def _asked(body: CompletionBody, prompts: list[Prompt], placed: PlacedAdapters) 
     }
     constraint = None
     if body.grammar:
-        constraint = Constraint("gbnf", body.grammar, "grammar")
+        constraint = AskedConstraint("grammar", body.grammar, "grammar")
     elif body.json_schema is not None:
-        constraint = Constraint("json_schema", body.json_schema, "json_schema")
+        constraint = AskedConstraint("json", body.json_schema, "json_schema")
     return Asked(
         kind=KIND,
         body=generation_body(

@@ -21,7 +21,6 @@ from loramux.server.endpoint import Endpoint
 from loramux.server.errors import NotServed, set_error_shape
 from loramux.server.families.asked import (
     Asked,
-    Constraint,
     generation_body,
     open_asked,
     read_fields,
@@ -49,6 +48,7 @@ from loramux.server.receipt_draft import ReceiptDraft, receipt_draft
 from loramux.server.sampling import Logprobs
 from loramux.server.selection import ModelReference, codec_for, combination_of, select
 from loramux.server.streaming import StreamForm, event, stream_events, until_gone
+from loramux.server.structured.fields import AskedConstraint
 from loramux.server.token_reports import Truncation
 from loramux.server.wire import GenerationBody
 from loramux.sources.config import Secret
@@ -247,13 +247,24 @@ def _logprobs(parameters: Parameters, stream: bool) -> Logprobs:
     )
 
 
-def _constraint(parameters: Parameters) -> Constraint | None:
+def _constraint(parameters: Parameters) -> AskedConstraint | None:
     form, grammar = parameters.response_format, parameters.grammar
     if form is not None and form.get("type") != "text":
-        return Constraint(str(form.get("type")), form.get("schema"), "response_format")
-    if grammar is not None:
-        return Constraint(str(grammar.get("type")), grammar.get("value"), "grammar")
-    return None
+        schema, param = form.get("schema"), "response_format"
+        if form.get("type") == "json_object" and schema is None:
+            return AskedConstraint("json_object", True, param)
+        if form.get("type") in ("json_object", "json_schema"):
+            return AskedConstraint("json", schema, param)
+        raise InvalidRequest(f"`{param}` has no type {form.get('type')!r}", param=param)
+    if grammar is None:
+        return None
+    kind, value = grammar.get("type"), grammar.get("value")
+    if kind == "json_schema" and isinstance(value, dict):
+        # TGI writes the schema with a name around it.
+        kind, value = "json", value.get("schema")
+    if kind not in ("json", "regex"):
+        raise InvalidRequest(f"`grammar` has no type {kind!r}", param="grammar")
+    return AskedConstraint(str(kind), value, "grammar")
 
 
 async def _select(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,7 +22,6 @@ from loramux.server.endpoint import Endpoint
 from loramux.server.errors import NotServed, error_info, shaped_response
 from loramux.server.families.asked import (
     Asked,
-    Constraint,
     Tools,
     generation_body,
     open_asked,
@@ -35,8 +35,10 @@ from loramux.server.routes.models import list_models
 from loramux.server.routes.tokens import DescribesTokenizer
 from loramux.server.selection import ModelReference, codec_for, select
 from loramux.server.streaming import StreamForm, line, stream_events, until_gone
+from loramux.server.structured.fields import AskedConstraint
+from loramux.server.tools.writer import ChatWriter, write_deltas
 from loramux.server.usage import UsageCount
-from loramux.server.wire import GenerationBody
+from loramux.server.wire import ChatDelta, ChatMessage, FunctionCall, GenerationBody, ToolCall
 
 FAMILY = "ollama"
 CHAT = RouteKind(id_prefix="ollama", prompt_param="messages", default_max_tokens=None)
@@ -91,8 +93,8 @@ class ShowBody(Struct, kw_only=True):
     name: str | None = None
 
 
-Write = Callable[[str], dict[str, Any]]
-"""Writes a piece of text as fields of an answer."""
+Write = Callable[[ChatMessage], dict[str, Any]]
+"""Writes a piece of an answer as its fields."""
 
 
 def ollama_error(error: Exception) -> Response:
@@ -161,17 +163,11 @@ async def _chat(context: Context, request: Request) -> Response:
         selected=await _select(context, request, body.model),
         name=body.model,
         messages=body.messages,
-        template=_template(body),
+        template=_template(context, body),
         constraint=_constraint(body),
         tools=None if body.tools is None else Tools(body.tools),
     )
-    return await _answer(
-        context,
-        request,
-        body,
-        asked,
-        lambda text: {"message": {"role": "assistant", "content": text}},
-    )
+    return await _answer(context, request, body, asked, _chat_fields)
 
 
 async def _generate(context: Context, request: Request) -> Response:
@@ -194,10 +190,28 @@ async def _generate(context: Context, request: Request) -> Response:
         name=body.model,
         prompts=[body.prompt],
         messages=messages,
-        template=_template(body),
+        template=_template(context, body),
         constraint=_constraint(body),
     )
-    return await _answer(context, request, body, asked, lambda text: {"response": text})
+    return await _answer(context, request, body, asked, _generate_fields)
+
+
+def _chat_fields(part: ChatMessage) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": "assistant", "content": part.content or ""}
+    if part.reasoning_content:
+        fields["thinking"] = part.reasoning_content
+    if part.tool_calls:
+        functions = [
+            {"name": call.function.name, "arguments": json.loads(call.function.arguments or "{}")}
+            for call in part.tool_calls
+        ]
+        fields["tool_calls"] = [{"function": function} for function in functions]
+    return {"message": fields}
+
+
+def _generate_fields(part: ChatMessage) -> dict[str, Any]:
+    fields = {"response": part.content or ""}
+    return fields | ({"thinking": part.reasoning_content} if part.reasoning_content else {})
 
 
 async def _answer(
@@ -212,9 +226,50 @@ async def _answer(
         form = StreamForm(media_type="application/x-ndjson", on_error=error_line)
         return await stream_events(request, _lines(generation, deltas, answer), form)
     choices, usage = await until_gone(request, collect(generation, deltas))
-    reason = choices[0].finish_reason
+    choice, parts = choices[0], _Parts()
+    written, _ = write_deltas(generation.request.reply, choice.text, choice.finish_reason)
+    for delta in written:
+        parts.add(delta)
     counts = (usage.prompt_tokens, usage.completion_tokens)
-    return json_response(answer.last(choices[0].text, reason, counts))
+    return json_response(answer.last(parts.take(is_last=True), choice.finish_reason, counts))
+
+
+class _Parts:
+    """Collects what an answer has until it is taken; calls are whole, and cut ones left out."""
+
+    def __init__(self) -> None:
+        self._content = ""
+        self._reasoning = ""
+        self._calls: list[FunctionCall] = []
+
+    def add(self, delta: ChatDelta) -> None:
+        self._content += delta.content or ""
+        self._reasoning += delta.reasoning_content or ""
+        for call in delta.tool_calls or ():
+            if call.function.name is not UNSET:
+                self._calls.append(FunctionCall(name=call.function.name, arguments=""))
+            self._calls[-1].arguments += call.function.arguments
+
+    def take(self, *, is_last: bool) -> ChatMessage:
+        """Returns what was added; the last call is returned when the answer has ended."""
+        ended = self._calls if is_last else self._calls[:-1]
+        self._calls = self._calls[len(ended) :]
+        part = ChatMessage(content=self._content)
+        if self._reasoning:
+            part.reasoning_content = self._reasoning
+        calls = [ToolCall(id="", function=one) for one in ended if _is_json(one.arguments)]
+        if calls:
+            part.tool_calls = calls
+        self._content = self._reasoning = ""
+        return part
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 class _Answer:
@@ -226,16 +281,16 @@ class _Answer:
         self._started_ns = started_ns
         self._first_ns: int | None = None
 
-    def part(self, text: str) -> dict[str, Any]:
+    def part(self, part: ChatMessage) -> dict[str, Any]:
         if self._first_ns is None:
             self._first_ns = time.monotonic_ns()
         head = {"model": self._model, "created_at": _now()}
-        return head | self._write(text) | {"done": False}
+        return head | self._write(part) | {"done": False}
 
-    def last(self, text: str, reason: str, counts: tuple[int, int]) -> dict[str, Any]:
+    def last(self, part: ChatMessage, reason: str, counts: tuple[int, int]) -> dict[str, Any]:
         now = time.monotonic_ns()
         first = self._first_ns or now
-        return self.part(text) | {
+        return self.part(part) | {
             "done": True,
             "done_reason": reason,
             "total_duration": now - self._started_ns,
@@ -252,13 +307,19 @@ async def _lines(
 ) -> AsyncGenerator[bytes, None]:
     count = UsageCount(generation.engine_requests)
     reason = ""
+    writer, parts = ChatWriter(generation.request.reply), _Parts()
     async with aclosing(deltas):
         async for index, delta in deltas:
             count.add(index, delta)
             reason = reason if delta.finish_reason is None else delta.finish_reason.value
-            yield line(answer.part(delta.text))
+            written = writer.write(delta)
+            for one in written:
+                parts.add(one)
+            if written:
+                yield line(answer.part(parts.take(is_last=False)))
     usage = count.usage()
-    yield line(answer.last("", reason, (usage.prompt_tokens, usage.completion_tokens)))
+    last = parts.take(is_last=True)
+    yield line(answer.last(last, reason, (usage.prompt_tokens, usage.completion_tokens)))
 
 
 def _generation_body(body: Body) -> GenerationBody:
@@ -292,17 +353,21 @@ async def _select(context: Context, request: Request, name: str) -> Selected:
     raise NotServed(f"model '{name}' not found", param="model")
 
 
-def _template(body: Body) -> dict[str, Any]:
-    if body.think:
-        raise InvalidRequest("think is not supported by this server: leave it out.", param="think")
-    return {} if body.think is None else {"enable_thinking": False}
+def _template(context: Context, body: Body) -> dict[str, Any]:
+    if body.think and context.options.reasoning_parser is None:
+        raise InvalidRequest(
+            "think needs a server that was started with --reasoning-parser: leave it out.",
+            param="think",
+        )
+    return {} if body.think is None else {"enable_thinking": bool(body.think)}
 
 
-def _constraint(body: Body) -> Constraint | None:
+def _constraint(body: Body) -> AskedConstraint | None:
     if not body.format:
         return None
-    kind = "json_object" if body.format == "json" else "json_schema"
-    return Constraint(kind, body.format, "format")
+    if body.format == "json":
+        return AskedConstraint("json_object", True, "format")
+    return AskedConstraint("json", body.format, "format")
 
 
 def _loaded(body: Body, fields: dict[str, Any]) -> dict[str, Any]:
@@ -338,7 +403,7 @@ def _show(context: Context, codec: TextCodec, *, is_base: bool) -> dict[str, Any
             "general.parameter_count": card.shapes.num_parameters if card.shapes else 0,
             "context_length": card.max_model_len,
         },
-        "capabilities": ["completion"],
+        "capabilities": ["completion", "tools"],
         "modified_at": _time(context.created_s),
     }
 

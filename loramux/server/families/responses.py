@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -18,15 +17,17 @@ from loramux.server.endpoint import Endpoint
 from loramux.server.errors import error_info
 from loramux.server.families.asked import (
     Asked,
-    Constraint,
     Tools,
     generation_body,
     open_asked,
     read_fields,
 )
+from loramux.server.families.responses_items import Items
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.receipt_draft import receipt_draft
-from loramux.server.streaming import StreamForm, named_event, stream_events, until_gone
+from loramux.server.streaming import StreamForm, stream_events, until_gone
+from loramux.server.structured.fields import AskedConstraint
+from loramux.server.tools.writer import ChatWriter, write_deltas
 from loramux.server.usage import UsageCount
 from loramux.server.wire import Usage
 
@@ -77,7 +78,12 @@ async def answer_response(context: Context, request: Request) -> Response:
         form = StreamForm(on_error=writer.failed)
         return await stream_events(request, _events(generation, deltas, writer), form)
     choices, usage = await until_gone(request, collect(generation, deltas))
-    return json_response(writer.whole(choices[0].text, choices[0].finish_reason, usage))
+    choice = choices[0]
+    written, _ = write_deltas(generation.request.reply, choice.text, choice.finish_reason)
+    for delta in written:
+        writer.items.add(delta)
+    writer.items.end(_status(choice.finish_reason))
+    return json_response(writer.whole(choice.finish_reason, usage))
 
 
 def _check(body: ResponseBody) -> None:
@@ -92,8 +98,6 @@ def _check(body: ResponseBody) -> None:
 
 
 def _asked(body: ResponseBody) -> Asked:
-    form = (body.text or {}).get("format") or {}
-    kind = form.get("type", "text") if isinstance(form, dict) else None
     effort = (body.reasoning or {}).get("effort")
     return Asked(
         kind=KIND,
@@ -109,9 +113,32 @@ def _asked(body: ResponseBody) -> Asked:
         ),
         messages=messages_of(body.input, body.instructions),
         template={} if effort is None else {"reasoning_effort": effort},
-        constraint=None if kind == "text" else Constraint(str(kind), form, "text"),
-        tools=Tools(_chat_tools(body.tools), body.tool_choice) if body.tools else None,
+        constraint=_constraint(body),
+        tools=_tools(body),
     )
+
+
+def _constraint(body: ResponseBody) -> AskedConstraint | None:
+    form = (body.text or {}).get("format") or {"type": "text"}
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return AskedConstraint("json_object", True, "text")
+    if kind != "json_schema":
+        raise InvalidRequest(
+            "text.format.type must be text, json_object or json_schema.", param="text"
+        )
+    return AskedConstraint("json", form.get("schema"), "text")
+
+
+def _tools(body: ResponseBody) -> Tools | None:
+    choice = body.tool_choice
+    if not body.tools:
+        return None
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return Tools(_chat_tools(body.tools), choice, body.parallel_tool_calls is not False)
 
 
 def _chat_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -168,21 +195,18 @@ def messages_of(
 
 
 class _Writer:
-    """Writes a response, and the events of its stream with their numbers."""
+    """Writes a response, and the events of its stream."""
 
     def __init__(self, generation: Generation, body: ResponseBody) -> None:
         self._generation = generation
         self._body = body
-        self._item_id = f"msg_{uuid.uuid4().hex}"
-        self._number = 0
+        self.items = Items()
 
     def whole(
-        self, text: str, reason: str, usage: Usage | None, *, error: str | None = None
+        self, reason: str, usage: Usage | None, *, error: str | None = None
     ) -> dict[str, Any]:
         is_cut = reason == "length"
-        status = "incomplete" if is_cut else "completed" if reason else "in_progress"
-        if error is not None:
-            status = "failed"
+        status = _status(reason) if error is None else "failed"
         body, generation = self._body, self._generation
         receipt = generation.draft.receipt
         return {
@@ -197,7 +221,7 @@ class _Writer:
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": generation.request.selected.model,
-            "output": [self.item(text, status)] if reason else [],
+            "output": self.items.items if reason else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": body.reasoning or {"effort": None, "summary": None},
@@ -213,70 +237,33 @@ class _Writer:
             **({} if receipt is None else {"serving": receipt}),
         }
 
-    def item(self, text: str | None, status: str) -> dict[str, Any]:
-        content = [] if text is None else [self.part(text)]
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
-
-    def part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-    def event(self, name: str, **fields: Any) -> bytes:
-        kind = f"response.{name}"
-        written = named_event(kind, {"type": kind, "sequence_number": self._number, **fields})
-        self._number += 1
-        return written
-
-    def of_text(self, name: str, **fields: Any) -> bytes:
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        return self.event(name, **place, **fields)
-
     def failed(self, error: Exception) -> bytes:
         message = error_info(error).message
-        return self.event("failed", response=self.whole("", "", None, error=message))
+        return self.items.event("failed", response=self.whole("", None, error=message))
 
 
 async def _events(
     generation: Generation, deltas: Deltas, writer: _Writer
 ) -> AsyncGenerator[bytes, None]:
     count = UsageCount(generation.engine_requests)
-    texts: list[str] = []
+    chat, items = ChatWriter(generation.request.reply), writer.items
     reason = ""
-    begun = False
+    started = writer.whole("", None)
+    head = items.event("created", response=started) + items.event("in_progress", response=started)
     async with aclosing(deltas):
         async for index, delta in deltas:
             count.add(index, delta)
-            texts.append(delta.text)
             reason = reason if delta.finish_reason is None else delta.finish_reason.value
-            head = b"" if begun else _head(writer)
-            begun = True
-            piece = writer.of_text("output_text.delta", delta=delta.text, logprobs=[])
-            yield head + (piece if delta.text else b"")
-    text = "".join(texts)
-    status = "incomplete" if reason == "length" else "completed"
-    yield writer.of_text("output_text.done", text=text, logprobs=[])
-    yield writer.of_text("content_part.done", part=writer.part(text))
-    yield writer.event("output_item.done", output_index=0, item=writer.item(text, status))
-    yield writer.event(status, response=writer.whole(text, reason, count.usage()))
+            written = head + b"".join(map(items.add, chat.write(delta)))
+            head = b""
+            if written:
+                yield written
+    yield items.end(_status(reason))
+    yield items.event(_status(reason), response=writer.whole(reason, count.usage()))
 
 
-def _head(writer: _Writer) -> bytes:
-    started = writer.whole("", "", None)
-    return b"".join(
-        (
-            writer.event("created", response=started),
-            writer.event("in_progress", response=started),
-            writer.event(
-                "output_item.added", output_index=0, item=writer.item(None, "in_progress")
-            ),
-            writer.of_text("content_part.added", part=writer.part("")),
-        )
-    )
+def _status(reason: str) -> str:
+    return "incomplete" if reason == "length" else "completed" if reason else "in_progress"
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -20,7 +20,6 @@ from loramux.server.endpoint import Endpoint
 from loramux.server.errors import NotServed, error_info, shaped_response
 from loramux.server.families.asked import (
     Asked,
-    Constraint,
     generation_body,
     open_asked,
     read_fields,
@@ -37,6 +36,7 @@ from loramux.server.routes.runtime_lora import (
 )
 from loramux.server.sampling import Logprobs
 from loramux.server.streaming import DONE, StreamForm, event, stream_events, until_gone
+from loramux.server.structured.fields import AskedConstraint
 from loramux.server.token_reports import LOWEST
 from loramux.server.usage import UsageCount
 from loramux.types.request import TokenLogprob
@@ -44,12 +44,19 @@ from loramux.types.request import TokenLogprob
 FAMILY = "sglang"
 KIND = RouteKind(id_prefix="gen", prompt_param="text", default_max_tokens=128)
 KEYS = frozenset({"text", "input_ids"})
-CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag")
+# Fields that constrain the answer -> what they are.
+CONSTRAINTS = {
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "structural_tag": "structural_tag",
+}
+ANY_JSON = "$$ANY$$"
 
 
 class SamplingFields(Struct, kw_only=True):
     max_new_tokens: int | None = None
-    min_new_tokens: Literal[0] | None = None
+    min_new_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     temperature: float | None = None
@@ -206,14 +213,6 @@ async def _open(
     name: str | None,
 ) -> Generation:
     start = -1 if body.logprob_start_len is None else body.logprob_start_len
-    constraint = next(
-        (
-            Constraint(kind, value, kind)
-            for kind in CONSTRAINTS
-            if (value := getattr(sampling, kind))
-        ),
-        None,
-    )
     copied = ("stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "n", "ignore_eos")
     penalties = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
@@ -226,6 +225,7 @@ async def _open(
                 body=generation_body(
                     model=name,
                     max_tokens=sampling.max_new_tokens,
+                    min_tokens=sampling.min_new_tokens,
                     seed=sampling.sampling_seed,
                     include_stop_str_in_output=sampling.no_stop_trim,
                     skip_special_tokens=sampling.skip_special_tokens,
@@ -237,9 +237,21 @@ async def _open(
                     body.top_logprobs_num if body.return_logprob else None,
                     body.top_logprobs_num if body.return_logprob and start >= 0 else None,
                 ),
-                constraint=constraint,
+                constraint=_constraint(sampling),
             ),
         )
+
+
+def _constraint(sampling: SamplingFields) -> AskedConstraint | None:
+    given = [name for name in CONSTRAINTS if getattr(sampling, name)]
+    if len(given) > 1:
+        raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other.", param=given[1])
+    if not given:
+        return None
+    name, value = given[0], getattr(sampling, given[0])
+    if name == "json_schema" and value == ANY_JSON:
+        return AskedConstraint("json_object", True, name)
+    return AskedConstraint(CONSTRAINTS[name], value, name)
 
 
 @dataclass(frozen=True, slots=True)

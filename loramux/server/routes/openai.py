@@ -43,9 +43,7 @@ from loramux.server.token_reports import (
     token_report,
     truncation_of,
 )
-from loramux.server.tools.plan import plan_tools, prompt_of
-from loramux.server.tools.reasoning import find_reasoning
-from loramux.server.tools.reply import ReplyFormat
+from loramux.server.tools.chat import plan_chat
 from loramux.server.tools.writer import ChatWriter, write_message
 from loramux.server.usage import UsageCount
 from loramux.server.wire import (
@@ -177,33 +175,26 @@ async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Ge
     arguments = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
-    codec, override = request.codec, context.options.tool_call_parser
-    plan = await plan_tools(body, request.params, codec, override=override)
-    messages, tools = prompt_of(body, plan, codec, override=override)
+    codec = request.codec
+    plan = await plan_chat(context.options, body, request.params, codec)
     token_ids = await off_loop(
         len(raw),
         lambda: encode_messages(
             codec,
-            messages,
-            tools=tools,
+            plan.messages,
+            tools=plan.tools,
             max_model_len=max_model_len,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=arguments,
         ),
-        is_own=request.codec is context.backend.codec,
+        is_own=codec is context.backend.codec,
     )
-    if plan is not None and plan.notes:
-        http.state.tool_notes = plan.notes
-    reply = ReplyFormat(
-        plan,
-        find_reasoning(context.options.reasoning_parser, codec),
-        shows_reasoning=body.include_reasoning is not False,
-    )
+    http.state.tool_notes = plan.notes
     request = replace(
         request,
-        params=reply.constrain(request.params),
-        reply=reply,
+        params=plan.reply.constrain(request.params),
+        reply=plan.reply,
         prompts=(tuple(truncation.cut(token_ids, max_model_len)),),
         report=token_report(body),
     )

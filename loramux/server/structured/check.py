@@ -6,7 +6,7 @@ import asyncio
 
 from loramux.engine.grammar.library import check_grammar
 from loramux.errors import InvalidRequest
-from loramux.server.structured.fields import find_constraint, make_grammar
+from loramux.server.structured.fields import AskedConstraint, find_constraint, make_grammar
 from loramux.server.wire import GenerationBody
 from loramux.types.grammar import Grammar
 
@@ -14,8 +14,11 @@ from loramux.types.grammar import Grammar
 async def grammar_of(body: GenerationBody) -> Grammar | None:
     """Return the grammar that the body asks for; raises InvalidRequest, with its field."""
     asked = find_constraint(body)
-    if asked is None:
-        return None
+    return None if asked is None else await enforceable_grammar(asked)
+
+
+async def enforceable_grammar(asked: AskedConstraint) -> Grammar:
+    """Return the grammar of a constraint; raises InvalidRequest, with its field."""
 
     def work() -> Grammar:
         grammar = make_grammar(asked)

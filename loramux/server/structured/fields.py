@@ -22,7 +22,7 @@ _GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedConstraint:
     """A constraint as a body asks for it."""
 
     kind: str
@@ -34,7 +34,7 @@ class Asked:
     closes_objects: bool = False
 
 
-def find_constraint(body: GenerationBody) -> Asked | None:
+def find_constraint(body: GenerationBody) -> AskedConstraint | None:
     """Return what constrains the answer; response_format takes precedence."""
     others = [found for found in (_structured_outputs(body), _guided(body)) if found is not None]
     asked = _response_format(body)
@@ -48,7 +48,7 @@ def find_constraint(body: GenerationBody) -> Asked | None:
     return others[0] if others else None
 
 
-def make_grammar(asked: Asked) -> Grammar:
+def make_grammar(asked: AskedConstraint) -> Grammar:
     """Return the grammar of a constraint; raises InvalidRequest beyond the limits."""
     param, value = asked.param, asked.value
     if isinstance(value, str):
@@ -67,7 +67,7 @@ def make_grammar(asked: Asked) -> Grammar:
     return Grammar("lark", _lark(_text(value, param), param))
 
 
-def schema_text(value: Any, asked: Asked) -> str:
+def schema_text(value: Any, asked: AskedConstraint) -> str:
     """Return the text of a schema that a request gave as an object, a Boolean or JSON text."""
     value = _parsed(value, asked.param)
     if isinstance(value, bool):
@@ -102,7 +102,7 @@ def check_size(text: str, param: str) -> None:
         )
 
 
-def _response_format(body: GenerationBody) -> Asked | None:
+def _response_format(body: GenerationBody) -> AskedConstraint | None:
     given = body.response_format
     if given is None:
         return None
@@ -111,8 +111,8 @@ def _response_format(body: GenerationBody) -> Asked | None:
         return None
     if kind == "json_object":
         if given.get("schema") is None:
-            return Asked("json_object", True, param)
-        return Asked("json", given["schema"], param)
+            return AskedConstraint("json_object", True, param)
+        return AskedConstraint("json", given["schema"], param)
     if kind == "json_schema":
         inner = given.get("json_schema")
         schema = inner.get("schema") if isinstance(inner, dict) else given.get("schema")
@@ -121,9 +121,9 @@ def _response_format(body: GenerationBody) -> Asked | None:
                 "response_format of type json_schema needs the schema in json_schema.schema.",
                 param=param,
             )
-        return Asked("json", schema, param)
+        return AskedConstraint("json", schema, param)
     if kind == "structural_tag":
-        return Asked("structural_tag", given, param)
+        return AskedConstraint("structural_tag", given, param)
     raise InvalidRequest(
         "response_format.type must be text, json_object, json_schema or structural_tag, got "
         f"{kind!r}.",
@@ -131,14 +131,14 @@ def _response_format(body: GenerationBody) -> Asked | None:
     )
 
 
-def _structured_outputs(body: GenerationBody) -> Asked | None:
+def _structured_outputs(body: GenerationBody) -> AskedConstraint | None:
     given = body.structured_outputs
     if given is None:
         return None
     return _one_of(given, _KINDS, "structured_outputs", prefix="structured_outputs.")
 
 
-def _guided(body: GenerationBody) -> Asked | None:
+def _guided(body: GenerationBody) -> AskedConstraint | None:
     fields = {kind: getattr(body, f"guided_{kind}") for kind in _GUIDED}
     if body.nvext is not None:
         fields |= {
@@ -153,7 +153,7 @@ def _guided(body: GenerationBody) -> Asked | None:
 
 def _one_of(
     given: StructuredOutputs, kinds: tuple[str, ...], param: str | None, *, prefix: str
-) -> Asked | None:
+) -> AskedConstraint | None:
     named = [kind for kind in kinds if getattr(given, kind) not in (None, False)]
     if kinds is _KINDS and given.json is False:
         named = ["json", *named]
@@ -165,7 +165,7 @@ def _one_of(
         raise InvalidRequest(
             f"{wrong}: {names}.".capitalize(), param=param or f"{prefix}{named[0]}"
         )
-    return Asked(
+    return AskedConstraint(
         named[0],
         getattr(given, named[0]),
         param or f"{prefix}{named[0]}",

@@ -90,6 +90,16 @@ def write_message(reply: ReplyFormat, text: str, finish_reason: str) -> tuple[Ch
     return message, CALLED if is_called else finish_reason
 
 
+def write_deltas(reply: ReplyFormat, text: str, finish_reason: str) -> tuple[list[ChatDelta], str]:
+    """Return the deltas of a complete answer, and its finish reason."""
+    if reply.is_plain:
+        return [ChatDelta(content=text)], finish_reason
+    reader = _Reader(reply)
+    deltas = [_delta_of(piece) for piece in reader.read(text, is_last=True)]
+    is_called = reader.has_calls and finish_reason == FinishReason.STOP
+    return deltas, CALLED if is_called else finish_reason
+
+
 def _message_of(pieces: Iterable[Reasoning | Piece]) -> ChatMessage:
     texts: list[str] = []
     calls: list[ToolCall] = []

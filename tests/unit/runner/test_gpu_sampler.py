@@ -65,7 +65,7 @@ def test_rows_of_the_full_sampler_are_greedy_in_the_kernel() -> None:
 
 def test_a_row_with_a_mask_is_not_sampled_by_the_kernel() -> None:
     params = SamplingParams(temperature=0, min_tokens=2)
-    constraint = Constraint(params, (5,), None)
+    constraint = Constraint(params, (5,), None, vocab_size=64)
     rows = [
         SampleRow(params, 0, (1,), output_token_ids=[0] * length, constraint=constraint)
         for length in (1, 2)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.unit.server.asgi_client import make_app, post
-from tests.unit.server.scripted_backend import ScriptedBackend, named
+from tests.unit.server.scripted_backend import CARD, ScriptedBackend, named
 from tests.unit.server.test_streaming import dies_after_two
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -33,6 +34,7 @@ def test_a_message_and_its_answer() -> None:
 
 def test_blocks_of_tools_and_thinking_become_messages() -> None:
     backend = ScriptedBackend()
+    backend.card = replace(CARD, max_model_len=200)
     tool = {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}
     result = {
         "type": "tool_result",
@@ -45,7 +47,9 @@ def test_blocks_of_tools_and_thinking_become_messages() -> None:
         {"role": "user", "content": [result, {"type": "text", "text": "so"}]},
     ]
     assert create(make_app(backend), messages=messages).status_code == 200
-    assert bytes(backend.requests[0].prompt_token_ids) == b"u:hi\na:\nt:42\nu:so\na:"
+    call, said = '{"tool_call": {"name": "f", "arguments": {"x": 1}}}', '"content": "42"'
+    written = f'u:hi\na:{call}\nu:{{"tool_result": {{{said}}}}}\nu:so\na:'
+    assert bytes(backend.requests[0].prompt_token_ids).decode() == written
 
 
 def test_why_it_stopped() -> None:
@@ -83,7 +87,11 @@ def test_tokens_are_counted_without_generating() -> None:
     [
         ({"model": "nope"}, 404, "not_found_error"),
         ({"max_tokens": None}, 400, "invalid_request_error"),
-        ({"tools": [{"name": "f", "input_schema": {}}]}, 400, "invalid_request_error"),
+        ({"tools": [{"name": "f x", "input_schema": {}}]}, 400, "invalid_request_error"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400,
+         "invalid_request_error"),
+        ({"tools": [{"name": "f"}], "tool_choice": {"type": "all"}}, 400, "invalid_request_error"),
+        ({"output_config": {"format": {"type": "xml"}}}, 400, "invalid_request_error"),
         ({"output_config": {"format": {"type": "json_schema"}}}, 400, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400,
          "invalid_request_error"),

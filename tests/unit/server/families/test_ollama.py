@@ -84,8 +84,8 @@ def test_nothing_to_say_loads_the_model() -> None:
     ("fields", "status"),
     [
         ({"model": "nope"}, 404),
-        ({"format": "json"}, 400),
-        ({"format": {"type": "object"}}, 400),
+        ({"format": "xml"}, 400),
+        ({"format": {"not": {}}}, 400),
         ({"think": True}, 400),
         ({"tools": [{"type": "function"}]}, 400),
         ({"options": {"mirostat": 1}}, 400),

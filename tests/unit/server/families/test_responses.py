@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
 from tests.unit.server.asgi_client import make_app, post
-from tests.unit.server.scripted_backend import ScriptedBackend, named
+from tests.unit.server.scripted_backend import CARD, ScriptedBackend, named
 from tests.unit.server.test_openai_client import with_client
 from tests.unit.server.test_streaming import dies_after_two
 
@@ -31,6 +32,7 @@ def test_a_text_and_its_answer() -> None:
 
 def test_items_become_messages() -> None:
     backend = ScriptedBackend()
+    backend.card = replace(CARD, max_model_len=200)
     items: Any = [
         {"role": "developer", "content": "be"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
@@ -40,7 +42,10 @@ def test_items_become_messages() -> None:
         {"role": "assistant", "content": [{"type": "output_text", "text": "ok"}]},
     ]
     assert post(make_app(backend), PATH, {"input": items}).status_code == 200
-    assert bytes(backend.requests[0].prompt_token_ids) == b"s:be\nu:hi\na:\nt:42\na:ok\na:"
+    assert bytes(backend.requests[0].prompt_token_ids) == (
+        b's:be\nu:hi\na:{"tool_call": {"name": "f", "arguments": {}}}\n'
+        b'u:{"tool_result": {"content": "42"}}\na:ok\na:'
+    )
 
 
 def test_a_cut_answer_is_incomplete() -> None:
@@ -81,7 +86,8 @@ def test_a_stream_that_breaks_says_that_it_failed() -> None:
         ({"background": True}, "background"),
         ({"conversation": "x"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+        ({"tools": [{"type": "function", "name": "f x"}]}, "tools"),
+        ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"text": {"format": {"type": "json_schema"}}}, "text"),
         ({"input": [{"type": "item_reference"}]}, "input"),
