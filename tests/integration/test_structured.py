@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -126,3 +127,33 @@ def test_a_stream_of_calls_is_joined_by_the_client(
     (call,) = reply.message.tool_calls or []
     assert json.loads(call.function.arguments)
     assert isinstance(call.function.parsed_arguments, Place | City)
+
+
+def test_grammars_of_other_servers_apis(client: OpenAI, settings: dict[str, Any]) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "generate": {
+            "inputs": "A city?",
+            "parameters": {"grammar": {"type": "regex", "value": "[a-c]{3}"}, "max_new_tokens": 9},
+        },
+        "completion": {"prompt": "A city?", "grammar": 'root ::= [a-c] "x"', "n_predict": 9},
+        "api/chat": {
+            **{"model": "tiny", "messages": MESSAGES, "stream": False},
+            "format": {"enum": ["old", "big"]},
+        },
+    }
+    root = str(client.base_url).removesuffix("v1/")
+    answers = {path: client.post(root + path, cast_to=dict, body=bodies[path]) for path in bodies}
+    assert re.fullmatch("[a-c]{3}", answers["generate"]["generated_text"])
+    assert re.fullmatch("[a-c]x", answers["completion"]["content"])
+    assert json.loads(answers["api/chat"]["message"]["content"]) in ("old", "big")
+    message = client.post(
+        "/messages",
+        cast_to=dict,
+        body={
+            **{"max_tokens": 200, "messages": MESSAGES, "tool_choice": {"type": "any"}},
+            "tools": [{"name": "place", "input_schema": Place.model_json_schema()}],
+        },
+    )
+    assert message["stop_reason"] in ("tool_use", "max_tokens")
+    if message["stop_reason"] == "tool_use":
+        Place.model_validate(message["content"][0]["input"])
