@@ -5,7 +5,6 @@ from __future__ import annotations
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from tests.broken_adapters import BROKEN
 
-
 # Raised when a prompt is tokenized: see tests/unit/engine/test_adapter_tokenizers.py.
 TOKENIZER_CODES = {"foreign_tokenizer", "broken_tokenizer", "tokenizer_too_large"}
 
