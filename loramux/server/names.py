@@ -22,6 +22,7 @@ from loramux.errors import (
 )
 from loramux.registry.records import Resolved
 from loramux.server.registry_adapters import RegistryAdapters
+from loramux.threads import FOLDER_READS
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.composition import SumPart, check_alone, compose, find_repeated
 from loramux.types.request import Selection
@@ -157,7 +158,7 @@ class AdapterNames:
         while (given := self.find(name)) is not None and given.cid is None:
             failure = given.failure
             if failure is not None:
-                files = await asyncio.to_thread(list_files, given.path)
+                files = await FOLDER_READS.run(list_files, given.path)
                 if files == failure.files and self._given.get(name) is given:
                     raise AdapterRefused(
                         failure.error.code, failure.error.reason, fix=failure.error.fix
@@ -303,7 +304,7 @@ class AdapterNames:
 
     async def _read_folder(self, path: str) -> None:
         # Listed before they are read: files that change meanwhile are read again.
-        files = await asyncio.to_thread(list_files, path)
+        files = await FOLDER_READS.run(list_files, path)
         async with self._adding():
             try:
                 card = await self._host.add_adapter(path)

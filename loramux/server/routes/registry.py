@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -32,6 +31,7 @@ from loramux.server.wire import (
 )
 from loramux.sources.parse import lasting_name
 from loramux.store.library import Pushed
+from loramux.threads import FETCHES, QUERIES
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ def registry_routes(context: Context) -> APIRouter:
         """Copies an adapter into the store under a name and a version."""
         registry = context.require_registry()
         body = await _read(context, request, PushRequest)
-        pushed = await asyncio.to_thread(_push, context, registry, body)
+        pushed = await FETCHES.run(_push, context, registry, body)
         registry.forget([AdapterName(pushed.tenant, pushed.name)])
         return json_response(_pushed_entry(pushed))
 
@@ -55,7 +55,7 @@ def registry_routes(context: Context) -> APIRouter:
         """Removes a version (name@1.4.2), an alias (name@prod), or the adapter with all of them."""
         registry = context.require_registry()
         reference = request.path_params["name"]
-        await asyncio.to_thread(registry.registry.remove, reference)
+        await QUERIES.run(registry.registry.remove, reference)
         registry.forget([parse_name_reference(reference, home_tenant=_home(context)).adapter])
         return json_response(Removed(id=reference))
 
@@ -123,12 +123,12 @@ class _AliasChange:
     async def warm_previous(self, alias: str) -> int:
         """Warm the previous targets of the alias, and return its current revision."""
         registry = self._registry.registry
-        current, previous = await asyncio.to_thread(registry.previous, str(self._name), alias=alias)
+        current, previous = await QUERIES.run(registry.previous, str(self._name), alias=alias)
         await self.warm([target.version for target in previous.targets])
         return current.revision
 
     async def run(self, change: Callable[[Registry, str], AliasState]) -> Response:
-        state = await asyncio.to_thread(change, self._registry.registry, str(self._name))
+        state = await QUERIES.run(change, self._registry.registry, str(self._name))
         self._registry.forget([self._name])
         return json_response(alias_entry(state))
 

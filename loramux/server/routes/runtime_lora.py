@@ -27,6 +27,7 @@ from loramux.server.errors import NotJson
 from loramux.server.local_sources import local_folder
 from loramux.server.warming import warm_up
 from loramux.server.wire import ErrorBody, ErrorInfo
+from loramux.threads import FOLDER_READS
 
 _log = logging.getLogger(__name__)
 INVALID_INPUT = "InvalidUserInput"
@@ -119,7 +120,7 @@ async def _load(context: Context, asked: LoadRequest) -> None:
         )
     context.require_ready()
     try:
-        folder = await asyncio.to_thread(_folder, context, asked.lora_path)
+        folder = await FOLDER_READS.run(_folder, context, asked.lora_path)
         card = await context.names.load(name, folder)
         await _read_weights(context, card.cid)
     except (AdapterNotFound, SourceNotFound) as error:
