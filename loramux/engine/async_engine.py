@@ -287,7 +287,10 @@ class AsyncEngine:
             cause = process.cause_of_death
             _log.error("engine %d is gone: %s; starting another", process.pid, cause)
             self._fail_all(EngineStopped(f"The answer is not complete: {cause}."))
-            await process.kill(cause)
+            try:
+                await process.kill(cause)
+            except Exception:  # Without another engine, no request would ever be served again.
+                _log.exception("engine %d cannot be ended", process.pid)
             await self._restart(self._table.hottest(self._stats.resident))
 
     async def _restart(self, hot: Sequence[str]) -> None:
@@ -300,6 +303,8 @@ class AsyncEngine:
                 await self._open_process()
             except Exception as error:  # Memory, processes or files may be available again later.
                 is_expected = isinstance(error, LoramuxError | OSError)
+                # One that was spawned and died is a restart, too.
+                self.num_restarts += isinstance(error, EngineStopped)
                 _log.error("the engine did not start again: %s", error, exc_info=not is_expected)
                 continue
             self.num_restarts += 1
@@ -320,7 +325,9 @@ class AsyncEngine:
             except EngineStopped:
                 return
             except LoramuxError as error:
-                _log.error("adapter %s cannot be pinned again: %s", cid, error)
+                # It may have been removed meanwhile.
+                if cid in self.adapters:
+                    _log.error("adapter %s cannot be pinned again: %s", cid, error)
         for cids in _batches(hot):
             await self.prewarm(cids)
             await asyncio.sleep(_BATCH_PAUSE_S)

@@ -95,7 +95,12 @@ class EngineProcess:
         `worker`: a process that was spawned before; None spawns one.
         """
         worker = worker or spawn_worker()
-        process = cls(worker.popen, await ServerChannel.open(worker.connection))
+        try:
+            channel = await ServerChannel.open(worker.connection)
+        except BaseException:
+            worker.close()
+            raise
+        process = cls(worker.popen, channel)
         process.send(start)
         try:
             await process._wait_until_ready(on_progress)
