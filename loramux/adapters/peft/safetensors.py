@@ -16,6 +16,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 16 * 2**20
+MAX_FILE_BYTES = 8 * 2**30
 MAX_NAME_CHARS = 1024
 MAX_DIMENSIONS = 8
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -60,6 +61,12 @@ def read_head(file: BinaryIO, size: int) -> bytes:
             RefusalCode.LFS_POINTER,
             f"{WEIGHTS_NAME} is a git-lfs pointer, not the weights.",
             fix="Run `git lfs pull` in the repository that it came from.",
+        )
+    if size > MAX_FILE_BYTES:
+        raise AdapterRefused(
+            RefusalCode.TOO_LARGE,
+            f"{WEIGHTS_NAME} has {size} bytes; at most {MAX_FILE_BYTES} are read.",
+            fix="Save the adapter in bfloat16, or without tensors that it did not train.",
         )
     if size < LENGTH_BYTES:
         raise truncated(f"it has {size} bytes, too few for a header")
