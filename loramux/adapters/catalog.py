@@ -239,7 +239,14 @@ class AdapterCatalog:
         return VerifiedValues(loaded.image.cid, loaded.warnings), loaded
 
     def _load(self, known: AdapterCard) -> AdapterImage:
-        image = self._loader.load(open_folder(Path(known.path))).image
+        folder = open_folder(Path(known.path))
+        if folder != Path(known.path):
+            raise AdapterRefused(
+                "changed_on_disk",
+                f"{known.path} was replaced by a link to another folder.",
+                fix="Load the adapter again, from the folder that it is in now.",
+            )
+        image = self._loader.load(folder).image
         if image.cid != known.cid:
             raise AdapterRefused(
                 "changed_on_disk",

@@ -189,10 +189,16 @@ class AdapterNames:
         """Returns the given names without a CID by folder, in the order of their addition."""
         return {path: [self._given[name] for name in names] for path, names in self._unread.items()}
 
-    async def load(self, name: str, path: str) -> AdapterCard:
-        """Adds the folder's adapter to the host, and gives it the name; raises AdapterRefused."""
+    async def load(self, name: str, path: str, *, is_real: bool = False) -> AdapterCard:
+        """Adds the folder's adapter to the host, and gives it the name; raises AdapterRefused.
+
+        `is_real`: the path is a real path that was checked, and the adapter must be read there.
+        """
         async with self._adding():
             card = await self._host.add_adapter(path)
+            if is_real and card.path != path:
+                self._unnamed.add(card.cid)
+                raise _moved(path)
             before = self._given.get(name)
             self.bind(name, card)
             if before is not None and before.cid is not None:
@@ -308,6 +314,9 @@ class AdapterNames:
         async with self._adding():
             try:
                 card = await self._host.add_adapter(path)
+                if card.path != path:
+                    self._unnamed.add(card.cid)
+                    raise _moved(path)
             except (AdapterRefused, AdapterNotFound) as error:
                 refusal = _as_refusal(error)
                 self._settle(path, failure=Failure(refusal, files))
@@ -389,6 +398,14 @@ def list_files(folder: str) -> FolderFiles:
     except OSError:
         return ()
     return tuple((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats)
+
+
+def _moved(path: str) -> AdapterRefused:
+    return AdapterRefused(
+        "changed_on_disk",
+        f"{path} was replaced by a link to another folder.",
+        fix="Load the adapter from the folder that it is in.",
+    )
 
 
 def _as_refusal(error: AdapterRefused | AdapterNotFound) -> AdapterRefused:

@@ -15,7 +15,7 @@ from loramux.registry.records import AliasState
 from loramux.registry.registry import Registry
 from loramux.server.body import json_response, read_json
 from loramux.server.context import Context
-from loramux.server.local_sources import fetched_folder
+from loramux.server.local_sources import fetched_folder, local_folder
 from loramux.server.openapi import answering, changing
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.warming import warm_up
@@ -29,7 +29,7 @@ from loramux.server.wire import (
     SplitRequest,
     alias_entry,
 )
-from loramux.sources.parse import lasting_name
+from loramux.sources.parse import is_remote, lasting_name
 from loramux.store.library import Pushed
 from loramux.threads import FETCHES, QUERIES
 
@@ -137,7 +137,11 @@ def _push(context: Context, registry: RegistryAdapters, body: PushRequest) -> Pu
     options = context.options
     area = registry.library.store.root.parent / FETCH_FOLDER
     with fetched_folder(body.source, options.allowed_roots, options.sources, area) as folder:
-        source = lasting_name(body.source, folder, options.sources)
+        source = body.source
+        if is_remote(source):
+            source = lasting_name(source, folder, options.sources)
+        else:
+            source = str(local_folder(source, options.allowed_roots))
         reference = _full_reference(context, body.reference)
         return registry.library.push(folder, reference, source=source)
 

@@ -121,7 +121,8 @@ async def _load(context: Context, asked: LoadRequest) -> None:
     context.require_ready()
     try:
         folder = await FOLDER_READS.run(_folder, context, asked.lora_path)
-        card = await context.names.load(name, folder)
+        is_real = bool(context.options.allowed_roots)
+        card = await context.names.load(name, folder, is_real=is_real)
         await _read_weights(context, card.cid)
     except (AdapterNotFound, SourceNotFound) as error:
         raise _not_found(name) from error

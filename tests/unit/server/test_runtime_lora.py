@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from loramux.backend import Delta
 from loramux.errors import AdapterRefused, EngineBusy, EngineStopped
+from loramux.types.adapter import AdapterCard
 from loramux.types.request import Request
 from tests.store_factory import write_tiny
 from tests.unit.server.asgi_client import (
@@ -253,6 +255,21 @@ def test_with_roots_a_path_must_be_under_one(tmp_path: Path) -> None:
     missing = {"lora_name": "c", "lora_path": "nothing"}
     assert post(app, LOAD, missing).json()["error"]["message"].endswith("<path>")
     assert backend.added == [str(inside)] * 2
+
+
+def test_a_folder_that_becomes_a_link_after_its_check_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "root" / "a")
+    app, backend = serve(allowed_roots=(str(tmp_path / "root"),))
+    add, before = backend.add_adapter, dict(backend.adapters)
+
+    async def swapped(path: str) -> AdapterCard:
+        card = await add(path)
+        return replace(card, path=str(tmp_path / "other"))
+
+    backend.add_adapter = swapped  # type: ignore[method-assign]
+    response = post(app, LOAD, {"lora_name": "a", "lora_path": str(folder)})
+    assert "replaced by a link" in response.json()["error"]["message"]
+    assert backend.names.find("a") is None and backend.adapters == before
 
 
 def test_of_two_concurrent_loads_the_second_is_refused(tmp_path: Path) -> None:
