@@ -260,7 +260,10 @@ class AdapterHost(Protocol):
         ...
 
     async def probe(self, timeout_s: float) -> dict[str, float]:
-        """Generates on the base and on an adapter; returns the seconds of each check, or raises."""
+        """Generates on the base and on an adapter; returns the seconds of each check, or raises.
+
+        `broken_adapters` is the number of those that were tried and cannot be served; 0: left out.
+        """
         ...
 
     async def close(self, *, drain_s: float) -> None:

@@ -48,7 +48,13 @@ from loramux.engine.outputs import OutputCollector, RequestStream
 from loramux.engine.process import EngineProcess, OnProgress
 from loramux.engine.spawn import SpawnedWorker
 from loramux.engine.tokenizer import Tokenizer, import_library
-from loramux.errors import AdapterNotFound, EngineBusy, EngineStopped, LoramuxError
+from loramux.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    EngineBusy,
+    EngineStopped,
+    LoramuxError,
+)
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.request import FinishReason, Request, Selection
 from loramux.types.sampling import SamplingParams
@@ -58,6 +64,8 @@ _RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 # Adapters of one message to the engine: requests that arrive meanwhile are handled in between.
 _BATCH = 64
 _BATCH_PAUSE_S = 0.05
+# Adapters that a deep health check tries until one serves.
+_MAX_PROBED = 8
 
 Item = TypeVar("Item")
 
@@ -220,21 +228,33 @@ class AsyncEngine:
     async def probe(self, timeout_s: float) -> dict[str, float]:
         """Generates a token on the base, and reads an adapter and generates a token with it.
 
-        Returns the seconds of each check, or raises.
+        Returns the seconds of each check, or raises. Adapters that cannot be served, as their files
+        changed or are gone, are counted; the check goes on with another one.
         """
         seconds = {}
         async with asyncio.timeout(timeout_s):
             began = time.monotonic()
             await self._generate_one_token(())
             seconds["generate_s"] = time.monotonic() - began
-            if self.adapters:
-                cid = next(iter(self.adapters))
-                self._adopt([cid])
+            hot = self._table.hottest(self._stats.resident)
+            num_broken = 0
+            for cid in islice(dict.fromkeys((*hot, *self.adapters)), _MAX_PROBED):
                 began = time.monotonic()
-                await self._running.call(lambda call_id: Verify(call_id=call_id, cid=cid))
-                await self._generate_one_token(((cid, 1.0),))
-                seconds["adapter_s"] = time.monotonic() - began
-        return seconds
+                try:
+                    await self._probe_adapter(cid)
+                except (AdapterRefused, AdapterNotFound) as error:
+                    # One that was removed meanwhile is not broken.
+                    num_broken += cid in self.adapters
+                    _log.warning("adapter %s cannot be served: %s", cid, error)
+                else:
+                    seconds["adapter_s"] = time.monotonic() - began
+                    break
+        return seconds | ({"broken_adapters": float(num_broken)} if num_broken else {})
+
+    async def _probe_adapter(self, cid: str) -> None:
+        self._adopt([cid])
+        await self._running.call(lambda call_id: Verify(call_id=call_id, cid=cid))
+        await self._generate_one_token(((cid, 1.0),))
 
     async def close(self, *, drain_s: float) -> None:
         if self._health is Health.STOPPED:

@@ -325,6 +325,24 @@ def test_headers_are_checked_in_batches_and_weights_are_read_on_demand(
     shared.run(use)
 
 
+def test_a_deep_check_goes_on_with_another_adapter_if_one_is_broken(
+    shared: EngineRunner, adapter: Path, model: Any, tmp_path: Path
+) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        broken = shutil.copytree(adapter, tmp_path / "broken")
+        cids = [(await engine.add_adapter(str(broken))).cid]
+        (broken / "adapter_config.json").unlink()
+        assert (await engine.probe(30)).keys() == {"generate_s", "broken_adapters"}
+        other = make_peft_adapter(tmp_path / "other", model, lora_alpha=3)
+        cids.append((await engine.add_adapter(str(other))).cid)
+        seconds = await engine.probe(30)
+        assert seconds["broken_adapters"] == 1 and seconds["adapter_s"] > 0
+        for cid in cids:
+            await engine.remove_adapter(cid)
+
+    shared.run(use)
+
+
 def test_closing_drains_running_requests_and_refuses_new_ones(folder: Path, model: Any) -> None:
     async def use(engine: AsyncEngine) -> None:
         running = asyncio.create_task(tokens_of(engine, make_greedy("running", max_tokens=60)))

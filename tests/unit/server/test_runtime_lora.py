@@ -12,6 +12,7 @@ import pytest
 
 from loramux.backend import Delta
 from loramux.errors import AdapterRefused, EngineBusy, EngineStopped
+from loramux.server.routes.runtime_lora import NameLocks
 from loramux.types.adapter import AdapterCard
 from loramux.types.request import Request
 from tests.store_factory import write_tiny
@@ -23,6 +24,7 @@ from tests.unit.server.asgi_client import (
     request,
     run,
 )
+from tests.unit.server.registry_app import Make
 from tests.unit.server.scripted_backend import Script, ScriptedBackend, cid_of, named
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -227,6 +229,37 @@ def test_a_name_that_would_not_select_the_adapter_is_refused(name: str, tmp_path
     body = {"lora_name": name, "lora_path": str(write_tiny(tmp_path / "a"))}
     error = post(app, LOAD, body).json()["error"]
     assert (error["code"], error["type"]) == (400, INVALID) and not backend.added
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb", "a\x1b[2J", "a,b", "x" * 257, "acme/sql@1.0.0", "acme/sql", "sql"]
+)
+def test_names_that_could_be_taken_for_others_are_refused(
+    name: str, registry_app: Make, tmp_path: Path
+) -> None:
+    served = registry_app(allow_runtime_lora_updating=True)
+    served.push("acme/sql@1.0.0", 1)
+    served.push("default/sql@1.0.0", 2)
+    body = {"lora_name": name, "lora_path": str(write_tiny(tmp_path / "a"))}
+    error = post(served.app, LOAD, body).json()["error"]
+    assert (error["code"], error["type"]) == (400, INVALID) and not served.backend.added
+    assert post(served.app, LOAD, {**body, "lora_name": "own"}).status_code == 200
+
+
+def test_locks_of_names_are_forgotten() -> None:
+    async def use() -> None:
+        locks, order = NameLocks(), []
+
+        async def call(number: int) -> None:
+            async with locks.held("a"):
+                order.append(number)
+                await asyncio.sleep(0)
+                order.append(number)
+
+        await asyncio.gather(*map(call, range(3)))
+        assert order == [0, 0, 1, 1, 2, 2] and not len(locks)
+
+    run(use())
 
 
 def test_unsupported_fields_are_refused() -> None:
