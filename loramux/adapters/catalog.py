@@ -23,6 +23,7 @@ from loramux.adapters.peft.folder import open_folder
 from loramux.adapters.peft.inspection import InspectedAdapter
 from loramux.adapters.workers import CALLING_THREAD, Workers
 from loramux.errors import AdapterNotFound, AdapterRefused
+from loramux.private_files import make_private_folder, private_opener
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo
 
@@ -74,8 +75,8 @@ class VerifiedAdapters:
             return
         line = _encode(str(folder), signature, values)
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as file:
+            make_private_folder(self._path.parent)
+            with open(self._path, "ab", opener=private_opener) as file:
                 file.write(line)
         except OSError as error:
             _log.warning("cannot write %s: %s", self._path, error)

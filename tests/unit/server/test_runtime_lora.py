@@ -285,6 +285,7 @@ def test_with_roots_a_path_must_be_under_one(tmp_path: Path) -> None:
         assert response.status_code == 403, path
     for name, path in [("a", str(inside)), ("b", "a")]:
         assert post(app, LOAD, {"lora_name": name, "lora_path": path}).status_code == 200
+    assert post(app, LOAD, {"lora_name": "c", "lora_path": "a\0b"}).status_code == 422
     missing = {"lora_name": "c", "lora_path": "nothing"}
     assert post(app, LOAD, missing).json()["error"]["message"].endswith("<path>")
     assert backend.added == [str(inside)] * 2
