@@ -73,7 +73,7 @@ class Delta:
     """A stop string ended the choice, and the scheduler has not been told yet."""
     error: str | None = None
     error_code: str | None = None
-    """One of TokenEvent's error codes: timeout, adapter or memory."""
+    """One of TokenEvent's error codes: timeout, adapter, memory or numeric."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     """Set in the choice's first delta if requested; the first prompt token has none."""
     num_reused: int | None = None
@@ -90,6 +90,8 @@ def failure_of(delta: Delta) -> LoramuxError:
             return RequestTimeout(message)
         case "adapter":
             return AdapterRefused("adapter_unavailable", message)
+        case "numeric":
+            return AdapterRefused("numeric", message)
         case "memory":
             return DoesNotFit(message)
     return LoramuxError(message)
@@ -258,7 +260,10 @@ class AdapterHost(Protocol):
         ...
 
     async def probe(self, timeout_s: float) -> dict[str, float]:
-        """Generates on the base and on an adapter; returns the seconds of each check, or raises."""
+        """Generates on the base and on an adapter; returns the seconds of each check, or raises.
+
+        `broken_adapters` is the number of those that were tried and cannot be served; 0: left out.
+        """
         ...
 
     async def close(self, *, drain_s: float) -> None:

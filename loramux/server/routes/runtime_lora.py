@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from loramux.errors import (
     AdapterRefused,
     DoesNotFit,
     EngineBusy,
+    InvalidRequest,
     RequestTimeout,
     SourceNotFound,
 )
@@ -27,9 +29,11 @@ from loramux.server.errors import NotJson
 from loramux.server.local_sources import local_folder
 from loramux.server.warming import warm_up
 from loramux.server.wire import ErrorBody, ErrorInfo
+from loramux.threads import FOLDER_READS
 
 _log = logging.getLogger(__name__)
 INVALID_INPUT = "InvalidUserInput"
+MAX_NAME_CHARACTERS = 256
 NOT_FOUND_CODES = ("config_missing",)
 # The refusal for which clients search for vLLM's phrase.
 RANK_CODE, RANK_PHRASE = "rank_over_cap", "LoRA rank is greater than max_lora_rank"
@@ -62,18 +66,40 @@ class VllmError(Exception):
         return json_response(ErrorBody(error=self.info), status=self.info.code)
 
 
+class NameLocks:
+    """A lock for each name, which exists while a call holds it or waits for it."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._locks)
+
+    @asynccontextmanager
+    async def held(self, name: str) -> AsyncIterator[None]:
+        lock, num_users = self._locks.get(name) or (asyncio.Lock(), 0)
+        self._locks[name] = lock, num_users + 1
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, num_users = self._locks.pop(name)
+            if num_users > 1:
+                self._locks[name] = lock, num_users - 1
+
+
 def runtime_lora_routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["vLLM"])
     if not context.options.allow_runtime_lora_updating:
         return router
     # Calls for the same name run one after another.
-    locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+    locks = NameLocks()
 
     @router.post("/v1/load_lora_adapter", include_in_schema=False)
     async def load_lora_adapter(request: Request) -> Response:
         try:
             asked = await _read(context, request, LoadRequest)
-            async with locks[asked.lora_name]:
+            async with locks.held(asked.lora_name):
                 await _load(context, asked)
         except VllmError as error:
             return error.response()
@@ -82,7 +108,7 @@ def runtime_lora_routes(context: Context) -> APIRouter:
     async def unload_lora_adapter(request: Request) -> Response:
         try:
             asked = await _read(context, request, UnloadRequest)
-            async with locks[asked.lora_name]:
+            async with locks.held(asked.lora_name):
                 await _unload(context, asked.lora_name)
         except VllmError as error:
             return error.response()
@@ -103,6 +129,13 @@ async def _load(context: Context, asked: LoadRequest) -> None:
         raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
     if asked.is_3d_lora_weight:
         raise _invalid("is_3d_lora_weight is not supported by this server: leave it out.")
+    if len(name) > MAX_NAME_CHARACTERS or not name.isprintable() or "," in name or "@" in name:
+        raise _invalid(
+            f"The name {name[:50]!r} is no adapter name here: use at most {MAX_NAME_CHARACTERS} "
+            "printable characters without a comma and without @, which names a version."
+        )
+    if await _is_in_registry(context, name):
+        raise _invalid(f"The registry has an adapter '{name}'. Choose another name.")
     if name in context.base_names or name.startswith(CID_PREFIX):
         raise _invalid(
             f"The name '{name}' is the base model's or a content id. Choose another one."
@@ -115,13 +148,25 @@ async def _load(context: Context, asked: LoadRequest) -> None:
         )
     context.require_ready()
     try:
-        folder = await asyncio.to_thread(_folder, context, asked.lora_path)
-        card = await context.names.load(name, folder)
+        folder = await FOLDER_READS.run(_folder, context, asked.lora_path)
+        is_real = bool(context.options.allowed_roots)
+        card = await context.names.load(name, folder, is_real=is_real)
         await _read_weights(context, card.cid)
     except (AdapterNotFound, SourceNotFound) as error:
         raise _not_found(name) from error
     except AdapterRefused as error:
         raise _refused(asked, error) from error
+
+
+async def _is_in_registry(context: Context, name: str) -> bool:
+    """Whether requests mean an adapter of the registry by the name, which it would take over."""
+    if context.registry is None:
+        return False
+    try:
+        await context.registry.resolve(name)
+    except (AdapterNotFound, InvalidRequest):
+        return False
+    return True
 
 
 async def _read_weights(context: Context, cid: str) -> None:
