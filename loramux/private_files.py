@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from loramux.errors import InvalidRequest
+from loramux.errors import LoramuxError
 
 PRIVATE_FOLDER = 0o700
 PRIVATE_FILE = 0o600
@@ -28,7 +28,7 @@ def explaining(folder: Path, setting: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InvalidRequest(
+        raise LoramuxError(
             f"{folder} cannot be used: {error.strerror or error}. Name a folder that this user may "
             f"write to: {setting}."
         ) from error

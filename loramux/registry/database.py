@@ -68,7 +68,7 @@ class Database:
         if not self.url.database or self.url.database == ":memory:":
             raise InvalidRequest("The registry needs a file: sqlite:////path/registry.db.")
         path = Path(self.url.database)
-        with explaining(path, "--registry"):
+        with explaining(path, "LORAMUX_DATA or --registry"):
             make_private_folder(path.parent)
             # SQLite gives its other files the mode of this one.
             if not path.exists():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.errors import InvalidRequest
+from loramux.errors import LoramuxError
 from loramux.private_files import explaining, make_private_folder
 from loramux.registry.database import Database
 from loramux.registry.registry import Registry
@@ -51,7 +51,9 @@ def test_a_folder_that_exists_keeps_its_mode(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "registry.db"
-    with pytest.raises(InvalidRequest, match=r"registry\.db cannot be used: .*--registry"):
+    with pytest.raises(LoramuxError, match=r"registry\.db cannot be used: .*--registry"):
         Database(path)
-    with pytest.raises(InvalidRequest, match="--disk-folder"), explaining(path, "--disk-folder"):
+    with pytest.raises(LoramuxError, match="store cannot be used: .*LORAMUX_DATA"):
+        ContentStore(tmp_path / "file" / "store")
+    with pytest.raises(LoramuxError, match="--disk-folder"), explaining(path, "--disk-folder"):
         make_private_folder(path)

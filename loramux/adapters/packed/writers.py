@@ -172,7 +172,7 @@ def write_extra(layout: ExtrasLayout, buffer: torch.Tensor, part: ExtraTensor) -
     if part.values.shape != (place.num_rows, place.width):
         raise ValueError(f"{part.key}: {tuple(part.values.shape)}, planned {place}")
     largest = largest_of(part)
-    if largest > largest_product(buffer.dtype):
+    if largest > largest_delta(buffer.dtype):
         _, module, kind = part.key
         raise _too_large(f"The {kind} of {module}", largest, buffer.dtype)
     values, source = bits_of(part.values.contiguous()), part.values.dtype
@@ -209,10 +209,10 @@ def check_range(
         b = torch.ldexp(b, exponents.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT) * (a > 0))
     if not (fits & torch.isfinite(b.to(dtype))).all():
         raise _overflow(dtype, is_fp12=is_fp12)
-    _check_products(modules, maxima, dtype)
+    _check_deltas(modules, maxima, dtype)
 
 
-def largest_product(dtype: torch.dtype) -> float:
+def largest_delta(dtype: torch.dtype) -> float:
     """Returns the bound on |scale * a * b| of one rank, above which activations overflow.
 
     An activation of about 1 becomes as large; norms and attention then square it in float32.
@@ -221,10 +221,10 @@ def largest_product(dtype: torch.dtype) -> float:
     return float(limit) if dtype is torch.float16 else math.sqrt(torch.finfo(torch.float32).max)
 
 
-def _check_products(
+def _check_deltas(
     modules: Sequence[LoraModule], maxima: Sequence[RankMaxima], dtype: torch.dtype
 ) -> None:
-    limit = largest_product(dtype)
+    limit = largest_delta(dtype)
     for module, found in zip(modules, maxima, strict=True):
         largest = float((found.a * found.b).max(initial=0.0)) * abs(module.scale)
         if largest > limit:
