@@ -22,7 +22,7 @@ export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup serve check test test-all test-plain bench docs clean
+.PHONY: help setup serve check test test-all test-clients test-plain bench docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,14 +49,25 @@ ifneq ($(ARGS),)
 	@$(PYTEST) $(ARGS)
 else
 	@echo "==> compiling CPU kernels (once)" && $(BIN)/python scripts/compile_kernels.py
-	@$(PYTEST) -m "not slow" $(PARALLEL)
+	@$(PYTEST) -m "not slow and not clients" $(PARALLEL)
 endif
 
 test-all: export LORAMUX_HYPOTHESIS := full
 test-all: $(STAMP) ## Every test: full hypothesis profiles, kernel matrices, server scenarios, docs
 	@$(BIN)/python scripts/compile_kernels.py
-	@$(PYTEST) $(PARALLEL)
+	@$(PYTEST) -m "not clients" $(PARALLEL)
+	@$(MAKE) --no-print-directory test-clients
 	@$(MAKE) --no-print-directory test-plain
+
+# These two ask for old releases of huggingface_hub and certifi, which they do not need.
+CLIENTS_ALONE := lorax-client text-generation
+
+test-clients: $(STAMP) ## Other servers' own clients against this one (part of test-all)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints-dev.txt --editable '.[clients]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		-c constraints-dev.txt $(CLIENTS_ALONE)
+	@$(PYTEST) -m clients tests/clients
 
 # The engine on the kernels of a CPU without numba; without the test of 200 adapters, which tests the
 # memory and takes long.

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from loramux.errors import AdapterRefused, DoesNotFit, LoramuxError, RequestTimeout
+from loramux.errors import (
+    AdapterRefused,
+    DoesNotFit,
+    InvalidRequest,
+    LoramuxError,
+    RequestTimeout,
+)
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo, PackingKind
 from loramux.types.request import FinishReason, Request, RequestFacts, Selection, TokenLogprob
@@ -73,7 +79,7 @@ class Delta:
     """A stop string ended the choice, and the scheduler has not been told yet."""
     error: str | None = None
     error_code: str | None = None
-    """One of TokenEvent's error codes: timeout, adapter, memory or numeric."""
+    """One of TokenEvent's error codes."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     """Set in the choice's first delta if requested; the first prompt token has none."""
     num_reused: int | None = None
@@ -94,6 +100,8 @@ def failure_of(delta: Delta) -> LoramuxError:
             return AdapterRefused("numeric", message)
         case "memory":
             return DoesNotFit(message)
+        case "invalid":
+            return InvalidRequest(message)
     return LoramuxError(message)
 
 

@@ -18,6 +18,12 @@ class InvalidRequest(LoramuxError):
         self.param = param
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or prompt and answer together, are longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+
 class UnsupportedModel(LoramuxError):
     """The base model cannot be served: unknown architecture, invalid config or missing files."""
 

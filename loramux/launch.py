@@ -41,9 +41,11 @@ from loramux.progress import ByteSink
 from loramux.receipts.signing import read_private_key
 from loramux.receipts.writer import ReceiptWriter
 from loramux.registry.records import Resolved
+from loramux.server.adapter_folder import AdapterFolder
+from loramux.server.adapter_sources import AdapterSources
 from loramux.server.app import create_app
 from loramux.server.combinations import Combinations
-from loramux.server.context import ServerOptions
+from loramux.server.context import OnDemand, ServerOptions
 from loramux.server.names import AdapterNames
 from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.registry_adapters import RegistryAdapters
@@ -162,6 +164,10 @@ async def _serve(
                 names=names,
                 receipts=issuer,
                 combinations=combinations,
+                on_demand=OnDemand(
+                    sources=AdapterSources(engine, names, sources, cache_folder() / "adapters"),
+                    folder=await stack.enter_async_context(_watched_folder(config, engine, names)),
+                ),
             )
             server = DrainingServer(_uvicorn_config(config, app), engine, config.drain_s)
             host, port = listener.getsockname()[:2]
@@ -185,6 +191,24 @@ async def _serve(
             await server.wait_until_drained()
 
 
+@contextlib.asynccontextmanager
+async def _watched_folder(
+    config: ServeConfig, engine: AsyncEngine, names: AdapterNames
+) -> AsyncIterator[AdapterFolder | None]:
+    """The adapters of --lora-dir, read once and then watched."""
+    if config.lora_dir is None:
+        yield None
+        return
+    folder = AdapterFolder(engine, names, Path(config.lora_dir))
+    await folder.scan()
+    watching = asyncio.create_task(folder.watch())
+    try:
+        yield folder
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
 def _combination_cache(config: ServeConfig) -> CombinationCache:
     """Returns the folder of combined adapters; it may be as large as the disk tier."""
     budget_bytes = max(config.engine.disk_space_bytes, MIN_COMBINATION_BYTES)
@@ -204,8 +228,12 @@ def server_options(
         cors_origins=config.cors_origins,
         probe_timeout_s=config.probe_timeout_s,
         tenant_header=config.tenant_header,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
         allow_runtime_lora_updating=config.allow_runtime_lora_updating or is_allowed,
         allowed_roots=config.allowed_roots,
+        adapter_source=config.adapter_source,
+        compat=tuple(name for name in config.compat if name != NONE) if config.compat else None,
         tenant_shares=dict(config.tenant_shares),
         adapter_shares=dict(config.adapter_shares),
         sources=sources or source_config(config, environment),

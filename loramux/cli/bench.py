@@ -38,6 +38,10 @@ PROGRAMS = {
         "Study: eviction policies on simulated traces.",
     ),
     "fairness": ("benchmarks.studies.fairness", "Study: waits beside an adapter that floods."),
+    "grammar-cost": (
+        "benchmarks.studies.grammar_cost",
+        "Study: throughput of a batch with structured output.",
+    ),
     "load-interference": (
         "benchmarks.studies.load_interference",
         "Study: inter-token latency while adapters load from disk.",

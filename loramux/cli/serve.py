@@ -20,6 +20,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from loramux.cli.console import ByteView, printable, say, show_error, size_text
+from loramux.cli.vllm_flags import translate_vllm_flags
 from loramux.config.fields import AUTO, Kind, Setting, flag
 from loramux.config.file import load_serve_config
 from loramux.config.serve import SETTINGS, ServeConfig
@@ -205,10 +206,15 @@ class Launch(Protocol):
 
 
 class ServeCommand(TyperCommand):
-    """A command whose list flags take several values."""
+    """A command whose list flags take several values, and that knows vLLM's flags."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        return super().parse_args(ctx, one_value_per_flag(args))
+        try:
+            own = translate_vllm_flags(args)
+        except InvalidRequest as error:
+            show_error(Console(stderr=True), str(error))
+            raise typer.Exit(2) from error
+        return super().parse_args(ctx, one_value_per_flag(own))
 
 
 def one_value_per_flag(args: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from loramux.config.engine import MEMORY, MODEL, EngineConfig
 from loramux.config.fields import (
+    NONE,
     NOT_NEGATIVE_SECONDS,
     POSITIVE_SECONDS,
     Kind,
@@ -28,6 +29,11 @@ GROUPS = (MODEL, REGISTRY, MEMORY, NETWORK)
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 RECEIPTS = ("auto", "on", "off")
 CHECKS = ("header", "full")
+ADAPTER_SOURCES = ("hub", "local", "s3", "pbase")
+FAMILIES = ("anthropic", "llamacpp", "lorax", "ollama", "responses", "sagemaker", "sglang")
+"""Other servers' APIs."""
+TOOL_CALL_PARSERS = ("hermes", "qwen", "llama3_json", "mistral", "mistral_args", "generic")
+REASONING_PARSERS = ("qwen3", "deepseek_r1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +64,13 @@ class ServeConfig:
         "also hf:owner/name[@revision], s3://, gs:// or az:// with bucket/folder, or "
         "https://host/folder. Give several after one flag, or repeat the flag.",
         metavar="NAME=SOURCE…",
+    )
+    lora_dir: str | None = setting(
+        None,
+        Kind.PATH,
+        MODEL,
+        "Folder of adapters, which is watched: each folder in it is served under its own name.",
+        metavar="FOLDER",
     )
     check_adapters: str = setting(
         "header",
@@ -125,6 +138,15 @@ class ServeConfig:
         REGISTRY,
         "Allow requests to load and unload adapters through vLLM's endpoints; also "
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.",
+    )
+    adapter_source: str | None = setting(
+        None,
+        Kind.TEXT,
+        REGISTRY,
+        "Where LoRAX's route looks for an adapter that is not served here, if the request names no "
+        f"adapter_source. Valid values: {', '.join(ADAPTER_SOURCES)}. Default: nowhere.",
+        metavar="NAME",
+        limit=one_of(*ADAPTER_SOURCES),
     )
     allowed_roots: tuple[str, ...] = setting(
         (),
@@ -278,6 +300,24 @@ class ServeConfig:
         "requests are answered with 429. Default: no limit.",
         limit=at_least(1),
     )
+    tool_call_parser: str | None = setting(
+        None,
+        Kind.TEXT,
+        MODEL,
+        "Format in which the base model writes tool calls. Valid values: "
+        f"{', '.join(TOOL_CALL_PARSERS)}. Default: that of its chat template.",
+        metavar="NAME",
+        limit=one_of(*TOOL_CALL_PARSERS),
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        Kind.TEXT,
+        MODEL,
+        "Split the reasoning between <think> and </think> from the answers of chats. Valid values: "
+        "qwen3 (an answer may have none), deepseek_r1 (the prompt opens it). Default: no split.",
+        metavar="NAME",
+        limit=one_of(*REASONING_PARSERS),
+    )
     tenant_header: str | None = setting(
         None,
         Kind.TEXT,
@@ -299,6 +339,17 @@ class ServeConfig:
         NETWORK,
         "Seconds that /health?deep=1 waits for the engine.",
         limit=NOT_NEGATIVE_SECONDS,
+    )
+    compat: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        NETWORK,
+        f"Other servers' APIs that answer. Valid values: {', '.join(FAMILIES)}, none. "
+        "Default: all of them.",
+        metavar="NAME…",
+        limit=Limit(
+            f"among {', '.join(FAMILIES)}, none", lambda names: set(names) <= {*FAMILIES, NONE}
+        ),
     )
     cors_origins: tuple[str, ...] = setting(
         (),

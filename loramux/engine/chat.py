@@ -26,6 +26,8 @@ def _normalize(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         if not isinstance(message["tool_calls"], list):
             raise _refusal(f"The tool_calls of messages[{index}] must be a list.")
         normal["tool_calls"] = [_tool_call(call, index) for call in message["tool_calls"]]
+        # Templates concatenate it to other text.
+        normal["content"] = normal["content"] or ""
     elif normal["content"] is None:
         raise _refusal(f"messages[{index}] has no content: give it a string.")
     return normal

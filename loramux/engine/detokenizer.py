@@ -29,7 +29,10 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         stop: tuple[str, ...] = (),
         include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
     ) -> None:
+        """`min_tokens`: stop strings are looked for in the text after so many tokens."""
+        self._num_unstoppable = min_tokens
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stop = stop
@@ -40,6 +43,9 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Returns the text that this token has made final."""
+        if self._num_unstoppable > 0:
+            self._num_unstoppable -= 1
+            return "" if self._is_skipped(token_id) else self._stream.push(token_id)
         if self.stopped_by is not None or self._is_skipped(token_id):
             return ""
         return self._release(self._stream.push(token_id), is_last=False)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from loramux.adapters.catalog import AdapterCatalog
 from loramux.engine.executor import Executor
+from loramux.engine.grammar.constraint import Constraint
+from loramux.engine.grammar.constraints import CompiledGrammar, Constraints, HeldRequests
 from loramux.engine.memory import EngineMemory
 from loramux.engine.request_tracker import RequestTracker
 from loramux.errors import DoesNotFit, InvalidRequest, LoramuxError
@@ -21,6 +23,7 @@ from loramux.lora.merge_controller import MergeController
 from loramux.memory.pages import PageAllocator
 from loramux.memory.residency import AdapterResidency
 from loramux.runner.penalties import check_logit_bias
+from loramux.scheduler.events import refusal_events
 from loramux.scheduler.scheduler import Scheduler
 from loramux.types.adapter import AdapterCard, vocab_size_of
 from loramux.types.composition import SumPart, check_alone
@@ -57,6 +60,8 @@ class Engine:
         self.memory = memory
         self.vocab_size = vocab_size
         self.merge = merge
+        self.constraints = Constraints(vocab_size)
+        self._held = HeldRequests()
         self._tracker = RequestTracker(memory.residency, memory.placement)
         self._in_flight: _Launched | None = None
         self._last_result_s = 0.0
@@ -69,11 +74,12 @@ class Engine:
         step waits for them. An executor whose steps are done at launch returns their own events.
         """
         self.memory.move_adapters()
-        events = self._prepare_wanted() if self.executor.is_lacking else []
+        events = self._release_held() if self._held else []
+        events += self._prepare_wanted() if self.executor.is_lacking else []
         plan = self.scheduler.next_plan(self.memory.clock())
         if plan is None:
             if self._in_flight is None:
-                self._wait_for_adapters()
+                self._wait_for_loads()
             return events + self._apply_result()
         if not self.executor.can_run_ahead(plan):
             events += self._apply_result()
@@ -140,12 +146,38 @@ class Engine:
         request = self._place_adapters(request)
         self._check_vocabulary(request)
         now = self.memory.clock()
+        grammar = request.params.grammar
+        compiled = None if grammar is None else self.constraints.start(grammar)
+        if compiled is None or compiled.done():
+            self._schedule(request, now, compiled)
+            return
+        if request.request_id in self._held:
+            raise InvalidRequest(f"Request id {request.request_id!r} is in use.")
+        self.scheduler.check(request)
+        self._held.add(request, now, compiled)
+
+    def _schedule(self, request: Request, now: float, compiled: CompiledGrammar | None) -> None:
+        """Queue a request whose grammar is compiled; raise what makes it impossible."""
+        made: list[Constraint] = []
+        if request.params.is_constrained:
+            matcher = None if compiled is None else compiled.result()
+            made = self.constraints.make(request, matcher, self._vocab_size_of(request))
         self._tracker.arrive(request, now=now, queue_depth=self.scheduler.num_waiting)
         try:
-            self.scheduler.add(request, now)
+            self.scheduler.add(request, now, made)
         except LoramuxError:
             self._tracker.discard(request.request_id)
             raise
+
+    def _release_held(self) -> list[TokenEvent]:
+        """Queue the requests whose grammar is compiled; return the ends of those refused."""
+        events: list[TokenEvent] = []
+        for request, arrived_s, compiled in self._held.take_ready():
+            try:
+                self._schedule(request, arrived_s, compiled)
+            except LoramuxError as error:
+                events += refusal_events(request, error)
+        return events
 
     def _place_adapters(self, request: Request) -> Request:
         """Set where an aLoRA begins to act; without its invocation tokens the base answers."""
@@ -163,16 +195,22 @@ class Engine:
             return replace(request, selection=BASE_SELECTION, adapter_share=1.0)
         return replace(request, adapter_start=start)
 
+    def _vocab_size_of(self, request: Request) -> int:
+        """Return the number of token ids that the request's adapters can read and write."""
+        return vocab_size_of([self.catalog.get(cid) for cid in request.cids], self.vocab_size)
+
     def _check_vocabulary(self, request: Request) -> None:
         """Raise InvalidRequest for ids that the base or the adapter that reads them lacks."""
-        cards = [self.catalog.get(cid) for cid in request.cids]
-        vocab_size = vocab_size_of(cards, self.vocab_size)
+        vocab_size = self._vocab_size_of(request)
+        if request.params.is_constrained:
+            self.constraints.check(request, vocab_size)
         check_logit_bias(request.params, vocab_size)
         token_ids = request.prompt_token_ids
         _check_token_ids(token_ids, vocab_size)
         _check_token_ids(token_ids[: request.adapter_start], self.vocab_size)
 
     def abort(self, request_id: str) -> None:
+        self._held.discard(request_id)
         self.scheduler.abort(request_id)
         self._tracker.discard(request_id)
 
@@ -199,11 +237,13 @@ class Engine:
         return [logits[number] for number in range(len(prompts))]
 
     def close(self) -> None:
-        """Stop the loader threads; the engine cannot be used afterwards."""
+        """Stop all threads; the engine cannot be used afterwards."""
+        self.constraints.close()
         self.memory.close()
 
     def _launch(self, plan: StepPlan) -> _Launched:
         """Launch the plan; raise DoesNotFit when the device has no memory for it."""
+        self.constraints.fill(chunk.sample for chunk in plan.chunks)
         with nullcontext() if self.merge is None else self.merge.step(plan):
             began = time.perf_counter()
             step = self.executor.launch(plan)
@@ -223,9 +263,12 @@ class Engine:
         self._last_result_s = now
         return self._tracker.attach_facts(self.scheduler.apply(plan, result), plan)
 
-    def _wait_for_adapters(self) -> None:
+    def _wait_for_loads(self) -> None:
+        """Wait a moment for the adapter or the grammar that all requests wait for."""
         if self.residency.is_loading:
             self.residency.poll(timeout_s=_LOAD_WAIT_S)
+        elif self._held:
+            self._held.wait(timeout_s=_LOAD_WAIT_S)
 
     @property
     def _block_tokens(self) -> int:
@@ -233,7 +276,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.residency.is_loading or self._in_flight is not None
+        is_computing = self.scheduler.has_work or self._in_flight is not None
+        return is_computing or self.residency.is_loading or bool(self._held)
 
     def check_integrity(self) -> None:
         """Assert that every page, lease and sequence has exactly one owner."""

@@ -15,6 +15,7 @@ from loramux.engine.adapter_tokenizers import AdapterTokenizers
 from loramux.engine.build import build_engine, load_base
 from loramux.engine.device_choice import resolve_config
 from loramux.engine.gc_control import FullCollections
+from loramux.engine.grammar.constraints import OWN_VOCABULARY
 from loramux.engine.outputs import OutputCollector
 from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import InvalidRequest
@@ -61,6 +62,7 @@ class LLM:
         self._tokenizers = AdapterTokenizers(
             self.tokenizer, loaded.tokenizer_folder, vocab_size=self.engine.vocab_size
         )
+        self.engine.constraints.use_tokenizer(loaded.tokenizer_folder, loaded.eos_token_ids)
         self._ids = count()
 
     def generate(
@@ -139,6 +141,8 @@ class LLM:
     ) -> OutputCollector:
         selection = check_sum(adapters)
         tokenizer = self.tokenizer_for(adapters)
+        if params.grammar is not None and not tokenizer.shares_vocabulary(self.tokenizer):
+            raise InvalidRequest(OWN_VOCABULARY, param="grammar")
         text, token_ids = _tokenize(prompt, tokenizer)
         request = Request(
             request_id=str(next(self._ids)),

@@ -58,6 +58,7 @@ class _Choice:
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop,
             include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
         )
         self._num_sent = 0
         self._prompt_logprobs: tuple[TokenLogprob, ...] | None = None
@@ -92,7 +93,8 @@ class _Choice:
         text = ""
         if event.token_id is not None:
             self.output.token_ids.append(event.token_id)
-            ends_it = event.finish_reason is FinishReason.STOP
+            # The last token of a grammar is part of the answer; a stop token is not.
+            ends_it = event.stop_token_id is not None
             if not ends_it or self._request.params.include_stop_str_in_output:
                 text = self._detokenizer.push(event.token_id)
         if self.output.logprobs is not None and event.logprob is not None:

@@ -36,6 +36,7 @@ class Tokenizer:
         self._inner.no_padding()
         added = self._inner.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added_ids = {token.content: i for i, token in added.items()}
         self._byte_of = _byte_alphabet() if _is_byte_level(self._inner) else {}
 
     @property
@@ -90,6 +91,10 @@ class Tokenizer:
         made.eos_token_ids = eos_token_ids
         return made
 
+    def shares_vocabulary(self, other: object) -> bool:
+        """Returns whether the other tokenizer gives the same ids to every text."""
+        return isinstance(other, Tokenizer) and self._inner is other._inner
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
             encoding = self._inner.encode(text, add_special_tokens=add_special_tokens)
@@ -142,6 +147,14 @@ class Tokenizer:
         if (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)) is not None:
             return bytes.fromhex(byte[1])
         return str(token).replace("▁", " ").encode()
+
+    def added_token_id(self, text: str) -> int | None:
+        """Returns the id of the added token with this text, special or not; None: there is none."""
+        return self._added_ids.get(text)
+
+    def to_json(self) -> str:
+        """Returns the content of tokenizer.json."""
+        return str(self._inner.to_str())
 
     def token_to_str(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")

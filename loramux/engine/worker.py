@@ -347,6 +347,8 @@ def serve(connection: socket.socket) -> int:
         phases = StartPhases(lambda what, share: channel.send(Progress(what=what, share=share)))
         model = load_base(Path(start.model), config, progress=phases)
         engine = build_engine(model, config, progress=phases)
+        engine.constraints.use_tokenizer(model.tokenizer_folder, model.eos_token_ids)
+        engine.constraints.prepare()
         card = _model_card(model, engine, start.model, config, choice)
         channel.send(Ready(card=replace(card, start_seconds=phases.seconds())))
     except (LoramuxError, OSError, MemoryError) as error:

@@ -36,7 +36,7 @@ from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits, is_decode
 from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.gpu_sampler import (
     SampleInputs,
-    can_sample_on_device,
+    is_device_row,
     sample_inputs,
     sample_on_device,
     sample_others,
@@ -256,8 +256,7 @@ class GpuRunner:
     def can_run_ahead(self, plan: StepPlan) -> bool:
         """Return whether the plan can be launched before the last step's tokens are known."""
         return all(
-            chunk.prompt_logprobs is None
-            and (chunk.sample is None or can_sample_on_device(chunk.sample.params))
+            chunk.prompt_logprobs is None and (chunk.sample is None or is_device_row(chunk.sample))
             for chunk in plan.chunks
         )
 

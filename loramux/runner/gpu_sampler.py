@@ -35,9 +35,14 @@ def can_sample_on_device(params: SamplingParams) -> bool:
     return params.is_greedy or not is_filtered
 
 
+def is_device_row(row: SampleRow) -> bool:
+    """Return whether the kernel can sample the row, which has no mask then."""
+    return can_sample_on_device(row.params) and not row.is_constrained
+
+
 def sample_inputs(rows: Sequence[SampleRow]) -> SampleInputs:
     """Prepare the kernel's inputs for these rows."""
-    others = [i for i, row in enumerate(rows) if not can_sample_on_device(row.params)]
+    others = [i for i, row in enumerate(rows) if not is_device_row(row)]
     temperatures = [row.params.temperature for row in rows]
     for i in others:
         temperatures[i] = 0.0

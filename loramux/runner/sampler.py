@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from loramux.runner.logprobs import ROWS_AT_ONCE, token_logprobs
+from loramux.runner.masks import gather_masks
 from loramux.runner.penalties import adjust_logits, changes_logits
 from loramux.runner.sampler_candidates import column, draw_among_best, inverse_cdf, temperatures
 from loramux.runner.sampler_filters import drop_filtered
@@ -94,14 +95,17 @@ def _method(params: SamplingParams) -> Choose:
 
 
 def _own_logits(logits: Tensor, rows: Sequence[SampleRow], members: Sequence[int]) -> Tensor:
-    """Return the members' logits with penalties applied, without a copy where possible."""
+    """Return the members' logits with penalties and masks, without a copy where possible."""
     adjusted = [place for place, i in enumerate(members) if changes_logits(rows[i].params)]
+    masks = gather_masks([rows[i] for i in members], logits)
     if len(members) < len(rows):
         own = logits[torch.tensor(members, device=logits.device)]
     else:
-        own = logits.clone() if adjusted else logits
+        own = logits.clone() if adjusted or masks is not None else logits
     for place in adjusted:
         adjust_logits(own[place], rows[members[place]])
+    if masks is not None:
+        masks.apply(own)
     return own
 
 

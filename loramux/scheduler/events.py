@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loramux.scheduler.sequence import Sequence
-from loramux.types.request import FinishReason, TokenEvent, TokenLogprob
+from loramux.types.request import FinishReason, Request, TokenEvent, TokenLogprob
 
 
 def token_event(
@@ -14,12 +14,14 @@ def token_event(
 ) -> TokenEvent:
     """Builds the event of the token that was appended to the sequence's output last."""
     is_first = len(sequence.output_token_ids) == 1
+    is_stop = reason is FinishReason.STOP
+    ends_grammar = sequence.constraint is not None and not ends_answer(sequence, token_id)
     return TokenEvent(
         request_id=sequence.request.request_id,
         index=sequence.index,
         token_id=token_id,
         finish_reason=reason,
-        stop_token_id=token_id if reason is FinishReason.STOP else None,
+        stop_token_id=token_id if is_stop and not ends_grammar else None,
         logprob=logprob,
         prompt_logprobs=(sequence.prompt_logprobs or None) if is_first else None,
         num_reused=sequence.num_reused_tokens if is_first else 0,
@@ -29,11 +31,20 @@ def token_event(
 
 def finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
     """Returns why the sequence ends with its newest token, `token_id`, or None if it goes on."""
-    request, params = sequence.request, sequence.request.params
-    is_eos = token_id in request.eos_token_ids and not params.ignore_eos
-    if is_eos or token_id in params.stop_token_ids:
+    is_complete = sequence.constraint is not None and sequence.constraint.is_complete
+    if is_complete or ends_answer(sequence, token_id):
         return FinishReason.STOP
     return FinishReason.LENGTH if sequence.is_full else None
+
+
+def ends_answer(sequence: Sequence, token_id: int) -> bool:
+    """Returns whether the token is a stop token, which is not part of the answer's text."""
+    request, params = sequence.request, sequence.request.params
+    if token_id in params.stop_token_ids:
+        return True
+    # The last token of a complete grammar ends it whatever the request says of such tokens.
+    is_complete = sequence.constraint is not None and sequence.constraint.is_complete
+    return token_id in request.eos_token_ids and (is_complete or not params.ignore_eos)
 
 
 def length_event(sequence: Sequence) -> TokenEvent:
@@ -84,3 +95,18 @@ def timeout_event(sequence: Sequence) -> TokenEvent:
         f"{where}. Ask for fewer tokens, allow more time, or try again when the server is less "
         "busy.",
     )
+
+
+def refusal_events(request: Request, error: Exception) -> list[TokenEvent]:
+    """Builds the ends of all choices of a request that was refused after its arrival."""
+    return [
+        TokenEvent(
+            request_id=request.request_id,
+            index=index,
+            token_id=None,
+            finish_reason=FinishReason.ERROR,
+            error=str(error),
+            error_code="invalid",
+        )
+        for index in range(request.params.n)
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Sequence as Constraints
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -24,7 +25,7 @@ from loramux.scheduler.events import (
 from loramux.scheduler.fairness import OUTPUT_TOKEN_COST, FairShares, check_shares
 from loramux.scheduler.sequence import Sequence
 from loramux.types.request import Request, TokenEvent
-from loramux.types.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
+from loramux.types.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult, TokenConstraint
 
 # R10: the slots of an adapter that are protected from others of its tenant are max_sequences
 # divided by this. Among hundreds of adapters one runs two sequences and another none by chance, and
@@ -101,12 +102,14 @@ class Scheduler:
     def num_preemptions(self) -> int:
         return self._admission.num_preemptions
 
-    def add(self, request: Request, now: float) -> None:
-        """Queues a request; raises if it could never run here."""
-        if request.request_id in self._by_request:
-            raise InvalidRequest(f"Request id {request.request_id!r} is in use.")
-        check_shares(request)
-        max_length = self._max_length(request)
+    def add(
+        self, request: Request, now: float, constraints: Constraints[TokenConstraint] = ()
+    ) -> None:
+        """Queues a request; raises if it could never run here.
+
+        `constraints`: one for each choice, or none.
+        """
+        max_length = self.check(request)
         self._add_waiters(request)
         choices = self._by_request[request.request_id] = {}
         for index in range(request.params.n):
@@ -117,12 +120,20 @@ class Scheduler:
                 max_length=max_length,
                 clients=self._shares.arrive(request),
                 now=now,
+                constraint=constraints[index] if constraints else None,
             )
             choices[index] = self._sequences[sequence.sequence_id] = sequence
             self._waiting.add(sequence)
             if request.timeout_s is not None:
                 deadline = (now + request.timeout_s, sequence.sequence_id)
                 heapq.heappush(self._deadlines, deadline)
+
+    def check(self, request: Request) -> int:
+        """Returns the maximum length of a request; raises if it could never run here."""
+        if request.request_id in self._by_request:
+            raise InvalidRequest(f"Request id {request.request_id!r} is in use.")
+        check_shares(request)
+        return self._max_length(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its pages at once; ignores an unknown id."""
@@ -346,6 +357,11 @@ class Scheduler:
         for number, token_id in enumerate(token_ids):
             sequence.output_token_ids.append(token_id)
             sequence.clients.charge(OUTPUT_TOKEN_COST)
+            if sequence.constraint is not None:
+                sequence.constraint.accept(token_id)
+                if (error := sequence.constraint.error) is not None:
+                    self._fail(sequence, "grammar", error)
+                    return
             reason = finish_reason(sequence, token_id)
             logprob = None if logprobs is None else logprobs[number]
             event = token_event(sequence, token_id, reason, logprob)

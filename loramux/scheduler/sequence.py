@@ -8,7 +8,7 @@ from loramux.memory.pages import Owner
 from loramux.memory.prefix import PrefixLease
 from loramux.scheduler.fairness import PROMPT_TOKEN_COST, Clients, PreemptionLimit
 from loramux.types.request import BASE_SELECTION, Request, TokenLogprob
-from loramux.types.step import UNKNOWN_TOKEN, Chunk, SampleRow
+from loramux.types.step import UNKNOWN_TOKEN, Chunk, SampleRow, TokenConstraint
 
 _CHOICE_STRIDE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 class Sequence:
     """The tokens of a choice, its pages, and how many tokens have their KV in these pages."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (what the scheduler knows of a choice)
         self,
         sequence_id: int,
         request: Request,
@@ -26,6 +26,7 @@ class Sequence:
         max_length: int,
         clients: Clients,
         now: float,
+        constraint: TokenConstraint | None = None,
     ) -> None:
         self.sequence_id = sequence_id
         self.request = request
@@ -34,6 +35,7 @@ class Sequence:
             request.params.max_tokens, max_length - len(request.prompt_token_ids)
         )
         self.clients = clients
+        self.constraint = constraint
         self.cids = request.cids
         self.adapter_start = request.adapter_start if request.selection else 0
         """R16: the tokens before this position are computed by the base alone."""
@@ -66,6 +68,7 @@ class Sequence:
             seed=self.seed,
             prompt_token_ids=self.prompt_token_ids,
             output_token_ids=self.output_token_ids,
+            constraint=constraint,
         )
         self._num_starts = 0
         self._num_charged = 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
@@ -14,12 +11,14 @@ from loramux.metrics.server import Metrics
 from loramux.metrics.store import ReceiptCollector, StoreCollector
 from loramux.server.caller import CallerMiddleware
 from loramux.server.combinations import Combinations
-from loramux.server.context import Context, ServerOptions
+from loramux.server.context import NOTHING_ON_DEMAND, Context, OnDemand, ServerOptions
+from loramux.server.endpoint import routes_of
 from loramux.server.errors import install_error_handlers
+from loramux.server.families.table import endpoints_of, shared_with_own
 from loramux.server.names import AdapterNames
 from loramux.server.openapi import install_openapi
 from loramux.server.receipt_draft import ReceiptIssuer
-from loramux.server.request_ids import RECEIPT_HEADER, RequestIdMiddleware
+from loramux.server.request_ids import RECEIPT_HEADER, TOOLS_HEADER, RequestIdMiddleware
 from loramux.server.routes.adapters import adapter_routes
 from loramux.server.routes.models import model_routes
 from loramux.server.routes.openai import chat_routes, completion_routes
@@ -45,7 +44,6 @@ ROUTES = (
     token_routes,
     status_routes,
 )
-Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 def create_app(
@@ -55,14 +53,13 @@ def create_app(
     names: AdapterNames | None = None,
     receipts: ReceiptIssuer | None = None,
     combinations: Combinations | None = None,
-    lifespan: Lifespan | None = None,
+    on_demand: OnDemand = NOTHING_ON_DEMAND,
 ) -> FastAPI:
     """Make the application; requests are answered with 503 until the backend is ready."""
     app = FastAPI(
         title="loramux",
         version=__version__,
         description="Many LoRA adapters on one base model, mixed in one batch.",
-        lifespan=lifespan,
         generate_unique_id_function=lambda route: route.name,
     )
     names = names or AdapterNames(backend)
@@ -82,16 +79,27 @@ def create_app(
         names=names,
         receipts=receipts,
         combinations=combinations,
+        sources=on_demand.sources,
+        folder=on_demand.folder,
     )
-    for routes in ROUTES:
-        app.include_router(routes(context))
+    routers = [routes(context) for routes in ROUTES]
+    for router in routers:
+        app.include_router(router)
+    endpoints = endpoints_of(context)
+    app.state.keyed = shared_with_own(endpoints)
+    others = routes_of(
+        (one for one in endpoints if one.path not in app.state.keyed),
+        options.max_body_bytes,
+    )
+    app.router.routes.extend(others)
+    app.state.all_routes = [*(route for router in routers for route in router.routes), *others]
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(options.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", RECEIPT_HEADER],
+            expose_headers=["x-request-id", RECEIPT_HEADER, TOOLS_HEADER],
         )
     app.add_middleware(CallerMiddleware, tenant_header=options.tenant_header)
     app.add_middleware(RequestIdMiddleware)

@@ -24,9 +24,13 @@ async def read_json(request: Request, kind: type[T], *, max_bytes: int) -> tuple
     return decode(body, kind), len(body)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int, *, any_type: bool = False) -> bytes:
+    """Reads the body, or returns what `keep_body` has kept."""
+    kept: bytes | None = getattr(request.state, "body", None)
+    if kept is not None:
+        return kept
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip()
-    if media_type.lower() != "application/json":
+    if media_type.lower() != "application/json" and not any_type:
         raise NotJson(f"Send the header 'Content-Type: application/json', not '{media_type}'.")
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
@@ -37,6 +41,11 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise _too_large(max_bytes)
     return bytes(body)
+
+
+def keep_body(request: Request, body: bytes) -> None:
+    """Gives the request this body for all that read it later."""
+    request.state.body = body
 
 
 def decode(body: bytes, kind: type[T]) -> T:

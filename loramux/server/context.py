@@ -10,8 +10,11 @@ from pathlib import Path
 from loramux.backend import Health, TextBackend
 from loramux.errors import EngineStopped
 from loramux.metrics.server import Metrics
+from loramux.server.adapter_folder import AdapterFolder
+from loramux.server.adapter_sources import AdapterSources
 from loramux.server.combinations import Combinations
 from loramux.server.errors import NotServed
+from loramux.server.name_locks import NameLocks
 from loramux.server.names import AdapterNames
 from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.registry_adapters import RegistryAdapters
@@ -45,14 +48,33 @@ class ServerOptions:
     """Whether vLLM's endpoints to load and unload adapters are enabled."""
     sources: SourceConfig = field(default_factory=SourceConfig)
     """Allowed sources of a push, with credentials and limits."""
+    tool_call_parser: str | None = None
+    """The format of tool calls; None: that of the chat template."""
+    reasoning_parser: str | None = None
+    """How reasoning is split from answers: qwen3 or deepseek_r1; None: it is not."""
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
     adapter_shares: Mapping[str, float] = field(default_factory=dict)
     """Shares under fair scheduling, by tenant and by adapter label; the default is 1."""
     unopened_registry: str | None = None
     """Default registry file that did not exist at start; the server runs without a registry."""
+    compat: tuple[str, ...] | None = None
+    """Families of other servers' APIs that answer; None: all."""
+    adapter_source: str | None = None
+    """LoRAX's source of adapters that are not served here if a request names none."""
     allowed_roots: tuple[str, ...] = ()
     """Folders from which requests may load adapters by path. Empty: a push may use no path, and
     vLLM's load endpoint any path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnDemand:
+    """Where adapters are looked for that have no name yet."""
+
+    sources: AdapterSources | None = None
+    folder: AdapterFolder | None = None
+
+
+NOTHING_ON_DEMAND = OnDemand()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +88,12 @@ class Context:
     receipts: ReceiptIssuer = field(default_factory=ReceiptIssuer)
     combinations: Combinations | None = None
     """Makes combined adapters; None: this server makes none."""
+    sources: AdapterSources | None = None
+    """Fetches adapters that requests name by their source; None: none is fetched."""
+    name_locks: NameLocks = field(default_factory=NameLocks)
+    """Loads and unloads of the same name run one after another."""
+    folder: AdapterFolder | None = None
+    """The watched folder of adapters."""
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

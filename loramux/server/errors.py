@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from http import HTTPStatus
 
 import msgspec
@@ -11,10 +12,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
+    ContextLengthExceeded,
     DoesNotFit,
     EngineBusy,
     EngineStopped,
@@ -42,6 +45,10 @@ class NotServed(LoramuxError):
         self.param = param
 
 
+class Forbidden(LoramuxError):
+    """The server's settings do not allow the call."""
+
+
 class BodyTooLarge(LoramuxError):
     """The request's body is larger than the limit."""
 
@@ -55,6 +62,7 @@ HTTP_STATUS: dict[type[LoramuxError], int] = {
     DoesNotFit: 400,
     NotServed: 404,
     AdapterNotFound: 404,
+    Forbidden: 403,
     SourceForbidden: 403,
     SourceNotFound: 404,
     RequestTimeout: 408,
@@ -90,7 +98,9 @@ ERROR_TYPE = {
 }
 
 CLIENT_GONE_STATUS = 499
+METHOD_NOT_ALLOWED = 405
 RESTART_RETRY_AFTER_S = 2.0
+ErrorShape = Callable[[Exception], Response]
 # Messages quote fields of the request, which may be megabytes.
 MAX_MESSAGE_CHARACTERS = 1000
 
@@ -100,7 +110,7 @@ def error_info(error: Exception) -> ErrorInfo:
     if isinstance(error, LoramuxError):
         status = next(HTTP_STATUS[kind] for kind in type(error).__mro__ if kind in HTTP_STATUS)
         info = _info(status, str(error), getattr(error, "param", None))
-        if isinstance(error, Refusal):
+        if isinstance(error, Refusal | ContextLengthExceeded):
             info.reason = error.code
         return info
     if isinstance(error, HTTPException):
@@ -110,6 +120,11 @@ def error_info(error: Exception) -> ErrorInfo:
 
 def error_response(error: Exception) -> Response:
     info = error_info(error)
+    return shaped_response(error, ErrorBody(error=info), info.code)
+
+
+def shaped_response(error: Exception, body: object, status: int) -> Response:
+    """An error's body with the headers that say when to retry."""
     headers = dict(getattr(error, "headers", None) or {})
     retry_after_s = _retry_after_s(error)
     if retry_after_s is not None:
@@ -118,8 +133,8 @@ def error_response(error: Exception) -> Response:
         # OpenAI's clients would retry at once and increase the load.
         headers["x-should-retry"] = "false"
     return Response(
-        msgspec.json.encode(ErrorBody(error=info)),
-        status_code=info.code,
+        msgspec.json.encode(body),
+        status_code=status,
         headers=headers,
         media_type="application/json",
     )
@@ -132,13 +147,30 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, _handle_client_gone)
 
 
+def set_error_shape(request: Request, shape: ErrorShape) -> None:
+    """Answers errors of this request in the shape of another server."""
+    request.state.error_shape = shape
+
+
 async def _handle(request: Request, error: Exception) -> Response:
-    response = error_response(error)
+    if isinstance(error, HTTPException) and error.status_code == METHOD_NOT_ALLOWED:
+        error = HTTPException(METHOD_NOT_ALLOWED, error.detail, {"allow": _allowed(request)})
+    shape: ErrorShape = getattr(request.state, "error_shape", error_response)
+    response = shape(error)
     # Starlette handles unexpected errors outside of all middleware.
     request_id = getattr(request.state, "request_id", None)
     if request_id is not None and not isinstance(error, (LoramuxError, HTTPException)):
         response.headers["x-request-id"] = request_id
     return response
+
+
+def _allowed(request: Request) -> str:
+    """The methods of all routes that match the path."""
+    found: set[str] = set()
+    for route in request.app.state.all_routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return ", ".join(sorted(found))
 
 
 async def _handle_validation(request: Request, error: Exception) -> Response:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
@@ -20,7 +21,9 @@ from loramux.server.context import Context
 from loramux.server.names import AdapterNames, Selected
 from loramux.server.prompts import check_token_ids, room_for_answer
 from loramux.server.receipt_draft import ReceiptDraft
-from loramux.server.sampling import MaxTokens, UnsupportedFields
+from loramux.server.sampling import MaxTokens
+from loramux.server.token_reports import TokenReport
+from loramux.server.tools.reply import ReplyFormat
 from loramux.server.usage import UsageCount
 from loramux.server.wire import Usage
 from loramux.types.request import FinishReason, Request, TokenLogprob
@@ -39,7 +42,6 @@ class RouteKind:
     """The field of the body that contains the prompt, for error messages."""
     default_max_tokens: int | None
     """None: as many as fit."""
-    unsupported: UnsupportedFields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,16 @@ class GenerationRequest:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    report: TokenReport = TokenReport()
+    reply: ReplyFormat = field(default_factory=ReplyFormat)
+    """How a chat is answered."""
+
+
+@runtime_checkable
+class ComparesVocabulary(Protocol):
+    """A codec that tells whether another has its vocabulary."""
+
+    def shares_vocabulary(self, other: object) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +98,8 @@ def open_generation(
 ) -> Generation:
     """Make the engine requests; raises InvalidRequest for a prompt that does not fit."""
     options = context.options
+    if request.params.grammar is not None:
+        _check_vocabulary(request, context.backend.codec)
     engine_requests = tuple(
         Request(
             request_id=f"{request.id}-{number}",
@@ -109,6 +123,18 @@ def open_generation(
         engine_requests=engine_requests,
         draft=draft,
         fingerprint=context.fingerprint,
+    )
+
+
+def _check_vocabulary(request: GenerationRequest, base: TextCodec) -> None:
+    """Raise InvalidRequest if grammars, made of the base's tokens, do not fit the codec."""
+    codec = request.codec
+    if codec is base or (isinstance(codec, ComparesVocabulary) and codec.shares_vocabulary(base)):
+        return
+    raise InvalidRequest(
+        f"{request.selected.model} has a vocabulary of its own, and grammars are made of the "
+        "tokens of the base: leave out response_format, tools and the like.",
+        param="model",
     )
 
 
@@ -140,6 +166,12 @@ def _params_for(
         param=kind.prompt_param,
     )
     check_token_ids(token_ids, vocab_size=request.vocab_size, param=kind.prompt_param)
+    if request.params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {request.params.min_tokens}, and the answer has at most {max_tokens} "
+            "tokens.",
+            param="min_tokens",
+        )
     return replace(request.params, max_tokens=max_tokens)
 
 
@@ -148,6 +180,7 @@ class Choice:
     """Collects the deltas of one choice."""
 
     texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str = ""
@@ -159,6 +192,7 @@ class Choice:
 
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs or ()
         if delta.finish_reason is not None:

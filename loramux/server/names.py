@@ -233,6 +233,9 @@ class AdapterNames:
         """Gives a name to an adapter that the host has, or whose header the host has checked."""
         created_s = int(time.time()) if created_s is None else created_s
         cid = card.cid if isinstance(card, AdapterCard) else None
+        before = self._given.get(name)
+        if before is not None and before.cid not in (None, cid):
+            self._unnamed.add(str(before.cid))
         self._put(GivenName(name, cid, card.path, created_s, card.rank, card.num_bytes))
 
     async def unload(self, name: str) -> None:

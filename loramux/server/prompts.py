@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from loramux.backend import TextCodec
-from loramux.errors import InvalidRequest
+from loramux.errors import ContextLengthExceeded, InvalidRequest
 from loramux.server.sampling import MaxTokens
 
 T = TypeVar("T")
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of content parts that are text -> the key that holds it."""
 
 # No known tokenizer has longer tokens, so a longer text cannot fit.
 MAX_CHARACTERS_PER_TOKEN = 256
@@ -53,7 +56,7 @@ def encode_prompt(
     return codec.encode(prompt, add_special_tokens=add_special_tokens)
 
 
-def encode_messages(
+def encode_messages(  # noqa: PLR0913  (the arguments of a chat template)
     codec: TextCodec,
     messages: Sequence[dict[str, Any]],
     *,
@@ -61,6 +64,7 @@ def encode_messages(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
     check_characters(_check_messages(messages), max_model_len, "messages")
     arguments = dict(chat_template_kwargs or {})
@@ -74,8 +78,9 @@ def encode_messages(
         add_generation_prompt = False
     try:
         return codec.apply_chat_template(
-            messages,
+            [_plain_parts(message) for message in messages],
             add_generation_prompt=add_generation_prompt is not False,
+            tools=tools,
             chat_template_kwargs=arguments or None,
         )
     except RecursionError as error:
@@ -104,27 +109,33 @@ def room_for_answer(
     room = max_model_len - num_prompt_tokens
     max_tokens = asked.value
     if room < (1 if max_tokens is None else min(1, max_tokens)):
-        raise InvalidRequest(
-            f"{param} has {num_prompt_tokens} tokens, and this model takes {max_model_len} tokens "
-            "for prompt and answer together. Shorten it.",
+        raise ContextLengthExceeded(
+            f"{_maximum(max_model_len)} However, you requested {num_prompt_tokens} tokens in "
+            f"{param}, which leave no room for an answer. Shorten {param}.",
             param=param,
         )
     if max_tokens is None:
         return room if default is None else min(default, room)
     if max_tokens > room:
-        raise InvalidRequest(
-            f"{asked.param} is {max_tokens}, but {num_prompt_tokens} tokens of {param} leave room "
-            f"for {room}: this model takes {max_model_len} tokens in all.",
+        raise ContextLengthExceeded(
+            f"{_maximum(max_model_len)} However, you requested {num_prompt_tokens + max_tokens} "
+            f"tokens: {num_prompt_tokens} in {param} and {max_tokens} with {asked.param}, which "
+            f"may be {room}. Shorten {param}, or lower {asked.param}.",
             param=asked.param,
         )
     return max_tokens
 
 
+def _maximum(max_model_len: int) -> str:
+    """The words by which clients recognise that a prompt is too long."""
+    return f"This model's maximum context length is {max_model_len} tokens."
+
+
 def check_characters(num_characters: int, max_model_len: int, param: str) -> None:
     if num_characters > max_model_len * MAX_CHARACTERS_PER_TOKEN:
-        raise InvalidRequest(
-            f"{param} has {num_characters} characters, more than the {max_model_len} tokens that "
-            "this model takes can hold. Shorten it.",
+        raise ContextLengthExceeded(
+            f"{_maximum(max_model_len)} However, you requested {num_characters} characters in "
+            f"{param}, which cannot fit. Shorten {param}.",
             param=param,
         )
 
@@ -155,13 +166,25 @@ def _content_length(content: object, place: str) -> int:
 
 
 def _part_text(part: object, place: str) -> str:
+    if isinstance(part, str):
+        return part
     kind = part.get("type", "text") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
-        what = f"a part of type {kind!r}" if isinstance(kind, str) and kind != "text" else "no text"
+    text = part.get(TEXT_PARTS.get(str(kind), "text")) if isinstance(part, dict) else None
+    if kind not in TEXT_PARTS or not isinstance(text, str):
+        is_other = isinstance(kind, str) and kind not in TEXT_PARTS
+        what = f"a part of type {kind!r}" if is_other else "no text"
         raise InvalidRequest(
             f"{place} is {what}: this model takes parts like "
             '{"type": "text", "text": "..."} only.',
             param="messages",
         )
-    text: str = part["text"]
     return text
+
+
+def _plain_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a checked message with parts of one kind, which chat templates know."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [{"type": "text", "text": _part_text(part, "content")} for part in content]
+    return {**message, "content": parts}

@@ -1,4 +1,4 @@
-"""Middleware that adds the id of the request and of its receipt to every response."""
+"""Middleware that adds ids of request and receipt, and notes on tools, to every response."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 RECEIPT_HEADER = "x-loramux-receipt"
+TOOLS_HEADER = "x-loramux-tools"
+"""Why the schemas of tools are enforced in part only."""
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -33,6 +35,8 @@ class RequestIdMiddleware:
                 headers["x-request-id"] = request_id
                 if (receipt_id := state.get("receipt_id")) is not None:
                     headers[RECEIPT_HEADER] = receipt_id
+                if (notes := state.get("tool_notes")) is not None:
+                    headers[TOOLS_HEADER] = notes
             await send(message)
 
         await self._app(scope, receive, send_with_id)

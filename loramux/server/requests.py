@@ -7,21 +7,26 @@ import uuid
 from dataclasses import replace
 from typing import TypeVar
 
+from msgspec import structs
 from starlette.requests import Request
 
 from loramux.errors import InvalidRequest
 from loramux.server.body import decode, read_body
 from loramux.server.caller import caller_of
 from loramux.server.context import Context
+from loramux.server.foreign_fields import unsupported_in
 from loramux.server.generation import GenerationRequest, RouteKind
+from loramux.server.names import Selected
 from loramux.server.receipt_draft import ReceiptDraft
 from loramux.server.sampling import (
     Logprobs,
+    bad_words_of,
     check_stream_options,
     max_tokens_of,
     sampling_params,
 )
 from loramux.server.selection import ModelReference, codec_for, select, vocab_size_for
+from loramux.server.structured.check import grammar_of
 from loramux.server.wire import GenerationBody, StreamOptions
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
@@ -45,22 +50,36 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
     body: GenerationBody,
     kind: RouteKind,
     *,
-    raw: bytes,
-    reference: ModelReference,
+    raw: bytes | None,
+    reference: ModelReference | Selected,
     logprobs: Logprobs,
 ) -> GenerationRequest:
-    """The request with its adapter resolved and its fields checked; it has no prompts yet."""
-    kind.unsupported.check(raw, num_choices=body.n or 1)
+    """The request with its adapter resolved and its fields checked; it has no prompts yet.
+
+    `raw`: the body's bytes; None if its unknown fields were checked before.
+    """
+    if raw is not None:
+        unsupported_in(type(body)).check(raw, num_choices=body.n or 1)
     check_stream_options(body)
     caller = replace(caller_of(http), user=body.user)
     cache_salt, timeout_s = _cache_salt(body.cache_salt), _timeout_s(body.timeout)
     context.require_ready()
     max_tokens = max_tokens_of(body)
-    draft.selected = selected = await select(context, reference, caller=caller)
+    if isinstance(reference, ModelReference):
+        selected = await select(context, reference, caller=caller)
+    else:
+        selected = reference
+    draft.selected = selected
     vocab_size = vocab_size_for(context, selected)
     params = sampling_params(body, logprobs, vocab_size=vocab_size)
     tokenizers = context.names.tokenizers_of(selected)
     codec = await codec_for(context, selected)
+    grammar = await grammar_of(body)
+    if grammar is not None:
+        params = structs.replace(params, grammar=grammar.encode())
+    if body.bad_words:
+        words = bad_words_of(body, codec)
+        params = structs.replace(params, bad_words_token_ids=words)
     streaming = body.stream_options or StreamOptions()
     return GenerationRequest(
         id=f"{kind.id_prefix}-{uuid.uuid4().hex}",

@@ -2,95 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
+from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.body import decode
-from loramux.server.wire import ChatRequest, CompletionRequest, GenerationBody
+from loramux.server.wire import ChatRequest, CompletionRequest, GenerationBody, OpenAiBody
 from loramux.types.sampling import MAX_LOGPROBS, SamplingParams
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
+MAX_BAD_WORDS = 1024
 MAX_SEED = 2**63
 
 COPIED_FIELDS = (
     *("n", "temperature", "top_p", "min_p", "seed"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
+    *("include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens"),
 )
-
-# Fields of other servers -> their values that have no effect and are accepted. A request that names
-# an adapter in such a field must not silently run on the base.
-REFUSED_ANYWHERE: dict[str, tuple[Any, ...]] = {
-    "best_of": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "truncate_prompt_tokens": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "prompt_embeds": (),
-    "lora": ([],),
-    "lora_path": (),
-    "lora_request": (),
-    "adapter_id": (),
-    "merged_adapters": (),
-}
-REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "store": (False,),
-    "echo": (False,),
-    "chat_template": (),
-    "documents": (),
-    "add_special_tokens": (False,),
-    "mm_processor_kwargs": (),
-}
-REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
-
-
-class UnsupportedFields:
-    """Fields of other servers that a route refuses, unless their value has no effect."""
-
-    def __init__(self, harmless: Mapping[str, tuple[Any, ...]]) -> None:
-        self._harmless = harmless
-        self._struct = msgspec.defstruct("Unsupported", [(name, Any, None) for name in harmless])
-
-    def check(self, raw: bytes, *, num_choices: int) -> None:
-        """Raise InvalidRequest for the first such field of the body."""
-        given = decode(raw, self._struct)
-        for name, values in self._harmless.items():
-            value = getattr(given, name)
-            is_num_choices = name == "best_of" and value == num_choices
-            if value is not None and value not in values and not is_num_choices:
-                raise InvalidRequest(
-                    f"{name} is not supported by this server: leave it out.", param=name
-                )
-
-
-UNSUPPORTED_IN_CHAT = UnsupportedFields(REFUSED_ANYWHERE | REFUSED_IN_CHAT)
-UNSUPPORTED_IN_COMPLETIONS = UnsupportedFields(REFUSED_ANYWHERE | REFUSED_IN_COMPLETIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +38,27 @@ def chat_logprobs_of(body: ChatRequest) -> Logprobs:
         )
     if top and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
-    return Logprobs(top if body.logprobs else None)
+    return Logprobs(top if body.logprobs else None, _prompt_logprobs(body))
 
 
 def completion_logprobs_of(body: CompletionRequest) -> Logprobs:
-    return Logprobs(body.logprobs, body.logprobs if body.echo else None)
+    num_prompt = _prompt_logprobs(body)
+    if body.echo and body.logprobs is not None:
+        if num_prompt not in (None, body.logprobs):
+            raise InvalidRequest(
+                "prompt_logprobs must be equal to logprobs if echo reports both.",
+                param="prompt_logprobs",
+            )
+        num_prompt = body.logprobs
+    return Logprobs(body.logprobs, num_prompt)
+
+
+def _prompt_logprobs(body: OpenAiBody) -> int | None:
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest(
+            "prompt_logprobs is only for requests without stream.", param="prompt_logprobs"
+        )
+    return body.prompt_logprobs
 
 
 def sampling_params(body: GenerationBody, logprobs: Logprobs, *, vocab_size: int) -> SamplingParams:
@@ -130,7 +75,29 @@ def sampling_params(body: GenerationBody, logprobs: Logprobs, *, vocab_size: int
         stop=_stop(body.stop),
         stop_token_ids=_token_ids(body.stop_token_ids or [], "stop_token_ids", vocab_size),
         logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        allowed_token_ids=_allowed(body.allowed_token_ids, vocab_size),
     )
+
+
+def bad_words_of(body: GenerationBody, codec: TextCodec) -> tuple[tuple[int, ...], ...]:
+    """The token ids of each bad word, with and without a space before it."""
+    words = body.bad_words or []
+    longest = max(map(len, words), default=0)
+    if len(words) > MAX_BAD_WORDS or longest > MAX_STOP_CHARACTERS or not all(words):
+        raise InvalidRequest(
+            f"bad_words takes up to {MAX_BAD_WORDS} words of 1 to {MAX_STOP_CHARACTERS} "
+            "characters.",
+            param="bad_words",
+        )
+    runs = []
+    for word in words:
+        plain = codec.encode(word, add_special_tokens=False)
+        spaced = codec.encode(f" {word.lstrip()}", add_special_tokens=False)
+        runs.append(tuple(plain))
+        # Otherwise the run of the plain word is part of it.
+        if len(spaced) == len(plain) and spaced != plain:
+            runs.append(tuple(spaced))
+    return tuple(run for run in runs if run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +151,10 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
 def _logit_bias(bias: dict[int, float], vocab_size: int) -> dict[int, float]:
     _token_ids(list(bias), "logit_bias", vocab_size)
     return bias
+
+
+def _allowed(token_ids: list[int] | None, vocab_size: int) -> tuple[int, ...] | None:
+    return None if token_ids is None else _token_ids(token_ids, "allowed_token_ids", vocab_size)
 
 
 def _token_ids(token_ids: list[int], param: str, vocab_size: int) -> tuple[int, ...]:

@@ -31,6 +31,8 @@ from loramux.types.composition import (
 
 # Refusals after which the files of an adapter are fetched or read again.
 _MISSING_FILES = ("changed_on_disk", RefusalCode.UNREADABLE)
+BASE_WORDS = ("dummy", "tgi")
+"""Models that clients send if none was chosen; the base, unless an adapter has the name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +189,17 @@ class _Finder:
         Names of the registry cannot be taken for sums: they have neither `+` nor `*`.
         """
         context = self.context
-        if model is None:
+        if not model or model in context.base_names:
             return Selected(context.base_names[0])
-        if model in context.base_names:
-            return Selected(model)
-        terms = parse_sum(model) if context.names.find(model) is None else None
+        is_given = context.names.find(model) is not None
+        inner = None if is_given else _after_base(context, model)
+        if inner is not None:
+            return replace(await self.select_model(inner, param=param), model=model)
+        terms = None if is_given else parse_sum(model)
         if terms is None:
             found = await self.find(model, param=param)
+            if found is None and model in BASE_WORDS:
+                return Selected(context.base_names[0])
             if found is None:
                 raise _unknown(context, f"The {param} `{model}`", param)
             context.names.check_alone(found, param=param)
@@ -235,6 +241,8 @@ class _Finder:
         if given is not None and given.cid is not None:
             return (NamedAdapter(text, given.cid, given.name),)
         resolved = await _resolve(context, text, param, self.caller)
+        if resolved is None and context.folder is not None and await context.folder.find(text):
+            return await self.find(text, param=param)
         if resolved is None:
             found = _find_by_cid(context, text, param)
             return None if found is None else (found,)
@@ -287,6 +295,14 @@ def _find_by_cid(context: Context, text: str, param: str) -> NamedAdapter | None
             param=param,
         )
     return next((NamedAdapter(text, cid, name) for cid, name in found.items()), None)
+
+
+def _after_base(context: Context, model: str) -> str | None:
+    """Returns the adapter of `base:adapter`, as SGLang and Ray write it; None: another form."""
+    for name in sorted(context.base_names, key=len, reverse=True):
+        if model.startswith(f"{name}:"):
+            return model[len(name) + 1 :]
+    return None
 
 
 def _terms(adapters: Sequence[str], weights: Sequence[float] | None) -> list[Term]:

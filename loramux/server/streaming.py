@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,18 +23,46 @@ Events = AsyncGenerator[bytes, None]
 DONE = b"data: [DONE]\n\n"
 
 
-def event(chunk: msgspec.Struct) -> bytes:
+def event(chunk: object) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-async def stream_events(request: Request, events: Events) -> Response:
+def named_event(name: str, chunk: object) -> bytes:
+    return b"event: " + name.encode() + b"\n" + event(chunk)
+
+
+def line(chunk: object) -> bytes:
+    """A line of newline-delimited JSON."""
+    return msgspec.json.encode(chunk) + b"\n"
+
+
+def error_event(error: Exception) -> bytes:
+    return event(ErrorBody(error=error_info(error)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamForm:
+    """How a stream is written."""
+
+    media_type: str = "text/event-stream"
+    on_error: Callable[[Exception], bytes] = error_event
+    """Writes the error that ends a stream."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+OPENAI_STREAM = StreamForm()
+
+
+async def stream_events(
+    request: Request, events: Events, form: StreamForm = OPENAI_STREAM
+) -> Response:
     """Wait for the first event, so that an earlier failure becomes a plain HTTP error."""
     try:
         first = await until_gone(request, anext(events))
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(first, events)
+    return EventStream(first, events, form)
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
@@ -42,13 +71,13 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """A response of server-sent events."""
+    """A response of events, one after another."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, events: Events) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, first: bytes, events: Events, form: StreamForm = OPENAI_STREAM) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **form.headers}
+        super().__init__(headers=headers, media_type=form.media_type)
         del self.headers["content-length"]
+        self._on_error = form.on_error
         self._first = first
         self._events = events
 
@@ -67,7 +96,7 @@ class EventStream(Response):
                 # This waits while the client's buffers are full, and nothing is read meanwhile.
                 await send(_body(chunk, more=True))
         except Exception as error:
-            await send(_body(event(ErrorBody(error=error_info(error))), more=False))
+            await send(_body(self._on_error(error), more=False))
             if not isinstance(error, LoramuxError):
                 raise
         else:

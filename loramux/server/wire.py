@@ -17,6 +17,26 @@ class StreamOptions(Struct, kw_only=True):
     """With include_usage: every chunk contains the usage so far."""
 
 
+class StructuredOutputs(Struct, kw_only=True):
+    """One constraint of the answer, and its options."""
+
+    json: dict[str, Any] | str | bool | None = None
+    """A JSON schema, as an object or as text."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """A Lark or GBNF grammar."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool | None = None
+    """No whitespace between the parts of a JSON value."""
+    disable_additional_properties: bool | None = None
+    """Objects have only the properties that the schema names."""
+    whitespace_pattern: str | None = None
+    """A regular expression of the whitespace in JSON values."""
+
+
 class GenerationBody(Struct, kw_only=True):
     """Fields of all generating routes. Absent or null: the default. Unknown fields are ignored."""
 
@@ -56,6 +76,22 @@ class GenerationBody(Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    """No stop token or stop string ends the answer before so many tokens."""
+    allowed_token_ids: list[int] | None = None
+    """The only tokens that may be generated."""
+    bad_words: list[str] | None = None
+    """Words that are never generated."""
+    response_format: dict[str, Any] | None = None
+    """`type` is text, json_object, json_schema or structural_tag."""
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    nvext: dict[str, Any] | None = None
+    """The guided_ fields of another server are read from it."""
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -66,16 +102,41 @@ class GenerationBody(Struct, kw_only=True):
     user: str | None = None
 
 
-class ChatRequest(GenerationBody, kw_only=True):
+class OpenAiBody(GenerationBody, kw_only=True):
+    """Fields that OpenAI's two routes share, most of them vLLM's."""
+
+    prompt_logprobs: int | None = None
+    """Number of alternatives to report for each token of the prompt; not in streams."""
+    return_token_ids: bool | None = None
+    """Also report the ids of the tokens of prompt and answer."""
+    return_tokens_as_token_ids: bool | None = None
+    """Write tokens of log probabilities as `token_id:N`."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens of the prompt; -1: as many as fit."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The end that is cut off; absent: left, so that the last tokens are kept."""
+
+
+class ChatRequest(OpenAiBody, kw_only=True):
     messages: list[dict[str, Any]]
+    reasoning_effort: str | None = None
+    """A variable of the chat template."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Functions that the answer may call."""
+    tool_choice: str | dict[str, Any] | None = None
+    """none, auto (default), required, or {"type": "function", "function": {"name": …}}."""
+    parallel_tool_calls: bool | None = None
+    """false: at most one call."""
+    include_reasoning: bool | None = None
+    """false: leave out the reasoning that --reasoning-parser finds."""
 
 
-class CompletionRequest(GenerationBody, kw_only=True):
+class CompletionRequest(OpenAiBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     """A text, a list of token ids, or a list of either."""
     logprobs: int | None = None
@@ -112,9 +173,24 @@ class ChatLogprobs(Struct, kw_only=True):
     content: list[ChatTokenLogprob]
 
 
+class FunctionCall(Struct, kw_only=True):
+    name: str
+    arguments: str
+    """JSON text."""
+
+
+class ToolCall(Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(Struct, kw_only=True):
     role: str = "assistant"
     content: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    """The text before `</think>`, with --reasoning-parser."""
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -124,6 +200,17 @@ class ChatChoice(Struct, kw_only=True):
     finish_reason: str
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended the choice."""
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class PromptLogprob(Struct, kw_only=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = dict[str, PromptLogprob]
+"""Token id -> its log probability at one position of the prompt."""
 
 
 class ChatCompletion(Struct, kw_only=True):
@@ -134,13 +221,30 @@ class ChatCompletion(Struct, kw_only=True):
     system_fingerprint: str | None = None
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[PromptLogprobs | None] | UnsetType = UNSET
     serving: Receipt | UnsetType = UNSET
     """Receipt of the request; in a stream, in the last chunk only."""
 
 
+class FunctionDelta(Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+    """The next part of the JSON text."""
+
+
+class ToolCallDelta(Struct, kw_only=True):
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatDelta(Struct, kw_only=True):
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | None | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):
@@ -149,6 +253,7 @@ class ChatChunkChoice(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(Struct, kw_only=True):
@@ -159,6 +264,8 @@ class ChatChunk(Struct, kw_only=True):
     system_fingerprint: str | None = None
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """In the first chunk of a choice."""
     serving: Receipt | UnsetType = UNSET
     """Receipt of the request; in a stream, in the last chunk only."""
 
@@ -176,6 +283,10 @@ class CompletionChoice(Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """In a stream in the first chunk of the choice."""
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[PromptLogprobs | None] | UnsetType = UNSET
 
 
 class Completion(Struct, kw_only=True):

@@ -36,6 +36,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     """Number of alternatives to report for each prompt token; `echo` with `logprobs` needs it."""
     skip_special_tokens: bool = True
+    grammar: str | None = None
+    """What the answer must look like: `Grammar.encode()` of loramux.types.grammar."""
+    min_tokens: int = 0
+    """Before so many tokens, no stop token is generated and no stop string is looked for."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be generated; None: all."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that are never generated."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -72,6 +80,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ),
             ("stop", self.stop, all(self.stop), "strings that are not empty"),
             ("max_tokens", self.max_tokens, self.max_tokens >= 0, "0 or more"),
+            ("min_tokens", self.min_tokens, self.min_tokens >= 0, "0 or more"),
+            (
+                "allowed_token_ids",
+                self.allowed_token_ids,
+                self.allowed_token_ids != (),
+                "not empty",
+            ),
+            ("bad_words", self.bad_words_token_ids, all(self.bad_words_token_ids), "not empty"),
             *(
                 (name, value, value is None or 0 <= value <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")
                 for name, value in (
@@ -84,6 +100,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether some tokens may not be generated."""
+        return (
+            self.grammar is not None
+            or self.min_tokens > 0
+            or self.allowed_token_ids is not None
+            or bool(self.bad_words_token_ids)
+        )
 
     @property
     def has_penalties(self) -> bool:

@@ -7,9 +7,41 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from loramux.types.request import Selection, TokenLogprob
 from loramux.types.sampling import SamplingParams
+
+
+class TokenConstraint(Protocol):
+    """Which tokens one sequence may generate next; it advances with the tokens of the answer."""
+
+    @property
+    def allowed(self) -> NDArray[np.int32] | None:
+        """A bit per token, 32 in a word, that the engine sets before each step; None: all tokens.
+
+        Tokens after the last word are not allowed.
+        """
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why the request cannot go on."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no token may follow."""
+        ...
+
+    def restricts(self, num_outputs: int) -> bool:
+        """Whether it leaves out tokens after so many of the answer."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Advances by a token of the answer."""
+        ...
 
 
 # Every step makes hundreds of chunks. A struct is made ten times as fast as a frozen dataclass,
@@ -22,6 +54,13 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
     """Seed of this choice; the noise of a step is a function of it and the output length."""
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    constraint: TokenConstraint | None = None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the next token depends on a constraint."""
+        constraint = self.constraint
+        return constraint is not None and constraint.restricts(len(self.output_token_ids))
 
 
 UNKNOWN_TOKEN = -1

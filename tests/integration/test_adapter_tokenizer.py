@@ -60,11 +60,14 @@ class Server:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model` and the adapters `own`, `broken` and `foreign`."""
+    """A folder with `model` and the adapters `own`, `broken`, `foreign` and `ends`."""
     root = tmp_path_factory.mktemp("files")
     model = save_model_with_tokenizer(root / "model")
-    for seed, name in enumerate(("own", "broken", "foreign")):
+    for seed, name in enumerate(("own", "broken", "foreign", "ends")):
         make_peft_adapter(root / name, model, seed=seed)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(root / "model")
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(root / "ends")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(root / "model")
     tokenizer.add_tokens(["<|sql|>"])
     tokenizer.chat_template = TEMPLATE
@@ -77,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     served = Server(folder / "model")
-    adapters = {name: folder / name for name in ("broken", "foreign", "own")}
+    adapters = {name: folder / name for name in ("broken", "foreign", "own", "ends")}
     served.runner.run(served.start(**adapters))
     yield served
     served.runner.run(served.engine.close(drain_s=1))
@@ -133,4 +136,79 @@ def test_a_tokenizer_that_does_not_fit_refuses_its_adapter_only(server: Server) 
 def test_the_list_of_adapters_names_the_tokenizer(server: Server) -> None:
     entries = server.send("GET", "/v1/adapters").json()["data"]
     found = {entry["id"]: entry["tokenizer_digest"] for entry in entries}
-    assert found["own"].startswith("sha256:") and len(set(found.values())) == 3
+    assert found["own"].startswith("sha256:") and len(set(found.values())) == 4
+
+
+def test_other_servers_apis_read_and_write_by_the_adapters_tokenizer(
+    server: Server, oracle: Any
+) -> None:
+    sql = oracle.convert_tokens_to_ids("<|sql|>")
+    bias = {"logit_bias": {str(sql): 100}}
+    at_zero = {"max_new_tokens": 2, "temperature": 0.0}
+    sampled = server.post(
+        "/generate", text="<|sql|>", lora_path="own", sampling_params=at_zero | bias
+    )
+    assert sampled["text"] == "<|sql|>" * 2 and sampled["output_ids"] == [sql, sql]
+    assert sampled["meta_info"]["prompt_tokens"] == len(oracle("<|sql|>").input_ids)
+    mixed = {"prompt": [sql, "<|sql|>"], "model": "own", "n_predict": 1, "temperature": 0.0}
+    completed = server.post("/completion", n_probs=1, **mixed, **bias)
+    assert completed["content"] == "<|sql|>" and completed["tokens_evaluated"] == 2
+    assert completed["completion_probabilities"][0]["token"] == "<|sql|>"
+    expected = oracle.apply_chat_template(MESSAGES, tokenize=True, return_dict=False)
+    body = {"model": "own", "messages": MESSAGES}
+    counted = server.post("/v1/messages/count_tokens", **body)
+    assert counted == {"input_tokens": len(expected)}
+    message = server.post("/v1/messages", max_tokens=1, **body)
+    assert message["usage"]["input_tokens"] == len(expected)
+    lorax = {"adapter_id": "own", "max_new_tokens": 1, "decoder_input_details": True}
+    generated = server.post("/generate", inputs="<|sql|>", parameters=lorax)
+    assert generated["details"]["prefill"][-1] | {"logprob": 0} == {
+        "id": sql,
+        "text": "<|sql|>",
+        "logprob": 0,
+    }
+    placed = server.post("/tokenize", inputs="<|sql|>", parameters={"adapter_id": "own"})
+    assert [one["id"] for one in placed] == [sql]
+    assert server.post("/api/show", model="own")["template"] == TEMPLATE
+
+
+def test_grammars_need_the_vocabulary_of_the_base(server: Server) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"model": "own", "messages": MESSAGES}
+    for constrained in ({"response_format": {"type": "json_object"}}, {"tools": [tool]}):
+        response = server.send("POST", CHAT, body | constrained)
+        assert response.status_code == 400
+        assert "own has a vocabulary of its own" in response.json()["error"]["message"]
+    assert server.send("POST", CHAT, body | {"max_tokens": 1}).status_code == 200
+
+
+def test_tokens_are_allowed_and_barred_by_the_adapters_tokenizer(
+    server: Server, oracle: Any
+) -> None:
+    sql = oracle.convert_tokens_to_ids("<|sql|>")
+    body = {"model": "own", "prompt": "a", "max_tokens": 3, "temperature": 0}
+    allowed = server.post(COMPLETIONS, allowed_token_ids=[sql], **body)
+    assert allowed["choices"][0]["text"] == "<|sql|>" * 3
+    forced = body | {"logit_bias": {str(sql): 100}}
+    barred = server.post(COMPLETIONS, bad_words=["<|sql|>"], **forced)
+    assert "<|sql|>" not in barred["choices"][0]["text"]
+    kept = server.post(COMPLETIONS, min_tokens=3, **forced)
+    assert kept["choices"][0]["text"] == "<|sql|>" * 3
+
+
+def test_a_grammar_ends_by_the_adapters_own_end_of_sequence(server: Server, oracle: Any) -> None:
+    end = oracle.convert_tokens_to_ids("<|endoftext|>")
+    body = {
+        "prompt": "a",
+        "structured_outputs": {"regex": "(ab)+"},
+        "logit_bias": {str(end): 100, str(oracle.eos_token_id): -100},
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    choice = server.post(COMPLETIONS, model="ends", **body)["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+    longer = server.post(COMPLETIONS, model="ends", min_tokens=4, **body)["choices"][0]
+    assert longer["text"].startswith("abab") and longer["finish_reason"] == "stop"
+    # The base does not end by this token, so that its grammar has no place for it.
+    other = server.post(COMPLETIONS, **body)["choices"][0]["text"]
+    assert other.startswith("abab") and set(other) == {*"ab"}

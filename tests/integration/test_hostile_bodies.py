@@ -42,7 +42,15 @@ WRONG: dict[str, list[Any]] = {
     "stream_options": [5, "x", []],
     "adapters": [5, "a", [5], [[]], ["nobody"], ["a", "b"], {}],
     "adapter_weights": [5, "x", ["x"], [1.0]],
-    "response_format": [{"type": "json_object"}, 5],
+    "response_format": [{"type": "xml"}, 5, {}, {"type": "json_schema"}],
+    "guided_json": [{"not": {}}, {"$ref": "#/x"}, {"type": "x"}, "{", 5],
+    "guided_regex": ["(", "(?=a)", "[", 5, ""],
+    "guided_choice": [[], [""], "x", [5]],
+    "guided_grammar": ["start: x", "root ::= (", 5],
+    "structured_outputs": [{}, 5, {"json": {}, "regex": "x"}],
+    "min_tokens": [-1, "x", 10**6],
+    "bad_words": [[""], "x", [5]],
+    "allowed_token_ids": [[], [-1], [10**9], "x"],
 }
 COMPLETION_ONLY: dict[str, list[Any]] = {
     "prompt": [None, 5, {}, [], [[]], [None], [{}], [-1], [10**9], ["a", 5], "", "a " * 2_000],
@@ -67,7 +75,8 @@ CHAT_ONLY: dict[str, list[Any]] = {
         [{"role": "user", "content": "a " * 2_000}],
     ],
     "top_logprobs": [-1, 1000, "x"],
-    "tools": [[{"type": "function", "function": {"name": "f"}}], 5],
+    "tools": [[{"type": "function", "function": {"name": "f g"}}], 5, [5], [{}]],
+    "tool_choice": ["required", 5, {}],
 }
 RAW: list[bytes] = [
     b"",

@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             lora_config_dict(r=rank, lora_alpha=4 * rank),
             lora_tensors(model.config, seed=i, r=rank),
         )
+    (folder / "watched").mkdir()
     return folder
 
 
@@ -42,13 +43,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[RunningServer]:
     modules = [f"a{i}={folder / f'a{i}'}" for i in range(NUM_ADAPTERS)]
     flags = ["--model", str(folder / "model"), "--served-model-name", "base", "--dtype", "float32"]
-    flags += ["--device-memory", "16MiB", "--lora-modules", *modules]
+    flags += ["--device-memory", "16MiB", "--lora-dir", str(folder / "watched")]
+    flags += ["--max-num-seqs", "64", "--enable-lora", "--lora-modules", *modules]
     with running_server(folder / "log", *flags) as running:
         yield running
 
 
 def names() -> list[str]:
     return ["base", *(f"a{i}" for i in range(NUM_ADAPTERS))]
+
+
+def test_other_servers_apis_give_the_same_text(server: RunningServer, folder: Path) -> None:
+    options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+    def ask(path: str, **body: Any) -> Any:
+        response = httpx2.post(f"{server.url}{path}", json=body, timeout=60)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def completion(**fields: Any) -> Any:
+        body = {"model": "a1", "prompt": PROMPTS[0], "max_tokens": 8} | options | fields
+        return ask("/v1/completions", **body)["choices"][0]
+
+    choice = completion(return_token_ids=True, prompt_logprobs=1)
+    expected, token_ids = choice["text"], choice["prompt_token_ids"]
+    assert len(choice["prompt_logprobs"]) == len(token_ids)
+    assert all(
+        str(i) in one for i, one in zip(token_ids[1:], choice["prompt_logprobs"][1:], strict=True)
+    )
+    parameters = {"max_new_tokens": 8, "ignore_eos_token": True}
+    merged = {"merge_strategy": "cat", "ids": ["a1", "a2"], "weights": [1, 0]}
+    for asked in ({"adapter_id": "a1"}, {"merged_adapters": merged}):
+        lorax = ask("/generate", inputs=PROMPTS[0], parameters=parameters | asked)
+        assert lorax == {"generated_text": expected}
+    details = parameters | {"adapter_id": "a1", "decoder_input_details": True}
+    prefill = ask("/generate", inputs=PROMPTS[0], parameters=details)["details"]["prefill"]
+    assert [one["id"] for one in prefill] == token_ids and prefill[0]["logprob"] is None
+    sampling = options | {"max_new_tokens": 8}
+    sglang = ask("/generate", input_ids=token_ids, lora_path="a1", sampling_params=sampling)
+    assert (sglang["text"], sglang["output_ids"]) == (expected, choice["token_ids"])
+    lora = [{"id": "a1", "scale": 1}]
+    llamacpp = ask("/completion", prompt=PROMPTS[0], n_predict=8, lora=lora, **options)
+    assert llamacpp["content"] == expected
+    (folder / "watched" / "new").symlink_to(folder / "a1")
+    assert completion(model="base:new")["text"] == expected
+    assert completion(model="base")["text"] != expected
 
 
 def test_64_requests_at_once_get_the_texts_of_the_offline_engine(

@@ -21,7 +21,6 @@ import pytest
 from loramux.config.fields import Kind, flag
 from loramux.config.file import load_serve_config
 from loramux.config.serve import SETTINGS
-from loramux.server import sampling
 from loramux.server.errors import HTTP_STATUS
 from tests.hub_server import HubRepository, HubServer
 from tests.serve_factory import NOTHING, RunningServer, running_server
@@ -273,9 +272,3 @@ def test_every_status_stands_in_its_table() -> None:
     rows = {int(status) for status in re.findall(r"^\| (\d{3}) \|", HTTP_API, re.MULTILINE)}
     # Starlette's own, for a known path.
     assert rows == {*HTTP_STATUS.values(), 405}
-
-
-def test_every_refused_field_is_named() -> None:
-    refused = sampling.REFUSED_ANYWHERE | sampling.REFUSED_IN_CHAT | sampling.REFUSED_IN_COMPLETIONS
-    listed = HTTP_API.partition("<!-- refused -->")[2].partition("<!-- /refused -->")[0]
-    assert set(re.findall(r"`(\w{2,})`", listed)) == set(refused)

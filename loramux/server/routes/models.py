@@ -23,13 +23,9 @@ def model_routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
     @router.get("/v1/models", **answering(ModelList, 503))
-    async def list_models() -> Response:
+    async def models() -> Response:
         """Lists the names that a request may put into `model`."""
-        context.require_known()
-        entries = _entries(context)
-        for entry in await _registry_entries(context):
-            entries.setdefault(entry.id, entry)
-        return json_response(ModelList(data=list(entries.values())))
+        return await answer_models(context)
 
     @router.get(
         "/v1/models/{model_id:path}", **answering(ModelEntry, 400, 404, 503, path_name="model_id")
@@ -43,6 +39,19 @@ def model_routes(context: Context) -> APIRouter:
         return json_response(entry)
 
     return router
+
+
+async def answer_models(context: Context) -> Response:
+    return json_response(ModelList(data=await list_models(context)))
+
+
+async def list_models(context: Context) -> list[ModelEntry]:
+    """Returns the base and all adapters, those of the registry last."""
+    context.require_known()
+    entries = _entries(context)
+    for entry in await _registry_entries(context):
+        entries.setdefault(entry.id, entry)
+    return list(entries.values())
 
 
 async def _registry_entries(context: Context) -> list[ModelEntry]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from fastapi import APIRouter
 from msgspec import UNSET
@@ -29,13 +30,23 @@ from loramux.server.prompts import encode_messages, encode_prompt, off_loop, spl
 from loramux.server.receipt_draft import ReceiptDraft, receipt_draft
 from loramux.server.requests import read_generation_body, resolve_request
 from loramux.server.sampling import (
-    UNSUPPORTED_IN_CHAT,
-    UNSUPPORTED_IN_COMPLETIONS,
     chat_logprobs_of,
     completion_logprobs_of,
 )
 from loramux.server.selection import ModelReference, combination_of
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
+from loramux.server.token_reports import (
+    LOWEST,
+    TokenReport,
+    prompt_logprobs,
+    show_token,
+    token_report,
+    truncation_of,
+)
+from loramux.server.tools.plan import plan_tools, prompt_of
+from loramux.server.tools.reasoning import find_reasoning
+from loramux.server.tools.reply import ReplyFormat
+from loramux.server.tools.writer import ChatWriter, write_message
 from loramux.server.usage import UsageCount
 from loramux.server.wire import (
     ChatChoice,
@@ -44,7 +55,6 @@ from loramux.server.wire import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
-    ChatMessage,
     ChatRequest,
     ChatTokenLogprob,
     Completion,
@@ -57,19 +67,20 @@ from loramux.server.wire import (
 from loramux.types.request import TokenLogprob
 from loramux.types.sampling import SamplingParams
 
-# JSON cannot represent -Infinity.
-LOWEST = -9999.0
+NO_REPORT = TokenReport()
 
 
-def chat_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
-    return ChatLogprobs(content=[_chat_token(codec, entry) for entry in logprobs])
+def chat_logprobs(
+    codec: TextCodec, logprobs: Sequence[TokenLogprob], report: TokenReport = NO_REPORT
+) -> ChatLogprobs:
+    return ChatLogprobs(content=[_chat_token(codec, entry, report) for entry in logprobs])
 
 
 class CompletionLogprobsWriter:
     """Writes the log probabilities of one choice; text offsets continue across chunks."""
 
-    def __init__(self, codec: TextCodec) -> None:
-        self._codec = codec
+    def __init__(self, codec: TextCodec, report: TokenReport = NO_REPORT) -> None:
+        self._show = partial(show_token, codec, report=report)
         self._offset = 0
 
     def write(
@@ -84,7 +95,7 @@ class CompletionLogprobsWriter:
         return written
 
     def _add(self, written: CompletionLogprobs, token_id: int, entry: TokenLogprob | None) -> None:
-        token = self._codec.token_to_str(token_id)
+        token = self._show(token_id)
         written.tokens.append(token)
         written.text_offset.append(self._offset)
         written.token_logprobs.append(None if entry is None else max(entry.logprob, LOWEST))
@@ -95,19 +106,19 @@ class CompletionLogprobsWriter:
         top: dict[str, float] = {}
         for token_id, logprob in entry.top:
             # Tokens that are parts of characters have equal text: keep the most likely one.
-            top.setdefault(self._codec.token_to_str(token_id), max(logprob, LOWEST))
+            top.setdefault(self._show(token_id), max(logprob, LOWEST))
         top.setdefault(token, max(entry.logprob, LOWEST))
         return top
 
 
-def _chat_token(codec: TextCodec, entry: TokenLogprob) -> ChatTokenLogprob:
+def _chat_token(codec: TextCodec, entry: TokenLogprob, report: TokenReport) -> ChatTokenLogprob:
     return ChatTokenLogprob(
-        token=codec.token_to_str(entry.token_id),
+        token=show_token(codec, entry.token_id, report),
         logprob=max(entry.logprob, LOWEST),
         bytes=list(codec.token_bytes(entry.token_id)),
         top_logprobs=[
             TopLogprob(
-                token=codec.token_to_str(token_id),
+                token=show_token(codec, token_id, report),
                 logprob=max(logprob, LOWEST),
                 bytes=list(codec.token_bytes(token_id)),
             )
@@ -120,7 +131,6 @@ CHAT = RouteKind(
     id_prefix="chatcmpl",
     prompt_param="messages",
     default_max_tokens=None,
-    unsupported=UNSUPPORTED_IN_CHAT,
 )
 
 
@@ -130,16 +140,20 @@ def chat_routes(context: Context) -> APIRouter:
     @router.post("/v1/chat/completions", **generating(ChatRequest, ChatCompletion))
     async def create_chat_completion(request: Request) -> Response:
         """Generates the next message of a conversation, complete or as a stream of chunks."""
-        with receipt_draft(context.receipts, context.base_identity, request) as draft:
-            generation = await _open_chat(context, request, draft)
-        codec = generation.request.codec
-        deltas = run(context, generation)
-        if generation.request.stream:
-            return await stream_events(request, _chat_events(generation, deltas, codec))
-        choices, usage = await until_gone(request, collect(generation, deltas))
-        return json_response(_complete_chat(generation, choices, usage, codec))
+        return await answer_chat(context, request)
 
     return router
+
+
+async def answer_chat(context: Context, request: Request) -> Response:
+    with receipt_draft(context.receipts, context.base_identity, request) as draft:
+        generation = await _open_chat(context, request, draft)
+    codec = generation.request.codec
+    deltas = run(context, generation)
+    if generation.request.stream:
+        return await stream_events(request, _chat_events(generation, deltas, codec))
+    choices, usage = await until_gone(request, collect(generation, deltas))
+    return json_response(_complete_chat(generation, choices, usage, codec))
 
 
 async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
@@ -158,27 +172,52 @@ async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Ge
         reference=reference,
         logprobs=chat_logprobs_of(body),
     )
+    truncation = truncation_of(body, request.max_tokens)
+    max_model_len = context.backend.card.max_model_len
+    arguments = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", body.reasoning_effort)
+    codec, override = request.codec, context.options.tool_call_parser
+    plan = await plan_tools(body, request.params, codec, override=override)
+    messages, tools = prompt_of(body, plan, codec, override=override)
     token_ids = await off_loop(
         len(raw),
         lambda: encode_messages(
-            request.codec,
-            body.messages,
-            max_model_len=context.backend.card.max_model_len,
+            codec,
+            messages,
+            tools=tools,
+            max_model_len=max_model_len,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            chat_template_kwargs=body.chat_template_kwargs,
+            chat_template_kwargs=arguments,
         ),
         is_own=request.codec is context.backend.codec,
     )
-    request = replace(request, prompts=(tuple(token_ids),))
+    if plan is not None and plan.notes:
+        http.state.tool_notes = plan.notes
+    reply = ReplyFormat(
+        plan,
+        find_reasoning(context.options.reasoning_parser, codec),
+        shows_reasoning=body.include_reasoning is not False,
+    )
+    request = replace(
+        request,
+        params=reply.constrain(request.params),
+        reply=reply,
+        prompts=(tuple(truncation.cut(token_ids, max_model_len)),),
+        report=token_report(body),
+    )
     return open_generation(context, http, request, draft)
 
 
 def _complete_chat(
     generation: Generation, choices: list[Choice], usage: Usage, codec: TextCodec
 ) -> ChatCompletion:
+    report = generation.request.report
     wants_logprobs = generation.request.params.logprobs is not None
-    return ChatCompletion(
+    reply = generation.request.reply
+    written = [write_message(reply, choice.text, choice.finish_reason) for choice in choices]
+    answer = ChatCompletion(
         id=generation.request.id,
         created=generation.created_s,
         model=generation.request.selected.model,
@@ -186,36 +225,53 @@ def _complete_chat(
         choices=[
             ChatChoice(
                 index=index,
-                message=ChatMessage(content=choice.text),
-                logprobs=chat_logprobs(codec, choice.logprobs) if wants_logprobs else None,
-                finish_reason=choice.finish_reason,
+                message=message,
+                logprobs=chat_logprobs(codec, choice.logprobs, report) if wants_logprobs else None,
+                finish_reason=finish_reason,
                 stop_reason=choice.stop_reason,
+                token_ids=choice.token_ids if report.token_ids else UNSET,
             )
-            for index, choice in enumerate(choices)
+            for index, (choice, (message, finish_reason)) in enumerate(
+                zip(choices, written, strict=True)
+            )
         ],
         usage=usage,
         serving=generation.draft.receipt or UNSET,
     )
+    if report.token_ids:
+        answer.prompt_token_ids = list(generation.request.prompts[0])
+    if report.prompt_logprobs:
+        answer.prompt_logprobs = prompt_logprobs(codec, choices[0].prompt_logprobs)
+    return answer
 
 
 async def _chat_events(generation: Generation, deltas: Deltas, codec: TextCodec) -> Events:
     options = generation.request
-    begun: set[int] = set()
+    writers: dict[int, ChatWriter] = {}
     count = UsageCount(generation.engine_requests)
 
-    def chunk_event(choice: ChatChunkChoice) -> bytes:
+    def chunk_event(choice: ChatChunkChoice, *, prompt: Sequence[int] | None = None) -> bytes:
         usage = count.usage() if options.continuous_usage else None
-        return event(_chat_chunk(generation, [choice], usage))
+        chunk = _chat_chunk(generation, [choice], usage)
+        if prompt is not None:
+            chunk.prompt_token_ids = list(prompt)
+        return event(chunk)
 
     async with aclosing(deltas):
         async for request_index, delta in deltas:
             written = b""
-            if delta.index not in begun:
-                begun.add(delta.index)
-                role = ChatDelta(role="assistant", content="")
-                written = chunk_event(ChatChunkChoice(index=delta.index, delta=role))
+            writer = writers.get(delta.index)
+            if writer is None:
+                writer = writers[delta.index] = ChatWriter(options.reply)
+                written = chunk_event(
+                    ChatChunkChoice(index=delta.index, delta=writer.begin()),
+                    prompt=options.prompts[0] if options.report.token_ids else None,
+                )
             count.add(request_index, delta)
-            yield written + chunk_event(_chat_chunk_choice(delta, codec))
+            choices = _chat_chunk_choices(delta, writer, codec, options.report)
+            written += b"".join(map(chunk_event, choices))
+            if written:
+                yield written
     if options.include_usage:
         yield event(_chat_chunk(generation, [], count.usage()))
     if generation.draft.is_streamed:
@@ -240,21 +296,33 @@ def _chat_chunk(
     return chunk
 
 
-def _chat_chunk_choice(delta: Delta, codec: TextCodec) -> ChatChunkChoice:
-    choice = ChatChunkChoice(index=delta.index, delta=ChatDelta(content=delta.text))
+def _chat_chunk_choices(
+    delta: Delta, writer: ChatWriter, codec: TextCodec, report: TokenReport
+) -> list[ChatChunkChoice]:
+    """Return the choices of the chunks of a delta, the last of which has what ends it."""
+    written = writer.write(delta)
+    is_last = delta.finish_reason is not None
+    has_tokens = bool(delta.logprobs) or (report.token_ids and bool(delta.token_ids))
+    if not written and not is_last and not has_tokens:
+        return []
+    # Clients take the end of calls from a delta of its own.
+    if not written or (is_last and written[-1].tool_calls is not UNSET):
+        written.append(ChatDelta())
+    choices = [ChatChunkChoice(index=delta.index, delta=one) for one in written]
     if delta.logprobs is not None:
-        choice.logprobs = chat_logprobs(codec, delta.logprobs)
+        choices[-1].logprobs = chat_logprobs(codec, delta.logprobs, report)
+    if report.token_ids:
+        choices[-1].token_ids = list(delta.token_ids)
     if delta.finish_reason is not None:
-        choice.finish_reason = delta.finish_reason.value
-        choice.stop_reason = delta.stop_reason
-    return choice
+        choices[-1].finish_reason = writer.finish_reason(delta.finish_reason)
+        choices[-1].stop_reason = delta.stop_reason
+    return choices
 
 
 COMPLETION = RouteKind(
     id_prefix="cmpl",
     prompt_param="prompt",
     default_max_tokens=16,
-    unsupported=UNSUPPORTED_IN_COMPLETIONS,
 )
 
 
@@ -264,21 +332,24 @@ def completion_routes(context: Context) -> APIRouter:
     @router.post("/v1/completions", **generating(CompletionRequest, Completion))
     async def create_completion(request: Request) -> Response:
         """Continues one or several prompts, complete or as a stream of chunks."""
-        with receipt_draft(context.receipts, context.base_identity, request) as draft:
-            generation, writers = await _open_completion(context, request, draft)
-        deltas = run(context, generation)
-        if generation.request.stream:
-            return await stream_events(request, _completion_events(generation, deltas, writers))
-        choices, usage = await until_gone(request, collect(generation, deltas))
-        return json_response(_complete_completion(generation, choices, usage, writers))
+        return await answer_completion(context, request)
 
     return router
+
+
+async def answer_completion(context: Context, request: Request) -> Response:
+    with receipt_draft(context.receipts, context.base_identity, request) as draft:
+        generation, writers = await _open_completion(context, request, draft)
+    deltas = run(context, generation)
+    if generation.request.stream:
+        return await stream_events(request, _completion_events(generation, deltas, writers))
+    choices, usage = await until_gone(request, collect(generation, deltas))
+    return json_response(_complete_completion(generation, choices, usage, writers))
 
 
 async def _open_completion(
     context: Context, http: Request, draft: ReceiptDraft
 ) -> tuple[Generation, list[ChoiceWriter]]:
-    backend = context.backend
     body, raw = await read_generation_body(context, http, CompletionRequest)
     reference = ModelReference(
         body.model, body.adapters, body.adapter_weights, combination=combination_of(body)
@@ -297,20 +368,20 @@ async def _open_completion(
     prompts = split_prompts(body.prompt)
     check_num_choices(context, request, len(prompts))
 
-    def encode_all() -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(
-                encode_prompt(
-                    request.codec,
-                    prompt,
-                    max_model_len=backend.card.max_model_len,
-                    add_special_tokens=body.add_special_tokens is not False,
-                )
-            )
-            for prompt in prompts
-        )
+    truncation = truncation_of(body, request.max_tokens)
+    max_model_len = context.backend.card.max_model_len
 
-    request = replace(request, prompts=await off_loop(len(raw), encode_all))
+    def encode(prompt: str | list[int]) -> tuple[int, ...]:
+        token_ids = encode_prompt(
+            request.codec,
+            prompt,
+            max_model_len=max_model_len,
+            add_special_tokens=body.add_special_tokens is not False,
+        )
+        return tuple(truncation.cut(token_ids, max_model_len))
+
+    encoded = await off_loop(len(raw), lambda: tuple(map(encode, prompts)))
+    request = replace(request, prompts=encoded, report=token_report(body))
     generation = open_generation(context, http, request, draft)
     return generation, _writers(generation, prompts, request.codec, echo=bool(body.echo))
 
@@ -319,29 +390,39 @@ class ChoiceWriter:
     """Writes one choice; with `echo`, its first part contains the prompt."""
 
     def __init__(
-        self, codec: TextCodec, first_token_id: int, echoed: str | None, *, wants_logprobs: bool
+        self,
+        codec: TextCodec,
+        prompt: Sequence[int],
+        echoed: str | None,
+        *,
+        wants_logprobs: bool,
+        report: TokenReport = NO_REPORT,
     ) -> None:
-        self._first_token_id = first_token_id
+        self._codec = codec
+        self._prompt = prompt
+        self._first_token_id = prompt[0]
         self._echoed = echoed
         self._wants_logprobs = wants_logprobs
-        self._logprobs = CompletionLogprobsWriter(codec)
+        self._report = report
+        self._logprobs = CompletionLogprobsWriter(codec, report)
         self._is_first = True
 
-    def write(
-        self,
-        index: int,
-        text: str,
-        logprobs: Sequence[TokenLogprob],
-        prompt_logprobs: Sequence[TokenLogprob],
-    ) -> CompletionChoice:
-        echoes = self._is_first and self._echoed is not None
-        self._is_first = False
+    def write(self, index: int, part: Choice | Delta) -> CompletionChoice:
+        is_first, self._is_first = self._is_first, False
+        echoes = is_first and self._echoed is not None
+        of_prompt, text = part.prompt_logprobs or (), part.text
         shown = None
         if self._wants_logprobs:
-            shown = self._write_logprobs(logprobs, prompt_logprobs if echoes else None)
-        return CompletionChoice(
+            shown = self._write_logprobs(part.logprobs or (), of_prompt if echoes else None)
+        choice = CompletionChoice(
             index=index, text=(self._echoed or "") + text if echoes else text, logprobs=shown
         )
+        if self._report.token_ids:
+            choice.token_ids = list(part.token_ids)
+            choice.prompt_token_ids = list(self._prompt) if is_first else UNSET
+        if self._report.prompt_logprobs:
+            choice.prompt_logprobs = prompt_logprobs(self._codec, of_prompt)
+        return choice
 
     def _write_logprobs(
         self,
@@ -364,7 +445,13 @@ def _writers(
         echoed = _text_of(prompt, codec, params) if echo else None
         wants_logprobs = params.logprobs is not None
         writers += [
-            ChoiceWriter(codec, token_ids[0], echoed, wants_logprobs=wants_logprobs)
+            ChoiceWriter(
+                codec,
+                token_ids,
+                echoed,
+                wants_logprobs=wants_logprobs,
+                report=generation.request.report,
+            )
             for _ in range(params.n)
         ]
     return writers
@@ -381,7 +468,7 @@ def _complete_completion(
 ) -> Completion:
     written = []
     for index, (choice, writer) in enumerate(zip(choices, writers, strict=True)):
-        shown = writer.write(index, choice.text, choice.logprobs, choice.prompt_logprobs)
+        shown = writer.write(index, choice)
         shown.finish_reason, shown.stop_reason = choice.finish_reason, choice.stop_reason
         written.append(shown)
     whole = _completion(generation, written, usage)
@@ -410,7 +497,7 @@ async def _completion_events(
 
 
 def _completion_chunk_choice(writer: ChoiceWriter, index: int, delta: Delta) -> CompletionChoice:
-    choice = writer.write(index, delta.text, delta.logprobs or (), delta.prompt_logprobs or ())
+    choice = writer.write(index, delta)
     if delta.finish_reason is not None:
         choice.finish_reason = delta.finish_reason.value
         choice.stop_reason = delta.stop_reason

@@ -21,7 +21,7 @@ from loramux.server.openapi import generating
 from loramux.server.prompts import check_characters, encode_prompt, off_loop
 from loramux.server.receipt_draft import ReceiptDraft, receipt_draft
 from loramux.server.requests import read_generation_body, resolve_request
-from loramux.server.sampling import UNSUPPORTED_IN_COMPLETIONS, Logprobs
+from loramux.server.sampling import Logprobs
 from loramux.server.selection import ModelReference, combination_of
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.server.usage import UsageCount
@@ -32,7 +32,6 @@ RUN = RouteKind(
     id_prefix="run",
     prompt_param="input",
     default_max_tokens=None,
-    unsupported=UNSUPPORTED_IN_COMPLETIONS,
 )
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -29,6 +26,7 @@ from loramux.server.errors import NotJson
 from loramux.server.local_sources import local_folder
 from loramux.server.warming import warm_up
 from loramux.server.wire import ErrorBody, ErrorInfo
+from loramux.sources.parse import is_remote
 from loramux.threads import FOLDER_READS
 
 _log = logging.getLogger(__name__)
@@ -66,41 +64,18 @@ class VllmError(Exception):
         return json_response(ErrorBody(error=self.info), status=self.info.code)
 
 
-class NameLocks:
-    """A lock for each name, which exists while a call holds it or waits for it."""
-
-    def __init__(self) -> None:
-        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._locks)
-
-    @asynccontextmanager
-    async def held(self, name: str) -> AsyncIterator[None]:
-        lock, num_users = self._locks.get(name) or (asyncio.Lock(), 0)
-        self._locks[name] = lock, num_users + 1
-        try:
-            async with lock:
-                yield
-        finally:
-            lock, num_users = self._locks.pop(name)
-            if num_users > 1:
-                self._locks[name] = lock, num_users - 1
-
-
 def runtime_lora_routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["vLLM"])
     if not context.options.allow_runtime_lora_updating:
         return router
-    # Calls for the same name run one after another.
-    locks = NameLocks()
+    locks = context.name_locks
 
     @router.post("/v1/load_lora_adapter", include_in_schema=False)
     async def load_lora_adapter(request: Request) -> Response:
         try:
             asked = await _read(context, request, LoadRequest)
             async with locks.held(asked.lora_name):
-                await _load(context, asked)
+                await load_named(context, asked)
         except VllmError as error:
             return error.response()
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
@@ -109,7 +84,7 @@ def runtime_lora_routes(context: Context) -> APIRouter:
         try:
             asked = await _read(context, request, UnloadRequest)
             async with locks.held(asked.lora_name):
-                await _unload(context, asked.lora_name)
+                await unload_named(context, asked.lora_name)
         except VllmError as error:
             return error.response()
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
@@ -123,7 +98,7 @@ def runtime_lora_routes(context: Context) -> APIRouter:
     return router
 
 
-async def _load(context: Context, asked: LoadRequest) -> None:
+async def load_named(context: Context, asked: LoadRequest) -> None:
     name = asked.lora_name
     if not name or not asked.lora_path:
         raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
@@ -148,8 +123,8 @@ async def _load(context: Context, asked: LoadRequest) -> None:
         )
     context.require_ready()
     try:
-        folder = await FOLDER_READS.run(_folder, context, asked.lora_path)
-        is_real = bool(context.options.allowed_roots)
+        folder = await _folder(context, asked.lora_path)
+        is_real = bool(context.options.allowed_roots) and not is_remote(asked.lora_path)
         card = await context.names.load(name, folder, is_real=is_real)
         await _read_weights(context, card.cid)
     except (AdapterNotFound, SourceNotFound) as error:
@@ -177,13 +152,15 @@ async def _read_weights(context: Context, cid: str) -> None:
         _log.warning("%s is registered, but its weights are not loaded yet: %s", cid, error)
 
 
-def _folder(context: Context, path: str) -> str:
+async def _folder(context: Context, path: str) -> str:
     """Returns the folder to load; without --allowed-roots any path is accepted, as in vLLM."""
+    if is_remote(path) and context.sources is not None:
+        return await context.sources.folder(path)
     roots = context.options.allowed_roots
-    return str(local_folder(path, roots)) if roots else path
+    return str(await FOLDER_READS.run(local_folder, path, roots)) if roots else path
 
 
-async def _unload(context: Context, name: str) -> None:
+async def unload_named(context: Context, name: str) -> None:
     if not name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
     if context.names.find(name) is None:

@@ -38,6 +38,11 @@ def status_routes(context: Context) -> APIRouter:
     async def ping() -> Response:
         return _response(_report(context))
 
+    for path, methods in (("/health", ["HEAD", "POST"]), ("/ping", ["HEAD", "POST"])):
+        router.add_api_route(
+            path, ping, methods=methods, name=f"other_{path[1:]}", include_in_schema=False
+        )
+
     @router.get("/version", **answering(VersionReport))
     async def version() -> Response:
         return json_response(VersionReport(version=__version__))

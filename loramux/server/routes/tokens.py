@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -11,12 +11,16 @@ from starlette.responses import Response
 
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.body import json_response, read_json
+from loramux.server.body import decode, json_response, read_body
 from loramux.server.context import Context
+from loramux.server.endpoint import find_keyed
+from loramux.server.foreign_fields import unsupported_in
 from loramux.server.openapi import answering, taking
 from loramux.server.prompts import check_token_ids, encode_messages, encode_prompt, off_loop
 from loramux.server.selection import codec_for, select_model, vocab_size_for
 from loramux.server.wire import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+
+BodyT = TypeVar("BodyT", TokenizeRequest, DetokenizeRequest)
 
 
 @runtime_checkable
@@ -32,6 +36,9 @@ def token_routes(context: Context) -> APIRouter:
     @router.post("/tokenize", **taking(TokenizeRequest, TokenizeAnswer))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt, or of messages in the model's chat template."""
+        other = await find_keyed(request, context.options.max_body_bytes)
+        if other is not None:
+            return await other(request)
         body, num_bytes, named = await _read(context, request, TokenizeRequest)
         codec = named.codec
         token_ids = await off_loop(
@@ -86,9 +93,11 @@ class _NamedCodec:
 
 
 async def _read(
-    context: Context, request: Request, kind: type[Any]
-) -> tuple[Any, int, _NamedCodec]:
-    body, num_bytes = await read_json(request, kind, max_bytes=context.options.max_body_bytes)
+    context: Context, request: Request, kind: type[BodyT]
+) -> tuple[BodyT, int, _NamedCodec]:
+    raw = await read_body(request, context.options.max_body_bytes)
+    body, num_bytes = decode(raw, kind), len(raw)
+    unsupported_in(kind).check(raw)
     context.require_known()
     return body, num_bytes, await _named(context, body.model)
 

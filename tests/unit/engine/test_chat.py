@@ -28,7 +28,7 @@ def test_arguments_of_tool_calls_become_objects(arguments: Any) -> None:
     """Catches a JSON string that a template would encode once more."""
     (message,) = normalize_messages([tool_call(arguments)])
     assert message["tool_calls"][0]["function"]["arguments"] == {"city": "Bonn"}
-    assert message["content"] is None
+    assert message["content"] == ""
 
 
 @pytest.mark.parametrize(

@@ -209,3 +209,22 @@ def test_events_after_the_end_are_ignored(tokenizer: Tokenizer) -> None:
     assert collector.apply(event(None, FinishReason.LENGTH)) is not None
     assert collector.apply(event(50)) is None
     assert collector.output.outputs[0].token_ids == []
+
+
+def test_the_last_token_of_a_grammar_is_part_of_the_text(tokenizer: Tokenizer) -> None:
+    collector = make_collector(tokenizer)
+    *first, last = tokenizer.encode("ab}")
+    for token_id in first:
+        collector.apply(event(token_id))
+    delta = collector.apply(event(last, FinishReason.STOP, stop_token_id=None))
+    assert collector.output.outputs[0].text == "ab}"
+    assert delta is not None and delta.finish_reason is FinishReason.STOP
+    assert delta.stop_reason is None
+
+
+def test_stop_strings_count_from_min_tokens_on(tokenizer: Tokenizer) -> None:
+    token = tokenizer.encode("q")[0]
+    collector = make_collector(tokenizer, stop=("q",), min_tokens=2)
+    deltas = [collector.apply(event(token)) for _ in range(3)]
+    assert [delta and delta.stop_reason for delta in deltas] == [None, None, "q"]
+    assert collector.output.outputs[0].text == "qq"

@@ -98,6 +98,29 @@ def test_running_ahead_does_not_change_the_tokens(
     assert (engine.scheduler.num_preemptions > 0) is (num_pages == 14)
 
 
+def test_constrained_rows_beside_free_ones_get_the_tokens_of_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    allowed = tuple(range(40, 72, 3))
+    kinds: list[dict[str, Any]] = [
+        {"allowed_token_ids": allowed},
+        {},
+        {"allowed_token_ids": allowed, "temperature": 1.0, "seed": 4},
+        {"temperature": 1.0, "seed": 4},
+        {"logit_bias": {9: 100.0}, "stop_token_ids": (9,), "min_tokens": 4},
+    ]
+    requests = [
+        make_request(f"r{i}", make_prompt(5, seed=i), **{"max_tokens": 7, **kind})
+        for i, kind in enumerate(kinds)
+    ]
+    expected = run_all(reference_engine(model, tmp_path, **SETTINGS), requests)
+    assert {*expected["r0"], *expected["r2"]} <= set(allowed)
+    assert len(expected["r4"]) == 5 and expected["r4"][-1] == 9
+    engine = device_engine(monkeypatch, model, tmp_path, **SETTINGS)[0]
+    assert run_all(engine, requests) == expected
+
+
 def test_logits_of_chunks_and_decodes_equal_those_of_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from loramux.engine.grammar.constraint import Constraint
 from loramux.kernels.reference import sampling as sampling_torch
 from loramux.runner.gpu_sampler import (
     can_sample_on_device,
@@ -60,3 +61,13 @@ def test_rows_of_the_full_sampler_are_greedy_in_the_kernel() -> None:
     samples = sample_inputs([row(temperature=1.0, top_k=3), row(temperature=0.5)])
     assert samples.temperatures == [0.0, 0.5] and samples.others == [0]
     assert samples.noise[0] == 0.0 and 0 < samples.noise[1] < 1
+
+
+def test_a_row_with_a_mask_is_not_sampled_by_the_kernel() -> None:
+    params = SamplingParams(temperature=0, min_tokens=2)
+    constraint = Constraint(params, (5,), None)
+    rows = [
+        SampleRow(params, 0, (1,), output_token_ids=[0] * length, constraint=constraint)
+        for length in (1, 2)
+    ]
+    assert sample_inputs(rows).others == [0]

@@ -23,7 +23,7 @@ from loramux.server.combinations import Combinations, make_in_child
 from loramux.server.context import ServerOptions
 from loramux.types.adapter import AdapterCard
 from tests.adapter_factory import lora_config_dict, lora_tensors, tiny_llama_config, write_adapter
-from tests.unit.server.asgi_client import complete, get, run
+from tests.unit.server.asgi_client import complete, get, post, run
 from tests.unit.server.scripted_backend import ScriptedBackend
 
 CONFIG = tiny_llama_config(num_hidden_layers=1)
@@ -105,6 +105,28 @@ def test_32_concurrent_requests_make_it_once_in_a_child_process(scene: Scene) ->
     # A server that starts later finds it on disk.
     assert complete(scene.start(make), model="b+a", **TIES).status_code == 200
     assert makes == 1
+
+
+def test_loraxs_merged_adapters_are_made_by_the_same_methods(scene: Scene) -> None:
+    def generate(**merged: Any) -> Any:
+        body = {"inputs": "x", "parameters": {"merged_adapters": {"ids": ["a", "b"]} | merged}}
+        return post(scene.app, "/generate", body)
+
+    # The client always sends a density.
+    response = generate(weights=[1, 0.5], density=0.0)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-adapter-id"] == "a,b"
+    assert scene.made[0].method.name == "linear"
+    ties = {"merge_strategy": "ties", "density": 0.5, "majority_sign_method": "frequency"}
+    assert generate(**ties).status_code == 200
+    assert scene.made[1].majority_sign_method == "frequency"
+    assert [part.weight for part in scene.made[1].parts] == [1, 1]
+    assert len({cid for cid in scene.backend.cids if cid}) == 2
+    # A density of 0 would make the base.
+    assert generate(merge_strategy="ties", density=0.0).status_code == 422
+    assert generate(ids=["a", "wide"]).status_code in (422, 424)
+    assert generate(ids=["a", "nope"]).status_code == 424
+    assert generate(merge_strategy="nope").status_code == 422
 
 
 def test_the_sum_is_not_made_but_computed_in_the_batch(scene: Scene) -> None:

@@ -26,7 +26,7 @@ from loramux.server.generation import Deltas, Generation, GenerationRequest, Rou
 from loramux.server.generation import run as run_generation
 from loramux.server.names import AdapterNames, Selected
 from loramux.server.receipt_draft import ReceiptDraft, ReceiptIssuer
-from loramux.server.sampling import UNSUPPORTED_IN_COMPLETIONS, MaxTokens
+from loramux.server.sampling import MaxTokens
 from loramux.types.request import FinishReason, Request
 from loramux.types.sampling import SamplingParams
 from tests.unit.server.asgi_client import run
@@ -36,7 +36,6 @@ KIND = RouteKind(
     id_prefix="x",
     prompt_param="prompt",
     default_max_tokens=16,
-    unsupported=UNSUPPORTED_IN_COMPLETIONS,
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from loramux.backend import Delta
 from loramux.errors import AdapterRefused, EngineBusy, EngineStopped
-from loramux.server.routes.runtime_lora import NameLocks
+from loramux.server.name_locks import NameLocks
 from loramux.types.adapter import AdapterCard
 from loramux.types.request import Request
 from tests.store_factory import write_tiny

@@ -44,7 +44,7 @@ def test_request_selects_its_adapter(
 def test_every_served_model_name_selects_the_base() -> None:
     backend = ScriptedBackend()
     app = make_app(backend, served_model_names=("smol", "gpt-4"))
-    assert complete(app, model="gpt-4").json()["model"] == "gpt-4"
+    assert complete(app, model="gpt-4").json()["model"] == "smol"
     assert complete(app, model=None).json()["model"] == "smol"
     assert complete(app, model="tiny-base").status_code == 404
     assert backend.cids == [None, None]

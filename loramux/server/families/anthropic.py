@@ -1,0 +1,283 @@
+"""Anthropic's POST /v1/messages and its token count."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux.errors import ContextLengthExceeded, InvalidRequest
+from loramux.server.body import json_response
+from loramux.server.caller import caller_of
+from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
+from loramux.server.errors import error_info, shaped_response
+from loramux.server.families.asked import (
+    Asked,
+    Constraint,
+    Tools,
+    encode,
+    generation_body,
+    open_asked,
+    read_fields,
+)
+from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
+from loramux.server.prompts import off_loop
+from loramux.server.receipt_draft import receipt_draft
+from loramux.server.selection import ModelReference, codec_for, select
+from loramux.server.streaming import StreamForm, named_event, stream_events, until_gone
+from loramux.server.usage import UsageCount
+from loramux.server.wire import Usage
+
+FAMILY = "anthropic"
+KIND = RouteKind(id_prefix="msg", prompt_param="messages", default_max_tokens=None)
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class CountBody(Struct, kw_only=True):
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    thinking: dict[str, Any] | None = None
+
+
+class MessageBody(CountBody, kw_only=True):
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    adapters: list[str] | None = None
+    adapter_weights: list[float] | None = None
+
+
+def anthropic_error(error: Exception) -> Response:
+    info = error_info(error)
+    message = info.message
+    if isinstance(error, ContextLengthExceeded):
+        # The words by which clients know that they must shorten the conversation.
+        message = f"prompt is too long: {message}"
+    kind = ERROR_TYPES.get(info.code, "api_error")
+    body = {"type": "error", "error": {"type": kind, "message": message}}
+    return shaped_response(error, body, info.code)
+
+
+def error_event(error: Exception) -> bytes:
+    return named_event("error", json.loads(bytes(anthropic_error(error).body)))
+
+
+def anthropic_endpoints(context: Context) -> list[Endpoint]:
+    async def create(request: Request) -> Response:
+        return await _create(context, request)
+
+    async def count(request: Request) -> Response:
+        body = await read_fields(context, request, CountBody)
+        context.require_known()
+        selected = await select(context, ModelReference(body.model), caller=caller_of(request))
+        _refuse_tools(body)
+        asked = Asked(kind=KIND, body=generation_body(), messages=_messages(body))
+        codec, limit = await codec_for(context, selected), context.backend.card.max_model_len
+        [token_ids] = await off_loop(
+            len(str(body.messages)),
+            lambda: encode(asked, codec, limit),
+            is_own=codec is context.backend.codec,
+        )
+        return json_response({"input_tokens": len(token_ids)})
+
+    return [
+        Endpoint(family=FAMILY, path=path, handler=handler, shape=anthropic_error)
+        for path, handler in (("/v1/messages", create), ("/v1/messages/count_tokens", count))
+    ]
+
+
+async def _create(context: Context, request: Request) -> Response:
+    body = await read_fields(context, request, MessageBody)
+    with receipt_draft(context.receipts, context.base_identity, request) as draft:
+        generation = await open_asked(context, request, draft, _asked(body))
+    deltas = run(context, generation)
+    if body.stream:
+        form = StreamForm(on_error=error_event)
+        return await stream_events(request, _events(generation, deltas), form)
+    choices, usage = await until_gone(request, collect(generation, deltas))
+    choice = choices[0]
+    answer = _message(generation, choice.text, _usage(usage))
+    receipt = generation.draft.receipt
+    extra = {} if receipt is None else {"serving": receipt}
+    return json_response(answer | _stop(choice.finish_reason, choice.stop_reason) | extra)
+
+
+def _asked(body: MessageBody) -> Asked:
+    form = (body.output_config or {}).get("format")
+    return Asked(
+        kind=KIND,
+        body=generation_body(
+            model=body.model,
+            adapters=body.adapters,
+            adapter_weights=body.adapter_weights,
+            max_tokens=body.max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            stop=body.stop_sequences,
+            stream=body.stream,
+            user=(body.metadata or {}).get("user_id"),
+        ),
+        messages=_messages(body),
+        constraint=None if form is None else Constraint("json_schema", form, "output_config"),
+        tools=_tools(body),
+    )
+
+
+def _tools(body: CountBody) -> Tools | None:
+    """Tools in OpenAI's form."""
+    if not body.tools:
+        return None
+    functions = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.get("name"),
+                "description": tool.get("description", ""),
+                "parameters": tool.get("input_schema"),
+            },
+        }
+        for tool in body.tools
+    ]
+    return Tools(functions, body.tool_choice)
+
+
+def _refuse_tools(body: CountBody) -> None:
+    if body.tools:
+        raise InvalidRequest("tools is not supported by this server: leave it out.", param="tools")
+
+
+def _messages(body: CountBody) -> list[dict[str, Any]]:
+    messages = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(body.system, "system")})
+    for message in body.messages:
+        messages += _chat_messages(message)
+    return messages
+
+
+def _chat_messages(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """One message in OpenAI's form; results of tools become messages of their own."""
+    content, role = message.get("content"), message.get("role")
+    if not isinstance(content, list):
+        return [{"role": role, "content": content}]
+    written: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_result":
+            result = _text(block.get("content") or "", "tool_result")
+            written.append(
+                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+            )
+        elif kind == "tool_use":
+            arguments = json.dumps(block.get("input") or {})
+            function = {"name": block.get("name"), "arguments": arguments}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind not in ("thinking", "redacted_thinking"):
+            blocks.append(block)
+    if blocks or calls:
+        shown: dict[str, Any] = {"role": role, "content": _text(blocks, "messages")}
+        if calls:
+            shown["tool_calls"] = calls
+        written.append(shown)
+    return written
+
+
+def _text(content: Any, param: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for block in content if isinstance(content, list) else [content]:
+        fields: dict[str, Any] = block if isinstance(block, dict) else {}
+        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
+            raise InvalidRequest(
+                f"A block of type {fields.get('type')!r} is not supported: this model reads text.",
+                param="messages" if param == "tool_result" else param,
+            )
+        texts.append(fields["text"])
+    return "\n".join(texts)
+
+
+def _message(generation: Generation, text: str | None, usage: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": generation.request.id.replace("msg-", "msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": generation.request.selected.model,
+        "content": [] if text is None else [{"type": "text", "text": text}],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": usage,
+    }
+
+
+def _stop(reason: str, stop_reason: str | int | None) -> dict[str, Any]:
+    if reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if isinstance(stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
+    return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return {
+        "input_tokens": usage.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+async def _events(generation: Generation, deltas: Deltas) -> AsyncGenerator[bytes, None]:
+    count = UsageCount(generation.engine_requests)
+    stop: dict[str, Any] = {}
+    is_first = True
+    async with aclosing(deltas):
+        async for index, delta in deltas:
+            count.add(index, delta)
+            if delta.finish_reason is not None:
+                stop = _stop(delta.finish_reason.value, delta.stop_reason)
+            head = _head(generation, _usage(count.usage())) if is_first else b""
+            is_first = False
+            text = {"type": "text_delta", "text": delta.text}
+            piece = _event("content_block_delta", index=0, delta=text) if delta.text else b""
+            yield head + piece
+    yield _event("content_block_stop", index=0)
+    yield _event("message_delta", delta=stop, usage=_usage(count.usage()))
+    yield _event("message_stop")
+
+
+def _head(generation: Generation, usage: dict[str, Any]) -> bytes:
+    block = {"type": "text", "text": ""}
+    started = _event("message_start", message=_message(generation, None, usage))
+    return started + _event("content_block_start", index=0, content_block=block)
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return named_event(name, {"type": name, **fields})

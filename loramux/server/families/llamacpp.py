@@ -1,0 +1,405 @@
+"""llama.cpp's routes: completion, adapters by place, props, and its unversioned paths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux import __version__
+from loramux.backend import Health, TextCodec
+from loramux.errors import InvalidRequest
+from loramux.server.body import json_response, keep_body, read_body
+from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
+from loramux.server.errors import error_info, shaped_response
+from loramux.server.families.asked import (
+    Asked,
+    Constraint,
+    Prompt,
+    generation_body,
+    open_asked,
+    read_fields,
+)
+from loramux.server.families.llamacpp_lora import PlacedAdapters
+from loramux.server.generation import Choice, Deltas, Generation, RouteKind, collect, run
+from loramux.server.receipt_draft import receipt_draft
+from loramux.server.routes.models import answer_models
+from loramux.server.routes.openai import answer_chat
+from loramux.server.routes.tokens import DescribesTokenizer
+from loramux.server.sampling import Logprobs
+from loramux.server.streaming import StreamForm, event, stream_events, until_gone
+from loramux.server.token_reports import LOWEST
+
+FAMILY = "llamacpp"
+KIND = RouteKind(id_prefix="cmpl", prompt_param="prompt", default_max_tokens=None)
+CONTENT = frozenset({"content"})
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+# Samplers that are not here, and their values that change nothing.
+INACTIVE: dict[str, tuple[Any, ...]] = {
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "mirostat": (0,),
+    "t_max_predict_ms": (0, -1),
+    "top_n_sigma": (-1,),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
+    "image_data": ([],),
+    "input_prefix": ("",),
+    "input_suffix": ("",),
+    "samplers": (),
+}
+
+
+class CompletionBody(Struct, kw_only=True):
+    prompt: Any
+    model: str | None = None
+    n_predict: int = -1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool = False
+    ignore_eos: bool = False
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Any = None
+    n_probs: int = 0
+    return_tokens: bool = False
+    grammar: str | None = None
+    json_schema: Any = None
+    lora: Any = None
+    dry_multiplier: Any = None
+    dynatemp_range: Any = None
+    mirostat: Any = None
+    t_max_predict_ms: Any = None
+    top_n_sigma: Any = None
+    typical_p: Any = None
+    xtc_probability: Any = None
+    image_data: Any = None
+    input_prefix: Any = None
+    input_suffix: Any = None
+
+
+class TokenizeContent(Struct, kw_only=True):
+    content: str
+    add_special: bool = False
+    with_pieces: bool = False
+
+
+def llamacpp_error(error: Exception) -> Response:
+    info = error_info(error)
+    is_too_long = info.reason == "context_length_exceeded"
+    kind = (
+        "exceed_context_size_error" if is_too_long else ERROR_TYPES.get(info.code, "server_error")
+    )
+    body = {"error": {"code": info.code, "message": info.message, "type": kind}}
+    return shaped_response(error, body, info.code)
+
+
+def error_event(error: Exception) -> bytes:
+    return event(json.loads(bytes(llamacpp_error(error).body)))
+
+
+def llamacpp_endpoints(context: Context) -> list[Endpoint]:
+    placed = PlacedAdapters(context)
+
+    async def complete(request: Request) -> Response:
+        return await _complete(context, request, placed)
+
+    async def chat(request: Request) -> Response:
+        await _name_adapters(context, request, placed)
+        return await answer_chat(context, request)
+
+    async def models(request: Request) -> Response:
+        return await answer_models(context)
+
+    async def list_lora(request: Request) -> Response:
+        return json_response(placed.listed())
+
+    async def set_lora(request: Request) -> Response:
+        placed.set_scales(await read_body(request, context.options.max_body_bytes))
+        return json_response({"success": True})
+
+    async def props(request: Request) -> Response:
+        context.require_known()
+        return json_response(_props(context))
+
+    async def health(request: Request) -> Response:
+        context.require_ready()
+        return json_response({"status": "ok"})
+
+    async def tokenize(request: Request) -> Response:
+        return await _tokenize(context, request)
+
+    def at(
+        path: str,
+        handler: Callable[[Request], Awaitable[Response]],
+        *methods: str,
+        keys: frozenset[str] = frozenset(),
+    ) -> Endpoint:
+        return Endpoint(
+            family=FAMILY,
+            path=path,
+            handler=handler,
+            methods=methods or ("POST",),
+            keys=keys,
+            shape=llamacpp_error,
+            any_type=handler is complete,
+        )
+
+    return [
+        at("/completion", complete),
+        at("/completions", complete),
+        at("/chat/completions", chat),
+        at("/models", models, "GET"),
+        at("/lora-adapters", list_lora, "GET"),
+        at("/lora-adapters", set_lora),
+        at("/props", props, "GET"),
+        at("/v1/health", health, "GET"),
+        at("/tokenize", tokenize, keys=CONTENT),
+    ]
+
+
+async def _name_adapters(context: Context, request: Request, placed: PlacedAdapters) -> None:
+    """Writes `lora`, or the default selection, into the fields of the own API."""
+    raw = await read_body(request, context.options.max_body_bytes)
+    try:
+        fields = msgspec.json.decode(raw)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(fields, dict):
+        fields |= placed.selection(fields.pop("lora", None), fields.get("model"))
+        keep_body(request, msgspec.json.encode(fields))
+
+
+async def _complete(context: Context, request: Request, placed: PlacedAdapters) -> Response:
+    body = await read_fields(context, request, CompletionBody)
+    _check(body)
+    prompts = _prompts(body.prompt)
+    if body.stream and len(prompts) > 1:
+        raise InvalidRequest("A stream takes one prompt: send them apart.", param="prompt")
+    with receipt_draft(context.receipts, context.base_identity, request) as draft:
+        asked = _asked(body, prompts, placed)
+        generation = await open_asked(context, request, draft, asked)
+    deltas = run(context, generation)
+    if body.stream:
+        events = _events(generation, deltas, body)
+        return await stream_events(request, events, StreamForm(on_error=error_event))
+    choices, usage = await until_gone(request, collect(generation, deltas))
+    cached = usage.prompt_tokens_details.cached_tokens
+    answers = [
+        _final(generation, body, at, choice, cached) | {"content": choice.text}
+        for at, choice in enumerate(choices)
+    ]
+    is_batch = isinstance(body.prompt, list) and len(prompts) > 1
+    return json_response(answers if is_batch else answers[0])
+
+
+def _check(body: CompletionBody) -> None:
+    for name, harmless in INACTIVE.items():
+        value = getattr(body, name, None)
+        if value is not None and value not in harmless:
+            raise InvalidRequest(
+                f"{name} is not supported by this server: leave it out.", param=name
+            )
+    penalties = (
+        body.repeat_penalty not in (None, 1),
+        body.presence_penalty,
+        body.frequency_penalty,
+    )
+    if any(penalties) and body.repeat_last_n not in (None, -1):
+        raise InvalidRequest(
+            "Penalties count the whole text here: leave repeat_last_n out, or send -1.",
+            param="repeat_last_n",
+        )
+
+
+def _prompts(prompt: Any) -> list[Prompt]:
+    """A text, token ids, a mix of both, or a list of these."""
+    if not isinstance(prompt, list) or not prompt:
+        return [_prompt(prompt)]
+    is_one = any(isinstance(part, int) for part in prompt)
+    return [_prompt(prompt)] if is_one else [_prompt(one) for one in prompt]
+
+
+def _prompt(prompt: Any) -> Prompt:
+    if isinstance(prompt, str):
+        return prompt
+    given = prompt if isinstance(prompt, list) else [None]
+    parts = [one for one in given if isinstance(one, str | int) and not isinstance(one, bool)]
+    if len(parts) != len(given):
+        raise InvalidRequest(
+            "prompt must be a text, token ids, a mix of both, or a list of these.",
+            param="prompt",
+        )
+    return parts
+
+
+def _asked(body: CompletionBody, prompts: list[Prompt], placed: PlacedAdapters) -> Asked:
+    num = body.max_tokens if body.max_tokens is not None else body.n_predict
+    sampling = {
+        name: value if (given := getattr(body, name)) is None else given
+        for name, value in DEFAULTS.items()
+    }
+    constraint = None
+    if body.grammar:
+        constraint = Constraint("gbnf", body.grammar, "grammar")
+    elif body.json_schema is not None:
+        constraint = Constraint("json_schema", body.json_schema, "json_schema")
+    return Asked(
+        kind=KIND,
+        body=generation_body(
+            max_tokens=None if num < 0 else num,
+            seed=None if body.seed == -1 else body.seed,
+            stop=body.stop,
+            ignore_eos=body.ignore_eos,
+            repetition_penalty=body.repeat_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=_logit_bias(body.logit_bias),
+            stream=body.stream,
+            **sampling,
+            **({"model": body.model} | placed.selection(body.lora, body.model)),
+        ),
+        prompts=prompts,
+        logprobs=Logprobs(body.n_probs or None),
+        constraint=constraint,
+    )
+
+
+def _logit_bias(given: Any) -> dict[int, float] | None:
+    """Pairs of a token id and a bias; false, which forbids the token, is the lowest bias."""
+    if not given:
+        return None
+    pairs = given.items() if isinstance(given, dict) else given
+    try:
+        return {int(token): -100.0 if bias is False else float(bias) for token, bias in pairs}
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            "logit_bias must be pairs of a token id and a number.", param="logit_bias"
+        ) from error
+
+
+async def _events(
+    generation: Generation, deltas: Deltas, body: CompletionBody
+) -> AsyncGenerator[bytes, None]:
+    choice, cached = Choice(), 0
+    codec = generation.request.codec
+    async with aclosing(deltas):
+        async for _, delta in deltas:
+            choice.add(delta)
+            cached = cached if delta.num_reused is None else delta.num_reused
+            part = {
+                "index": 0,
+                "content": delta.text,
+                "tokens": list(delta.token_ids) if body.return_tokens else [],
+                "stop": False,
+                "id_slot": -1,
+                "tokens_predicted": len(choice.token_ids),
+                "tokens_evaluated": len(generation.request.prompts[0]),
+            }
+            if body.n_probs:
+                part["completion_probabilities"] = _probabilities(codec, delta.logprobs or ())
+            yield event(part)
+    last = _final(generation, body, 0, choice, cached)
+    last.pop("completion_probabilities", None)
+    yield event(last | {"content": "", "tokens": []})
+
+
+def _probabilities(codec: TextCodec, logprobs: Any) -> list[dict[str, Any]]:
+    def shown(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "id": token_id,
+            "token": codec.token_to_str(token_id),
+            "bytes": list(codec.token_bytes(token_id)),
+            "logprob": max(logprob, LOWEST),
+        }
+
+    return [
+        shown(one.token_id, one.logprob)
+        | {"top_logprobs": [shown(i, logprob) for i, logprob in one.top]}
+        for one in logprobs
+    ]
+
+
+def _final(
+    generation: Generation,
+    body: CompletionBody,
+    at: int,
+    choice: Choice,
+    cached: int,
+) -> dict[str, Any]:
+    is_word = isinstance(choice.stop_reason, str)
+    stop_type = "limit" if choice.finish_reason == "length" else "word" if is_word else "eos"
+    request = generation.engine_requests[at]
+    answer = {
+        "index": at,
+        "content": choice.text,
+        "tokens": choice.token_ids if body.return_tokens else [],
+        "id_slot": -1,
+        "stop": True,
+        "model": generation.request.selected.model,
+        "tokens_predicted": len(choice.token_ids),
+        "tokens_evaluated": len(request.prompt_token_ids),
+        "tokens_cached": cached,
+        "truncated": False,
+        "stop_type": stop_type,
+        "stopping_word": choice.stop_reason if is_word else "",
+        "generation_settings": msgspec.to_builtins(request.params, str_keys=True),
+        "timings": {
+            "prompt_n": len(request.prompt_token_ids),
+            "predicted_n": len(choice.token_ids),
+        },
+    }
+    if body.n_probs:
+        answer["completion_probabilities"] = _probabilities(
+            generation.request.codec, choice.logprobs
+        )
+    return answer
+
+
+async def _tokenize(context: Context, request: Request) -> Response:
+    body = await read_fields(context, request, TokenizeContent)
+    context.require_known()
+    codec = context.backend.codec
+    token_ids = codec.encode(body.content, add_special_tokens=body.add_special)
+    if not body.with_pieces:
+        return json_response({"tokens": token_ids})
+    return json_response({"tokens": [{"id": i, "piece": codec.token_to_str(i)} for i in token_ids]})
+
+
+def _props(context: Context) -> dict[str, Any]:
+    card, codec = context.backend.card, context.backend.codec
+    info = codec.tokenizer_info() if isinstance(codec, DescribesTokenizer) else {}
+    return {
+        "default_generation_settings": {"n_ctx": card.max_model_len, "params": DEFAULTS},
+        "total_slots": card.max_sequences,
+        "model_path": card.path,
+        "model_alias": context.base_names[0],
+        "chat_template": info.get("chat_template") or "",
+        "bos_token": info.get("bos_token") or "",
+        "eos_token": info.get("eos_token") or "",
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"loramux {__version__}",
+        "is_sleeping": context.backend.health is not Health.READY,
+    }

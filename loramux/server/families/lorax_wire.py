@@ -1,0 +1,192 @@
+"""Bodies of LoRAX's and TGI's native routes, and their errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
+from starlette.responses import Response
+
+from loramux.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    DoesNotFit,
+    EngineBusy,
+    EngineStopped,
+    InvalidRequest,
+    LoramuxError,
+    RequestTimeout,
+    SourceFailed,
+    SourceNotFound,
+    SourceRefused,
+)
+from loramux.server.errors import BodyTooLarge, NotJson, NotServed, error_info, shaped_response
+from loramux.server.streaming import event
+
+
+class MergedAdapters(Struct, kw_only=True):
+    ids: list[str]
+    weights: list[float] = []
+    merge_strategy: str | None = None
+    density: float | None = None
+    majority_sign_method: str | None = None
+
+
+class Parameters(Struct, kw_only=True):
+    """Fields of `parameters`; TGI's are among them."""
+
+    adapter_id: str | None = None
+    adapter_source: str | None = None
+    merged_adapters: MergedAdapters | None = None
+    api_token: str | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+    do_sample: bool = False
+    max_new_tokens: int | None = None
+    ignore_eos_token: bool = False
+    return_full_text: bool | None = None
+    stop: list[str] | None = None
+    truncate: int | None = None
+    watermark: bool = False
+    details: bool = False
+    decoder_input_details: bool = False
+    return_k_alternatives: int | None = None
+    top_n_tokens: int | None = None
+    seed: int | None = None
+    response_format: dict[str, Any] | None = None
+    grammar: dict[str, Any] | None = None
+    apply_chat_template: bool = False
+
+
+class GenerateRequest(Struct, kw_only=True):
+    inputs: str
+    parameters: dict[str, Any] | None = None
+    stream: bool = False
+
+
+class TokenizeInputs(Struct, kw_only=True):
+    inputs: str
+    add_special_tokens: bool | None = None
+    parameters: dict[str, Any] | None = None
+    stream: bool | None = None
+
+
+class InputToken(Struct, kw_only=True):
+    id: int
+    text: str
+    logprob: float | None
+
+
+class TopToken(Struct, kw_only=True):
+    id: int
+    text: str
+    logprob: float
+    special: bool = False
+
+
+class Token(Struct, kw_only=True):
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+    alternative_tokens: list[TopToken] | UnsetType = UNSET
+    skipped: bool = False
+
+
+class Sequence(Struct, kw_only=True):
+    generated_text: str
+    finish_reason: str
+    generated_tokens: int
+    seed: int | None
+    prefill: list[InputToken]
+    tokens: list[Token]
+    top_tokens: list[list[TopToken]] | UnsetType = UNSET
+
+
+class Details(Struct, kw_only=True):
+    finish_reason: str
+    prompt_tokens: int
+    generated_tokens: int
+    skipped_tokens: int = 0
+    seed: int | None
+    prefill: list[InputToken]
+    tokens: list[Token]
+    top_tokens: list[list[TopToken]] | UnsetType = UNSET
+    best_of_sequences: list[Sequence] | UnsetType = UNSET
+
+
+class GenerateAnswer(Struct, kw_only=True):
+    generated_text: str
+    details: Details | UnsetType = UNSET
+
+
+class StreamDetails(Struct, kw_only=True):
+    finish_reason: str
+    prompt_tokens: int
+    generated_tokens: int
+    seed: int | None
+    input_length: int
+    """TGI's word for prompt_tokens."""
+
+
+class StreamAnswer(Struct, kw_only=True):
+    index: int
+    token: Token
+    top_tokens: list[TopToken] | UnsetType = UNSET
+    generated_text: str | None = None
+    details: StreamDetails | None = None
+
+
+class TokenPlace(Struct, kw_only=True):
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+class Failure(Struct, kw_only=True):
+    error: str
+    error_type: str
+
+
+VALIDATION, GENERATION = "validation", "generation"
+_KINDS: tuple[tuple[tuple[type[Exception], ...], int, str, str], ...] = (
+    ((InvalidRequest, DoesNotFit, BodyTooLarge, NotJson), 422, VALIDATION,
+     "Input validation error: "),
+    ((EngineBusy,), 429, "overloaded", "Model is overloaded. "),
+    ((EngineStopped,), 503, GENERATION, "Request failed during generation: "),
+    ((NotServed, AdapterNotFound, AdapterRefused), 424, GENERATION,
+     "Request failed during generation: "),
+    ((SourceRefused, SourceNotFound, SourceFailed, RequestTimeout), 424, GENERATION,
+     "Request failed during generation: "),
+    ((LoramuxError,), 500, "incomplete_generation", "Incomplete generation: "),
+)  # fmt: skip
+
+
+def failure_of(error: Exception) -> tuple[int, Failure]:
+    """The status and the body that LoRAX gives an error."""
+    info = error_info(error)
+    for kinds, status, kind, start in _KINDS:
+        if isinstance(error, kinds):
+            return status, Failure(error=start + info.message, error_type=kind)
+    return info.code, Failure(error=info.message, error_type="incomplete_generation")
+
+
+def lorax_error(error: Exception) -> Response:
+    status, failure = failure_of(error)
+    return shaped_response(error, failure, status)
+
+
+def failure_event(error: Exception) -> bytes:
+    return event(failure_of(error)[1])
+
+
+def streamed_error(error: Exception) -> Response:
+    """A stream has status 200 from its beginning: the error is its only event."""
+    return Response(failure_event(error), media_type="text/event-stream")

@@ -1,0 +1,289 @@
+"""OpenAI's POST /v1/responses, without stored conversations."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux.errors import InvalidRequest
+from loramux.server.body import json_response
+from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
+from loramux.server.errors import error_info
+from loramux.server.families.asked import (
+    Asked,
+    Constraint,
+    Tools,
+    generation_body,
+    open_asked,
+    read_fields,
+)
+from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
+from loramux.server.receipt_draft import receipt_draft
+from loramux.server.streaming import StreamForm, named_event, stream_events, until_gone
+from loramux.server.usage import UsageCount
+from loramux.server.wire import Usage
+
+FAMILY = "responses"
+KIND = RouteKind(id_prefix="resp", prompt_param="input", default_max_tokens=None)
+
+
+class ResponseBody(Struct, kw_only=True):
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    truncation: str | None = None
+    top_logprobs: int | None = None
+    prompt: Any = None
+    adapters: list[str] | None = None
+    adapter_weights: list[float] | None = None
+
+
+def responses_endpoints(context: Context) -> list[Endpoint]:
+    async def create(request: Request) -> Response:
+        return await answer_response(context, request)
+
+    return [Endpoint(family=FAMILY, path="/v1/responses", handler=create)]
+
+
+async def answer_response(context: Context, request: Request) -> Response:
+    body = await read_fields(context, request, ResponseBody)
+    _check(body)
+    with receipt_draft(context.receipts, context.base_identity, request) as draft:
+        generation = await open_asked(context, request, draft, _asked(body))
+    deltas = run(context, generation)
+    writer = _Writer(generation, body)
+    if body.stream:
+        form = StreamForm(on_error=writer.failed)
+        return await stream_events(request, _events(generation, deltas, writer), form)
+    choices, usage = await until_gone(request, collect(generation, deltas))
+    return json_response(writer.whole(choices[0].text, choices[0].finish_reason, usage))
+
+
+def _check(body: ResponseBody) -> None:
+    for name in ("previous_response_id", "conversation", "background", "prompt", "top_logprobs"):
+        if getattr(body, name):
+            raise InvalidRequest(
+                f"{name} is not supported: this server keeps no responses. Leave it out.",
+                param=name,
+            )
+    if body.truncation not in (None, "disabled"):
+        raise InvalidRequest("truncation must be disabled.", param="truncation")
+
+
+def _asked(body: ResponseBody) -> Asked:
+    form = (body.text or {}).get("format") or {}
+    kind = form.get("type", "text") if isinstance(form, dict) else None
+    effort = (body.reasoning or {}).get("effort")
+    return Asked(
+        kind=KIND,
+        body=generation_body(
+            model=body.model,
+            adapters=body.adapters,
+            adapter_weights=body.adapter_weights,
+            max_tokens=body.max_output_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            stream=body.stream,
+            user=body.user,
+        ),
+        messages=messages_of(body.input, body.instructions),
+        template={} if effort is None else {"reasoning_effort": effort},
+        constraint=None if kind == "text" else Constraint(str(kind), form, "text"),
+        tools=Tools(_chat_tools(body.tools), body.tool_choice) if body.tools else None,
+    )
+
+
+def _chat_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Flat tools in the form of chat completions."""
+    shown = []
+    for tool in tools:
+        if tool.get("type") != "function":
+            raise InvalidRequest(
+                f"A tool of type {tool.get('type')!r} is not supported: send functions.",
+                param="tools",
+            )
+        shown.append(
+            {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+        )
+    return shown
+
+
+def messages_of(
+    given: str | list[dict[str, Any]], instructions: str | None
+) -> list[dict[str, Any]]:
+    """The input as messages of a chat; calls become tool_calls of an assistant's message."""
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    for item in given:
+        kind = item.get("type", "message")
+        if kind == "message":
+            role = "system" if item.get("role") == "developer" else item.get("role")
+            messages.append({"role": role, "content": item.get("content")})
+        elif kind == "function_call":
+            call = {
+                "id": item.get("call_id"),
+                "type": "function",
+                "function": {"name": item.get("name"), "arguments": item.get("arguments")},
+            }
+            last = messages[-1] if messages else {}
+            if last.get("role") == "assistant" and "tool_calls" in last:
+                last["tool_calls"].append(call)
+            else:
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": item.get("call_id"),
+                    "content": item.get("output"),
+                }
+            )
+        elif kind != "reasoning":
+            raise InvalidRequest(f"input has an item of type {kind!r}.", param="input")
+    return messages
+
+
+class _Writer:
+    """Writes a response, and the events of its stream with their numbers."""
+
+    def __init__(self, generation: Generation, body: ResponseBody) -> None:
+        self._generation = generation
+        self._body = body
+        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._number = 0
+
+    def whole(
+        self, text: str, reason: str, usage: Usage | None, *, error: str | None = None
+    ) -> dict[str, Any]:
+        is_cut = reason == "length"
+        status = "incomplete" if is_cut else "completed" if reason else "in_progress"
+        if error is not None:
+            status = "failed"
+        body, generation = self._body, self._generation
+        receipt = generation.draft.receipt
+        return {
+            "id": generation.request.id.replace("resp-", "resp_"),
+            "object": "response",
+            "created_at": generation.created_s,
+            "status": status,
+            "background": False,
+            "error": None if error is None else {"code": "server_error", "message": error},
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": generation.request.selected.model,
+            "output": [self.item(text, status)] if reason else [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": body.reasoning or {"effort": None, "summary": None},
+            "store": False,
+            "temperature": generation.request.params.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": generation.request.params.top_p,
+            "truncation": "disabled",
+            "usage": None if usage is None else _usage(usage),
+            "user": body.user,
+            **({} if receipt is None else {"serving": receipt}),
+        }
+
+    def item(self, text: str | None, status: str) -> dict[str, Any]:
+        content = [] if text is None else [self.part(text)]
+        return {
+            "id": self._item_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
+
+    def part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def event(self, name: str, **fields: Any) -> bytes:
+        kind = f"response.{name}"
+        written = named_event(kind, {"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
+        return written
+
+    def of_text(self, name: str, **fields: Any) -> bytes:
+        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        return self.event(name, **place, **fields)
+
+    def failed(self, error: Exception) -> bytes:
+        message = error_info(error).message
+        return self.event("failed", response=self.whole("", "", None, error=message))
+
+
+async def _events(
+    generation: Generation, deltas: Deltas, writer: _Writer
+) -> AsyncGenerator[bytes, None]:
+    count = UsageCount(generation.engine_requests)
+    texts: list[str] = []
+    reason = ""
+    begun = False
+    async with aclosing(deltas):
+        async for index, delta in deltas:
+            count.add(index, delta)
+            texts.append(delta.text)
+            reason = reason if delta.finish_reason is None else delta.finish_reason.value
+            head = b"" if begun else _head(writer)
+            begun = True
+            piece = writer.of_text("output_text.delta", delta=delta.text, logprobs=[])
+            yield head + (piece if delta.text else b"")
+    text = "".join(texts)
+    status = "incomplete" if reason == "length" else "completed"
+    yield writer.of_text("output_text.done", text=text, logprobs=[])
+    yield writer.of_text("content_part.done", part=writer.part(text))
+    yield writer.event("output_item.done", output_index=0, item=writer.item(text, status))
+    yield writer.event(status, response=writer.whole(text, reason, count.usage()))
+
+
+def _head(writer: _Writer) -> bytes:
+    started = writer.whole("", "", None)
+    return b"".join(
+        (
+            writer.event("created", response=started),
+            writer.event("in_progress", response=started),
+            writer.event(
+                "output_item.added", output_index=0, item=writer.item(None, "in_progress")
+            ),
+            writer.of_text("content_part.added", part=writer.part("")),
+        )
+    )
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.total_tokens,
+    }

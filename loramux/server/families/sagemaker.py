@@ -1,0 +1,133 @@
+"""SageMaker's routes: invocations of any other route by its fields, and its adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from loramux.errors import InvalidRequest
+from loramux.server.body import decode, keep_body, read_body
+from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
+from loramux.server.errors import NotServed, error_response
+from loramux.server.families.lorax import generate
+from loramux.server.families.lorax_wire import lorax_error
+from loramux.server.families.responses import answer_response
+from loramux.server.routes.openai import answer_chat, answer_completion
+from loramux.server.routes.runtime_lora import (
+    LoadRequest,
+    VllmError,
+    load_named,
+    unload_named,
+)
+
+FAMILY = "sagemaker"
+IDENTIFIER = "x-amzn-sagemaker-adapter-identifier"
+ALIAS = "x-amzn-sagemaker-adapter-alias"
+Answer = Callable[[Context, Request], Awaitable[Response]]
+
+
+async def _inputs(context: Context, request: Request) -> Response:
+    return await generate(context, request, as_list=True)
+
+
+# The field that tells a body's API -> its route.
+ANSWERS: dict[str, Answer] = {
+    "messages": answer_chat,
+    "prompt": answer_completion,
+    "input": answer_response,
+    "inputs": _inputs,
+}
+
+
+class AdapterBody(Struct, kw_only=True):
+    name: str = ""
+    src: str = ""
+    preload: bool = True
+    pin: bool = False
+    load_inplace: bool = False
+
+
+def sagemaker_endpoints(context: Context) -> list[Endpoint]:
+    def invoke(key: str) -> Endpoint:
+        async def handler(request: Request) -> Response:
+            await _name_adapter(context, request, key)
+            return await ANSWERS[key](context, request)
+
+        return Endpoint(
+            family=FAMILY,
+            path="/invocations",
+            handler=handler,
+            keys=frozenset({key}),
+            shape=lorax_error if key == "inputs" else error_response,
+        )
+
+    async def register(request: Request) -> Response:
+        return await _register(context, request)
+
+    async def unregister(request: Request) -> Response:
+        return await _unregister(context, request)
+
+    found = [invoke(key) for key in ANSWERS]
+    if context.options.allow_runtime_lora_updating:
+        found += [
+            Endpoint(family=FAMILY, path="/adapters", handler=register),
+            Endpoint(
+                family=FAMILY, path="/adapters/{name:path}", handler=unregister, methods=("DELETE",)
+            ),
+        ]
+    return found
+
+
+async def _name_adapter(context: Context, request: Request, key: str) -> None:
+    """Puts the adapter of the header into the body, where it replaces the body's own."""
+    name = request.headers.get(IDENTIFIER)
+    if not name:
+        return
+    raw = await read_body(request, context.options.max_body_bytes)
+    fields = decode(raw, dict[str, Any])
+    if key == "inputs":
+        parameters = fields.get("parameters") or {}
+        if not isinstance(parameters, dict):
+            raise InvalidRequest("parameters must be an object.", param="parameters")
+        fields["parameters"] = parameters | {"adapter_id": name}
+    else:
+        fields["model"] = name
+    keep_body(request, msgspec.json.encode(fields))
+
+
+async def _register(context: Context, request: Request) -> Response:
+    raw = await read_body(request, context.options.max_body_bytes)
+    body = decode(raw or b"{}", AdapterBody)
+    name, source = (
+        (body.name or request.query_params.get("name", "")),
+        (body.src or request.query_params.get("src", "")),
+    )
+    if not name or not source:
+        raise InvalidRequest("Give name and src.", param="src" if name else "name")
+    if not body.preload:
+        raise InvalidRequest("preload must be true: adapters are read at once.", param="preload")
+    asked = LoadRequest(lora_name=name, lora_path=source, load_inplace=body.load_inplace)
+    try:
+        async with context.name_locks.held(name):
+            await load_named(context, asked)
+    except VllmError as error:
+        return error.response()
+    given = context.names.find(name)
+    if body.pin and given is not None and given.cid is not None:
+        await context.backend.pin_adapter(given.cid, True)
+    return PlainTextResponse(f"Adapter {request.headers.get(ALIAS) or name} registered")
+
+
+async def _unregister(context: Context, request: Request) -> Response:
+    name = request.path_params["name"]
+    if context.names.find(name) is None:
+        raise NotServed(f"The adapter `{name}` does not exist.", param="name")
+    async with context.name_locks.held(name):
+        await unload_named(context, name)
+    return PlainTextResponse(f"Adapter {request.headers.get(ALIAS) or name} unregistered")

@@ -1,0 +1,69 @@
+"""The families of other servers' APIs, and which of them answer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from loramux.backend import Health
+from loramux.errors import InvalidRequest, suggest
+from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint, KeyedEndpoints
+from loramux.server.families.anthropic import anthropic_endpoints
+from loramux.server.families.llamacpp import llamacpp_endpoints
+from loramux.server.families.lorax import lorax_endpoints
+from loramux.server.families.ollama import ollama_endpoints
+from loramux.server.families.responses import responses_endpoints
+from loramux.server.families.sagemaker import sagemaker_endpoints
+from loramux.server.families.sglang import sglang_endpoints
+
+FAMILIES: dict[str, Callable[[Context], list[Endpoint]]] = {
+    "anthropic": anthropic_endpoints,
+    "llamacpp": llamacpp_endpoints,
+    "lorax": lorax_endpoints,
+    "ollama": ollama_endpoints,
+    "responses": responses_endpoints,
+    "sagemaker": sagemaker_endpoints,
+    "sglang": sglang_endpoints,
+}
+OWN = "loramux"
+OWN_PATHS = {"/tokenize": frozenset({"prompt", "messages"})}
+"""Paths of the server's own API that others have too, and the fields of its own bodies."""
+
+
+def check_families(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in FAMILIES:
+            raise InvalidRequest(
+                f"{name!r} is not an API that --compat knows. {suggest(name, [*FAMILIES])}",
+                param="compat",
+            )
+
+
+def endpoints_of(context: Context) -> list[Endpoint]:
+    names = FAMILIES if context.options.compat is None else context.options.compat
+    check_families(names)
+    found = [endpoint for name in names for endpoint in FAMILIES[name](context)]
+    return [_root(context, is_ollama="ollama" in names), *found]
+
+
+def shared_with_own(endpoints: Iterable[Endpoint]) -> KeyedEndpoints:
+    shared: defaultdict[str, list[Endpoint]] = defaultdict(list)
+    for endpoint in endpoints:
+        if endpoint.path in OWN_PATHS:
+            shared[endpoint.path].append(endpoint)
+    return shared
+
+
+def _root(context: Context, *, is_ollama: bool) -> Endpoint:
+    """GET /, by which several clients see whether a server is there; Ollama's read its text."""
+
+    async def root(request: Request) -> Response:
+        is_ready = context.backend.health is Health.READY
+        text = "Ollama is running" if is_ollama else "loramux is running"
+        return PlainTextResponse(text, 200 if is_ready else 503)
+
+    return Endpoint(family=OWN, path="/", handler=root, methods=("GET", "HEAD"))

@@ -1,0 +1,137 @@
+"""The tools that a body defines, and which of them the answer must or may call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from loramux.engine.grammar.library import check_grammar
+from loramux.errors import InvalidRequest
+from loramux.server.structured.check import require_enforceable
+from loramux.server.structured.fields import check_size
+from loramux.server.structured.schema import check_depth, prepare_schema
+from loramux.types.grammar import Grammar
+
+MAX_TOOLS = 512
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+
+Mode = Literal["none", "auto", "required"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    parameters: dict[str, Any]
+    """The schema of the arguments, as the grammar takes it."""
+    is_lenient: bool
+    definition: Mapping[str, Any]
+    """As the body has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    mode: Mode
+    tools: tuple[Tool, ...]
+    """Those that may be called."""
+    listed: tuple[Mapping[str, Any], ...] = ()
+    """The definitions that the model reads."""
+    is_named: bool = False
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Tool -> why its schema is enforced in part only."""
+
+
+def read_tools(tools: Sequence[Any] | None, choice: Any) -> ToolChoice | None:
+    """Return the tools and the choice of a body; None if it has none. It may take seconds."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest(
+                "When using `tool_choice`, `tools` must be set.", param="tool_choice"
+            )
+        return None
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"{len(tools)} tools; at most {MAX_TOOLS} are allowed.", param="tools")
+    mode, wanted = _mode(choice)
+    if mode == "none":
+        return None
+    dropped: dict[str, str] = {}
+    found = [_read(tool, number, dropped) for number, tool in enumerate(tools)]
+    check_size("".join(json.dumps(tool.parameters) for tool in found), "tools")
+    names = [tool.name for tool in found]
+    if len(set(names)) < len(names):
+        raise InvalidRequest("tools: two tools have the same name.", param="tools")
+    if wanted is not None and wanted not in names:
+        raise InvalidRequest(
+            f"tool_choice names `{wanted}`, which is not one of the tools.", param="tool_choice"
+        )
+    return ToolChoice(
+        mode,
+        tuple(tool for tool in found if wanted in (None, tool.name)),
+        tuple(tool.definition for tool in found),
+        wanted is not None,
+        dropped,
+    )
+
+
+def _mode(choice: Any) -> tuple[Mode, str | None]:
+    if choice is None:
+        return "auto", None
+    if choice in ("none", "auto", "required"):
+        return choice, None
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise InvalidRequest(
+            'tool_choice must be "none", "auto", "required" or '
+            '{"type": "function", "function": {"name": …}}.',
+            param="tool_choice",
+        )
+    return "required", name
+
+
+def _read(tool: Any, number: int, dropped: dict[str, str]) -> Tool:
+    place = f"tools[{number}]"
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        raise _refusal(f"{place} must be of type function.")
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise _refusal(
+            f"{place}.function.name must have 1 to 64 letters, digits, dots, dashes or underscores."
+        )
+    given = function.get("parameters")
+    if given is None:
+        given = _NO_PARAMETERS
+    if not isinstance(given, dict):
+        raise _refusal(f"{place}.function.parameters must be a JSON schema, an object.")
+    check_depth(given, "tools")
+    schema = prepare_schema({"type": "object"} | given)
+    if function.get("strict") is True:
+        require_enforceable(_grammar(schema), "tools")
+        return Tool(name, schema, False, tool)
+    return _lenient(name, schema, tool, dropped)
+
+
+def _lenient(
+    name: str, schema: dict[str, Any], tool: Mapping[str, Any], dropped: dict[str, str]
+) -> Tool:
+    """Return a tool with as much of its schema as can be enforced."""
+    for tried, is_lenient in ((schema, False), (schema, True)):
+        try:
+            check_grammar(_grammar(tried, lenient=is_lenient))
+        except ValueError as error:
+            dropped.setdefault(name, str(error).partition("\n")[0])
+        else:
+            return Tool(name, tried, is_lenient, tool)
+    return Tool(name, {"type": "object"}, False, tool)
+
+
+def _grammar(schema: dict[str, Any], *, lenient: bool = False) -> Grammar:
+    return Grammar.of_schema(schema, lenient=lenient)
+
+
+def _refusal(message: str) -> InvalidRequest:
+    return InvalidRequest(message, param="tools")

@@ -1,0 +1,109 @@
+"""Which API answers where: no two families collide, and each can be switched off."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loramux.config import serve
+from loramux.errors import InvalidRequest
+from loramux.server.context import Context, ServerOptions
+from loramux.server.endpoint import Endpoint
+from loramux.server.families.table import FAMILIES, OWN_PATHS, endpoints_of
+from loramux.server.foreign_fields import FOREIGN_FIELDS
+from tests.unit.server.asgi_client import get, make_app, post
+from tests.unit.server.scripted_backend import ScriptedBackend
+
+PAGE = (Path(__file__).resolve().parents[4] / "docs" / "other-servers.md").read_text()
+
+
+def endpoints(**options: Any) -> list[Endpoint]:
+    backend = ScriptedBackend()
+    context = Context(
+        backend=backend,
+        options=ServerOptions(allow_runtime_lora_updating=True, **options),
+        metrics=None,  # type: ignore[arg-type]
+        names=backend.names,
+    )
+    return endpoints_of(context)
+
+
+def own_routes() -> Iterator[tuple[str, str]]:
+    paths = make_app(allow_runtime_lora_updating=True).openapi()["paths"]
+    for path, methods in paths.items():
+        yield from ((method.upper(), path) for method in methods)
+
+
+def test_no_two_families_answer_the_same_body() -> None:
+    groups: defaultdict[tuple[str, str], list[Endpoint]] = defaultdict(list)
+    for endpoint in endpoints():
+        for method in endpoint.methods:
+            groups[method, endpoint.path].append(endpoint)
+    for group in groups.values():
+        keys = [key for endpoint in group for key in endpoint.keys]
+        assert len(keys) == len(set(keys)), group
+        assert len(group) == 1 or all(endpoint.keys for endpoint in group), group
+
+
+def test_no_family_takes_a_route_of_the_own_api() -> None:
+    own = set(own_routes())
+    for endpoint in endpoints():
+        for method in endpoint.methods:
+            if (method, endpoint.path) in own:
+                assert endpoint.keys and not endpoint.keys & OWN_PATHS[endpoint.path]
+
+
+def test_the_settings_name_every_family() -> None:
+    assert set(serve.FAMILIES) == set(FAMILIES)
+    with pytest.raises(InvalidRequest, match="Did you mean lorax"):
+        endpoints(compat=("lorex",))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_can_be_switched_off(name: str) -> None:
+    others = tuple(one for one in FAMILIES if one != name)
+    left = {endpoint.family for endpoint in endpoints(compat=others)}
+    assert left == {*others, "loramux"}
+
+
+def test_a_path_that_is_off_is_not_there() -> None:
+    app = make_app(compat=())
+    assert post(app, "/generate", {"inputs": "hi"}).status_code == 404
+    assert post(app, "/tokenize", {"inputs": "hi"}).status_code == 400
+    assert post(app, "/tokenize", {"prompt": "hi"}).status_code == 200
+    assert get(app, "/").text == "loramux is running"
+
+
+def test_a_shared_path_without_a_field_of_any_api_names_the_fields() -> None:
+    response = post(make_app(), "/generate", {"x": 1})
+    assert response.status_code == 400
+    assert "input_ids, inputs, text" in response.json()["error"]["message"]
+
+
+def test_the_page_lists_every_route_of_every_family() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", PAGE, re.MULTILINE)
+    listed = {
+        (family, method, path)
+        for family, routes in rows
+        for methods, path in re.findall(r"`([A-Z, ]+) (/\S*)`", routes)
+        for method in methods.split(", ")
+    }
+    served = {
+        (endpoint.family, method, endpoint.path.replace("{name:path}", "{name}"))
+        for endpoint in endpoints()
+        for method in endpoint.methods
+    }
+    assert listed == served
+
+
+def test_the_page_lists_what_every_route_refuses() -> None:
+    listed = PAGE.partition("<!-- refused -->")[2].partition("<!-- /refused -->")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", listed, re.MULTILINE))
+    assert set(rows) == set(FOREIGN_FIELDS)
+    for name, foreign in FOREIGN_FIELDS.items():
+        assert rows[name] == (foreign.use or "–")

@@ -1,0 +1,213 @@
+"""Small differences between servers: words, names of the base, content parts, methods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loramux.server.foreign_fields import FOREIGN_FIELDS
+from tests.unit.server.asgi_client import (
+    chat,
+    complete,
+    events_of,
+    make_app,
+    post,
+    request,
+)
+from tests.unit.server.registry_app import Make
+from tests.unit.server.scripted_backend import ScriptedBackend, named
+
+MAXIMUM = "This model's maximum context length is 64 tokens. However, you requested "
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"prompt": "x" * 64}, "prompt"), ({"max_tokens": 63}, "max_tokens")],
+)
+def test_too_long_is_said_in_words_that_clients_look_for(fields: Any, param: str) -> None:
+    error = complete(make_app(), **fields).json()["error"]
+    assert error["message"].startswith(MAXIMUM)
+    assert (error["reason"], error["param"]) == ("context_length_exceeded", param)
+
+
+def test_far_too_long_text_is_refused_in_the_same_words() -> None:
+    error = chat(make_app(), "x" * 100_000).json()["error"]
+    assert error["message"].startswith(MAXIMUM) and error["reason"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("model", ["", "dummy", "tgi", None])
+def test_models_that_name_nothing_are_the_base(model: str | None) -> None:
+    backend = ScriptedBackend()
+    assert complete(make_app(backend), model=model).json()["model"] == "tiny-base"
+    assert backend.cids == [None]
+
+
+def test_an_adapter_may_have_the_name_that_else_means_the_base(registry_app: Make) -> None:
+    served = registry_app()
+    cid = served.push("default/dummy@1.0.0", 1)
+    assert complete(served.app, model="dummy").status_code == 200
+    served.backend.give_name("tgi", named("legal"))
+    assert complete(served.app, model="tgi").status_code == 200
+    assert served.backend.cids == [cid, named("legal").cid]
+
+
+@pytest.mark.parametrize(
+    ("model", "selection"),
+    [
+        ("tiny-base:legal", ((named("legal").cid, 1.0),)),
+        ("tiny-base:0.5*legal", ((named("legal").cid, 0.5),)),
+        ("tiny-base:", ()),
+    ],
+)
+def test_an_adapter_may_follow_its_base(model: str, selection: Any) -> None:
+    backend = ScriptedBackend()
+    answer = complete(make_app(backend), model=model)
+    assert answer.json()["model"] in (model, "tiny-base")
+    assert backend.requests[0].selection == selection
+
+
+@pytest.mark.parametrize("model", ["other:legal", "tiny-base:nope", "tiny-base:tiny-base:nope"])
+def test_an_unknown_adapter_after_a_colon_is_not_the_base(model: str) -> None:
+    assert complete(make_app(), model=model).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "input_text", "text": "hi"}],
+        [{"type": "output_text", "text": "hi", "annotations": []}],
+        [{"type": "refusal", "refusal": "hi"}],
+        ["hi"],
+    ],
+)
+def test_parts_of_other_apis_are_text(content: Any) -> None:
+    backend = ScriptedBackend()
+    app = make_app(backend)
+    messages = [{"role": "user", "content": content}]
+    assert post(app, "/v1/chat/completions", {"messages": messages}).status_code == 200
+    assert chat(app, "hi").status_code == 200
+    assert backend.requests[0].prompt_token_ids == backend.requests[1].prompt_token_ids
+
+
+def test_reasoning_effort_is_a_variable_of_the_template() -> None:
+    seen: list[Any] = []
+
+    class Codec(type(ScriptedBackend().codec)):  # type: ignore[misc]
+        def apply_chat_template(self, messages: Any, **arguments: Any) -> list[int]:
+            seen.append(arguments["chat_template_kwargs"])
+            return [1]
+
+    backend = ScriptedBackend()
+    backend.codec = Codec()
+    fields = {"store": True, "mm_processor_kwargs": {}, "chat_template_kwargs": {"x": 1}}
+    assert chat(make_app(backend), reasoning_effort="low", **fields).status_code == 200
+    assert seen == [{"reasoning_effort": "low", "x": 1}]
+
+
+@pytest.mark.parametrize("name", ["grammar", "n_predict", "adapter_source", "lora_dir"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/run"])
+def test_every_route_refuses_what_it_would_have_to_ignore(path: str, name: str) -> None:
+    bodies: dict[str, Any] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        "/v1/completions": {"prompt": "x"},
+        "/v1/run": {"artifact": "legal", "input": "x"},
+    }
+    response = post(make_app(), path, bodies[path] | {name: "x"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+    use = FOREIGN_FIELDS[name].use or "leave it out"
+    assert use in response.json()["error"]["message"]
+
+
+def test_tokens_are_not_counted_without_what_would_be_in_the_prompt() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}
+    response = post(make_app(), "/tokenize", body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/completions", "POST"),
+        ("/v1/adapters/a/pin", "DELETE, GET, POST"),
+        ("/v1/adapters/a/promote", "DELETE, GET, POST"),
+        ("/v1/adapters", "GET, POST"),
+        ("/lora-adapters", "GET, HEAD, POST"),
+        ("/tokenize", "POST"),
+        ("/", "GET, HEAD, POST"),
+    ],
+)
+def test_allow_lists_every_method_of_the_path(path: str, allowed: str) -> None:
+    response = request(make_app(), "PUT", path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+    assert response.json()["error"]["code"] == 405
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+@pytest.mark.parametrize("method", ["HEAD", "POST"])
+def test_health_may_be_asked_for_with_any_method(path: str, method: str) -> None:
+    assert request(make_app(), method, path).status_code == 200
+
+
+def test_token_ids_of_prompt_and_answer() -> None:
+    app, said = make_app(), list(b"Hello you")
+    whole = chat(app, return_token_ids=True).json()
+    assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == (
+        list(b"u:hi\na:"),
+        said,
+    )
+    choice = complete(app, return_token_ids=True).json()["choices"][0]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (list(b"hi"), said)
+
+
+def test_token_ids_in_streams_have_the_prompt_once() -> None:
+    app = make_app()
+    for ask in (chat, complete):
+        chunks = events_of(ask(app, return_token_ids=True, stream=True).text)[:-1]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert [i for one in choices for i in one.get("token_ids", [])] == list(b"Hello you")
+        prompts = [one for one in [*chunks, *choices] if "prompt_token_ids" in one]
+        assert len(prompts) == 1
+
+
+def test_prompt_logprobs_by_id() -> None:
+    app = make_app()
+    of_chat = chat(app, prompt_logprobs=1).json()["prompt_logprobs"]
+    assert of_chat[0] is None and len(of_chat) == len("u:hi\na:")
+    [first, second] = complete(app, prompt_logprobs=1).json()["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert second == {
+        "65": {"logprob": -65.5, "rank": 1, "decoded_token": "A"},
+        str(ord("i")): {"logprob": -0.5, "rank": 1, "decoded_token": "i"},
+    }
+    assert complete(app, prompt_logprobs=1, stream=True).status_code == 400
+    assert complete(app, prompt_logprobs=1, logprobs=2, echo=True).status_code == 400
+    assert complete(app, prompt_logprobs=99).json()["error"]["param"] == "prompt_logprobs"
+
+
+def test_tokens_may_be_written_as_ids() -> None:
+    app = make_app()
+    fields: dict[str, Any] = {"return_tokens_as_token_ids": True, "max_tokens": 1}
+    logprobs = complete(app, logprobs=1, **fields).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["token_id:72"]
+    assert set(logprobs["top_logprobs"][0]) == {"token_id:72", "token_id:65"}
+    shown = chat(app, logprobs=True, top_logprobs=1, **fields).json()["choices"][0]["logprobs"]
+    assert shown["content"][0]["token"] == "token_id:72"
+    assert shown["content"][0]["top_logprobs"][0]["token"] == "token_id:65"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 3}, b"def"),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, b"abc"),
+        ({"truncate_prompt_tokens": 9}, b"abcdef"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 60}, b"cdef"),
+    ],
+)
+def test_a_long_prompt_may_be_cut(fields: Any, kept: bytes) -> None:
+    backend = ScriptedBackend()
+    assert complete(make_app(backend), "abcdef", **fields).status_code == 200
+    assert bytes(backend.requests[0].prompt_token_ids) == kept
+    bad = complete(make_app(), truncate_prompt_tokens=0).json()["error"]
+    assert bad["param"] == "truncate_prompt_tokens"
