@@ -14,7 +14,6 @@ from loramux.receipts.receipt import Receipt
 from loramux.server.wire import (
     AdapterEntry,
     AdapterList,
-    AliasEntry,
     ChatChunk,
     ChatCompletion,
     ChatRequest,
@@ -28,20 +27,23 @@ from loramux.server.wire import (
     ModelEntry,
     ModelList,
     PlanRequest,
-    PromoteRequest,
-    PushedEntry,
-    PushRequest,
     ReceiptList,
-    RegistryEntry,
-    Removed,
-    RollbackRequest,
     RunAnswer,
     RunChunk,
     RunRequest,
-    SplitRequest,
     TokenizeAnswer,
     TokenizeRequest,
     VersionReport,
+)
+from loramux.server.wire_registry import (
+    AliasEntry,
+    PromoteRequest,
+    PushedEntry,
+    PushRequest,
+    RegistryEntry,
+    Removed,
+    RollbackRequest,
+    SplitRequest,
 )
 
 STRUCTS = (

@@ -21,13 +21,8 @@ from loramux.server.names import GivenName, NamedAdapter, full_name
 from loramux.server.openapi import answering
 from loramux.server.selection import find_named
 from loramux.server.warming import warm_up
-from loramux.server.wire import (
-    AdapterEntry,
-    AdapterFailure,
-    AdapterList,
-    RegistryEntry,
-    registry_entry,
-)
+from loramux.server.wire import AdapterEntry, AdapterFailure, AdapterList
+from loramux.server.wire_registry import RegistryEntry, registry_entry
 from loramux.threads import QUERIES
 from loramux.types.composition import compose
 

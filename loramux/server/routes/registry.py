@@ -24,7 +24,7 @@ from loramux.server.openapi import answering, changing
 from loramux.server.recipes import open_version
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.warming import warm_up
-from loramux.server.wire import (
+from loramux.server.wire_registry import (
     AliasEntry,
     PromoteRequest,
     PushedEntry,

@@ -7,7 +7,8 @@ import msgspec
 from loramux.registry.names import AdapterName
 from loramux.registry.records import AdapterInfo, AliasAction, AliasState, Target, VersionInfo
 from loramux.server import wire
-from loramux.server.wire import ChatChunk, RunRequest, registry_entry
+from loramux.server.wire import ChatChunk, RunRequest
+from loramux.server.wire_registry import registry_entry
 
 
 def encoded(value: msgspec.Struct) -> object:

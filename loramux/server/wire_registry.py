@@ -1,0 +1,139 @@
+"""JSON bodies of the registry's routes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from loramux.registry.records import AdapterInfo, AliasState, VersionInfo
+
+
+class RecipeBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A version that is made of other versions of the registry, and has no files."""
+
+    adapters: list[str]
+    """Names or CIDs of versions."""
+    weights: list[float] | None = None
+    """One for each adapter; 1 each without them."""
+    combination: str = "cat"
+    """cat: the parts are added in the batch. Others are made into one adapter on first use."""
+    density: float | None = None
+    majority_sign_method: str | None = None
+    seed: int | None = None
+    svd_rank: int | None = None
+    any_base: bool = False
+    """Allow parts that record different base names."""
+
+
+class PushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    reference: str
+    """tenant/name@1.4.2; without a version, the next free one."""
+    source: str | UnsetType = UNSET
+    """A folder on the server, or an id such as hf:owner/name or s3://bucket/folder."""
+    recipe: RecipeBody | UnsetType = UNSET
+    """Instead of a source."""
+
+
+class PromoteRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    version: str
+    alias: str = "prod"
+    if_revision: int | None = None
+    """Refuse with 409 unless the alias is still at this revision."""
+    warm: bool = False
+    """Load the version first, so that no request waits for it."""
+
+
+class RollbackRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    alias: str = "prod"
+    if_revision: int | None = None
+    warm: bool = False
+
+
+class SplitRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    weights: dict[str, int]
+    """Version -> share, such as {"1.4.2": 90, "1.5.0": 10}."""
+    alias: str = "prod"
+    if_revision: int | None = None
+    warm: bool = False
+
+
+class VersionEntry(Struct, kw_only=True):
+    version: str
+    cid: str
+    bytes: int
+    base_model: str | None
+    created: float
+    recipe: dict[str, Any] | UnsetType = UNSET
+    """Method, parts and parameters of a version without files."""
+
+
+class AliasEntry(Struct, kw_only=True):
+    alias: str
+    revision: int
+    action: str
+    targets: dict[str, int]
+    """Version -> share; empty: the alias was removed."""
+    created: float
+
+
+class RegistryEntry(Struct, kw_only=True):
+    """An adapter of the registry."""
+
+    id: str
+    object: Literal["registry.adapter"] = "registry.adapter"
+    tenant: str
+    name: str
+    latest: str | None
+    versions: list[VersionEntry]
+    """Versions, highest first."""
+    aliases: list[AliasEntry]
+
+
+class PushedEntry(Struct, kw_only=True):
+    id: str
+    object: Literal["registry.version"] = "registry.version"
+    version: str
+    cid: str
+    bytes: int
+    is_new: bool
+    """False: the version already existed with the same bytes."""
+    recipe: dict[str, Any] | UnsetType = UNSET
+
+
+class Removed(Struct, kw_only=True):
+    id: str
+    object: Literal["registry.removed"] = "registry.removed"
+    deleted: bool = True
+
+
+def registry_entry(info: AdapterInfo) -> RegistryEntry:
+    return RegistryEntry(
+        id=str(info.adapter),
+        tenant=info.adapter.tenant,
+        name=info.adapter.name,
+        latest=info.latest,
+        versions=[version_entry(version) for version in info.versions],
+        aliases=[alias_entry(state) for state in info.aliases],
+    )
+
+
+def version_entry(version: VersionInfo) -> VersionEntry:
+    return VersionEntry(
+        version=version.version,
+        cid=version.cid,
+        bytes=version.size_bytes,
+        base_model=version.base_model,
+        created=version.created_at,
+        recipe=UNSET if version.recipe is None else version.recipe.to_dict(),
+    )
+
+
+def alias_entry(state: AliasState) -> AliasEntry:
+    return AliasEntry(
+        alias=state.alias,
+        revision=state.revision,
+        action=state.action.value,
+        targets={target.version: target.weight for target in state.targets},
+        created=state.created_at,
+    )
