@@ -96,6 +96,8 @@ def failure_of(delta: Delta) -> LoramuxError:
             return RequestTimeout(message)
         case "adapter":
             return AdapterRefused("adapter_unavailable", message)
+        case "numeric":
+            return AdapterRefused("numeric", message)
         case "memory":
             return DoesNotFit(message)
         case "invalid":
@@ -266,7 +268,10 @@ class AdapterHost(Protocol):
         ...
 
     async def probe(self, timeout_s: float) -> dict[str, float]:
-        """Generates on the base and on an adapter; returns the seconds of each check, or raises."""
+        """Generates on the base and on an adapter; returns the seconds of each check, or raises.
+
+        `broken_adapters` is the number of those that were tried and cannot be served; 0: left out.
+        """
         ...
 
     async def close(self, *, drain_s: float) -> None:

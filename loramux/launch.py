@@ -34,6 +34,7 @@ from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
 from loramux.engine.process import OnProgress
 from loramux.engine.spawn import SpawnedWorker
 from loramux.errors import InvalidRequest, LoramuxError
+from loramux.log_lines import use_one_line_records
 from loramux.models.default_model import cache_folder, default_model_path
 from loramux.models.locate import locate_model
 from loramux.progress import ByteSink
@@ -143,6 +144,7 @@ async def _serve(
     on_ready: OnReady,
     worker: SpawnedWorker | None,
 ) -> None:
+    use_one_line_records()
     # Parsed before the model is loaded, so that an invalid setting fails at once.
     sources = source_config(config)
     with opened_registry(config, sources=sources) as (registry, issuer):

@@ -62,6 +62,12 @@ def with_tensors(change: Callable[[dict[str, torch.Tensor]], Any], **overrides: 
     return build
 
 
+def sparse(folder: Path, base_config: Any) -> None:
+    """Builds a weights file of over 8 GiB that takes no room on the disk."""
+    write_adapter(folder, lora_config_dict(), lora_tensors(base_config))
+    os.truncate(folder / WEIGHTS, 2**33 + 1)
+
+
 def with_bytes(make: Callable[[bytes], bytes]) -> Build:
     """Builds a weights file from a valid one with `make`."""
 
@@ -258,6 +264,7 @@ FILES = [
         "oversized_header",
         with_bytes(lambda content: struct.pack("<Q", 2**40) + content[8:]),
     ),
+    Broken("sparse", "too_large", sparse),
     Broken("no_bytes", "truncated", with_bytes(lambda _: b"")),
     Broken("header_cut_short", "truncated", with_bytes(lambda content: content[:50])),
     Broken("data_cut_short", "truncated", with_bytes(lambda content: content[:-1])),

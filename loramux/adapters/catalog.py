@@ -24,6 +24,7 @@ from loramux.adapters.peft.inspection import InspectedAdapter
 from loramux.adapters.peft.tokenizer_files import digest_of_files
 from loramux.adapters.workers import CALLING_THREAD, Workers
 from loramux.errors import AdapterNotFound, AdapterRefused
+from loramux.private_files import make_private_folder, private_opener
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo
 
@@ -76,8 +77,8 @@ class VerifiedAdapters:
             return
         line = _encode(str(folder), signature, values)
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as file:
+            make_private_folder(self._path.parent)
+            with open(self._path, "ab", opener=private_opener) as file:
                 file.write(line)
         except OSError as error:
             _log.warning("cannot write %s: %s", self._path, error)
@@ -242,7 +243,14 @@ class AdapterCatalog:
         return values, loaded
 
     def _load(self, known: AdapterCard) -> AdapterImage:
-        image = self._loader.load(open_folder(Path(known.path))).image
+        folder = open_folder(Path(known.path))
+        if folder != Path(known.path):
+            raise AdapterRefused(
+                "changed_on_disk",
+                f"{known.path} was replaced by a link to another folder.",
+                fix="Load the adapter again, from the folder that it is in now.",
+            )
+        image = self._loader.load(folder).image
         if image.cid != known.cid:
             raise AdapterRefused(
                 "changed_on_disk",

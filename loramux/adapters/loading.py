@@ -19,11 +19,13 @@ from loramux.adapters.packed.writers import ModuleWriter, write_extra
 from loramux.adapters.peft.inspection import InspectedAdapter, Inspector
 from loramux.adapters.peft.parts import AdapterParts, BaseWeights, ExtraTensor, LoraModule
 from loramux.adapters.peft.reader import check_values, make_parts
+from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME
 from loramux.adapters.peft.tokenizer_files import digest_of_files, digest_tokenizer_files
 from loramux.adapters.peft.weights import WeightsReading
 from loramux.adapters.values import RankMaxima
 from loramux.adapters.workers import CALLING_THREAD, Workers
+from loramux.errors import AdapterRefused
 from loramux.types.model import BaseModelInfo
 
 _MAX_LAYOUTS = 256
@@ -41,6 +43,8 @@ class AdapterRules:
     strict_base: bool = False
     base_weights: BaseWeights | None = None
     """The weights that some parts are computed from; None: such parts are not made."""
+    max_bytes: int | None = None
+    """The size of the pool; a larger image is refused before the weights are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,7 @@ class FolderLoader:
         """`workers`: read and pack parts of an adapter while the calling thread hashes it."""
         self._packing = rules.packing
         self._base_weights = rules.base_weights
+        self._max_bytes = rules.max_bytes
         self._workers = workers
         self._inspector = Inspector(
             rules.base, max_rank=rules.max_rank, strict_base=rules.strict_base
@@ -117,6 +122,7 @@ class FolderLoader:
         with self._inspector.open(folder) as (found, weights):
             inspected = time.perf_counter()
             layout = self.plan(found).layout
+            self._check_size(layout)
             prepared = self._workers.start(partial(_prepare, self._packing, layout))
             with weights.reading(self._workers) as reading:
                 if not found.contents.are_views:
@@ -142,6 +148,15 @@ class FolderLoader:
             total_s=time.perf_counter() - began,
         )
         return LoadedAdapter(image, warnings, times, digest_of_files(tokenizer))
+
+    def _check_size(self, layout: AdapterLayout) -> None:
+        num_bytes = layout.num_elements * self._packing.dtype.itemsize
+        if self._max_bytes is not None and num_bytes > self._max_bytes:
+            raise AdapterRefused(
+                RefusalCode.TOO_LARGE,
+                f"The adapter takes {num_bytes} bytes, and the page pool has {self._max_bytes}.",
+                fix="Give the pool more memory (--device-memory), or train a lower rank.",
+            )
 
     def _make_ready(self, layout: AdapterLayout) -> None:
         """Has a buffer of this size allocated and freed, which the next load finds ready.

@@ -50,7 +50,14 @@ from loramux.engine.outputs import OutputCollector, RequestStream
 from loramux.engine.process import EngineProcess, OnProgress
 from loramux.engine.spawn import SpawnedWorker
 from loramux.engine.tokenizer import Tokenizer, import_library
-from loramux.errors import AdapterNotFound, EngineBusy, EngineStopped, LoramuxError
+from loramux.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    EngineBusy,
+    EngineStopped,
+    LoramuxError,
+)
+from loramux.threads import FOLDER_READS
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.request import FinishReason, Request, Selection
 from loramux.types.sampling import SamplingParams
@@ -60,6 +67,8 @@ _RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 # Adapters of one message to the engine: requests that arrive meanwhile are handled in between.
 _BATCH = 64
 _BATCH_PAUSE_S = 0.05
+# Adapters that a deep health check tries until one serves.
+_MAX_PROBED = 8
 
 Item = TypeVar("Item")
 
@@ -203,7 +212,7 @@ class AsyncEngine:
         found = self._tokenizers.find(cards)
         if found is not None:
             return found
-        return await asyncio.to_thread(self._tokenizers.read, cards)
+        return await FOLDER_READS.run(self._tokenizers.read, cards)
 
     async def add_adapter(self, path: str) -> AdapterCard:
         answer = await self._running.call(lambda call_id: Register(call_id=call_id, path=path))
@@ -243,21 +252,33 @@ class AsyncEngine:
     async def probe(self, timeout_s: float) -> dict[str, float]:
         """Generates a token on the base, and reads an adapter and generates a token with it.
 
-        Returns the seconds of each check, or raises.
+        Returns the seconds of each check, or raises. Adapters that cannot be served, as their files
+        changed or are gone, are counted; the check goes on with another one.
         """
         seconds = {}
         async with asyncio.timeout(timeout_s):
             began = time.monotonic()
             await self._generate_one_token(())
             seconds["generate_s"] = time.monotonic() - began
-            if self.adapters:
-                cid = next(iter(self.adapters))
-                self._adopt([cid])
+            hot = self._table.hottest(self._stats.resident)
+            num_broken = 0
+            for cid in islice(dict.fromkeys((*hot, *self.adapters)), _MAX_PROBED):
                 began = time.monotonic()
-                await self._running.call(lambda call_id: Verify(call_id=call_id, cid=cid))
-                await self._generate_one_token(((cid, 1.0),))
-                seconds["adapter_s"] = time.monotonic() - began
-        return seconds
+                try:
+                    await self._probe_adapter(cid)
+                except (AdapterRefused, AdapterNotFound) as error:
+                    # One that was removed meanwhile is not broken.
+                    num_broken += cid in self.adapters
+                    _log.warning("adapter %s cannot be served: %s", cid, error)
+                else:
+                    seconds["adapter_s"] = time.monotonic() - began
+                    break
+        return seconds | ({"broken_adapters": float(num_broken)} if num_broken else {})
+
+    async def _probe_adapter(self, cid: str) -> None:
+        self._adopt([cid])
+        await self._running.call(lambda call_id: Verify(call_id=call_id, cid=cid))
+        await self._generate_one_token(((cid, 1.0),))
 
     async def close(self, *, drain_s: float) -> None:
         if self._health is Health.STOPPED:
@@ -310,7 +331,10 @@ class AsyncEngine:
             cause = process.cause_of_death
             _log.error("engine %d is gone: %s; starting another", process.pid, cause)
             self._fail_all(EngineStopped(f"The answer is not complete: {cause}."))
-            await process.kill(cause)
+            try:
+                await process.kill(cause)
+            except Exception:  # Without another engine, no request would ever be served again.
+                _log.exception("engine %d cannot be ended", process.pid)
             await self._restart(self._table.hottest(self._stats.resident))
 
     async def _restart(self, hot: Sequence[str]) -> None:
@@ -323,6 +347,8 @@ class AsyncEngine:
                 await self._open_process()
             except Exception as error:  # Memory, processes or files may be available again later.
                 is_expected = isinstance(error, LoramuxError | OSError)
+                # One that was spawned and died is a restart, too.
+                self.num_restarts += isinstance(error, EngineStopped)
                 _log.error("the engine did not start again: %s", error, exc_info=not is_expected)
                 continue
             self.num_restarts += 1
@@ -343,7 +369,9 @@ class AsyncEngine:
             except EngineStopped:
                 return
             except LoramuxError as error:
-                _log.error("adapter %s cannot be pinned again: %s", cid, error)
+                # It may have been removed meanwhile.
+                if cid in self.adapters:
+                    _log.error("adapter %s cannot be pinned again: %s", cid, error)
         for cids in _batches(hot):
             await self.prewarm(cids)
             await asyncio.sleep(_BATCH_PAUSE_S)

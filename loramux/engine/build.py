@@ -94,6 +94,7 @@ def build_engine(
         base_weights=DecoderWeights(
             model.decoder, base.fused_linears, lambda: model.reading.result()
         ),
+        max_bytes=pool.storage.nbytes,
     )
     directory = None if gpu_plan is None else gpu_plan.make_directory(pool)
     gpu_runner: GpuRunner | None = None

@@ -33,6 +33,7 @@ STARTUP_LIMIT_S = 300.0
 # A step that takes this long is a deadlock in native code.
 STEP_LIMIT_S = 120.0
 _WATCH_S = 0.5
+_POLL_S = 0.01
 
 OnProgress = Callable[[str, float], None]
 
@@ -94,7 +95,12 @@ class EngineProcess:
         `worker`: a process that was spawned before; None spawns one.
         """
         worker = worker or spawn_worker()
-        process = cls(worker.popen, await ServerChannel.open(worker.connection))
+        try:
+            channel = await ServerChannel.open(worker.connection)
+        except BaseException:
+            worker.close()
+            raise
+        process = cls(worker.popen, channel)
         process.send(start)
         try:
             await process._wait_until_ready(on_progress)
@@ -146,14 +152,21 @@ class EngineProcess:
         self._watcher.cancel()
         if self._popen.poll() is None:
             self._popen.send_signal(signal.SIGKILL)
-        await asyncio.to_thread(self._popen.wait)
+        await self._exit_status()
         self._channel.close()
 
     async def wait(self, timeout_s: float) -> None:
         """Waits for the process to end by itself after Shutdown, then kills it."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._popen.wait, timeout_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._exit_status()
         await self.kill("it was shut down")
+
+    async def _exit_status(self) -> int:
+        """Waits for the end of the process without a thread, of which there may be none left."""
+        while (status := self._popen.poll()) is None:
+            await asyncio.sleep(_POLL_S)
+        return status
 
     async def _wait_until_ready(self, on_progress: OnProgress) -> None:
         while (reply := await self.receive()) is not None:
@@ -165,7 +178,7 @@ class EngineProcess:
                 case Ready(card=card):
                     self._card = card
                     return
-        status = await asyncio.to_thread(self._popen.wait)
+        status = await self._exit_status()
         raise EngineStopped(f"The engine process ended with status {status} before it was ready.")
 
     async def _watch(self) -> None:

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from loramux.private_files import make_private_folder, private_opener
+
 _FILE = "usage.json"
 # Factor on the counts of earlier runs when a new run is added.
 _DECAY = 0.5
@@ -33,8 +35,9 @@ class UsageFile:
         counts = {cid: round(number, 3) for cid, number in counts.items() if number >= 0.01}
         partial = self._path.with_name(f".{_FILE}.{os.getpid()}")
         with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(counts))
+            make_private_folder(self._path.parent)
+            with open(partial, "w", opener=private_opener) as file:
+                file.write(json.dumps(counts))
             partial.rename(self._path)
 
 

@@ -55,6 +55,7 @@ from loramux.engine.start_phases import StartPhases
 from loramux.engine.stats import adapter_uses, engine_stats
 from loramux.engine.usage import UsageFile
 from loramux.errors import LoramuxError
+from loramux.log_lines import use_one_line_records
 from loramux.memory.loader import lower_priority
 from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
@@ -395,6 +396,7 @@ def _model_card(
 if __name__ == "__main__":
     # The server stops the engine; a Ctrl-C in its terminal must not reach the engine first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    use_one_line_records()
     status = serve(socket.socket(fileno=int(sys.argv[1])))
     # Daemon threads may still hold the socket, and nothing is left to clean up.
     os._exit(status)

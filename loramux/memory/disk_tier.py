@@ -16,6 +16,7 @@ from loramux.memory.cost import CostModel
 from loramux.memory.policies import EvictionPolicy
 from loramux.memory.records import Placement
 from loramux.memory.tiers import TierCounters
+from loramux.private_files import explaining, make_private_folder
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".image"
@@ -49,7 +50,8 @@ class DiskTier:
         self._sizes = placement.disk
         self._layouts = KnownLayouts(packing)
         if budget_bytes > 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            with explaining(self._folder, "--disk-folder"):
+                make_private_folder(self._folder)
             self._scan()
 
     def __contains__(self, cid: str) -> bool:

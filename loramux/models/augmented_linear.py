@@ -24,8 +24,11 @@ class AugmentedLinear(Linear):
         self.extended = weight.new_zeros(self.out_features + num_rows, self.in_features)
         self.extended[: self.out_features].copy_(weight)
         self.weight = nn.Parameter(self.extended[: self.out_features], requires_grad=False)
-        self.bias = linear.bias
-        self._extended_bias = None if bias is None else F.pad(bias.data, (0, num_rows))
+        self.bias, self._extended_bias = None, None
+        if bias is not None:
+            # A view as well: weights and biases may be read after the rows were appended.
+            self._extended_bias = F.pad(bias.data, (0, num_rows))
+            self.bias = nn.Parameter(self._extended_bias[: self.out_features], requires_grad=False)
 
     @property
     def appended(self) -> Tensor:

@@ -15,6 +15,9 @@ from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
 from loramux.types.model import FUSED_LINEARS
 
+# With AMX, oneDNN multiplies 16-bit numbers in tiles this deep. The last tile of an inner size that
+# is no multiple reads past the row, and what lies there, times 0, is NaN if the next row has NaN.
+TILE_DEPTH = 32
 # A single token is a GEMV, 1.3 to 2.5 times as fast on the plain weight in float32; in bfloat16 the
 # packed weight is faster (AMX: 1.2 to 3 times), with the same bits as a GEMM of up to 32 tokens.
 MAX_PLAIN_ROWS = 1
@@ -33,13 +36,18 @@ class PackedLinear(nn.Module):
         self.matrix: PackedMatrix | None = None
         """Panels of the compiled GEMM; None if oneDNN computes it from `packed`."""
         self.packed: Tensor | None = None
+        self.padding = 0
+        """Columns of zeros that x and `packed` get for whole tiles."""
         self.max_plain_rows = 0 if linear.weight.dtype == torch.bfloat16 else MAX_PLAIN_ROWS
         self._gemm = select_jit_gemm(linear.weight.dtype)
         if self._gemm is not None:
             self.matrix = self._gemm.pack(linear.weight.data, linear.bias)
         else:
             weight = linear.weight.data
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
+            if weight.dtype != torch.float32:
+                self.padding = -weight.shape[1] % TILE_DEPTH
+            padded = F.pad(weight, (0, self.padding)) if self.padding else weight
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(padded, TYPICAL_ROWS)
 
     @property
     def dense(self) -> DenseWeight:
@@ -57,6 +65,8 @@ class PackedLinear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         if self._gemm is not None and self.matrix is not None:
             return self._gemm.multiply(x, self.matrix)
+        if self.padding:
+            x = F.pad(x, (0, self.padding))
         return cast(
             Tensor,
             torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], ""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,7 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
+    _check_mode(path.expanduser())
     try:
         key = load_pem_private_key(read_pem(path), password=None)
     # Raised without its cause, which may quote the file.
@@ -79,6 +81,15 @@ def read_private_key(path: Path) -> Ed25519PrivateKey:
     if not isinstance(key, Ed25519PrivateKey):
         raise not_a_key(path, "private")
     return key
+
+
+def _check_mode(path: Path) -> None:
+    """Refuses a key that other users may replace."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise InvalidRequest(
+            f"Other users may change the key {path} (mode {mode:04o}). Run: chmod 600 {path}"
+        )
 
 
 def read_public_key(path: Path) -> Ed25519PublicKey:

@@ -15,6 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
 from loramux.errors import InvalidRequest, RegistryUnavailable
+from loramux.private_files import explaining, make_private_folder, private_opener
 from loramux.registry import schema
 
 BUSY_TIMEOUT_S = 30.0
@@ -66,7 +67,12 @@ class Database:
     def _open_sqlite(self) -> Engine:
         if not self.url.database or self.url.database == ":memory:":
             raise InvalidRequest("The registry needs a file: sqlite:////path/registry.db.")
-        Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
+        path = Path(self.url.database)
+        with explaining(path, "LORAMUX_DATA or --registry"):
+            make_private_folder(path.parent)
+            # SQLite gives its other files the mode of this one.
+            if not path.exists():
+                open(path, "ab", opener=private_opener).close()
         engine = create_engine(self.url, connect_args={"timeout": BUSY_TIMEOUT_S})
         event.listen(engine, "connect", prepare_sqlite)
         event.listen(engine, "begin", begin_sqlite)

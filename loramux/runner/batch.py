@@ -17,6 +17,9 @@ from loramux.types.step import Chunk
 LogitsOf = Callable[[Tensor, Sequence[int]], Tensor]
 """Computes logits from the hidden states of these rows of a step."""
 
+NOT_FINITE = "its logits or hidden states overflow"
+"""Why a sequence has no token; the reason in `StepResult.failed`."""
+
 # Above this fraction of the tokens, selecting rows costs more than it saves.
 _MAX_SELECTED_FRACTION = 0.75
 
@@ -102,10 +105,25 @@ def selected_rows(batch: StepBatch) -> list[int] | None:
     return rows if len(rows) < _MAX_SELECTED_FRACTION * batch.num_rows else None
 
 
+def vanished_rows(hidden: Tensor) -> list[int]:
+    """Return the rows of zeros: the RMSNorm of values whose squares overflow. hidden [rows, hidden]
+
+    Their logits are finite, and mean nothing.
+    """
+    found: list[int] = (hidden.abs().amax(dim=-1) == 0).nonzero().squeeze(1).tolist()
+    return found
+
+
 def prompt_logprobs_of(
-    batch: StepBatch, hidden: Tensor, logits_of: LogitsOf
+    batch: StepBatch,
+    hidden: Tensor,
+    logits_of: LogitsOf,
+    failed: dict[int, str] | None = None,
 ) -> dict[int, list[TokenLogprob]]:
-    """Compute the prompt logprobs of the chunks that ask for them. hidden [rows, hidden]"""
+    """Compute the prompt logprobs of the chunks that ask for them. hidden [rows, hidden]
+
+    `failed` receives the sequences with a NaN or +inf among these logits, or a row of -inf alone.
+    """
     result = {}
     for i, chunk in enumerate(batch.chunks):
         if chunk.prompt_logprobs is None or not chunk.next_prompt_token_ids:
@@ -113,6 +131,9 @@ def prompt_logprobs_of(
         start, count = batch.row_starts[i], len(chunk.next_prompt_token_ids)
         rows = range(start, start + count)
         logits = logits_of(hidden[rows.start : rows.stop], rows)
+        is_valid = not vanished_rows(hidden[rows.start : rows.stop])
+        if failed is not None and not (is_valid and bool(logits.amax(dim=-1).isfinite().all())):
+            failed[chunk.sequence_id] = NOT_FINITE
         result[chunk.sequence_id] = prompt_logprobs(
             logits, chunk.next_prompt_token_ids, chunk.prompt_logprobs
         )

@@ -19,12 +19,14 @@ from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter
 from loramux.models.decoder import Decoder, TorchDecoderOps
 from loramux.runner.batch import (
+    NOT_FINITE,
     PagedAttention,
     StepBatch,
     build_batch,
     half_filled_pages,
     prompt_logprobs_of,
     selected_rows,
+    vanished_rows,
 )
 from loramux.runner.extras_ops import OpsWithExtras
 from loramux.runner.in_flight import FinishedStep
@@ -175,6 +177,7 @@ class CpuRunner:
         samples = [(c.sequence_id, c.sample) for c in batch.chunks if c.sample is not None]
         token_ids: dict[int, list[int]] = {}
         logprobs: dict[int, list[TokenLogprob]] = {}
+        failed: dict[int, str] = {}
         if samples:
             last = hidden
             if not is_picked:
@@ -188,6 +191,8 @@ class CpuRunner:
                 token_ids[sequence_id] = [token_id]
                 if logprob is not None:
                     logprobs[sequence_id] = [logprob]
-        return StepResult(
-            token_ids, logprobs, prompt_logprobs_of(batch, hidden, partial(self._logits, step))
-        )
+            broken = {*output.broken, *vanished_rows(last)}
+            failed = {samples[row][0]: NOT_FINITE for row in broken}
+        logits_of = partial(self._logits, step)
+        of_prompts = prompt_logprobs_of(batch, hidden, logits_of, failed)
+        return StepResult(token_ids, logprobs, of_prompts, failed)

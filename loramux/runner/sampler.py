@@ -7,7 +7,7 @@ the CDF in vocabulary order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ NUCLEUS_CANDIDATES = 256
 class SampleOutput:
     token_ids: list[int]
     logprobs: list[TokenLogprob | None]
+    broken: list[int] = field(default_factory=list)
+    """Rows without a valid token: a logit is NaN or +inf, or all are -inf."""
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> SampleOutput:
@@ -47,7 +49,9 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> SampleOutput:
             chosen = choose(_own_logits(logits, rows, some), [rows[i] for i in some])
             for i, token_id in zip(some, chosen.tolist(), strict=True):
                 token_ids[i] = token_id
-    return SampleOutput(token_ids, _logprobs(logits, rows, token_ids))
+    return SampleOutput(
+        token_ids, _logprobs(logits, rows, token_ids), _broken_rows(logits, token_ids)
+    )
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
@@ -149,10 +153,20 @@ def _scale(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     scaled.div_(temperatures(_params(rows), logits))
     broken = (~best.values.isfinite()).squeeze(1).nonzero().squeeze(1)
     if broken.shape[0]:
-        # The logits contain NaN or infinity: take the greedy token.
+        # Of NaN or infinite logits the greedy token is taken, by which the row is found broken.
         scaled[broken] = -torch.inf
         scaled[broken, best.indices[broken].squeeze(1)] = 0.0
     return scaled
+
+
+def _broken_rows(logits: Tensor, token_ids: Sequence[int]) -> list[int]:
+    """Returns the rows whose token has a logit that is not finite: every method finds those."""
+    if not token_ids:
+        return []
+    chosen = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
+    is_broken = ~logits.gather(1, chosen).squeeze(1).isfinite()
+    found: list[int] = is_broken.nonzero().squeeze(1).tolist()
+    return found
 
 
 def _noise(rows: Sequence[SampleRow], like: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ def join(first: StepResult, second: StepResult) -> StepResult:
         {**first.token_ids, **second.token_ids},
         {**first.logprobs, **second.logprobs},
         prompt_logprobs,
+        {**first.failed, **second.failed},
     )
 
 

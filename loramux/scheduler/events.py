@@ -72,6 +72,18 @@ def error_event(sequence: Sequence, code: str, message: str) -> TokenEvent:
     )
 
 
+def numeric_message(sequence: Sequence, reason: str) -> str:
+    """Returns the error of a sequence that has no valid token."""
+    cids = sequence.cids
+    if not cids:
+        return f"The base model has no token for this request: {reason}. Check its weights."
+    adapters = "Adapter" if len(cids) == 1 else "The sum of adapters"
+    return (
+        f"{adapters} {', '.join(cids)} gives no token for this request: {reason}. The weights "
+        "overflow when they are computed; give an adapter whose training did not diverge."
+    )
+
+
 def timeout_event(sequence: Sequence) -> TokenEvent:
     request = sequence.request
     where = "it was still waiting for a slot" if sequence.started_s is None else "it was running"

@@ -18,6 +18,7 @@ from loramux.scheduler.events import (
     error_event,
     finish_reason,
     length_event,
+    numeric_message,
     timeout_event,
     token_event,
 )
@@ -181,6 +182,10 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence = self._sequences.get(chunk.sequence_id)
             if sequence is None:
+                continue
+            reason = result.failed.get(chunk.sequence_id)
+            if reason is not None:
+                self._fail(sequence, "numeric", numeric_message(sequence, reason))
                 continue
             num_prompt = len(sequence.prompt_token_ids)
             if chunk.start < num_prompt:

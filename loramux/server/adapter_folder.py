@@ -9,6 +9,7 @@ from pathlib import Path
 from loramux.backend import AdapterHost
 from loramux.errors import LoramuxError
 from loramux.server.names import AdapterNames, FolderFiles, list_files
+from loramux.threads import FOLDER_READS
 
 _log = logging.getLogger(__name__)
 SCAN_S = 10.0
@@ -34,7 +35,7 @@ class AdapterFolder:
     async def scan(self) -> None:
         """Names new and changed adapters, and unloads those whose folders are gone."""
         async with self._lock:
-            found = await asyncio.to_thread(self._list)
+            found = await FOLDER_READS.run(self._list)
             for name in [name for name in self._seen if name not in found]:
                 await self._drop(name)
             await self._add(found)
@@ -52,7 +53,7 @@ class AdapterFolder:
         if not is_plain(name):
             return False
         async with self._lock:
-            files = await asyncio.to_thread(self._files, name)
+            files = await FOLDER_READS.run(self._files, name)
             if files is None:
                 return False
             await self._add({name: files})

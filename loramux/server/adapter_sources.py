@@ -15,6 +15,7 @@ from loramux.sources.config import Secret, SourceConfig
 from loramux.sources.kept import KeptAdapters
 from loramux.sources.parse import parse_source
 from loramux.sources.source_id import SourceId, SourceKind
+from loramux.threads import FETCHES, FOLDER_READS
 
 # A branch of the hub may move: its files are looked for again after this time.
 FRESH_S = 300.0
@@ -65,7 +66,7 @@ class AdapterSources:
         if is_private:
             config = replace(config, hub=replace(config.hub, token=token))
         # It resolves paths and checks the folder.
-        parsed = await asyncio.to_thread(parse_source, text, config, adapter_source=source)
+        parsed = await FOLDER_READS.run(parse_source, text, config, adapter_source=source)
         key = str(parsed)
         if is_private and token is not None:
             digest = hashlib.sha256(token.reveal().encode()).hexdigest()[:32]
@@ -86,8 +87,8 @@ class AdapterSources:
 
     async def folder(self, text: str) -> str:
         """Fetches a remote source such as `hf:owner/name`, and returns its folder."""
-        source = await asyncio.to_thread(parse_source, text, self._config)
-        return await asyncio.to_thread(self._folder, str(source), source, self._config)
+        source = await FOLDER_READS.run(parse_source, text, self._config)
+        return await FETCHES.run(self._folder, str(source), source, self._config)
 
     async def _get(
         self, key: str, source: SourceId, config: SourceConfig, *, is_private: bool
@@ -98,8 +99,8 @@ class AdapterSources:
         if found is not None and is_here and now < found.checked_s + FRESH_S:
             self._found.move_to_end(key)
             return found
-        folder = await asyncio.to_thread(self._folder, key, source, config)
-        files = await asyncio.to_thread(list_files, folder)
+        folder = await FETCHES.run(self._folder, key, source, config)
+        files = await FOLDER_READS.run(list_files, folder)
         if found is None or not is_here or (found.folder, found.files) != (folder, files):
             if is_private:
                 card = await self._host.add_adapter(folder)

@@ -15,6 +15,7 @@ from loramux.adapters.combine.cache import CombinationCache
 from loramux.adapters.recipe import Recipe
 from loramux.backend import AdapterHost
 from loramux.errors import AdapterNotFound, AdapterRefused, EngineBusy, LoramuxError
+from loramux.threads import FOLDER_READS
 from loramux.types.adapter import AdapterCard
 
 MAKER = "loramux.adapters.combine.maker"
@@ -89,12 +90,12 @@ class Combinations:
         return (await asyncio.shield(task)).card
 
     async def _add(self, recipe: Recipe) -> MadeCombination:
-        folder = await asyncio.to_thread(self._cache.find, recipe)
+        folder = await FOLDER_READS.run(self._cache.find, recipe)
         if folder is None:
             parts = {part.cid: await self._folder_of(part.cid) for part in recipe.parts}
             async with self._running:
                 folder = await self._make(recipe, parts)
-            await self._remove_trimmed(await asyncio.to_thread(self._cache.trim, folder))
+            await self._remove_trimmed(await FOLDER_READS.run(self._cache.trim, folder))
         made = MadeCombination(recipe, await self._host.add_adapter(str(folder)))
         self._made[recipe.cid] = made
         self._recipes[made.card.cid] = recipe

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +14,7 @@ from loramux.server.adapter_folder import AdapterFolder
 from loramux.server.adapter_sources import AdapterSources
 from loramux.server.combinations import Combinations
 from loramux.server.errors import NotServed
+from loramux.server.name_locks import NameLocks
 from loramux.server.names import AdapterNames
 from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.registry_adapters import RegistryAdapters
@@ -91,9 +90,7 @@ class Context:
     """Makes combined adapters; None: this server makes none."""
     sources: AdapterSources | None = None
     """Fetches adapters that requests name by their source; None: none is fetched."""
-    name_locks: defaultdict[str, asyncio.Lock] = field(
-        default_factory=lambda: defaultdict(asyncio.Lock)
-    )
+    name_locks: NameLocks = field(default_factory=NameLocks)
     """Loads and unloads of the same name run one after another."""
     folder: AdapterFolder | None = None
     """The watched folder of adapters."""

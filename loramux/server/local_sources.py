@@ -11,6 +11,7 @@ from loramux.sources.download import Progress
 from loramux.sources.fetch import Fetcher, fetched
 from loramux.sources.origins.local import find_under_roots
 from loramux.sources.parse import is_remote, parse_source
+from loramux.sources.source_id import SourceId, SourceKind
 
 
 def local_folder(source: str, roots: Sequence[str]) -> Path:
@@ -30,10 +31,14 @@ def fetched_folder(
 ) -> Iterator[Path]:
     """Provides a folder with the source's files while the context lasts.
 
-    A remote source is downloaded: call it on a thread.
+    Remote and local files are copied, so that no link can take their place later: call it on a
+    thread.
     """
-    if not is_remote(source):
-        yield local_folder(source, roots)
-        return
-    with fetched(Fetcher(config), parse_source(source, config), area, progress=progress) as folder:
-        yield folder
+    if is_remote(source):
+        found = parse_source(source, config)
+    else:
+        root, folder = find_under_roots(Path(source), [Path(one) for one in roots])
+        parts = folder.relative_to(root).parts
+        found = SourceId(kind=SourceKind.LOCAL, place=str(root), folder=parts)
+    with fetched(Fetcher(config), found, area, progress=progress) as copies:
+        yield copies

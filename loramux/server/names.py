@@ -22,6 +22,7 @@ from loramux.errors import (
 )
 from loramux.registry.records import Resolved
 from loramux.server.registry_adapters import RegistryAdapters
+from loramux.threads import FOLDER_READS
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.composition import SumPart, check_alone, compose, find_repeated
 from loramux.types.request import Selection
@@ -168,7 +169,7 @@ class AdapterNames:
         while (given := self.find(name)) is not None and given.cid is None:
             failure = given.failure
             if failure is not None:
-                files = await asyncio.to_thread(list_files, given.path)
+                files = await FOLDER_READS.run(list_files, given.path)
                 if files == failure.files and self._given.get(name) is given:
                     raise AdapterRefused(
                         failure.error.code, failure.error.reason, fix=failure.error.fix
@@ -210,10 +211,16 @@ class AdapterNames:
         """Returns the given names without a CID by folder, in the order of their addition."""
         return {path: [self._given[name] for name in names] for path, names in self._unread.items()}
 
-    async def load(self, name: str, path: str) -> AdapterCard:
-        """Adds the folder's adapter to the host, and gives it the name; raises AdapterRefused."""
+    async def load(self, name: str, path: str, *, is_real: bool = False) -> AdapterCard:
+        """Adds the folder's adapter to the host, and gives it the name; raises AdapterRefused.
+
+        `is_real`: the path is a real path that was checked, and the adapter must be read there.
+        """
         async with self._adding():
             card = await self._host.add_adapter(path)
+            if is_real and card.path != path:
+                self._unnamed.add(card.cid)
+                raise _moved(path)
             before = self._given.get(name)
             self.bind(name, card)
             if before is not None and before.cid is not None:
@@ -335,10 +342,13 @@ class AdapterNames:
 
     async def _read_folder(self, path: str) -> None:
         # Listed before they are read: files that change meanwhile are read again.
-        files = await asyncio.to_thread(list_files, path)
+        files = await FOLDER_READS.run(list_files, path)
         async with self._adding():
             try:
                 card = await self._host.add_adapter(path)
+                if card.path != path:
+                    self._unnamed.add(card.cid)
+                    raise _moved(path)
             except (AdapterRefused, AdapterNotFound) as error:
                 refusal = _as_refusal(error)
                 self._settle(path, failure=Failure(refusal, files))
@@ -420,6 +430,14 @@ def list_files(folder: str) -> FolderFiles:
     except OSError:
         return ()
     return tuple((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats)
+
+
+def _moved(path: str) -> AdapterRefused:
+    return AdapterRefused(
+        "changed_on_disk",
+        f"{path} was replaced by a link to another folder.",
+        fix="Load the adapter from the folder that it is in.",
+    )
 
 
 def _as_refusal(error: AdapterRefused | AdapterNotFound) -> AdapterRefused:

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec import UNSET
@@ -61,10 +61,13 @@ class ReceiptIssuer:
     writer: ReceiptQueue | None = None
     """None: receipts are sent to the client and not stored."""
 
+    refusals: RefusalBudget = field(default_factory=lambda: RefusalBudget())
+
     @property
     def num_dropped(self) -> int:
-        """Receipts that could not be stored."""
-        return 0 if self.writer is None else self.writer.num_dropped
+        """Receipts that could not be stored, and those of too many refused requests."""
+        num_stored_late = 0 if self.writer is None else self.writer.num_dropped
+        return num_stored_late + self.refusals.num_dropped
 
     @property
     def stores_refusals(self) -> bool:
@@ -76,6 +79,38 @@ class ReceiptIssuer:
         if self.writer is not None:
             self.writer.add(issued)
         return issued
+
+
+class RefusalBudget:
+    """Limits the receipts of refused requests, which cost a client nothing to send.
+
+    At most `burst` at once, and `per_second` in the long run: 20 MB a day.
+    """
+
+    def __init__(
+        self,
+        *,
+        burst: int = 256,
+        per_second: float = 0.1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._burst = burst
+        self._per_second = per_second
+        self._clock = clock
+        self._left = float(burst)
+        self._at = clock()
+        self.num_dropped = 0
+
+    def take(self) -> bool:
+        """Returns whether one more may be written."""
+        now = self._clock()
+        self._left = min(self._burst, self._left + (now - self._at) * self._per_second)
+        self._at = now
+        if self._left < 1:
+            self.num_dropped += 1
+            return False
+        self._left -= 1
+        return True
 
 
 class ReceiptDraft:
@@ -200,7 +235,7 @@ def receipt_draft(
     except ClientDisconnect:
         raise
     except Exception as error:
-        if issuer.stores_refusals:
+        if issuer.stores_refusals and issuer.refusals.take():
             draft.refuse(error)
             http.state.receipt_id = draft.id
         raise

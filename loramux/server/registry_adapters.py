@@ -17,6 +17,7 @@ from loramux.registry.records import Resolved
 from loramux.registry.registry import Registry, RouteCache
 from loramux.registry.watch import DEFAULT_POLL_S, Watch
 from loramux.store.library import AdapterLibrary
+from loramux.threads import QUERIES, STORE_READS
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class RegistryAdapters:
         """
         task = self._materializing.get(cid)
         if task is None:
-            work = asyncio.to_thread(self.library.materialize, cid)
+            work = STORE_READS.run(self.library.materialize, cid)
             task = self._materializing[cid] = asyncio.create_task(work)
             task.add_done_callback(lambda done: self._materialized(cid, done))
         return await asyncio.shield(task)
@@ -99,11 +100,11 @@ class RegistryAdapters:
         if route is not None:
             return route.choose(secrets.token_hex(16) if sticky_key is None else sticky_key)
         try:
-            return await asyncio.to_thread(
+            return await QUERIES.run(
                 self._routes.resolve, text, sticky_key=sticky_key, home_tenant=home
             )
         except InvalidRequest as error:
-            raise await asyncio.to_thread(self._ambiguous, reference) from error
+            raise await QUERIES.run(self._ambiguous, reference) from error
 
     def _parse(self, text: str, home: str | None) -> Reference:
         try:

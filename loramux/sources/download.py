@@ -50,7 +50,7 @@ class PartialFile:
         self._state_path = state_path
         self._state = state
         self.parts = read_parts(path, state_path, state)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
     def start_over(self, part_bytes: int | None, size_bytes: int | None) -> None:
         os.ftruncate(self._descriptor, 0)

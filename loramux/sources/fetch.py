@@ -198,7 +198,13 @@ def fetching(place: Path | None, area: Path) -> Iterator[Path]:
             yield Path(folder)
         return
     shutil.rmtree(place / "adapter", ignore_errors=True)
-    yield place
+    try:
+        yield place
+    except BaseException:
+        # A fetch that cannot be resumed leaves the lock alone.
+        if [entry.name for entry in place.iterdir()] == [LOCK_NAME]:
+            shutil.rmtree(place)
+        raise
     shutil.rmtree(place)
 
 

@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from loramux.errors import LoramuxError, SourceFailed
+from loramux.private_files import explaining, make_private_folder
 from loramux.sources.config import SourceConfig, scrub_error
 from loramux.sources.download import Progress
 from loramux.sources.fetch import Fetcher, open_origin
@@ -46,7 +47,8 @@ class KeptAdapters:
         try:
             folder = place / self._version(source)
             if not folder.is_dir():
-                place.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with explaining(place, "LORAMUX_CACHE or XDG_CACHE_HOME"):
+                    make_private_folder(place)
                 Fetcher(self._config).fetch(source, folder, progress=progress)
         except SourceFailed as error:
             if kept is None:

@@ -11,14 +11,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from loramux.adapters.identity import CID_PREFIX, FileDigest, is_digest, parse_cid
 from loramux.errors import AdapterRefused, StoreDamaged, StoreFull
+from loramux.private_files import PRIVATE_FILE, PRIVATE_FOLDER, make_private_folder, private_opener
 from loramux.progress import SILENT, ByteSink
 from loramux.store.record import Record, decode_record
 
 CHUNK_BYTES = 2**20
-READ_ONLY = 0o444
+READ_ONLY = 0o400
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # Errors of file systems that cannot hard-link, or that reached the limit of links of a file.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
@@ -29,7 +31,7 @@ def copy_hashed(
 ) -> FileDigest:
     """Copies a file and returns the digest of the written bytes, which are synced to disk."""
     digest, size = hashlib.sha256(), 0
-    with source.open("rb") as reader, reporting_full_disk(), destination.open("xb") as writer:
+    with source.open("rb") as reader, reporting_full_disk(), _create(destination) as writer:
         while chunk := reader.read(CHUNK_BYTES):
             size += len(chunk)
             if size > max_bytes:
@@ -42,10 +44,14 @@ def copy_hashed(
 
 
 def write_file(destination: Path, content: bytes) -> None:
-    with reporting_full_disk(), destination.open("xb") as writer:
+    with reporting_full_disk(), _create(destination) as writer:
         writer.write(content)
         writer.flush()
         seal(writer.fileno())
+
+
+def _create(path: Path) -> BinaryIO:
+    return open(path, "xb", opener=private_opener)  # noqa: SIM115
 
 
 def seal(descriptor: int) -> None:
@@ -71,7 +77,7 @@ def sync_folder(folder: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     if not folder.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         sync_folder(folder.parent)
 
 
@@ -196,7 +202,7 @@ class StoreLock:
     @contextmanager
     def held(self) -> Iterator[None]:
         # Each holder opens its own descriptor, so that the lock excludes threads too.
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
@@ -217,7 +223,7 @@ class StagingArea:
         """Yields a new folder and removes it with its content after the block."""
         with self._lock.held():
             path = self._parent / f"{self._prefix}{secrets.token_hex(8)}"
-            path.mkdir()
+            path.mkdir(mode=PRIVATE_FOLDER)
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:

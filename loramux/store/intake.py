@@ -24,6 +24,7 @@ from loramux.adapters.peft.types.configs import AdapterConfig, read_adapter_conf
 from loramux.progress import SILENT, ByteSink
 from loramux.store.files import copy_hashed, too_large
 from loramux.store.record import Record, make_record
+from loramux.store.values import check_finite
 
 GIBIBYTE = 2**30
 
@@ -85,17 +86,19 @@ def copy_weights(weights: Path, staging: Path, limits: StoreLimits, sink: ByteSi
     copy = staging / WEIGHTS_NAME
     with refusing_os_errors(weights):
         digest = copy_hashed(weights, copy, max_bytes=limits.max_file_bytes, sink=sink)
-    check_header(copy)
+    check_header(copy, with_values=True)
     return digest
 
 
-def check_header(weights: Path) -> None:
+def check_header(weights: Path, *, with_values: bool = False) -> None:
     with refusing_os_errors(weights):
         file = weights.open("rb")
     with file, refusing_os_errors(weights):
         size = os.fstat(file.fileno()).st_size
         head = read_head(file, size)
-        parse_header(head[LENGTH_BYTES:], size - len(head))
+        entries = parse_header(head[LENGTH_BYTES:], size - len(head))
+        if with_values:
+            check_finite(file, len(head), entries)
 
 
 def check_size(weights: Path, limits: StoreLimits) -> None:

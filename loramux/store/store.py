@@ -13,6 +13,7 @@ from loramux.adapters.peft.folder import refusing_os_errors
 from loramux.adapters.peft.safetensors import WEIGHTS_NAME, read_head, read_metadata
 from loramux.backend import StoreTierStats
 from loramux.errors import AdapterNotFound, InvalidRequest, StoreDamaged, StoreFull
+from loramux.private_files import PRIVATE_FOLDER, explaining
 from loramux.progress import SILENT, ByteSink
 from loramux.store.check import StoreReport, verify_store
 from loramux.store.files import (
@@ -58,8 +59,9 @@ class ContentStore:
         self._tiers = tuple(tiers)
         self._sink = sink
         self._clock = clock
-        for folder in self._layout.folders:
-            make_folder(folder)
+        with explaining(self.root, "LORAMUX_DATA or --data"):
+            for folder in self._layout.folders:
+                make_folder(folder)
         self._lock = StoreLock(self._layout.lock)
         self._staging = StagingArea(self._layout.staging, prefix="work-", lock=self._lock)
         with self._lock.held():
@@ -279,7 +281,7 @@ class ContentStore:
             if self._layout.is_whole(record):
                 return
             made, view = staging / "view", self._layout.view(record.cid)
-            made.mkdir()
+            made.mkdir(mode=PRIVATE_FOLDER)
             for name, digest in record.files.items():
                 link_or_copy(self._layout.blob(digest), made / name)
             if view.exists():

@@ -148,7 +148,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     error_code: str | None = None
     """timeout: the time limit was exceeded; adapter: an adapter cannot be loaded; memory: the
-    request can never fit; invalid: it was refused after its arrival; grammar: its grammar failed"""
+    request can never fit; numeric: the logits are NaN or infinite; invalid: it was refused after
+    its arrival; grammar: its grammar failed."""
     num_reused: int = 0
     """Set in the choice's first event: prompt tokens found in the prefix cache."""
     started_s: float | None = None

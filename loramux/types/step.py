@@ -102,6 +102,9 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     """sequence_id -> one entry for each of its tokens, if the request asked for logprobs."""
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    """sequence_id -> why the sequence has no valid token, as a clause ("a logit is NaN"). It ends
+    with an error, whatever the other fields have for it."""
 
 
 class InFlightStep(Protocol):

@@ -17,6 +17,9 @@ from tests.adapter_factory import make_peft_adapter
 from tests.engine_factory import make_prompt, save_model_with_tokenizer
 from tests.serve_factory import RunningServer, running_server
 
+# PEFT answers twenty prompts of 2,000 tokens.
+pytestmark = pytest.mark.slow
+
 NUM_ADAPTERS = 20
 NUM_CONTEXT = 2000
 BLOCK = 16

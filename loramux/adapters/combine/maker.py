@@ -21,6 +21,7 @@ from loramux.adapters.peft.unbound import read_without_base
 from loramux.adapters.peft.writer import new_folder
 from loramux.adapters.recipe import Recipe, decode_recipe
 from loramux.errors import AdapterRefused, LoramuxError, Refusal
+from loramux.private_files import PRIVATE_FILE, make_private_folder
 
 CHANGED = "changed_on_disk"
 NICENESS = 10
@@ -52,9 +53,9 @@ class CombinationMaker:
     @contextmanager
     def _locked(self, recipe: Recipe) -> Iterator[None]:
         """Holds the lock of a sixteenth of all recipes, so that the files of locks stay few."""
-        self._cache.root.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self._cache.root)
         path = self._cache.root / f".lock-{self._cache.path(recipe).name[0]}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield

@@ -15,6 +15,7 @@ from loramux.adapters.packed.dense import IMAGE_HEADER_BYTES
 from loramux.adapters.packed.image import AdapterImage, AdapterLayout, Allocate, mapped_buffer
 from loramux.adapters.packed.packing import Packing
 from loramux.errors import AdapterRefused
+from loramux.private_files import private_opener
 
 _MAGIC = b"loramux image 1\n"
 _MAX_HEADER = 16 * 2**20
@@ -66,7 +67,7 @@ def write_image(path: Path, image: AdapterImage) -> None:
     size = _padded(len(head))
     partial = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.partial")
     try:
-        with partial.open("wb", buffering=0) as file:
+        with open(partial, "wb", buffering=0, opener=private_opener) as file:
             _write_all(file.fileno(), memoryview(head.ljust(size, b"\0")))
             _write_all(file.fileno(), payload)
         partial.rename(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -171,6 +172,9 @@ def write_extra(layout: ExtrasLayout, buffer: torch.Tensor, part: ExtraTensor) -
     if part.values.shape != (place.num_rows, place.width):
         raise ValueError(f"{part.key}: {tuple(part.values.shape)}, planned {place}")
     largest = largest_of(part)
+    if largest > largest_delta(buffer.dtype):
+        _, module, kind = part.key
+        raise _too_large(f"The {kind} of {module}", largest, buffer.dtype)
     values, source = bits_of(part.values.contiguous()), part.values.dtype
     for first, count, offset in place.pieces(layout.page_elements):
         served = converted_bits(values[first : first + count], source, buffer.dtype)
@@ -205,6 +209,34 @@ def check_range(
         b = torch.ldexp(b, exponents.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT) * (a > 0))
     if not (fits & torch.isfinite(b.to(dtype))).all():
         raise _overflow(dtype, is_fp12=is_fp12)
+    _check_deltas(modules, maxima, dtype)
+
+
+def largest_delta(dtype: torch.dtype) -> float:
+    """Returns the bound on |scale * a * b| of one rank, above which activations overflow.
+
+    An activation of about 1 becomes as large; norms and attention then square it in float32.
+    """
+    limit = torch.finfo(dtype).max
+    return float(limit) if dtype is torch.float16 else math.sqrt(torch.finfo(torch.float32).max)
+
+
+def _check_deltas(
+    modules: Sequence[LoraModule], maxima: Sequence[RankMaxima], dtype: torch.dtype
+) -> None:
+    limit = largest_delta(dtype)
+    for module, found in zip(modules, maxima, strict=True):
+        largest = float((found.a * found.b).max(initial=0.0)) * abs(module.scale)
+        if largest > limit:
+            raise _too_large(f"scale * B @ A of {module.target.path}", largest, dtype)
+
+
+def _too_large(what: str, largest: float, dtype: torch.dtype) -> AdapterRefused:
+    return AdapterRefused(
+        "overflow",
+        f"{what} has a value of about {largest:.1e}, with which activations overflow {dtype}.",
+        fix="The training diverged, or a scale is wrong; give an earlier checkpoint.",
+    )
 
 
 def _overflow(dtype: torch.dtype, *, is_fp12: bool = False) -> AdapterRefused:

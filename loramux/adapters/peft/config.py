@@ -18,7 +18,7 @@ from loramux.adapters.peft.fields import (
     REFUSED,
     Unsupported,
 )
-from loramux.adapters.peft.folder import find_file, refusing_os_errors
+from loramux.adapters.peft.folder import find_file, open_real, refusing_os_errors
 from loramux.adapters.peft.refusals import RefusalCode, name_some
 from loramux.errors import AdapterRefused
 
@@ -130,7 +130,7 @@ def read_config_bytes(folder: Path) -> bytes:
             f"The folder has no {CONFIG_NAME}.",
             fix="Give the folder that PEFT's save_pretrained wrote.",
         )
-    with refusing_os_errors(path), path.open("rb") as file:
+    with refusing_os_errors(path), open_real(path) as file:
         return file.read(MAX_CONFIG_BYTES + 1)
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from loramux.adapters.peft.refusals import RefusalCode
 from loramux.errors import AdapterNotFound, AdapterRefused
 
 # models--owner--name/snapshots/<commit>, the folder of a repository in the Hugging Face cache.
 HUB_SNAPSHOT = re.compile(r"models--(?:[^/]+--)?(?P<name>[^/]+)/snapshots(?:/|$)")
+
+# O_PATH needs no right to list the folder.
+_FOLDER_FLAGS = getattr(os, "O_PATH", 0) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_folder(folder: Path) -> Path:
@@ -22,6 +27,25 @@ def open_folder(folder: Path) -> Path:
             f"No adapter folder at {folder}. Give the folder that holds adapter_config.json."
         )
     return folder.resolve()
+
+
+def open_real(path: Path) -> BinaryIO:
+    """Opens a file by its real path and follows no link: none of its folders was replaced by one.
+
+    A path that was checked stays checked, although files are opened after the check.
+    """
+    if not hasattr(os, "O_PATH"):
+        return path.open("rb")
+    folder = os.open("/", _FOLDER_FLAGS)
+    try:
+        for name in path.parts[1:-1]:
+            inner = os.open(name, _FOLDER_FLAGS, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        file = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    finally:
+        os.close(folder)
+    return os.fdopen(file, "rb")
 
 
 def find_file(folder: Path, name: str) -> Path | None:

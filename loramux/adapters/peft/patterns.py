@@ -17,11 +17,17 @@ from loramux.errors import AdapterRefused
 
 MAX_PATTERNS = 4096
 MAX_PATTERN_CHARS = 4096
+# Of all patterns of a field. A character takes up to 10 us to compile, a class up to 0.5 ms.
+MAX_TOTAL_CHARS = 2**17
+MAX_CLASSES = 2048
+# A class with a range of Unicode takes 10 ms to compile, and names of modules are ASCII.
+UNICODE = re.compile(r"\\[uUN]|[^\x00-\x7f]")
 # About a second of matching. Patterns that may take longer run in a child process with a timeout,
 # because `re` holds the GIL until it returns.
 MAX_STEPS_HERE = 100_000_000
 MAX_CHILD_SECONDS = 10.0
 ENDLESS = 10**18
+FEWER = "Name the modules in fewer words, such as their last name part."
 TOKENS = re.compile(
     r"(?P<escape>\\.)|(?P<nested>\)[*+{])|(?P<repeat>[*+]\??|\{)"
     r"|(?P<open>\(\??)|(?P<option>\?)|(?P<bar>\|)",
@@ -52,12 +58,28 @@ def first_matches(
 
 
 def check_sizes(field: str, patterns: Sequence[str]) -> None:
+    """Refuses patterns that take long to compile."""
     if len(patterns) > MAX_PATTERNS or any(len(text) > MAX_PATTERN_CHARS for text in patterns):
         raise AdapterRefused(
             RefusalCode.BAD_PATTERN,
             f"{field} has over {MAX_PATTERNS} patterns or one of over {MAX_PATTERN_CHARS} "
             "characters.",
-            fix="Name the modules in fewer words, such as their last name part.",
+            fix=FEWER,
+        )
+    num_chars, num_classes = sum(map(len, patterns)), sum(text.count("[") for text in patterns)
+    if num_chars > MAX_TOTAL_CHARS or num_classes > MAX_CLASSES:
+        raise AdapterRefused(
+            RefusalCode.BAD_PATTERN,
+            f"{field} has {num_chars} characters and {num_classes} character classes; at most "
+            f"{MAX_TOTAL_CHARS} and {MAX_CLASSES} are allowed.",
+            fix=FEWER,
+        )
+    found = next((text for text in patterns if UNICODE.search(text)), None)
+    if found is not None:
+        raise AdapterRefused(
+            RefusalCode.BAD_PATTERN,
+            f"{field} has a pattern with characters that are not ASCII: {found[:100]!r}.",
+            fix="Names of modules are ASCII; remove them.",
         )
 
 

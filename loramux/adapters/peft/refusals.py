@@ -32,6 +32,7 @@ class RefusalCode(StrEnum):
     OVERSIZED_HEADER = "oversized_header"
     BROKEN_SAFETENSORS = "broken_safetensors"
     TRUNCATED = "truncated"
+    TOO_LARGE = "too_large"
     BAD_DTYPE = "bad_dtype"
     # The tokenizer files
     TOKENIZER_TOO_LARGE = "tokenizer_too_large"

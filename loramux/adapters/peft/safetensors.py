@@ -16,8 +16,10 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLE_NAMES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 16 * 2**20
+MAX_FILE_BYTES = 8 * 2**30
 MAX_NAME_CHARS = 1024
 MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 2**48
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 ZIP_MAGIC = b"PK\x03\x04"
 PICKLE_MAGICS = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
@@ -60,6 +62,12 @@ def read_head(file: BinaryIO, size: int) -> bytes:
             RefusalCode.LFS_POINTER,
             f"{WEIGHTS_NAME} is a git-lfs pointer, not the weights.",
             fix="Run `git lfs pull` in the repository that it came from.",
+        )
+    if size > MAX_FILE_BYTES:
+        raise AdapterRefused(
+            RefusalCode.TOO_LARGE,
+            f"{WEIGHTS_NAME} has {size} bytes; at most {MAX_FILE_BYTES} are read.",
+            fix="Save the adapter in bfloat16, or without tensors that it did not train.",
         )
     if size < LENGTH_BYTES:
         raise truncated(f"it has {size} bytes, too few for a header")
@@ -145,6 +153,9 @@ def parse_entry(name: str, entry: object) -> TensorEntry:
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise broken(f"the data_offsets of {name!r} are not a start and an end")
     parsed = TensorEntry(name, dtype, tuple(shape), offsets[0], offsets[1])
+    # Empty tensors need no bytes, and their other dimensions overflow the strides.
+    if math.prod(max(1, size) for size in shape) > MAX_ELEMENTS:
+        raise broken(f"the shape of {name!r} has a dimension that is too large")
     # An unsupported dtype is refused later; its size is not checked here.
     expected = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
     if dtype in ITEM_BYTES and parsed.num_bytes != expected:

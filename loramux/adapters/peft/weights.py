@@ -16,7 +16,7 @@ import torch
 
 from loramux.adapters.identity import FileDigest
 from loramux.adapters.packed.image import mapped_memory
-from loramux.adapters.peft.folder import refusing_os_errors
+from loramux.adapters.peft.folder import open_real, refusing_os_errors
 from loramux.adapters.peft.refusals import RefusalCode
 from loramux.adapters.peft.safetensors import (
     LENGTH_BYTES,
@@ -111,7 +111,11 @@ class WeightsReading:
         if entry.start % dtype.itemsize:
             # Data that follows a tensor of a smaller type may be unaligned.
             self.wait()
-            flat = torch.frombuffer(bytearray(self._data[entry.start : entry.end]), dtype=dtype)
+            # torch copies gigabytes without the interpreter lock.
+            unaligned = torch.frombuffer(
+                self._data, dtype=torch.uint8, count=entry.num_bytes, offset=entry.start
+            )
+            flat = unaligned.clone().view(dtype)
         else:
             flat = torch.frombuffer(self._data, dtype=dtype, count=count, offset=entry.start)
         return flat.view(entry.shape)
@@ -147,7 +151,7 @@ def open_weights(folder: Path, parse: ParseHeader = parse_header) -> Iterator[We
     """Opens the weights of an adapter folder and checks their header with `parse`."""
     path = find_weights(folder)
     with refusing_os_errors(path):
-        file = path.open("rb")
+        file = open_real(path)
     with file:
         with refusing_os_errors(path):
             size = os.fstat(file.fileno()).st_size

@@ -138,7 +138,8 @@ def _group(members: list[SequenceRows], layout: PagedLayout, device: torch.devic
     stride = layout.num_layers * 2
     page_rows: list[int] = []
     for member in members:
-        page_ids = list(member.page_ids[:num_pages])
+        # Pages that it has not begun may hold NaN, which a mask of weight 0 does not remove.
+        page_ids = list(member.page_ids[: -(-member.num_tokens // layout.block_tokens)])
         page_ids += page_ids[:1] * (num_pages - len(page_ids))
         page_rows += [page_id * stride for page_id in page_ids]
     rows = [m.row_start + i for m in members for i in range(m.num_rows)]

@@ -118,10 +118,13 @@ def longs_at(address, count):
 
 @njit(inline="always", error_model="numpy")
 def exp(x):
-    """2^n * e^r with |r| <= ln(2) / 2, by a polynomial; within 2 units in the last place."""
+    """2^n * e^r with |r| <= ln(2) / 2, by a polynomial; within 2 units in the last place.
+
+    NaN stays NaN: the bounds alone would make a number of it.
+    """
     bounded = min(max(x, float32(-87.0)), float32(88.0))
     n = np.floor(bounded * _LOG2_E + float32(0.5))
-    r = bounded - n * _LN2_HIGH - n * _LN2_LOW
+    r = (bounded if x == x else x) - n * _LN2_HIGH - n * _LN2_LOW
     p = float32(1.9875691500e-4)
     p = p * r + float32(1.3981999507e-3)
     p = p * r + float32(8.3334519073e-3)

@@ -114,7 +114,7 @@ async def _register(context: Context, request: Request) -> Response:
         raise InvalidRequest("preload must be true: adapters are read at once.", param="preload")
     asked = LoadRequest(lora_name=name, lora_path=source, load_inplace=body.load_inplace)
     try:
-        async with context.name_locks[name]:
+        async with context.name_locks.held(name):
             await load_named(context, asked)
     except VllmError as error:
         return error.response()
@@ -128,6 +128,6 @@ async def _unregister(context: Context, request: Request) -> Response:
     name = request.path_params["name"]
     if context.names.find(name) is None:
         raise NotServed(f"The adapter `{name}` does not exist.", param="name")
-    async with context.name_locks[name]:
+    async with context.name_locks.held(name):
         await unload_named(context, name)
     return PlainTextResponse(f"Adapter {request.headers.get(ALIAS) or name} unregistered")

@@ -358,7 +358,7 @@ async def _change(context: Context, request: Request, *, is_load: bool) -> Respo
     asked = decode(raw, AdapterChange)
     name = asked.lora_name
     try:
-        async with context.name_locks[name]:
+        async with context.name_locks.held(name):
             if is_load:
                 await _load(context, asked)
             else:

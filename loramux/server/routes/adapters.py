@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from loramux.server.selection import find_named
 from loramux.server.warming import warm_up
 from loramux.server.wire import AdapterEntry, AdapterFailure, AdapterList
 from loramux.server.wire_registry import RegistryEntry, registry_entry
+from loramux.threads import QUERIES
 from loramux.types.composition import compose
 
 TIERS = ("device", "host", "disk", "source", "loading")
@@ -77,7 +77,7 @@ def adapter_routes(context: Context) -> APIRouter:
             return json_response(_unread_entry(context.names.unread()[given.path]))
         cid = _served_cid(context, name)
         if cid is None and context.registry is not None:
-            info = await asyncio.to_thread(context.registry.registry.show, name)
+            info = await QUERIES.run(context.registry.registry.show, name)
             return json_response(registry_entry(info))
         context.require_ready()
         if cid is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +13,7 @@ from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.openapi import answering
 from loramux.server.wire import ModelEntry, ModelList
+from loramux.threads import QUERIES
 
 # Limit of the registry's adapters in the list; requests may name the others too.
 MAX_LISTED = 1000
@@ -58,7 +57,7 @@ async def list_models(context: Context) -> list[ModelEntry]:
 async def _registry_entries(context: Context) -> list[ModelEntry]:
     if context.registry is None:
         return []
-    found = await asyncio.to_thread(context.registry.list_current, limit=MAX_LISTED)
+    found = await QUERIES.run(context.registry.list_current, limit=MAX_LISTED)
     return [_model_entry(context, f"{one.tenant}/{one.name}", one) for one in found]
 
 

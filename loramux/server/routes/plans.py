@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -31,6 +30,7 @@ from loramux.server.names import NamedAdapter
 from loramux.server.openapi import taking
 from loramux.server.selection import find_named
 from loramux.server.wire import PlanRequest
+from loramux.threads import PLANS
 
 MAX_NAMES = 20
 MAX_RANKS = 1000
@@ -50,7 +50,7 @@ def plan_routes(context: Context) -> APIRouter:
         card = context.backend.card
         measured = await _measure(context, body)
         base, fleet, budgets = _base(card), _fleet(body, measured), _budgets(body, card)
-        plan = await asyncio.to_thread(plan_memory, base, fleet, budgets)
+        plan = await PLANS.run(plan_memory, base, fleet, budgets)
         uses = await context.backend.adapter_uses()
         evicted = would_evict(plan, context.backend.stats, uses, _names(context))
         return json_response(msgspec.structs.replace(plan, evicted_now=evicted))

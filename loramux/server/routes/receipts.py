@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Any
 
@@ -19,6 +18,7 @@ from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.openapi import answering
 from loramux.server.wire import ReceiptList
+from loramux.threads import QUERIES
 
 DEFAULT_LIMIT = 100
 
@@ -31,8 +31,8 @@ def receipt_routes(context: Context) -> APIRouter:
         """Lists receipts, newest first, or slowest first with `slow_ms`."""
         registry = context.require_registry().registry
         given = await _given_cids(context, request.query_params.get("adapter"))
-        wanted = await asyncio.to_thread(_filter, context, request, given)
-        found = await asyncio.to_thread(registry.find_receipts, wanted)
+        wanted = await QUERIES.run(_filter, context, request, given)
+        found = await QUERIES.run(registry.find_receipts, wanted)
         return json_response(ReceiptList(data=[dict(receipt.body) for receipt in found]))
 
     @router.get("/v1/receipts/{receipt_id}", **answering(Receipt, 404, 503, path_name="receipt_id"))
@@ -43,7 +43,7 @@ def receipt_routes(context: Context) -> APIRouter:
         pending = None if writer is None else writer.find(receipt_id)
         if pending is not None:
             return json_response(pending)
-        stored = await asyncio.to_thread(registry.receipt, receipt_id)
+        stored = await QUERIES.run(registry.receipt, receipt_id)
         if stored is None:
             raise NotServed(f"There is no receipt `{receipt_id}`.", param="receipt_id")
         return json_response(dict(stored.body))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,7 +18,7 @@ from loramux.registry.records import AliasState
 from loramux.registry.registry import Registry
 from loramux.server.body import json_response, read_json
 from loramux.server.context import Context
-from loramux.server.local_sources import fetched_folder
+from loramux.server.local_sources import fetched_folder, local_folder
 from loramux.server.names import full_name
 from loramux.server.openapi import answering, changing
 from loramux.server.recipes import open_version
@@ -36,8 +35,9 @@ from loramux.server.wire_registry import (
     SplitRequest,
     alias_entry,
 )
-from loramux.sources.parse import lasting_name
+from loramux.sources.parse import is_remote, lasting_name
 from loramux.store.library import Pushed
+from loramux.threads import FETCHES, QUERIES
 from loramux.types.composition import compose
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ def registry_routes(context: Context) -> APIRouter:
         """Copies an adapter into the store under a name and a version, or stores a recipe."""
         registry = context.require_registry()
         body = await _read(context, request, PushRequest)
-        pushed = await asyncio.to_thread(_push, context, registry, body)
+        pushed = await FETCHES.run(_push, context, registry, body)
         registry.forget([AdapterName(pushed.tenant, pushed.name)])
         return json_response(_pushed_entry(pushed))
 
@@ -62,7 +62,7 @@ def registry_routes(context: Context) -> APIRouter:
         """Removes a version (name@1.4.2), an alias (name@prod), or the adapter with all of them."""
         registry = context.require_registry()
         reference = request.path_params["name"]
-        await asyncio.to_thread(registry.registry.remove, reference)
+        await QUERIES.run(registry.registry.remove, reference)
         registry.forget([parse_name_reference(reference, home_tenant=_home(context)).adapter])
         return json_response(Removed(id=reference))
 
@@ -131,12 +131,12 @@ class _AliasChange:
     async def warm_previous(self, alias: str) -> int:
         """Warm the previous targets of the alias, and return its current revision."""
         registry = self._registry.registry
-        current, previous = await asyncio.to_thread(registry.previous, str(self._name), alias=alias)
+        current, previous = await QUERIES.run(registry.previous, str(self._name), alias=alias)
         await self.warm([target.version for target in previous.targets])
         return current.revision
 
     async def run(self, change: Callable[[Registry, str], AliasState]) -> Response:
-        state = await asyncio.to_thread(change, self._registry.registry, str(self._name))
+        state = await QUERIES.run(change, self._registry.registry, str(self._name))
         self._registry.forget([self._name])
         return json_response(alias_entry(state))
 
@@ -151,7 +151,11 @@ def _push(context: Context, registry: RegistryAdapters, body: PushRequest) -> Pu
     options = context.options
     area = registry.library.store.root.parent / FETCH_FOLDER
     with fetched_folder(body.source, options.allowed_roots, options.sources, area) as folder:
-        source = lasting_name(body.source, folder, options.sources)
+        source = body.source
+        if is_remote(source):
+            source = lasting_name(source, folder, options.sources)
+        else:
+            source = str(local_folder(source, options.allowed_roots))
         return registry.library.push(folder, reference, source=source)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
@@ -17,6 +16,7 @@ from loramux.errors import (
     AdapterRefused,
     DoesNotFit,
     EngineBusy,
+    InvalidRequest,
     RequestTimeout,
     SourceNotFound,
 )
@@ -27,9 +27,11 @@ from loramux.server.local_sources import local_folder
 from loramux.server.warming import warm_up
 from loramux.server.wire import ErrorBody, ErrorInfo
 from loramux.sources.parse import is_remote
+from loramux.threads import FOLDER_READS
 
 _log = logging.getLogger(__name__)
 INVALID_INPUT = "InvalidUserInput"
+MAX_NAME_CHARACTERS = 256
 NOT_FOUND_CODES = ("config_missing",)
 # The refusal for which clients search for vLLM's phrase.
 RANK_CODE, RANK_PHRASE = "rank_over_cap", "LoRA rank is greater than max_lora_rank"
@@ -72,7 +74,7 @@ def runtime_lora_routes(context: Context) -> APIRouter:
     async def load_lora_adapter(request: Request) -> Response:
         try:
             asked = await _read(context, request, LoadRequest)
-            async with locks[asked.lora_name]:
+            async with locks.held(asked.lora_name):
                 await load_named(context, asked)
         except VllmError as error:
             return error.response()
@@ -81,7 +83,7 @@ def runtime_lora_routes(context: Context) -> APIRouter:
     async def unload_lora_adapter(request: Request) -> Response:
         try:
             asked = await _read(context, request, UnloadRequest)
-            async with locks[asked.lora_name]:
+            async with locks.held(asked.lora_name):
                 await unload_named(context, asked.lora_name)
         except VllmError as error:
             return error.response()
@@ -102,6 +104,13 @@ async def load_named(context: Context, asked: LoadRequest) -> None:
         raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
     if asked.is_3d_lora_weight:
         raise _invalid("is_3d_lora_weight is not supported by this server: leave it out.")
+    if len(name) > MAX_NAME_CHARACTERS or not name.isprintable() or "," in name or "@" in name:
+        raise _invalid(
+            f"The name {name[:50]!r} is no adapter name here: use at most {MAX_NAME_CHARACTERS} "
+            "printable characters without a comma and without @, which names a version."
+        )
+    if await _is_in_registry(context, name):
+        raise _invalid(f"The registry has an adapter '{name}'. Choose another name.")
     if name in context.base_names or name.startswith(CID_PREFIX):
         raise _invalid(
             f"The name '{name}' is the base model's or a content id. Choose another one."
@@ -115,12 +124,24 @@ async def load_named(context: Context, asked: LoadRequest) -> None:
     context.require_ready()
     try:
         folder = await _folder(context, asked.lora_path)
-        card = await context.names.load(name, folder)
+        is_real = bool(context.options.allowed_roots) and not is_remote(asked.lora_path)
+        card = await context.names.load(name, folder, is_real=is_real)
         await _read_weights(context, card.cid)
     except (AdapterNotFound, SourceNotFound) as error:
         raise _not_found(name) from error
     except AdapterRefused as error:
         raise _refused(asked, error) from error
+
+
+async def _is_in_registry(context: Context, name: str) -> bool:
+    """Whether requests mean an adapter of the registry by the name, which it would take over."""
+    if context.registry is None:
+        return False
+    try:
+        await context.registry.resolve(name)
+    except (AdapterNotFound, InvalidRequest):
+        return False
+    return True
 
 
 async def _read_weights(context: Context, cid: str) -> None:
@@ -136,7 +157,7 @@ async def _folder(context: Context, path: str) -> str:
     if is_remote(path) and context.sources is not None:
         return await context.sources.folder(path)
     roots = context.options.allowed_roots
-    return str(await asyncio.to_thread(local_folder, path, roots)) if roots else path
+    return str(await FOLDER_READS.run(local_folder, path, roots)) if roots else path
 
 
 async def unload_named(context: Context, name: str) -> None:

@@ -54,8 +54,8 @@ def root_of(found: Path, roots: Sequence[Path], *, given: Path) -> Path:
 def real_path(path: Path) -> Path:
     try:
         return path.resolve()
-    # Before Python 3.13, a loop of links raises RuntimeError.
-    except (OSError, RuntimeError) as error:
+    # Before Python 3.13, a loop of links raises RuntimeError. A NUL raises ValueError.
+    except (OSError, RuntimeError, ValueError) as error:
         raise SourceRefused(
             SourceCode.LINK_OUTSIDE,
             f"The links of {path.name} cannot be resolved.",

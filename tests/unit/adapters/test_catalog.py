@@ -201,6 +201,17 @@ def test_a_folder_that_was_replaced_is_never_served_under_its_old_id(tmp_path: P
         catalog.verify(old.cid)
 
 
+def test_a_folder_that_became_a_link_is_not_followed(tmp_path: Path) -> None:
+    """The same bytes, but perhaps of a place from which nothing may be read."""
+    catalog = make_catalog()
+    cid = catalog.identify(write(tmp_path / "a")).card.cid
+    (tmp_path / "a").rename(tmp_path / "b")
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    with pytest.raises(AdapterRefused, match="replaced by a link") as refused:
+        catalog.read(cid)
+    assert refused.value.code == "changed_on_disk"
+
+
 def test_forget_frees_all_and_the_adapter_can_come_again(tmp_path: Path) -> None:
     catalog = make_catalog()
     known = catalog.identify(write(tmp_path / "a")).card

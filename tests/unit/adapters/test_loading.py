@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,3 +116,39 @@ def test_tensors_behind_ones_of_a_smaller_type_are_read(tmp_path: Path) -> None:
     with open_weights(tmp_path) as weights:
         tensors = weights.load().tensors
     assert tensors["a"].tolist() == [1, 1, 1] and tensors["b"].tolist() == [1.5, -2.5]
+
+
+def write_sparse(folder: Path, rank: int, data_bytes: int | None = None) -> Path:
+    """Writes a valid adapter whose data is a hole in its file."""
+    target = next(one for one in BASE.targets if one.projection == "q_proj")
+    header, at = {}, 0
+    for half, shape in (("A", [rank, target.in_features]), ("B", [target.out_features, rank])):
+        size = 2 * shape[0] * shape[1]
+        name = f"base_model.model.{target.path}.lora_{half}.weight"
+        header[name] = {"dtype": "F16", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    config = lora_config_dict(r=rank, target_modules=[target.path])
+    write_adapter(folder, config, len(text).to_bytes(8, "little") + text)
+    os.truncate(folder / "adapter_model.safetensors", 8 + len(text) + (data_bytes or at))
+    return folder
+
+
+def test_an_adapter_that_is_larger_than_the_pool_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sparse file of 3 GiB kept the reader busy until the engine seemed dead."""
+    read = []
+    monkeypatch.setattr(os, "preadv", lambda *arguments: read.append(arguments))
+    folder = write_sparse(tmp_path, rank=2_000_000)
+    rules = AdapterRules(base=BASE, packing=PACKINGS["dense"], max_bytes=2**20)
+    with pytest.raises(AdapterRefused, match="the page pool has 1048576") as refused:
+        FolderLoader(rules).load(folder)
+    assert refused.value.code == "too_large" and not read
+
+
+def test_a_file_of_more_than_8_gib_is_refused_by_its_size(tmp_path: Path) -> None:
+    folder = write_sparse(tmp_path, rank=4, data_bytes=2**33)
+    with pytest.raises(AdapterRefused, match="at most 8589934592") as refused:
+        FolderLoader(AdapterRules(base=BASE, packing=PACKINGS["dense"])).inspect(folder)
+    assert refused.value.code == "too_large"

@@ -227,6 +227,7 @@ def test_a_mixed_batch_equals_peft(
     check_all(engine, folders, expected)
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_gpu_equal_peft(
     model: Any,
     folders: dict[str, Path],

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -14,9 +16,12 @@ import pytest
 
 from loramux.backend import Health
 from loramux.config.engine import EngineConfig
+from loramux.engine import process as process_module
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
+from loramux.engine.channel import ServerChannel
 from loramux.engine.messages import Adopt, Command, Prewarm, Start
 from loramux.engine.process import EngineProcess
+from loramux.engine.spawn import SpawnedWorker, spawn_worker
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -250,6 +255,57 @@ def test_a_new_engine_learns_adapters_by_need_and_loads_the_hot_ones_first(
         own.run(use)
 
 
+def test_no_failure_of_a_restart_is_the_last_attempt(
+    folder: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dead process cannot be ended, then no descriptor is left, then the new one dies."""
+    paths = [make_peft_adapter(tmp_path / str(i), model, lora_alpha=8 + i) for i in range(2)]
+    open_channel, spawned = ServerChannel.open, list[SpawnedWorker]()
+
+    def spawn() -> SpawnedWorker:
+        spawned.append(spawn_worker())
+        return spawned[-1]
+
+    async def open_later(connection: socket.socket) -> ServerChannel:
+        if len(spawned) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        if len(spawned) == 2:
+            spawned[-1].popen.kill()
+        return await open_channel(connection)
+
+    async def cannot_kill(process: EngineProcess, cause: str) -> None:
+        monkeypatch.setattr(EngineProcess, "kill", kill)
+        await kill(process, cause)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    kill = EngineProcess.kill
+
+    async def use(engine: AsyncEngine) -> None:
+        cids = [(await engine.add_adapter(str(path))).cid for path in paths]
+        for cid in cids:
+            await engine.pin_adapter(cid, True)
+        monkeypatch.setattr(process_module, "spawn_worker", spawn)
+        monkeypatch.setattr(ServerChannel, "open", open_later)
+        monkeypatch.setattr(EngineProcess, "kill", cannot_kill)
+        assert engine.engine_pid is not None
+        os.kill(engine.engine_pid, signal.SIGKILL)
+        while engine.health is Health.READY:
+            await asyncio.sleep(0.01)
+        await wait_until_ready(engine)
+        # Removed while pins are restored.
+        await engine.remove_adapter(cids[0])
+        assert [one.popen.poll() for one in spawned] == [-signal.SIGKILL, -signal.SIGKILL, None]
+        assert engine.num_restarts == 2, "one died before it was ready"
+        async with asyncio.timeout(20):
+            expected = [(cids[1], True)]
+            while [(u.cid, u.is_pinned) for u in await engine.adapter_uses()] != expected:
+                await asyncio.sleep(0.01)
+        assert list(engine.adapters) == [cids[1]]
+
+    with EngineRunner(folder) as own:
+        own.run(use)
+
+
 def test_headers_are_checked_in_batches_and_weights_are_read_on_demand(
     shared: EngineRunner, adapter: Path, tmp_path: Path
 ) -> None:
@@ -265,6 +321,24 @@ def test_headers_are_checked_in_batches_and_weights_are_read_on_demand(
         known = await engine.add_adapter(card.path)
         assert (known.rank, known.num_bytes) == (card.rank, card.num_bytes)
         assert await engine.inspect_adapters([card.path]) == [known], "its CID is on record now"
+
+    shared.run(use)
+
+
+def test_a_deep_check_goes_on_with_another_adapter_if_one_is_broken(
+    shared: EngineRunner, adapter: Path, model: Any, tmp_path: Path
+) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        broken = shutil.copytree(adapter, tmp_path / "broken")
+        cids = [(await engine.add_adapter(str(broken))).cid]
+        (broken / "adapter_config.json").unlink()
+        assert (await engine.probe(30)).keys() == {"generate_s", "broken_adapters"}
+        other = make_peft_adapter(tmp_path / "other", model, lora_alpha=3)
+        cids.append((await engine.add_adapter(str(other))).cid)
+        seconds = await engine.probe(30)
+        assert seconds["broken_adapters"] == 1 and seconds["adapter_s"] > 0
+        for cid in cids:
+            await engine.remove_adapter(cid)
 
     shared.run(use)
 

@@ -13,6 +13,7 @@ from loramux.engine.engine import Engine
 from loramux.errors import AdapterRefused, InvalidRequest
 from loramux.types.composition import compose
 from loramux.types.request import Selection
+from tests.device_factory import device_engine
 from tests.engine_factory import make_engine, make_prompt, make_request, run_all
 from tests.kinds_factory import (
     KINDS,
@@ -56,7 +57,10 @@ class Scene:
         return self.oracles[name] if name else self.model
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "smollm2")]
+
+
+@pytest.fixture(scope="module", params=["llama31", "gemma2", *SLOW])
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scene:
     family: str = request.param
     return Scene(family, tmp_path_factory.mktemp("kinds"), kinds_of(family))
@@ -94,7 +98,7 @@ def check_greedy(engine: Engine, scene: Scene) -> None:
         assert answers[name or "base"] == expected, name
 
 
-@pytest.mark.parametrize("kernels", ["torch", "cpu", "numba"])
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("cpu", marks=pytest.mark.slow), "numba"])
 def test_all_kinds_in_one_batch_equal_peft(
     kernels: str, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,3 +170,12 @@ def test_adapters_that_replace_weights_are_refused_in_sums(name: str, tmp_path: 
         with pytest.raises(InvalidRequest, match="cannot be used"):
             engine.add(make_request("r", make_prompt(4, seed=1), compose(selection)))
     assert run_all(engine, [make_request("r", make_prompt(4, seed=1), ((cids[0], 1.0),))])["r"]
+
+
+@pytest.mark.slow
+def test_the_kernels_of_a_gpu_equal_peft(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="no Triton on this machine")
+    engine, _ = device_engine(monkeypatch, scene.model, tmp_path, device_memory_bytes=32 * 2**20)
+    check_logits(engine, scene)

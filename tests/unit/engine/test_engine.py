@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loramux.engine.engine import Engine
-from loramux.errors import AdapterRefused, DoesNotFit
+from loramux.errors import AdapterRefused
 from loramux.types.request import Selection
 from tests.adapter_factory import (
     lora_config_dict,
@@ -214,9 +214,8 @@ def test_an_adapter_larger_than_the_pool_is_refused_with_the_numbers(
 ) -> None:
     engine = make_engine(model, tmp_path / "model", device_memory_bytes=100_000)
     folder = make_peft_adapter(tmp_path / "big", model, r=64, target_modules=ALL_LINEAR)
-    request = make_request("a", (1, 2, 3), select(engine, folder))
-    with pytest.raises(DoesNotFit, match=r"\d+ for its adapters, and the pool has \d+"):
-        engine.add(request)
+    with pytest.raises(AdapterRefused, match=r"takes \d+ bytes, and the page pool has \d+"):
+        engine.register_adapter(folder)
 
 
 def test_replaced_files_fail_only_the_waiting_request(model: Any, tmp_path: Path) -> None:

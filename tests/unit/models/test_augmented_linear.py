@@ -82,3 +82,15 @@ def test_writing_appended_rows_changes_no_weight() -> None:
     assert appended is not None
     appended[1][3].fill_(5.0)
     assert torch.equal(linear.weight, weight) and bool((linear.appended == 5.0).all())
+
+
+def test_weights_and_biases_may_be_read_after_the_rows_were_appended() -> None:
+    linear = AugmentedLinear(Linear(8, 6, bias=True, dtype=torch.float32), 32)
+    assert linear.bias is not None
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(6, 8))
+        linear.bias.copy_(torch.randn(6))
+    x = torch.randn(3, 8)
+    y = F.linear(x, *linear.augmented(16))
+    torch.testing.assert_close(y[:, :6], F.linear(x, linear.weight, linear.bias))
+    torch.testing.assert_close(y[:, 6:], torch.zeros(3, 16))

@@ -87,3 +87,16 @@ def test_one_half_of_the_pair_is_not_taken_for_the_other(tmp_path: Path) -> None
         read_public_key(tmp_path / "key")
     with pytest.raises(InvalidRequest, match="unencrypted private"):
         read_private_key(public_key_path(tmp_path / "key"))
+
+
+@pytest.mark.parametrize(("mode", "is_refused"), [(0o600, False), (0o640, False), (0o666, True)])
+def test_a_key_that_others_may_change_is_refused(
+    mode: int, is_refused: bool, tmp_path: Path
+) -> None:
+    make_key_files(tmp_path / "key")
+    (tmp_path / "key").chmod(mode)
+    if is_refused:
+        with pytest.raises(InvalidRequest, match="chmod 600"):
+            read_private_key(tmp_path / "key")
+    else:
+        read_private_key(tmp_path / "key")

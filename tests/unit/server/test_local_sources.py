@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,15 @@ from tests.store_factory import write_tiny
 from tests.unit.sources.source_factory import WEIGHTS, adapter_files
 
 
-def test_a_folder_under_a_root_is_used_in_place(tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path / "a")
-    with fetched_folder("a", [str(tmp_path)], SourceConfig(), tmp_path / "fetch") as found:
-        assert found == folder.resolve()
+def test_a_folder_under_a_root_is_copied_so_that_no_link_takes_its_place(tmp_path: Path) -> None:
+    folder, other = write_tiny(tmp_path / "root" / "a", 1), write_tiny(tmp_path / "other", 2)
+    content = (folder / "adapter_model.safetensors").read_bytes()
+    with fetched_folder("a", [str(tmp_path / "root")], SourceConfig(), tmp_path / "fetch") as found:
+        shutil.rmtree(folder)
+        folder.symlink_to(other)
+        assert (found / "adapter_model.safetensors").read_bytes() == content
     with pytest.raises(SourceNotFound):
-        local_folder("b", [str(tmp_path)])
+        local_folder("b", [str(tmp_path / "root")])
 
 
 def test_without_roots_no_folder_is_allowed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from loramux.backend import Delta
 from loramux.errors import EngineStopped
 from loramux.receipts.receipt import Receipt, Verdict, check
-from loramux.server.receipt_draft import NO_FACTS, ReceiptIssuer, slowest
+from loramux.server.receipt_draft import NO_FACTS, ReceiptIssuer, RefusalBudget, slowest
 from loramux.types.request import Request, RequestFacts
 from tests.unit.server.asgi_client import (
     CHAT,
@@ -228,3 +228,19 @@ def test_a_reload_between_arrival_and_start_is_what_the_receipt_names() -> None:
 
     backend.codec.encode = encode_while_moving  # type: ignore[method-assign]
     assert complete(app, model="legal").json()["serving"]["adapter_cid"] == "cidv1:sha256:new"
+
+
+def test_receipts_of_refused_requests_are_limited() -> None:
+    now = 0.0
+    kept = Kept()
+    budget = RefusalBudget(burst=3, per_second=0.5, clock=lambda: now)
+    issuer = ReceiptIssuer(writer=kept, refusals=budget)
+    app = make_app(receipts=issuer)
+    for _ in range(5):
+        assert complete(app, model="nobody").status_code == 404
+    assert len(kept) == 3 and issuer.num_dropped == 2
+    assert complete(app).status_code == 200 and len(kept) == 4, "answers have theirs"
+    now = 2.0
+    for _ in range(2):
+        complete(app, model="nobody")
+    assert len(kept) == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from loramux.backend import Delta
 from loramux.errors import AdapterRefused, EngineBusy, EngineStopped
+from loramux.server.name_locks import NameLocks
+from loramux.types.adapter import AdapterCard
 from loramux.types.request import Request
 from tests.store_factory import write_tiny
 from tests.unit.server.asgi_client import (
@@ -21,6 +24,7 @@ from tests.unit.server.asgi_client import (
     request,
     run,
 )
+from tests.unit.server.registry_app import Make
 from tests.unit.server.scripted_backend import Script, ScriptedBackend, cid_of, named
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -223,6 +227,37 @@ def test_a_name_that_would_not_select_the_adapter_is_refused(name: str, tmp_path
     assert (error["code"], error["type"]) == (400, INVALID) and not backend.added
 
 
+@pytest.mark.parametrize(
+    "name", ["a\nb", "a\x1b[2J", "a,b", "x" * 257, "acme/sql@1.0.0", "acme/sql", "sql"]
+)
+def test_names_that_could_be_taken_for_others_are_refused(
+    name: str, registry_app: Make, tmp_path: Path
+) -> None:
+    served = registry_app(allow_runtime_lora_updating=True)
+    served.push("acme/sql@1.0.0", 1)
+    served.push("default/sql@1.0.0", 2)
+    body = {"lora_name": name, "lora_path": str(write_tiny(tmp_path / "a"))}
+    error = post(served.app, LOAD, body).json()["error"]
+    assert (error["code"], error["type"]) == (400, INVALID) and not served.backend.added
+    assert post(served.app, LOAD, {**body, "lora_name": "own"}).status_code == 200
+
+
+def test_locks_of_names_are_forgotten() -> None:
+    async def use() -> None:
+        locks, order = NameLocks(), []
+
+        async def call(number: int) -> None:
+            async with locks.held("a"):
+                order.append(number)
+                await asyncio.sleep(0)
+                order.append(number)
+
+        await asyncio.gather(*map(call, range(3)))
+        assert order == [0, 0, 1, 1, 2, 2] and not len(locks)
+
+    run(use())
+
+
 def test_unsupported_fields_are_refused() -> None:
     app, backend = serve()
     body = {"lora_name": "a", "lora_path": "/x", "is_3d_lora_weight": True}
@@ -246,9 +281,25 @@ def test_with_roots_a_path_must_be_under_one(tmp_path: Path) -> None:
         assert response.status_code == 403, path
     for name, path in [("a", str(inside)), ("b", "a")]:
         assert post(app, LOAD, {"lora_name": name, "lora_path": path}).status_code == 200
+    assert post(app, LOAD, {"lora_name": "c", "lora_path": "a\0b"}).status_code == 422
     missing = {"lora_name": "c", "lora_path": "nothing"}
     assert post(app, LOAD, missing).json()["error"]["message"].endswith("<path>")
     assert backend.added == [str(inside)] * 2
+
+
+def test_a_folder_that_becomes_a_link_after_its_check_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "root" / "a")
+    app, backend = serve(allowed_roots=(str(tmp_path / "root"),))
+    add, before = backend.add_adapter, dict(backend.adapters)
+
+    async def swapped(path: str) -> AdapterCard:
+        card = await add(path)
+        return replace(card, path=str(tmp_path / "other"))
+
+    backend.add_adapter = swapped  # type: ignore[method-assign]
+    response = post(app, LOAD, {"lora_name": "a", "lora_path": str(folder)})
+    assert "replaced by a link" in response.json()["error"]["message"]
+    assert backend.names.find("a") is None and backend.adapters == before
 
 
 def test_of_two_concurrent_loads_the_second_is_refused(tmp_path: Path) -> None:

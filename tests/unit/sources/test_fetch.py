@@ -394,6 +394,15 @@ def test_an_interrupted_fetch_is_resumed(
     assert max(seen) >= len(WEIGHTS) and entries(tmp_path) == []
 
 
+def test_a_failed_fetch_leaves_no_folder(
+    tmp_path: Path, web: FaultServer, web_config: SourceConfig
+) -> None:
+    source = parse_source(f"{web.url}/nothing-there", web_config)
+    with pytest.raises(SourceNotFound), fetched(Fetcher(web_config), source, tmp_path):
+        pass
+    assert entries(tmp_path) == []
+
+
 def test_abandoned_downloads_are_swept(tmp_path: Path) -> None:
     old, new, used = (tmp_path / name for name in ("old", "new", "used"))
     for place in (old, new, used):

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from loramux.errors import AdapterNotFound, AdapterRefused
 from loramux.store.intake import StoreLimits, stage_folder
-from tests.store_factory import tiny_weights, write_tiny
+from tests.adapter_factory import write_adapter
+from tests.store_factory import CONFIG, tiny_weights, write_tiny
 
 LIMITS = StoreLimits(max_file_bytes=2**20, max_adapter_bytes=2**20)
 WEIGHTS = "adapter_model.safetensors"
@@ -105,3 +108,24 @@ def test_other_files_of_the_folder_are_left_behind(tmp_path: Path) -> None:
     (tmp_path / "staging").mkdir()
     staged = stage_folder(folder, tmp_path / "staging", LIMITS)
     assert sorted(staged.record.files) == ["adapter_config.json", WEIGHTS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [(torch.nan, "not_finite"), (-torch.inf, "not_finite"), (-1e30, "overflow"), (6e4, None)],
+)
+def test_values_that_overflow_are_refused(
+    dtype: torch.dtype, value: float, code: str | None, tmp_path: Path
+) -> None:
+    values = torch.tensor([0, 1, -1, value], dtype=torch.float64).to(dtype)
+    if dtype is torch.float16 and code == "overflow":
+        code = "not_finite"
+    folder = write_adapter(tmp_path / "a", CONFIG, save({"x": torch.ones(3), "lora_A": values}))
+    (tmp_path / "staging").mkdir()
+    if code is None:
+        stage_folder(folder, tmp_path / "staging", StoreLimits())
+        return
+    with pytest.raises(AdapterRefused, match="lora_A") as refused:
+        stage_folder(folder, tmp_path / "staging", StoreLimits())
+    assert refused.value.code == code

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.adapters.peft.folder import find_file, open_folder, refusing_os_errors
+from loramux.adapters.peft.folder import find_file, open_folder, open_real, refusing_os_errors
 from loramux.errors import AdapterNotFound, AdapterRefused
 
 
@@ -83,3 +83,20 @@ def test_an_os_error_becomes_a_refusal() -> None:
     expected = pytest.raises(AdapterRefused, match="x cannot be read: Permission denied")
     with expected, refusing_os_errors(Path("x")):
         raise PermissionError(13, "Permission denied")
+
+
+def test_a_file_is_opened_at_its_real_path_alone(tmp_path: Path) -> None:
+    """Between a check and the opening, a folder or the file may have become a link."""
+    inside, outside = tmp_path / "root" / "a", tmp_path / "outside"
+    for folder in (inside, outside):
+        folder.mkdir(parents=True)
+        (folder / "x").write_text(folder.name)
+    with open_real(inside / "x") as file:
+        assert file.read() == b"a"
+    inside.rename(tmp_path / "root" / "b")
+    inside.symlink_to(outside)
+    with pytest.raises(OSError):
+        open_real(inside / "x")
+    (outside / "y").symlink_to(outside / "x")
+    with pytest.raises(OSError):
+        open_real(outside / "y")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from loramux.adapters.peft import patterns
@@ -81,6 +83,22 @@ def test_a_broken_pattern_is_refused_with_its_field(pattern: str) -> None:
     with pytest.raises(AdapterRefused, match="rank_pattern") as refused:
         first_matches("rank_pattern", [pattern], KEYS)
     assert refused.value.code == "bad_pattern"
+
+
+@pytest.mark.parametrize("wide", [r"[\0-\U0010ffff]", r"(?i)[\0-\uffff]", "[a-\uffff]"])
+def test_patterns_that_take_long_to_compile_are_refused_before(wide: str) -> None:
+    """A config of 20 KB took 19 seconds: each of these classes takes about 10 ms."""
+    hostile = [f"{wide}{i}" for i in range(1000)]
+    began = time.monotonic()
+    with pytest.raises(AdapterRefused, match="not ASCII") as refused:
+        first_matches("rank_pattern", hostile, KEYS)
+    assert refused.value.code == "bad_pattern" and time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize("many", [["[a]" * 1000] * 3, ["a" * 4000] * 33])
+def test_many_classes_and_characters_are_refused(many: list[str]) -> None:
+    with pytest.raises(AdapterRefused, match="at most 131072 and 2048"):
+        first_matches("rank_pattern", many, KEYS)
 
 
 @pytest.mark.parametrize("many", [["a"] * 4097, ["a" * 4097]])

@@ -211,3 +211,11 @@ def test_what_the_parser_accepts_the_library_accepts(
     except AdapterRefused:
         return
     read_file(struct.pack("<Q", len(text)) + text + bytes(data_bytes))
+
+
+def test_an_empty_tensor_of_huge_dimensions_is_broken() -> None:
+    """torch raises a RuntimeError for its strides."""
+    text = json.dumps({"x": {"dtype": "F32", "shape": [2**62, 0], "data_offsets": [0, 0]}})
+    with pytest.raises(AdapterRefused, match="too large") as refused:
+        parse_header(text.encode(), 0)
+    assert refused.value.code == "broken_safetensors"
