@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -44,3 +46,12 @@ def live() -> Iterator[Live]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+@pytest.fixture(autouse=True)
+def open_sockets() -> Iterator[None]:
+    """Collects the sockets that some clients leave open, before a later test would warn of them."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()

@@ -25,7 +25,7 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 NEGATIVE = [-1, -(2**63), -0.5, -1e308]
 WRONG: dict[str, list[Any]] = {
-    "model": [5, [], {}, "", "nobody", "x" * 100_000],
+    "model": [5, [], {}, "nobody", "x" * 100_000],
     "max_tokens": [*NEGATIVE, "ten", [], {}, 1.5, True, 10**30],
     "temperature": [*NEGATIVE, "hot", [], {}, 10**400],
     "top_p": [*NEGATIVE, 0, 1.01, "x", [], {}],

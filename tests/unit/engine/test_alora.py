@@ -16,6 +16,7 @@ from loramux.types.request import Request, Selection, TokenEvent, TokenLogprob
 from tests.adapter_factory import make_peft_adapter
 from tests.device_factory import ALL_LINEAR, device_engine
 from tests.engine_factory import make_engine, make_prompt, make_request
+from tests.memory_factory import InlineExecutor
 from tests.model_factory import tiny_transformers_model
 
 BLOCK = 16
@@ -316,6 +317,8 @@ def test_preempted_requests_equal_peft(
         tmp_path,
         max_batch_tokens=20,
         max_sequences=6,
+        # Loads that take time would leave fewer sequences to compete for pages.
+        loads=InlineExecutor(),
         device_memory_bytes=(pages + 10) * page_bytes,
     )
     names = list(CASES)
