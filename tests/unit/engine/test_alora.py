@@ -319,7 +319,7 @@ def test_preempted_requests_equal_peft(
         max_sequences=6,
         # Loads that take time would leave fewer sequences to compete for pages.
         loads=InlineExecutor(),
-        device_memory_bytes=(pages + 10) * page_bytes,
+        device_memory_bytes=(pages + 7) * page_bytes,
     )
     names = list(CASES)
     requests = [
