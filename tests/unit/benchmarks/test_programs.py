@@ -85,6 +85,7 @@ def test_a_folder_without_peers_is_rejected_before_anything_is_timed(
         assert f"{tmp_path} has no lora_peers.py" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_trace_runs_every_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ["--requests", "6", "--tokens", "2,4", "--many", "5", "--registered", "2,4"]
     sizes += ["--max-sequences", "4", "--punica-tokens", "8", "--seconds", "0.5", "--rate", "8"]

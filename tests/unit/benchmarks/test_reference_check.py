@@ -78,6 +78,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return engine
 
 
+@pytest.mark.slow
 def test_every_kernel_is_compared_and_within_its_limit(make: Any) -> None:
     check = check_traffic(lambda: make(0), requests, interpreted)
     assert check.wrong == []

@@ -181,7 +181,9 @@ def test_closing_a_stream_aborts_its_request_and_limits_refuse_more(
         own.run(use)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_a_dead_or_hung_engine_fails_open_requests_and_is_restarted(
     how: signal.Signals, shared: EngineRunner, adapter: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_parts_of_decodes_add_up(
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 def test_parts_of_sixteen_bits(dtype: torch.dtype) -> None:
     """By the tiles that a server has, whatever the number of rows."""

@@ -182,6 +182,7 @@ def test_all_kernels_in_the_interpreter_equal_the_reference(
         torch.testing.assert_close(found, known, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_beyond_device_capacity_get_the_tokens_of_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
