@@ -199,6 +199,7 @@ def test_an_example_runs_against_the_server(
     assert "shout:" in printed and "pirate:" in printed
 
 
+@pytest.mark.slow
 def test_the_example_of_a_mixed_batch_answers_for_all(checkout: Path) -> None:
     printed = run([sys.executable, "examples/mixed_batch.py"], checkout)
     answers = dict(line.strip().split(": ", 1) for line in printed.splitlines() if ": " in line)

@@ -91,6 +91,7 @@ def test_every_part_has_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert (tmp_path / f"found-{name}.md").is_file()
 
 
+@pytest.mark.slow
 def test_parts_that_share_a_process_have_their_own_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +135,7 @@ def test_a_part_takes_its_figures_from_its_own_scenarios(tmp_path: Path) -> None
     assert PARTS["base"].sections_of(tmp_path / "missing.json") == []
 
 
+@pytest.mark.slow
 def test_a_failed_part_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ def test_step_has_a_row_for_each_batch_rank_and_number_of_adapters(
         assert row["base / roofline"] == pytest.approx(row["base tok/s"] / row["roofline tok/s"])
 
 
+@pytest.mark.slow
 def test_step_times_generate_on_the_same_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -257,6 +257,7 @@ def test_a_new_engine_learns_adapters_by_need_and_loads_the_hot_ones_first(
         own.run(use)
 
 
+@pytest.mark.slow
 def test_no_failure_of_a_restart_is_the_last_attempt(
     folder: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def run_caller(folder: Path) -> tuple[int, int]:
     return int(value), int(num_hits)
 
 
+@pytest.mark.slow
 def test_a_caller_is_recompiled_when_its_callee_has_changed(tmp_path: Path) -> None:
     """Catches a server that goes on with kernels of the version before it was upgraded."""
     (tmp_path / "caller.py").write_text(CALLER)

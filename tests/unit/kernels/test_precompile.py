@@ -56,6 +56,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel
     compiler.close()
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_once_and_errors_are_returned(
     compiler: KernelCompiler, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_step_is_launched_before_the_last_tokens_are_known(
     assert counts == [0, 1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_pages", [14, pytest.param(200, marks=pytest.mark.slow)])
 def test_running_ahead_does_not_change_the_tokens(
     num_pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
