@@ -118,7 +118,7 @@ class Constraints:
         active = [
             (row, row.constraint)
             for row in rows
-            if row is not None and row.is_constrained and isinstance(row.constraint, Constraint)
+            if row is not None and isinstance(row.constraint, Constraint) and row.is_constrained
         ]
         if not active:
             return

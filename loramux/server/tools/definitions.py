@@ -29,7 +29,7 @@ class Tool:
     """The schema of the arguments, as the grammar takes it."""
     is_lenient: bool
     definition: Mapping[str, Any]
-    """As the body has it."""
+    """The object that the request body has for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,11 @@ class LinearRule(ABC):
         return None
 
     def low_rank(self, target: TargetModule, tensors: Tensors) -> LowRank:
+        """Returns the exact low rank; types for which `rank` is never None override it."""
         raise NotImplementedError
 
     def vector(self, tensors: Tensors) -> torch.Tensor:
+        """Returns the values of the vector; types for which `place` is never None override it."""
         raise NotImplementedError
 
     def weight(self, target: TargetModule, tensors: Tensors, base: torch.Tensor) -> torch.Tensor:
