@@ -1,0 +1,104 @@
+"""Settings of image models: what `loramux serve` draws with, sizes and adapters as text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from loramux.config.fields import Kind, Limit, at_least, check_limits, one_of, setting
+from loramux.errors import InvalidRequest
+
+_SIZE = re.compile(r"(\d{1,5})\s*[xX×]\s*(\d{1,5})", re.ASCII)
+_LORA = re.compile(r"(?P<name>[^=\s]+)=(?P<source>.+?)(?:@(?P<weight>-?\d+(?:\.\d+)?))?")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLora:
+    """An adapter of --image-lora."""
+
+    name: str
+    source: str
+    weight: float = 1.0
+    """Used where a request names none."""
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Returns (width, height) of a text such as 1024x768."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise InvalidRequest(
+            f"A size is WIDTHxHEIGHT, such as 1024x768, got {text[:50]!r}.", param="size"
+        )
+    return int(found[1]), int(found[2])
+
+
+def parse_image_lora(text: str) -> ImageLora:
+    """Reads name=source[@weight]."""
+    found = _LORA.fullmatch(text.strip())
+    if found is None:
+        raise InvalidRequest(
+            f"An adapter is NAME=SOURCE or NAME=SOURCE@WEIGHT, got {text[:100]!r}.",
+            param="image_lora",
+        )
+    return ImageLora(found["name"], found["source"], float(found["weight"] or 1.0))
+
+
+IMAGES = "Images"
+BATCHING = ("mixed", "bucket")
+MAX_IMAGE_TOKENS = 16_384
+
+
+def _are_loras(texts: tuple[str, ...]) -> bool:
+    try:
+        names = [parse_image_lora(text).name for text in texts]
+    except InvalidRequest:
+        return False
+    return len(set(names)) == len(names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageConfig:
+    """The part of the settings of `loramux serve` that is about an image model."""
+
+    image_model: str | None = setting(
+        None,
+        Kind.PATH,
+        IMAGES,
+        "Serve this image model instead of a language model: a folder that diffusers saved.",
+        metavar="FOLDER",
+    )
+    image_lora: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        IMAGES,
+        "Adapters of the image model: name=source[@weight], with a .safetensors file or a folder "
+        "as source. Give several after one flag, or repeat the flag.",
+        metavar="NAME=SOURCE[@WEIGHT]…",
+        limit=Limit("name=source[@weight] with distinct names", _are_loras),
+    )
+    image_default_lora: str | None = setting(
+        None,
+        Kind.TEXT,
+        IMAGES,
+        "The adapter of requests that name none. Default: the base draws.",
+        metavar="NAME",
+    )
+    max_image_tokens: int = setting(
+        MAX_IMAGE_TOKENS,
+        Kind.COUNT,
+        IMAGES,
+        "Image tokens of one forward, over all its images; a larger image runs alone.",
+        limit=at_least(1),
+    )
+    batching: str = setting(
+        "mixed",
+        Kind.TEXT,
+        IMAGES,
+        "Whether images with different adapters share a forward. Valid values: mixed, bucket (all "
+        "images of a forward have the same adapters).",
+        metavar="NAME",
+        limit=one_of(*BATCHING),
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self)

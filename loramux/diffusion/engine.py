@@ -1,0 +1,342 @@
+"""The step loop: images with different adapters, samplers and progress share each forward."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from loramux.diffusion.adapter import ImageAdapter
+from loramux.diffusion.events import ImageEvent, ImageFacts
+from loramux.diffusion.families.base import Family, Row, Text
+from loramux.diffusion.families.find import family_of
+from loramux.diffusion.job import Job, JobState
+from loramux.diffusion.planner import PlanLimits, Planner
+from loramux.diffusion.prompts import PromptCache, PromptKey
+from loramux.diffusion.rows import RowLora
+from loramux.diffusion.samplers import SamplerFactory
+from loramux.errors import AdapterNotFound, InvalidRequest, LoramuxError
+from loramux.types.image import ImageRequest
+from loramux.types.request import BASE_SELECTION, Selection
+
+PROMPT_CACHE_BYTES = 256 * 2**20
+_MAX_DECODED = 4
+_log = logging.getLogger(__name__)
+
+
+class ImageEngine:
+    """Draws images; one thread calls its methods, and step() runs one forward of the denoiser."""
+
+    def __init__(
+        self,
+        pipe: Any,
+        limits: PlanLimits | None = None,
+        *,
+        prompt_cache_bytes: int = PROMPT_CACHE_BYTES,
+    ) -> None:
+        self.family: Family = family_of(pipe)
+        self.samplers = SamplerFactory(pipe.scheduler)
+        self.prompts = PromptCache(prompt_cache_bytes)
+        self._adapters: dict[str, ImageAdapter] = {}
+        nets = {name: getattr(pipe, name, None) for name in self.components}
+        self._lora = {name: RowLora(net) for name, net in nets.items() if net is not None}
+        self._planner = Planner(limits or PlanLimits())
+        self._jobs: dict[str, Job] = {}
+        self._facts: dict[str, ImageFacts] = {}
+        self._removed: set[str] = set()
+        self.num_forwards = 0
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """The components of the pipeline that adapters may change."""
+        return (self.family.denoiser, *self.family.text_encoders)
+
+    @property
+    def net(self) -> nn.Module:
+        return self.family.net
+
+    @property
+    def adapters(self) -> Mapping[str, ImageAdapter]:
+        return self._adapters
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._jobs)
+
+    def state_of(self, request_id: str) -> JobState:
+        return self._jobs[request_id].state
+
+    def add_adapter(self, adapter: ImageAdapter) -> None:
+        self._removed.discard(adapter.cid)
+        if adapter.cid in self._adapters:
+            return
+        for component, modules in adapter.components.items():
+            self._lora[component].add(adapter.cid, modules)
+        self._adapters[adapter.cid] = adapter
+
+    def remove_adapter(self, cid: str) -> None:
+        """Refuses new requests with the adapter, and frees it once no image uses it."""
+        if cid not in self._adapters:
+            raise AdapterNotFound(f"No adapter {cid} is registered.")
+        self._removed.add(cid)
+        self._free_removed()
+
+    def add(self, request: ImageRequest) -> None:
+        """Queues a request; raises InvalidRequest or AdapterNotFound."""
+        if request.request_id in self._jobs:
+            raise LoramuxError(f"Request id {request.request_id!r} is in use.")
+        for cid in request.cids:
+            if cid not in self._adapters or cid in self._removed:
+                raise AdapterNotFound(f"No adapter {cid} is registered.")
+        if len(set(request.cids)) < len(request.cids):
+            raise InvalidRequest("An adapter is named twice.", param="adapters")
+        self.samplers.check(request.sampler)
+        self.family.check(request)
+        job = self._jobs[request.request_id] = Job(request)
+        self._facts[request.request_id] = ImageFacts(arrived_s=time.monotonic())
+        family = self.family
+        tokens = family.num_tokens(request) * (2 if family.is_guided(request) else 1)
+        self._planner.add(job.request, family.batch_key(request), tokens)
+
+    def abort(self, request_id: str) -> None:
+        """Ends an image before the next step, if it has not ended already."""
+        job = self._jobs.get(request_id)
+        if job is not None:
+            self._end(job, JobState.ABORTED)
+
+    @torch.no_grad()
+    def step(self) -> list[ImageEvent]:
+        """Runs one forward for the images that the planner chooses, and decodes finished ones."""
+        if not self._jobs:
+            return []
+        events: list[ImageEvent] = []
+        jobs = [self._jobs[request_id] for request_id in self._planner.next_images()]
+        jobs = list(self._begun(jobs, events))
+        if jobs:
+            self._run(jobs, events)
+        finished = [job for job in jobs if job.is_finished and job.state is JobState.DENOISING]
+        for group in self._decoding_groups(finished):
+            self._decode(group, events)
+        return events
+
+    @torch.no_grad()
+    def effects(self, request: ImageRequest) -> list[float]:
+        """Returns how much the selection of a request changes each prediction of the base.
+
+        The predictions are those along the base's own steps; 0.1 is a change by a tenth of their
+        norm.
+        """
+        family = self.family
+        plain = Job(msgspec.structs.replace(request, selection=BASE_SELECTION))
+        changed = Job(request)
+        for job in (plain, changed):
+            self._begin(job)
+        found = []
+        sampling, text = plain.sampling, changed.positive
+        assert sampling is not None and text is not None
+        while not plain.is_finished:
+            rows = [plain.rows()[-1], Row(sampling, text)]
+            selections = [BASE_SELECTION, request.selection]
+            self._lora[family.denoiser].set_rows(selections, family.token_ranges(rows))
+            base, other = family.forward(rows)
+            found.append(float((other - base).norm() / base.norm()))
+            sampling.advance(base)
+        return found
+
+    def check_integrity(self) -> None:
+        self._planner.check_integrity()
+        assert len(self._planner) == len(self._jobs) == len(self._facts)
+        for job in self._jobs.values():
+            job.check_integrity()
+            assert set(job.request.cids) <= self._adapters.keys(), "an adapter in use was freed"
+        for cid, adapter in self._adapters.items():
+            for component in adapter.components:
+                assert cid in self._lora[component]
+
+    def _begun(self, jobs: Sequence[Job], events: list[ImageEvent]) -> Iterator[Job]:
+        """Encodes the prompts of new jobs; yields the jobs that can take a step."""
+        for job in jobs:
+            if job.state is JobState.QUEUED:
+                facts = self._facts[job.request.request_id]
+                try:
+                    self._begin(job)
+                except Exception as error:
+                    self._fail(job, error, events)
+                    continue
+                facts.queue_s = time.monotonic() - facts.arrived_s
+                self._count_tokens(job, facts)
+            yield job
+
+    def _begin(self, job: Job) -> None:
+        request, family = job.request, self.family
+        job.positive = self._encode(request, request.prompt, is_negative=False)
+        if family.is_guided(request):
+            job.negative = self._encode(request, request.negative_prompt, is_negative=True)
+        generator = torch.Generator().manual_seed(request.seed)
+        job.sampling = family.start(request, self.samplers.make(request.sampler), generator)
+        job.move(JobState.READY)
+
+    def _count_tokens(self, job: Job, facts: ImageFacts) -> None:
+        assert job.sampling is not None
+        facts.num_steps = job.sampling.num_steps
+        num_rows = 1 if job.negative is None else 2
+        facts.image_tokens = self.family.num_tokens(job.request) * num_rows * facts.num_steps
+        facts.prompt_tokens = len(self.family.pipe.tokenizer(job.request.prompt).input_ids)
+
+    def _encode(self, request: ImageRequest, text: str, *, is_negative: bool) -> Text:
+        family, length = self.family, self.family.length(request)
+        selection = self._text_part(request.selection)
+
+        def encode() -> Text:
+            for name in family.text_encoders:
+                if name in self._lora:
+                    self._lora[name].set_all(selection)
+            return (family.encode_negative if is_negative else family.encode)(text, length)
+
+        return self.prompts.get(PromptKey(text, is_negative, length, selection), encode)
+
+    def _text_part(self, selection: Selection) -> Selection:
+        encoders = set(self.family.text_encoders)
+        return tuple(
+            (cid, weight)
+            for cid, weight in selection
+            if not encoders.isdisjoint(self._adapters[cid].components)
+        )
+
+    def _run(self, jobs: Sequence[Job], events: list[ImageEvent]) -> None:
+        """Takes one step of all jobs; if their forward fails, one of each, to find the cause."""
+        # Rows with equal selections become neighbours, which share the GEMMs of their adapters.
+        jobs = sorted(jobs, key=lambda job: job.request.selection)
+        try:
+            predictions = self._predict(jobs)
+        except Exception as error:
+            if len(jobs) == 1:
+                self._fail(jobs[0], error, events)
+                return
+            _log.warning("a forward of %d images failed: %r", len(jobs), error)
+            for job in jobs:
+                self._run([job], events)
+            return
+        self._count(jobs)
+        for job, prediction in zip(jobs, predictions, strict=True):
+            try:
+                self._advance(job, prediction, events)
+            except Exception as error:
+                self._fail(job, error, events)
+
+    def _predict(self, jobs: Sequence[Job]) -> list[Tensor]:
+        family = self.family
+        rows = [row for job in jobs for row in job.rows()]
+        selections = [row.sampling.request.selection for row in rows]
+        self._lora[family.denoiser].set_rows(selections, family.token_ranges(rows))
+        predictions = iter(family.forward(rows))
+        self.num_forwards += 1
+        guided = []
+        for job in jobs:
+            prediction = next(predictions)
+            if job.negative is not None:
+                prediction = family.guide(job.request, next(predictions), prediction)
+            guided.append(prediction)
+        return guided
+
+    def _advance(self, job: Job, prediction: Tensor, events: list[ImageEvent]) -> None:
+        sampling, request_id = job.sampling, job.request.request_id
+        assert sampling is not None
+        latents = self.family.predicted(sampling, prediction) if self._is_due(job) else None
+        sampling.advance(prediction)
+        job.move(JobState.DENOISING)
+        size = _size(job)
+        events.append(
+            ImageEvent(
+                request_id=request_id,
+                step=sampling.position,
+                num_steps=sampling.num_steps,
+                preview=None if latents is None else self.family.images(latents, size)[0],
+            )
+        )
+
+    def _is_due(self, job: Job) -> bool:
+        """Whether the next step of a job ends with a preview."""
+        assert job.sampling is not None
+        done = job.sampling.position + 1
+        return job.request.has_preview_after(done, job.sampling.num_steps)
+
+    def _count(self, jobs: Sequence[Job]) -> None:
+        """Notes which images shared this forward, and which ones had to pause."""
+        num_adapters = len({cid for job in jobs for cid in job.request.cids})
+        for job in jobs:
+            facts = self._facts[job.request.request_id]
+            facts.max_images = max(facts.max_images, len(jobs))
+            facts.max_adapters = max(facts.max_adapters, num_adapters)
+        chosen = set(jobs)
+        for job in self._jobs.values():
+            if job.state is JobState.DENOISING and job not in chosen:
+                job.move(JobState.PAUSED)
+                self._facts[job.request.request_id].num_pauses += 1
+
+    def _decoding_groups(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
+        for _, group in groupby(jobs, key=_size):
+            rest = list(group)
+            while rest:
+                yield rest[:_MAX_DECODED]
+                rest = rest[_MAX_DECODED:]
+
+    def _decode(self, jobs: list[Job], events: list[ImageEvent]) -> None:
+        began = time.monotonic()
+        for job in jobs:
+            job.move(JobState.DECODING)
+        latents = [job.sampling.latents for job in jobs if job.sampling is not None]
+        try:
+            images = self.family.images(torch.cat(latents), _size(jobs[0]))
+        except Exception as error:
+            if len(jobs) == 1:
+                self._fail(jobs[0], error, events)
+                return
+            for job in jobs:
+                self._decode([job], events)
+            return
+        now = time.monotonic()
+        for job, pixels in zip(jobs, images, strict=True):
+            if not bool(torch.isfinite(pixels).all()):
+                self._fail(job, LoramuxError("The image has NaN pixels."), events)
+                continue
+            facts = self._facts[job.request.request_id]
+            facts.decode_s = now - began
+            facts.denoise_s = began - facts.arrived_s - facts.queue_s
+            self._end(job, JobState.DONE)
+            events.append(ImageEvent(request_id=job.request.request_id, pixels=pixels, facts=facts))
+
+    def _fail(self, job: Job, error: Exception, events: list[ImageEvent]) -> None:
+        if not isinstance(error, LoramuxError):
+            _log.error("image %s failed", job.request.request_id, exc_info=error)
+            error = LoramuxError(f"The image could not be drawn: {error!r}.")
+        self._end(job, JobState.FAILED)
+        events.append(ImageEvent(request_id=job.request.request_id, error=error))
+
+    def _end(self, job: Job, state: JobState) -> None:
+        job.move(state)
+        request_id = job.request.request_id
+        del self._jobs[request_id]
+        del self._facts[request_id]
+        self._planner.remove(request_id)
+        self._free_removed()
+
+    def _free_removed(self) -> None:
+        if not self._removed:
+            return
+        used = {cid for job in self._jobs.values() for cid in job.request.cids}
+        for cid in self._removed - used:
+            for component in self._adapters.pop(cid).components:
+                self._lora[component].remove(cid)
+            self.prompts.forget(cid)
+            self._removed.discard(cid)
+
+
+def _size(job: Job) -> tuple[int, int]:
+    return job.request.height, job.request.width

@@ -1,0 +1,230 @@
+"""The interface between the step loop and one family of image models."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from loramux.errors import InvalidRequest, UnsupportedModel
+from loramux.types.image import ImageRequest
+
+Text = dict[str, Tensor]
+"""The conditioning of one row: what the denoiser takes of one encoded prompt."""
+TokenRanges = Mapping[str, Sequence[tuple[int, int]]]
+"""Module path -> first and last token of each row, where a module sees all rows as one sequence."""
+
+
+@dataclass(slots=True, eq=False)
+class Sampling:
+    """The state of one image between two steps: latents, sampler and generator are its own."""
+
+    request: ImageRequest
+    scheduler: Any
+    generator: torch.Generator
+    latents: Tensor
+    timesteps: Tensor
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    """Inputs of the denoiser that depend on the size alone, such as position ids."""
+    step_options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the sampler's step()."""
+    position: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.timesteps)
+
+    @property
+    def timestep(self) -> Tensor:
+        return self.timesteps[self.position]
+
+    def advance(self, prediction: Tensor) -> None:
+        step = self.scheduler.step(
+            prediction, self.timestep, self.latents, return_dict=False, **self.step_options
+        )
+        self.latents = step[0]
+        self.position += 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One row of a forward: an image and the text that it is conditioned on."""
+
+    sampling: Sampling
+    text: Text
+
+
+class Family(ABC):
+    """What differs between image models: prompts, noise, one forward, guidance, and the decoder."""
+
+    name: ClassVar[str]
+    pipeline_class: ClassVar[str]
+    denoiser: ClassVar[str] = "transformer"
+    text_encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    default_steps: ClassVar[int] = 28
+    default_guidance: ClassVar[float] = 3.5
+    default_length: ClassVar[int] = 512
+    guidance_name: ClassVar[str] = "guidance_scale"
+    """The field that sets classifier-free guidance."""
+    takes_guidance: ClassVar[bool] = True
+    """Whether requests may set guidance_scale."""
+    needs_equal_text: ClassVar[bool] = True
+    """Whether the rows of one forward must have prompts of the same padded length."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+        self.check_pipeline()
+
+    # Properties of the loaded model.
+
+    @property
+    def net(self) -> nn.Module:
+        net: nn.Module = getattr(self.pipe, self.denoiser)
+        return net
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.net.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.net.parameters()).dtype
+
+    @property
+    def size_factor(self) -> int:
+        """Width and height are multiples of this."""
+        return 2 * int(self.pipe.vae_scale_factor)
+
+    @property
+    def default_size(self) -> int:
+        side = int(self.pipe.default_sample_size) * int(self.pipe.vae_scale_factor)
+        return max(side // self.size_factor, 1) * self.size_factor
+
+    def check_pipeline(self) -> None:  # noqa: B027
+        """Raises UnsupportedModel for a variant of the pipeline that this family cannot run."""
+
+    # Properties of a request.
+
+    def check(self, request: ImageRequest) -> None:
+        """Raises InvalidRequest for a request that this model cannot serve."""
+        for name in ("width", "height"):
+            value = getattr(request, name)
+            if value % self.size_factor:
+                near = max(round(value / self.size_factor), 1) * self.size_factor
+                raise InvalidRequest(
+                    f"{name} must be a multiple of {self.size_factor} for this model, got {value}. "
+                    f"The nearest is {near}.",
+                    param=name,
+                )
+        if not self.takes_guidance and request.guidance_scale is not None:
+            raise InvalidRequest(
+                "This model has no guidance_scale: set true_cfg_scale and negative_prompt.",
+                param="guidance_scale",
+            )
+        if self.guidance_name != "true_cfg_scale" and request.true_cfg_scale is not None:
+            raise InvalidRequest(
+                "This model has no true_cfg_scale: set guidance_scale.", param="true_cfg_scale"
+            )
+
+    def guidance(self, request: ImageRequest) -> float:
+        """The value of guidance_scale."""
+        given = request.guidance_scale
+        return self.default_guidance if given is None else given
+
+    def is_guided(self, request: ImageRequest) -> bool:
+        """Whether the image has a second row, for classifier-free guidance."""
+        return self.guidance(request) > 1
+
+    def num_tokens(self, request: ImageRequest) -> int:
+        """Image tokens of one row, the unit of cost."""
+        return (request.width // self.size_factor) * (request.height // self.size_factor)
+
+    def length(self, request: ImageRequest) -> int:
+        return request.max_sequence_length or self.default_length
+
+    def batch_key(self, request: ImageRequest) -> tuple[int, ...]:
+        """Requests with equal keys may share a forward."""
+        size = (request.height, request.width)
+        return (*size, self.length(request)) if self.needs_equal_text else size
+
+    # The steps of one image.
+
+    @abstractmethod
+    def encode(self, text: str, length: int) -> Text:
+        """Encodes one prompt."""
+
+    def encode_negative(self, text: str, length: int) -> Text:
+        """Encodes a negative prompt, which may be empty."""
+        return self.encode(text, length)
+
+    @abstractmethod
+    def start(self, request: ImageRequest, scheduler: Any, generator: torch.Generator) -> Sampling:
+        """Draws the noise and sets the timesteps."""
+
+    @abstractmethod
+    def forward(self, rows: Sequence[Row]) -> Sequence[Tensor]:
+        """Runs the denoiser once; returns the prediction of each row, with a leading 1."""
+
+    def token_ranges(self, rows: Sequence[Row]) -> TokenRanges:
+        return {}
+
+    def guide(self, request: ImageRequest, positive: Tensor, negative: Tensor) -> Tensor:
+        """Combines the two predictions of an image with classifier-free guidance."""
+        return negative + self.guidance(request) * (positive - negative)
+
+    def predicted(self, sampling: Sampling, prediction: Tensor) -> Tensor:
+        """Returns the clean latents that a prediction means, before the sampler's step."""
+        sigma: Tensor = sampling.scheduler.sigmas[sampling.position]
+        return sampling.latents - sigma * prediction
+
+    @abstractmethod
+    def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
+        """Decodes images of one (height, width) to [rows, 3, height, width] in [-1, 1]."""
+
+    def images(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
+        """Decodes to [rows, height, width, 3] in [0, 1]."""
+        decoded = self.decode(latents, size)
+        return (decoded / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).float().cpu()
+
+
+class FlowFamily(Family):
+    """A family with flow matching, whose shift of sigmas may depend on the size of the image."""
+
+    def set_timesteps(self, scheduler: Any, steps: int, image_tokens: int) -> Tensor:
+        config = scheduler.config
+        sigmas = None
+        if not config.get("use_flow_sigmas", False):
+            sigmas = np.linspace(1.0, 1 / steps, steps)
+        options = {"num_inference_steps": steps} if sigmas is None else {"sigmas": sigmas}
+        scheduler.set_timesteps(device=self.device, mu=self.shift(config, image_tokens), **options)
+        scheduler.set_begin_index(0)
+        return torch.as_tensor(scheduler.timesteps)
+
+    def shift(self, config: Mapping[str, Any], image_tokens: int) -> float:
+        """Interpolates the shift of sigmas linearly in the number of image tokens."""
+        low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        least, most = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+        slope = (most - least) / (high - low)
+        return float(image_tokens * slope + (least - slope * low))
+
+
+def latents_of(rows: Sequence[Row]) -> Tensor:
+    return torch.cat([row.sampling.latents for row in rows])
+
+
+def timesteps_of(rows: Sequence[Row]) -> Tensor:
+    return torch.stack([row.sampling.timestep for row in rows])
+
+
+def stacked(rows: Sequence[Row], name: str) -> Tensor:
+    """Concatenates one input of the rows' texts."""
+    return torch.cat([row.text[name] for row in rows])
+
+
+def unsupported(pipe: Any, reason: str) -> UnsupportedModel:
+    return UnsupportedModel(f"This {type(pipe).__name__} cannot be served: {reason}.")

@@ -1,0 +1,93 @@
+"""Module names of the original releases of transformers, as kohya, ComfyUI and XLabs use them.
+
+A fused matrix of the original is several modules of diffusers, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Original(NamedTuple):
+    name: str
+    paths: tuple[str, ...]
+    style: str = "original names"
+    swaps_halves: bool = False
+    """The original has shift and scale in the other order."""
+
+
+def flux_names(net: Any) -> Iterator[Original]:
+    yield Original("img_in", ("x_embedder",))
+    yield Original("txt_in", ("context_embedder",))
+    yield Original("final_layer.linear", ("proj_out",))
+    yield Original("final_layer.adaLN_modulation.1", ("norm_out.linear",), swaps_halves=True)
+    for theirs, ours in (("time", "timestep"), ("vector", "text"), ("guidance", "guidance")):
+        embedder = f"time_text_embed.{ours}_embedder"
+        yield Original(f"{theirs}_in.in_layer", (f"{embedder}.linear_1",))
+        yield Original(f"{theirs}_in.out_layer", (f"{embedder}.linear_2",))
+    for index in range(len(net.transformer_blocks)):
+        yield from _flux_double(f"double_blocks.{index}", f"transformer_blocks.{index}")
+    for index in range(len(net.single_transformer_blocks)):
+        yield from _flux_single(f"single_blocks.{index}", f"single_transformer_blocks.{index}")
+
+
+def _flux_double(theirs: str, ours: str) -> Iterator[Original]:
+    streams = (
+        ("img", "1", ("to_q", "to_k", "to_v"), "to_out.0", "ff", "norm1"),
+        ("txt", "2", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", "ff_context", ""),
+    )
+    for stream, number, parts, out, feed_forward, norm in streams:
+        qkv = tuple(f"{ours}.attn.{part}" for part in parts)
+        projection = (f"{ours}.attn.{out}",)
+        yield Original(f"{theirs}.{stream}_attn.qkv", qkv)
+        yield Original(f"{theirs}.{stream}_attn.proj", projection)
+        yield Original(f"{theirs}.processor.qkv_lora{number}", qkv, "XLabs")
+        yield Original(f"{theirs}.processor.proj_lora{number}", projection, "XLabs")
+        yield Original(f"{theirs}.{stream}_mlp.0", (f"{ours}.{feed_forward}.net.0.proj",))
+        yield Original(f"{theirs}.{stream}_mlp.2", (f"{ours}.{feed_forward}.net.2",))
+        yield Original(f"{theirs}.{stream}_mod.lin", (f"{ours}.{norm or 'norm1_context'}.linear",))
+
+
+def _flux_single(theirs: str, ours: str) -> Iterator[Original]:
+    qkv = tuple(f"{ours}.attn.{part}" for part in ("to_q", "to_k", "to_v"))
+    yield Original(f"{theirs}.linear1", (*qkv, f"{ours}.proj_mlp"))
+    yield Original(f"{theirs}.linear2", (f"{ours}.proj_out",))
+    yield Original(f"{theirs}.modulation.lin", (f"{ours}.norm.linear",))
+    yield Original(f"{theirs}.processor.qkv", qkv, "XLabs")
+    yield Original(f"{theirs}.processor.proj", (f"{ours}.proj_out",), "XLabs")
+
+
+def wan_names(net: Any) -> Iterator[Original]:
+    embedder = "condition_embedder"
+    yield Original("text_embedding.0", (f"{embedder}.text_embedder.linear_1",))
+    yield Original("text_embedding.2", (f"{embedder}.text_embedder.linear_2",))
+    yield Original("time_embedding.0", (f"{embedder}.time_embedder.linear_1",))
+    yield Original("time_embedding.2", (f"{embedder}.time_embedder.linear_2",))
+    yield Original("time_projection.1", (f"{embedder}.time_proj",))
+    yield Original("head.head", ("proj_out",))
+    for index in range(len(net.blocks)):
+        block = f"blocks.{index}"
+        for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2")):
+            for part in "qkv":
+                yield Original(f"{block}.{theirs}.{part}", (f"{block}.{ours}.to_{part}",))
+            yield Original(f"{block}.{theirs}.o", (f"{block}.{ours}.to_out.0",))
+        yield Original(f"{block}.ffn.0", (f"{block}.ffn.net.0.proj",))
+        yield Original(f"{block}.ffn.2", (f"{block}.ffn.net.2",))
+
+
+def z_image_names(net: Any) -> Iterator[Original]:
+    for group in ("layers", "noise_refiner", "context_refiner"):
+        for index in range(len(getattr(net, group))):
+            block = f"{group}.{index}.attention"
+            qkv = tuple(f"{block}.to_{part}" for part in "qkv")
+            yield Original(f"{block}.qkv", qkv)
+            yield Original(f"{block}.out", (f"{block}.to_out.0",))
+
+
+ORIGINALS = {
+    "FluxTransformer2DModel": flux_names,
+    "WanTransformer3DModel": wan_names,
+    "ZImageTransformer2DModel": z_image_names,
+}
+"""By the class of the denoiser."""

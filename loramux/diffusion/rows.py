@@ -1,0 +1,123 @@
+"""Adds the adapters of each row to the outputs of one component, whose weights stay as they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from loramux.diffusion.adapter import LowRank, Modules
+from loramux.diffusion.families.base import TokenRanges
+from loramux.diffusion.targets import Target
+from loramux.types.request import BASE_SELECTION, Selection
+
+_Terms = tuple[tuple[LowRank, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Neighbouring rows of one selection."""
+
+    start: int
+    stop: int
+    selection: Selection
+
+
+class RowLora:
+    """The adapters of one component, and the selection of each row of its next forward.
+
+    Each row's delta is computed from this row alone, so that it does not depend on the others.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self._net = net
+        self._adapters: dict[str, Modules] = {}
+        self._hooks: dict[str, RemovableHandle] = {}
+        self._num_users: Counter[str] = Counter()
+        self._num_rows: int | None = None
+        self._spans: tuple[_Span, ...] = ()
+        self._ranges: TokenRanges = {}
+
+    def __contains__(self, cid: str) -> bool:
+        return cid in self._adapters
+
+    def add(self, cid: str, modules: Modules) -> None:
+        like = next(self._net.parameters())
+        self._adapters[cid] = {
+            path: pair.to(like.device, like.dtype) for path, pair in modules.items()
+        }
+        for path in modules:
+            self._num_users[path] += 1
+            if path not in self._hooks:
+                module = self._net.get_submodule(path)
+                self._hooks[path] = module.register_forward_hook(self._hook_of(path))
+
+    def remove(self, cid: str) -> None:
+        for path in self._adapters.pop(cid, {}):
+            self._num_users[path] -= 1
+            if not self._num_users[path]:
+                del self._num_users[path]
+                # Only this hook: transformers collects hidden states through hooks of its own.
+                self._hooks.pop(path).remove()
+
+    def set_rows(self, selections: Sequence[Selection], ranges: TokenRanges | None = None) -> None:
+        """Sets the selection of each row; equal ones should be neighbours, as they share a GEMM.
+
+        `ranges`: the tokens of each row in modules whose input has no dimension of rows.
+        """
+        self._num_rows = len(selections)
+        self._ranges = ranges or {}
+        spans, start = [], 0
+        for selection, group in groupby(selections):
+            stop = start + len(list(group))
+            if selection != BASE_SELECTION:
+                spans.append(_Span(start, stop, selection))
+            start = stop
+        self._spans = tuple(spans)
+
+    def set_all(self, selection: Selection) -> None:
+        """Sets one selection for all rows, however many there are."""
+        self._num_rows = None
+        self._ranges = {}
+        self._spans = (_Span(0, 0, selection),) if selection else ()
+
+    def _hook_of(self, path: str) -> Callable[[Any, tuple[Tensor, ...], Tensor], None]:
+        def add_deltas(module: Target, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            for span in self._spans:
+                terms = self._terms(path, span.selection)
+                if terms:
+                    start, stop = self._place(path, span, inputs[0])
+                    _add(module, inputs[0][start:stop], output[start:stop], terms)
+
+        return add_deltas
+
+    def _terms(self, path: str, selection: Selection) -> _Terms:
+        found = ((self._adapters.get(cid, {}).get(path), weight) for cid, weight in selection)
+        return tuple((pair, weight) for pair, weight in found if pair is not None)
+
+    def _place(self, path: str, span: _Span, inputs: Tensor) -> tuple[int, int]:
+        """Returns the part of the first dimension that has the rows of the span."""
+        first = inputs.shape[0]
+        if self._num_rows is None:
+            return 0, first
+        ranges = self._ranges.get(path)
+        if ranges is not None:
+            assert ranges[-1][1] == first, f"{path} has {first} tokens, not {ranges[-1][1]}"
+            return ranges[span.start][0], ranges[span.stop - 1][1]
+        assert first == self._num_rows, f"{path} has {first} rows, not {self._num_rows}"
+        return span.start, span.stop
+
+
+def _add(module: Target, x: Tensor, y: Tensor, terms: _Terms) -> None:
+    for pair, weight in terms:
+        if isinstance(module, nn.Conv2d):
+            h = F.conv2d(x, pair.a, None, module.stride, module.padding, module.dilation)
+            y.add_(F.conv2d(h, pair.b[:, :, None, None]), alpha=weight)
+        else:
+            y.add_(F.linear(F.linear(x, pair.a), pair.b), alpha=weight)

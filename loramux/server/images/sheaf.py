@@ -1,0 +1,158 @@
+"""sheaf's routes: POST /{name}/predict and /{name}/stream, GET /{name}/health and /{name}/ready."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import uuid
+
+from fastapi import APIRouter
+from msgspec import msgpack
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux.backend import Health
+from loramux.errors import InvalidRequest
+from loramux.image_backend import FinishedImage, ImageForm
+from loramux.server.body import json_response, read_json
+from loramux.server.caller import caller_of
+from loramux.server.errors import error_info, set_error_shape, shaped_response
+from loramux.server.images.drawing import Drawing, ImageContext
+from loramux.server.images.names import selection_of
+from loramux.server.images.openai import MAX_RANDOM_SEED
+from loramux.server.images.wire import SheafPredict, SheafReply
+from loramux.server.streaming import Events, StreamForm, event, stream_events, until_gone
+from loramux.types.image import ImageRequest
+
+UNPROCESSABLE = 422
+
+
+def sheaf_error(error: Exception) -> Response:
+    """An error in the form of FastAPI; a field that is invalid is a 422 here."""
+    info = error_info(error)
+    body: object = {"detail": info.message}
+    status = info.code
+    if isinstance(error, InvalidRequest):
+        status = UNPROCESSABLE
+        place = ["body", *([error.param] if error.param else [])]
+        body = {"detail": [{"type": "value_error", "loc": place, "msg": info.message}]}
+    return shaped_response(error, body, status)
+
+
+def sheaf_routes(context: ImageContext) -> APIRouter:
+    router = APIRouter(tags=["sheaf"])
+
+    def require_deployment(name: str) -> None:
+        if name not in context.names.base_names:
+            raise HTTPException(404, f"No deployment named '{name}'")
+
+    @router.get("/{name}/health")
+    async def health(name: str, request: Request) -> Response:
+        set_error_shape(request, sheaf_error)
+        require_deployment(name)
+        return json_response({"status": "ok", "model": name})
+
+    @router.get("/{name}/ready")
+    async def ready(name: str, request: Request) -> Response:
+        set_error_shape(request, sheaf_error)
+        require_deployment(name)
+        if context.backend.health is not Health.READY:
+            raise HTTPException(503, "not ready")
+        return json_response({"status": "ready", "model": name})
+
+    @router.post("/{name}/predict")
+    async def predict(name: str, request: Request) -> Response:
+        set_error_shape(request, sheaf_error)
+        require_deployment(name)
+        body, drawing = await _read(context, name, request)
+        (image,) = await until_gone(request, drawing.draw())
+        return json_response(_reply(body, drawing, image))
+
+    @router.post("/{name}/stream")
+    async def stream(name: str, request: Request) -> Response:
+        set_error_shape(request, sheaf_error)
+        require_deployment(name)
+        body, drawing = await _read(context, name, request)
+        return await stream_events(request, _events(body, drawing), _STREAM)
+
+    return router
+
+
+def _error_event(error: Exception) -> bytes:
+    return event({"type": "error", "error": error_info(error).message})
+
+
+_STREAM = StreamForm(on_error=_error_event)
+
+
+async def _read(context: ImageContext, name: str, request: Request) -> tuple[SheafPredict, Drawing]:
+    context.require_ready()
+    caller = caller_of(request)
+    body, _ = await read_json(request, SheafPredict, max_bytes=context.max_body_bytes)
+    if body.adapter_weights is not None and not body.adapters:
+        raise InvalidRequest(
+            "adapter_weights provided but adapters is empty", param="adapter_weights"
+        )
+    body.request_id = _request_id(body)
+    chosen = context.names.choose_deployed(name, body.adapters, body.adapter_weights)
+    scale = body.guidance_scale
+    takes_guidance = context.backend.card.takes_guidance
+    image = ImageRequest(
+        request_id=f"img-{secrets.token_hex(12)}",
+        prompt=body.prompt,
+        negative_prompt=body.negative_prompt,
+        width=body.width,
+        height=body.height,
+        steps=body.num_inference_steps,
+        seed=secrets.randbelow(MAX_RANDOM_SEED) if body.seed is None else body.seed,
+        guidance_scale=scale if takes_guidance else None,
+        true_cfg_scale=None if takes_guidance else scale,
+        selection=selection_of(chosen),
+        tenant=caller.tenant,
+    )
+    drawing = Drawing(
+        context=context, caller=caller, requests=[image], chosen=chosen, form=ImageForm()
+    )
+    return body, drawing
+
+
+def _request_id(body: SheafPredict) -> str:
+    if body.request_id is None:
+        return str(uuid.uuid4())
+    try:
+        return str(uuid.UUID(body.request_id))
+    except ValueError as error:
+        raise InvalidRequest("request_id must be a UUID.", param="request_id") from error
+
+
+def _reply(body: SheafPredict, drawing: Drawing, image: FinishedImage) -> SheafReply:
+    receipt = drawing.receipt()
+    (request,) = drawing.requests
+    assert body.request_id is not None
+    return SheafReply(
+        request_id=body.request_id,
+        model_type="diffusion",
+        model_name=body.model_name,
+        metadata={} if receipt is None else {"serving": receipt.body()},
+        image_b64=base64.b64encode(image.data).decode(),
+        height=request.height,
+        width=request.width,
+        seed=request.seed,
+    )
+
+
+async def _events(body: SheafPredict, drawing: Drawing) -> Events:
+    async for update in drawing.updates():
+        if update.finished is None:
+            yield event(
+                {
+                    "type": "progress",
+                    "step": update.step,
+                    "total_steps": update.num_steps,
+                    "done": False,
+                }
+            )
+            continue
+        reply = msgpack.decode(msgpack.encode(_reply(body, drawing, update.finished)))
+        yield event({"type": "result", "done": True, **reply})

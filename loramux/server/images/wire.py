@@ -1,0 +1,96 @@
+"""Bodies and replies of the routes for images."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from loramux.image_backend import ImageFormat
+
+MAX_IMAGES = 10
+
+
+class ImageGeneration(Struct, kw_only=True):
+    """The body of POST /v1/images/generations; fields that are not known are ignored."""
+
+    prompt: str
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_IMAGES)] | None = None
+    size: str | None = None
+    response_format: str | None = None
+    output_format: ImageFormat | None = None
+    output_compression: Annotated[int, Meta(ge=0, le=100)] | None = None
+    stream: bool | None = None
+    partial_images: Annotated[int, Meta(ge=0, le=3)] | None = None
+    quality: str | None = None
+    background: str | None = None
+    moderation: str | None = None
+    style: str | None = None
+    user: str | None = None
+    # Extensions
+    negative_prompt: str | None = None
+    width: int | None = None
+    height: int | None = None
+    num_inference_steps: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    guidance: float | None = None
+    true_cfg_scale: float | None = None
+    seed: int | None = None
+    sampler: str | None = None
+    max_sequence_length: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    adapters: list[str] | None = None
+    adapter_weights: list[float] | None = None
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    input_tokens: int
+    output_tokens: int
+    """Image tokens times steps."""
+    total_tokens: int
+    input_tokens_details: dict[str, int]
+
+
+class ImageData(Struct, frozen=True, kw_only=True):
+    b64_json: str
+
+
+class ImagesReply(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    created: int
+    data: list[ImageData]
+    output_format: str
+    size: str
+    usage: Usage
+    quality: str = msgspec.field(default_factory=lambda: "auto")
+    background: str = msgspec.field(default_factory=lambda: "opaque")
+    serving: dict[str, Any] | None = None
+
+
+class SheafPredict(Struct, kw_only=True):
+    """The body of POST /{name}/predict and /{name}/stream."""
+
+    model_type: Literal["diffusion"]
+    model_name: str
+    prompt: str
+    request_id: str | None = None
+    negative_prompt: str = ""
+    height: Annotated[int, Meta(ge=64, multiple_of=8)] = 1024
+    width: Annotated[int, Meta(ge=64, multiple_of=8)] = 1024
+    num_inference_steps: Annotated[int, Meta(ge=1, le=200)] = 4
+    guidance_scale: Annotated[float, Meta(ge=0)] = 0.0
+    seed: int | None = None
+    adapters: list[str] = []
+    adapter_weights: list[float] | None = None
+
+
+class SheafReply(Struct, frozen=True, kw_only=True):
+    request_id: str
+    model_type: str
+    model_name: str
+    metadata: dict[str, Any]
+    image_b64: str
+    height: int
+    width: int
+    seed: int

@@ -1,0 +1,72 @@
+"""Requests for images, without torch."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from loramux.errors import InvalidRequest
+from loramux.types.request import BASE_SELECTION, Selection
+
+MIN_SIDE = 16
+MAX_STEPS = 200
+MAX_PARTIAL_IMAGES = 3
+MAX_SEED = 2**63 - 1
+
+
+class ImageRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One image to draw, with resolved adapters; it does not change while it runs."""
+
+    request_id: str
+    prompt: str
+    width: int
+    height: int
+    steps: int
+    seed: int
+    negative_prompt: str = ""
+    """What the image must not show; it takes part in classifier-free guidance only."""
+    guidance_scale: float | None = None
+    """None: the family's default."""
+    true_cfg_scale: float | None = None
+    """Classifier-free guidance of families whose `guidance_scale` is an input of the model."""
+    sampler: str = ""
+    """Empty: the sampler of the pipeline."""
+    max_sequence_length: int | None = None
+    """Length of the prompt in tokens; None: the family's default."""
+    partial_images: int = 0
+    """Previews on the way, at equal distances."""
+    selection: Selection = BASE_SELECTION
+    tenant: str = ""
+    tenant_share: float = 1.0
+    adapter_share: float = 1.0
+    """Shares under fair scheduling; they are unrelated to the weights of the selection."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt.strip():
+            raise InvalidRequest("The prompt must not be empty.", param="prompt")
+        check_range("num_inference_steps", self.steps, 1, MAX_STEPS)
+        check_range("seed", self.seed, 0, MAX_SEED)
+        check_range("partial_images", self.partial_images, 0, MAX_PARTIAL_IMAGES)
+        check_range("width", self.width, MIN_SIDE)
+        check_range("height", self.height, MIN_SIDE)
+        for name in ("guidance_scale", "true_cfg_scale"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise InvalidRequest(f"{name} must be 0 or more and finite.", param=name)
+
+    def has_preview_after(self, step: int, num_steps: int) -> bool:
+        """Whether a preview is due after this step, which is not the last."""
+        count = self.partial_images
+        due = {num_steps * index // (count + 1) for index in range(1, count + 1)}
+        return step in due and 0 < step < num_steps
+
+    @property
+    def cids(self) -> tuple[str, ...]:
+        return tuple(cid for cid, _ in self.selection)
+
+
+def check_range(name: str, value: int, least: int, most: int | None = None) -> None:
+    if value < least or (most is not None and value > most):
+        limits = f"{least} or more" if most is None else f"in {least} to {most}"
+        raise InvalidRequest(f"{name} must be {limits}, got {value}.", param=name)
