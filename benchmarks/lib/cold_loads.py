@@ -11,6 +11,7 @@ from benchmarks.lib.report import Panel, Section, Table, column
 from benchmarks.lib.scenarios import RANK, TraceBench
 from benchmarks.lib.traffic import Watch, finish, make_request, milliseconds, percentile
 from loramux.engine.engine import Engine
+from loramux.types.residency import Tier
 
 _NUM_HOT = 8
 
@@ -28,7 +29,8 @@ class ColdLoads:
         self.seconds: list[float] = []
         self.copy_seconds: list[float] = []
         """The part of `seconds` in which the loader copies."""
-        self._version = engine.residency.version
+        self._placement = engine.memory.placement
+        self._version = self._placement.moves.version
         self._poll = engine.residency.poll
         engine.residency.poll = self._timed_poll  # type: ignore[method-assign]
 
@@ -64,10 +66,10 @@ class ColdLoads:
 
     def _timed_poll(self, *, timeout_s: float = 0.0) -> int:
         num_moves = self._poll(timeout_s=timeout_s)
-        delta = self._engine.residency.changes_since(self._version)
+        delta = self._placement.changes_since(self._version)
         self._version = delta.version
-        for cid in delta.arrived:
-            if cid in self._requested:
+        for cid, tier in delta.tiers:
+            if tier is Tier.DEVICE and cid in self._requested:
                 self._arrived.setdefault(cid, time.perf_counter())
         return num_moves
 

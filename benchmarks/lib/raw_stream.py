@@ -32,7 +32,12 @@ class RawStream:
     """One streaming POST /v1/completions; bytes are received only by read()."""
 
     def __init__(
-        self, url: str, body: dict[str, Any], *, receive_buffer: int | None = None
+        self,
+        url: str,
+        body: dict[str, Any],
+        *,
+        receive_buffer: int | None = None,
+        api_key: str | None = None,
     ) -> None:
         address = urlsplit(url)
         assert address.hostname and address.port
@@ -41,7 +46,9 @@ class RawStream:
         content = json.dumps({**body, **options}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+            + ("" if api_key is None else f"Authorization: Bearer {api_key}\r\n")
+            + "\r\n"
         )
         self._request = head.encode() + content
         self._received = bytearray()

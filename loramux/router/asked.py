@@ -1,0 +1,156 @@
+"""A client's request: what names its adapter, and what is passed on."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope
+
+MAX_BODY_BYTES = 32 * 2**20
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-connection transfer-encoding te trailer upgrade".split()
+)
+# The client of the replica sets these itself.
+_DROPPED = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+_BYTES_PER_TOKEN = 4
+_CHANGING = (
+    "/v1/adapters",
+    "/v1/load_lora",
+    "/v1/unload_lora",
+    "/adapters",
+    "/load_lora",
+    "/unload_lora",
+    "/lora-adapters",
+)
+
+
+class BodyTooLarge(Exception): ...
+
+
+class ClientLeft(Exception): ...
+
+
+class _Named(msgspec.Struct):
+    """The fields of all APIs that name an adapter."""
+
+    model: Any = None
+    adapters: Any = None
+    artifact: Any = None
+    adapter_id: Any = None
+    lora_path: Any = None
+    parameters: Any = None
+
+
+_NAMED = msgspec.json.Decoder(_Named)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    method: str
+    path: str
+    """Without the query."""
+    target: str
+    """Path and query as they came."""
+    headers: list[tuple[str, str]]
+    body: bytes
+    name: str
+    """What is hashed: the name of the adapter, and who asks where names may differ by that."""
+    request_id: str
+
+    @property
+    def prompt_tokens(self) -> float:
+        """A guess by the size of the body."""
+        return len(self.body) / _BYTES_PER_TOKEN
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether a second try has no effect beside its answer."""
+        return self.method in ("GET", "HEAD") or not self.path.startswith(_CHANGING)
+
+    def header(self, name: str) -> str:
+        return next((value for key, value in self.headers if key.lower() == name), "")
+
+
+async def read_asked(scope: Scope, receive: Receive) -> Asked:
+    """Reads a request whole; raises BodyTooLarge or ClientLeft."""
+    pieces, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > MAX_BODY_BYTES:
+            raise BodyTooLarge
+        if not message.get("more_body"):
+            break
+    body = b"".join(pieces)
+    target = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
+    query = scope.get("query_string", b"").decode("latin-1")
+    headers = _headers(scope)
+    given = next((value for key, value in headers if key == "x-request-id"), "")
+    request_id = given or uuid.uuid4().hex
+    if not given:
+        headers.append(("x-request-id", request_id))
+    return Asked(
+        method=scope["method"],
+        path=scope["path"],
+        target=f"{target}?{query}" if query else target,
+        headers=headers,
+        body=body,
+        name=_name_of(body, headers),
+        request_id=request_id,
+    )
+
+
+def _headers(scope: Scope) -> list[tuple[str, str]]:
+    headers, forwarded = [], ""
+    for key, value in scope["headers"]:
+        if key == b"x-forwarded-for":
+            forwarded = value.decode("latin-1")
+        elif key not in _DROPPED:
+            headers.append((key.decode("latin-1"), value.decode("latin-1")))
+    if scope.get("client"):
+        address = scope["client"][0]
+        headers.append(("x-forwarded-for", f"{forwarded}, {address}" if forwarded else address))
+    return headers
+
+
+def _name_of(body: bytes, headers: list[tuple[str, str]]) -> str:
+    """Returns an empty name where none can be read: the replica says what is wrong."""
+    if body.lstrip()[:1] != b"{":
+        return ""
+    try:
+        named = _NAMED.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    parameters = named.parameters if isinstance(named.parameters, dict) else {}
+    found = (
+        _sum(named.adapters)
+        or named.artifact
+        or named.adapter_id
+        or named.lora_path
+        or parameters.get("adapter_id")
+        or named.model
+    )
+    if not isinstance(found, str):
+        return ""
+    # A bare name may mean another adapter for another tenant.
+    who = [value for key, value in headers if key in ("authorization", "x-api-key", "x-tenant")]
+    return "\0".join((found, *who)) if "/" not in found and who else found
+
+
+def _sum(adapters: Any) -> str:
+    if not isinstance(adapters, list):
+        return ""
+    return "+".join(one for one in adapters if isinstance(one, str))
+
+
+def passed_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Returns the headers of an answer that go to the client."""
+    return [(name, value) for name, value in headers if name.lower() not in _HOP_BY_HOP]

@@ -1,0 +1,121 @@
+"""Follows the residency reports of all replicas, one long poll for each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from loramux.router.fleet import Fleet, Gap, Replica, State
+from loramux.router.members import Members
+from loramux.router.upstream import Broken, Unreachable, Upstream
+from loramux.types.replica_report import ResidencyReport
+
+_log = logging.getLogger(__name__)
+_WAIT_S = 0.25
+_TIMEOUT_S = 1.25
+# A burst of moves is one report.
+_PAUSE_S = 0.02
+_RETRY_S = 0.3
+_LOOK_S = 5.0
+
+OnJoin = Callable[[Replica], Awaitable[None]]
+OnSilence = Callable[[Replica, float], None]
+
+
+async def _nothing(replica: Replica) -> None: ...
+
+
+class Followers:
+    """Keeps a fleet in step with its members and their reports."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        members: Members,
+        upstream: Upstream,
+        *,
+        api_key: str | None = None,
+        on_join: OnJoin = _nothing,
+        on_silence: OnSilence = lambda replica, seconds: None,
+    ) -> None:
+        """`on_join`: called when a replica is ready and has another instance than before.
+
+        `on_silence`: called again and again while a replica sends no reports.
+        """
+        self._fleet = fleet
+        self._members = members
+        self._upstream = upstream
+        self._headers = [] if api_key is None else [("Authorization", f"Bearer {api_key}")]
+        self._on_join = on_join
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._on_silence = on_silence
+
+    async def run(self) -> None:
+        """Looks for members until it is cancelled."""
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def look(self) -> None:
+        """Starts to follow new members, and forgets those that are gone."""
+        current = await self._members.current()
+        for name in [name for name in self._tasks if name not in current]:
+            self._tasks.pop(name).cancel()
+            self._fleet.remove(name)
+        for name, url in current.items():
+            if name not in self._tasks:
+                replica = Replica(name=name, url=url)
+                self._fleet.add(replica)
+                self._tasks[name] = asyncio.create_task(self._follow(replica))
+
+    async def _follow(self, replica: Replica) -> None:
+        joined = ""
+        while True:
+            own, full = replica.own, replica.generation < 0
+            try:
+                report = await self._report(replica, full=full)
+                self._fleet.apply(replica, report, now=time.monotonic(), own=own)
+            except Gap:
+                replica.generation = -1
+            except _ERRORS as error:
+                self._miss(replica, error)
+                await asyncio.sleep(_RETRY_S)
+            else:
+                if replica.state is State.READY and joined != report.instance:
+                    joined = report.instance
+                    await self._on_join(replica)
+                await asyncio.sleep(_PAUSE_S)
+
+    def _miss(self, replica: Replica, error: Exception) -> None:
+        """Records that a replica sent no report."""
+        if not isinstance(error.__cause__, TimeoutError):
+            # It does not listen, or not to this router; one that is silent may just be slow.
+            if replica.state is not State.UNKNOWN:
+                _log.warning("no report of %s: %s", replica.name, error)
+            replica.state, replica.generation = State.UNKNOWN, -1
+        self._on_silence(replica, time.monotonic() - replica.reported_s)
+
+    async def _report(self, replica: Replica, *, full: bool) -> ResidencyReport:
+        since = -1 if full else replica.generation
+        query = f"since={since}&instance={replica.instance}&wait_s={_WAIT_S}"
+        url = f"{replica.url}/v1/residency?{query}"
+        async with self._upstream.ask(
+            "GET", url, headers=self._headers, timeout_s=_TIMEOUT_S
+        ) as answer:
+            body = await answer.whole()
+            if answer.status != 200:
+                raise Broken(f"status {answer.status}: {body[:200]!r}")
+            return _REPORTS.decode(body)
+
+
+_ERRORS = (Unreachable, Broken, msgspec.DecodeError, ValueError)
+_REPORTS = msgspec.json.Decoder(ResidencyReport)

@@ -1,0 +1,240 @@
+"""Own routes, and routes that concern the whole fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from loramux.errors import InvalidRequest
+from loramux.router.members import DnsMembers, StaticMembers, find_members
+from tests.unit.router.fake_replica import FakeReplica, Request, ask, http, run, running_router
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+CIDS = ["cidv1:sha256:" + digit * 64 for digit in "ab"]
+
+COUNTERS = [
+    *("hits", "misses", "running", "waiting", "cached_tokens", "requests"),
+    *("prompt_tokens", "generation_tokens"),
+]
+
+
+def entry(cid: str, tier: str, **fields: Any) -> dict[str, Any]:
+    counters = dict.fromkeys(COUNTERS, 1)
+    told = {"id": "a", "names": ["a"], "cid": cid, "tier": tier, "pinned": False, "last_use": None}
+    return told | counters | fields
+
+
+class Server:
+    """Answers the routes of adapters as a server does."""
+
+    def __init__(self, tier: str = "device") -> None:
+        self.tier = tier
+        self.loaded: set[str] = set()
+        self.pinned = False
+        self.warmed: list[str] = []
+        self.promoted: list[Any] = []
+        self.refuses = False
+
+    async def __call__(self, replica: FakeReplica, request: Request, writer: Any) -> None:
+        status, told = self.answer(replica, request)
+        extra = ["x-loramux-revision: 7"] if request.path.endswith("/promote") else []
+        writer.write(http(status, json.dumps(told).encode(), *extra))
+
+    def answer(self, replica: FakeReplica, request: Request) -> tuple[int, Any]:
+        if self.refuses and request.method != "GET":
+            return 422, {"error": {"message": "no"}}
+        match request.path.partition("?")[0]:
+            case "/v1/models":
+                return 200, {"data": [{"id": "base"}, {"id": f"only-{replica.name}"}]}
+            case "/v1/adapters":
+                return 200, {"data": [entry(CIDS[0], self.tier)], "total": 1}
+            case "/v1/load_lora_adapter":
+                self.loaded.add(request.json["lora_name"])
+            case "/v1/unload_lora_adapter":
+                self.loaded.discard(request.json["lora_name"])
+        if request.path.endswith("/pin"):
+            self.pinned = request.method == "POST"
+        if request.path.endswith("/warm"):
+            self.warmed.append(request.path)
+            return 200, {"id": "a", "cid": CIDS[0], "tier": "device"}
+        if request.path.endswith("/promote"):
+            self.promoted.append(request.json)
+            replica.fields["revision"] = 7
+            return 200, {"alias": "prod", "targets": {"2.0.0": 100}}
+        return 200, {}
+
+
+def fleet(count: int = 3) -> tuple[list[FakeReplica], list[Server]]:
+    servers = [Server("device" if i else "host") for i in range(count)]
+    return [FakeReplica(str(i), script=servers[i]) for i in range(count)], servers
+
+
+def test_lists_are_those_of_all_replicas() -> None:
+    async def work() -> None:
+        replicas, _ = fleet()
+        async with running_router(*replicas) as app:
+            models = (await ask(app, "/v1/models", method="GET")).json
+            ids = {one["id"] for one in models["data"]}
+            assert ids == {"base", "only-0", "only-1", "only-2"}
+            (adapter,) = (await ask(app, "/v1/adapters?limit=5", method="GET")).json["data"]
+            assert adapter["tier"] == "device" and adapter["hits"] == 3
+            tiers = {one.url: "device" if one.name != "0" else "host" for one in replicas}
+            assert adapter["replicas"] == tiers
+
+    run(work())
+
+
+def test_a_runtime_load_is_everywhere_or_nowhere_and_repeated_for_new_replicas() -> None:
+    async def work() -> None:
+        replicas, servers = fleet()
+        async with running_router(*replicas) as app:
+            body = {"lora_name": "n", "lora_path": "/x"}
+            assert (await ask(app, LOAD, body)).status == 200
+            assert all(server.loaded == {"n"} for server in servers)
+            servers[1].refuses = True
+            reply = await ask(app, LOAD, {"lora_name": "m", "lora_path": "/y"})
+            assert reply.status == 422
+            assert all(server.loaded == {"n"} for server in servers)
+            servers[1].refuses = False
+            # A replica starts anew and has lost what was loaded at run time.
+            servers[2].loaded.clear()
+            replicas[2].fields["instance"] = "another"
+            while servers[2].loaded != {"n"}:
+                await asyncio.sleep(0.01)
+            assert (await ask(app, UNLOAD, {"lora_name": "n"})).status == 200
+            assert not any(server.loaded for server in servers)
+
+    run(work())
+
+
+def test_a_pin_is_everywhere_or_nowhere() -> None:
+    async def work() -> None:
+        replicas, servers = fleet()
+        async with running_router(*replicas) as app:
+            assert (await ask(app, "/v1/adapters/a/pin")).status == 200
+            assert all(server.pinned for server in servers)
+            assert (await ask(app, "/v1/adapters/a/pin", method="DELETE")).status == 200
+            servers[0].refuses = True
+            assert (await ask(app, "/v1/adapters/a/pin")).status == 422
+            assert not any(server.pinned for server in servers)
+
+    run(work())
+
+
+def test_a_promotion_warms_homes_and_holders_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Replicas that have not followed by then are told.
+    monkeypatch.setattr("loramux.router.rollout._SETTLE_S", 0.3)
+
+    async def work() -> None:
+        replicas, servers = fleet(4)
+        async with running_router(*replicas) as app:
+            reply = await ask(app, "/v1/adapters/t/a/promote", {"version": "2.0.0", "warm": True})
+            assert reply.status == 200 and not reply.json["settled"]
+            warmed = [path for server in servers for path in server.warmed]
+            assert 2 <= len(warmed) <= 3 and set(warmed) == {"/v1/adapters/t/a@2.0.0/warm"}
+            (promoted,) = [one for server in servers for one in server.promoted]
+            assert promoted == {"version": "2.0.0", "warm": False}
+
+    run(work())
+
+
+def test_a_promotion_waits_until_all_replicas_follow() -> None:
+    async def work() -> None:
+        replicas, _ = fleet()
+        async with running_router(*replicas) as app:
+            asked = asyncio.create_task(ask(app, "/v1/adapters/t/a/promote", {"version": "2.0.0"}))
+            await asyncio.sleep(0.3)
+            assert not asked.done()
+            for replica in replicas:
+                replica.fields["revision"] = 7
+            told = (await asked).json
+            assert told["settled"] and told["registry_revision"] == 7
+            assert set(told["replicas"].values()) == {7}
+            # The alias now has the places of its version.
+            assert app.fleet.keys_of("t/a") == app.fleet.keys_of("t/a@prod")
+
+    run(work())
+
+
+def test_a_warm_that_fails_leaves_the_alias() -> None:
+    async def work() -> None:
+        replicas, servers = fleet()
+        for server in servers:
+            server.refuses = True
+        async with running_router(*replicas) as app:
+            reply = await ask(app, "/v1/adapters/t/a/promote", {"version": "2.0.0", "warm": True})
+            assert reply.status == 422
+            assert not any(server.promoted for server in servers)
+
+    run(work())
+
+
+def test_own_routes_tell_of_the_router() -> None:
+    async def work() -> None:
+        replicas, _ = fleet(2)
+        async with running_router(*replicas) as app:
+            health = await ask(app, "/health", method="GET")
+            assert (health.status, health.json["ready"]) == (200, 2)
+            await ask(app, body={"model": "x"})
+            text = (await ask(app, "/metrics", method="GET")).body.decode()
+            families = {f.name: f for f in text_string_to_metric_families(text)}
+            assert len(families["loramux_router:replica_ready"].samples) == 2
+            assert (await ask(app, "/live", method="GET")).status == 200
+            listed = (await ask(app, "/v1/replicas", method="GET")).json["data"]
+            assert [one["url"] for one in listed] == [replica.url for replica in replicas]
+            for replica in replicas:
+                replica.fields["state"] = "restarting"
+            while (await ask(app, "/health", method="GET")).status == 200:
+                await asyncio.sleep(0.01)
+
+    run(work())
+
+
+def test_a_large_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loramux.router.asked.MAX_BODY_BYTES", 100)
+
+    async def work() -> None:
+        replica = FakeReplica("0")
+        async with running_router(replica) as app:
+            assert (await ask(app, body=b"x" * 101)).status == 413 and not replica.requests
+
+    run(work())
+
+
+def test_members_are_urls_and_addresses_of_names() -> None:
+    async def work() -> None:
+        assert await find_members(["http://h:1/"]).current() == {"http://h:1": "http://h:1"}
+        found = await DnsMembers(["dns://localhost:8000"]).current()
+        assert "http://127.0.0.1:8000" in found or "http://[::1]:8000" in found
+        both = await find_members(["http://h:1", "dns://localhost:8000"]).current()
+        assert both.keys() == {"http://h:1", *found}
+
+    run(work())
+    for wrong in (["h:1"], ["ftp://h"], [], ["dns://h"]):
+        with pytest.raises(InvalidRequest):
+            find_members(wrong)
+    assert StaticMembers([])
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"model": "a"}, "a"),
+        ({"adapters": ["a", "b"], "model": "m"}, "a+b"),
+        ({"artifact": "t/a@1"}, "t/a@1"),
+        ({"inputs": "x", "parameters": {"adapter_id": "a"}}, "a"),
+        ({"text": "x", "lora_path": "a"}, "a"),
+        ({"model": 5}, ""),
+        ([1], ""),
+        (b"{", ""),
+    ],
+)
+def test_the_adapter_of_every_api_is_found(body: Any, name: str) -> None:
+    from loramux.router.asked import _name_of
+
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    assert _name_of(content, []) == name
