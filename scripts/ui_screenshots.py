@@ -1,0 +1,148 @@
+"""Takes the screenshots of docs/ui.md: each view, light and dark, wide and narrow.
+
+python -m scripts.ui_screenshots [FOLDER]
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from PIL import Image
+from playwright.sync_api import Browser, Page
+
+from tests.ui_factory import UiServer, chromium, ui_server, watched_page
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images" / "ui"
+SIZES = {"wide": {"width": 1360, "height": 860}, "narrow": {"width": 400, "height": 860}}
+SCHEMES = ("light", "dark")
+MAX_HEIGHT = 1500
+TRAFFIC_S = {"live": 75, "adapter": 45}
+QUESTIONS = ("Tell me a story.", "What is the capital of Italy?", "Name three colours.")
+
+
+def send(server: UiServer, method: str, path: str, body: Any = None) -> Any:
+    headers = {"authorization": f"Bearer {server.admin}"}
+    return httpx2.request(method, server.url + path, json=body, headers=headers, timeout=120)
+
+
+def fill(server: UiServer) -> None:
+    """Pushes versions and moves an alias, so that the page has something to show."""
+    for version, folder in (("1.0.0", "pirate"), ("1.1.0", "shout"), ("1.2.0", "json")):
+        body = {"reference": f"acme/voice@{version}", "source": str(server.adapters / folder)}
+        send(server, "POST", "/v1/adapters", body)
+    send(server, "POST", "/v1/adapters/acme/voice/promote", {"version": "1.0.0"})
+    weights = {"1.0.0": 90, "1.1.0": 10}
+    send(server, "POST", "/v1/adapters/acme/voice/split", {"weights": weights, "alias": "canary"})
+    recipe = {"adapters": ["acme/voice@1.0.0", "acme/voice@1.1.0"], "weights": [0.7, 0.5]}
+    send(server, "POST", "/v1/adapters", {"reference": "acme/blend@1.0.0", "recipe": recipe})
+
+
+def traffic(server: UiServer, until: float) -> None:
+    models = ("pirate", "json", "shout", "sentiment", "acme/voice", "acme/blend", "")
+    number = 0
+    while time.monotonic() < until:
+        body = {
+            "model": models[number % len(models)],
+            "messages": [{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}],
+            "max_tokens": 24 + number % 40,
+        }
+        send(server, "POST", "/v1/chat/completions", body)
+        number += 1
+
+
+def playground(page: Page) -> None:
+    page.get_by_role("button", name="Run 3 columns").click()
+    page.get_by_role("link", name="Receipt", exact=True).nth(2).wait_for()
+    page.get_by_label("Differences to the base").check()
+
+
+def receipt(page: Page) -> None:
+    page.locator(".rows .row").nth(2).click()
+    page.get_by_text("The signature is valid").wait_for()
+
+
+def adapter(page: Page) -> None:
+    page.get_by_role("heading", name="Versions of").wait_for()
+    page.get_by_role("button", name="Examine the files").click()
+    page.get_by_text("This adapter can be served.").wait_for()
+    time.sleep(12)
+
+
+def live(page: Page) -> None:
+    page.locator("svg.map").wait_for()
+    # A few values for the charts.
+    time.sleep(20)
+
+
+def listed(page: Page) -> None:
+    page.locator(".rows .row").nth(4).wait_for()
+
+
+VIEWS: dict[str, tuple[str, Callable[[Page], None]]] = {
+    "live": ("live", live),
+    "playground": ("playground", playground),
+    "adapters": ("adapters", listed),
+    "adapter": ("adapters/acme%2Fvoice%401.0.0", adapter),
+    "receipts": ("receipts", listed),
+    "receipt": ("receipts", receipt),
+}
+
+
+def shoot(page: Page, path: Path) -> None:
+    time.sleep(0.7)
+    image = Image.open(io.BytesIO(page.screenshot(full_page=True)))
+    image = image.crop((0, 0, image.width, min(image.height, MAX_HEIGHT)))
+    image.convert("RGB").save(path, "WEBP", quality=70, method=6)
+
+
+def shoot_all(browser: Browser, server: UiServer, folder: Path) -> None:
+    for name, (view, prepare) in VIEWS.items():
+        until = time.monotonic() + TRAFFIC_S.get(name, 0)
+        load = [threading.Thread(target=traffic, args=(server, until)) for _ in range(6)]
+        for one in load:
+            one.start()
+        for size, viewport in SIZES.items():
+            options = {"viewport": viewport, "device_scale_factor": 1}
+            with watched_page(browser, server, key=server.admin, **options) as (page, _):
+                page.goto(f"{server.url}/ui/#/{view}")
+                prepare(page)
+                for scheme in SCHEMES:
+                    page.emulate_media(color_scheme=scheme)
+                    shoot(page, folder / f"{name}-{size}-{scheme}.webp")
+        for one in load:
+            one.join()
+    for scheme in SCHEMES:
+        with watched_page(browser, server, viewport=SIZES["narrow"], color_scheme=scheme) as (
+            page,
+            _,
+        ):
+            page.goto(f"{server.url}/ui/")
+            page.get_by_label("API key").wait_for()
+            shoot(page, folder / f"key-narrow-{scheme}.webp")
+
+
+def main() -> int:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="loramux-") as work,
+        ui_server(Path(work), "--pool-id", "demo") as server,
+        chromium() as browser,
+    ):
+        fill(server)
+        shoot_all(browser, server, folder)
+    total = sum(path.stat().st_size for path in folder.glob("*.webp"))
+    print(f"{len(list(folder.glob('*.webp')))} images, {total / 1000:.0f} kB in {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+/** The doctor's report on an adapter; its files are read for it. */
+
+import { useState } from "preact/hooks";
+import { get, inPath } from "../api";
+import { bytes } from "../format";
+import { Failure, Loading } from "../parts/basics";
+import { useLoaded } from "../parts/load";
+
+interface Module {
+  path: string;
+  rank: number;
+  alpha: number;
+  scale: number;
+  dtype: string;
+  projection: string;
+  layer: number;
+  effect: number | null;
+}
+
+interface Report {
+  ok: boolean;
+  folder: string;
+  base: string;
+  refusal: { code: string; reason: string; fix: string } | null;
+  size_bytes: number | null;
+  modules: Module[];
+  parts: { kind: string; module: string; layer: number; num_rows: number; width: number }[];
+  fields: { name: string; value: unknown; status: string; note: string }[];
+  tensors_used: number;
+  tensors_unused: string[];
+  warnings: string[];
+}
+
+export function Doctor({ name }: { name: string }) {
+  const [isWanted, setWanted] = useState(false);
+  const report = useLoaded(
+    isWanted ? (signal) => get<Report>(`/v1/doctor/${inPath(name)}`, signal) : null,
+    [name, isWanted],
+  );
+  return (
+    <div class="card">
+      <div class="toolbar">
+        <h2>Doctor</h2>
+        <span class="spacer" />
+        {!isWanted && (
+          <button type="button" onClick={() => setWanted(true)}>
+            Examine the files
+          </button>
+        )}
+      </div>
+      {isWanted && report.isLoading && <Loading what="the report" />}
+      {report.error !== null && <Failure error={report.error} retry={report.reload} />}
+      {report.value !== null && <Findings report={report.value} />}
+    </div>
+  );
+}
+
+function Findings({ report }: { report: Report }) {
+  return (
+    <>
+      {report.refusal === null ? (
+        <p class="good">This adapter can be served.</p>
+      ) : (
+        <div class="failure">
+          <strong>Refused: {report.refusal.code}</strong>
+          <p>{report.refusal.reason}</p>
+          <p>{report.refusal.fix}</p>
+        </div>
+      )}
+      {report.warnings.map((warning) => (
+        <p key={warning} class="note">
+          {warning}
+        </p>
+      ))}
+      <p class="line">
+        {report.size_bytes !== null && `${bytes(report.size_bytes)}, `}
+        {report.tensors_used} tensors used
+        {report.tensors_unused.length > 0 && `, ${report.tensors_unused.length} unused: ${report.tensors_unused.slice(0, 8).join(", ")}`}
+      </p>
+      {report.modules.length > 0 && <Modules modules={report.modules} />}
+      {report.parts.length > 0 && (
+        <p class="line">
+          Beside low rank: {[...new Set(report.parts.map((part) => `${part.kind} on ${part.module}`))].join(", ")}
+        </p>
+      )}
+      <details>
+        <summary>{report.fields.length} fields of the configuration</summary>
+        <div class="scroll" tabIndex={0} role="region" aria-label="Fields">
+          <table class="plain-table">
+            <tbody>
+              {report.fields.map((field) => (
+                <tr key={field.name}>
+                  <th scope="row">{field.name}</th>
+                  <td>
+                    <code>{JSON.stringify(field.value)}</code>
+                  </td>
+                  <td>{field.status}</td>
+                  <td class="muted">{field.note}</td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      </details>
+    </>
+  );
+}
+
+/** A row for all layers in which a projection has the same rank and scale. */
+function Modules({ modules }: { modules: readonly Module[] }) {
+  const groups = new Map<string, { first: Module; layers: number; effect: number }>();
+  for (const one of modules) {
+    const key = [one.projection || one.path, one.rank, one.alpha, one.scale, one.dtype].join("|");
+    const found = groups.get(key) ?? { first: one, layers: 0, effect: 0 };
+    groups.set(key, {
+      first: found.first,
+      layers: found.layers + 1,
+      effect: Math.max(found.effect, one.effect ?? 0),
+    });
+  }
+  return (
+    <div class="scroll" tabIndex={0} role="region" aria-label="Modules">
+      <table class="plain-table">
+        <thead>
+          <tr>
+            <th>Projection</th>
+            <th>Layers</th>
+            <th>Rank</th>
+            <th>Alpha</th>
+            <th>Scale</th>
+            <th>Type</th>
+            <th>Largest |ΔW|</th>
+          </tr>
+        </thead>
+        <tbody>
+          {[...groups.values()].map(({ first, layers, effect }) => (
+            <tr key={`${first.path}${first.rank}`}>
+              <td>{first.projection || first.path}</td>
+              <td>{layers}</td>
+              <td>{first.rank}</td>
+              <td>{first.alpha}</td>
+              <td>{Number(first.scale.toPrecision(4))}</td>
+              <td>{first.dtype}</td>
+              <td>{effect.toPrecision(3)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}

@@ -1,0 +1,324 @@
+/** The engine at a glance, from one stream of changes. */
+
+import { useLoaded } from "../parts/load";
+import { get } from "../api";
+import { bytes, count, moment, ms, rate, share } from "../format";
+import { connection, history, live, moves, type LiveState, type Move, type Percentiles, type Sample, type Tier } from "../live";
+import { Empty, Loading } from "../parts/basics";
+import { LineChart, StackedBar } from "../parts/charts";
+import { useStore } from "../store";
+
+interface EngineReport {
+  model: string;
+  device: string;
+  gpu_name: string | null;
+  dtype: string;
+  page_bytes: number;
+  max_sequences: number;
+}
+
+export function Live() {
+  const state = useStore(live);
+  const link = useStore(connection);
+  const samples = useStore(history);
+  const moved = useStore(moves);
+  const report = useLoaded((signal) => get<EngineReport>("/v1/stats", signal), [state?.restarts]);
+  if (link === "forbidden") {
+    return (
+      <Empty title="This key may not see the engine">
+        The live view needs the scope metrics or admin, and a key that is not bound to a tenant.
+      </Empty>
+    );
+  }
+  if (state === null) return <Loading what="the live view" />;
+  const newest = samples[samples.length - 1];
+  return (
+    <section class="live">
+      <div class="toolbar">
+        <h1>Live</h1>
+        <span class="muted">
+          {report.value !== null &&
+            `${report.value.model} on ${report.value.gpu_name ?? report.value.device}, ${report.value.dtype}`}
+        </span>
+        <span class="spacer" />
+        <span class="muted" role="status">
+          {link === "open" ? `as of ${moment(state.time)}` : "reconnecting…"}
+        </span>
+      </div>
+      <dl class="tiles">
+        <Tile name="Tokens/s" value={rate(newest?.tokens ?? null)} />
+        <Tile name="Running" value={count(state.running)} of={report.value?.max_sequences} />
+        <Tile name="Waiting" value={count(state.waiting)} />
+        <Tile name="First token p50" value={ms(lastOf(samples, (one) => one.ttft)?.p50)} />
+        <Tile name="Between tokens p50" value={ms(lastOf(samples, (one) => one.interToken)?.p50)} />
+        <Tile name="Prefix cache" value={share(state.prefix_hit_tokens, state.prefix_query_tokens)} />
+        <Tile name="Requests" value={count(state.requests)} />
+        <Tile name="Restarts" value={count(state.restarts)} />
+      </dl>
+      <PageMap state={state} pageBytes={report.value?.page_bytes ?? 0} />
+      <div class="two charts">
+        <Rates samples={samples} />
+        <Load samples={samples} />
+        <Latency title="Time to first token" samples={samples} read={(one) => one.ttft} />
+        <Latency title="Between tokens" samples={samples} read={(one) => one.interToken} />
+      </div>
+      <div class="two">
+        <Mix state={state} />
+        <Queue state={state} />
+      </div>
+      <Moves samples={samples} moved={moved} />
+      <Tiers tiers={state.tiers} />
+    </section>
+  );
+}
+
+function Tile({ name, value, of }: { name: string; value: string; of?: number | undefined }) {
+  return (
+    <div class="card tile">
+      <dt>{name}</dt>
+      <dd>
+        {value}
+        {of !== undefined && <small> of {count(of)}</small>}
+      </dd>
+    </div>
+  );
+}
+
+function lastOf(samples: readonly Sample[], read: (one: Sample) => Percentiles | null): Percentiles | null {
+  for (let i = samples.length - 1; i >= Math.max(0, samples.length - 30); i--) {
+    const found = read(samples[i] as Sample);
+    if (found !== null) return found;
+  }
+  return null;
+}
+
+const CELLS = 480;
+const KINDS = ["kv", "prefixes", "adapters", "free"] as const;
+const KIND_NAMES = { kv: "KV cache", prefixes: "prefixes", adapters: "adapters", free: "free" };
+
+/** A cell for each share of the pool, in the order of their kinds. */
+function PageMap({ state, pageBytes }: { state: LiveState; pageBytes: number }) {
+  const { pages } = state;
+  const ends: number[] = [];
+  let sum = 0;
+  for (const kind of KINDS) {
+    sum += pages[kind];
+    ends.push(pages.total === 0 ? 0 : Math.round((CELLS * sum) / pages.total));
+  }
+  const columns = 60;
+  return (
+    <div class="card">
+      <div class="toolbar">
+        <h2>Page pool</h2>
+        <span class="muted">
+          {count(pages.total)} pages
+          {pageBytes > 0 && ` of ${bytes(pageBytes)}, ${bytes(pages.total * pageBytes)}`}
+        </span>
+        <ul class="legends">
+          {KINDS.map((kind) => (
+            <li key={kind}>
+              <i class={`swatch page-${kind}`} aria-hidden="true" />
+              {KIND_NAMES[kind]} <b>{count(pages[kind])}</b>
+            </li>
+          ))}
+        </ul>
+      </div>
+      <svg
+        class="map"
+        viewBox={`0 0 ${columns * 10} ${(CELLS / columns) * 10}`}
+        role="img"
+        aria-label={`Page pool: ${KINDS.map((kind) => `${KIND_NAMES[kind]} ${pages[kind]}`).join(", ")} pages`}
+      >
+        {Array.from({ length: CELLS }, (_, cell) => {
+          const kind = KINDS[ends.findIndex((end) => cell < end)] ?? "free";
+          return (
+            <rect
+              key={cell}
+              class={`page-${kind}`}
+              x={(cell % columns) * 10 + 0.5}
+              y={Math.floor(cell / columns) * 10 + 0.5}
+              width={9}
+              height={9}
+              rx={1.5}
+            />
+          );
+        })}
+      </svg>
+    </div>
+  );
+}
+
+const timesOf = (samples: readonly Sample[]): number[] => samples.map((one) => one.time);
+const round = (value: number): string => (value < 10 ? value.toFixed(1) : count(Math.round(value)));
+
+function Rates({ samples }: { samples: readonly Sample[] }) {
+  return (
+    <div class="card">
+      <LineChart
+        title="Tokens per second"
+        unit=""
+        times={timesOf(samples)}
+        series={[
+          { name: "generated", colour: "c1", values: samples.map((one) => one.tokens) },
+          { name: "prompt", colour: "c2", values: samples.map((one) => one.prompts) },
+        ]}
+        format={round}
+      />
+    </div>
+  );
+}
+
+function Load({ samples }: { samples: readonly Sample[] }) {
+  return (
+    <div class="card">
+      <LineChart
+        title="Requests"
+        unit=""
+        times={timesOf(samples)}
+        series={[
+          { name: "running", colour: "c1", values: samples.map((one) => one.running) },
+          { name: "waiting", colour: "c3", values: samples.map((one) => one.waiting) },
+        ]}
+        format={(value) => count(Math.round(value))}
+      />
+    </div>
+  );
+}
+
+function Latency({ title, samples, read }: {
+  title: string;
+  samples: readonly Sample[];
+  read: (one: Sample) => Percentiles | null;
+}) {
+  return (
+    <div class="card">
+      <LineChart
+        title={title}
+        unit=""
+        times={timesOf(samples)}
+        series={(["p50", "p90", "p99"] as const).map((name, index) => ({
+          name,
+          colour: `c${index + 1}`,
+          values: samples.map((one) => read(one)?.[name] ?? null),
+        }))}
+        format={ms}
+      />
+    </div>
+  );
+}
+
+function Mix({ state }: { state: LiveState }) {
+  const named = Object.values(state.batch).reduce((sum, one) => sum + one, 0);
+  const bars = Object.entries(state.batch).map(([name, value], index) => ({
+    name,
+    value,
+    colour: `m${index % 8}`,
+  }));
+  const base = Math.max(0, state.running - named);
+  if (base > 0) bars.push({ name: "base and others", value: base, colour: "m8" });
+  return (
+    <div class="card">
+      <h2>Batch by adapter</h2>
+      {bars.length === 0 ? (
+        <p class="muted">Nothing runs now.</p>
+      ) : (
+        <StackedBar label="Batch by adapter" bars={bars} format={count} />
+      )}
+    </div>
+  );
+}
+
+function Queue({ state }: { state: LiveState }) {
+  const tenants = Object.entries(state.tenants);
+  const most = Math.max(1, ...tenants.map(([, waiting]) => waiting));
+  return (
+    <div class="card">
+      <h2>Queue by tenant</h2>
+      {tenants.length === 0 ? (
+        <p class="muted">Nothing waits.</p>
+      ) : (
+        <ul class="plain bars">
+          {tenants.map(([tenant, waiting]) => (
+            <li key={tenant}>
+              <span class="who">{tenant === "" ? "no tenant" : tenant}</span>
+              <span class="bar-track">
+                <span class="part c3" style={{ width: `${(100 * waiting) / most}%` }} />
+              </span>
+              <b>{count(waiting)}</b>
+            </li>
+          ))}
+        </ul>
+      )}
+    </div>
+  );
+}
+
+function Moves({ samples, moved }: { samples: readonly Sample[]; moved: readonly Move[] }) {
+  return (
+    <div class="card">
+      <LineChart
+        title="Loads and evictions"
+        unit="a second"
+        times={timesOf(samples)}
+        series={[
+          { name: "loads", colour: "c1", values: samples.map((one) => one.loads) },
+          { name: "evictions", colour: "c4", values: samples.map((one) => one.evictions) },
+        ]}
+        format={(value) => count(Math.round(value))}
+      />
+      {moved.length > 0 && (
+        <ol class="plain moves" aria-label="Newest loads and evictions">
+          {moved
+            .slice(-12)
+            .reverse()
+            .map((move, index) => (
+              <li key={`${move.time}${move.name}${index}`}>
+                <time>{new Date(move.time * 1000).toLocaleTimeString("en-GB")}</time>{" "}
+                <span class={`chip move-${move.kind}`}>{move.kind}</span> {move.name}
+              </li>
+            ))}
+        </ol>
+      )}
+    </div>
+  );
+}
+
+function Tiers({ tiers }: { tiers: readonly Tier[] }) {
+  return (
+    <div class="card">
+      <h2>Tiers</h2>
+      <div class="scroll" tabIndex={0} role="region" aria-label="Tiers">
+        <table class="plain-table">
+          <thead>
+            <tr>
+              <th>Tier</th>
+              <th>Adapters</th>
+              <th>Bytes</th>
+              <th>Budget</th>
+              <th>Hits</th>
+              <th>Loads</th>
+              <th>Each</th>
+              <th>Evicted</th>
+              <th>Failed</th>
+            </tr>
+          </thead>
+          <tbody>
+            {tiers.map((tier) => (
+              <tr key={tier.tier}>
+                <th scope="row">{tier.tier}</th>
+                <td>{count(tier.adapters)}</td>
+                <td>{bytes(tier.used_bytes)}</td>
+                <td>{tier.budget_bytes === 0 ? "–" : bytes(tier.budget_bytes)}</td>
+                <td>{count(tier.hits)}</td>
+                <td>{count(tier.loads)}</td>
+                <td>{tier.loads === 0 ? "–" : ms((1000 * tier.load_seconds) / tier.loads)}</td>
+                <td>{count(tier.evictions)}</td>
+                <td>{count(tier.failures)}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </div>
+  );
+}
