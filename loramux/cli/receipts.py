@@ -30,9 +30,9 @@ from loramux.cli.registry_options import (
 from loramux.cli.registry_view import short_cid, time_text
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.receipts.receipt import Verdict, check
-from loramux.receipts.signing import make_key_files, public_key_path, read_public_key
 from loramux.registry.names import CidReference, NameReference
 from loramux.registry.records import ReceiptFilter, StoredReceipt
+from loramux.signing import make_key_files, public_key_path, read_public_key
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -34,6 +33,7 @@ from loramux.cli.registry_view import (
     show_alias,
     show_details,
 )
+from loramux.cli.roll_out import wait_until_settled, warm_on_servers
 from loramux.client.wire import DEFAULT_URL
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.registry.names import (
@@ -45,7 +45,6 @@ from loramux.registry.names import (
 )
 
 if TYPE_CHECKING:
-    from loramux.client.client import Client
     from loramux.registry.resolve import Choice
     from loramux.store.library import AdapterLibrary
 
@@ -66,28 +65,6 @@ UrlsFlag = Annotated[
         show_default=False,
     ),
 ]
-
-
-def warm_on_servers(references: Iterable[str], urls: Sequence[str] | None) -> None:
-    # Imported here: it slows down `--help`.
-    from loramux.client.client import Client
-
-    wanted = list(references)
-    for url in urls or (DEFAULT_URL,):
-        with Client(url, api_key=os.environ.get("LORAMUX_API_KEY")) as client:
-            for reference in wanted:
-                with working(f"Loading {reference} on {url}"):
-                    warm(client, reference, url)
-
-
-def warm(client: Client, reference: str, url: str) -> None:
-    try:
-        client.warm(reference)
-    except LoramuxError as error:
-        raise LoramuxError(
-            f"{url} could not load {reference}, and nothing was changed: {error} Name the servers "
-            "of this registry with --url, or leave --warm out."
-        ) from error
 
 
 def list_adapters(
@@ -149,6 +126,7 @@ def version_details(library: AdapterLibrary, choice: Choice) -> VersionDetails:
         manifest=library.registry.manifest(cid),
         usage=library.registry.usage(cid),
         is_stored=library.store.has(cid),
+        sources=tuple(library.registry.sources_of(cid)),
         recipe=find_stored_recipe(library, cid) if recipe is None else recipe.to_dict(),
     )
 
@@ -223,6 +201,8 @@ def promote(
             warm_on_servers([f"{name}@{parsed.version}"], url)
         state = opened.promote(name, str(parsed.version), alias=alias)
         show_alias(name, state, Console())
+        if warm:
+            wait_until_settled(url, opened.revision())
 
 
 def rollback(
@@ -244,6 +224,8 @@ def rollback(
             revision = current.revision
         state = opened.rollback(adapter, alias=alias, if_revision=revision)
         show_alias(adapter, state, Console())
+        if warm:
+            wait_until_settled(url, opened.revision())
 
 
 def split(  # noqa: PLR0913  (one for each flag)
@@ -270,6 +252,8 @@ def split(  # noqa: PLR0913  (one for each flag)
             warm_on_servers([f"{name}@{version}" for version in by_version], url)
         state = opened.split(adapter, by_version, alias=alias)
         show_alias(adapter, state, Console())
+        if warm:
+            wait_until_settled(url, opened.revision())
 
 
 def remove(

@@ -24,6 +24,7 @@ from loramux.registry.records import (
 )
 
 SHORT_CID_DIGITS = 12
+MAX_SOURCES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class VersionDetails:
     usage: Usage | None
     """None: never used."""
     is_stored: bool
+    sources: tuple[str, ...] = ()
+    """Where its files were pushed from, the newest first."""
     recipe: Mapping[str, object] | None = None
     """Parts, weights and method of a recipe, or of a combined adapter whose files are stored."""
 
@@ -103,6 +106,9 @@ def detail_lines(details: VersionDetails) -> Iterator[tuple[str, str]]:
         yield "Base", details.resolved.base_model
     if details.resolved.recipe is None:
         yield "Stored", "yes" if details.is_stored else "no"
+        yield "Signed by", details.resolved.signed_by or "no key"
+    for source in details.sources[:MAX_SOURCES]:
+        yield "Source", source
     usage = details.usage
     if usage is not None:
         yield "Requests", f"{usage.num_requests}, last {time_text(usage.last_used_at)}"

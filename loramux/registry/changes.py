@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection
 
 from loramux.adapters.recipe import CombinationOptions
 from loramux.errors import RegistryConflict
+from loramux.registry.audit import Actor, Event
 from loramux.registry.names import AdapterName
+from loramux.registry.quota import check_limits
 from loramux.registry.recipes import Term, make_content
 from loramux.registry.records import AliasAction, AliasState, Content, Target, VersionInfo
+from loramux.registry.rows import access as access_rows
 from loramux.registry.rows import adapters as adapter_rows
 from loramux.registry.rows import aliases as alias_rows
 from loramux.registry.rows import recipes as recipe_rows
-
-CHANNEL = "loramux_registry"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class Change:
     connection: Connection
     revision: int
     now: float
+    actor: Actor = Actor()
 
     def push(
         self,
@@ -36,7 +39,8 @@ class Change:
     ) -> tuple[VersionInfo, bool]:
         """Adds a version, by default the next free one; returns it and whether it is new.
 
-        `part_ids`: the versions that a recipe combines.
+        `part_ids`: the versions that a recipe combines. Raises QuotaExceeded for a new version over
+        a limit of its tenant or key.
         """
         connection = self.connection
         row = adapter_rows.make_adapter(connection, adapter, revision=self.revision, now=self.now)
@@ -44,13 +48,15 @@ class Change:
             version = self._name_for(row, content)
         found = adapter_rows.find_version(connection, row.id, version)
         is_new = found is None or found.removed_at is not None
+        if is_new:
+            check_limits(connection, adapter, content, self.actor.key_id)
+            content = replace(content, pushed_by=self.actor.key_id or None)
         if found is None:
             adapter_rows.add_version(connection, row, version, content, now=self.now)
         else:
             adapter_rows.refuse_other_content(adapter, found, content)
             adapter_rows.set_removed(connection, [found.id], None)
-            if content.source is not None:
-                adapter_rows.set_source(connection, found.id, content.source)
+            adapter_rows.set_provenance(connection, found.id, content)
         if is_new:
             self._note(row.id)
         found = adapter_rows.find_version(connection, row.id, version)
@@ -105,6 +111,8 @@ class Change:
             found = adapter_rows.get_version(self.connection, row, adapter, str(version))
             adapter_rows.set_removed(self.connection, [found.id], self.now)
         recipe_rows.refuse_broken(self.connection)
+        if access_rows.remove_shares_of(self.connection, row.id):
+            access_rows.note_change(self.connection, self.revision)
         self._note(row.id)
 
     def move_alias(
@@ -180,7 +188,12 @@ class Change:
 
     def _note(self, adapter_id: int) -> None:
         adapter_rows.touch_adapter(self.connection, adapter_id, revision=self.revision)
-        if self.connection.dialect.name == "postgresql":
-            # Wakes the watchers at the commit; they then query what changed.
-            notify = text("SELECT pg_notify(:channel, '')")
-            self.connection.execute(notify, {"channel": CHANNEL})
+        access_rows.notify(self.connection)
+
+    def note_access(self) -> None:
+        """Tells servers that limits, keys or shares have changed."""
+        access_rows.note_change(self.connection, self.revision)
+
+
+Changing = Callable[[Event], AbstractContextManager[Change]]
+"""Begins a change; the event is recorded in its transaction."""

@@ -26,6 +26,8 @@ WRITES = "loramux_writes"
 SNAPSHOT = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 # An arbitrary key that other programs in the same database are unlikely to lock.
 MIGRATION_LOCK = 0x6C6F7261
+CLIENT_MESSAGE = "The registry cannot be used now; the server's log has the reason."
+"""Replaces messages that name the database, so that clients do not learn its address."""
 
 _log = logging.getLogger(__name__)
 
@@ -80,11 +82,13 @@ class Database:
 
     def _open_postgresql(self) -> Engine:
         try:
-            return create_engine(self.url, pool_pre_ping=True)
+            engine = create_engine(self.url, pool_pre_ping=True)
         except ModuleNotFoundError as error:
             raise RegistryUnavailable(
                 "A registry in PostgreSQL needs psycopg. Run: pip install 'psycopg[binary]'"
             ) from error
+        event.listen(engine, "connect", prepare_postgresql)
+        return engine
 
     def _upgrade(self) -> None:
         if self.is_sqlite:
@@ -123,7 +127,8 @@ class Database:
     def _unavailable(self, error: BaseException | None) -> RegistryUnavailable:
         return RegistryUnavailable(
             f"The registry at {self} cannot be used: {str(error).strip()}. "
-            "Check that its database is up and reachable."
+            "Check that its database is up and reachable.",
+            client_message=CLIENT_MESSAGE,
         )
 
 
@@ -163,6 +168,12 @@ def prepare_sqlite(connection: sqlite3.Connection, _: Any) -> None:
     connection.isolation_level = None
     for pragma in ("foreign_keys = ON", "synchronous = FULL"):
         connection.execute(f"PRAGMA {pragma}")
+
+
+def prepare_postgresql(connection: Any, _: Any) -> None:
+    # As with SQLite: no thread waits for ever for a table that another program has locked.
+    connection.execute(f"SET lock_timeout = '{BUSY_TIMEOUT_S}s'")
+    connection.commit()
 
 
 def begin_sqlite(connection: Connection) -> None:

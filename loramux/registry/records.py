@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from loramux.adapters.recipe import SUM_METHOD, Recipe
+from loramux.adapters.signature import Verified
 from loramux.registry.names import AdapterName
 from loramux.types.composition import sum_text
 
@@ -23,6 +24,12 @@ class Content:
     """The base that the adapter's config records; it belongs to the version, not to the CID."""
     source: str | None = None
     """The source from which the files can be fetched again; it belongs to the version."""
+    signatures: tuple[str, ...] = ()
+    """Detached signatures of the manifest in Base64, of which none was verified yet."""
+    verified: Verified | None = None
+    """The signature that a key of the tenant has made; it belongs to the version."""
+    pushed_by: str | None = None
+    """The id of the API key of the push; it belongs to the version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,24 @@ class VersionInfo:
     created_at: float
     recipe: VersionRecipe | None = None
     """None: a version with files."""
+    source: str | None = None
+    pushed_by: str | None = None
+    """The id of the API key of the push; None: it was pushed without a key."""
+    signed_by: str | None = None
+    """The id of the key whose signature was verified; None: it is not signed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogEntry:
+    """One version in the list of all adapters."""
+
+    adapter: AdapterName
+    version: str
+    cid: str
+    size_bytes: int
+    signed_by: str | None
+    aliases: tuple[str, ...]
+    """The aliases that select it, alone or in a split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +155,26 @@ class Resolved:
     base_model: str | None = None
     recipe: VersionRecipe | None = None
     """None: an adapter with files."""
+    signed_by: str | None = None
+    """The id of the key whose signature was verified when the version was pushed."""
+
+
+ALL_TENANTS = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Another tenant's right to use an adapter, or one version of it."""
+
+    adapter: AdapterName
+    tenant: str
+    """The tenant that may use it; "*": all."""
+    version: str = ""
+    """Empty: all versions."""
+
+    def __str__(self) -> str:
+        version = f"@{self.version}" if self.version else ""
+        return f"The share of {self.adapter}{version} with {self.tenant}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +195,34 @@ class Usage:
     num_prompt_tokens: int
     num_output_tokens: int
     last_used_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DailyUsage:
+    """The requests that a tenant and a key had on one day with the same adapters."""
+
+    day: int
+    """Days since 1970, in UTC."""
+    tenant: str
+    api_key_id: str
+    """Empty: requests without a key."""
+    adapter: str
+    """Names without versions, joined by +; empty: the base alone."""
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_reused_tokens: int
+    """Prompt tokens from the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecentUse:
+    """What a tenant and a key used on one server in the last minute."""
+
+    tenant: str
+    api_key_id: str
+    num_requests: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +249,7 @@ class ReceiptFilter:
     since: float | None = None
     min_latency_ms: float | None = None
     is_cold: bool | None = None
+    statuses: tuple[str, ...] | None = None
     slowest_first: bool = False
     """Sorts by latency instead of by time."""
     limit: int = 100

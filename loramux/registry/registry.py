@@ -7,16 +7,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from loramux.adapters.identity import parse_cid
 from loramux.adapters.recipe import CombinationOptions
-from loramux.errors import AdapterNotFound
+from loramux.errors import AdapterNotFound, LoramuxError, RegistryUnavailable
+from loramux.registry.access import AccessRecords
+from loramux.registry.audit import Action, Actor, AuditLog, Event, Signer
 from loramux.registry.changes import Change
 from loramux.registry.database import Database
 from loramux.registry.names import (
     DEFAULT_TENANT,
     AdapterName,
+    CidReference,
     NameReference,
     Reference,
     check_alias,
@@ -26,12 +32,16 @@ from loramux.registry.names import (
     parse_reference,
     parse_version,
 )
+from loramux.registry.quota import check_limits, verify_signature
 from loramux.registry.records import (
     AdapterInfo,
     AliasAction,
     AliasState,
+    CatalogEntry,
     Content,
+    DailyUsage,
     ReceiptFilter,
+    RecentUse,
     Resolved,
     StoredReceipt,
     Target,
@@ -39,12 +49,14 @@ from loramux.registry.records import (
     Use,
     VersionInfo,
 )
-from loramux.registry.resolve import Route, check_targets, find_route
+from loramux.registry.resolve import Route, check_targets, find_route, versions_of_cid
 from loramux.registry.rows import adapters as adapter_rows
 from loramux.registry.rows import aliases as alias_rows
+from loramux.registry.rows import catalog as catalog_rows
 from loramux.registry.rows import receipts as receipt_rows
 from loramux.registry.rows import recipes as recipe_rows
 from loramux.registry.rows import usage as usage_rows
+from loramux.registry.tenants import TenantRecords
 from loramux.registry.verify import find_faults
 from loramux.registry.watch import DEFAULT_POLL_S, Watch
 
@@ -63,11 +75,38 @@ class Registry:
         *,
         home_tenant: str = DEFAULT_TENANT,
         clock: Callable[[], float] = time.time,
+        signer: Signer | None = None,
+        anchor: Path | None = None,
     ) -> None:
-        """Opens the registry and upgrades its schema; a path means a SQLite file."""
+        """Opens the registry and upgrades its schema; a path means a SQLite file.
+
+        `signer` signs the entries of the audit log, and the file `anchor` gets its end.
+        """
         self._home_tenant = home_tenant
         self._clock = clock
         self._database = Database(url)
+        self._actor = Actor()
+        self.audit = AuditLog(self._database, clock=clock, signer=signer, anchor=anchor)
+
+    def acting(self, actor: Actor) -> Registry:
+        """Returns this registry with another actor of its changes; it shares the database."""
+        acting = copy(self)
+        acting._actor = actor
+        return acting
+
+    def record(self, event: Event) -> None:
+        """Adds a change outside of the registry, such as of files, to the audit log."""
+        self.audit.record(self._actor, event)
+
+    @property
+    def access(self) -> AccessRecords:
+        """The keys, shares and fair shares."""
+        return AccessRecords(self._database, self._changing, self._clock)
+
+    @property
+    def tenants(self) -> TenantRecords:
+        """The limits, settings and signing keys of tenants."""
+        return TenantRecords(self._database, self._changing)
 
     def close(self) -> None:
         self._database.close()
@@ -80,7 +119,9 @@ class Registry:
 
     # Versions
 
-    def push(self, reference: str, content: Content) -> tuple[VersionInfo, bool]:
+    def push(
+        self, reference: str, content: Content, *, require_signed: bool = False
+    ) -> tuple[VersionInfo, bool]:
         """Adds a version, by default the next free one; returns it and whether it is new.
 
         A second push of the same content is accepted; other content raises RegistryConflict.
@@ -88,8 +129,32 @@ class Registry:
         parsed = parse_push_reference(reference, home_tenant=self._home_tenant)
         parse_cid(content.cid)
         version = None if parsed.version is None else str(parsed.version)
-        with self._changing() as change:
-            return change.push(parsed.adapter, version, content)
+        details = {"cid": content.cid, "source": content.source, "bytes": content.size_bytes}
+        event = Event(Action.PUSH, parsed.adapter.tenant, str(parsed), details)
+        with self._changing(event) as change:
+            tenant = parsed.adapter.tenant
+            verified = verify_signature(
+                change.connection, tenant, content, is_required=require_signed
+            )
+            info, is_new = change.push(parsed.adapter, version, replace(content, verified=verified))
+            event.target = f"{info.adapter}@{info.version}"
+            event.details |= {"is_new": is_new, "signed_by": info.signed_by}
+        return info, is_new
+
+    def check_push(self, reference: str, content: Content, *, require_signed: bool = False) -> None:
+        """Raises what push() would raise for its limits and its signature; changes nothing."""
+        parsed = parse_push_reference(reference, home_tenant=self._home_tenant)
+        adapter = parsed.adapter
+        event = Event(Action.PUSH, adapter.tenant, str(parsed), {"cid": content.cid})
+        with self._recording_refusals(event), self._database.reading() as connection:
+            verify_signature(connection, adapter.tenant, content, is_required=require_signed)
+            row = adapter_rows.find_adapter(connection, adapter)
+            version = None if parsed.version is None else str(parsed.version)
+            if row is not None and version is not None:
+                found = adapter_rows.find_version(connection, row.id, version)
+                if found is not None and found.removed_at is None:
+                    return
+            check_limits(connection, adapter, content, self._actor.key_id)
 
     def push_recipe(
         self,
@@ -105,14 +170,22 @@ class Registry:
         """
         parsed = parse_push_reference(reference, home_tenant=self._home_tenant)
         version = None if parsed.version is None else str(parsed.version)
-        named = [(self.parse(text), weight) for text, weight in terms]
-        with self._changing() as change:
-            return change.push_recipe(parsed.adapter, version, named, options, any_base=any_base)
+        given = list(terms)
+        named = [(self.parse(text), weight) for text, weight in given]
+        details = {"recipe": options.method, "parts": [text for text, _ in given]}
+        event = Event(Action.PUSH, parsed.adapter.tenant, str(parsed), details)
+        with self._changing(event) as change:
+            info, is_new = change.push_recipe(
+                parsed.adapter, version, named, options, any_base=any_base
+            )
+            event.target = f"{info.adapter}@{info.version}"
+            event.details |= {"is_new": is_new, "cid": info.cid}
+        return info, is_new
 
     def remove(self, reference: str) -> None:
         """Removes a version, an alias, or an adapter with all its versions and aliases."""
         parsed = self._parse_name(reference)
-        with self._changing() as change:
+        with self._changing(Event(Action.DELETE, parsed.adapter.tenant, str(parsed))) as change:
             if parsed.version is not None:
                 change.remove_version(parsed.adapter, str(parsed.version))
             elif parsed.alias is not None:
@@ -144,8 +217,11 @@ class Registry:
     def rollback(self, adapter: str, *, alias: str, if_revision: int | None = None) -> AliasState:
         """Moves the alias back to its previous state; repeated calls go further back."""
         name = self._parse_adapter(adapter)
-        with self._changing() as change:
-            return change.rollback(name, check_alias(alias), if_revision=if_revision)
+        event = Event(Action.ROLLBACK, name.tenant, f"{name}@{check_alias(alias)}")
+        with self._changing(event) as change:
+            state = change.rollback(name, alias, if_revision=if_revision)
+            event.details |= _moved(state)
+        return state
 
     def previous(self, adapter: str, *, alias: str) -> tuple[AliasState, AliasState]:
         """Returns the current state of the alias, and the state that a rollback would restore."""
@@ -176,12 +252,24 @@ class Registry:
         with self._database.reading() as connection:
             return find_route(connection, reference)
 
+    def find_cid(
+        self, reference: CidReference, tenant: str | None
+    ) -> list[tuple[AdapterName, Resolved]]:
+        """Returns the versions with a CID that are a tenant's, or shared with it; None: all."""
+        with self._database.reading() as connection:
+            return versions_of_cid(connection, reference, tenant)
+
     def parse(self, reference: str, *, home_tenant: str | None = None) -> Reference:
         return parse_reference(reference, home_tenant=home_tenant or self._home_tenant)
 
     def adapters(self, *, tenant: str | None = None) -> list[AdapterName]:
         with self._database.reading() as connection:
             return adapter_rows.list_adapters(connection, tenant)
+
+    def catalog(self, *, tenant: str | None = None, limit: int) -> list[CatalogEntry]:
+        """Returns the versions of all adapters with the aliases that select them."""
+        with self._database.reading() as connection:
+            return catalog_rows.list_catalog(connection, tenant=tenant, limit=limit)
 
     def show(self, adapter: str) -> AdapterInfo:
         name = self._parse_adapter(adapter)
@@ -236,9 +324,19 @@ class Registry:
         with self._database.reading() as connection:
             return tuple(find_faults(connection))
 
-    def watch(self, *, poll_s: float = DEFAULT_POLL_S) -> Watch:
-        """Returns a feed of the adapters that change from now on."""
-        return Watch(self._database, poll_s=poll_s)
+    def watch(
+        self, *, poll_s: float = DEFAULT_POLL_S, on_access: Callable[[], None] | None = None
+    ) -> Watch:
+        """Returns a feed of the adapters that change from now on.
+
+        on_access: called on a thread after keys, shares or tenants have changed.
+        """
+        return Watch(self._database, poll_s=poll_s, on_access=on_access)
+
+    def revision(self) -> int:
+        """Returns the number of the newest change of any name."""
+        with self._database.reading() as connection:
+            return adapter_rows.newest_revision(connection)
 
     # Statistics
 
@@ -258,15 +356,31 @@ class Registry:
         with self._database.reading() as connection:
             return usage_rows.used_since(connection, since)
 
+    def daily_usage(
+        self, *, tenant: str | None = None, since_day: int, until_day: int
+    ) -> list[DailyUsage]:
+        """Returns the usage by day, adapter and key; days count from 1970."""
+        with self._database.reading() as connection:
+            return usage_rows.find_daily(
+                connection, tenant=tenant, since_day=since_day, until_day=until_day
+            )
+
+    def recent_use(self, *, pool_id: str, seconds: float) -> list[RecentUse]:
+        """Returns what was used on a server in the last seconds, as its receipts say."""
+        since = self._clock() - seconds
+        with self._database.reading() as connection:
+            return receipt_rows.recent_use(connection, pool_id=pool_id, since=since)
+
     # Receipts
 
     def add_receipts(self, receipts: Iterable[StoredReceipt]) -> None:
         with self._database.writing() as connection:
             receipt_rows.add_receipts(connection, receipts)
 
-    def receipt(self, receipt_id: str) -> StoredReceipt | None:
+    def receipt(self, receipt_id: str, *, tenant: str | None = None) -> StoredReceipt | None:
+        """Returns a receipt, of one tenant if it is given."""
         with self._database.reading() as connection:
-            return receipt_rows.get_receipt(connection, receipt_id)
+            return receipt_rows.get_receipt(connection, receipt_id, tenant)
 
     def find_receipts(self, wanted: ReceiptFilter) -> list[StoredReceipt]:
         with self._database.reading() as connection:
@@ -297,19 +411,45 @@ class Registry:
     ) -> AliasState:
         name = self._parse_adapter(adapter)
         check_alias(alias)
-        with self._changing() as change:
-            return change.move_alias(name, alias, targets, action=action, if_revision=if_revision)
+        event = Event(_ACTIONS[action], name.tenant, f"{name}@{alias}")
+        with self._changing(event) as change:
+            state = change.move_alias(name, alias, targets, action=action, if_revision=if_revision)
+            event.details |= _moved(state)
+        return state
 
     @contextmanager
-    def _changing(self) -> Iterator[Change]:
-        with self._database.writing() as connection:
-            yield Change(connection, adapter_rows.begin_change(connection), self._clock())
+    def _changing(self, event: Event) -> Iterator[Change]:
+        """Begins a change; its entry in the audit log is part of the transaction."""
+        with self._recording_refusals(event):
+            with self._database.writing() as connection:
+                revision = adapter_rows.begin_change(connection)
+                yield Change(connection, revision, self._clock(), self._actor)
+                head = self.audit.append(connection, self._actor, event)
+            self.audit.keep_anchor(head)
+
+    @contextmanager
+    def _recording_refusals(self, event: Event) -> Iterator[None]:
+        try:
+            yield
+        except RegistryUnavailable:
+            raise
+        except LoramuxError as error:
+            self.audit.record_refusal(self._actor, event, error)
+            raise
 
     def _parse_name(self, reference: str) -> NameReference:
         return parse_name_reference(reference, home_tenant=self._home_tenant)
 
     def _parse_adapter(self, adapter: str) -> AdapterName:
         return parse_adapter_name(adapter, home_tenant=self._home_tenant)
+
+
+_ACTIONS = {AliasAction.PROMOTE: Action.PROMOTE, AliasAction.SPLIT: Action.SPLIT}
+
+
+def _moved(state: AliasState) -> dict[str, Any]:
+    targets = {target.version: target.weight for target in state.targets}
+    return {"revision": state.revision, "targets": targets}
 
 
 class RouteCache:
@@ -327,7 +467,7 @@ class RouteCache:
     def resolve(
         self, reference: str, *, sticky_key: str | None = None, home_tenant: str | None = None
     ) -> Resolved:
-        route = self._route(self._registry.parse(reference, home_tenant=home_tenant))
+        route = self.route(self._registry.parse(reference, home_tenant=home_tenant))
         return route.choose(secrets.token_hex(16) if sticky_key is None else sticky_key)
 
     def peek(self, reference: Reference) -> Route | None:
@@ -345,7 +485,8 @@ class RouteCache:
                 if route.adapter is not None and route.adapter not in changed
             }
 
-    def _route(self, reference: Reference) -> Route:
+    def route(self, reference: Reference) -> Route:
+        """Returns the route from the cache, or from a query that the cache keeps."""
         route = self._routes.get(reference)
         if route is not None:
             return route

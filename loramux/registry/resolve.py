@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, or_, select
 
 from loramux.adapters.identity import CID_PREFIX, is_digest
 from loramux.errors import AdapterNotFound, InvalidRequest
@@ -19,15 +19,17 @@ from loramux.registry.names import (
     NameReference,
     Reference,
 )
-from loramux.registry.records import Resolved, Target
+from loramux.registry.records import ALL_TENANTS, Resolved, Target
 from loramux.registry.rows import adapters as adapter_rows
 from loramux.registry.rows import aliases as alias_rows
 from loramux.registry.rows import recipes as recipe_rows
-from loramux.registry.schema import versions
+from loramux.registry.schema import adapters, shares, tenants, versions
 
 MAX_WEIGHT = 1_000_000
 MAX_TARGETS = 16
 DIGEST_BITS = 64
+# Versions that are looked at for one content id.
+MAX_SAME_CID = 1000
 
 
 def choose(targets: Iterable[tuple[str, int]], *, salt: str, key: str) -> str:
@@ -106,6 +108,7 @@ def route_of_name(connection: Connection, reference: NameReference) -> Route:
             alias=alias,
             base_model=found.base_model,
             recipe=recipe_rows.recipe_of(connection, found.id),
+            signed_by=found.signed_by,
         )
         choices.append(Choice(resolved, target.weight))
     return Route(adapter, tuple(choices))
@@ -151,3 +154,37 @@ def route_of_cid(connection: Connection, reference: CidReference) -> Route:
     recipe = recipe_rows.recipe_of(connection, version_id)
     resolved = Resolved(cid=cid, recipe=None if recipe is None else recipe.without_names())
     return Route(None, (Choice(resolved, 1),))
+
+
+def versions_of_cid(
+    connection: Connection, reference: CidReference, tenant: str | None
+) -> list[tuple[AdapterName, Resolved]]:
+    """Returns the versions with a CID that belong to a tenant or are shared with it; None: all."""
+    start = CID_PREFIX + reference.digest_start
+    is_whole = is_digest(reference.digest_start)
+    statement = (
+        select(versions, adapters.c.name, tenants.c.name.label("tenant"))
+        .select_from(versions)
+        .join(adapters, adapters.c.id == versions.c.adapter_id)
+        .join(tenants, tenants.c.id == adapters.c.tenant_id)
+        .where(versions.c.cid == start if is_whole else versions.c.cid.startswith(start))
+        .where(versions.c.removed_at.is_(None))
+    )
+    if tenant is not None:
+        share = select(shares.c.adapter_id).where(
+            shares.c.adapter_id == versions.c.adapter_id,
+            shares.c.tenant.in_((tenant, ALL_TENANTS)),
+            shares.c.version.in_(("", versions.c.version)),
+        )
+        statement = statement.where(or_(tenants.c.name == tenant, share.exists()))
+    return [
+        (
+            AdapterName(row.tenant, row.name),
+            Resolved(
+                cid=row.cid,
+                version=row.version,
+                recipe=recipe_rows.recipe_of(connection, row.id),
+            ),
+        )
+        for row in connection.execute(statement.order_by(versions.c.id).limit(MAX_SAME_CID))
+    ]

@@ -48,6 +48,8 @@ registry_state = Table(
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("revision", BigInteger, nullable=False),
+    # The revision of the last change of keys, shares or tenants.
+    Column("access_revision", BigInteger, nullable=False, server_default="0"),
     CheckConstraint("id = 1", name="one_row"),
 )
 
@@ -56,6 +58,42 @@ tenants = Table(
     metadata,
     Column("id", Integer, primary_key=True),
     Column("name", String(128), nullable=False, unique=True),
+    Column("created_at", Double, nullable=False),
+    # The share of the fair scheduler.
+    Column("fair_share", Double, nullable=False, server_default="1"),
+    # TenantSettings; NULL: the defaults.
+    Column("settings", JSON(none_as_null=True)),
+)
+
+# Keys of callers. The secret part is stored as a salted hash; a revoked key keeps its row.
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("key_id", String(16), primary_key=True),
+    # NULL: the key is not bound to a tenant.
+    Column("tenant_id", ForeignKey("tenants.id"), index=True),
+    Column("note", String(128), nullable=False),
+    Column("salt", String(32), nullable=False),
+    Column("digest", String(64), nullable=False),
+    Column("scopes", JSON, nullable=False),
+    # Patterns of adapters; NULL: all of the tenant.
+    Column("adapters", JSON(none_as_null=True)),
+    Column("may_use_base", Boolean, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double),
+    Column("revoked_at", Double),
+    # NULL: no limits.
+    Column("limits", JSON(none_as_null=True)),
+)
+
+# Public keys whose signatures of adapters the tenant accepts.
+signing_keys = Table(
+    "signing_keys",
+    metadata,
+    Column("tenant_id", ForeignKey("tenants.id"), primary_key=True),
+    Column("key_id", String(16), primary_key=True),
+    Column("public_key", String, nullable=False),
+    Column("name", String(128), nullable=False),
     Column("created_at", Double, nullable=False),
 )
 
@@ -92,6 +130,10 @@ versions = Table(
     Column("source", String),
     Column("created_at", Double, nullable=False),
     Column("removed_at", Double),
+    # Id of the API key of the push, and of the signing key whose signature was verified.
+    Column("pushed_by", String(64)),
+    Column("signed_by", String(16)),
+    Column("signature", String(512)),
     UniqueConstraint("adapter_id", "version"),
 )
 
@@ -127,6 +169,18 @@ alias_states = Table(
     ),
 )
 
+# Adapters that other tenants may use.
+shares = Table(
+    "shares",
+    metadata,
+    Column("adapter_id", ForeignKey("adapters.id"), primary_key=True),
+    # The tenant that may use it; "*": all.
+    Column("tenant", String(128), primary_key=True),
+    # "": all versions.
+    Column("version", String(64), primary_key=True),
+    Column("created_at", Double, nullable=False),
+)
+
 statistics = Table(
     "statistics",
     metadata,
@@ -159,6 +213,53 @@ receipt_parts = Table(
     metadata,
     Column("receipt_id", String(128), primary_key=True),
     Column("cid", String(77), primary_key=True, index=True),
+)
+
+# What receipts say, summed up in the transaction that stores them.
+daily_usage = Table(
+    "daily_usage",
+    metadata,
+    Column("day", Integer, primary_key=True, autoincrement=False),
+    Column("tenant", String(128), primary_key=True),
+    Column("api_key_id", String(64), primary_key=True),
+    Column("adapter", String(512), primary_key=True),
+    Column("num_requests", BigInteger, nullable=False),
+    Column("num_prompt_tokens", BigInteger, nullable=False),
+    Column("num_output_tokens", BigInteger, nullable=False),
+    Column("num_reused_tokens", BigInteger, nullable=False),
+    Index(None, "tenant", "day"),
+)
+
+# One row: number and digest of the last entry. An append updates it first, and so appends are
+# serialized.
+audit_head = Table(
+    "audit_head",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("number", BigInteger, nullable=False),
+    Column("digest", String(64), nullable=False),
+    CheckConstraint("id = 1", name="one_row"),
+)
+
+audit_entries = Table(
+    "audit_entries",
+    metadata,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("created_at", Double, nullable=False),
+    Column("actor_tenant", String(128), nullable=False),
+    Column("actor_key", String(64), nullable=False),
+    Column("address", String(128), nullable=False),
+    Column("action", String(32), nullable=False),
+    Column("tenant", String(128), nullable=False),
+    Column("target", String(512), nullable=False),
+    Column("details", JSON, nullable=False),
+    Column("result", String(16), nullable=False),
+    Column("reason", String(512), nullable=False),
+    Column("previous", String(64), nullable=False),
+    Column("digest", String(64), nullable=False),
+    Column("key_id", String(16), nullable=False),
+    Column("signature", String(128), nullable=False),
+    Index(None, "tenant", "number"),
 )
 
 

@@ -7,15 +7,16 @@ import os
 import queue
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
 from loramux.errors import LoramuxError, RegistryUnavailable
-from loramux.registry.changes import CHANNEL
-from loramux.registry.database import Database
+from loramux.registry.database import CLIENT_MESSAGE, Database
 from loramux.registry.names import AdapterName
 from loramux.registry.rows import adapters as adapter_rows
+from loramux.registry.rows.access import CHANNEL, access_revision
 
 DEFAULT_POLL_S = 0.5
 # PostgreSQL is also polled at this interval, because a proxy may drop notifications.
@@ -35,35 +36,55 @@ class Waiter(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    revision: int
+    names: tuple[AdapterName, ...]
+
+
 class Watch:
     """Iterates over tuples of changed names, the oldest first; close() ends the iteration."""
 
-    def __init__(self, database: Database, *, poll_s: float = DEFAULT_POLL_S) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        poll_s: float = DEFAULT_POLL_S,
+        on_access: Callable[[], None] | None = None,
+    ) -> None:
+        """on_access: called on the watch's thread after keys, shares or tenants have changed."""
         self._database = database
+        self._on_access = on_access
         self._poll_s = poll_s
         self._stop = StopSignal()
         # Read here, so that changes before the thread's first query are not missed.
         with database.reading() as connection:
             self._revision, _ = adapter_rows.changed_since(connection, 0)
-        self._changes: queue.SimpleQueue[tuple[AdapterName, ...] | None] = queue.SimpleQueue()
+            self._access_revision = access_revision(connection)
+        self.handled = self._revision
+        """The revision up to which the iterating thread has handled all changes."""
+        self._changes: queue.SimpleQueue[_Change | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="registry-watch", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[tuple[AdapterName, ...]]:
-        while (names := self._changes.get()) is not None:
-            yield names
+        while (change := self._changes.get()) is not None:
+            if change.names:
+                yield change.names
+            self.handled = change.revision
         # Wakes the next iterating thread.
         self._changes.put(None)
 
     def next(self, *, timeout_s: float) -> tuple[AdapterName, ...] | None:
         """Returns the next changed names, or None after a timeout or close()."""
         try:
-            names = self._changes.get(timeout=timeout_s)
+            while (change := self._changes.get(timeout=timeout_s)) is not None:
+                if change.names:
+                    return change.names
         except queue.Empty:
             return None
-        if names is None:
-            self._changes.put(None)
-        return names
+        self._changes.put(None)
+        return None
 
     def close(self) -> None:
         self._stop.set()
@@ -108,9 +129,15 @@ class Watch:
     def _look(self) -> None:
         with self._database.reading() as connection:
             revision, names = adapter_rows.changed_since(connection, self._revision)
+            access = access_revision(connection)
+        if access != self._access_revision:
+            if self._on_access is not None:
+                self._on_access()
+            # Set after the call: one that fails is repeated.
+            self._access_revision = access
+        if revision != self._revision:
+            self._changes.put(_Change(revision, tuple(names)))
         self._revision = revision
-        if names:
-            self._changes.put(tuple(names))
 
     def _open_waiter(self) -> Waiter:
         if self._database.is_sqlite:
@@ -177,7 +204,9 @@ class Listener:
             )
             self._connection.execute(f"LISTEN {CHANNEL}")
         except psycopg.OperationalError as error:
-            raise RegistryUnavailable(f"{database} cannot be listened to: {error}.") from error
+            raise RegistryUnavailable(
+                f"{database} cannot be listened to: {error}.", client_message=CLIENT_MESSAGE
+            ) from error
 
     def wait(self) -> None:
         self._stop.wait(LISTEN_POLL_S, self._connection.fileno())
@@ -185,7 +214,9 @@ class Listener:
             for _ in self._connection.notifies(timeout=0):
                 pass
         except self._lost as error:
-            raise RegistryUnavailable(f"The connection was lost: {error}.") from error
+            raise RegistryUnavailable(
+                f"The connection was lost: {error}.", client_message=CLIENT_MESSAGE
+            ) from error
 
     def close(self) -> None:
         self._connection.close()

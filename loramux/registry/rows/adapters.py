@@ -90,14 +90,27 @@ def add_version(
     names = {"adapter_id": row.id, "version": version, "cid": content.cid}
     connection.execute(
         insert_into(connection, versions).values(
-            **names, base_model=content.base_model, source=content.source, created_at=now
+            **names, **_provenance(content), base_model=content.base_model, created_at=now
         )
     )
 
 
-def set_source(connection: Connection, version_id: int, source: str) -> None:
-    statement = update(versions).where(versions.c.id == version_id)
-    connection.execute(statement.values(source=source))
+def _provenance(content: Content) -> dict[str, object]:
+    verified = content.verified
+    return {
+        "source": content.source,
+        "pushed_by": content.pushed_by,
+        "signed_by": None if verified is None else verified.key_id,
+        "signature": None if verified is None else verified.signature,
+    }
+
+
+def set_provenance(connection: Connection, version_id: int, content: Content) -> None:
+    """Replaces what the content says of source, signature and API key; all else stays."""
+    values = {name: value for name, value in _provenance(content).items() if value is not None}
+    if values:
+        statement = update(versions).where(versions.c.id == version_id)
+        connection.execute(statement.values(**values))
 
 
 def set_removed(connection: Connection, version_ids: list[int], removed_at: float | None) -> None:
@@ -162,6 +175,9 @@ def version_info(
         base_model=row.base_model,
         created_at=row.created_at,
         recipe=recipe,
+        source=row.source,
+        pushed_by=row.pushed_by,
+        signed_by=row.signed_by,
     )
 
 
@@ -174,10 +190,15 @@ def list_adapters(connection: Connection, tenant: str | None) -> list[AdapterNam
     return sorted(AdapterName(row[0], row[1]) for row in rows)
 
 
+def newest_revision(connection: Connection) -> int:
+    last: int | None = connection.scalar(select(registry_state.c.revision))
+    assert last is not None
+    return last
+
+
 def changed_since(connection: Connection, revision: int) -> tuple[int, list[AdapterName]]:
     """Returns the last revision, and the adapters changed after `revision`, oldest first."""
-    last = connection.scalar(select(registry_state.c.revision))
-    assert last is not None
+    last = newest_revision(connection)
     if last <= revision:
         return last, []
     statement = (

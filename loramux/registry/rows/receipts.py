@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, delete, or_, select, union
+from sqlalchemy import Connection, Row, Select, delete, func, or_, select, union
 
 from loramux.errors import InvalidRequest
 from loramux.registry.database import insert_into
-from loramux.registry.records import ReceiptFilter, StoredReceipt
+from loramux.registry.records import ReceiptFilter, RecentUse, StoredReceipt
+from loramux.registry.rows.usage import REFUSED, add_daily
 from loramux.registry.schema import receipt_parts, receipts
 
 MAX_LIMIT = 10_000
@@ -17,11 +18,16 @@ columns = receipts.c
 
 
 def add_receipts(connection: Connection, new: Iterable[StoredReceipt]) -> None:
-    """Inserts receipts; existing ones stay unchanged, so that a batch may be sent again."""
-    new = list(new)
+    """Inserts receipts and adds them to the usage of their days.
+
+    Existing ones stay unchanged and count once, so that a batch may be sent again.
+    """
+    new = list({receipt.id: receipt for receipt in new}.values())
     values = [receipt_values(receipt) for receipt in new]
     if values:
-        connection.execute(insert_into(connection, receipts).on_conflict_do_nothing(), values)
+        statement = insert_into(connection, receipts).on_conflict_do_nothing()
+        inserted = set(connection.scalars(statement.returning(columns.id), values))
+        add_daily(connection, [receipt for receipt in new if receipt.id in inserted])
     parts = [part for receipt in new for part in part_values(receipt)]
     if parts:
         connection.execute(insert_into(connection, receipt_parts).on_conflict_do_nothing(), parts)
@@ -55,8 +61,13 @@ def _cids(adapters: Iterable[Mapping[str, Any]]) -> Iterator[str]:
             yield part["cid"]
 
 
-def get_receipt(connection: Connection, receipt_id: str) -> StoredReceipt | None:
-    row = connection.execute(select(receipts).where(columns.id == receipt_id)).one_or_none()
+def get_receipt(
+    connection: Connection, receipt_id: str, tenant: str | None = None
+) -> StoredReceipt | None:
+    statement = select(receipts).where(columns.id == receipt_id)
+    if tenant is not None:
+        statement = statement.where(columns.tenant == tenant)
+    row = connection.execute(statement).one_or_none()
     return None if row is None else receipt_of(row)
 
 
@@ -81,7 +92,23 @@ def restrict(statement: Select[Any], wanted: ReceiptFilter) -> Select[Any]:
         statement = statement.where(columns.latency_ms >= wanted.min_latency_ms)
     if wanted.is_cold is not None:
         statement = statement.where(columns.is_cold == wanted.is_cold)
+    if wanted.statuses is not None:
+        statement = statement.where(columns.body["status"].as_string().in_(wanted.statuses))
     return statement
+
+
+def recent_use(connection: Connection, *, pool_id: str, since: float) -> list[RecentUse]:
+    """Adds up what each tenant and key has used on one server."""
+    body = columns.body
+    key = func.coalesce(body["api_key_id"].as_string(), "")
+    tokens = body["prompt_tokens"].as_integer() + body["completion_tokens"].as_integer()
+    statement = (
+        select(columns.tenant, key, func.count(), func.sum(tokens))
+        .where(columns.created_at >= since)
+        .where(body["pool_id"].as_string() == pool_id, body["status"].as_string() != REFUSED)
+        .group_by(columns.tenant, key)
+    )
+    return [RecentUse(*row) for row in connection.execute(statement)]
 
 
 def receipt_cids(connection: Connection) -> set[str]:

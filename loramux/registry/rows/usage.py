@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sqlalchemy import Connection, Row, func, select
 
 from loramux.registry.database import insert_into
-from loramux.registry.records import Usage, Use
-from loramux.registry.schema import statistics
+from loramux.registry.records import DailyUsage, StoredReceipt, Usage, Use
+from loramux.registry.schema import daily_usage, statistics
 
+REFUSED = "refused"
+SECONDS_PER_DAY = 86_400
+MAX_ADAPTER_CHARACTERS = 512
 COUNTERS = ("num_requests", "num_prompt_tokens", "num_output_tokens")
 columns = statistics.c
+daily = daily_usage.c
+_DAILY_KEY = ("day", "tenant", "api_key_id", "adapter")
+_TOKEN_FIELDS = ("prompt_tokens", "completion_tokens", "reused_tokens")
+DAILY_COUNTERS = (*COUNTERS, "num_reused_tokens")
 
 
 def add_uses(connection: Connection, uses: Iterable[Use]) -> None:
@@ -70,3 +77,57 @@ def usage(row: Row[Any]) -> Usage:
         num_output_tokens=row.num_output_tokens,
         last_used_at=row.last_used_at,
     )
+
+
+def add_daily(connection: Connection, receipts: Iterable[StoredReceipt]) -> None:
+    """Adds served requests to the usage of their day; refused ones are not counted."""
+    counts: dict[tuple[int, str, str, str], list[int]] = {}
+    for receipt in receipts:
+        body = receipt.body
+        if body.get("status") != REFUSED:
+            total = counts.setdefault(_daily_key(receipt), [0, 0, 0, 0])
+            for at, number in enumerate((1, *(_count(body, name) for name in _TOKEN_FIELDS))):
+                total[at] += number
+    if not counts:
+        return
+    statement = insert_into(connection, daily_usage)
+    set_ = {name: daily[name] + statement.excluded[name] for name in DAILY_COUNTERS}
+    # All writers use one order of rows, which prevents deadlocks.
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=list(_DAILY_KEY), set_=set_),
+        [
+            dict(zip((*_DAILY_KEY, *DAILY_COUNTERS), (*key, *counts[key]), strict=True))
+            for key in sorted(counts)
+        ],
+    )
+
+
+def _daily_key(receipt: StoredReceipt) -> tuple[int, str, str, str]:
+    day = int(receipt.created_at // SECONDS_PER_DAY)
+    key = receipt.body.get("api_key_id")
+    return (day, receipt.tenant, key if isinstance(key, str) else "", _adapter_of(receipt.body))
+
+
+def _adapter_of(body: Mapping[str, Any]) -> str:
+    """Returns the names of the adapters without version and weight; empty for the base."""
+    names = [
+        f"{one['tenant']}/{one['name']}" if one.get("tenant") else one.get("name") or one["cid"]
+        for one in body.get("adapters") or ()
+    ]
+    return "+".join(sorted(set(names)))[:MAX_ADAPTER_CHARACTERS]
+
+
+def _count(body: Mapping[str, Any], name: str) -> int:
+    value = body.get(name, 0)
+    return value if isinstance(value, int) else 0
+
+
+def find_daily(
+    connection: Connection, *, tenant: str | None, since_day: int, until_day: int
+) -> list[DailyUsage]:
+    """Returns the usage of the days from `since_day` to `until_day`, both included."""
+    statement = select(daily_usage).where(daily.day >= since_day, daily.day <= until_day)
+    if tenant is not None:
+        statement = statement.where(daily.tenant == tenant)
+    ordered = statement.order_by(daily.day, daily.tenant, daily.adapter, daily.api_key_id)
+    return [DailyUsage(**row._mapping) for row in connection.execute(ordered)]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import re
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,10 @@ from sqlalchemy import func, insert, select, text, update
 from sqlalchemy.exc import IntegrityError
 
 from loramux.errors import InvalidRequest, RegistryUnavailable
+from loramux.registry import database as database_module
 from loramux.registry.database import Database, insert_into, parse_url
 from loramux.registry.schema import registry_state, tenants, versions
+from loramux.server.errors import error_info
 
 
 @pytest.mark.parametrize(
@@ -45,6 +49,21 @@ def test_an_unreachable_database_is_reported_without_its_password() -> None:
     with pytest.raises(RegistryUnavailable) as caught:
         Database("postgresql://someone:secret@127.0.0.1:1/none?connect_timeout=2")
     assert "secret" not in str(caught.value) and "127.0.0.1" in str(caught.value)
+    told = error_info(caught.value).message
+    assert not {"127.0.0.1", "someone", "none"} & set(re.split(r"[^\w.]", told)), told
+
+
+def test_a_locked_database_is_given_up_after_a_time(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "BUSY_TIMEOUT_S", 0.2)
+    with closing(Database(database_url)) as database, closing(Database(database_url)) as other:
+        with database.writing() as connection:
+            connection.execute(insert(tenants).values(name="held", created_at=0))
+            with pytest.raises(RegistryUnavailable, match="lock"), other.writing() as waiting:
+                waiting.execute(insert(tenants).values(name="held", created_at=0))
+        with other.reading() as connection:
+            assert connection.scalar(select(func.count()).select_from(tenants)) == 1
 
 
 def test_a_failed_transaction_leaves_the_old_state(database_url: str) -> None:

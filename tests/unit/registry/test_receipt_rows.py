@@ -105,3 +105,10 @@ def test_a_receipt_of_a_sum_is_found_by_each_of_its_adapters(registry: Registry)
     assert registry.receipt_cids() == {make_cid(1), make_cid(2), make_cid(3)}
     registry.prune_receipts(max_count=1)
     assert registry.receipt_cids() == {make_cid(1)}
+
+
+def test_a_receipt_may_be_read_for_one_tenant_only(registry: Registry) -> None:
+    receipt = make_receipt(1, tenant="acme")
+    registry.add_receipts([receipt])
+    assert registry.receipt(receipt.id, tenant="acme") == registry.receipt(receipt.id) == receipt
+    assert registry.receipt(receipt.id, tenant="globex") is None

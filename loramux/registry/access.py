@@ -1,0 +1,195 @@
+"""Keys of callers, shares between tenants, and fair shares, as records of the registry."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sqlalchemy import Connection
+
+from loramux.errors import AdapterNotFound, InvalidRequest
+from loramux.registry.audit import Action, Event
+from loramux.registry.changes import Changing
+from loramux.registry.database import Database
+from loramux.registry.keys import KeyRecord, KeyRights, NewKey, make_key
+from loramux.registry.names import AdapterName, check_name, parse_version
+from loramux.registry.records import ALL_TENANTS, Share
+from loramux.registry.rows import access as rows
+from loramux.registry.rows import adapters as adapter_rows
+
+
+@dataclass(frozen=True, slots=True)
+class AccessSnapshot:
+    """All keys, shares and fair shares at one time."""
+
+    keys: Mapping[str, KeyRecord] = field(default_factory=dict)
+    """By id; also revoked and expired ones."""
+    shares: Mapping[AdapterName, Sequence[Share]] = field(default_factory=dict)
+    fair_shares: Mapping[str, float] = field(default_factory=dict)
+    """By tenant; others have 1."""
+
+    def is_shared(self, adapter: AdapterName, tenant: str, version: str | None) -> bool:
+        """Whether a tenant may use a version of another's adapter; None: all of them."""
+        return any(
+            share.tenant in (tenant, ALL_TENANTS) and share.version in ("", version)
+            for share in self.shares.get(adapter, ())
+        )
+
+    def shared_versions(self, adapter: AdapterName, tenant: str) -> frozenset[str]:
+        """Returns the versions that a tenant may use of another's adapter; "" means all."""
+        given = self.shares.get(adapter, ())
+        return frozenset(one.version for one in given if one.tenant in (tenant, ALL_TENANTS))
+
+
+NO_ACCESS = AccessSnapshot()
+
+
+class AccessRecords:
+    """Reads and changes keys, shares and tenants; every change is one transaction."""
+
+    def __init__(
+        self, database: Database, changing: Changing, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`changing` begins a change that the audit log records."""
+        self._database = database
+        self._begin = changing
+        self._clock = clock
+
+    def snapshot(self) -> AccessSnapshot:
+        with self._database.reading() as connection:
+            keys, shares = rows.list_keys(connection), rows.list_shares(connection)
+            fair_shares = rows.fair_shares(connection)
+        by_adapter: dict[AdapterName, list[Share]] = {}
+        for share in shares:
+            by_adapter.setdefault(share.adapter, []).append(share)
+        return AccessSnapshot({key.key_id: key for key in keys}, by_adapter, fair_shares)
+
+    # Keys
+
+    def create_key(
+        self, rights: KeyRights, *, note: str = "", expires_in_s: float | None = None
+    ) -> NewKey:
+        """Makes a key; its text cannot be read again."""
+        event = Event(Action.KEY_CREATE, rights.tenant or "", "", _rights_details(rights))
+        with self._changing(event) as connection:
+            new = self._add_key(connection, rights, note, expires_in_s)
+            event.target = new.record.key_id
+        return new
+
+    def keys(self, *, tenant: str | None = None) -> list[KeyRecord]:
+        with self._database.reading() as connection:
+            found = rows.list_keys(connection)
+        return [key for key in found if tenant in (None, key.rights.tenant)]
+
+    def revoke_key(self, key_id: str) -> KeyRecord:
+        """Makes a key invalid for ever."""
+        event = Event(Action.KEY_REVOKE, "", key_id)
+        with self._changing(event) as connection:
+            key = self._valid_key(connection, key_id)
+            event.tenant = key.rights.tenant or ""
+            rows.set_revoked(connection, key_id, self._clock())
+        return key
+
+    def rotate_key(self, key_id: str, *, overlap_s: float = 0.0) -> NewKey:
+        """Makes a key with the same rights; the old one stays valid for the overlap."""
+        if not 0 <= overlap_s < math.inf:
+            raise InvalidRequest("The overlap must be 0 or more seconds.", param="overlap")
+        event = Event(Action.KEY_ROTATE, "", key_id, {"overlap_s": overlap_s})
+        with self._changing(event) as connection:
+            old = self._valid_key(connection, key_id)
+            event.tenant = old.rights.tenant or ""
+            new = self._add_key(connection, old.rights, old.note, None)
+            if old.expires_at is not None:
+                lifetime_s = old.expires_at - old.created_at
+                expiry = new.record.created_at + lifetime_s
+                rows.set_expiry(connection, new.record.key_id, expiry)
+                new = replace(new, record=replace(new.record, expires_at=expiry))
+            rows.set_revoked(connection, key_id, self._clock() + overlap_s)
+            event.details["new_key"] = new.record.key_id
+        return new
+
+    # Shares
+
+    def share(self, adapter: AdapterName, tenant: str, version: str | None = None) -> Share:
+        """Lets a tenant, or all ("*"), use an adapter; raises AdapterNotFound."""
+        share = self._checked(adapter, tenant, version)
+        with self._changing(_share_event(Action.SHARE, share)) as connection:
+            row = adapter_rows.get_adapter(connection, adapter)
+            if share.version:
+                adapter_rows.get_version(connection, row, adapter, share.version)
+            rows.add_share(connection, row.id, share, now=self._clock())
+        return share
+
+    def unshare(self, adapter: AdapterName, tenant: str, version: str | None = None) -> Share:
+        """Ends a share; without a version all shares of the adapter with the tenant."""
+        share = self._checked(adapter, tenant, version)
+        with self._changing(_share_event(Action.UNSHARE, share)) as connection:
+            row = adapter_rows.get_adapter(connection, adapter)
+            rows.remove_share(connection, row.id, share)
+        return share
+
+    def shares(self, adapter: AdapterName) -> list[Share]:
+        with self._database.reading() as connection:
+            return [share for share in rows.list_shares(connection) if share.adapter == adapter]
+
+    # Tenants
+
+    def set_fair_share(self, tenant: str, fair_share: float) -> None:
+        if not 0 < fair_share < math.inf:
+            raise InvalidRequest("A fair share is a number over 0.", param="fair_share")
+        event = Event(Action.TENANT_SET, tenant, tenant, {"share": fair_share})
+        with self._changing(event) as connection:
+            tenant_id = rows.make_tenant(
+                connection, check_name(tenant, "tenant"), now=self._clock()
+            )
+            rows.set_fair_share(connection, tenant_id, fair_share)
+
+    def _add_key(
+        self, connection: Connection, rights: KeyRights, note: str, expires_in_s: float | None
+    ) -> NewKey:
+        if expires_in_s is not None and not 0 < expires_in_s < math.inf:
+            raise InvalidRequest("A key expires after more than 0 seconds.", param="expires")
+        now = self._clock()
+        expires_at = None if expires_in_s is None else now + expires_in_s
+        new = make_key(rights, note=note, now=now, expires_at=expires_at)
+        tenant, tenant_id = rights.tenant, None
+        if tenant is not None:
+            tenant_id = rows.make_tenant(connection, tenant, now=now)
+        rows.add_key(connection, new.record, tenant_id)
+        return new
+
+    def _valid_key(self, connection: Connection, key_id: str) -> KeyRecord:
+        for key in rows.list_keys(connection):
+            if key.key_id == key_id and key.is_valid(self._clock()):
+                return key
+        raise AdapterNotFound(f"There is no valid key {key_id[:100]!r}. See loramux keys list.")
+
+    def _checked(self, adapter: AdapterName, tenant: str, version: str | None) -> Share:
+        if tenant != ALL_TENANTS:
+            check_name(tenant, "tenant")
+        if tenant == adapter.tenant:
+            raise InvalidRequest(f"{adapter} belongs to {tenant}.", param="tenant")
+        return Share(adapter, tenant, "" if version is None else str(parse_version(version)))
+
+    @contextmanager
+    def _changing(self, event: Event) -> Iterator[Connection]:
+        with self._begin(event) as change:
+            yield change.connection
+            change.note_access()
+
+
+def _rights_details(rights: KeyRights) -> dict[str, Any]:
+    return {
+        "scopes": sorted(rights.scopes),
+        "adapters": None if rights.adapters is None else list(rights.adapters),
+        "may_use_base": rights.may_use_base,
+    }
+
+
+def _share_event(action: Action, share: Share) -> Event:
+    details = {"with": share.tenant, "version": share.version or "all"}
+    return Event(action, share.adapter.tenant, str(share.adapter), details)
