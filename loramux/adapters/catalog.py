@@ -19,6 +19,7 @@ from loramux.adapters.identity import FileDigest, compute_cid, make_manifest
 from loramux.adapters.loading import AdapterRules, FolderLoader, LoadedAdapter
 from loramux.adapters.packed.extras import EMBEDDING, num_tokens_of
 from loramux.adapters.packed.image import AdapterImage
+from loramux.adapters.peft.doctor import Report, examine
 from loramux.adapters.peft.folder import open_folder
 from loramux.adapters.peft.inspection import InspectedAdapter
 from loramux.adapters.peft.tokenizer_files import digest_of_files
@@ -190,6 +191,17 @@ class AdapterCatalog:
         known = self.get(cid)
         self._load(known)
         return known
+
+    def examine(self, folder: Path) -> Report:
+        """Returns the doctor's report on a folder; a refusal is a finding."""
+        rules = self.rules
+        return examine(
+            folder,
+            rules.base,
+            max_rank=rules.max_rank,
+            strict_base=rules.strict_base,
+            base_weights=rules.base_weights,
+        )
 
     def get(self, cid: str) -> AdapterCard:
         try:

@@ -27,6 +27,9 @@ MAX_SVD_RANK = 2**15
 DTYPES = ("float32", "bfloat16", "float16")
 SIGN_METHODS = ("total", "frequency")
 MAX_RECIPE_CHARS = 2**16
+# Refusal codes of sound adapters that a method cannot combine.
+UNEQUAL_RANKS = "unequal_ranks"
+ONLY_ALONE = "only_alone"
 
 SignMethod = Literal["total", "frequency"]
 

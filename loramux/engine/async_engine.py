@@ -7,12 +7,20 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from loramux.backend import (
     AdapterUse,
@@ -31,6 +39,7 @@ from loramux.engine.messages import (
     Adopt,
     Command,
     Events,
+    Examine,
     Finish,
     ListUses,
     Pin,
@@ -59,7 +68,9 @@ from loramux.errors import (
 )
 from loramux.threads import FOLDER_READS
 from loramux.types.adapter import AdapterCard, InspectedCard
-from loramux.types.request import FinishReason, Request, Selection
+from loramux.types.pooling import Pooling
+from loramux.types.request import FinishReason, Request, Selection, pooled_request
+from loramux.types.residency import ResidencyView
 from loramux.types.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -83,35 +94,29 @@ class AsyncEngineOptions:
     """Open requests beside those of a full batch; more are refused with EngineBusy."""
     max_tokens: int | None = None
     """Limit of the tokens of all open requests: prompts and the longest possible answers."""
+    chat_template: str | None = None
+    """The text of the base's chat template; None: that of the model."""
 
 
 class StatsView:
-    """The newest statistics of an engine, put together from its updates."""
+    """The newest statistics of an engine process, put together from its updates."""
 
     def __init__(self) -> None:
         self._newest = EngineStats()
-        self._resident: dict[str, None] = {}
+        self.residency = ResidencyView()
         # None: to be put together by the next reader, as an update must not list all adapters.
         self._current: EngineStats | None = self._newest
 
     @property
     def current(self) -> EngineStats:
         if self._current is None:
-            self._current = replace(self._newest, resident_adapters=tuple(self._resident))
+            resident = tuple(self.residency.resident)
+            self._current = replace(self._newest, resident_adapters=resident)
         return self._current
-
-    @property
-    def resident(self) -> Mapping[str, None]:
-        """CIDs of the adapters on the device."""
-        return self._resident
 
     def update(self, reply: Events) -> None:
         if reply.residency is not None:
-            if reply.residency.is_full:
-                self._resident.clear()
-            for cid in reply.residency.evicted:
-                self._resident.pop(cid, None)
-            self._resident |= dict.fromkeys(reply.residency.loaded)
+            self.residency.apply(reply.residency.tiers, is_full=reply.residency.is_full)
             self._current = None
         if reply.stats is not None:
             self._newest = reply.stats
@@ -140,13 +145,13 @@ class AsyncEngine:
         self._tokenizers: AdapterTokenizers | None = None
         self._codec: Tokenizer | None = None
         self._table = AdapterTable()
-        self._health = Health.STARTING
+        self._state = Health.STARTING
         self._stats = StatsView()
         self.num_restarts = 0
 
     @property
     def health(self) -> Health:
-        return self._health
+        return self._state
 
     @property
     def card(self) -> ModelCard:
@@ -164,12 +169,25 @@ class AsyncEngine:
         return self._stats.current
 
     @property
+    def residency(self) -> ResidencyView:
+        return self._stats.residency
+
+    @property
     def adapters(self) -> Mapping[str, AdapterCard]:
         return self._table.cards
 
     @property
+    def pinned(self) -> Set[str]:
+        return self._table.pinned
+
+    @property
     def engine_pid(self) -> int | None:
         return None if self._process is None else self._process.pid
+
+    def _become(self, state: Health) -> None:
+        self._state = state
+        # Readers of residency reports also follow the state.
+        self.residency.wake()
 
     async def start(self) -> None:
         # The library takes seconds to import, and the engine process starts meanwhile.
@@ -177,9 +195,10 @@ class AsyncEngine:
         await self._open_process()
         self._supervisor = asyncio.create_task(self._supervise())
         folder = Path(self.card.tokenizer_folder)
-        self._codec = await asyncio.to_thread(Tokenizer, folder)
+        template = self._options.chat_template
+        self._codec = await asyncio.to_thread(Tokenizer, folder, chat_template=template)
         self._tokenizers = AdapterTokenizers(self._codec, folder, vocab_size=self.card.vocab_size)
-        self._health = Health.READY
+        self._become(Health.READY)
 
     async def submit(self, request: Request) -> AsyncIterator[Delta]:
         """Yields the deltas of all choices; closing the iterator early aborts the request."""
@@ -249,6 +268,10 @@ class AsyncEngine:
         answer = await self._running.call(lambda call_id: ListUses(call_id=call_id))
         return answer.uses or []
 
+    async def examine_adapter(self, path: str) -> Mapping[str, Any]:
+        answer = await self._running.call(lambda call_id: Examine(call_id=call_id, path=path))
+        return answer.report or {}
+
     async def probe(self, timeout_s: float) -> dict[str, float]:
         """Generates a token on the base, and reads an adapter and generates a token with it.
 
@@ -260,7 +283,7 @@ class AsyncEngine:
             began = time.monotonic()
             await self._generate_one_token(())
             seconds["generate_s"] = time.monotonic() - began
-            hot = self._table.hottest(self._stats.resident)
+            hot = self._table.hottest(self.residency.resident)
             num_broken = 0
             for cid in islice(dict.fromkeys((*hot, *self.adapters)), _MAX_PROBED):
                 began = time.monotonic()
@@ -281,13 +304,13 @@ class AsyncEngine:
         await self._generate_one_token(((cid, 1.0),))
 
     async def close(self, *, drain_s: float) -> None:
-        if self._health is Health.STOPPED:
+        if self._state is Health.STOPPED:
             return
-        self._health = Health.DRAINING
+        self._become(Health.DRAINING)
         deadline = time.monotonic() + drain_s
         while self._streams and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        self._health = Health.STOPPED
+        self._become(Health.STOPPED)
         for task in (self._supervisor, self._restoring):
             if task is not None:
                 task.cancel()
@@ -312,7 +335,8 @@ class AsyncEngine:
             name=options.served_name or card.name,
             fallback_reason=(first or card).fallback_reason,
         )
-        self._stats = StatsView()
+        ended, self._stats = self._stats, StatsView()
+        ended.residency.wake()
         self._table.begin_process()
 
     async def _supervise(self) -> None:
@@ -325,7 +349,7 @@ class AsyncEngine:
             except Exception as error:  # The engine must be replaced, whatever the error is.
                 _log.exception("a reply of engine %d cannot be handled", process.pid)
                 process.cause_of_death = f"a reply of the engine cannot be handled: {error!r}"
-            self._health = Health.RESTARTING
+            self._become(Health.RESTARTING)
             if self._restoring is not None:
                 self._restoring.cancel()
             cause = process.cause_of_death
@@ -335,7 +359,7 @@ class AsyncEngine:
                 await process.kill(cause)
             except Exception:  # Without another engine, no request would ever be served again.
                 _log.exception("engine %d cannot be ended", process.pid)
-            await self._restart(self._table.hottest(self._stats.resident))
+            await self._restart(self._table.hottest(self.residency.resident))
 
     async def _restart(self, hot: Sequence[str]) -> None:
         """Starts engines until one is ready; `hot` are the adapters to load first."""
@@ -352,7 +376,7 @@ class AsyncEngine:
                 _log.error("the engine did not start again: %s", error, exc_info=not is_expected)
                 continue
             self.num_restarts += 1
-            self._health = Health.READY
+            self._become(Health.READY)
             _log.warning("engine %s is ready again", self.engine_pid)
             # It needs the replies that _supervise reads from now on.
             self._restoring = asyncio.create_task(self._restore(hot))
@@ -395,8 +419,8 @@ class AsyncEngine:
                 _log.warning("unexpected message from the engine: %s", type(reply).__name__)
 
     def _open_stream(self, request: Request, codec: Tokenizer) -> RequestStream:
-        if self._health is not Health.READY:
-            raise EngineStopped(f"The engine is {self._health.value}; try again in a few seconds.")
+        if self._state is not Health.READY:
+            raise EngineStopped(f"The engine is {self._state.value}; try again in a few seconds.")
         self._check_limits(request)
         if request.request_id in self._streams:
             raise LoramuxError(f"Request id {request.request_id!r} is in use.")
@@ -431,12 +455,16 @@ class AsyncEngine:
             raise AdapterNotFound(f"No adapter {cid} is registered.")
 
     async def _generate_one_token(self, selection: Selection) -> None:
+        request_id, pooling = f"probe-{secrets.token_hex(8)}", self.card.pooling
         request = Request(
-            request_id=f"probe-{secrets.token_hex(8)}",
+            request_id=request_id,
             prompt_token_ids=(1,),
             params=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
             selection=selection,
         )
+        if not pooling.generates:
+            kind = pooling.pooling or Pooling.LAST
+            request = pooled_request(request_id, (1,), kind, selection=selection)
         # The text is not read, and the check must not depend on the tokenizer of an adapter.
         async for _ in self._answer(request, self.codec):
             pass

@@ -30,9 +30,11 @@ from loramux.models.decoder import Decoder
 from loramux.models.dtypes import resolve_dtype
 from loramux.models.loader import LoadedModel, load_model
 from loramux.models.packed_linear import pack_linears
+from loramux.models.pooling import read_pooling
 from loramux.runner.cpu_runner import CpuRunner
 from loramux.scheduler.scheduler import Scheduler
 from loramux.types.model import BaseModelInfo, PagedLayout
+from loramux.types.pooling import ModelPooling
 
 if TYPE_CHECKING:
     from loramux.engine.build_device import GpuPlan
@@ -70,6 +72,12 @@ def load_base(
     return model
 
 
+def _pooling(model: LoadedModel, config: ResolvedConfig) -> ModelPooling:
+    if not model.hf_config:  # Random weights have no files that could configure a pooling.
+        return ModelPooling()
+    return read_pooling(model.tokenizer_folder, model.hf_config, config.pooling)
+
+
 def build_engine(
     model: LoadedModel,
     config: ResolvedConfig,
@@ -79,6 +87,7 @@ def build_engine(
     progress: Progress | None = None,
 ) -> Engine:
     """Build an engine; `loads` runs adapter loads, by default on threads of the engine."""
+    pooling = _pooling(model, config)
     base = base_info(model.config, model.name)
     gpu_plan = _gpu_plan(model, config, base) if config.wants_device_kernels else None
     if gpu_plan is not None and config.is_gpu:
@@ -112,18 +121,17 @@ def build_engine(
         adapters=memory.residency,
         prefixes=memory.prefixes,
     )
-    vocab_size = model.config.vocab_size
-    if gpu_runner is not None:
-        return Engine(
-            scheduler=scheduler, executor=gpu_runner, memory=memory, vocab_size=vocab_size
-        )
-    runner = _cpu_runner(model, config, base, memory, progress)
+    merge = None
+    if gpu_runner is None:
+        runner = _cpu_runner(model, config, base, memory, progress)
+        merge = _merge_controller(config, runner, PageDeltas(memory.placement.device, pool))
     return Engine(
         scheduler=scheduler,
-        executor=runner,
+        executor=gpu_runner or runner,
         memory=memory,
-        vocab_size=vocab_size,
-        merge=_merge_controller(config, runner, PageDeltas(memory.placement.device, pool)),
+        vocab_size=model.config.vocab_size,
+        pooling=pooling,
+        merge=merge,
     )
 
 

@@ -61,7 +61,7 @@ class GpuPlan:
             device=pool.device,
             extras=DeviceExtras(
                 num_layers=self.layout.num_layers,
-                vocab_size=self.model.config.vocab_size,
+                vocab_size=self.model.config.head_size,
                 num_pages=pool.num_pages,
                 device=pool.device,
                 max_adapters=min(MAX_ADAPTERS, max_adapters),

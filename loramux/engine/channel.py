@@ -25,7 +25,13 @@ class EngineChannel:
         self._decoder = msgspec.msgpack.Decoder(Command)
 
     def receive(self) -> Command | None:
-        """Returns the next command; None if the server is gone."""
+        """Returns the next command; None if the server is gone, after which nothing can be read."""
+        command = self._read()
+        if command is None:
+            self._reader.close()
+        return command
+
+    def _read(self) -> Command | None:
         try:
             head = self._reader.read(_LENGTH.size)
             if len(head) < _LENGTH.size:

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from loramux.errors import InvalidRequest
+
+
+def read_chat_template(given: str | None) -> str | None:
+    """Returns the template that a setting names: a file, or the text itself."""
+    if given is None or "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(
+            f"--chat-template names no template that can be read: {given}: {error}.",
+            param="chat_template",
+        ) from error
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -27,7 +27,15 @@ from loramux.scheduler.events import refusal_events
 from loramux.scheduler.scheduler import Scheduler
 from loramux.types.adapter import AdapterCard, vocab_size_of
 from loramux.types.composition import SumPart, check_alone
-from loramux.types.request import BASE_SELECTION, Request, Selection, TokenEvent, find_last
+from loramux.types.pooling import ModelPooling
+from loramux.types.request import (
+    BASE_SELECTION,
+    Request,
+    Selection,
+    TokenEvent,
+    check_pooling,
+    find_last,
+)
 from loramux.types.step import Chunk, InFlightStep, StepPlan
 
 # A step without work waits this long for a loading adapter before the loop reads its commands.
@@ -53,12 +61,14 @@ class Engine:
         executor: Executor,
         memory: EngineMemory,
         vocab_size: int,
+        pooling: ModelPooling | None = None,
         merge: MergeController | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.memory = memory
         self.vocab_size = vocab_size
+        self.pooling = pooling or ModelPooling()
         self.merge = merge
         self.constraints = Constraints(vocab_size)
         self._held = HeldRequests()
@@ -84,9 +94,10 @@ class Engine:
         if not self.executor.can_run_ahead(plan):
             events += self._apply_result()
         try:
-            launched = self._launch(plan)
+            launched = self._launch(plan, events)
         except DoesNotFit as error:
             events += self._apply_result()
+            self.pages.step_finished()
             self.scheduler.fail(plan, str(error))
             return events + self._apply_result()
         events += self._apply_result()
@@ -143,6 +154,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request; raise InvalidRequest for one that would fail the whole batch."""
+        check_pooling(request, self.pooling)
         request = self._place_adapters(request)
         self._check_vocabulary(request)
         now = self.memory.clock()
@@ -241,13 +253,23 @@ class Engine:
         self.constraints.close()
         self.memory.close()
 
-    def _launch(self, plan: StepPlan) -> _Launched:
-        """Launch the plan; raise DoesNotFit when the device has no memory for it."""
-        self.constraints.fill(chunk.sample for chunk in plan.chunks)
+    def _launch(self, plan: StepPlan, events: list[TokenEvent]) -> _Launched:
+        """Launch the plan; raise DoesNotFit when the device has no memory for it.
+
+        The masks of its constrained rows need the tokens of the step in flight, whose events are
+        appended to `events` then.
+        """
+        constrained = self.constraints.rows_of(plan)
+
+        def fill_masks() -> None:
+            events.extend(self._apply_result())
+            self.constraints.fill(constrained)
+
+        # Before the launch: pages that `fill_masks` frees are still written by this step.
+        self.pages.step_launched()
         with nullcontext() if self.merge is None else self.merge.step(plan):
             began = time.perf_counter()
-            step = self.executor.launch(plan)
-        self.pages.step_launched()
+            step = self.executor.launch(plan, fill_masks if constrained else None)
         return _Launched(plan, step, began)
 
     def _apply_result(self) -> list[TokenEvent]:

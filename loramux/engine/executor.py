@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from loramux.types.step import InFlightStep, StepPlan
+from loramux.types.step import BeforeChoice, InFlightStep, StepPlan
 
 
 class Executor(Protocol):
@@ -28,8 +28,12 @@ class Executor(Protocol):
         """Return whether the plan can be launched before the previous step's tokens are known."""
         ...
 
-    def launch(self, plan: StepPlan) -> InFlightStep:
-        """Start the step; raise DoesNotFit when the device has no memory for it."""
+    def launch(self, plan: StepPlan, before_choice: BeforeChoice | None = None) -> InFlightStep:
+        """Start the step; raise DoesNotFit when the device has no memory for it.
+
+        `before_choice` is called before tokens are chosen, if possible while the forward pass runs.
+        It may be called again when the step is repeated.
+        """
         ...
 
     @property

@@ -21,8 +21,17 @@ from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import InvalidRequest
 from loramux.models.locate import locate_model
 from loramux.types.composition import check_sum
-from loramux.types.request import FinishReason, LoRARequest, Request, RequestOutput
+from loramux.types.pooling import Pooling, as_pooling, check_dimensions
+from loramux.types.request import (
+    EmbeddingOutput,
+    FinishReason,
+    LoRARequest,
+    Request,
+    RequestOutput,
+    pooled_request,
+)
 from loramux.types.sampling import SamplingParams
+from loramux.types.vectors import embedding_of
 
 # Text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -87,6 +96,55 @@ class LLM:
             parts = self._register(adapter)
             collectors.append(self._collector(cast(Prompt, prompt), p, parts))
             collectors[-1].output.lora_request = adapter
+        self._run(collectors, show_progress=use_tqdm)
+        return [collector.output for collector in collectors]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        lora_request: Loras | Sequence[Loras] = None,
+        pooling: Pooling | str | None = None,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """Computes the embeddings of the prompts in one batch, and returns them in order.
+
+        `pooling`: last or mean; None: that of the model. `dimensions` shortens the embeddings of a
+        Matryoshka model.
+        """
+        model = self.engine.pooling
+        check_dimensions(dimensions, model, self.engine.catalog.base.hidden_size)
+        if pooling is None and model.pooling is None:
+            raise InvalidRequest(f"{model.refusal} Or give pooling.", param="pooling")
+        vectors = self._pool(prompts, lora_request, pooling or model.pooling, use_tqdm)
+        return [
+            EmbeddingOutput(
+                output.request_id,
+                output.prompt_token_ids,
+                embedding_of(output.pooled or b"", model, dimensions).tolist(),
+            )
+            for output in vectors
+        ]
+
+    def _pool(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        lora_request: Loras | Sequence[Loras],
+        pooling: Pooling | str | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        batch = [prompts] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
+        adapters = _for_each(lora_request, len(batch), "lora_request")
+        collectors = []
+        for prompt, adapter in zip(batch, adapters, strict=True):
+            selection = check_sum(self._register(adapter))
+            tokenizer = self.tokenizer_for(selection)
+            text, token_ids = _tokenize(cast(Prompt, prompt), tokenizer)
+            request = pooled_request(
+                str(next(self._ids)), token_ids, as_pooling(pooling), selection=selection
+            )
+            collectors.append(OutputCollector(request, tokenizer, prompt=text))
         self._run(collectors, show_progress=use_tqdm)
         return [collector.output for collector in collectors]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ from loramux import errors
 from loramux.backend import AdapterUse, EngineStats, ModelCard
 from loramux.types.adapter import AdapterCard, CheckLevel, InspectedCard
 from loramux.types.request import Request, TokenEvent
+
+_log = logging.getLogger(__name__)
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True):
@@ -90,6 +93,13 @@ class Verify(Message):
     cid: str
 
 
+class Examine(Message):
+    """Reads an adapter folder for a report; the Answer has `report`, also of a refused adapter."""
+
+    call_id: int
+    path: str
+
+
 class Remove(Message):
     """Frees an adapter once no sequence uses it."""
 
@@ -127,6 +137,7 @@ Command = (
     | Identify
     | Adopt
     | Verify
+    | Examine
     | Remove
     | Pin
     | Prewarm
@@ -160,12 +171,12 @@ class Heartbeat(Message):
 
 
 class ResidencyUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """CIDs that were loaded to the device or evicted from it since the last update."""
+    """The tiers of the adapters that moved since the last update."""
 
-    loaded: tuple[str, ...]
-    evicted: tuple[str, ...]
+    tiers: tuple[tuple[str, int], ...]
+    """By CID; 0: no tier has it."""
     is_full: bool
-    """If true, `loaded` is the whole resident set."""
+    """If true, `tiers` replaces all earlier ones."""
 
 
 class Events(Message):
@@ -192,13 +203,14 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(Message):
-    """Answers Register, RegisterMany, Identify, Verify, Pin or ListUses."""
+    """Answers Register, RegisterMany, Identify, Verify, Examine, Pin or ListUses."""
 
     call_id: int
     adapter: AdapterCard | None = None
     inspected: InspectedCard | None = None
     registrations: list[Registration] | None = None
     uses: list[AdapterUse] | None = None
+    report: dict[str, Any] | None = None
     error: WireError | None = None
 
 
@@ -206,8 +218,12 @@ Reply = Progress | Ready | Failed | Heartbeat | Events | Refused | Answer
 
 
 def encode_error(error: Exception) -> WireError:
-    kind = type(error).__name__ if isinstance(error, errors.LoramuxError) else "LoramuxError"
-    message = str(error) if isinstance(error, errors.LoramuxError) else repr(error)
+    """Errors of other kinds are logged, and clients do not see their text."""
+    if not isinstance(error, errors.LoramuxError):
+        _log.error("the engine failed", exc_info=error)
+        known = errors.machine_error(error) if isinstance(error, OSError) else None
+        error = known or errors.LoramuxError("The engine failed on this; its log has the reason.")
+    kind, message = type(error).__name__, str(error)
     if isinstance(error, errors.AdapterRefused):
         return WireError(kind=kind, message=error.reason, code=error.code, fix=error.fix)
     param = error.param if isinstance(error, errors.InvalidRequest) else None

@@ -41,6 +41,7 @@ class OutputCollector:
         if logprobs is not None and not logprobs and event.prompt_logprobs:
             # Every choice carries the whole list.
             logprobs += event.prompt_logprobs
+        self.output.pooled = event.pooled or self.output.pooled
         return self._choices[event.index].apply(event)
 
     @property
@@ -129,6 +130,7 @@ class _Choice:
             prompt_logprobs=prompt_logprobs,
             num_reused=num_reused,
             facts=facts,
+            pooled=event.pooled,
         )
 
 
@@ -192,4 +194,5 @@ def _join(first: Delta, second: Delta) -> Delta:
         prompt_logprobs=first.prompt_logprobs,
         num_reused=first.num_reused,
         facts=first.facts or second.facts,
+        pooled=second.pooled,
     )

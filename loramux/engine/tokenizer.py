@@ -20,6 +20,7 @@ from loramux.errors import InvalidRequest, UnsupportedModel
 
 TEMPLATE_ARGUMENTS = frozenset({"documents", "continue_final_message"})
 """Arguments of transformers' apply_chat_template that a request may set."""
+_INLINE_CHARACTERS = 1024
 
 
 class Tokenizer:
@@ -28,8 +29,11 @@ class Tokenizer:
     eos_token_ids: tuple[int, ...] = ()
     """End-of-sequence ids of an adapter's tokenizer, beside those of the base model."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, chat_template: str | None = None) -> None:
+        """`chat_template`: replaces that of the folder."""
         self._outer = _load(Path(folder))
+        if chat_template is not None:
+            self._outer.chat_template = chat_template
         self._template: AdapterTemplate | None = None
         self._inner = self._outer.backend_tokenizer
         self._inner.no_truncation()
@@ -96,8 +100,22 @@ class Tokenizer:
         return isinstance(other, Tokenizer) and self._inner is other._inner
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._encode(text, len(text), add_special_tokens)
+
+    def encode_pair(self, first: str, second: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Encodes two texts as one input, as the tokenizer joins them."""
+        return self._encode((first, second), len(first) + len(second), add_special_tokens)
+
+    def _encode(
+        self, text: str | tuple[str, str], num_characters: int, add_special_tokens: bool
+    ) -> list[int]:
         try:
-            encoding = self._inner.encode(text, add_special_tokens=add_special_tokens)
+            if num_characters <= _INLINE_CHARACTERS:
+                texts = (text,) if isinstance(text, str) else text
+                encoding = self._inner.encode(*texts, add_special_tokens=add_special_tokens)
+            else:
+                # The library lets other threads run only while it encodes a batch.
+                [encoding] = self._inner.encode_batch([text], add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise InvalidRequest(
                 "The prompt is not valid Unicode: it holds half of a surrogate pair. "
@@ -106,7 +124,10 @@ class Tokenizer:
         return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        if len(token_ids) <= _INLINE_CHARACTERS:
+            return str(self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        [text] = self._inner.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def apply_chat_template(
         self,

@@ -30,6 +30,7 @@ from loramux.engine.messages import (
     Answer,
     Command,
     Events,
+    Examine,
     Failed,
     Finish,
     Heartbeat,
@@ -69,6 +70,13 @@ _SAVE_USAGE_INTERVAL_S = 60.0
 _NUM_HEADER_READERS = 4
 # Adapters that are identified at once: steps on a CPU use the same cores.
 _NUM_IDENTIFIERS = {"cpu": 2, "cuda": 4}
+# With this set in its environment, the engine checks its pages, leases and queues after every step,
+# and dies of what it finds: for tests of faults.
+CHECKING = "LORAMUX_CHECK_INTEGRITY"
+
+
+class Moved:
+    """Wakes the loop: a thread has moved an adapter between the tiers."""
 
 
 class Worker:
@@ -91,7 +99,9 @@ class Worker:
         # False after any change since the last report; an idle engine must have reported it.
         self._is_reported = False
         self._residency_version = 0
-        self._inbox: queue.SimpleQueue[Command | IdentifiedAdapter | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Command | IdentifiedAdapter | Moved | None] = (
+            queue.SimpleQueue()
+        )
         # Adapters are read and checked on other threads, so that the step loop goes on.
         self._header_readers = _threads("headers", _NUM_HEADER_READERS)
         self._identifiers = _threads("identify", _NUM_IDENTIFIERS[engine.memory.pool.device.type])
@@ -99,8 +109,12 @@ class Worker:
         self._removed: set[str] = set()
         self._num_steps = 0
         self._is_open = True
+        self._is_checking = bool(os.environ.get(CHECKING))
+        self._loop_thread = 0
 
     def run(self) -> None:
+        self._loop_thread = threading.get_ident()
+        self._engine.memory.placement.moves.on_move = self._wake_after_move
         threading.Thread(target=self._receive_commands, daemon=True, name="commands").start()
         with self._collections:
             while self._is_open:
@@ -118,6 +132,8 @@ class Worker:
         self._num_steps += 1
         self._heart.end_step()
         self._free_removed()
+        if self._is_checking:
+            self._engine.check_integrity()
         self._report(events)
         self._collections.after_step()
 
@@ -141,12 +157,17 @@ class Worker:
         self._channel.send(Events(events=events, stats=stats, residency=self._residency_update()))
 
     def _residency_update(self) -> ResidencyUpdate | None:
-        residency = self._engine.residency
-        if residency.version == self._residency_version:
+        placement = self._engine.memory.placement
+        if placement.moves.version == self._residency_version:
             return None
-        changes = residency.changes_since(self._residency_version)
+        changes = placement.changes_since(self._residency_version)
         self._residency_version = changes.version
-        return ResidencyUpdate(changes.arrived, changes.left, changes.is_full)
+        return ResidencyUpdate(changes.tiers, changes.is_full)
+
+    def _wake_after_move(self) -> None:
+        """Lets an idle loop report what another thread moved, such as an image to the disk."""
+        if threading.get_ident() != self._loop_thread and self._inbox.empty():
+            self._inbox.put(Moved())
 
     def _save_usage(self) -> None:
         if self._usage is not None:
@@ -176,8 +197,10 @@ class Worker:
             self._handle_command(command)
             self._is_reported = False
 
-    def _handle_command(self, command: Command | IdentifiedAdapter | None) -> None:
+    def _handle_command(self, command: Command | IdentifiedAdapter | Moved | None) -> None:
         match command:
+            case Moved():
+                pass
             case Add(request=request):
                 try:
                     self._engine.add(request)
@@ -188,7 +211,7 @@ class Worker:
                 self._engine.abort(request_id)
             case Finish(request_id=request_id, index=index):
                 self._engine.finish(request_id, index)
-            case Register() | RegisterMany() | Identify() | Verify():
+            case Register() | RegisterMany() | Identify() | Verify() | Examine():
                 self._start_reading(command)
             case IdentifiedAdapter(card=card):
                 self._removed.discard(card.cid)
@@ -198,7 +221,9 @@ class Worker:
             case _:
                 self._is_open = False
 
-    def _start_reading(self, command: Register | RegisterMany | Identify | Verify) -> None:
+    def _start_reading(
+        self, command: Register | RegisterMany | Identify | Verify | Examine
+    ) -> None:
         """Starts a command that reads files on a thread, which sends the answer."""
         match command:
             case Register(call_id=call_id, path=path, check="header"):
@@ -211,6 +236,8 @@ class Worker:
                 self._identifiers.submit(self._identify_many, call_id, paths)
             case Verify(call_id=call_id, cid=cid):
                 self._identifiers.submit(self._verify, call_id, cid)
+            case Examine(call_id=call_id, path=path):
+                self._identifiers.submit(self._examine, call_id, path)
 
     def _handle_adapter_command(self, command: Adopt | Remove | Pin | Prewarm | ListUses) -> None:
         residency = self._engine.residency
@@ -299,6 +326,14 @@ class Worker:
         else:
             self._channel.send(Answer(call_id=call_id, adapter=known))
 
+    def _examine(self, call_id: int, path: str) -> None:
+        try:
+            report = self._engine.catalog.examine(Path(path))
+        except Exception as error:  # The caller waits for an answer, whatever the error is.
+            self._channel.send(Answer(call_id=call_id, error=encode_error(error)))
+        else:
+            self._channel.send(Answer(call_id=call_id, report=report.to_dict()))
+
     def _free_removed(self) -> None:
         self._removed = {cid for cid in self._removed if not self._engine.forget_adapter(cid)}
 
@@ -352,8 +387,10 @@ def serve(connection: socket.socket) -> int:
         card = _model_card(model, engine, start.model, config, choice)
         channel.send(Ready(card=replace(card, start_seconds=phases.seconds())))
     except (LoramuxError, OSError, MemoryError) as error:
+        # The operator reads it, who may know the paths.
+        known = error if isinstance(error, LoramuxError) else LoramuxError(repr(error))
         with contextlib.suppress(ConnectionError):  # The server itself may be gone.
-            channel.send(Failed(error=encode_error(error)))
+            channel.send(Failed(error=encode_error(known)))
         return 1
     try:
         usage = None if config.disk_folder is None else UsageFile(Path(config.disk_folder))
@@ -386,6 +423,7 @@ def _model_card(
         block_tokens=engine.scheduler.config.block_tokens,
         shapes=base_info(model.config, model.name),
         packing="paged" if config.wants_device_kernels else "dense",
+        pooling=engine.pooling,
         max_loras=engine.scheduler.config.max_loras,
         host_memory_bytes=config.host_memory_bytes,
         disk_space_bytes=0 if config.disk_folder is None else config.disk_space_bytes,

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+# With AMX, oneDNN multiplies 16-bit numbers in tiles this deep. The last tile of an inner size that
+# is no multiple reads past the row, and what lies there, times 0, is NaN if the next row has NaN.
+TILE_DEPTH = 32
 
 
 class DenseWeight(NamedTuple):
@@ -49,3 +55,31 @@ def dense_of(linear: LinearMethod) -> DenseWeight:
     if dense is None:
         raise TypeError(f"{type(linear).__name__} has no dense weight")
     return dense
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute x @ weight.T + bias in whole tiles of a CPU."""
+    padding = tile_padding(weight)
+    if padding:
+        x, weight = F.pad(x, (0, padding)), F.pad(weight, (0, padding))
+    return F.linear(x, weight, bias)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute x @ weight, where a row of x with NaN or infinity changes no other. x [..., rows, in]
+
+    As such rows are rare, they are taken out; padding would copy the weights of adapters in each
+    step.
+    """
+    depth = x.shape[-1]
+    if not (x.is_cpu and x.itemsize == 2 and depth % TILE_DEPTH):
+        return torch.matmul(x, weight)
+    is_sound = x.isfinite().all(dim=-1, keepdim=True)
+    if bool(is_sound.all()):
+        return torch.matmul(x, weight)
+    return torch.matmul(x.where(is_sound, 0), weight).masked_fill_(~is_sound, torch.nan)
+
+
+def tile_padding(weight: Tensor) -> int:
+    """Return how many columns of zeros weight [out, in] and its input need for whole tiles."""
+    return -weight.shape[1] % TILE_DEPTH if weight.is_cpu and weight.itemsize == 2 else 0

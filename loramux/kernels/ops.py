@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loramux.kernels.sampling_ops import SamplingOps
 from loramux.types.model import PagedLayout
 
 if TYPE_CHECKING:
@@ -244,15 +245,6 @@ class SwigluOps(Protocol):
         """activation(gate) * up, where x @ weight.T is gate and up side by side; rounded once.
 
         x [rows, inputs]   weight [2 * inner, inputs] -> [rows, inner]
-        """
-
-
-class SamplingOps(Protocol):
-    def choose_tokens(self, logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor:
-        """One token per row: the argmax at temperature 0, else by inverse CDF in vocabulary order.
-
-        logits [rows, vocab]   temperatures [rows] float32   noise [rows] float64 in [0, 1)
-        returns [rows] int64
         """
 
 

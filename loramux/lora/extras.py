@@ -23,7 +23,7 @@ from loramux.adapters.packed.extras import (
     ExtrasLayout,
     RowsPlace,
 )
-from loramux.kernels.linear import LinearMethod, dense_of
+from loramux.kernels.linear import LinearMethod, dense_of, linear
 from loramux.lora.batch import RowRun
 from loramux.memory.pool import PagePool
 from loramux.memory.records import ResidentAdapter
@@ -68,7 +68,7 @@ class PagedRows:
         start = 0
         for piece in self.pieces:
             stop = start + piece.shape[0]
-            out[:, start:stop] = F.linear(x, piece, None if bias is None else bias[start:stop])
+            out[:, start:stop] = linear(x, piece, None if bias is None else bias[start:stop])
             start = stop
 
 
@@ -318,7 +318,7 @@ def _change_logits(logits: Tensor, hidden: Tensor, group: RowGroup) -> None:
     for a, weight in group.parts(MODEL_LEVEL, HEAD, ExtraKind.LOW_RANK_A):
         b = _partner(group, a, HEAD)
         delta = logits.new_empty(logits.shape[0], b.num_rows)
-        b.multiply_into(F.linear(hidden, _whole(a)) * weight, delta)
+        b.multiply_into(linear(hidden, _whole(a)) * weight, delta)
         total = delta if total is None else total + delta
     gain = _weighted_column(group, ExtraKind.GAIN)
     bias = _weighted_column(group, ExtraKind.BIAS)

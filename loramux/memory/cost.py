@@ -53,6 +53,18 @@ class CostModel:
                 return
             counters.misses += 1
 
+    def load_seconds(self) -> tuple[float, ...]:
+        """Returns the seconds from each Tier to the device for the mean size of the loads so far.
+
+        A load in flight is expected to have half of a copy left.
+        """
+        loads = self.host.loads or self.device.loads
+        num_bytes = (self.host.load_bytes or self.device.load_bytes) // loads if loads else 0
+        copy_s = self.device.seconds_for(num_bytes, *_COPY_GUESS)
+        source_s = copy_s + self.source.seconds_for(num_bytes, *_SOURCE_GUESS)
+        disk_s = copy_s + self.disk.seconds_for(num_bytes, *_DISK_GUESS)
+        return (source_s, source_s, min(disk_s, source_s), copy_s, copy_s / 2, 0.0)
+
     def record_read(self, found: AdapterState, num_bytes: int, seconds: float) -> None:
         """Counts a load into host memory, from disk or source."""
         self.host.loaded(num_bytes, seconds)

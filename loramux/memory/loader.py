@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import sys
@@ -15,10 +16,11 @@ from typing import Protocol
 
 from loramux.adapters.packed.image import AdapterImage, Allocate, mapped_buffer
 from loramux.adapters.workers import CALLING_THREAD, Workers
-from loramux.errors import LoramuxError
+from loramux.errors import LoramuxError, machine_error
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.tiers import AdapterState
 
+_log = logging.getLogger(__name__)
 _NICENESS = 19
 _NUM_THREADS = 2
 # Threads that take parts of a load on a machine whose steps run on a GPU.
@@ -175,7 +177,7 @@ class AdapterLoader:
                 self._write_pages(page_ids, image)
             copy_s = time.perf_counter() - began - read_s
         except Exception as error:  # reported to the requests that wait for it
-            self._results.put(LoadResult(cid=cid, error=_as_loramux_error(error)))
+            self._results.put(LoadResult(cid=cid, error=_as_loramux_error(error, cid)))
             return
         self._results.put(
             LoadResult(cid=cid, image=image, found=found, read_s=read_s, copy_s=copy_s)
@@ -206,7 +208,7 @@ class AdapterLoader:
         try:
             self._write_pages(page_ids, image)
         except Exception as error:  # reported to the requests that wait for it
-            self._results.put(LoadResult(cid=image.cid, error=_as_loramux_error(error)))
+            self._results.put(LoadResult(cid=image.cid, error=_as_loramux_error(error, image.cid)))
             return
         seconds = time.perf_counter() - began
         self._results.put(LoadResult(cid=image.cid, image=image, copy_s=seconds))
@@ -223,10 +225,13 @@ def load_workers(*, shares_cores: bool) -> Workers:
     return Workers(executor, num_threads=num_threads)
 
 
-def _as_loramux_error(error: Exception) -> LoramuxError:
+def _as_loramux_error(error: Exception, cid: str) -> LoramuxError:
     if isinstance(error, LoramuxError):
         return error
-    return LoramuxError(f"The adapter could not be loaded: {error!r}. Try again.")
+    known = machine_error(error) if isinstance(error, OSError) else None
+    if known is None:
+        _log.error("adapter %s could not be loaded", cid, exc_info=error)
+    return known or LoramuxError(f"Adapter {cid} could not be loaded; the log has the reason.")
 
 
 def lower_priority() -> None:

@@ -8,8 +8,21 @@ from itertools import pairwise
 from loramux.adapters.packed.dense import DenseLayout
 from loramux.adapters.packed.image import AdapterImage, AdapterLayout
 from loramux.errors import LoramuxError
+from loramux.memory.moves import MoveLog, TierTable
 from loramux.memory.tiers import AdapterState, check_transition
 from loramux.types.adapter import AdapterCard
+from loramux.types.residency import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyDelta:
+    """The tiers of the adapters that moved since an earlier version."""
+
+    version: int
+    tiers: tuple[tuple[str, Tier], ...]
+    """By CID; GONE: no tier has it."""
+    is_full: bool = False
+    """If true, `tiers` replaces what the reader had."""
 
 
 @dataclass(slots=True)
@@ -73,7 +86,6 @@ class AdapterRecord:
         self.state = new
 
 
-@dataclass(frozen=True, slots=True)
 class Placement:
     """Holds the contents of every tier, by CID.
 
@@ -81,13 +93,35 @@ class Placement:
     whether a tier holds an adapter.
     """
 
-    device: dict[str, ResidentAdapter] = field(default_factory=dict)
-    host: dict[str, AdapterImage] = field(default_factory=dict)
-    disk: dict[str, int] = field(default_factory=dict)
-    """Size in bytes of each image file."""
+    def __init__(self) -> None:
+        self.moves = MoveLog()
+        """What came to a tier or left it."""
+        self.device: dict[str, ResidentAdapter] = TierTable(self.moves)
+        self.host: dict[str, AdapterImage] = TierTable(self.moves)
+        self.disk: dict[str, int] = TierTable(self.moves)
+        """Size in bytes of each image file."""
 
     def resting_state(self, cid: str) -> AdapterState:
         """Returns the fastest tier below the device that holds the adapter."""
         if cid in self.host:
             return AdapterState.HOST
         return AdapterState.DISK if cid in self.disk else AdapterState.SOURCE
+
+    def changes_since(self, version: int) -> ResidencyDelta:
+        """Returns the current tiers of the adapters that moved since a version.
+
+        They are those of all adapters if the version is older than the log of moves.
+        """
+        moved = self.moves.since(version)
+        cids = moved.cids
+        if cids is None:
+            cids = tuple(dict.fromkeys((*self.device, *self.host, *self.disk)))
+        tiers = tuple((cid, self._tier_of(cid)) for cid in cids)
+        return ResidencyDelta(moved.version, tiers, is_full=moved.cids is None)
+
+    def _tier_of(self, cid: str) -> Tier:
+        if cid in self.device:
+            return Tier.DEVICE
+        if cid in self.host:
+            return Tier.HOST
+        return Tier.DISK if cid in self.disk else Tier.GONE

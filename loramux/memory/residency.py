@@ -5,10 +5,9 @@ All of it runs on the step loop's thread; only reads and copies run on the loade
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import count
 from typing import Protocol
 
 from loramux.adapters.packed.image import AdapterImage
@@ -30,19 +29,6 @@ from loramux.memory.tiers import AdapterState
 from loramux.types.adapter import AdapterCard
 
 _WAIT_S = 0.05
-# Moves that changes_since() can report one by one; a reader further behind gets the full set.
-_MAX_LOGGED_MOVES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ResidencyDelta:
-    """Describes which adapters came to the device or left it since an earlier version."""
-
-    version: int
-    arrived: tuple[str, ...]
-    left: tuple[str, ...]
-    is_full: bool = False
-    """If true, `arrived` is the whole resident set and replaces what the reader had."""
 
 
 class Catalog(Protocol):
@@ -122,10 +108,6 @@ class AdapterResidency:
         self._pending: dict[str, None] = {}
         self._prewarm: dict[str, None] = {}
         self._ticks = count()
-        # The most recent moves on or off the device; `version` counts all of them.
-        self._moves: deque[str] = deque(maxlen=_MAX_LOGGED_MOVES)
-        self.version = 0
-        """Incremented whenever an adapter comes to the device or leaves it."""
         self.num_held_pages = 0
         """Pages that adapters own, loaded or still loading."""
         tier.reclaimer.add_holder(self)
@@ -208,19 +190,6 @@ class AdapterResidency:
     @property
     def records(self) -> Mapping[str, AdapterRecord]:
         return self._records
-
-    def changes_since(self, version: int) -> ResidencyDelta:
-        """Returns the difference between the resident set at `version` and the current one.
-
-        The result is the full set if `version` is older than the log of moves.
-        """
-        num_moves = self.version - version
-        if not 0 <= num_moves <= len(self._moves):
-            return ResidencyDelta(self.version, tuple(self._resident), (), is_full=True)
-        recent = dict.fromkeys(islice(reversed(self._moves), num_moves))
-        arrived = tuple(cid for cid in recent if cid in self._resident)
-        left = tuple(cid for cid in recent if cid not in self._resident)
-        return ResidencyDelta(self.version, arrived, left)
 
     @property
     def is_loading(self) -> bool:
@@ -318,7 +287,6 @@ class AdapterResidency:
         assert isinstance(key, tuple)
         record = self._records[key[1]]
         resident = self._resident.pop(record.cid)
-        self._log_move(record.cid)
         assert resident.num_leases == 0, f"{record.cid} is in use"
         self._eviction.clear(record)
         if self._device_table is not None:
@@ -452,7 +420,6 @@ class AdapterResidency:
             return
         record.move(AdapterState.DEVICE)
         self._resident[record.cid] = resident
-        self._log_move(record.cid)
         self._costs.device.loaded(record.known.num_bytes, result.copy_s)
         self._update_candidate(record)
         if self._prefixes is not None:
@@ -486,10 +453,6 @@ class AdapterResidency:
         self.num_held_pages -= len(record.page_ids)
         record.page_ids = []
         self._held.pop(record.cid, None)
-
-    def _log_move(self, cid: str) -> None:
-        self._moves.append(cid)
-        self.version += 1
 
     def _update_candidate(self, record: AdapterRecord) -> None:
         resident = self._resident.get(record.cid)

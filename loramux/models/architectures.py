@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 from loramux.errors import UnsupportedModel
@@ -19,6 +20,16 @@ REQUIRED_KEYS = (
     "num_hidden_layers",
     "num_attention_heads",
 )
+
+
+class HeadKind(Enum):
+    """What a model computes from its hidden states."""
+
+    TOKENS = auto()
+    """Logits of the next token."""
+    LABELS = auto()
+    """Outputs of a classification head."""
+    NONE = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +67,13 @@ class DecoderConfig:
     """Multiplies the attention scores."""
     attn_logit_softcap: float | None
     final_logit_softcap: float | None
+    num_labels: int = 0
+    """Outputs of the classification head, which is then the output head; 0: it has none."""
+
+    @property
+    def head_size(self) -> int:
+        """Outputs of the output head."""
+        return self.num_labels or self.vocab_size
 
     @property
     def q_size(self) -> int:
@@ -184,9 +202,15 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+_CAUSAL, _LABELS, _BARE = "ForCausalLM", "ForSequenceClassification", "Model"
+HEADS = {_CAUSAL: HeadKind.TOKENS, _LABELS: HeadKind.LABELS, _BARE: HeadKind.NONE}
+DEFAULT_LABELS = ("LABEL_0", "LABEL_1")
+
+
 def parse_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
     """Parse a config.json written by transformers 4 or 5."""
     name = architecture_name(hf_config)
+    kind = head_kind(hf_config)
     spec = ARCHITECTURES[name]
     config = {**COMMON_DEFAULTS, **spec.defaults, **hf_config}
     refuse_unsupported(config)
@@ -215,7 +239,7 @@ def parse_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
         rope_local=rope_local,
         sliding_windows=sliding_windows(config, spec),
         activation=activation(config, spec),
-        tie_embeddings=bool(config["tie_word_embeddings"]),
+        tie_embeddings=ties_embeddings(config, kind),
         qkv_bias=flag(config, spec.qkv_bias),
         o_bias=flag(config, spec.o_bias),
         mlp_bias=flag(config, spec.mlp_bias),
@@ -225,13 +249,57 @@ def parse_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
         embed_scale=config["hidden_size"] ** 0.5 if spec.scales_embeddings else 1.0,
         query_scale=query_scale_from**-0.5,
         attn_logit_softcap=config.get(spec.attn_softcap_key) if spec.attn_softcap_key else None,
-        final_logit_softcap=config.get(spec.final_softcap_key) if spec.final_softcap_key else None,
+        final_logit_softcap=final_softcap(config, spec, kind),
+        num_labels=len(labels_of(config)) if kind is HeadKind.LABELS else 0,
     )
+
+
+def ties_embeddings(config: Mapping[str, Any], kind: HeadKind) -> bool:
+    """Whether the output head is the embedding; a model without a head never uses it."""
+    is_tied = bool(config["tie_word_embeddings"])
+    return kind is HeadKind.NONE or (is_tied and kind is HeadKind.TOKENS)
+
+
+def final_softcap(config: Mapping[str, Any], spec: Architecture, kind: HeadKind) -> float | None:
+    if spec.final_softcap_key is None or kind is HeadKind.LABELS:
+        return None
+    cap: float | None = config.get(spec.final_softcap_key)
+    return cap
+
+
+def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the labels of a sequence classifier in the order of its outputs."""
+    given = config.get("id2label")
+    if not given:
+        return DEFAULT_LABELS
+    return tuple(str(given[key]) for key in sorted(given, key=int))
+
+
+def head_kind(hf_config: Mapping[str, Any]) -> HeadKind:
+    """Return what the model named first among `architectures` computes."""
+    name = _known_names(hf_config)[0]
+    return next(kind for suffix, kind in HEADS.items() if name.endswith(suffix))
+
+
+def _known_names(hf_config: Mapping[str, Any]) -> list[str]:
+    known = [name for name in hf_config.get("architectures") or [] if _family(name) is not None]
+    if not known:
+        architecture_name(hf_config)
+    return known
+
+
+def _family(name: str) -> str | None:
+    """Return the key of ARCHITECTURES; Gemma 3's own model is a TextModel."""
+    for suffix in HEADS:
+        stem = name.removesuffix(suffix).removesuffix("Text") if name.endswith(suffix) else ""
+        if stem + _CAUSAL in ARCHITECTURES:
+            return stem + _CAUSAL
+    return None
 
 
 def architecture_name(hf_config: Mapping[str, Any]) -> str:
     names = hf_config.get("architectures") or []
-    known = [name for name in names if name in ARCHITECTURES]
+    known = [family for name in names if (family := _family(name)) is not None]
     if not known:
         raise UnsupportedModel(
             f"Architecture {', '.join(names) or '(none in config.json)'} is not supported; "
@@ -319,6 +387,7 @@ def base_info(config: DecoderConfig, name: str) -> BaseModelInfo:
         biased=tuple(name for name, has_bias in projection_biases(config).items() if has_bias),
         sandwich_norms=config.sandwich_norms,
         norm_plus_one=config.norm_plus_one,
+        num_labels=config.num_labels,
     )
 
 
@@ -355,5 +424,5 @@ def count_parameters(config: DecoderConfig, projections: tuple[Projection, ...])
     norms = hidden * (4 if config.sandwich_norms else 2)
     # The fused head norm repeats the checkpoint's weight once per head.
     head_norms = (config.q_size + config.kv_size) if config.qk_norm else 0
-    embeddings = config.vocab_size * hidden * (1 if config.tie_embeddings else 2)
+    embeddings = hidden * (config.vocab_size + (0 if config.tie_embeddings else config.head_size))
     return config.num_layers * (linears + norms + head_norms) + embeddings + hidden

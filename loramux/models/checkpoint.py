@@ -53,7 +53,8 @@ def checkpoint_slots(decoder: Decoder) -> dict[str, Slot]:
         slots |= {prefix + name: slot for name, slot in layer_slots(decoder, layer)}
     slots["model.norm.weight"] = norm_slot(decoder, decoder.norm)
     if not config.tie_embeddings:
-        slots["lm_head.weight"] = whole(dense_of(decoder.lm_head).weight)
+        name = "score" if config.num_labels else "lm_head"
+        slots[f"{name}.weight"] = whole(dense_of(decoder.lm_head).weight)
     return slots
 
 

@@ -141,7 +141,7 @@ class Decoder(nn.Module):
         self.dtype = dtype
         embedding = Embedding(config, dtype=dtype, device=device)
         head_device = "meta" if config.tie_embeddings else device
-        head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, device=head_device)
+        head = Linear(config.hidden_size, config.head_size, dtype=dtype, device=head_device)
         if config.tie_embeddings:
             head.weight = embedding.weight
         self.embed_tokens = embedding

@@ -56,6 +56,16 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return content
 
 
+def read_json_list(file: Path) -> list[dict[str, Any]]:
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise UnsupportedModel(f"{file} is not valid JSON: {error}.") from error
+    if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
+        raise UnsupportedModel(f"{file} is not a list of JSON objects.")
+    return content
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return model.safetensors, the shards named by the index, or the only safetensors file."""
     single, index = folder / SINGLE_NAME, folder / INDEX_NAME

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loramux.kernels.linear import DenseWeight, LinearMethod
+from loramux.kernels.linear import DenseWeight, LinearMethod, linear
 from loramux.models.rope import RopeConfig
 
 
@@ -53,7 +53,7 @@ class Linear(nn.Module):
         return Linear.over(weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +36,7 @@ class LoadedModel:
     tokenizer_folder: Path
     """Holds tokenizer.json, and tokenizer_config.json with the chat template."""
     eos_token_ids: tuple[int, ...]
+    hf_config: Mapping[str, Any] = field(default_factory=dict)
     reading: Future[str]
     """Done when all weights are in the decoder; its result is the digest."""
 
@@ -74,6 +76,7 @@ def load_model(
         name=model_name(path),
         tokenizer_folder=folder,
         eos_token_ids=eos_token_ids(folder, hf_config),
+        hf_config=hf_config,
         reading=on_thread(read) if in_background else done(read()),
     )
 
@@ -140,7 +143,8 @@ def fill_from_file(file: Path, slots: dict[str, Slot]) -> Iterator[str | None]:
     """
     with safe_open(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - not a mapping
-            slot = slots.pop(name, None)
+            # A model without a head has no prefix.
+            slot = slots.pop(name, None) or slots.pop(f"model.{name}", None)
             if slot is not None:
                 slot.fill(name, tensors.get_tensor(name))
             yield None if slot is not None else name

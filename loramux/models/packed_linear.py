@@ -8,16 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loramux.kernels.linear import DenseWeight, LinearMethod
+from loramux.kernels.linear import DenseWeight, LinearMethod, tile_padding
 from loramux.kernels.ops import PackedMatrix
 from loramux.kernels.select import select_jit_gemm
 from loramux.models.decoder import Decoder
 from loramux.models.layers import Linear
 from loramux.types.model import FUSED_LINEARS
 
-# With AMX, oneDNN multiplies 16-bit numbers in tiles this deep. The last tile of an inner size that
-# is no multiple reads past the row, and what lies there, times 0, is NaN if the next row has NaN.
-TILE_DEPTH = 32
 # A single token is a GEMV, 1.3 to 2.5 times as fast on the plain weight in float32; in bfloat16 the
 # packed weight is faster (AMX: 1.2 to 3 times), with the same bits as a GEMM of up to 32 tokens.
 MAX_PLAIN_ROWS = 1
@@ -36,16 +33,15 @@ class PackedLinear(nn.Module):
         self.matrix: PackedMatrix | None = None
         """Panels of the compiled GEMM; None if oneDNN computes it from `packed`."""
         self.packed: Tensor | None = None
-        self.padding = 0
+        self.padding = tile_padding(linear.weight)
         """Columns of zeros that x and `packed` get for whole tiles."""
-        self.max_plain_rows = 0 if linear.weight.dtype == torch.bfloat16 else MAX_PLAIN_ROWS
+        is_plain = linear.weight.dtype != torch.bfloat16 and not self.padding
+        self.max_plain_rows = MAX_PLAIN_ROWS if is_plain else 0
         self._gemm = select_jit_gemm(linear.weight.dtype)
         if self._gemm is not None:
             self.matrix = self._gemm.pack(linear.weight.data, linear.bias)
         else:
             weight = linear.weight.data
-            if weight.dtype != torch.float32:
-                self.padding = -weight.shape[1] % TILE_DEPTH
             padded = F.pad(weight, (0, self.padding)) if self.padding else weight
             self.packed = torch.ops.mkldnn._reorder_linear_weight(padded, TYPICAL_ROWS)
 
@@ -78,14 +74,21 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(decoder: Decoder, *, byte_limit: int) -> int:
-    """Pack linears in order while they fit into `byte_limit`; return the bytes taken."""
+    """Pack linears in order while they fit into `byte_limit`; return the bytes taken.
+
+    Those that need padding are packed in any case.
+    """
     if not can_pack(decoder.dtype, decoder.norm.weight.device):
         return 0
     sites = [(layer, site) for layer in decoder.layers for site in FUSED_LINEARS]
     num_bytes = 0
     for owner, site in [*sites, (decoder, "lm_head")]:
         linear = getattr(owner, site)
-        if type(linear) is not Linear or num_bytes + linear.weight.nbytes > byte_limit:
+        if type(linear) is not Linear:
+            continue
+        # Without a packed copy a weight that needs padding would be padded in every step.
+        fits = num_bytes + linear.weight.nbytes <= byte_limit
+        if not fits and not tile_padding(linear.weight):
             continue
         setattr(owner, site, PackedLinear(linear))
         num_bytes += linear.weight.nbytes

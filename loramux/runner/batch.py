@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -97,11 +98,13 @@ def half_filled_pages(chunks: Sequence[Chunk], block_tokens: int) -> list[int]:
     return pages
 
 
-def selected_rows(batch: StepBatch) -> list[int] | None:
-    """Return the sampled rows if nothing else is needed of the model; None for all rows."""
+def selected_rows(batch: StepBatch, pooled: Collection[Sequence[int]] = ()) -> list[int] | None:
+    """Return the sampled and pooled rows if no others are needed; None for all rows."""
     if any(chunk.prompt_logprobs is not None for chunk in batch.chunks):
         return None
     rows = batch.sampled_rows
+    if pooled:
+        rows = sorted(chain(rows, *pooled))
     return rows if len(rows) < _MAX_SELECTED_FRACTION * batch.num_rows else None
 
 
@@ -118,7 +121,7 @@ def prompt_logprobs_of(
     batch: StepBatch,
     hidden: Tensor,
     logits_of: LogitsOf,
-    failed: dict[int, str] | None = None,
+    failed: dict[int, str],
 ) -> dict[int, list[TokenLogprob]]:
     """Compute the prompt logprobs of the chunks that ask for them. hidden [rows, hidden]
 
@@ -132,7 +135,7 @@ def prompt_logprobs_of(
         rows = range(start, start + count)
         logits = logits_of(hidden[rows.start : rows.stop], rows)
         is_valid = not vanished_rows(hidden[rows.start : rows.stop])
-        if failed is not None and not (is_valid and bool(logits.amax(dim=-1).isfinite().all())):
+        if not (is_valid and bool(logits.amax(dim=-1).isfinite().all())):
             failed[chunk.sequence_id] = NOT_FINITE
         result[chunk.sequence_id] = prompt_logprobs(
             logits, chunk.next_prompt_token_ids, chunk.prompt_logprobs

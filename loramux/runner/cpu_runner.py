@@ -31,10 +31,11 @@ from loramux.runner.batch import (
 from loramux.runner.extras_ops import OpsWithExtras
 from loramux.runner.in_flight import FinishedStep
 from loramux.runner.jit_decoder import JitDecoder
+from loramux.runner.pooling import HiddenRows, pool, pooled_rows
 from loramux.runner.sampler import sample
 from loramux.types.model import FusedLinear
 from loramux.types.request import TokenLogprob
-from loramux.types.step import InFlightStep, StepPlan, StepResult
+from loramux.types.step import BeforeChoice, InFlightStep, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +101,22 @@ class CpuRunner:
         """Return False: there is nothing to prepare."""
         return False
 
-    def launch(self, plan: StepPlan) -> InFlightStep:
+    def launch(self, plan: StepPlan, before_choice: BeforeChoice | None = None) -> InFlightStep:
+        if before_choice is not None:
+            before_choice()
         return FinishedStep(self.run(plan))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         step = self._build(plan)
-        rows = None if self._compiled is None else selected_rows(step.batch)
-        hidden = self._forward(step, rows)
-        return self._choose(step, hidden, is_picked=rows is not None)
+        pooled = pooled_rows(step.batch) if plan.has_pooling else {}
+        rows = None if self._compiled is None else selected_rows(step.batch, pooled.values())
+        states = HiddenRows(self._forward(step, rows), rows)
+        result = self._choose(step, states)
+        if pooled:
+            outputs = partial(self._logits, step)
+            result.pooled.update(pool(step.batch, states, outputs, result.failed))
+        return result
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> dict[int, Tensor]:
@@ -171,18 +179,15 @@ class CpuRunner:
         decoder = self._decoder
         return step.extras.logits(hidden, rows, decoder.uncapped_logits, decoder.cap_logits)
 
-    def _choose(self, step: _Step, hidden: Tensor, *, is_picked: bool) -> StepResult:
-        """Sample from the hidden states: of the sampled rows if `is_picked`, else of all."""
+    def _choose(self, step: _Step, states: HiddenRows) -> StepResult:
+        """Sample from the hidden states of the sampled rows, and compute prompt logprobs."""
         batch = step.batch
         samples = [(c.sequence_id, c.sample) for c in batch.chunks if c.sample is not None]
         token_ids: dict[int, list[int]] = {}
         logprobs: dict[int, list[TokenLogprob]] = {}
         failed: dict[int, str] = {}
         if samples:
-            last = hidden
-            if not is_picked:
-                last_rows = torch.tensor(batch.sampled_rows, device=hidden.device)
-                last = hidden.index_select(0, last_rows)
+            last = states.of(batch.sampled_rows)
             logits = self._logits(step, last, batch.sampled_rows)
             output = sample(logits, [row for _, row in samples])
             for (sequence_id, _), token_id, logprob in zip(
@@ -194,5 +199,5 @@ class CpuRunner:
             broken = {*output.broken, *vanished_rows(last)}
             failed = {samples[row][0]: NOT_FINITE for row in broken}
         logits_of = partial(self._logits, step)
-        of_prompts = prompt_logprobs_of(batch, hidden, logits_of, failed)
+        of_prompts = prompt_logprobs_of(batch, states.hidden, logits_of, failed)
         return StepResult(token_ids, logprobs, of_prompts, failed)

@@ -14,7 +14,7 @@ from loramux.lora.graph_lora import BASE_MODE, GraphLora, LoraMode
 from loramux.runner.decode_inputs import DecodeInputs
 from loramux.runner.extras_inputs import ExtrasInputs
 from loramux.runner.gpu_decoder import GpuDecoder
-from loramux.runner.gpu_sampler import SampleInputs
+from loramux.runner.gpu_sampler import DeviceLogits, SampleInputs
 from loramux.runner.step_graphs import Key, StepGraphs
 from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.request import Selection
@@ -73,6 +73,8 @@ class DecodeGraphs:
         self._page_table = torch.zeros(most, limits.max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(most)
         self._plans = {size: self._plan(size) for size in self._sizes}
+        # Views of the first rows, by their number.
+        self._logits_of: dict[int, DeviceLogits] = {}
         self._steps = StepGraphs(device, self._compute)
         self.last_mode = BASE_MODE
         """LoRA mode of the last step."""
@@ -121,7 +123,7 @@ class DecodeGraphs:
         return self._inputs.token_buffer
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk], samples: SampleInputs) -> Tensor | None:
+    def launch(self, chunks: Sequence[Chunk], samples: SampleInputs) -> DeviceLogits | None:
         """Launch a step and return the logits of each chunk in order; None if no graph fits.
 
         The kernel's samples are written to the token buffer. Chunks of one selection must be
@@ -138,7 +140,7 @@ class DecodeGraphs:
         self._inputs.send()
         self._steps.run(key)
         self.last_mode = key[1]
-        return self._logits[: len(chunks)]
+        return self._device_logits(len(chunks))
 
     def _fill_extras(self, mode: LoraMode, selections: Sequence[Selection]) -> bool:
         """Send the list of parts beside low rank, if the mode has any; False: it does not fit."""
@@ -197,8 +199,18 @@ class DecodeGraphs:
         hidden = self._decoder.hidden(inputs.token_ids(size), num_tokens - 1, plan, lora, extras)
         logits: Tensor = self._logits[:size]
         self._decoder.write_logits(hidden, logits, extras)
-        self.token_buffer.store(
-            self._kernels.sampling.choose_tokens(
-                logits, inputs.temperatures[:size], inputs.noise[:size]
+        self.token_buffer.store(self._device_logits(size).choose(self._kernels.sampling))
+
+    @property
+    def first_logits(self) -> DeviceLogits:
+        """The first row of logits."""
+        return self._device_logits(1)
+
+    def _device_logits(self, num_rows: int) -> DeviceLogits:
+        found = self._logits_of.get(num_rows)
+        if found is None:
+            inputs, rows = self._inputs, slice(num_rows)
+            found = self._logits_of[num_rows] = DeviceLogits(
+                self._logits[rows], inputs.temperatures[rows], inputs.noise[rows]
             )
-        )
+        return found

@@ -30,7 +30,7 @@ class DecodeInputs:
         num_lora_words: int,
         device: torch.device,
     ) -> None:
-        self._num_fed = align(max_sequences)
+        self._num_fed = align(2 * max_sequences)
         num_page_words = PageTables.most_words(max_rows, max_pages)
         sizes = [max_rows] * 5 + [2 * max_rows, num_lora_words, num_page_words]
         self._words = HostBuffer(sizes, device, num_ahead=self._num_fed)

@@ -116,7 +116,7 @@ class GpuDecoder:
         if extras is None:
             return self._decoder.logits(hidden)
         logits = self._decoder.lm_head(hidden)
-        vocab_size = self._decoder.config.vocab_size
+        vocab_size = self._decoder.config.head_size
         if num_columns is not None and num_columns > vocab_size:
             wide = logits.new_full((len(hidden), num_columns), float("-inf"))
             wide[:, :vocab_size] = logits
@@ -130,12 +130,14 @@ class GpuDecoder:
         """Allocate the output of `write_logits`, in the dtype that it needs."""
         config = self._decoder.config
         dtype = self._storage.dtype if config.final_logit_softcap is None else torch.float32
-        return self._storage.new_empty(num_tokens, config.vocab_size, dtype=dtype)
+        return self._storage.new_empty(num_tokens, config.head_size, dtype=dtype)
 
     def write_logits(self, hidden: Tensor, out: Tensor, extras: ExtrasStep | None = None) -> None:
         """Compute the logits into `out`, without a conversion to float32."""
         weight, bias = self._head
-        if self._decoder.config.final_logit_softcap is None and bias is None:
+        config = self._decoder.config
+        # A classification head is too narrow for the dispatcher's kernels.
+        if config.final_logit_softcap is None and bias is None and not config.num_labels:
             self.gemms.linear(hidden, weight, out=out)
             if extras is not None:
                 extras.change_logits(out, hidden)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.errors import DoesNotFit
@@ -31,23 +34,31 @@ from loramux.memory.device import (
 )
 from loramux.memory.pool import PagePool
 from loramux.models.decoder import Decoder
-from loramux.runner.batch import StepBatch, build_batch, prompt_logprobs_of
+from loramux.runner.batch import (
+    NOT_FINITE,
+    LogitsOf,
+    StepBatch,
+    build_batch,
+    prompt_logprobs_of,
+)
 from loramux.runner.decode_graphs import DecodeGraphs, DecodeLimits, is_decode
 from loramux.runner.gpu_decoder import GpuDecoder
 from loramux.runner.gpu_sampler import (
+    DeviceLogits,
     SampleInputs,
-    is_device_row,
+    can_sample_on_device,
     sample_inputs,
-    sample_on_device,
     sample_others,
 )
 from loramux.runner.in_flight import FinishedStep, LaunchedStep
+from loramux.runner.masks import full_masks, send_masks
+from loramux.runner.pooling import HiddenRows, pool
 from loramux.runner.prefill_graphs import PrefillGraphs
 from loramux.runner.sampler import SampleOutput
 from loramux.runner.split_plan import halves, join, with_known
 from loramux.runner.step_graphs import Key, StepGraphs
 from loramux.types.request import Selection, TokenLogprob
-from loramux.types.step import InFlightStep, SampleRow, StepPlan, StepResult
+from loramux.types.step import BeforeChoice, InFlightStep, SampleRow, StepPlan, StepResult
 
 Progress = Callable[[str, float], None]
 _log = logging.getLogger(__name__)
@@ -68,6 +79,11 @@ class CapturedGraphs(Protocol):
     def capture(self, key: Key) -> None: ...
 
     def trace(self, key: Key) -> None: ...
+
+    @property
+    def first_logits(self) -> DeviceLogits:
+        """The first row of logits."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,22 +268,29 @@ class GpuRunner:
         for plan in plans:
             for has_lora in (False, True):
                 self._launch(plan, has_lora=has_lora)
+        for graphs in self._graph_kinds:
+            logits = graphs.first_logits
+            logits.choose_masked(self._kernels.sampling, full_masks(logits.logits))
 
     def can_run_ahead(self, plan: StepPlan) -> bool:
-        """Return whether the plan can be launched before the last step's tokens are known."""
-        return all(
-            chunk.prompt_logprobs is None and (chunk.sample is None or is_device_row(chunk.sample))
+        """Return whether the plan can be launched before the last step's tokens are known.
+
+        Masks may depend on these tokens: they are read after the forward pass was launched.
+        """
+        return not plan.has_pooling and all(
+            chunk.prompt_logprobs is None
+            and (chunk.sample is None or can_sample_on_device(chunk.sample.params))
             for chunk in plan.chunks
         )
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> InFlightStep:
+    def launch(self, plan: StepPlan, before_choice: BeforeChoice | None = None) -> InFlightStep:
         """Launch a step; wait for the device only if the step cannot run ahead."""
         step: InFlightStep | None = None
-        if all(chunk.prompt_logprobs is None for chunk in plan.chunks):
-            step = self._launch_graph(plan)
+        if not plan.has_pooling and all(c.prompt_logprobs is None for c in plan.chunks):
+            step = self._launch_graph(plan, before_choice)
         if step is None:
-            step = self._launch_in_parts(plan)
+            step = self._launch_in_parts(plan, before_choice)
         if step.is_done:
             self._token_buffer.forget()
         self._last = step
@@ -292,7 +315,9 @@ class GpuRunner:
             for i, chunk in enumerate(batch.chunks)
         }
 
-    def _launch_graph(self, plan: StepPlan) -> InFlightStep | None:
+    def _launch_graph(
+        self, plan: StepPlan, before_choice: BeforeChoice | None
+    ) -> InFlightStep | None:
         chunks = sorted(plan.chunks, key=lambda chunk: self.directory.order(chunk.selection))
         sampled = [chunk for chunk in chunks if chunk.sample is not None]
         rows = [chunk.sample for chunk in sampled if chunk.sample is not None]
@@ -305,6 +330,7 @@ class GpuRunner:
                 logits = self._prefill_graphs.launch(chunks, samples)
             if logits is None:
                 return None
+            self._apply_masks(logits, rows, samples, before_choice)
             step = self._token_buffer.publish([chunk.sequence_id for chunk in sampled])
             return self._finish(step, logits, rows, samples) if samples.others else step
         except RuntimeError as error:
@@ -313,27 +339,50 @@ class GpuRunner:
                 raise
             release_cached(self._pool.device)
         # The token buffer already holds this step's tokens.
-        return self._launch_in_parts(self._with_known(plan))
+        return self._launch_in_parts(self._with_known(plan), before_choice)
+
+    def _apply_masks(
+        self,
+        logits: DeviceLogits,
+        rows: Sequence[SampleRow],
+        samples: SampleInputs,
+        before_choice: BeforeChoice | None,
+    ) -> None:
+        """Sample the rows with a mask again, with their masks of this step.
+
+        The forward pass runs while `before_choice` computes them.
+        """
+        if before_choice is not None:
+            before_choice()
+        masked = send_masks(rows, samples.masked, self._pool.device) if samples.masked else None
+        if masked is not None:
+            tokens = logits.choose_masked(self._kernels.sampling, masked)
+            self._token_buffer.replace(masked.rows, tokens)
 
     def _with_known(self, plan: StepPlan) -> StepPlan:
         return with_known(plan, {} if self._last is None else self._last.result().token_ids)
 
     def _finish(
-        self, step: LaunchedStep, logits: Tensor, rows: Sequence[SampleRow], samples: SampleInputs
+        self,
+        step: LaunchedStep,
+        logits: DeviceLogits,
+        rows: Sequence[SampleRow],
+        samples: SampleInputs,
     ) -> FinishedStep:
-        chosen = step.result().token_ids
-        token_ids = [token_id for (token_id,) in chosen.values()]
-        output = sample_others(token_ids, logits, rows, samples.others)
-        return FinishedStep(_result(list(chosen), output))
+        chosen = step.result()
+        token_ids = [token_id for (token_id,) in chosen.token_ids.values()]
+        output = sample_others(token_ids, logits.logits, rows, samples.others)
+        return FinishedStep(_result(list(chosen.token_ids), output, chosen.failed))
 
-    def _launch_in_parts(self, plan: StepPlan) -> InFlightStep:
+    def _launch_in_parts(self, plan: StepPlan, before_choice: BeforeChoice | None) -> InFlightStep:
         """Launch a step, split into halves until each fits in memory.
 
         Keys and values that a failed attempt has written are overwritten with the same values.
         """
         if plan.num_tokens <= self._max_tokens or plan.num_tokens == 1:
             try:
-                return self._launch(plan, has_lora=any(chunk.selection for chunk in plan.chunks))
+                has_lora = any(chunk.selection for chunk in plan.chunks)
+                return self._launch(plan, has_lora=has_lora, before_choice=before_choice)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -345,7 +394,10 @@ class GpuRunner:
         # The first half overwrites tokens in the token buffer that the second half needs.
         first, second = halves(self._with_known(plan))
         return FinishedStep(
-            join(self._launch_in_parts(first).result(), self._launch_in_parts(second).result())
+            join(
+                self._launch_in_parts(first, before_choice).result(),
+                self._launch_in_parts(second, before_choice).result(),
+            )
         )
 
     def _no_memory(self, message: str) -> str:
@@ -355,30 +407,37 @@ class GpuRunner:
             f"{self.pool_bytes} are the pool's. Serve with a smaller pool. ({message})"
         )
 
-    def _launch(self, plan: StepPlan, *, has_lora: bool) -> InFlightStep:
+    def _launch(
+        self, plan: StepPlan, *, has_lora: bool, before_choice: BeforeChoice | None = None
+    ) -> InFlightStep:
         batch, hidden = self._forward(plan, has_lora=has_lora)
         sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.sample is not None]
-        logprobs = self._prompt_logprobs(batch, hidden)
+        failed: dict[int, str] = {}
+        logprobs = self._prompt_logprobs(batch, hidden, failed)
+        pooled = self._pooled(batch, hidden, failed) if plan.has_pooling else {}
         if not sampled:
             return (
-                FinishedStep(StepResult({}, {}, logprobs))
-                if logprobs
+                FinishedStep(StepResult({}, {}, logprobs, failed, pooled))
+                if logprobs or pooled
                 else self._token_buffer.publish([])
             )
         last_rows = torch.tensor([batch.rows(i)[-1] for i in sampled])
         selections = [batch.chunks[i].selection for i in sampled]
         last = hidden.index_select(0, send(last_rows, hidden.device))
-        logits = self._logits(last, selections, [1] * len(sampled))
         rows: list[SampleRow] = [
             row for i in sampled if (row := batch.chunks[i].sample) is not None
         ]
         samples = sample_inputs(rows)
-        self._token_buffer.store(sample_on_device(logits, samples, self._kernels.sampling))
+        found = self._logits(last, selections, [1] * len(sampled))
+        logits = DeviceLogits.of(found, samples)
+        self._token_buffer.store(logits.choose(self._kernels.sampling))
+        self._apply_masks(logits, rows, samples, before_choice)
         step = self._token_buffer.publish([batch.chunks[i].sequence_id for i in sampled])
-        if not samples.others and not logprobs:
+        if not samples.others and not logprobs and not pooled:
             return step
         result = self._finish(step, logits, rows, samples).result()
-        return FinishedStep(replace(result, prompt_logprobs=logprobs))
+        failed |= result.failed
+        return FinishedStep(replace(result, prompt_logprobs=logprobs, failed=failed, pooled=pooled))
 
     def _forward(self, plan: StepPlan, *, has_lora: bool) -> tuple[StepBatch, Tensor]:
         chunks = sorted(plan.chunks, key=lambda chunk: self.directory.order(chunk.selection))
@@ -413,19 +472,31 @@ class GpuRunner:
         num_columns = self._extras.directory.num_columns(selections)
         return self._decoder.logits(hidden, extras, num_columns)
 
-    def _prompt_logprobs(self, batch: StepBatch, hidden: Tensor) -> dict[int, list[TokenLogprob]]:
-        starts = zip(batch.row_starts, batch.chunks, strict=True)
-        selections = {start: chunk.selection for start, chunk in starts}
+    def _pooled(
+        self, batch: StepBatch, hidden: Tensor, failed: dict[int, str]
+    ) -> dict[int, NDArray[np.float64]]:
+        return pool(batch, HiddenRows(hidden, None), self._logits_of(batch), failed)
+
+    def _prompt_logprobs(
+        self, batch: StepBatch, hidden: Tensor, failed: dict[int, str]
+    ) -> dict[int, list[TokenLogprob]]:
+        return prompt_logprobs_of(batch, hidden, self._logits_of(batch), failed)
+
+    def _logits_of(self, batch: StepBatch) -> LogitsOf:
+        """The logits of adjacent rows of one sequence."""
 
         def logits_of(some: Tensor, rows: Sequence[int]) -> Tensor:
             if self._extras is None:
                 return self._decoder.logits(some)
-            return self._logits(some, [selections[rows[0]]], [len(rows)])
+            chunk = batch.chunks[bisect_right(batch.row_starts, rows[0]) - 1]
+            return self._logits(some, [chunk.selection], [len(rows)])
 
-        return prompt_logprobs_of(batch, hidden, logits_of)
+        return logits_of
 
 
-def _result(sequence_ids: Sequence[int], output: SampleOutput) -> StepResult:
+def _result(
+    sequence_ids: Sequence[int], output: SampleOutput, failed: dict[int, str]
+) -> StepResult:
     token_ids = {
         sequence_id: [token_id]
         for sequence_id, token_id in zip(sequence_ids, output.token_ids, strict=True)
@@ -435,4 +506,5 @@ def _result(sequence_ids: Sequence[int], output: SampleOutput) -> StepResult:
         for sequence_id, logprob in zip(sequence_ids, output.logprobs, strict=True)
         if logprob is not None
     }
-    return StepResult(token_ids, logprobs)
+    broken = {sequence_ids[row]: NOT_FINITE for row in output.broken}
+    return StepResult(token_ids, logprobs, failed=failed | broken)

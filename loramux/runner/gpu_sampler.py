@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from loramux.kernels.gpu.transfer import send
-from loramux.kernels.ops import SamplingOps
+from loramux.kernels.sampling_ops import MaskedRows, SamplingOps
 from loramux.runner.penalties import changes_logits
 from loramux.runner.sampler import SampleOutput, sample, uniform
 from loramux.types.request import TokenLogprob
@@ -25,6 +26,8 @@ class SampleInputs:
     noise: list[float]
     others: list[int]
     """Rows that need the full sampler."""
+    masked: list[int] = field(default_factory=list)
+    """Rows that the kernel samples with a mask, which is known after the forward pass began."""
 
 
 def can_sample_on_device(params: SamplingParams) -> bool:
@@ -35,16 +38,15 @@ def can_sample_on_device(params: SamplingParams) -> bool:
     return params.is_greedy or not is_filtered
 
 
-def is_device_row(row: SampleRow) -> bool:
-    """Return whether the kernel can sample the row, which has no mask then."""
-    # Without the property for rows without a constraint: every step asks for every row, twice.
-    is_free = row.constraint is None or not row.is_constrained
-    return is_free and can_sample_on_device(row.params)
-
-
 def sample_inputs(rows: Sequence[SampleRow]) -> SampleInputs:
     """Prepare the kernel's inputs for these rows."""
-    others = [i for i, row in enumerate(rows) if not is_device_row(row)]
+    others, masked = [], []
+    for i, row in enumerate(rows):
+        if not can_sample_on_device(row.params):
+            others.append(i)
+        # Without the property for rows without a constraint: every step asks for every row.
+        elif row.constraint is not None and row.is_constrained:
+            masked.append(i)
     temperatures = [row.params.temperature for row in rows]
     for i in others:
         temperatures[i] = 0.0
@@ -52,14 +54,33 @@ def sample_inputs(rows: Sequence[SampleRow]) -> SampleInputs:
         uniform(row.seed, len(row.output_token_ids)) if temperature else 0.0
         for row, temperature in zip(rows, temperatures, strict=True)
     ]
-    return SampleInputs(temperatures, noise, others)
+    return SampleInputs(temperatures, noise, others, masked)
 
 
-def sample_on_device(logits: Tensor, samples: SampleInputs, ops: SamplingOps) -> Tensor:
-    """Sample one token per row: [rows]; arbitrary for rows in `others`. logits [rows, vocab]"""
-    numbers = torch.tensor([samples.temperatures, samples.noise], dtype=torch.float64)
-    temperatures, noise = send(numbers, logits.device)
-    return ops.choose_tokens(logits, temperatures.float(), noise)
+@dataclass(frozen=True, slots=True)
+class DeviceLogits:
+    """The logits of a step and the kernel's inputs for their rows, on the device."""
+
+    logits: Tensor
+    """[rows, vocab]"""
+    temperatures: Tensor
+    """[rows] float32"""
+    noise: Tensor
+    """[rows] float64"""
+
+    @classmethod
+    def of(cls, logits: Tensor, samples: SampleInputs) -> Self:
+        numbers = torch.tensor([samples.temperatures, samples.noise], dtype=torch.float64)
+        temperatures, noise = send(numbers, logits.device)
+        return cls(logits, temperatures.float(), noise)
+
+    def choose(self, ops: SamplingOps) -> Tensor:
+        """Sample one token per row: [rows], see `choose_tokens`; arbitrary for rows in `others`."""
+        return ops.choose_tokens(self.logits, self.temperatures, self.noise)
+
+    def choose_masked(self, ops: SamplingOps, masked: MaskedRows) -> Tensor:
+        """Sample the tokens of the masked rows: [masked]"""
+        return ops.choose_masked_tokens(self.logits, self.temperatures, self.noise, masked)
 
 
 def sample_others(
@@ -67,9 +88,11 @@ def sample_others(
 ) -> SampleOutput:
     """Replace the tokens of `others` by those of the full sampler, and add logprobs."""
     logprobs: list[TokenLogprob | None] = [None] * len(rows)
+    broken: list[int] = []
     if others:
         own = logits[torch.tensor(others, device=logits.device)].float()
         output = sample(own, [rows[i] for i in others])
         for i, token_id, logprob in zip(others, output.token_ids, output.logprobs, strict=True):
             token_ids[i], logprobs[i] = token_id, logprob
-    return SampleOutput(token_ids, logprobs)
+        broken = [others[place] for place in output.broken]
+    return SampleOutput(token_ids, logprobs, broken)

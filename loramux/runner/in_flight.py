@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 from torch import Tensor
 
 from loramux.memory.device import Fence
+from loramux.runner.batch import NOT_FINITE
 from loramux.types.step import StepResult
 
 
@@ -28,7 +30,10 @@ class LaunchedStep:
     is_done = False
 
     def __init__(self, sequence_ids: Sequence[int], host: Tensor, fence: Fence | None) -> None:
-        """Take the pinned buffer [>= sequences] and the fence after the copy into it."""
+        """Take the pinned buffer [>= sequences, 2] and the fence after the copy into it.
+
+        A row of it is a token and whether it is invalid.
+        """
         self._sequence_ids = sequence_ids
         self._host = host
         self._fence = fence
@@ -38,11 +43,10 @@ class LaunchedStep:
         if self._result is None:
             if self._fence is not None:
                 self._fence.wait()
-            token_ids: list[int] = self._host[: len(self._sequence_ids)].tolist()
-            self._result = StepResult(
-                {
-                    sequence_id: [token_id]
-                    for sequence_id, token_id in zip(self._sequence_ids, token_ids, strict=True)
-                }
-            )
+            token_ids, is_invalid = self._host[: len(self._sequence_ids)].T.tolist()
+            tokens = zip(self._sequence_ids, token_ids, strict=True)
+            self._result = StepResult({sequence_id: [token] for sequence_id, token in tokens})
+            if any(is_invalid):
+                broken = compress(self._sequence_ids, is_invalid)
+                self._result.failed.update(dict.fromkeys(broken, NOT_FINITE))
         return self._result

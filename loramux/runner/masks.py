@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loramux.kernels.gpu.transfer import send
+from loramux.kernels.sampling_ops import MaskedRows
+from loramux.memory.device import host_buffer
+from loramux.runner.host_buffer import align
 from loramux.types.step import SampleRow
 
 # What is added for one row stays in a CPU's cache; a GPU takes many rows in one launch.
@@ -64,3 +67,37 @@ def gather_masks(rows: Sequence[SampleRow], logits: Tensor) -> RowMasks | None:
     for mask, own in zip(stacked, words, strict=True):
         mask[: len(own)] = own
     return RowMasks(places, send(torch.from_numpy(stacked), logits.device))
+
+
+def send_masks(
+    rows: Sequence[SampleRow], masked: Sequence[int], device: torch.device
+) -> MaskedRows | None:
+    """Send the masks of these rows to the device in one copy; None if none has one.
+
+    Does not wait for the device.
+    """
+    masks = [
+        (row, words)
+        for row in masked
+        if (constraint := rows[row].constraint) is not None
+        and (words := constraint.allowed) is not None
+    ]
+    if not masks:
+        return None
+    count, width = len(masks), align(max(len(words) for _, words in masks))
+    start = align(count)
+    host = host_buffer(device)(start + count * width, torch.int32)
+    numbers = host.numpy()
+    numbers[:count] = [row for row, _ in masks]
+    for (_, words), target in zip(masks, numbers[start:].reshape(count, width), strict=True):
+        target[: len(words)] = words
+        target[len(words) :] = 0
+    sent = host.to(device, non_blocking=True)
+    return MaskedRows(sent[:count], sent[start:].view(count, width))
+
+
+def full_masks(logits: Tensor) -> MaskedRows:
+    """Return masks that allow all tokens of these rows of logits [rows, vocab]."""
+    count, width = logits.shape[0], align(-(-logits.shape[1] // 32))
+    rows = torch.arange(count, dtype=torch.int32, device=logits.device)
+    return MaskedRows(rows, rows.new_full((count, width), -1))

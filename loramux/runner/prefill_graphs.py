@@ -18,7 +18,7 @@ from loramux.lora.extras_step import (
 from loramux.lora.graph_lora import GraphLora, LoraMode
 from loramux.runner.extras_inputs import ExtrasInputs
 from loramux.runner.gpu_decoder import GpuDecoder
-from loramux.runner.gpu_sampler import SampleInputs
+from loramux.runner.gpu_sampler import DeviceLogits, SampleInputs
 from loramux.runner.prefill_inputs import PrefillInputs, PrefillLimits
 from loramux.runner.step_graphs import Key, StepGraphs
 from loramux.runner.token_buffer import TokenBuffer
@@ -87,6 +87,8 @@ class PrefillGraphs:
         self._page_table = torch.zeros(max_sequences, max_pages, dtype=torch.int32, device=device)
         self._logits = decoder.empty_logits(min(most, max_sequences))
         self._plan = self._largest_plan()
+        # Views of the first rows, by their number.
+        self._logits_of: dict[int, DeviceLogits] = {}
         self._steps = StepGraphs(device, self._compute)
 
     @property
@@ -131,7 +133,7 @@ class PrefillGraphs:
                 inputs.send_padding()
 
     @torch.inference_mode()
-    def launch(self, chunks: Sequence[Chunk], samples: SampleInputs) -> Tensor | None:
+    def launch(self, chunks: Sequence[Chunk], samples: SampleInputs) -> DeviceLogits | None:
         """Launch a step; return the logits of each chunk with a sample row, in order.
 
         Returns None if no graph fits. See DecodeGraphs.launch.
@@ -148,7 +150,7 @@ class PrefillGraphs:
         self._inputs.fill(chunks, samples, items)
         self._inputs.send()
         self._steps.run(key)
-        return self._logits[: len(samples.noise)]
+        return self._device_logits(len(samples.noise))
 
     def _fill_extras(self, mode: LoraMode, chunks: Sequence[Chunk], lengths: Sequence[int]) -> bool:
         """Send the lists of parts beside low rank, if the mode has any; False: they do not fit."""
@@ -242,11 +244,21 @@ class PrefillGraphs:
         logits: Tensor = self._logits[:num_logits]
         last_rows = inputs.last_rows[:num_logits]
         self._decoder.write_logits(hidden.index_select(0, last_rows), logits, of_logits)
-        self._token_buffer.store(
-            self._kernels.sampling.choose_tokens(
-                logits, inputs.temperatures[:num_logits], inputs.noise[:num_logits]
+        self._token_buffer.store(self._device_logits(num_logits).choose(self._kernels.sampling))
+
+    @property
+    def first_logits(self) -> DeviceLogits:
+        """The first row of logits."""
+        return self._device_logits(1)
+
+    def _device_logits(self, num_rows: int) -> DeviceLogits:
+        found = self._logits_of.get(num_rows)
+        if found is None:
+            inputs, rows = self._inputs, slice(num_rows)
+            found = self._logits_of[num_rows] = DeviceLogits(
+                self._logits[rows], inputs.temperatures[rows], inputs.noise[rows]
             )
-        )
+        return found
 
     def _extras_steps(self, mode: LoraMode) -> tuple[ExtrasStep | None, ExtrasStep | None]:
         if self._extras is None or not mode.extras:

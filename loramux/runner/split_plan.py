@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
+from loramux.types.pooling import Pooling
 from loramux.types.step import UNKNOWN_TOKEN, Chunk, StepPlan, StepResult
 
 
@@ -17,7 +18,8 @@ def with_known(plan: StepPlan, token_ids: Mapping[int, Sequence[int]]) -> StepPl
             if chunk.token_ids[-1] != UNKNOWN_TOKEN
             else replace(chunk, token_ids=(*chunk.token_ids[:-1], token_ids[chunk.sequence_id][-1]))
             for chunk in plan.chunks
-        )
+        ),
+        plan.has_pooling,
     )
 
 
@@ -37,7 +39,8 @@ def halves(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
             first.append(before)
             second.append(after)
         room -= min(room, size)
-    return StepPlan(tuple(first)), StepPlan(tuple(second))
+    has_pooling = plan.has_pooling
+    return StepPlan(tuple(first), has_pooling), StepPlan(tuple(second), has_pooling)
 
 
 def join(first: StepResult, second: StepResult) -> StepResult:
@@ -45,11 +48,16 @@ def join(first: StepResult, second: StepResult) -> StepResult:
     prompt_logprobs = dict(first.prompt_logprobs)
     for sequence_id, found in second.prompt_logprobs.items():
         prompt_logprobs[sequence_id] = prompt_logprobs.get(sequence_id, []) + found
+    pooled = dict(first.pooled)
+    for sequence_id, vector in second.pooled.items():
+        # Only a chunk whose hidden states are summed is in both halves.
+        pooled[sequence_id] = pooled[sequence_id] + vector if sequence_id in pooled else vector
     return StepResult(
         {**first.token_ids, **second.token_ids},
         {**first.logprobs, **second.logprobs},
         prompt_logprobs,
         {**first.failed, **second.failed},
+        pooled,
     )
 
 
@@ -60,6 +68,7 @@ def _cut(chunk: Chunk, size: int) -> tuple[Chunk, Chunk]:
         token_ids=chunk.token_ids[:size],
         sample=None,
         next_prompt_token_ids=following[:size],
+        pooling=Pooling.MEAN if chunk.pooling is Pooling.MEAN else None,
     )
     after = replace(
         chunk,

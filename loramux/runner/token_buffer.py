@@ -14,17 +14,21 @@ from loramux.types.step import UNKNOWN_TOKEN, Chunk
 
 
 class TokenBuffer:
-    """Holds the tokens [sequences] int32 of the last step, and copies them to the host."""
+    """Holds the tokens of the last step, and copies them to the host.
 
-    def __init__(self, tokens: Tensor) -> None:
-        self._tokens = tokens
-        allocate = host_buffer(tokens.device)
+    Each has two int32 words: the token, and whether it is invalid.
+    """
+
+    def __init__(self, words: Tensor) -> None:
+        """words: [2 * sequences] int32"""
+        self._words = words
+        allocate = host_buffer(words.device)
         # Double buffering: one is read while the next step writes the other.
-        self._hosts = [allocate(tokens.shape[0], torch.int32) for _ in range(2)]
+        self._hosts = [allocate(words.shape[0], torch.int32).view(-1, 2) for _ in range(2)]
         self._places: dict[int, int] = {}
 
     def place(self, chunk: Chunk) -> int | None:
-        """Return the index of the chunk's unknown token; None if all its tokens are known."""
+        """Return the word of the chunk's unknown token; None if all its tokens are known."""
         is_known = chunk.token_ids[-1] != UNKNOWN_TOKEN
         return None if is_known else self._places[chunk.sequence_id]
 
@@ -39,24 +43,30 @@ class TokenBuffer:
         ]
         if found:
             index = send(torch.tensor(found), token_ids.device)
-            known = self._tokens.index_select(0, index[:, 1]).to(token_ids.dtype)
+            known = self.read(index[:, 1]).to(token_ids.dtype)
             token_ids.index_copy_(0, index[:, 0], known)
 
     def read(self, places: Tensor) -> Tensor:
-        """Gather the last step's tokens at these indices: [places] int32."""
-        return self._tokens.index_select(0, places)
+        """Gather the last step's tokens at these words: [places] int32."""
+        return self._words.index_select(0, places)
 
     def store(self, token_ids: Tensor) -> None:
-        """Store the tokens [sequences] that a step has sampled."""
-        self._tokens[: token_ids.shape[0]].copy_(token_ids)
+        """Store the tokens [sequences] int64 that a step has sampled, see `choose_tokens`."""
+        words = token_ids.view(torch.int32)
+        self._words[: words.shape[0]].copy_(words)
+
+    def replace(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Store the tokens [n] int64 of these rows [n] int32 in place of those of the step."""
+        words = token_ids.view(torch.int32).view(-1, 2)
+        self._words.view(-1, 2).index_copy_(0, rows.long(), words)
 
     def publish(self, sequence_ids: Sequence[int]) -> LaunchedStep:
         """Assign the stored tokens to these sequences, and start their copy to the host."""
         count = len(sequence_ids)
-        self._places = {sequence_id: place for place, sequence_id in enumerate(sequence_ids)}
+        self._places = {sequence_id: 2 * row for row, sequence_id in enumerate(sequence_ids)}
         self._hosts.reverse()
-        host, device = self._hosts[0], self._tokens.device
-        host[:count].copy_(self._tokens[:count], non_blocking=True)
+        host, device = self._hosts[0], self._words.device
+        host[:count].copy_(self._words.view(-1, 2)[:count], non_blocking=True)
         fence = Fence(device) if device.type == "cuda" else None
         return LaunchedStep(sequence_ids, host, fence)
 

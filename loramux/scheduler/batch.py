@@ -149,7 +149,7 @@ class Batch:
 
     def is_computing_for(self, sequence: Sequence) -> bool:
         """R17: returns whether a running sequence computes the next block that it would share."""
-        if not sequence.adapter_start or self._prefixes is None or sequence.wants_prompt_logprobs:
+        if not sequence.adapter_start or self._prefixes is None or sequence.needs_all_tokens:
             return False
         salt, stop, prompt = _salt(sequence.request), 0, sequence.prompt_token_ids
         for other in self._in_context.values():

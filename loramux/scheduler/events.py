@@ -47,17 +47,30 @@ def ends_answer(sequence: Sequence, token_id: int) -> bool:
     return token_id in request.eos_token_ids and (is_complete or not params.ignore_eos)
 
 
-def length_event(sequence: Sequence) -> TokenEvent:
+def full_event(sequence: Sequence) -> TokenEvent:
+    """Builds the end of a sequence for which the pool has no more pages."""
+    if sequence.request.pooling is not None:
+        message = (
+            f"The pool has no more pages for the prompt of {len(sequence.prompt_token_ids)} "
+            "tokens: pinned adapters take the rest. Unpin one, or shorten the prompt."
+        )
+        return error_event(sequence, "memory", message)
+    return end_event(sequence)
+
+
+def end_event(sequence: Sequence) -> TokenEvent:
     """Builds the end of a sequence without a token: max_tokens is 0, or the pool is full."""
     is_first = not sequence.output_token_ids
+    is_pooled = sequence.request.pooling is not None
     return TokenEvent(
         request_id=sequence.request.request_id,
         index=sequence.index,
         token_id=None,
-        finish_reason=FinishReason.LENGTH,
+        finish_reason=FinishReason.STOP if is_pooled else FinishReason.LENGTH,
         prompt_logprobs=(sequence.prompt_logprobs or None) if is_first else None,
         num_reused=sequence.num_reused_tokens if is_first else 0,
         started_s=sequence.first_started_s if is_first else None,
+        pooled=sequence.pooled_vector(),
     )
 
 

@@ -11,6 +11,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from loramux.errors import InvalidRequest
 from loramux.types.request import Request
@@ -25,6 +26,22 @@ MAX_ADAPTER_LEAD = 8192.0
 MAX_TENANT_LEAD = 128.0
 MAX_REMEMBERED = 1024
 _MIN_COMPACTED = 64
+
+
+class SharedRequest(Protocol):
+    """What fair shares read of a request, whatever it asks for."""
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def tenant_share(self) -> float: ...
+
+    @property
+    def adapter_share(self) -> float: ...
+
+    @property
+    def cids(self) -> tuple[str, ...]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -189,7 +206,7 @@ class FairShares:
         self._tenants = ClientTable()
         self._adapters: dict[str, ClientTable] = {}
 
-    def arrive(self, request: Request) -> Clients:
+    def arrive(self, request: SharedRequest) -> Clients:
         """Counts a waiting sequence of the request."""
         adapters = self._adapters.setdefault(request.tenant, ClientTable(self._num_protected_slots))
         return Clients(
@@ -197,13 +214,15 @@ class FairShares:
             adapters.add_waiting(request.cids, request.adapter_share),
         )
 
-    def leave(self, request: Request, clients: Clients, *, is_running: bool) -> None:
+    def leave(self, request: SharedRequest, clients: Clients, *, is_running: bool) -> None:
         clients.leave(is_running=is_running)
         self._adapters[request.tenant].remove_if_idle(request.cids)
         if self._tenants.remove_if_idle(request.tenant):
             del self._adapters[request.tenant]
 
-    def check_integrity(self, waiting: Iterable[Request], running: Iterable[Request]) -> None:
+    def check_integrity(
+        self, waiting: Iterable[SharedRequest], running: Iterable[SharedRequest]
+    ) -> None:
         waiting, running = list(waiting), list(running)
         self._tenants.check_integrity(
             Counter(request.tenant for request in waiting),

@@ -15,9 +15,10 @@ from loramux.memory.prefix import PrefixLease
 from loramux.scheduler.admission import Admission
 from loramux.scheduler.batch import AdapterGate, Batch, PageReclaimer, PrefixGate
 from loramux.scheduler.events import (
+    end_event,
     error_event,
     finish_reason,
-    length_event,
+    full_event,
     numeric_message,
     timeout_event,
     token_event,
@@ -41,6 +42,7 @@ class _Step:
     """The running sequences in order (R4); the last one is preempted first (R13)."""
     chunks: list[Chunk] = field(default_factory=list)
     planned: set[int] = field(default_factory=set)
+    has_pooling: bool = False
 
 
 class Scheduler:
@@ -162,7 +164,7 @@ class Scheduler:
         if not step.chunks:
             self._admission.reserve_for_first(now)
             return None
-        return StepPlan(chunks=tuple(step.chunks))
+        return StepPlan(tuple(step.chunks), step.has_pooling)
 
     def launched(self, plan: StepPlan) -> None:
         """Records that a plan was launched; the next plan may build on its unknown tokens.
@@ -190,6 +192,8 @@ class Scheduler:
             num_prompt = len(sequence.prompt_token_ids)
             if chunk.start < num_prompt:
                 sequence.prompt_logprobs += result.prompt_logprobs.get(chunk.sequence_id, [])
+                if chunk.pooling is not None:
+                    sequence.add_pooled(result.pooled[chunk.sequence_id])
                 stop = chunk.start + len(chunk.token_ids)
                 # What precedes the start of an aLoRA is of use to others at once.
                 is_shared = stop >= num_prompt or stop == sequence.adapter_start
@@ -198,7 +202,7 @@ class Scheduler:
             if chunk.sample is not None:
                 self._accept(sequence, result)
             elif sequence.num_uncomputed == 0:
-                self._end(sequence, length_event(sequence))
+                self._end(sequence, end_event(sequence))
         return self.take_events()
 
     def fail(self, plan: StepPlan, message: str) -> None:
@@ -227,9 +231,17 @@ class Scheduler:
     def prefix_leases(self) -> list[PrefixLease]:
         return self._batch.prefix_leases()
 
+    def waiting_tokens(self) -> int:
+        """Returns the number of tokens that waiting sequences have to compute first."""
+        return sum(sequence.num_uncomputed for sequence in self._waiting)
+
     def waiting_adapters(self) -> dict[str, int]:
         """Returns the number of waiting sequences by CID."""
         return dict(Counter(cid for sequence in self._waiting for cid in sequence.cids))
+
+    def waiting_tenants(self) -> dict[str, int]:
+        """Returns the number of waiting sequences by tenant."""
+        return dict(Counter(sequence.request.tenant for sequence in self._waiting))
 
     def check_integrity(self) -> None:
         running = {sequence.sequence_id for sequence in self._batch}
@@ -326,6 +338,7 @@ class Scheduler:
             return
         sequence.charge_prompt(num_tokens)
         step.planned.add(sequence.sequence_id)
+        step.has_pooling = step.has_pooling or sequence.request.pooling is not None
         step.chunks.append(sequence.chunk(num_tokens))
         step.budget -= num_tokens
 
@@ -337,7 +350,7 @@ class Scheduler:
                 # Pages of a load in flight or of a reservation may become free later.
                 is_last = num_reserved == 0 and not self._adapters.is_loading
                 if is_last and not sequence.has_unknown:
-                    self._end(sequence, length_event(sequence))
+                    self._end(sequence, full_event(sequence))
                 return False
             victim = next(
                 other

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+from numpy.typing import NDArray
+
 from loramux.memory.pages import Owner
 from loramux.memory.prefix import PrefixLease
 from loramux.scheduler.fairness import PROMPT_TOKEN_COST, Clients, PreemptionLimit
+from loramux.types.pooling import Pooling
 from loramux.types.request import BASE_SELECTION, Request, TokenLogprob
 from loramux.types.step import UNKNOWN_TOKEN, Chunk, SampleRow, TokenConstraint
 
@@ -49,6 +53,8 @@ class Sequence:
         self.num_reused_tokens = 0
         """Prompt tokens that came from the prefix cache at the first start."""
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.pooled: NDArray[np.float64] | None = None
+        """Sum of what the chunks have pooled."""
         self.seed = (request.seed + index * _CHOICE_STRIDE) & _MASK
         self.queued_s = now
         """Time of its arrival, or of its last preemption."""
@@ -115,9 +121,14 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         return self.request.params.prompt_logprobs is not None and not self.output_token_ids
 
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Returns whether the hidden state of every prompt token is asked for."""
+        return self.request.pooling is Pooling.MEAN or self.wants_prompt_logprobs
+
     def reusable_token_ids(self) -> list[int]:
         """Returns the tokens that may come from the prefix cache: all but the last one."""
-        return [] if self.wants_prompt_logprobs else self.tokens(0, self.num_tokens - 1)
+        return [] if self.needs_all_tokens else self.tokens(0, self.num_tokens - 1)
 
     def start(self, now: float) -> None:
         self.started_s = now
@@ -148,6 +159,7 @@ class Sequence:
             next_prompt_token_ids=self.prompt_token_ids[start + 1 : stop + 1]
             if wants_logprobs
             else (),
+            pooling=self._pooling(completes=completes),
         )
 
     def decode_chunk(self) -> Chunk:
@@ -160,6 +172,22 @@ class Sequence:
             self.request.selection,
             self._sample_row,
         )
+
+    def _pooling(self, *, completes: bool) -> Pooling | None:
+        """Returns what a chunk pools; only MEAN reads chunks before the last one."""
+        pooling = self.request.pooling
+        return pooling if completes or pooling is Pooling.MEAN else None
+
+    def add_pooled(self, pooled: NDArray[np.float64]) -> None:
+        self.pooled = pooled if self.pooled is None else self.pooled + pooled
+
+    def pooled_vector(self) -> bytes | None:
+        """Returns the vector of a finished request with pooling, as a TokenEvent has it."""
+        if self.pooled is None:
+            return None
+        is_mean = self.request.pooling is Pooling.MEAN
+        pooled = self.pooled / len(self.prompt_token_ids) if is_mean else self.pooled
+        return pooled.astype("<f4").tobytes()
 
     def preemption_limit(self, now: float, min_s: float) -> PreemptionLimit:
         """R11: for min_s, returns the counters at the start, and then the current ones."""
@@ -182,6 +210,7 @@ class Sequence:
         self.num_computed = 0
         self.page_ids = []
         self.prompt_logprobs = []
+        self.pooled = None
         self.queued_s = now
         self.bypassed_since_s = None
         self.started_s = None

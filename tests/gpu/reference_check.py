@@ -39,6 +39,7 @@ from loramux.kernels.reference import lora_segmented
 from loramux.kernels.reference import sampling as sampling_reference
 from loramux.kernels.select import select_device_kernels
 from loramux.runner.gemm.dispatch import GemmDispatcher
+from loramux.runner.gpu_sampler import DeviceLogits
 from loramux.types.request import Request
 from tests.gpu.engine_check import (
     SMALL,
@@ -288,23 +289,24 @@ def check_graphs(graphs: Any, feed: Any, check: ReferenceCheck, name: str) -> No
         return mode
 
     @torch.inference_mode()
-    def checked_launch(chunks: Sequence[Any], draws: Any) -> Tensor | None:
-        before = feed._tokens.clone()
+    def checked_launch(chunks: Sequence[Any], draws: Any) -> DeviceLogits | None:
+        before = feed._words.clone()
         graphs.lora.fill = recorded_fill
-        logits: Tensor | None = launch(chunks, draws)
+        launched: DeviceLogits | None = launch(chunks, draws)
         graphs.lora.fill = fill
-        if logits is None:
+        if launched is None:
             return None
+        logits = launched.logits
         num_rows, mode = last
-        by_graph, after = logits.clone(), feed._tokens.clone()
-        feed._tokens.copy_(before)
+        by_graph, after = logits.clone(), feed._words.clone()
+        feed._words.copy_(before)
         num_live = sum(len(chunk.token_ids) for chunk in chunks)
         step = f"{name} of {num_rows} tokens, {mode}"
         with check.on(step, num_rows=num_rows, num_live=num_live):
             graphs._compute(num_rows, mode)
             check.compare("graph", by_graph, logits)
-        feed._tokens.copy_(after)
-        return logits
+        feed._words.copy_(after)
+        return launched
 
     graphs.launch = checked_launch
 

@@ -1,7 +1,8 @@
 """The GPU checks as tests: the engine and every kernel against the torch reference.
 
 Without pytest the same checks run as programs: `python -m tests.gpu.engine_check`,
-`python -m tests.gpu.reference_check` and `python -m tests.gpu.kernel_check`.
+`python -m tests.gpu.reference_check`, `python -m tests.gpu.kernel_check` and
+`python -m tests.gpu.numeric_check`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from tests.gpu import engine_check, kernel_check, reference_check  # noqa: E402
+from tests.gpu import engine_check, kernel_check, numeric_check, reference_check  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,12 @@ def test_every_kernel_call_of_mixed_traffic_agrees_with_its_reference(
     check = reference_check.check_traffic(make, partial(engine_check.mixed_requests, count=30))
     assert check.wrong == []
     assert check.num_calls > 0
+
+
+def test_rows_beside_an_adapter_that_overflows_keep_their_bits(tmp_path: Path) -> None:
+    scale = numeric_check.Scale(engine_check.SMALL.shape, "bfloat16", "cuda")
+    assert numeric_check.is_right(numeric_check.check_rows(scale, tmp_path / "rows"))
+    assert numeric_check.is_right(numeric_check.check_requests(scale, tmp_path / "requests"))
 
 
 @pytest.mark.slow

@@ -22,12 +22,10 @@ from loramux.adapters.peft.writer import (
     lora_tensors,
     write_files,
 )
-from loramux.adapters.recipe import RECIPE_KEY, Recipe
+from loramux.adapters.recipe import ONLY_ALONE, RECIPE_KEY, UNEQUAL_RANKS, Recipe
 from loramux.errors import AdapterRefused
 
 RECIPE_NAME = "loramux_recipe.json"
-UNEQUAL_RANKS = "unequal_ranks"
-ONLY_ALONE = "only_alone"
 
 Progress = Callable[[int, int], None]
 """Receives the number of combined modules and the number of all modules."""

@@ -110,6 +110,10 @@ class Report:
     """The largest change of a logit of the base on fixed tokens; None if not measured."""
     recipe: dict[str, object] | None = None
     """The parts, weights and method of a combined adapter."""
+    num_signatures: int = 0
+    """Signatures in the folder, which a push checks."""
+    signed_by: str | None = None
+    """The id of the given key that made one of them."""
 
     @property
     def ok(self) -> bool:

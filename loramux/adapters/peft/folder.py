@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from loramux.adapters.peft.refusals import RefusalCode
-from loramux.errors import AdapterNotFound, AdapterRefused
+from loramux.errors import AdapterNotFound, AdapterRefused, machine_error
 
 # models--owner--name/snapshots/<commit>, the folder of a repository in the Hugging Face cache.
 HUB_SNAPSHOT = re.compile(r"models--(?:[^/]+--)?(?P<name>[^/]+)/snapshots(?:/|$)")
@@ -103,11 +103,14 @@ def short_base_name(name: str) -> str:
 
 @contextmanager
 def refusing_os_errors(path: Path) -> Iterator[None]:
-    """Turns OSErrors into a refusal of the adapter."""
+    """Turns OSErrors into a refusal of the adapter, unless the machine is their cause."""
     try:
         yield
     # resolve() reports a loop of links as RuntimeError before Python 3.13.
     except (OSError, RuntimeError) as error:
+        cause = machine_error(error) if isinstance(error, OSError) else None
+        if cause is not None:
+            raise cause from error
         detail = getattr(error, "strerror", None) or error
         raise AdapterRefused(
             RefusalCode.UNREADABLE,

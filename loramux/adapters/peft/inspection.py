@@ -142,7 +142,7 @@ class Inspector:
         config = parse_adapter_config(decode_json(text))
         check_invocation(config.invocation_tokens, self._base.vocab_size)
         warnings = check_base_name(config, self._base, strict=self._strict_base)
-        warnings += check_task(config)
+        warnings += check_task(config, self._base)
         return ConfigFindings(config, self._plan(config), tuple(warnings))
 
     def _plan(self, config: PeftLoraConfig | TypeConfig) -> AdapterPlan:
@@ -188,7 +188,10 @@ def check_base_name(config: AdapterConfig, base: BaseModelInfo, *, strict: bool)
     return [message]
 
 
-def check_task(config: AdapterConfig) -> list[str]:
-    if config.task_type in (None, "CAUSAL_LM"):
+def check_task(config: AdapterConfig, base: BaseModelInfo) -> list[str]:
+    tasks = ("SEQ_CLS",) if base.num_labels else ("CAUSAL_LM", "FEATURE_EXTRACTION")
+    if config.task_type in (None, *tasks):
         return []
+    if base.num_labels:
+        return [f"The adapter was trained for {config.task_type}, not for classification."]
     return [f"The adapter was trained for {config.task_type}, not for text generation."]

@@ -129,7 +129,7 @@ class LoraPlan:
     def match(self, entries: Sequence[TensorEntry], *, max_rank: int | None) -> MatchedTensors:
         config, base = self.config, self.base
         file = classify(entries)
-        refuse_classifiers([*file.of(Role.WEIGHT), *file.of(Role.BIAS)])
+        refuse_classifiers([*file.of(Role.WEIGHT), *file.of(Role.BIAS)], self.base)
         pairs = self._pairs(file)
         for plan in self.modules:
             check_rank(pairs[plan.target.path], plan, max_rank)

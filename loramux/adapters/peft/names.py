@@ -65,6 +65,8 @@ _ROLES: tuple[tuple[re.Pattern[str], Role], ...] = tuple(
         (r"base_model\.model\.(?P<path>(?:(?!\.lora_).)+)\.bias", Role.BIAS),
     )
 )
+# Adapters of a model without a head, such as an embedding model, lack the name of its inner model.
+_OF_BARE_MODEL = re.compile(r"layers\.\d+\.|(?:norm|embed_tokens)$")
 _COPIES = {Role.SAVED_WEIGHT: Role.WEIGHT, Role.SAVED_BIAS: Role.BIAS}
 
 
@@ -120,5 +122,6 @@ def _role_of(name: str) -> tuple[str, Role] | None:
     for pattern, role in _ROLES:
         match = pattern.fullmatch(name)
         if match is not None:
-            return match["path"], role
+            path = match["path"]
+            return (f"model.{path}" if _OF_BARE_MODEL.match(path) else path), role
     return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from loramux.adapters.packed.extras import (
     ATTENTION_NORM,
     FINAL_NORM,
+    HEAD,
     MLP_NORM,
     MODEL_LEVEL,
     ExtraKind,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _LAYER_NORM = re.compile(r"model\.layers\.(\d+)\.(\w+)")
 _FINAL_NORM_PATH = "model.norm"
 _CLASSIFIER = re.compile(r"(?:.*\.)?(?:score|classifier|classification_head|qa_outputs)(?:\..*)?")
+LABELS_PATH = "score"
+"""The head of a sequence classifier."""
 _OTHER_NORM = re.compile(r".*norm")
 
 
@@ -108,6 +111,11 @@ def plan_replaced(weights: dict[str, TensorEntry], base: BaseModelInfo) -> list[
             check_matrix(entry, (base.hidden_size,), path)
             spec = ExtraSpec(*norms[path], ExtraKind.GAIN, 1, base.hidden_size)
             makers.append(NormMaker(spec, entry, path, 1.0 if base.norm_plus_one else 0.0))
+        elif path == LABELS_PATH and base.num_labels:
+            shape = (base.num_labels, base.hidden_size)
+            check_matrix(entry, shape, path)
+            spec = ExtraSpec(MODEL_LEVEL, HEAD, ExtraKind.WEIGHT, *shape)
+            makers.append(WeightMaker(spec, entry))
         else:
             others.append(path)
     _refuse_other_norms(others)
@@ -120,6 +128,8 @@ def check_saved(names: Sequence[str], weights: Collection[str], base: BaseModelI
     if not names:
         return
     known = [*(target.path for target in base.targets), *norm_paths(base)]
+    if base.num_labels:
+        known.append(LABELS_PATH)
     missing = [path for path in known if path not in weights and is_saved(names, path)]
     if missing:
         raise AdapterRefused(
@@ -130,8 +140,10 @@ def check_saved(names: Sequence[str], weights: Collection[str], base: BaseModelI
         )
 
 
-def refuse_classifiers(paths: Iterable[str]) -> None:
-    heads = sorted(path for path in paths if _CLASSIFIER.fullmatch(path))
+def refuse_classifiers(paths: Iterable[str], base: BaseModelInfo) -> None:
+    """Refuses heads of other tasks; a sequence classifier may have its own replaced."""
+    own = LABELS_PATH if base.num_labels else None
+    heads = sorted(path for path in paths if _CLASSIFIER.fullmatch(path) and path != own)
     if heads:
         raise AdapterRefused(
             RefusalCode.UNSUPPORTED_TARGET,

@@ -18,7 +18,7 @@ from loramux.engine.grammar.library import WORD_BITS, MaskFiller, Tables, tokeni
 from loramux.errors import InvalidRequest
 from loramux.types.grammar import Grammar
 from loramux.types.request import Request
-from loramux.types.step import SampleRow
+from loramux.types.step import SampleRow, StepPlan
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -113,30 +113,37 @@ class Constraints:
             for _ in range(params.n)
         ]
 
-    def fill(self, rows: Iterable[SampleRow | None]) -> None:
-        """Compute the masks of the constrained rows of a step; the next call overwrites them."""
-        active = [
-            (row, row.constraint)
-            for row in rows
-            if row is not None and isinstance(row.constraint, Constraint) and row.is_constrained
+    def rows_of(self, plan: StepPlan) -> list[SampleRow]:
+        """Return the rows of a plan whose next token depends on a constraint."""
+        return [
+            chunk.sample
+            for chunk in plan.chunks
+            if chunk.sample is not None
+            and chunk.sample.constraint is not None
+            and chunk.sample.is_constrained
         ]
-        if not active:
+
+    def fill(self, rows: Iterable[SampleRow]) -> None:
+        """Compute the masks of the constrained rows of a step; the next call overwrites them."""
+        held: list[tuple[SampleRow, Constraint, LLMatcher]] = []
+        for row in rows:
+            constraint = row.constraint
+            if not isinstance(constraint, Constraint):
+                continue
+            if constraint.error is not None or constraint.is_complete:
+                # The last token ended the sequence after this step was planned.
+                constraint.allowed = None
+            elif constraint.matcher is None:
+                constraint.restrict(full_mask(constraint.vocab_size), row.output_token_ids)
+            else:
+                held.append((row, constraint, constraint.matcher))
+        if not held:
             return
-        held = [one for one in active if one[1].matcher is not None and one[1].error is None]
-        others = [one for one in active if one[1].matcher is None or one[1].error is not None]
-        if held:
-            words = self._buffer(len(held))
-            words.fill(-1)
-            matchers = [
-                (constraint.matcher, place)
-                for place, (_, constraint) in enumerate(held)
-                if constraint.matcher is not None
-            ]
-            self._fill_grammars(matchers, words)
-            for (row, constraint), mask in zip(held, words, strict=True):
-                constraint.restrict(mask, row.output_token_ids)
-        for row, constraint in others:
-            constraint.restrict(full_mask(constraint.vocab_size), row.output_token_ids)
+        words = self._buffer(len(held))
+        words.fill(-1)
+        self._fill_grammars([(matcher, i) for i, (_, _, matcher) in enumerate(held)], words)
+        for (row, constraint, _), mask in zip(held, words, strict=True):
+            constraint.restrict(mask, row.output_token_ids)
 
     def close(self) -> None:
         if self._threads is not None:

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 WORD_BITS = 32
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Bounded: a model that writes spaces for ever would otherwise never end."""
+_ONE_OF_MARK = "coerce_one_of"
+_ONE_OF = (
+    "`oneOf` has branches that one value could follow together; use anyOf, or give each branch a "
+    "required property with a const of its own"
+)
 # Each state of a lexer takes up to 2 kB, and a hostile pattern makes as many as it may.
 _MAX_LEXER_STATES = 50_000
 
@@ -71,9 +76,10 @@ def _plain_definition(grammar: Grammar) -> str:
 def schema_options(grammar: Grammar) -> dict[str, bool | str]:
     """Return the options of a schema, as the library names them."""
     options = grammar.options
-    chosen: dict[str, bool | str] = {"coerce_one_of": True}
+    chosen: dict[str, bool | str] = {}
     if options.lenient:
-        chosen["lenient"] = True
+        # Otherwise oneOf is only for branches of which a value can follow one at most.
+        chosen |= {"lenient": True, "coerce_one_of": True}
     if not options.any_whitespace:
         chosen["whitespace_flexible"] = False
     else:
@@ -88,8 +94,21 @@ def check_grammar(grammar: Grammar) -> list[str]:
         definition(grammar), limits=_limits()
     )
     if is_error:
-        raise ValueError(found[0])
+        raise ValueError(_ONE_OF if _ONE_OF_MARK in found[0] else found[0])
     return [warning for warning in found if "no tokenizer" not in warning]
+
+
+def compile_for_bytes(grammar: Grammar) -> None:
+    """Compile a grammar for tokens of a byte each, which takes about as long as for a model's.
+
+    It may fail where a model's would not, as there are no special tokens.
+    """
+    library = import_library()
+    matcher = library.LLMatcher(
+        library.LLTokenizer("byte"), definition(grammar), log_level=0, limits=_limits()
+    )
+    if not matcher.is_error():
+        matcher.compute_bitmask()
 
 
 class Tables:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from loramux.kernels.linear import product
 from loramux.kernels.ops import LoraRows, LoraWeights, Segment, StackedRows
 from loramux.kernels.segments import rounds_of
 
@@ -57,14 +58,14 @@ def _add_stacked(y: Tensor, x: Tensor, weights: LoraWeights, rows: StackedRows) 
     num_slots, num_rows, start = rows.num_slots, rows.rows_per_slot, rows.start
     stop = None if start is None else start + num_slots * num_rows
     picked = x.index_select(0, rows.gather) if start is None else x[start:stop]
-    h = torch.bmm(picked.view(num_slots, num_rows, -1), weights.a[:num_slots])
+    h = product(picked.view(num_slots, num_rows, -1), weights.a[:num_slots])
     if rows.weights is not None:
         h.mul_(rows.weights)
     for piece in weights.slices:
         rank, out_features = piece.b.shape[1:]
         out_stop = piece.out_start + out_features
         h_slice = h[:, :, piece.rank_start : piece.rank_start + rank]
-        delta = torch.bmm(h_slice, piece.b[:num_slots]).view(num_slots * num_rows, out_features)
+        delta = product(h_slice, piece.b[:num_slots]).view(num_slots * num_rows, out_features)
         target = y[:, piece.out_start : out_stop]
         if start is not None:
             target[start:stop].add_(delta)
@@ -73,14 +74,14 @@ def _add_stacked(y: Tensor, x: Tensor, weights: LoraWeights, rows: StackedRows) 
 
 
 def _add_single(y: Tensor, x: Tensor, weights: LoraWeights, segment: Segment) -> None:
-    h = torch.mm(x[segment.start : segment.stop], weights.a[segment.slot])
+    h = product(x[segment.start : segment.stop], weights.a[segment.slot])
     if segment.weight != 1:
         h.mul_(segment.weight)
     for piece in weights.slices:
         rank, out_features = piece.b.shape[1:]
         h_slice = h[:, piece.rank_start : piece.rank_start + rank]
         target = y[segment.start : segment.stop, piece.out_start : piece.out_start + out_features]
-        target.add_(torch.mm(h_slice, piece.b[segment.slot]))
+        target.add_(product(h_slice, piece.b[segment.slot]))
 
 
 def _is_one_run(segments: Sequence[Segment], num_slots: int) -> bool:
@@ -105,7 +106,8 @@ def _stack(segments: Sequence[Segment], num_slots: int) -> StackedRows:
         positions += range(slot * rows_per_slot, slot * rows_per_slot + len(entries))
         rows += [row for row, _ in entries]
         padding = rows_per_slot - len(entries)
-        gather += [row for row, _ in entries] + [0] * padding
+        # Rows of other slots may be NaN: padding repeats an own one.
+        gather += [row for row, _ in entries] + [entries[0][0] if entries else 0] * padding
         weights += [weight for _, weight in entries] + [0.0] * padding
     is_run = rows == list(range(rows[0], rows[0] + num_slots * rows_per_slot))
     shape = (num_slots, rows_per_slot, 1)

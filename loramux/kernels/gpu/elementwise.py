@@ -119,7 +119,13 @@ def activate_mul(gate_up: Tensor, activation: str) -> Tensor:
 @triton.jit
 def scaled(x, weight, eps, SIZE: tl.constexpr):
     """x / rms(x) * weight"""
-    return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight.to(tl.float32)
+    return x * inverse_rms(tl.sum(x * x, 0), eps, SIZE) * weight.to(tl.float32)
+
+
+@triton.jit
+def inverse_rms(squares, eps, SIZE: tl.constexpr):
+    """1 / rms of SIZE values by the sum of their squares: NaN where it overflows, not 0."""
+    return tl.where(squares < float("inf"), tl.rsqrt(squares / SIZE + eps), float("nan"))
 
 
 @triton.jit
@@ -279,7 +285,7 @@ def rotate_halves(  # noqa: PLR0913
     """
     if norm_ptr is not None:
         squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
-        inverse = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        inverse = inverse_rms(squares, eps, HEAD_DIM)[:, None]
         at = norm_ptr + head * HEAD_DIM + tl.arange(0, HALF)[None, :]
         low *= inverse * tl.load(at, mask=inside, other=0.0).to(tl.float32)
         high *= inverse * tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0).to(tl.float32)

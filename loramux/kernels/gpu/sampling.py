@@ -8,21 +8,41 @@ import triton.language as tl
 from torch import Tensor
 
 from loramux.kernels.gpu.pdl import pdl_options, pdl_wait_and_launch
+from loramux.kernels.sampling_ops import MaskedRows
 
 PART = 4096
 # Columns that a thread reads at once; their maximum is found before its column.
 GROUP = tl.constexpr(8)
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Mark of a row without a valid token: the upper of two int32 words, the token is the lower one.
+NO_TOKEN = tl.constexpr(1 << 32)
 
 
 def choose_tokens(logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor:
     """One token per row: the argmax at temperature 0, else by inverse CDF in vocabulary order.
 
     logits [rows, vocab]   temperatures [rows] float32   noise [rows] float64 in [0, 1)
-    returns [rows] int64. A row whose best logit is not finite takes it, whatever its temperature;
-    ties go to the first; NaN counts as the highest.
+    returns [rows] int64. A row whose best logit is not finite takes it, whatever its temperature,
+    plus NO_TOKEN; ties go to the first; NaN counts as the highest.
     """
-    num_rows, vocab = logits.shape
+    return _launch(logits, temperatures, noise, None)
+
+
+def choose_masked_tokens(
+    logits: Tensor, temperatures: Tensor, noise: Tensor, masked: MaskedRows
+) -> Tensor:
+    """`choose_tokens` of some rows, as if the logits of other tokens were -inf: [masked] int64"""
+    return _launch(logits, temperatures, noise, masked)
+
+
+def _launch(
+    logits: Tensor, temperatures: Tensor, noise: Tensor, masked: MaskedRows | None
+) -> Tensor:
+    vocab = logits.shape[1]
+    # Without masks the kernels get pointers that they do not read.
+    rows, masks = (noise, noise) if masked is None else (masked.rows, masked.masks)
+    num_rows = logits.shape[0] if masked is None else rows.shape[0]
+    num_words = 0 if masked is None else masks.shape[1]
     num_parts = triton.cdiv(vocab, PART)
     best = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
     place = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
@@ -32,13 +52,17 @@ def choose_tokens(logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor
     _sum_parts[(num_rows, num_parts)](
         logits,
         temperatures,
+        rows,
+        masks,
         best,
         place,
         sums,
         logits.stride(0),
         vocab,
+        num_words,
         num_parts,
         PART=PART,
+        MASKED=masked is not None,
         num_warps=4,
         **options,
     )
@@ -46,15 +70,19 @@ def choose_tokens(logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor
         logits,
         temperatures,
         noise,
+        rows,
+        masks,
         best,
         place,
         sums,
         tokens,
         logits.stride(0),
         vocab,
+        num_words,
         num_parts,
         PART=PART,
         PARTS=triton.next_power_of_2(num_parts),
+        MASKED=masked is not None,
         num_warps=8,
         **options,
     )
@@ -62,10 +90,24 @@ def choose_tokens(logits: Tensor, temperatures: Tensor, noise: Tensor) -> Tensor
 
 
 @triton.jit
-def _load_part(logits_ptr, start, vocab, PART: tl.constexpr):
+def _load_part(  # noqa: PLR0913
+    logits_ptr, mask_ptr, start, vocab, num_words, PART: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Columns from `start` on, and their logits: -inf where the row's mask has no bit."""
     column = start + tl.arange(0, PART)
     logits = tl.load(logits_ptr + column, mask=column < vocab, other=float("-inf"))
-    return column, logits.to(tl.float32)
+    logits = logits.to(tl.float32)
+    if MASKED:
+        word = column >> 5
+        bits = tl.load(mask_ptr + word, mask=word < num_words, other=0)
+        logits = tl.where((bits >> (column & 31)) & 1 != 0, logits, float("-inf"))
+    return column, logits
+
+
+@triton.jit
+def _row_of(rows_ptr, number, MASKED: tl.constexpr):
+    """The row of the logits that a program samples."""
+    return tl.load(rows_ptr + number).to(tl.int64) if MASKED else number
 
 
 @triton.jit
@@ -97,21 +139,27 @@ def _weights(logits, best, temperature):
 def _sum_parts(  # noqa: PLR0913
     logits_ptr,
     temperatures_ptr,
+    rows_ptr,
+    masks_ptr,
     best_ptr,
     place_ptr,
     sums_ptr,
     stride,
     vocab,
+    num_words,
     num_parts,
     PART: tl.constexpr,
+    MASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Stores the best logit of one part of a row, its group's start, and the sum of weights."""
-    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    target = row * num_parts + part
+    target = number * num_parts + part
     pdl_wait_and_launch(PDL)
-    _, logits = _load_part(logits_ptr + row * stride, part * PART, vocab, PART)
+    row = _row_of(rows_ptr, number, MASKED)
+    row_ptr, mask_ptr = logits_ptr + row * stride, masks_ptr + number * num_words
+    _, logits = _load_part(row_ptr, mask_ptr, part * PART, vocab, num_words, PART, MASKED)
     temperature = tl.load(temperatures_ptr + row)
     bests = _nan_as_highest(_best_of_groups(logits, PART))
     best = tl.max(bests, 0)
@@ -133,42 +181,51 @@ def _choose(  # noqa: PLR0913
     logits_ptr,
     temperatures_ptr,
     noise_ptr,
+    rows_ptr,
+    masks_ptr,
     best_ptr,
     place_ptr,
     sums_ptr,
     tokens_ptr,
     stride,
     vocab,
+    num_words,
     num_parts,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
+    MASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     is_part = part < num_parts
-    at = row * num_parts + part
-    row_ptr = logits_ptr + row * stride
+    at = number * num_parts + part
     pdl_wait_and_launch(PDL)
+    row = _row_of(rows_ptr, number, MASKED)
+    row_ptr, mask_ptr = logits_ptr + row * stride, masks_ptr + number * num_words
     bests = tl.load(best_ptr + at, mask=is_part, other=float("-inf"))
     best = tl.max(bests, 0)
     temperature = tl.load(temperatures_ptr + row)
-    if (temperature > 0) & (best < float("inf")) & (best > float("-inf")):
+    is_valid = (best < float("inf")) & (best > float("-inf"))
+    if (temperature > 0) & is_valid:
         sums = tl.load(sums_ptr + at, mask=is_part, other=0.0)
         noise = tl.load(noise_ptr + row)
-        token = _draw(row_ptr, bests, best, sums, noise, temperature, vocab, num_parts, PART, PARTS)
+        token = _draw(
+            row_ptr, mask_ptr, bests, best, sums, noise, temperature, vocab, num_words, num_parts,
+            PART, PARTS, MASKED,
+        )  # fmt: skip
     else:
         places = tl.load(place_ptr + at, mask=is_part, other=vocab)
         start = tl.min(tl.where((bests == best) & is_part, places, vocab - 1), 0)
-        column, logits = _load_part(row_ptr, start, vocab, GROUP)
+        column, logits = _load_part(row_ptr, mask_ptr, start, vocab, num_words, GROUP, MASKED)
         token = tl.min(tl.where(_nan_as_highest(logits) == best, column, vocab - 1), 0)
-    tl.store(tokens_ptr + row, token.to(tl.int64))
+    tl.store(tokens_ptr + number, token.to(tl.int64) + tl.where(is_valid, 0, NO_TOKEN))
 
 
 @triton.jit
 def _draw(  # noqa: PLR0913
-    row_ptr, bests, best, sums, noise, temperature, vocab, num_parts,
-    PART: tl.constexpr, PARTS: tl.constexpr,
+    row_ptr, mask_ptr, bests, best, sums, noise, temperature, vocab, num_words, num_parts,
+    PART: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The token where the weights of a row reach noise of their sum. bests, sums [PARTS]"""
     part = tl.arange(0, PARTS)
@@ -183,7 +240,7 @@ def _draw(  # noqa: PLR0913
     before = tl.sum(tl.where(part == chosen, ends - sums, 0.0), 0)
     factor = tl.sum(tl.where(part == chosen, factors, 0.0), 0)
     own_best = tl.max(tl.where(part == chosen, bests, float("-inf")), 0)
-    column, logits = _load_part(row_ptr, chosen * PART, vocab, PART)
+    column, logits = _load_part(row_ptr, mask_ptr, chosen * PART, vocab, num_words, PART, MASKED)
     weights = _weights(logits, own_best, temperature).to(tl.float64)
     reached = before + tl.cumsum(weights, 0) * factor > wanted
     last_column = tl.max(tl.where(weights > 0, column, 0), 0)

@@ -79,7 +79,10 @@ def reduce_splits(partials: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _norm(x: Tensor, norm: Norm) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
+    mean = x.square().mean(-1, keepdim=True)
+    # Where the squares overflow, the inverse is NaN: 0 would hide it from the logits.
+    inverse = torch.where(mean.isfinite(), torch.rsqrt(mean + norm.eps), torch.nan)
+    return x * inverse * norm.weight.float()
 
 
 def _store(target: KVTarget, k: Tensor, v: Tensor) -> None:

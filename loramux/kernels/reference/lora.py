@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from loramux.kernels.linear import product
 from loramux.kernels.ops import LoraRows, LoraWeights, Segment
 
 READS_ADDRESSES = False
@@ -20,8 +21,9 @@ def add_lora(y: Tensor, x: Tensor, weights: LoraWeights, rows: LoraRows) -> None
     """y[i] += weight(i) * x[i] @ a[slot(i)] @ b[slot(i)]; rows without an adapter are untouched."""
     for segment in rows.segments:
         part = slice(segment.start, segment.stop)
-        h = x[part] @ weights.a[segment.slot]
+        h = product(x[part], weights.a[segment.slot])
         for piece in weights.slices:
             rank, out_features = piece.b.shape[1:]
-            delta = h[:, piece.rank_start : piece.rank_start + rank] @ piece.b[segment.slot]
+            h_slice = h[:, piece.rank_start : piece.rank_start + rank]
+            delta = product(h_slice, piece.b[segment.slot])
             y[part, piece.out_start : piece.out_start + out_features] += segment.weight * delta

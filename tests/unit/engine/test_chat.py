@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loramux.engine.chat import normalize_messages
+from loramux.engine.chat import normalize_messages, read_chat_template
+from loramux.engine.tokenizer import Tokenizer
 from loramux.errors import InvalidRequest
+from tests.tokenizer_factory import save_byte_level
 
 
 def tool_call(arguments: Any) -> dict[str, Any]:
@@ -13,6 +16,20 @@ def tool_call(arguments: Any) -> dict[str, Any]:
         "role": "assistant",
         "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": arguments}}],
     }
+
+
+def test_a_template_is_a_file_or_its_text(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages[0].content }}!", encoding="utf-8")
+    assert read_chat_template(str(file)) == "{{ messages[0].content }}!"
+    assert read_chat_template("{{ x }}" * 1000) == "{{ x }}" * 1000
+    assert read_chat_template(None) is None
+    with pytest.raises(InvalidRequest, match="--chat-template"):
+        read_chat_template(str(tmp_path / "none"))
+    save_byte_level(tmp_path)
+    tokenizer = Tokenizer(tmp_path, chat_template=read_chat_template(str(file)))
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.decode(tokenizer.apply_chat_template(messages)) == "hi!"
 
 
 def test_text_parts_become_one_string() -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,28 @@ def test_encode_and_decode_equal_transformers(tokenizer: Tokenizer, folder: Path
         assert token_ids == oracle(text)["input_ids"]
         assert tokenizer.decode(token_ids, skip_special_tokens=False) == text
         assert tokenizer.decode(token_ids) == oracle.decode(token_ids, skip_special_tokens=True)
+
+
+def test_long_texts_are_encoded_and_decoded_while_other_threads_run(tokenizer: Tokenizer) -> None:
+    text = " ".join(TEXT) * 40
+    begun, ended = threading.Event(), threading.Event()
+    laps = 0
+
+    def work() -> None:
+        begun.set()
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        ended.set()
+
+    assert tokenizer.encode(text) == tokenizer._inner.encode(text).ids
+    text *= 100
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    while not ended.is_set() and laps < 5:
+        time.sleep(0.001)
+        laps += 1
+    thread.join()
+    assert laps >= 5
 
 
 def test_special_tokens_are_added_on_request(tmp_path: Path) -> None:

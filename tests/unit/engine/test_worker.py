@@ -55,8 +55,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def converse(model: Path, talk: Callable[[ServerChannel], Awaitable[None]]) -> int:
-    """Runs the worker against `talk`; returns its exit status."""
+def converse(
+    model: Path, talk: Callable[[ServerChannel], Awaitable[None]], *, shuts_down: bool = True
+) -> int:
+    """Runs the worker against `talk`, and ends it with Shutdown or by closing the socket."""
     ours, theirs = socket.socketpair()
     status: list[int] = []
     thread = threading.Thread(target=lambda: status.append(serve(theirs)))
@@ -67,6 +69,12 @@ def converse(model: Path, talk: Callable[[ServerChannel], Awaitable[None]]) -> i
         channel.send(Start(model=str(model), settings=SETTINGS))
         try:
             await talk(channel)
+            if shuts_down:
+                channel.send(Shutdown())
+                # What the worker still sends must have a reader.
+                reading = asyncio.create_task(read_to_end(channel))
+                await asyncio.to_thread(thread.join, 30)
+                reading.cancel()
         finally:
             channel.close()
 
@@ -76,6 +84,11 @@ def converse(model: Path, talk: Callable[[ServerChannel], Awaitable[None]]) -> i
         thread.join(30)
         theirs.close()
     return status[0]
+
+
+async def read_to_end(channel: ServerChannel) -> None:
+    while await channel.receive() is not None:
+        pass
 
 
 async def next_of(channel: ServerChannel, kind: type[Any]) -> Any:
@@ -107,7 +120,6 @@ def test_the_worker_is_ready_generates_and_shuts_down(folder: Path) -> None:
         channel.send(Add(request=make_request("a", (3, 4, 5), max_tokens=3)))
         assert len(await events_until_done(channel, "a")) == 3
         await next_of(channel, Heartbeat)
-        channel.send(Shutdown())
 
     assert converse(folder, talk) == 0
 
@@ -129,7 +141,7 @@ def test_adapters_are_registered_verified_and_removed(folder: Path) -> None:
         channel.send(Register(call_id=4, path=str(folder / "nothing")))
         assert (await next_of(channel, Answer)).error.kind == "AdapterNotFound"
 
-    assert converse(folder, talk) in (0, 1)
+    assert converse(folder, talk, shuts_down=False) in (0, 1)
 
 
 def test_adapters_are_inspected_identified_and_adopted(folder: Path, tmp_path: Path) -> None:
@@ -151,7 +163,6 @@ def test_adapters_are_inspected_identified_and_adopted(folder: Path, tmp_path: P
         channel.send(RegisterMany(call_id=5, paths=paths, check="full"))
         checked, missing = (await next_of(channel, Answer)).registrations
         assert checked.adapter == cards[0] and missing.error.kind == "AdapterNotFound"
-        channel.send(Shutdown())
 
     async def adopt(channel: ServerChannel) -> None:
         await next_of(channel, Ready)
@@ -161,15 +172,18 @@ def test_adapters_are_inspected_identified_and_adopted(folder: Path, tmp_path: P
             channel.send(Add(request=make_request(card.cid, (3, 4), selection, max_tokens=1)))
             (event,) = await events_until_done(channel, card.cid)
             assert ("no longer holds" in (event.error or "")) == (card is not cards[0])
-        channel.send(Shutdown())
 
     cards: list[AdapterCard] = []
     assert converse(folder, identify) == 0
     assert converse(folder, adopt) == 0
 
 
-def test_the_engine_reports_its_memory_before_it_becomes_idle(folder: Path) -> None:
+def test_the_engine_reports_its_memory_before_it_becomes_idle(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches statistics that are zero or stale until the next request."""
+    # Every step reports, so that a request which ends within the interval is seen running.
+    monkeypatch.setattr(worker, "_STATS_INTERVAL_S", 0)
 
     async def talk(channel: ServerChannel) -> None:
         view = StatsView()
@@ -194,7 +208,6 @@ def test_the_engine_reports_its_memory_before_it_becomes_idle(folder: Path) -> N
         channel.send(Abort(request_id="long"))
         while (await next_stats(channel, view)).num_running:
             pass
-        channel.send(Shutdown())
 
     assert converse(folder, talk) == 0
 
@@ -217,7 +230,6 @@ def test_statistics_are_sent_with_the_last_token_and_not_in_between(
         assert last.stats is not None and last.stats.num_running == 0
         assert len(others) > 1 and all(reply.stats is None for reply in others)
         assert all(reply.residency is None for reply in replies), "nothing was loaded"
-        channel.send(Shutdown())
 
     assert converse(folder, talk) == 0
 

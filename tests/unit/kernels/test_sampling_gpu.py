@@ -9,6 +9,8 @@ pytest.importorskip("triton", reason="triton is installed with torch for NVIDIA 
 
 from loramux.kernels.gpu import sampling as sampling_triton
 from loramux.kernels.reference import sampling as sampling_torch
+from loramux.kernels.reference.sampling import NO_TOKEN
+from loramux.kernels.sampling_ops import MaskedRows
 
 VOCAB = sampling_triton.PART + 700
 """Two parts, the second not full."""
@@ -49,7 +51,7 @@ def test_the_first_of_a_group_is_taken() -> None:
     tokens = sampling_triton.choose_tokens(
         logits, torch.ones(5), torch.zeros(5, dtype=torch.float64)
     )
-    assert tokens[2:4].tolist() == [13, 14]
+    assert tokens[2:4].tolist() == [13 + NO_TOKEN, 14 + NO_TOKEN]
 
 
 @pytest.mark.parametrize("vocab", [5, sampling_triton.PART - 3, sampling_triton.PART + 1])
@@ -70,7 +72,20 @@ def test_odd_rows_equal_the_reference() -> None:
     logits[3, : sampling_triton.PART + 5] = float("-inf")
     logits[4, 100:] = float("-inf")
     noise = torch.tensor([0.5, 0.5, 0.5, 0.0, 1 - 2**-53, 1 - 2**-53], dtype=torch.float64)
-    check(logits, torch.ones(6), noise)
+    for temperatures in (torch.ones(6), torch.zeros(6)):
+        check(logits, temperatures, noise)
+        tokens = sampling_triton.choose_tokens(logits, temperatures, noise)
+        assert (tokens >= NO_TOKEN).tolist() == [True] * 3 + [False] * 3
+
+
+def test_one_nan_anywhere_marks_its_row_alone() -> None:
+    logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(3))
+    for row, column in enumerate((0, 3, 7, 4095, 4096, 4100, VOCAB - 1)):
+        logits[row, column] = float("nan")
+    noise = torch.full((9,), 0.5, dtype=torch.float64)
+    for temperature in (0.0, 0.7):
+        tokens = sampling_triton.choose_tokens(logits, torch.full((9,), temperature), noise)
+        assert (tokens >= NO_TOKEN).tolist() == [True] * 7 + [False] * 2
 
 
 def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
@@ -80,3 +95,26 @@ def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
     together = sampling_triton.choose_tokens(logits, torch.ones(3), noise)
     alone = sampling_triton.choose_tokens(logits[1:2], torch.ones(1), noise[1:2])
     assert together[1] == alone[0]
+
+
+@pytest.mark.parametrize("num_words", [(VOCAB + 31) // 32, 130, 128, 3, 160])
+def test_masked_rows_equal_the_reference(num_words: int) -> None:
+    """Masks as wide as the vocabulary, narrower and wider, in any order of rows."""
+    generator = torch.Generator().manual_seed(num_words)
+    logits = torch.randn(7, VOCAB, generator=generator) * 3
+    logits[2, 40:50] = float("nan")
+    temperatures = torch.tensor([0.0, 0.7, 1.0, 0.0, 1.5, 3.0, 1.0])
+    noise = torch.rand(7, generator=generator, dtype=torch.float64)
+    rows = [6, 0, 3, 5, 2, 1]
+    masks = torch.randint(-(2**31), 2**31, (6, num_words), generator=generator, dtype=torch.int32)
+    # Few tokens, one token, and tokens of the last word alone.
+    masks[1] &= torch.randint(0, 2, (num_words,), generator=generator, dtype=torch.int32) << 31
+    masks[2] = 0
+    masks[2, min(num_words, VOCAB // 32) - 1] = -(2**31)
+    masks[3, :-1] = 0
+    masks[3, -1] = 1
+    masked = MaskedRows(torch.tensor(rows, dtype=torch.int32), masks)
+    expected = sampling_torch.choose_masked_tokens(logits, temperatures, noise, masked)
+    actual = sampling_triton.choose_masked_tokens(logits, temperatures, noise, masked)
+    assert actual.tolist() == expected.tolist()
+    assert actual[2] == 32 * min(num_words, VOCAB // 32) - 1

@@ -95,13 +95,14 @@ def test_an_image_that_is_broken_on_disk_leaves_nothing_in_the_pages(tmp_path: P
     loader.close()
 
 
-def test_errors_are_results_too() -> None:
+def test_errors_are_results_too(caplog: pytest.LogCaptureFixture) -> None:
     adapters = NumberedAdapters(broken={A})
     loader = AdapterLoader(source=adapters, disk=None, write_pages=Written())
     loader.read(A, [])
     assert isinstance(take(loader).error, AdapterRefused)
     loader.read(cid_of(2), [13])
-    assert "no such page" in str(take(loader).error)
+    assert "log has the reason" in str(take(loader).error)
+    assert "no such page" in caplog.text
     assert loader.num_active == 0 and loader.results() == []
     loader.close()
 

@@ -5,6 +5,7 @@ import pytest
 from loramux.errors import AdapterNotFound, AdapterRefused, DoesNotFit
 from loramux.memory.adapter_eviction import ResidencyLimits
 from loramux.memory.tiers import AdapterState
+from loramux.types.residency import Tier
 from tests.memory_factory import RANK_BYTES, cid_of, tiny_memory
 
 A, B, C = cid_of(1), cid_of(2), cid_of(3)
@@ -216,30 +217,35 @@ def test_hits_and_misses_are_counted_in_the_tier_where_it_was_found() -> None:
     assert host.load_bytes == 2 * RANK_BYTES and device.loads == 3
 
 
-def test_changes_since_reports_each_adapter_that_arrived_or_left() -> None:
+def test_changes_since_reports_the_tier_of_each_adapter_that_moved() -> None:
     memory = tiny_memory(num_pages=2)
-    start = memory.residency.version
+    placement = memory.placement
+    start = placement.moves.version
     memory.bring(A)
     memory.bring(B)
-    middle = memory.residency.version
+    middle = placement.moves.version
     memory.bring(C)
-    delta = memory.residency.changes_since(middle)
-    assert (set(delta.arrived), set(delta.left)) == ({C}, {A}) and not delta.is_full
-    whole = memory.residency.changes_since(start)
-    assert set(whole.arrived) == {B, C} and set(whole.left) == {A}
-    nothing = memory.residency.changes_since(delta.version)
-    assert not nothing.arrived and not nothing.left
-    assert nothing.version == delta.version == memory.residency.version
+    delta = placement.changes_since(middle)
+    assert dict(delta.tiers) == {A: Tier.HOST, C: Tier.DEVICE} and not delta.is_full
+    whole = placement.changes_since(start)
+    assert dict(whole.tiers) == {A: Tier.HOST, B: Tier.DEVICE, C: Tier.DEVICE}
+    nothing = placement.changes_since(delta.version)
+    assert not nothing.tiers and nothing.version == delta.version == placement.moves.version
 
 
-def test_changes_since_a_version_older_than_the_log_reports_the_full_set() -> None:
+def test_changes_since_a_version_older_than_the_log_reports_all_adapters() -> None:
     memory = tiny_memory(num_pages=2)
-    for _ in range(300):
+    for _ in range(1000):
         for cid in (A, B, C):
             memory.bring(cid)
-    delta = memory.residency.changes_since(0)
-    assert delta.is_full and set(delta.arrived) == set(memory.residency.resident)
-    assert memory.residency.changes_since(memory.residency.version + 1).is_full
+    placement = memory.placement
+    delta = placement.changes_since(0)
+    assert delta.is_full
+    assert {
+        cid for cid, tier in delta.tiers if tier is Tier.DEVICE
+    } == memory.residency.resident.keys()
+    assert {cid for cid, _ in delta.tiers} == {A, B, C}
+    assert placement.changes_since(placement.moves.version + 1).is_full
 
 
 def test_a_record_says_from_which_tier_the_last_load_started() -> None:

@@ -25,6 +25,7 @@ from loramux.errors import DoesNotFit, LoramuxError
 from loramux.memory.disk_tier import DiskTier
 from loramux.memory.policies import CostAwarePolicy, LruPolicy
 from loramux.memory.records import ResidentAdapter
+from loramux.types.residency import Tier
 from tests.memory_factory import TinyMemory, cid_of, disk_maker, facts_of, tiny_memory
 from tests.tier_tally import TIERS, Tally, TierWatch
 
@@ -72,9 +73,9 @@ class TierMachine(RuleBasedStateMachine):
         self.running_sums: list[tuple[str, ...]] = []
         self.kv_pages: list[int] = []
         self.table: set[str] = set()
-        # What a reader of changes_since() believes to be on the device.
+        # What a reader of changes_since() believes of every tier.
         self.version = 0
-        self.mirror: set[str] = set()
+        self.mirror: dict[str, Tier] = {}
 
     @initialize(
         host_ranks=st.integers(3, 12),
@@ -355,13 +356,20 @@ class TierMachine(RuleBasedStateMachine):
         memory.tiers.disk.check_integrity()
         wants = {cid: r.num_waiters for cid, r in memory.residency.records.items() if r.num_waiters}
         assert wants == self.all_waiters
-        delta = memory.residency.changes_since(self.version)
-        self.mirror = (set() if delta.is_full else self.mirror - set(delta.left)) | set(
-            delta.arrived
-        )
-        self.version = delta.version
-        assert self.mirror == self.table == memory.residency.resident.keys()
+        assert self.table == memory.residency.resident.keys()
+        self.check_followed_moves()
         self.watch.look()
+
+    def check_followed_moves(self) -> None:
+        placement = self.memory.placement
+        delta = placement.changes_since(self.version)
+        self.mirror = {} if delta.is_full else self.mirror
+        self.mirror.update(delta.tiers)
+        self.version = delta.version
+        true = dict.fromkeys(placement.disk, Tier.DISK)
+        true |= dict.fromkeys(placement.host, Tier.HOST)
+        true |= dict.fromkeys(placement.device, Tier.DEVICE)
+        assert {cid: tier for cid, tier in self.mirror.items() if tier is not Tier.GONE} == true
 
 
 def test_every_tier_is_consistent_after_thousands_of_actions_of_each_kind() -> None:

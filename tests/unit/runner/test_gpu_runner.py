@@ -122,6 +122,34 @@ def test_constrained_rows_beside_free_ones_get_the_tokens_of_the_reference(
     assert run_all(engine, requests) == expected
 
 
+def test_constrained_rows_run_ahead_with_the_mask_of_the_token_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_transformers_model("llama", num_hidden_layers=1)
+    engine = device_engine(monkeypatch, model, tmp_path, **SETTINGS)[0]
+    # A token may not follow itself: each mask depends on the token of the step in flight.
+    one, other = 40, 43
+    engine.add(
+        make_request(
+            "a",
+            make_prompt(5, seed=1),
+            allowed_token_ids=(one, other),
+            bad_words_token_ids=((one, one), (other, other)),
+            max_tokens=4,
+        )
+    )
+    engine.add(make_request("free", make_prompt(5, seed=2), max_tokens=4))
+    counts, tokens = [], []
+    while engine.has_work:
+        events = engine.step()
+        counts.append(len(events))
+        tokens += [event.token_id for event in events if event.request_id == "a"]
+        engine.check_integrity()
+    # One step late, as steps without masks.
+    assert counts == [0, 2, 2, 2, 2]
+    assert tokens in ([one, other] * 2, [other, one] * 2)
+
+
 def test_logits_of_chunks_and_decodes_equal_those_of_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

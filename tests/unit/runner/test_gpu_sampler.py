@@ -8,9 +8,9 @@ import torch
 from loramux.engine.grammar.constraint import Constraint
 from loramux.kernels.reference import sampling as sampling_torch
 from loramux.runner.gpu_sampler import (
+    DeviceLogits,
     can_sample_on_device,
     sample_inputs,
-    sample_on_device,
     sample_others,
 )
 from loramux.runner.sampler import sample
@@ -51,7 +51,7 @@ def test_mixed_rows_get_the_tokens_of_the_full_sampler() -> None:
         row(temperature=0.0, frequency_penalty=2.0),
     ]
     samples = sample_inputs(rows)
-    chosen = sample_on_device(logits, samples, sampling_torch).tolist()
+    chosen = DeviceLogits.of(logits, samples).choose(sampling_torch).tolist()
     found, expected = sample_others(chosen, logits, rows, samples.others), sample(logits, rows)
     assert found.token_ids == expected.token_ids
     assert [one is None for one in found.logprobs] == [one is None for one in expected.logprobs]
@@ -63,11 +63,20 @@ def test_rows_of_the_full_sampler_are_greedy_in_the_kernel() -> None:
     assert samples.noise[0] == 0.0 and 0 < samples.noise[1] < 1
 
 
-def test_a_row_with_a_mask_is_not_sampled_by_the_kernel() -> None:
-    params = SamplingParams(temperature=0, min_tokens=2)
+def test_a_row_is_masked_while_its_constraint_restricts_it() -> None:
+    params = SamplingParams(temperature=0.5, min_tokens=2)
     constraint = Constraint(params, (5,), None, vocab_size=64)
     rows = [
         SampleRow(params, 0, (1,), output_token_ids=[0] * length, constraint=constraint)
         for length in (1, 2)
     ]
-    assert sample_inputs(rows).others == [0]
+    samples = sample_inputs(rows)
+    assert samples.masked == [0] and samples.others == []
+    assert samples.temperatures == [0.5, 0.5]
+
+
+def test_a_row_of_the_full_sampler_gets_its_mask_there() -> None:
+    params = SamplingParams(temperature=0.5, top_k=3, min_tokens=2)
+    constraint = Constraint(params, (5,), None, vocab_size=64)
+    samples = sample_inputs([SampleRow(params, 0, (1,), [], constraint)])
+    assert samples.masked == [] and samples.others == [0]

@@ -20,7 +20,7 @@ LIMITS = PrefillLimits(
 
 
 def make_inputs() -> PrefillInputs:
-    token_buffer = TokenBuffer(torch.zeros(3, dtype=torch.int32))
+    token_buffer = TokenBuffer(torch.zeros(2 * 3, dtype=torch.int32))
     token_buffer.store(torch.tensor([70, 71]))
     token_buffer.publish([5, 6])
     return PrefillInputs(LIMITS, token_buffer, CPU)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from loramux.kernels.reference.sampling import NO_TOKEN
 from loramux.runner.token_buffer import TokenBuffer
 from loramux.types.step import UNKNOWN_TOKEN, Chunk
 
@@ -13,7 +14,7 @@ def chunk(sequence_id: int, *token_ids: int) -> Chunk:
 
 def filled(*sequence_ids: int) -> TokenBuffer:
     """Sequence n has the token 100 + n."""
-    token_buffer = TokenBuffer(torch.zeros(4, dtype=torch.int32))
+    token_buffer = TokenBuffer(torch.zeros(2 * 4, dtype=torch.int32))
     token_buffer.store(torch.tensor([100 + n for n in sequence_ids]))
     token_buffer.publish(sequence_ids)
     return token_buffer
@@ -33,6 +34,16 @@ def test_two_in_flight_steps_keep_their_own_tokens() -> None:
     token_buffer.store(torch.tensor([55]))
     second = token_buffer.publish([1])
     assert (first.result().token_ids, second.result().token_ids) == ({1: [101]}, {1: [55]})
+
+
+def test_a_row_without_a_valid_token_has_its_mark_on_the_host_alone() -> None:
+    token_buffer = filled()
+    token_buffer.store(torch.tensor([5, 6 + NO_TOKEN, 7]))
+    step = token_buffer.publish([1, 2, 3])
+    token_ids = torch.full((3,), UNKNOWN_TOKEN)
+    token_buffer.fill_in([chunk(n, UNKNOWN_TOKEN) for n in (1, 2, 3)], [0, 1, 2], token_ids)
+    assert token_ids.tolist() == [5, 6, 7]
+    assert list(step.result().failed) == [2]
 
 
 def test_known_tokens_are_not_read_from_the_buffer() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from loramux.scheduler.events import error_event, length_event, timeout_event, token_event
+from loramux.scheduler.events import end_event, error_event, timeout_event, token_event
 from loramux.scheduler.fairness import Client, Clients
 from loramux.scheduler.sequence import Sequence
 from loramux.types.request import FinishReason, TokenLogprob
@@ -32,10 +32,10 @@ def test_the_first_token_alone_brings_what_is_said_once() -> None:
 def test_a_prompt_alone_reports_its_reuse() -> None:
     sequence = make_sequence(max_tokens=0)
     sequence.num_reused_tokens = 8
-    event = length_event(sequence)
+    event = end_event(sequence)
     assert (event.token_id, event.finish_reason, event.num_reused) == (None, "length", 8)
     sequence.output_token_ids = [7]
-    assert length_event(sequence).num_reused == 0
+    assert end_event(sequence).num_reused == 0
 
 
 def test_errors_say_which_kind_they_are() -> None:

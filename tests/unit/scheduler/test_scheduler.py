@@ -136,6 +136,7 @@ def test_an_abort_in_the_queue_removes_the_waiters() -> None:
     world = World(load_s=5.0)
     world.add("a", 6, cid="x", n=3)
     assert world.scheduler.waiting_adapters() == {"x": 3}
+    assert list(world.scheduler.waiting_tenants().values()) == [3]
     world.scheduler.abort("a")
     world.check()
     assert world.scheduler.waiting_adapters() == {}

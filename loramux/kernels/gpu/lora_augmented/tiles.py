@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.elementwise import activate, load_angles, load_sum
+from loramux.kernels.gpu.elementwise import activate, inverse_rms, load_angles, load_sum
 from loramux.kernels.gpu.lora.mma_layout import (
     fragment_columns,
     fragment_rows,
@@ -230,7 +230,7 @@ def activate_tiles_kernel(  # noqa: PLR0913
 @triton.jit
 def _norm_halves(low, high, at, eps, inside, HEAD_DIM: tl.constexpr):
     """The halves of a head, normed; `at` points to the weights of the first half's columns."""
-    inverse = tl.rsqrt(sum_fragment_columns(low * low + high * high) / HEAD_DIM + eps)
+    inverse = inverse_rms(sum_fragment_columns(low * low + high * high), eps, HEAD_DIM)
     low *= inverse * tl.load(at, mask=inside, other=0.0).to(tl.float32)
     high *= inverse * tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0).to(tl.float32)
     return low, high
