@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from loramux.client.async_client import AsyncClient
     from loramux.client.client import Client
+    from loramux.diffusion.image_pipeline import Drawing, ImagePipeline
     from loramux.engine.adapter_pool import AdapterPool
     from loramux.engine.llm import LLM
     from loramux.types.request import LoRARequest
@@ -23,6 +24,8 @@ __all__ = [
     "AdapterPool",
     "AsyncClient",
     "Client",
+    "Drawing",
+    "ImagePipeline",
     "LoRARequest",
     "SamplingParams",
     "__version__",
@@ -33,6 +36,8 @@ _HOMES = {
     "AdapterPool": "loramux.engine.adapter_pool",
     "Client": "loramux.client.client",
     "AsyncClient": "loramux.client.async_client",
+    "Drawing": "loramux.diffusion.image_pipeline",
+    "ImagePipeline": "loramux.diffusion.image_pipeline",
     "LoRARequest": "loramux.types.request",
     "SamplingParams": "loramux.types.sampling",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -16,7 +16,9 @@ from loramux.errors import (
 )
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo, PackingKind
+from loramux.types.pooling import ModelPooling
 from loramux.types.request import FinishReason, Request, RequestFacts, Selection, TokenLogprob
+from loramux.types.residency import ResidencyView
 
 
 class Health(StrEnum):
@@ -54,6 +56,9 @@ class ModelCard:
     shapes: BaseModelInfo | None = None
     packing: PackingKind = "dense"
     """The layout of adapters on the device."""
+    pooling: ModelPooling = ModelPooling()
+    max_resident: int | None = None
+    """Limit of the adapters on the device; None: as many as fit."""
     max_loras: int | None = None
     """Maximum number of distinct adapters in one batch; None: no limit."""
     host_memory_bytes: int = 0
@@ -86,6 +91,8 @@ class Delta:
     """Set in the choice's first delta: prompt tokens found in the prefix cache."""
     facts: RequestFacts | None = None
     """Set in the request's first delta."""
+    pooled: bytes | None = None
+    """The vector of a request with pooling; see `vector_of`."""
 
 
 def failure_of(delta: Delta) -> LoramuxError:
@@ -166,6 +173,10 @@ class EngineStats:
     num_free_pages: int = 0
     num_idle_pages: int = 0
     """Pages of idle adapters and cached prefixes, which are evicted on demand."""
+    num_adapter_pages: int = 0
+    """Pages that adapters own, those of unfinished loads included."""
+    num_prefix_pages: int = 0
+    """Pages of cached prefixes, those in use included."""
     num_preemptions: int = 0
     num_adapter_loads: int = 0
     num_adapter_evictions: int = 0
@@ -175,6 +186,8 @@ class EngineStats:
     running_adapters: Mapping[str, int] = field(default_factory=dict)
     """CID -> number of running sequences that use it."""
     waiting_adapters: Mapping[str, int] = field(default_factory=dict)
+    waiting_tenants: Mapping[str, int] = field(default_factory=dict)
+    """Tenant -> number of its waiting sequences."""
     tiers: tuple[TierStats, ...] = ()
     prefix_query_tokens: int = 0
     """Prompt tokens that were looked up in the prefix cache."""
@@ -184,6 +197,14 @@ class EngineStats:
     """Histogram of step time lost to adapter loads: upper bound in seconds, ascending, "+Inf"
     last -> number of steps in this bucket (not cumulative)."""
     step_loss_sum_s: float = 0.0
+    waiting_tokens: int = 0
+    """Tokens that waiting sequences have to compute before their first new one."""
+    step_s: float = 0.0
+    """Smoothed duration of a step."""
+    token_s: float = 0.0
+    """Smoothed duration of a prefill token."""
+    tier_s: tuple[float, ...] = ()
+    """Seconds to bring an adapter of the usual size to the device, by the number of its Tier."""
 
 
 class TextCodec(Protocol):
@@ -193,6 +214,10 @@ class TextCodec(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def encode_pair(
+        self, first: str, second: str, *, add_special_tokens: bool = True
+    ) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
@@ -226,8 +251,18 @@ class AdapterHost(Protocol):
     def stats(self) -> EngineStats: ...
 
     @property
+    def residency(self) -> ResidencyView:
+        """The tiers of the engine's adapters; another object after each restart of the engine."""
+        ...
+
+    @property
     def adapters(self) -> Mapping[str, AdapterCard]:
         """Registered adapters by CID, in the order in which they were added."""
+        ...
+
+    @property
+    def pinned(self) -> Set[str]:
+        """CIDs of the pinned adapters."""
         ...
 
     @property
@@ -265,6 +300,10 @@ class AdapterHost(Protocol):
 
     async def adapter_uses(self) -> Sequence[AdapterUse]:
         """Returns residency and usage of every registered adapter."""
+        ...
+
+    async def examine_adapter(self, path: str) -> Mapping[str, Any]:
+        """Returns the doctor's report on a folder; a refusal is a finding in it."""
         ...
 
     async def probe(self, timeout_s: float) -> dict[str, float]:

@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from loramux.config.paths import FETCH_FOLDER, DataPaths
 from loramux.errors import InvalidRequest
 from loramux.progress import SILENT, ByteSink
+from loramux.registry.audit import Actor, Signer
 from loramux.registry.names import DEFAULT_TENANT
 from loramux.registry.registry import Registry
 from loramux.server.local_sources import fetched_folder
@@ -34,21 +38,48 @@ class LibraryOptions:
     limits: StoreLimits = field(default_factory=StoreLimits)
     sink: ByteSink = SILENT
     on_fetch: Callable[[Progress], None] | None = None
+    require_signed: bool = False
+    """Whether every push needs a signature."""
+    signer: Signer | None = None
+    """Signs the entries of the audit log."""
+    audit_anchor: Path | None = None
+    """Gets the end of the audit log."""
 
 
 @contextmanager
 def open_registry(places: DataPaths) -> Iterator[Registry]:
     with Registry(places.registry) as registry:
-        yield registry
+        yield registry.acting(_user())
 
 
 @contextmanager
 def open_library(places: DataPaths, options: LibraryOptions) -> Iterator[AdapterLibrary]:
     """The adapter library of a data folder; its registry is closed with the context."""
-    with Registry(places.registry, home_tenant=options.home_tenant) as registry:
+    opened = Registry(
+        places.registry,
+        home_tenant=options.home_tenant,
+        signer=options.signer,
+        anchor=options.audit_anchor,
+    )
+    with opened as registry:
         sources = options.sources or read_environment(os.environ, SourceConfig())
         store = open_store(places, sources, limits=options.limits, sink=options.sink)
-        yield AdapterLibrary(store, registry, open_source=_open_source(places, options))
+        yield AdapterLibrary(
+            store,
+            registry.acting(_user()),
+            open_source=_open_source(places, options),
+            require_signed=options.require_signed,
+        )
+
+
+def _user() -> Actor:
+    """The user of this process, as the actor of its changes; requests have their own."""
+    try:
+        name = getpass.getuser()
+    # A container's user may have no name.
+    except (KeyError, OSError):
+        name = str(os.getuid())
+    return Actor(address=f"{name}@{socket.gethostname()}")
 
 
 def open_bucket(places: DataPaths) -> ObjectTier:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from collections.abc import Sequence
 
 
 class LoramuxError(Exception):
     """Base of all errors that a user can cause or must see."""
+
+    is_audited = False
+    """Whether the audit log has an entry of this refusal."""
 
 
 class InvalidRequest(LoramuxError):
@@ -23,6 +28,10 @@ class ContextLengthExceeded(InvalidRequest):
 
     code = "context_length_exceeded"
 
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        # Some clients know the error by this word alone, and see nothing but the message.
+        super().__init__(f"{message} ({self.code})", param=param)
+
 
 class UnsupportedModel(LoramuxError):
     """The base model cannot be served: unknown architecture, invalid config or missing files."""
@@ -34,6 +43,10 @@ class ModelNotFetched(LoramuxError):
 
 class AdapterNotFound(LoramuxError):
     """The named adapter does not exist."""
+
+
+class RecordNotFound(LoramuxError):
+    """The registry has no such tenant or key."""
 
 
 class Refusal(LoramuxError):
@@ -66,6 +79,26 @@ class EngineBusy(LoramuxError):
         self.retry_after_s = retry_after_s
 
 
+class RateLimited(LoramuxError):
+    """A request is over a limit of its tenant or key; `limit` is the name of the limit.
+
+    It may be retried after retry_after_s; None: never, because it is larger than the limit.
+    """
+
+    def __init__(self, message: str, *, limit: str, retry_after_s: float | None) -> None:
+        super().__init__(message)
+        self.code = limit
+        self.retry_after_s = retry_after_s
+
+
+class QuotaExceeded(LoramuxError):
+    """A change would exceed a limit of its tenant or key; `limit` is the name of the limit."""
+
+    def __init__(self, message: str, *, limit: str) -> None:
+        super().__init__(message)
+        self.code = limit
+
+
 class RequestTimeout(LoramuxError):
     """The time limit of the request expired before its last token."""
 
@@ -81,6 +114,11 @@ class RegistryConflict(LoramuxError):
 class RegistryUnavailable(LoramuxError):
     """The registry's database cannot be reached, or was busy for too long."""
 
+    def __init__(self, message: str, *, client_message: str | None = None) -> None:
+        """`client_message` is what clients of a server see, without the database's address."""
+        super().__init__(message)
+        self.client_message = client_message or message
+
 
 class StoreFull(LoramuxError):
     """The adapter store has reached its own limit or that of the disk."""
@@ -88,6 +126,21 @@ class StoreFull(LoramuxError):
 
 class StoreDamaged(LoramuxError):
     """Bytes in the adapter store do not match their digest."""
+
+
+class FilesUnavailable(LoramuxError):
+    """This machine has no descriptors, memory or permission for files of the server."""
+
+
+def machine_error(error: OSError) -> LoramuxError | None:
+    """Returns the error of a machine that lacks something, without paths; None: it is another."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreFull("The disk of this server is full.")
+    if error.errno in (errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        return FilesUnavailable(
+            f"The server cannot use its files now: {os.strerror(error.errno)}. Its log has more."
+        )
+    return None
 
 
 class SourceRefused(Refusal):

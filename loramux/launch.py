@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
-import resource
-import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
 
-import uvicorn
 from fastapi import FastAPI
 
 from loramux.adapters.combine.cache import CombinationCache
 from loramux.backend import ModelCard
 from loramux.compose import LibraryOptions, open_library, store_limits
+from loramux.config.access import AccessConfig, is_key_text, parse_networks
 from loramux.config.engine import EngineConfig
 from loramux.config.fields import NONE, LoraModule
 from loramux.config.paths import (
@@ -31,6 +30,7 @@ from loramux.config.paths import (
 )
 from loramux.config.serve import ServeConfig
 from loramux.engine.async_engine import AsyncEngine, AsyncEngineOptions
+from loramux.engine.chat import read_chat_template
 from loramux.engine.process import OnProgress
 from loramux.engine.spawn import SpawnedWorker
 from loramux.errors import InvalidRequest, LoramuxError
@@ -38,30 +38,41 @@ from loramux.log_lines import use_one_line_records
 from loramux.models.default_model import cache_folder, default_model_path
 from loramux.models.locate import locate_model
 from loramux.progress import ByteSink
-from loramux.receipts.signing import read_private_key
 from loramux.receipts.writer import ReceiptWriter
+from loramux.registry.access import NO_ACCESS
+from loramux.registry.audit import Signer
+from loramux.registry.keys import parse_key
 from loramux.registry.records import Resolved
 from loramux.server.adapter_folder import AdapterFolder
 from loramux.server.adapter_sources import AdapterSources
 from loramux.server.app import create_app
+from loramux.server.authentication import CredentialAuthenticator, Credentials, TokenVerifier
 from loramux.server.combinations import Combinations
+from loramux.server.connections.browsers import default_hosts
+from loramux.server.connections.serving import (
+    DrainingServer,
+    allow_many_connections,
+    listen,
+    uvicorn_config,
+    when_started,
+)
 from loramux.server.context import OnDemand, ServerOptions
 from loramux.server.names import AdapterNames
 from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.warming import find_prewarmed, prewarm
+from loramux.signing import read_private_key
 from loramux.sources.config import SourceConfig, source_config
 from loramux.sources.download import Progress
 from loramux.sources.kept import KeptAdapters
 from loramux.sources.parse import is_remote
 from loramux.types.adapter import AdapterCard, InspectedCard
 
+API_KEY_VARIABLES = ("LORAMUX_API_KEY", "VLLM_API_KEY")
 RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 SECONDS_PER_DAY = 86_400.0
 MIN_COMBINATION_BYTES = 2**30
 _log = logging.getLogger(__name__)
-# After the drain every stream has ended; this is the time for closing the sockets.
-_CLOSING_S = 5
 # Adapters that a full check at the start reads at once.
 _NUM_CHECKED_AT_ONCE = 8
 
@@ -72,6 +83,7 @@ class ServerReady:
 
     host: str
     port: int
+    is_https: bool
     base_name: str
     adapter_names: Sequence[str]
     card: ModelCard
@@ -107,9 +119,9 @@ def _run(
     on_ready: OnReady,
     worker: SpawnedWorker | None,
 ) -> int:
-    _allow_many_connections()
+    allow_many_connections()
     # Bound before the model is fetched and loaded, so that a port in use fails at once.
-    with _listen(config.host, config.port) as listener:
+    with listen(config.host, config.port) as listener:
         config = with_fetched_adapters(config, source_config(config), progress)
         # On the main thread, ahead of the event loop: Ctrl-C ends a download at once.
         config = replace(config, model=str(locate_model(config.model, sink=downloads)))
@@ -148,6 +160,8 @@ async def _serve(
     # Parsed before the model is loaded, so that an invalid setting fails at once.
     sources = source_config(config)
     with opened_registry(config, sources=sources) as (registry, issuer):
+        authenticator = make_authenticator(config, registry)
+        check_exposure(config, listener, authenticator)
         given = {module.name for module in config.lora_modules}
         others = [name for name in config.prewarm_adapters if name not in given]
         prewarmed = find_prewarmed(registry, others)
@@ -161,15 +175,16 @@ async def _serve(
             app = create_app(
                 engine,
                 options,
+                authenticator=authenticator,
                 names=names,
                 receipts=issuer,
-                combinations=combinations,
                 on_demand=OnDemand(
+                    combinations=combinations,
                     sources=AdapterSources(engine, names, sources, cache_folder() / "adapters"),
                     folder=await stack.enter_async_context(_watched_folder(config, engine, names)),
                 ),
             )
-            server = DrainingServer(_uvicorn_config(config, app), engine, config.drain_s)
+            server = _draining_server(config, app, engine)
             host, port = listener.getsockname()[:2]
 
             def announce() -> None:
@@ -179,16 +194,23 @@ async def _serve(
                     ServerReady(
                         host=host,
                         port=port,
+                        is_https=config.connections.ssl_certfile is not None,
                         base_name=options.served_model_names[0],
                         adapter_names=shown,
                         card=engine.card,
                     )
                 )
 
-            announcing = asyncio.create_task(_when_started(server, announce))
+            announcing = asyncio.create_task(when_started(server, announce))
             await server.serve(sockets=[listener])
             announcing.cancel()
             await server.wait_until_drained()
+
+
+def _draining_server(config: ServeConfig, app: FastAPI, engine: AsyncEngine) -> DrainingServer:
+    connections, drain_s = config.connections, config.drain_s
+    served = uvicorn_config(app, connections, log_level=config.log_level, drain_s=drain_s)
+    return DrainingServer(served, connections, partial(engine.close, drain_s=drain_s))
 
 
 @contextlib.asynccontextmanager
@@ -226,19 +248,119 @@ def server_options(
     return ServerOptions(
         served_model_names=config.served_model_name or (base_name,),
         cors_origins=config.cors_origins,
+        root_path=config.connections.root_path or "",
+        allowed_hosts=config.connections.allowed_hosts or default_hosts(config.host),
+        max_body_bytes=config.connections.max_request_size,
         probe_timeout_s=config.probe_timeout_s,
         tenant_header=config.tenant_header,
+        shared_names=config.access.shared_names,
+        trusted_proxies=parse_networks(config.access.trusted_proxies),
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
         allow_runtime_lora_updating=config.allow_runtime_lora_updating or is_allowed,
         allowed_roots=config.allowed_roots,
         adapter_source=config.adapter_source,
+        ui=config.ui,
         compat=tuple(name for name in config.compat if name != NONE) if config.compat else None,
         tenant_shares=dict(config.tenant_shares),
         adapter_shares=dict(config.adapter_shares),
         sources=sources or source_config(config, environment),
         unopened_registry=None if config.registry == NONE else _default_registry(environment),
     )
+
+
+def make_authenticator(
+    config: ServeConfig,
+    registry: RegistryAdapters | None,
+    environment: Mapping[str, str] = os.environ,
+) -> CredentialAuthenticator:
+    credentials = Credentials(
+        api_keys=_api_keys(config, environment),
+        access=lambda: NO_ACCESS if registry is None else registry.access,
+        tokens=_tokens(config.access),
+        tenant_header=config.tenant_header,
+        has_proxies=bool(config.access.trusted_proxies),
+    )
+    return CredentialAuthenticator(credentials)
+
+
+def _tokens(access: AccessConfig) -> TokenVerifier | None:
+    """Checks tokens of --jwt-issuer; None: there is none."""
+    if access.jwt_issuer is None or access.jwt_audience is None:
+        return None
+    try:
+        # Imported here: the extra `jwt` is not everywhere.
+        from loramux.server.identity import IdentityTokens, TokenRules, check_url
+    except ModuleNotFoundError as error:
+        raise InvalidRequest(
+            "--jwt-issuer needs PyJWT. Run: pip install 'loramux[jwt]'", param="jwt_issuer"
+        ) from error
+    keys = access.jwt_keys
+    if keys is None or "://" in keys:
+        check_url(keys or access.jwt_issuer)
+    return IdentityTokens(
+        TokenRules(
+            issuer=access.jwt_issuer,
+            audience=access.jwt_audience,
+            keys=keys,
+            tenant_claim=access.jwt_tenant_claim,
+            scopes_claim=access.jwt_scopes_claim,
+        )
+    )
+
+
+def _api_keys(config: ServeConfig, environment: Mapping[str, str]) -> Sequence[str]:
+    """The keys of --api-key, or else of the environment.
+
+    There it may also be the key that commands of this machine send to other servers: keys of a
+    registry are valid as that registry says, and give no other rights.
+    """
+    given = config.access.api_key
+    if any(parse_key(key) is not None for key in given):
+        raise InvalidRequest(
+            "--api-key got a key of a registry, which would open every route with it. Keys of the "
+            "registry need no flag.",
+            param="api_key",
+        )
+    if given:
+        return given
+    found = next(filter(None, map(environment.get, API_KEY_VARIABLES)), None)
+    if found is None or parse_key(found) is not None:
+        return ()
+    if not is_key_text(found):
+        raise InvalidRequest(
+            f"{' or '.join(API_KEY_VARIABLES)} must be printable ASCII without spaces."
+        )
+    return (found,)
+
+
+def check_exposure(
+    config: ServeConfig, listener: socket.socket, authenticator: CredentialAuthenticator
+) -> None:
+    """Refuses to serve other machines without keys, and a tenant header that nothing can send."""
+    access = config.access
+    if authenticator.needs_key:
+        if config.tenant_header is not None and not access.trusted_proxies:
+            raise InvalidRequest(
+                "--tenant-header needs --trusted-proxies where keys are needed: name the addresses "
+                "of the gateway that sends it.",
+                param="tenant_header",
+            )
+        return
+    if access.insecure_no_auth or _is_loopback(listener.getsockname()[0]):
+        return
+    raise InvalidRequest(
+        f"Other machines can reach {config.host}, and no key is needed there: everybody could use, "
+        "change and delete all adapters. Make a key (loramux keys create) or give --api-key, or "
+        "accept it with --insecure-no-auth.",
+        param="host",
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
 
 
 def registry_paths(config: ServeConfig, environment: Mapping[str, str]) -> DataPaths | None:
@@ -282,30 +404,25 @@ def opened_registry(
     if places is None:
         yield None, issuer
         return
+    anchor = config.access.audit_anchor
     library_options = LibraryOptions(
         home_tenant=config.home_tenant,
         sources=sources or source_config(config, environment),
         limits=store_limits(config.max_adapter_size, config.store_space),
+        require_signed=config.access.require_signed,
+        signer=None if key is None else Signer(key),
+        audit_anchor=None if anchor is None else Path(anchor),
     )
     with contextlib.ExitStack() as stack:
         library = stack.enter_context(open_library(places, library_options))
         adapters = RegistryAdapters(library)
         stack.callback(adapters.close)
         adapters.start()
+        adapters.recall_use(issuer.pool_id)
         days = config.receipt_retention_days
         max_age_s = None if days is None else days * SECONDS_PER_DAY
         writer = stack.enter_context(ReceiptWriter(library.registry, max_age_s=max_age_s))
         yield adapters, replace(issuer, writer=writer)
-
-
-def _uvicorn_config(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        log_level=config.log_level,
-        access_log=False,
-        timeout_graceful_shutdown=int(config.drain_s) + _CLOSING_S,
-        timeout_keep_alive=30,
-    )
 
 
 @contextlib.asynccontextmanager
@@ -318,6 +435,7 @@ async def _running_engine(
         served_name=config.served_model_name[0] if config.served_model_name else None,
         max_queue=config.max_queue,
         max_tokens=config.max_queue_tokens,
+        chat_template=read_chat_template(config.chat_template),
     )
     engine = AsyncEngine(options, on_progress=progress, worker=worker)
     await engine.start()
@@ -392,56 +510,3 @@ def _with_disk_folder(config: EngineConfig) -> EngineConfig:
     if config.disk_folder is not None:
         return config
     return replace(config, disk_folder=str(cache_folder() / "images"))
-
-
-class DrainingServer(uvicorn.Server):
-    """On the first signal, refuses new requests and gives running ones drain_s to finish."""
-
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_s: float) -> None:
-        super().__init__(config)
-        self._engine = engine
-        self._drain_s = drain_s
-        self._draining: asyncio.Task[None] | None = None
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn's handler would raise the signal again after its shutdown and kill the process.
-        if self.should_exit and sig == signal.SIGINT:
-            self.force_exit = True
-        if self._draining is None:
-            self.should_exit = True
-            closing = self._engine.close(drain_s=self._drain_s)
-            self._draining = asyncio.get_running_loop().create_task(closing)
-
-    async def wait_until_drained(self) -> None:
-        if self._draining is not None and not self.force_exit:
-            await self._draining
-
-
-async def _when_started(server: uvicorn.Server, announce: Callable[[], None]) -> None:
-    while not server.started:
-        await asyncio.sleep(0.02)
-    announce()
-
-
-def _allow_many_connections() -> None:
-    """Raise the soft limit of open files: every stream is one, and the usual limit is 1024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With protocol 0 asyncio would not set TCP_NODELAY, and each reply would wait about 40 ms for
-    # the client's acknowledgement.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise InvalidRequest(
-            f"Cannot listen on {host}:{port}: {error.strerror}. Choose another with --port.",
-            param="port",
-        ) from error
-    listener.listen(2048)
-    return listener

@@ -1,12 +1,15 @@
-"""Keeps each log message on one line: text of requests and files may hold control characters."""
+"""Keeps log messages on one line each, and clients from filling the log."""
 
 from __future__ import annotations
 
 import logging
+import math
+import time
+from collections.abc import Callable
 
 
 class OneLineRecord(logging.LogRecord):
-    """A record whose message shows control characters as escapes."""
+    """A record that shows control characters, which requests and files may hold, as escapes."""
 
     def getMessage(self) -> str:  # noqa: N802
         return escaped(super().getMessage())
@@ -22,3 +25,35 @@ def escaped(text: str) -> str:
 def use_one_line_records() -> None:
     """Applies to all loggers of this process."""
     logging.setLogRecordFactory(OneLineRecord)
+
+
+class RepeatedLines(logging.Filter):
+    """Lets one of many equal messages below ERROR pass in a time, and counts the others."""
+
+    def __init__(
+        self, interval_s: float = 10.0, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__()
+        self._interval_s = interval_s
+        self._clock = clock
+        self._passed_at: dict[str, float] = {}
+        self._num_hidden: dict[str, int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR:
+            return True
+        key, now = str(record.msg), self._clock()
+        if now - self._passed_at.get(key, -math.inf) < self._interval_s:
+            self._num_hidden[key] = self._num_hidden.get(key, 0) + 1
+            return False
+        self._passed_at[key] = now
+        num_hidden = self._num_hidden.pop(key, 0)
+        if num_hidden:
+            record.msg = f"{record.msg} (and {num_hidden} more like it)"
+        return True
+
+
+def limit_repeated_lines(*names: str) -> None:
+    """Limits repeated messages of these loggers, which clients can cause at will."""
+    for name in names:
+        logging.getLogger(name).addFilter(RepeatedLines())

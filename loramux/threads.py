@@ -61,3 +61,5 @@ FOLDER_READS = WorkThreads("folder reads", 4)
 QUERIES = WorkThreads("queries", 8)
 """Reads and writes of the registry's database."""
 PLANS = WorkThreads("plans", 1, max_waiting=16)
+GRAMMAR_CHECKS = WorkThreads("grammar checks", 16, max_waiting=256)
+"""Grammars of requests; new ones wait for the processes that check them, known ones do not."""

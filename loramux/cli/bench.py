@@ -30,7 +30,19 @@ PROGRAMS = {
         "benchmarks.many_adapters",
         "Start, restart and token time with thousands of adapters, against a few.",
     ),
+    "routing": (
+        "benchmarks.routing",
+        "Simulate a fleet of up to 1,000 replicas: hit rates and waits of routing policies.",
+    ),
+    "router": (
+        "benchmarks.router",
+        "The router with real processes: policies, and overhead against no router.",
+    ),
     "kernels": ("benchmarks.kernels", "LoRA and attention kernels alone, against other servers'."),
+    "structured": (
+        "benchmarks.structured",
+        "Throughput of a batch with constrained rows, and compile time of a schema.",
+    ),
     "goals": ("benchmarks.goals", "Every goal of the GPU engine: measured figure, goal, verdict."),
     "plot": ("benchmarks.lib.plots", "Plot the JSON record of a benchmark."),
     "cache-simulation": (
@@ -38,16 +50,18 @@ PROGRAMS = {
         "Study: eviction policies on simulated traces.",
     ),
     "fairness": ("benchmarks.studies.fairness", "Study: waits beside an adapter that floods."),
-    "grammar-cost": (
-        "benchmarks.studies.grammar_cost",
-        "Study: throughput of a batch with structured output.",
-    ),
     "load-interference": (
         "benchmarks.studies.load_interference",
         "Study: inter-token latency while adapters load from disk.",
     ),
     "merge-mode": ("benchmarks.studies.merge_mode", "Study: adapter merged into the weights."),
+    "page-cost": ("benchmarks.studies.page_cost", "Study: cost of open web pages."),
     "receipt-overhead": ("benchmarks.studies.receipt_overhead", "Study: cost of receipts."),
+    "guard-overhead": ("benchmarks.studies.guard_overhead", "Study: cost of keys and limits."),
+    "connection-storm": (
+        "benchmarks.studies.connection_storm",
+        "Study: streams in a storm of connections.",
+    ),
     "slow-streams": ("benchmarks.studies.slow_streams", "Study: clients that do not read."),
     "tier-trace": ("benchmarks.studies.tier_trace", "Study: thousands of adapters in three tiers."),
     "trace-profile": ("benchmarks.studies.trace_profile", "Study: GPU time of a step by kernel."),

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loramux.cli.console import ByteView, printable, say, size_text
+from loramux.cli.image_doctor import examine_image_adapter
 from loramux.cli.registry_view import recipe_lines
 from loramux.errors import DoesNotFit, LoramuxError
 
@@ -70,6 +71,9 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "Cost", cost_text(report.cost)
     if report.recipe is not None:
         yield from recipe_lines(report.recipe)
+    if report.num_signatures or report.signed_by:
+        by = "not checked: give --signer" if report.signed_by is None else f"by {report.signed_by}"
+        yield "Signed", f"{report.num_signatures} signatures, {by}"
 
 
 def fields_text(fields: Iterable[FieldReport]) -> str:
@@ -186,8 +190,21 @@ def layer_ranges(layers: Iterable[int]) -> str:
 Progress = Callable[[str, float], None]
 
 
-def doctor(
-    path: Annotated[Path, typer.Argument(help="Adapter folder, as PEFT saves it.")],
+PATH = typer.Argument(
+    help="Adapter folder, as PEFT saves it; with --image-model also a .safetensors file."
+)
+SIGNER = typer.Option(
+    metavar="FILE",
+    help="Refuse an adapter without a signature of one of these public keys (PEM).",
+)
+IMAGE_MODEL = typer.Option(
+    metavar="FOLDER",
+    help="Image model: a folder that diffusers saved. The adapter is then one of images.",
+)
+
+
+def doctor(  # noqa: PLR0913  (one for each flag)
+    path: Annotated[Path, PATH],
     model: Annotated[
         str | None,
         typer.Option(
@@ -206,15 +223,19 @@ def doctor(
     max_rank: Annotated[
         int | None, typer.Option(min=1, help="Refuse an adapter with a higher rank.")
     ] = None,
+    signer: Annotated[list[Path] | None, SIGNER] = None,
     probe: Annotated[
         bool,
         typer.Option(help="Run the model to measure how much the adapter changes its logits."),
     ] = True,
+    image_model: Annotated[Path | None, IMAGE_MODEL] = None,
 ) -> None:
     """Check a LoRA adapter like the engine does, and show its contents.
 
     The exit status is 0 only if the adapter can be served.
     """
+    if image_model is not None:
+        examine_image_adapter(path, image_model, probe=probe, as_json=as_json)
     # Imported here: it is not needed for `--help`.
     from loramux.models.locate import locate_model
 
@@ -236,6 +257,8 @@ def doctor(
         if probe and report.ok:
             status.update("Running the base model with and without the adapter")
             report = measure(report, base)
+        if report.ok:
+            report = with_signature(report, signer or ())
     show_and_exit(report, as_json)
 
 
@@ -306,6 +329,27 @@ def measure(report: Report, model: Path) -> Report:
     if change == 0:
         warnings += ("No logit changed on the fixed tokens: the adapter has no effect.",)
     return replace(report, max_logit_change=change, warnings=warnings)
+
+
+def with_signature(report: Report, signers: Iterable[Path]) -> Report:
+    """Add what the signatures in the folder say; refuse if none is of the given keys."""
+    from loramux.adapters.signature import find_verified, parse_signing_key, read_signatures
+    from loramux.signing import read_pem
+    from loramux.store.manifest import folder_manifest
+
+    folder = Path(report.folder)
+    try:
+        keys = [parse_signing_key(read_pem(path).decode("utf-8", "replace")) for path in signers]
+        given = read_signatures(folder)
+        verified = find_verified(folder_manifest(folder), given, keys) if keys else None
+    except (LoramuxError, OSError) as error:
+        return refuse(folder, report.base, "bad_signature", str(error))
+    if keys and verified is None:
+        known = ", ".join(key.key_id for key in keys)
+        reason = f"It has {len(given)} signatures, and none of the keys {known} has made one."
+        return refuse(folder, report.base, "bad_signature", reason)
+    by = None if verified is None else verified.key_id
+    return replace(report, num_signatures=len(given), signed_by=by)
 
 
 def read_base(path: Path, progress: Progress | None) -> BaseModelInfo:

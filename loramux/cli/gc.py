@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,6 +87,7 @@ def collect(  # noqa: PLR0913  (one for each flag)
             refuse_empty_registry(library)
         with working("Removing"):
             removed = library.gc(grace_s=grace_s)
+            record(library.registry, str(library.store.root), **asdict(removed))
         count = f"{removed.num_adapters} adapters, {removed.num_files} files"
         say(Console(), "Removed  ", f"{count}, {size_text(removed.freed_bytes)}", style="bold")
 
@@ -118,7 +120,7 @@ def collect_remote(
 ) -> None:
     with open_registry(registry, data) as opened:
         from loramux.compose import open_bucket
-        from loramux.store.gc import collect_bucket, plan_bucket
+        from loramux.store.gc import Collected, collect_bucket, plan_bucket
 
         since = time.time() - parse_duration(older_than)
         bucket = open_bucket(
@@ -133,7 +135,16 @@ def collect_remote(
         else:
             with working("Removing"):
                 plan = collect_bucket(bucket, plan, lambda: referred_cids(opened, since))
+            removed = Collected(len(plan.records), len(plan.blobs), plan.freed_bytes)
+            record(opened, "the remote store", **asdict(removed))
         show_total(plan, Console(), is_dry=is_dry)
+
+
+def record(registry: Registry, place: str, **removed: int) -> None:
+    """Adds the collection to the audit log."""
+    from loramux.registry.audit import Action, Event
+
+    registry.record(Event(Action.GC, "", place, dict(removed)))
 
 
 def referred_cids(registry: Registry, since: float) -> set[str]:

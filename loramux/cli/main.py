@@ -9,18 +9,24 @@ import typer
 
 from loramux import __version__
 from loramux.cli import (
+    audit,
     bench,
     chat,
     convert,
     doctor,
+    draw,
     gc,
+    keys,
     merge,
     plan,
     pull,
     push,
     receipts,
     registry,
+    router,
     serve,
+    sign,
+    tenants,
     top,
     tune,
 )
@@ -37,8 +43,15 @@ REGISTRY_COMMANDS: dict[str, Callable[..., None]] = {
     "rm": registry.remove,
     "gc": gc.collect,
     "verify": registry.verify,
+    "sign": sign.sign,
 }
-REGISTRY_PANEL = "Names and versions"
+ACCESS_COMMANDS: dict[str, Callable[..., None]] = {
+    "share": keys.share,
+    "unshare": keys.unshare,
+    "shares": keys.shares,
+    "usage": tenants.usage,
+}
+REGISTRY_PANEL, ACCESS_PANEL = "Names and versions", "Access"
 
 app = typer.Typer(
     name="loramux",
@@ -47,16 +60,23 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("serve", cls=serve.ServeCommand)(serve.serve)
+app.command("router")(router.router)
 app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 app.command("merge", cls=merge.MergeCommand)(merge.merge)
 app.command("convert")(convert.convert)
+app.command("draw")(draw.draw)
 app.command("plan")(plan.plan)
 app.command("top")(top.top)
 app.command("tune")(tune.tune)
 app.add_typer(bench.app, name="bench")
 for name, command in REGISTRY_COMMANDS.items():
     app.command(name, rich_help_panel=REGISTRY_PANEL)(command)
+app.add_typer(keys.app, name="keys", rich_help_panel=ACCESS_PANEL)
+app.add_typer(tenants.app, name="tenants", rich_help_panel=ACCESS_PANEL)
+app.add_typer(audit.app, name="audit", rich_help_panel=ACCESS_PANEL)
+for name, command in ACCESS_COMMANDS.items():
+    app.command(name, rich_help_panel=ACCESS_PANEL)(command)
 app.add_typer(receipts.app, name="receipts", rich_help_panel=REGISTRY_PANEL)
 
 

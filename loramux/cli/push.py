@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 
+from loramux.adapters.signature import read_signatures, sign_manifest
 from loramux.cli.console import ByteView, say, size_text
 from loramux.cli.doctor import diagnose, measure, show_report
 from loramux.cli.registry_options import (
@@ -29,7 +30,9 @@ from loramux.cli.registry_view import show_alias
 from loramux.config.fields import parse_bytes
 from loramux.config.paths import FETCH_FOLDER, find_data_paths
 from loramux.registry.names import check_alias, parse_push_reference
+from loramux.signing import read_private_key
 from loramux.sources.config import FetchLimits, HttpConfig, SourceConfig
+from loramux.store.manifest import folder_manifest
 
 if TYPE_CHECKING:
     from loramux.store.library import Pushed
@@ -134,6 +137,23 @@ CheckBaseFlag = Annotated[
     ),
 ]
 
+SignFlag = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Sign it with this Ed25519 key, which the tenant accepts as a signer."
+    ),
+]
+SignatureFlag = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Signatures in Base64, or a bundle of cosign sign-blob. Default: loramux.sig in the "
+        "folder, if there is one.",
+    ),
+]
+
 
 def push(  # noqa: PLR0913  (one for each flag)
     source: SourceArgument,
@@ -146,6 +166,8 @@ def push(  # noqa: PLR0913  (one for each flag)
     private_http_hosts: PrivateHostsFlag = None,
     shared_cache: SharedCacheFlag = None,
     remote_store: RemoteStoreFlag = None,
+    sign: SignFlag = None,
+    signature: SignatureFlag = None,
     registry: RegistryFlag = None,
     data: DataFlag = None,
 ) -> None:
@@ -185,12 +207,21 @@ def push(  # noqa: PLR0913  (one for each flag)
             if check_base is not None:
                 view.begin("Checking the adapter on its base model", None)
                 check_on_base(folder, check_base)
-            pushed = library.push(folder, reference, source=name)
+            signatures = given_signatures(folder, sign, signature)
+            pushed = library.push(folder, reference, source=name, signatures=signatures)
         show_pushed(pushed, Console())
         if alias is not None:
             name = f"{pushed.tenant}/{pushed.name}"
             state = library.registry.promote(name, pushed.version, alias=alias)
             show_alias(name, state, Console())
+
+
+def given_signatures(folder: Path, key: Path | None, file: Path | None) -> tuple[str, ...]:
+    """The signatures of the flags; none: those in the folder count."""
+    found = () if file is None else read_signatures(file.parent, file.name)
+    if key is None:
+        return found
+    return (*found, sign_manifest(folder_manifest(folder), read_private_key(key)))
 
 
 def check_on_base(folder: Path, model: Path) -> None:
@@ -211,3 +242,5 @@ def show_pushed(pushed: Pushed, console: Console) -> None:
         say(console, "Size     ", size_text(pushed.size_bytes), style="bold")
     else:
         say(console, "Recipe   ", str(pushed.recipe), style="bold")
+    if pushed.signed_by is not None:
+        say(console, "Signed by", f" {pushed.signed_by}", style="bold")

@@ -29,6 +29,7 @@ from loramux.progress import ByteSink
 
 if TYPE_CHECKING:
     from loramux.backend import ModelCard
+    from loramux.image_launch import ImageServerReady
     from loramux.launch import ServerReady
 
 MAX_NAMES_SHOWN = 20
@@ -65,7 +66,10 @@ class ServeView:
         self.stop_progress()
 
     def show_plan(self, config: ServeConfig) -> None:
-        say(self._console, "Base      ", config.model or "the default model", style="bold")
+        model = config.images.image_model or config.model or "the default model"
+        say(self._console, "Base      ", model, style="bold")
+        for lora in config.images.image_lora[:MAX_NAMES_SHOWN]:
+            say(self._console, "Adapter   ", lora, style="bold")
         for module in config.lora_modules[:MAX_NAMES_SHOWN]:
             say(self._console, "Adapter   ", f"{module.name} from {module.path}", style="bold")
         hidden = len(config.lora_modules) - MAX_NAMES_SHOWN
@@ -125,7 +129,8 @@ class ServeView:
     def show_ready(self, ready: ServerReady) -> None:
         self.is_ready = True
         self.stop_progress()
-        url, adapter_names = server_url(ready.host, ready.port), ready.adapter_names
+        url = server_url(ready.host, ready.port, is_https=ready.is_https)
+        adapter_names = ready.adapter_names
         for name, value in engine_facts(ready.card):
             say(self._console, f"{name:<13}", value, style="bold")
         if ready.card.fallback_reason is not None:
@@ -141,6 +146,28 @@ class ServeView:
         command = curl_command(url, adapter_names[0] if adapter_names else ready.base_name)
         self._console.print(Text(command), soft_wrap=True)
         self._console.print(Text(f"loramux chat --url {url}\n"), soft_wrap=True)
+
+    def show_images_ready(self, ready: ImageServerReady) -> None:
+        self.is_ready = True
+        self.stop_progress()
+        url = server_url(ready.host, ready.port, is_https=ready.is_https)
+        card = ready.card
+        say(self._console, "Device       ", f"{card.device}, {card.dtype}", style="bold")
+        say(self._console, "Batch        ", f"{card.max_tokens} image tokens", style="bold")
+        say(self._console, "\nListening on ", url, style="bold green")
+        say(self._console, "Models       ", ready.base_name, style="bold")
+        for name in ready.adapter_names[:MAX_NAMES_SHOWN]:
+            say(self._console, "             ", name, style="bold")
+        say(self._console, "\nTry it, here or in another terminal:", "", style="bold")
+        body = {"prompt": "a red fox", "adapters": list(ready.adapter_names[:1])}
+        self._console.print(Text(image_command(url, body)), soft_wrap=True)
+
+
+def image_command(url: str, body: dict[str, Any]) -> str:
+    return (
+        f"curl {url}/v1/images/generations -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )
 
 
 def engine_facts(card: ModelCard) -> Iterator[tuple[str, str]]:
@@ -158,10 +185,11 @@ def engine_facts(card: ModelCard) -> Iterator[tuple[str, str]]:
         yield "Engine start", ", ".join(phases)
 
 
-def server_url(host: str, port: int) -> str:
+def server_url(host: str, port: int, *, is_https: bool = False) -> str:
     """The URL of the server; for a wildcard address, that of the loopback interface."""
     host = EVERYWHERE.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if is_https else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def curl_command(url: str, model: str) -> str:
@@ -260,7 +288,8 @@ def serve(config: Path | None = None, **flags: Any) -> None:
     except InvalidRequest as error:
         show_error(Console(stderr=True), str(error))
         raise typer.Exit(2) from error
-    raise typer.Exit(run(settings, console, import_launch))
+    find_launch = import_launch if settings.images.image_model is None else import_image_launch
+    raise typer.Exit(run(settings, console, find_launch))
 
 
 def flag_parameter(
@@ -325,6 +354,22 @@ def import_launch() -> Launch:
     return partial(launch.serve, worker=worker)
 
 
+def import_image_launch() -> Launch:
+    # Imported late, as above; the model is loaded in a thread of this process.
+    from loramux.image_launch import serve_images
+
+    def launch(
+        config: ServeConfig,
+        *,
+        progress: Callable[[str, float], None],
+        downloads: ByteSink,
+        on_ready: Callable[[Any], None],
+    ) -> int:
+        return serve_images(config, progress=progress, on_ready=on_ready)
+
+    return launch
+
+
 def run(config: ServeConfig, console: Console, find_launch: Callable[[], Launch]) -> int:
     signal.signal(signal.SIGTERM, stop)
     with ServeView(console) as view:
@@ -332,7 +377,9 @@ def run(config: ServeConfig, console: Console, find_launch: Callable[[], Launch]
         try:
             view.progress("Starting", 0.0)
             launch = find_launch()
-            return launch(config, progress=view.progress, downloads=view, on_ready=view.show_ready)
+            is_text = config.images.image_model is None
+            on_ready: Any = view.show_ready if is_text else view.show_images_ready
+            return launch(config, progress=view.progress, downloads=view, on_ready=on_ready)
         except KeyboardInterrupt:
             view.show_stopped()
             return 0 if view.is_ready else STOPPED_BY_CTRL_C

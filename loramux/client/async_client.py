@@ -24,6 +24,8 @@ from loramux.client.replies import (
     HealthReply,
     ModelCard,
     ModelList,
+    ReplicaInfo,
+    ReplicaList,
     Tokens,
 )
 from loramux.client.retry import RetryPolicy
@@ -128,6 +130,10 @@ class AsyncClient:
     async def warm(self, name: str) -> AdapterInfo:
         """Load the adapter and use it once, so that later requests do not wait for it."""
         return wire.decode(await self._send(wire.warm_call(name)), AdapterInfo)
+
+    async def replicas(self) -> tuple[ReplicaInfo, ...]:
+        """Return the servers of a router; a server by itself has no such route."""
+        return wire.decode(await self._send(wire.get("/v1/replicas")), ReplicaList).data
 
     async def stats(self) -> EngineInfo:
         return wire.decode(await self._send(wire.get("/v1/stats")), EngineInfo)

@@ -24,6 +24,8 @@ from loramux.client.replies import (
     HealthReply,
     ModelCard,
     ModelList,
+    ReplicaInfo,
+    ReplicaList,
     Tokens,
 )
 from loramux.client.retry import RetryPolicy
@@ -132,6 +134,10 @@ class Client:
     def warm(self, name: str) -> AdapterInfo:
         """Load the adapter and use it once, so that later requests do not wait for it."""
         return wire.decode(self._send(wire.warm_call(name)), AdapterInfo)
+
+    def replicas(self) -> tuple[ReplicaInfo, ...]:
+        """Return the servers of a router; a server by itself has no such route."""
+        return wire.decode(self._send(wire.get("/v1/replicas")), ReplicaList).data
 
     def stats(self) -> EngineInfo:
         return wire.decode(self._send(wire.get("/v1/stats")), EngineInfo)

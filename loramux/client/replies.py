@@ -165,6 +165,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     cached_tokens: int = 0
+    replicas: dict[str, str] = {}
+    """Its tier on each server, if a router answered."""
     requests: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -172,6 +174,24 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Method and parts of a combination of adapters; None for others."""
     tokenizer_digest: str | None = None
     """Digest of its own tokenizer files; None if it has none."""
+    aliases: tuple[str, ...] = ()
+    """Its aliases in the registry, if the list is of what is stored there."""
+    signed_by: str | None = None
+    """Id of the key whose signature was verified, likewise."""
+
+
+class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A server of a router's fleet."""
+
+    name: str
+    url: str
+    state: str
+    revision: int = 0
+    """The registry's revision that it follows."""
+
+
+class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
+    data: tuple[ReplicaInfo, ...]
 
 
 class AdapterList(msgspec.Struct, frozen=True, kw_only=True):

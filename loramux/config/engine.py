@@ -25,6 +25,7 @@ EvictionName = Literal["cost", "lru"]
 EVICTIONS: tuple[EvictionName, ...] = ("cost", "lru")
 SCHEDULES = ("fair", "fcfs")
 MERGES = ("off", "auto")
+POOLINGS = ("auto", "last", "mean")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 Auto = Literal["auto"]
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -194,6 +195,15 @@ class EngineConfig:
         "cost weighs frequency of use, reload time and size.",
         metavar="NAME",
         limit=one_of(*EVICTIONS),
+    )
+    pooling: str = setting(
+        AUTO,
+        Kind.TEXT,
+        MODEL,
+        "How hidden states become an embedding: auto, last (that of the last token) or mean; auto "
+        "is what the model's files configure, and most generative models have none.",
+        metavar="NAME",
+        limit=one_of(*POOLINGS),
     )
     prefix_cache: bool = setting(
         True,

@@ -95,6 +95,8 @@ class Setting:
     """The field holds the negation of the switch: `no_prefix_cache` sets `prefix_cache`."""
     aliases: tuple[str, ...]
     """Former names, which are accepted but not shown."""
+    is_secret: bool
+    """Errors do not show the value."""
 
     @property
     def may_be_auto(self) -> bool:
@@ -103,8 +105,12 @@ class Setting:
 
     def check(self, value: object) -> None:
         """Raise InvalidRequest for a value over the limit."""
-        if self.limit is not None and not (self.may_be_auto and value == AUTO):
+        if self.limit is None or (self.may_be_auto and value == AUTO):
+            return
+        if not self.is_secret:
             self.limit.check(value)
+        elif value is not None and not self.limit.allows(value):
+            raise InvalidRequest(f"must be {self.limit.text}.")
 
 
 def setting(  # noqa: PLR0913  (what a flag, a key and a line of help need)
@@ -134,6 +140,7 @@ def setting(  # noqa: PLR0913  (what a flag, a key and a line of help need)
         "limit": limit,
         "is_inverted": is_inverted,
         "aliases": aliases,
+        "is_secret": is_secret,
     }
     return field(default=default, metadata=metadata, repr=not is_secret)
 

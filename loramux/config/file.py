@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loramux.config.fields import AUTO, PARSERS, flag
+from loramux.config.fields import AUTO, PARSERS, Setting, flag
 from loramux.config.serve import ALIASES, SETTINGS, ServeConfig, serve_config
 from loramux.errors import InvalidRequest, suggest
 
@@ -67,5 +67,11 @@ def parse(name: str, value: object, *, source: str, folder: Path | None = None) 
         parsed = AUTO if is_auto else PARSERS[found.kind](value, folder)
         found.check(parsed)
     except InvalidRequest as error:
+        if found.is_secret:
+            raise InvalidRequest(f"{source}: {_secret_problem(found)}", param=name) from None
         raise InvalidRequest(f"{source}: {error}", param=name) from error
     return parsed
+
+
+def _secret_problem(setting: Setting) -> str:
+    return "must be text." if setting.limit is None else f"must be {setting.limit.text}."

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from loramux.config.access import ACCESS, AccessConfig
+from loramux.config.connections import CONNECTIONS, ConnectionConfig
 from loramux.config.engine import MEMORY, MODEL, EngineConfig
 from loramux.config.fields import (
     NONE,
@@ -22,10 +24,11 @@ from loramux.config.fields import (
     setting,
     settings_of,
 )
+from loramux.config.images import IMAGES, ImageConfig
 from loramux.errors import InvalidRequest
 
 REGISTRY, NETWORK = "Registry and receipts", "Network and operation"
-GROUPS = (MODEL, REGISTRY, MEMORY, NETWORK)
+GROUPS = (MODEL, IMAGES, REGISTRY, MEMORY, ACCESS, NETWORK, CONNECTIONS)
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 RECEIPTS = ("auto", "on", "off")
 CHECKS = ("header", "full")
@@ -38,7 +41,7 @@ REASONING_PARSERS = ("qwen3", "deepseek_r1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Everything that `loramux serve` may be told; the engine's part is an EngineConfig."""
+    """Everything that `loramux serve` may be told."""
 
     model: str | None = setting(
         None,
@@ -270,6 +273,7 @@ class ServeConfig:
         metavar="NAME=NUMBER…",
         aliases=("adapter_weights",),
     )
+    access: AccessConfig = field(default_factory=AccessConfig)
     host: str = setting(
         "127.0.0.1",
         Kind.TEXT,
@@ -300,6 +304,14 @@ class ServeConfig:
         "requests are answered with 429. Default: no limit.",
         limit=at_least(1),
     )
+    chat_template: str | None = setting(
+        None,
+        Kind.TEXT,
+        MODEL,
+        "Jinja template of chats with the base: a file, or the template itself. Adapters with a "
+        "template of their own keep it. Default: that of the model.",
+        metavar="FILE",
+    )
     tool_call_parser: str | None = setting(
         None,
         Kind.TEXT,
@@ -322,8 +334,8 @@ class ServeConfig:
         None,
         Kind.TEXT,
         NETWORK,
-        "Header in which a trusted gateway names the tenant of a request. Default: all requests "
-        "belong to one tenant.",
+        "Header in which a gateway names the tenant of a request. With --trusted-proxies only "
+        "these may send it, and it confines the request to that tenant. Default: none.",
         metavar="NAME",
     )
     drain_s: float = setting(
@@ -351,6 +363,14 @@ class ServeConfig:
             f"among {', '.join(FAMILIES)}, none", lambda names: set(names) <= {*FAMILIES, NONE}
         ),
     )
+    ui: bool = setting(
+        True,
+        Kind.SWITCH,
+        NETWORK,
+        "Leave out the web page under /ui.",
+        name="no_ui",
+        is_inverted=True,
+    )
     cors_origins: tuple[str, ...] = setting(
         (),
         Kind.TEXTS,
@@ -358,6 +378,8 @@ class ServeConfig:
         "Origins of web pages that may call the server from a browser.",
         metavar="ORIGIN…",
     )
+    images: ImageConfig = field(default_factory=ImageConfig)
+    connections: ConnectionConfig = field(default_factory=ConnectionConfig)
     log_level: str = setting(
         "info",
         Kind.TEXT,
@@ -385,17 +407,26 @@ def check_names(config: ServeConfig) -> None:
         seen.add(module.name)
 
 
+_PARTS: Mapping[str, type] = {
+    "engine": EngineConfig,
+    "access": AccessConfig,
+    "connections": ConnectionConfig,
+    "images": ImageConfig,
+}
+"""The fields of ServeConfig that are configs of their own."""
+
+
 def _all_settings() -> Iterator[Setting]:
-    """The settings of both dataclasses; the engine's are at the position of its field."""
+    """The settings of all configs; those of a part are at the position of its field."""
     server = {found.field: found for found in settings_of(ServeConfig)}
     for one in dataclasses.fields(ServeConfig):
         if one.name in server:
             yield server[one.name]
         else:
-            yield from settings_of(EngineConfig)
+            yield from settings_of(_PARTS[one.name])
 
 
-_ENGINE_NAMES = {found.name for found in settings_of(EngineConfig)}
+_PART_OF = {found.name: part for part, config in _PARTS.items() for found in settings_of(config)}
 SETTINGS: dict[str, Setting] = {
     found.name: found
     for found in sorted(_all_settings(), key=lambda found: GROUPS.index(found.group))
@@ -407,10 +438,11 @@ ALIASES = {alias: found.name for found in SETTINGS.values() for alias in found.a
 
 def serve_config(values: Mapping[str, object]) -> ServeConfig:
     """The config with these values, by the settings' names."""
-    engine: dict[str, Any] = {}
     server: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {name: {} for name in _PARTS}
     for name, value in values.items():
         found = SETTINGS[name]
-        fields = engine if name in _ENGINE_NAMES else server
+        fields = parts[_PART_OF[name]] if name in _PART_OF else server
         fields[found.field] = not value if found.is_inverted else value
-    return ServeConfig(engine=EngineConfig(**engine), **server)
+    built = {name: _PARTS[name](**fields) for name, fields in parts.items()}
+    return ServeConfig(**server, **built)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate, islice
 
@@ -15,6 +14,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from loramux.backend import AdapterHost, EngineStats, Health, TierStats
+from loramux.metrics.gateway import AskedNames, gateway_metrics
 
 # Limit of the names of one adapter: many tenants may have pushed the same bytes.
 MAX_LABELS = 4
@@ -43,7 +43,11 @@ class EngineCollector(Collector):
         backend: AdapterHost,
         model_name: Callable[[], str],
         labels_of: Callable[[str], Iterable[str]],
+        asked: AskedNames,
+        max_resident: Callable[[], int],
     ) -> None:
+        self._asked = asked
+        self._max_resident = max_resident
         self._backend = backend
         self._labels_of = labels_of
         self._model_name = model_name
@@ -59,7 +63,9 @@ class EngineCollector(Collector):
             counter.add_metric([name], total)
             yield counter
         names = _names_by_cid(self._backend, self._labels_of)
-        yield _lora_requests_info(stats, names, max_loras=_max_loras(self._backend))
+        yield from gateway_metrics(
+            self._backend, names, self._asked, max_resident=self._max_resident()
+        )
         yield _resident(stats, names)
         yield from _tier_metrics(stats.tiers, name)
         yield _step_loss(stats, name)
@@ -74,6 +80,11 @@ def _gauges(stats: EngineStats, health: Health) -> list[tuple[str, str, float]]:
         (
             "vllm:kv_cache_usage_perc",
             "Fraction of the pages in use by running sequences and their adapters; 1 is full.",
+            num_busy / stats.num_pages if stats.num_pages else 0.0,
+        ),
+        (
+            "vllm:gpu_cache_usage_perc",
+            "The older name of vllm:kv_cache_usage_perc.",
             num_busy / stats.num_pages if stats.num_pages else 0.0,
         ),
         ("loramux:pages_used", "Pages of KV cache and adapters, idle ones included.", num_used),
@@ -101,30 +112,19 @@ def _counters(stats: EngineStats, num_restarts: int) -> list[tuple[str, str, int
             "Prompt tokens found in the prefix cache.",
             stats.prefix_hit_tokens,
         ),
+        (
+            "vllm:gpu_prefix_cache_queries",
+            "The older name of vllm:prefix_cache_queries.",
+            stats.prefix_query_tokens,
+        ),
+        (
+            "vllm:gpu_prefix_cache_hits",
+            "The older name of vllm:prefix_cache_hits.",
+            stats.prefix_hit_tokens,
+        ),
         ("loramux:engine_steps", "Batches computed.", stats.num_steps),
         ("loramux:engine_restarts", "Restarts after the engine died or hung.", num_restarts),
     ]
-
-
-def _lora_requests_info(
-    stats: EngineStats, names: Mapping[str, list[str]], *, max_loras: int
-) -> Metric:
-    """One sample whose labels are the lists; routers find the newest by its value, a time."""
-    info = GaugeMetricFamily(
-        "vllm:lora_requests_info",
-        "Adapters of running and of waiting requests.",
-        labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-    )
-    running = _joined(stats.running_adapters, names)
-    waiting = _joined(stats.waiting_adapters, names)
-    info.add_metric([str(max_loras), running, waiting], time.time())
-    return info
-
-
-def _max_loras(backend: AdapterHost) -> int:
-    """The limit of adapters in a batch; without one, all registered adapters may be in it."""
-    cap = None if backend.health is Health.STARTING else backend.card.max_loras
-    return len(backend.adapters) if cap is None else cap
 
 
 def _resident(stats: EngineStats, names: Mapping[str, list[str]]) -> Metric:
@@ -170,7 +170,3 @@ def _names_by_cid(
     backend: AdapterHost, labels_of: Callable[[str], Iterable[str]]
 ) -> dict[str, list[str]]:
     return {cid: list(islice(labels_of(cid), MAX_LABELS)) for cid in list(backend.adapters)}
-
-
-def _joined(cids: Iterable[str], names: Mapping[str, list[str]]) -> str:
-    return ",".join(name for cid in cids for name in names.get(cid, ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from loramux.backend import AdapterHost, Health
 from loramux.metrics.engine import EngineCollector
+from loramux.metrics.gateway import AskedNames
+from loramux.metrics.tenants import TenantTraffic
 from loramux.metrics.traffic import AdapterTraffic, CountedAdapter, Traffic, TrafficCollector
 from loramux.types.request import FinishReason
 
@@ -22,6 +25,23 @@ INTER_TOKEN_BUCKETS = (
     *(1, 2.5, 5, 10, 40, 80),
 )
 WHOLE_REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 2.5, 5, 10, 20, 30, 60, 120, 240, 480, 960, 1920)
+
+
+MAX_SAMPLES = 1000
+
+
+class NewestSamples:
+    """The newest latencies since they were last taken, in seconds."""
+
+    def __init__(self) -> None:
+        self._kept: deque[float] = deque(maxlen=MAX_SAMPLES)
+        self.add = self._kept.append
+
+    def take(self) -> list[float]:
+        """Returns the samples in ascending order, and forgets them."""
+        taken = sorted(self._kept)
+        self._kept.clear()
+        return taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +64,14 @@ class Metrics:
         *,
         model_name: str | None = None,
         labels_of: Callable[[str], Sequence[str]] = lambda cid: (cid,),
+        max_resident: Callable[[], int] = lambda: 1,
     ) -> None:
-        """labels_of: returns the labels of the adapter with a CID."""
+        """`labels_of`: returns the labels of the adapter with a CID.
+
+        `max_resident`: returns how many adapters of the usual size fit on the device.
+        """
+        self.asked = AskedNames()
+        """The names by which requests asked for adapters."""
         self._backend = backend
         self._model_name = model_name
         self.registry = CollectorRegistry()
@@ -72,8 +98,14 @@ class Metrics:
         self.traffic = AdapterTraffic()
         """Traffic by CID."""
         self._labelled_traffic = AdapterTraffic()
+        self.tenants = TenantTraffic()
+        """Traffic of the tenants whose callers see nothing else."""
         self.total = Traffic()
-        self.registry.register(EngineCollector(backend, lambda: self.model_name, labels_of))
+        self.newest_first_token = NewestSamples()
+        self.newest_inter_token = NewestSamples()
+        self.registry.register(
+            EngineCollector(backend, lambda: self.model_name, labels_of, self.asked, max_resident)
+        )
         self.registry.register(
             TrafficCollector(self._labelled_traffic, backend, lambda: self.model_name, labels_of)
         )
@@ -86,20 +118,37 @@ class Metrics:
         return self._model_name or ""
 
     def render(self) -> bytes:
-        self.traffic.forget_all_but(list(self._backend.adapters))
+        known = list(self._backend.adapters)
+        self.traffic.forget_all_but(known)
+        self.tenants.forget_all_but(known)
+        self.asked.forget_all_but(self._backend.adapters)
         return generate_latest(self.registry)
 
-    def counted(self, cid: str, label: str) -> list[CountedAdapter]:
-        """Returns the counters of an adapter's traffic, by CID and by label."""
-        return [self.traffic.counted(cid), self._labelled_traffic.counted(label)]
+    def counted(self, cid: str, label: str, tenant: str | None = None) -> list[CountedAdapter]:
+        """Returns the counters of an adapter's traffic, by CID and by label.
+
+        `tenant`: also those of a tenant, which sees no others.
+        """
+        own = [] if tenant is None else self.tenants.counted(tenant, cid, label)
+        return [self.traffic.counted(cid), self._labelled_traffic.counted(label), *own]
+
+    def traffic_of(self, tenant: str | None) -> AdapterTraffic:
+        """Returns the traffic by CID, of one tenant if it is given."""
+        return self.traffic if tenant is None else self.tenants.traffic_of(tenant)
+
+    def render_tenant(self, tenant: str) -> bytes:
+        """Renders the series of one tenant."""
+        return self.tenants.render(tenant, self.model_name)
 
     def first_token(self, seconds: float, *, num_prompt_tokens: int) -> None:
         self._labelled.first_token.observe(seconds)
+        self.newest_first_token.add(seconds)
         self._labelled.prompt_tokens.inc(num_prompt_tokens)
         self.total.num_prompt_tokens += num_prompt_tokens
 
     def inter_token(self, seconds: float) -> None:
         self._labelled.inter_token.observe(seconds)
+        self.newest_inter_token.add(seconds)
 
     def generated(self, num_tokens: int) -> None:
         self._labelled.generation_tokens.inc(num_tokens)

@@ -133,22 +133,28 @@ class TrafficCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        labels = ["model_name", "adapter"]
-        requests = CounterMetricFamily(
-            "loramux:adapter_requests", "Requests for the busiest adapters.", labels=labels
-        )
-        prompts = CounterMetricFamily(
-            "loramux:adapter_prompt_tokens", "Prompt tokens of the busiest adapters.", labels=labels
-        )
-        answers = CounterMetricFamily(
-            "loramux:adapter_generation_tokens",
-            "Generated tokens of the busiest adapters.",
-            labels=labels,
-        )
         known = [label for cid in list(self._backend.adapters) for label in self._labels_of(cid)]
-        for name, traffic in self._traffic.series(known):
-            values = [self._model_name(), name]
-            requests.add_metric(values, traffic.num_requests)
-            prompts.add_metric(values, traffic.num_prompt_tokens)
-            answers.add_metric(values, traffic.num_generation_tokens)
-        yield from (requests, prompts, answers)
+        series = self._traffic.series(known)
+        yield from traffic_metrics(self._model_name(), series, "the busiest adapters")
+
+
+def traffic_metrics(
+    model_name: str, series: Iterable[tuple[str, Traffic]], whose: str
+) -> Iterator[Metric]:
+    """Yields the counters of adapters: requests, prompt tokens, and generated tokens."""
+    labels = ["model_name", "adapter"]
+    requests = CounterMetricFamily(
+        "loramux:adapter_requests", f"Requests for {whose}.", labels=labels
+    )
+    prompts = CounterMetricFamily(
+        "loramux:adapter_prompt_tokens", f"Prompt tokens of {whose}.", labels=labels
+    )
+    answers = CounterMetricFamily(
+        "loramux:adapter_generation_tokens", f"Generated tokens of {whose}.", labels=labels
+    )
+    for name, traffic in series:
+        values = [model_name, name]
+        requests.add_metric(values, traffic.num_requests)
+        prompts.add_metric(values, traffic.num_prompt_tokens)
+        answers.add_metric(values, traffic.num_generation_tokens)
+    yield from (requests, prompts, answers)

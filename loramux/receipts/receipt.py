@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from loramux.canonical_json import canonical_json
-from loramux.receipts.signing import key_id_of
+from loramux.signing import key_id_of
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -44,12 +44,27 @@ class ServedAdapter(Struct, frozen=True, kw_only=True):
     name: str | None = None
     version: str | None = None
     alias: str | None = None
+    signed_by: str | UnsetType = UNSET
+    """The id of the key whose signature was verified when the version was pushed."""
     part_of: str | UnsetType = UNSET
     """tenant/name@version of the sum in the registry that named this adapter."""
     recipe_cid: str | UnsetType = UNSET
     """The CID of that sum, or of the recipe of which this adapter was made."""
     recipe: dict[str, Any] | UnsetType = UNSET
     """Method, parts and parameters of a combined adapter that is a version of the registry."""
+
+
+class ServedImage(Struct, frozen=True, kw_only=True):
+    """One image of a response; with the adapters of the receipt it can be drawn again."""
+
+    seed: int
+    size: str
+    """WIDTHxHEIGHT"""
+    steps: int
+    pixel_digest: str
+    """sha256 over the size and the pixels as bytes, whatever the encoding."""
+    num_pauses: int = 0
+    """How often other images took its place between two steps."""
 
 
 class Receipt(Struct, frozen=True, kw_only=True):
@@ -60,6 +75,8 @@ class Receipt(Struct, frozen=True, kw_only=True):
     time: float
     """The time of arrival in seconds since 1970."""
     tenant: str
+    api_key_id: str | UnsetType = UNSET
+    """The id of the API key of the request, if it had one."""
     base_model: str
     base_digest: str
     adapter_cid: str | None
@@ -86,6 +103,8 @@ class Receipt(Struct, frozen=True, kw_only=True):
     """The number of prompt tokens from the prefix cache."""
     distinct_adapters: int = 0
     """The number of distinct adapters in the batch that produced the first token."""
+    images: tuple[ServedImage, ...] | UnsetType = UNSET
+    """The images of a request for images; `completion_tokens` are then image tokens times steps."""
     status: ServingStatus = ServingStatus.COMPLETED
     asked: str | UnsetType = UNSET
     """The model that a refused request named."""

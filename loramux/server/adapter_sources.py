@@ -55,8 +55,12 @@ class AdapterSources:
         self._max_sources = max_sources
         self._found: OrderedDict[str, _Found] = OrderedDict()
         self._tasks: dict[str, asyncio.Task[_Found]] = {}
+        # Key -> the tenants whose requests have named the source.
+        self._named_by: dict[str, set[str]] = {}
 
-    async def find(self, text: str, source: str, *, token: Secret | None = None) -> Selected:
+    async def find(
+        self, text: str, source: str, *, token: Secret | None = None, tenant: str = ""
+    ) -> Selected:
         """Returns the adapter of an id in LoRAX's form, which the host has afterwards.
 
         `source`: hub, local, s3 or pbase. Raises the Source errors and AdapterRefused.
@@ -78,12 +82,17 @@ class AdapterSources:
             task.add_done_callback(lambda done: self._done(key, done))
         # A caller that is cancelled must not cancel the others.
         found = await asyncio.shield(task)
+        self._named_by.setdefault(key, set()).add(tenant)
         adapter = NamedAdapter(text, found.cid, None if is_private else str(parsed))
         return Selected(text, (adapter,))
 
     def has_named(self, name: str) -> bool:
         """Whether a given name is of an adapter that was found here."""
         return name in self._found
+
+    def is_known_to(self, tenant: str, name: str) -> bool:
+        """Whether requests of a tenant have named the adapter with this given name here."""
+        return name in self._found and tenant in self._named_by.get(name, ())
 
     async def folder(self, text: str) -> str:
         """Fetches a remote source such as `hf:owner/name`, and returns its folder."""
@@ -129,5 +138,6 @@ class AdapterSources:
     async def _forget_oldest(self) -> None:
         while len(self._found) > self._max_sources:
             key, found = self._found.popitem(last=False)
+            self._named_by.pop(key, None)
             if not found.is_private and self._names.find(key) is not None:
                 await self._names.unload(key)

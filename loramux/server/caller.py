@@ -1,35 +1,41 @@
-"""The caller of a request: read once by middleware, and carried to the engine and the receipt."""
+"""The caller of a request: made once by middleware, and carried to the engine and the receipt."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Protocol
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import HTTPConnection, Request
 
-from loramux.errors import InvalidRequest
+from loramux.errors import InvalidRequest, LoramuxError
+from loramux.types.access import ALL_SCOPES, KeyScope
 
 MAX_TENANT_CHARACTERS = 128
 
 
-class Permission(StrEnum):
-    """What a caller may do; every caller has all permissions until API keys exist."""
-
-    GENERATE = "generate"
-    ADMIN = "admin"
-
-
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The tenant and user of a request, and its permissions."""
+    """The tenant and user of a request, and what they may do."""
 
     tenant: str = ""
-    """Requests without a tenant share the empty one."""
+    """Requests without a tenant share the empty one, which means the home tenant."""
     user: str | None = None
     """The `user` field of the body."""
-    scopes: frozenset[Permission] = frozenset(Permission)
+    scopes: frozenset[KeyScope] = ALL_SCOPES
+    key_id: str | None = None
+    """The public part of the key; None: the request came without a key."""
+    adapters: tuple[str, ...] | None = None
+    """Patterns of the adapters that the key may use; None: all that its tenant may use."""
+    may_use_base: bool = True
+    """Whether the base may answer without an adapter."""
+    is_operator: bool = True
+    """Not bound to a tenant: sees the adapters, receipts and metrics of all."""
+
+    @property
+    def confined_to(self) -> str | None:
+        """The tenant that the caller is bound to; None: an operator."""
+        return None if self.is_operator else self.tenant
 
     @property
     def sticky_key(self) -> str | None:
@@ -38,45 +44,48 @@ class Caller:
 
 
 ANONYMOUS = Caller()
+UNKNOWN = Caller(scopes=frozenset(), may_use_base=False, is_operator=False)
+"""The caller of an open route whose key or tenant is invalid."""
 
 
-class CallerMiddleware:
-    """Puts the caller of every HTTP request into its state."""
+class Authenticator(Protocol):
+    """Finds the caller of a request."""
 
-    def __init__(self, app: ASGIApp, tenant_header: str | None) -> None:
-        self._app = app
-        self._tenant_header = tenant_header
+    async def caller(self, http: HTTPConnection) -> Caller:
+        """Raises Unauthenticated; InvalidRequest and Forbidden for a wrong tenant header."""
+        ...
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            state = scope.setdefault("state", {})
-            try:
-                state["caller"] = read_caller(Headers(scope=scope), self._tenant_header)
-            # Raised by caller_of: routes without a caller answer all the same.
-            except InvalidRequest as error:
-                state["caller"] = error
-        await self._app(scope, receive, send)
+
+class TenantHeader:
+    """Authenticates nothing: every request is allowed, and a header may name its tenant."""
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+
+    async def caller(self, http: HTTPConnection) -> Caller:
+        return read_caller(http.headers, self._name)
 
 
 def read_caller(headers: Headers, tenant_header: str | None) -> Caller:
-    return ANONYMOUS if tenant_header is None else Caller(_tenant(headers, tenant_header))
+    return ANONYMOUS if tenant_header is None else Caller(read_tenant(headers, tenant_header))
 
 
 def caller_of(http: Request) -> Caller:
-    """The caller of a request; raises InvalidRequest for an invalid tenant header."""
-    caller: Caller | InvalidRequest = http.state.caller
-    if isinstance(caller, InvalidRequest):
-        raise caller
-    return caller
+    """The caller of a request; raises the error of its key or tenant header on open routes."""
+    caller: Caller | LoramuxError = http.state.caller
+    if isinstance(caller, Caller):
+        return caller
+    raise caller
 
 
 def known_caller(http: Request) -> Caller:
-    """The caller of a request, or the anonymous one if its tenant header is invalid."""
-    caller: Caller | InvalidRequest = http.state.caller
-    return caller if isinstance(caller, Caller) else ANONYMOUS
+    """The caller of a request, or one without rights if its key or tenant header is invalid."""
+    caller: Caller | LoramuxError = http.state.caller
+    return caller if isinstance(caller, Caller) else UNKNOWN
 
 
-def _tenant(headers: Headers, name: str) -> str:
+def read_tenant(headers: Headers, name: str) -> str:
+    """Returns the tenant that a header names, or "" without it; raises InvalidRequest."""
     values = headers.getlist(name)
     if len(values) > 1:
         raise InvalidRequest(

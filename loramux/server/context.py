@@ -8,16 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loramux.backend import Health, TextBackend
+from loramux.config.access import Network
 from loramux.errors import EngineStopped
 from loramux.metrics.server import Metrics
+from loramux.registry.access import NO_ACCESS
 from loramux.server.adapter_folder import AdapterFolder
 from loramux.server.adapter_sources import AdapterSources
+from loramux.server.caller import Caller
 from loramux.server.combinations import Combinations
 from loramux.server.errors import NotServed
 from loramux.server.name_locks import NameLocks
 from loramux.server.names import AdapterNames
+from loramux.server.pins import Pins
+from loramux.server.quotas import QuotaTable
 from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.view import View
 from loramux.sources.config import SourceConfig
 
 _NOT_READY = {
@@ -28,22 +34,34 @@ _NOT_READY = {
 }
 
 
+_NO_QUOTAS = QuotaTable()
+"""A server without a registry has no limits of tenants."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """Settings of the HTTP application."""
 
     served_model_names: tuple[str, ...] = ()
     """Names of the base model; replies contain the first. Empty: the model's own name."""
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 16 * 2**20
     """Maximum size of a request body."""
     max_choices: int = 1024
     """Maximum number of prompts times n of one request."""
     cors_origins: tuple[str, ...] = ()
+    root_path: str = ""
+    """The prefix of paths under which a proxy publishes the server."""
     """Origins of web pages that may call this server; "*" for any."""
+    allowed_hosts: tuple[str, ...] = ("*",)
+    """Names of this server in the Host header; "*" for any."""
     probe_timeout_s: float = 30.0
     """Time limit of a deep health check."""
     tenant_header: str | None = None
     """Header with the tenant of a request; None: all requests belong to one tenant."""
+    shared_names: tuple[str, ...] = ()
+    """Patterns of the names given by the operator that all tenants may use."""
+    trusted_proxies: tuple[Network, ...] = ()
+    """Proxies whose X-Forwarded-For and tenant header are believed."""
     allow_runtime_lora_updating: bool = False
     """Whether vLLM's endpoints to load and unload adapters are enabled."""
     sources: SourceConfig = field(default_factory=SourceConfig)
@@ -57,6 +75,8 @@ class ServerOptions:
     """Shares under fair scheduling, by tenant and by adapter label; the default is 1."""
     unopened_registry: str | None = None
     """Default registry file that did not exist at start; the server runs without a registry."""
+    ui: bool = True
+    """Whether the web page under /ui exists."""
     compat: tuple[str, ...] | None = None
     """Families of other servers' APIs that answer; None: all."""
     adapter_source: str | None = None
@@ -68,8 +88,9 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnDemand:
-    """Where adapters are looked for that have no name yet."""
+    """Where adapters come from that have no name yet."""
 
+    combinations: Combinations | None = None
     sources: AdapterSources | None = None
     folder: AdapterFolder | None = None
 
@@ -94,6 +115,8 @@ class Context:
     """Loads and unloads of the same name run one after another."""
     folder: AdapterFolder | None = None
     """The watched folder of adapters."""
+    pins: Pins = field(default_factory=Pins)
+    """The adapters that tenants and keys have pinned."""
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -114,6 +137,27 @@ class Context:
     @property
     def registry(self) -> RegistryAdapters | None:
         return self.names.registry
+
+    @property
+    def quotas(self) -> QuotaTable:
+        return _NO_QUOTAS if self.registry is None else self.registry.quotas
+
+    def view_of(self, caller: Caller) -> View:
+        """What the caller sees of the adapters."""
+        if caller.is_operator and caller.adapters is None:
+            return View(caller, self.receipts.home_tenant)
+        sources = self.sources
+        return View(
+            caller,
+            self.receipts.home_tenant,
+            NO_ACCESS if self.registry is None else self.registry.access,
+            self.options.shared_names,
+            (lambda tenant, name: False) if sources is None else sources.is_known_to,
+        )
+
+    def tenant_of(self, caller: Caller) -> str:
+        """The tenant whose record applies to the caller: without one, the home tenant's."""
+        return caller.tenant or self.receipts.home_tenant
 
     def require_registry(self) -> RegistryAdapters:
         if self.registry is None:

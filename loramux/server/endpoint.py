@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from loramux.errors import InvalidRequest
-from loramux.server.body import keep_body, read_body
+from loramux.server.body import keep_body, read_body, yield_after
 from loramux.server.errors import ErrorShape, error_response, set_error_shape
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -56,6 +56,15 @@ def routes_of(endpoints: Iterable[Endpoint], max_bytes: int) -> list[Route]:
     ]
 
 
+def shapes_of(endpoints: Iterable[Endpoint]) -> dict[str, ErrorShape]:
+    """Returns the shape of errors by method and path; of several families on a path the first."""
+    shapes: dict[str, ErrorShape] = {}
+    for endpoint in endpoints:
+        for method in endpoint.methods:
+            shapes.setdefault(f"{method} {endpoint.path}", endpoint.shape)
+    return shapes
+
+
 async def find_keyed(request: Request, max_bytes: int) -> Handler | None:
     """Returns the handler of another family for this body; None: it is for the own API."""
     group: Sequence[Endpoint] = request.app.state.keyed.get(request.url.path, ())
@@ -63,6 +72,7 @@ async def find_keyed(request: Request, max_bytes: int) -> Handler | None:
         return None
     body = await _read(request, max_bytes, any_type=any(one.any_type for one in group))
     found = _recognise(group, body)
+    await yield_after(len(body))
     if found is None:
         return None
     set_error_shape(request, found.shape)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from typing import ClassVar
 
 import msgspec
 from fastapi import FastAPI
@@ -21,8 +23,12 @@ from loramux.errors import (
     DoesNotFit,
     EngineBusy,
     EngineStopped,
+    FilesUnavailable,
     InvalidRequest,
     LoramuxError,
+    QuotaExceeded,
+    RateLimited,
+    RecordNotFound,
     Refusal,
     RegistryConflict,
     RegistryUnavailable,
@@ -33,6 +39,7 @@ from loramux.errors import (
     SourceRefused,
     StoreDamaged,
     StoreFull,
+    machine_error,
 )
 from loramux.server.wire import ErrorBody, ErrorInfo
 
@@ -46,7 +53,13 @@ class NotServed(LoramuxError):
 
 
 class Forbidden(LoramuxError):
-    """The server's settings do not allow the call."""
+    """The server's settings, or the scopes of the key, do not allow the call."""
+
+
+class Unauthenticated(LoramuxError):
+    """The request has no valid key."""
+
+    headers: ClassVar[Mapping[str, str]] = {"www-authenticate": 'Bearer realm="loramux"'}
 
 
 class BodyTooLarge(LoramuxError):
@@ -60,10 +73,13 @@ class NotJson(LoramuxError):
 HTTP_STATUS: dict[type[LoramuxError], int] = {
     InvalidRequest: 400,
     DoesNotFit: 400,
+    Unauthenticated: 401,
     NotServed: 404,
     AdapterNotFound: 404,
+    RecordNotFound: 404,
     Forbidden: 403,
     SourceForbidden: 403,
+    QuotaExceeded: 403,
     SourceNotFound: 404,
     RequestTimeout: 408,
     RegistryConflict: 409,
@@ -72,16 +88,19 @@ HTTP_STATUS: dict[type[LoramuxError], int] = {
     AdapterRefused: 422,
     SourceRefused: 422,
     EngineBusy: 429,
+    RateLimited: 429,
     StoreDamaged: 500,
     LoramuxError: 500,
     SourceFailed: 502,
     EngineStopped: 503,
+    FilesUnavailable: 503,
     RegistryUnavailable: 503,
     StoreFull: 507,
 }
 
 ERROR_TYPE = {
     400: "BadRequestError",
+    401: "AuthenticationError",
     403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
@@ -97,6 +116,7 @@ ERROR_TYPE = {
     507: "InsufficientStorageError",
 }
 
+_log = logging.getLogger(__name__)
 CLIENT_GONE_STATUS = 499
 METHOD_NOT_ALLOWED = 405
 RESTART_RETRY_AFTER_S = 2.0
@@ -109,8 +129,9 @@ def error_info(error: Exception) -> ErrorInfo:
     """The error as the client sees it; the text of an unexpected error goes to the log only."""
     if isinstance(error, LoramuxError):
         status = next(HTTP_STATUS[kind] for kind in type(error).__mro__ if kind in HTTP_STATUS)
-        info = _info(status, str(error), getattr(error, "param", None))
-        if isinstance(error, Refusal | ContextLengthExceeded):
+        message: str = getattr(error, "client_message", None) or str(error)
+        info = _info(status, message, getattr(error, "param", None))
+        if isinstance(error, Refusal | ContextLengthExceeded | RateLimited | QuotaExceeded):
             info.reason = error.code
         return info
     if isinstance(error, HTTPException):
@@ -129,7 +150,9 @@ def shaped_response(error: Exception, body: object, status: int) -> Response:
     retry_after_s = _retry_after_s(error)
     if retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
-    if isinstance(error, RequestTimeout):
+    if isinstance(error, RequestTimeout) or (
+        isinstance(error, RateLimited) and error.retry_after_s is None
+    ):
         # OpenAI's clients would retry at once and increase the load.
         headers["x-should-retry"] = "false"
     return Response(
@@ -141,7 +164,7 @@ def shaped_response(error: Exception, body: object, status: int) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    for kind in (LoramuxError, HTTPException, Exception):
+    for kind in (LoramuxError, HTTPException, OSError, Exception):
         app.add_exception_handler(kind, _handle)
     app.add_exception_handler(RequestValidationError, _handle_validation)
     app.add_exception_handler(ClientDisconnect, _handle_client_gone)
@@ -153,6 +176,8 @@ def set_error_shape(request: Request, shape: ErrorShape) -> None:
 
 
 async def _handle(request: Request, error: Exception) -> Response:
+    if isinstance(error, OSError):
+        error = _known(error)
     if isinstance(error, HTTPException) and error.status_code == METHOD_NOT_ALLOWED:
         error = HTTPException(METHOD_NOT_ALLOWED, error.detail, {"allow": _allowed(request)})
     shape: ErrorShape = getattr(request.state, "error_shape", error_response)
@@ -162,6 +187,16 @@ async def _handle(request: Request, error: Exception) -> Response:
     if request_id is not None and not isinstance(error, (LoramuxError, HTTPException)):
         response.headers["x-request-id"] = request_id
     return response
+
+
+def _known(error: OSError) -> Exception:
+    """The error of files as clients see it, without paths; the log has them."""
+    known = machine_error(error)
+    if known is not None:
+        _log.error("files of the server cannot be used: %s", error)
+        return known
+    _log.error("a request failed", exc_info=error)
+    return error
 
 
 def _allowed(request: Request) -> str:
@@ -193,7 +228,7 @@ def _info(status: int, message: str, param: str | None = None) -> ErrorInfo:
 
 
 def _retry_after_s(error: Exception) -> float | None:
-    if isinstance(error, EngineBusy):
+    if isinstance(error, EngineBusy | RateLimited):
         return error.retry_after_s
-    is_temporary = isinstance(error, EngineStopped | RegistryUnavailable)
+    is_temporary = isinstance(error, EngineStopped | FilesUnavailable | RegistryUnavailable)
     return RESTART_RETRY_AFTER_S if is_temporary else None

@@ -1,7 +1,7 @@
-"""Fields of other servers' bodies that a route must not ignore, because an answer that ignored them
-would look right and be wrong.
+"""Fields that a route must not ignore, because an answer that ignored them would look right and be
+wrong: those of other servers, and those of the own API for routes of other servers.
 
-A route checks every field of the table that its own body does not have.
+A route checks every field that its own body does not have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loramux.server.body import decode
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A field of another server."""
+    """A field that changes an answer."""
 
     harmless: tuple[Any, ...] = ()
     """Values that change nothing, and are accepted."""
@@ -29,82 +29,140 @@ class Foreign:
 
 _ADAPTER = Foreign(use="name the adapter in model")
 _LENGTH = Foreign(use="send max_tokens")
+_TIME = Foreign((0, -1), "send timeout, in seconds")
+_NUM_CHOICES = Foreign((1,), "send n")
+_INSIDE = Foreign(({},), "put its fields into the body itself")
+_NO = Foreign()
 _OFF = Foreign((False,))
+_NONE_OF = Foreign(([],))
+_ZERO = Foreign((0,))
+_ONE = Foreign((1,))
+
+
+def _each(names: str, foreign: Foreign) -> dict[str, Foreign]:
+    return dict.fromkeys(names.split(), foreign)
+
 
 FOREIGN_FIELDS: dict[str, Foreign] = {
     # Names of an adapter: the request must not run on the base instead.
-    **dict.fromkeys(
-        ("adapter", "adapter_id", "adapter_name", "adapter_source", "lora_dir", "lora_name"),
-        _ADAPTER,
-    ),
-    **dict.fromkeys(("lora_path", "lora_request"), _ADAPTER),
+    **_each("adapter adapter_id adapter_name adapter_source lora_dir lora_id lora_name", _ADAPTER),
+    **_each("lora_path lora_request", _ADAPTER),
+    "api_token": Foreign(use="send it with adapter_source, to a route that takes both"),
     "lora": Foreign(([],), "name the adapters in model or adapters"),
     "merged_adapters": Foreign(use="send adapters, adapter_weights and combination"),
+    # Objects of other servers that hold fields of the body.
+    **_each("extra_body options parameters sampling_params", _INSIDE),
     # The form of the answer.
     "response_format": Foreign(({"type": "text"},)),
-    **dict.fromkeys(
-        ("ebnf", "format", "grammar", "json_schema", "regex", "structural_tag", "stop_regex"),
-        Foreign(),
-    ),
-    **dict.fromkeys(
-        ("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"),
-        Foreign(),
-    ),
-    "guided_whitespace_pattern": Foreign(),
-    "tools": Foreign(([],)),
+    **_each("ebnf format grammar json_schema regex response_schema structural_tag stop_regex", _NO),
+    **_each("guided_choice guided_grammar guided_json guided_regex structured_outputs", _NO),
+    "guided_whitespace_pattern": _NO,
+    "tools": _NONE_OF,
     "tool_choice": Foreign(("none",)),
-    "functions": Foreign(([],)),
+    "tool_prompt": _NO,
+    "functions": _NONE_OF,
     "function_call": Foreign(("none",)),
+    "guideline": _NO,
     "modalities": Foreign((["text"],)),
-    **dict.fromkeys(("audio", "documents", "prediction", "web_search_options"), Foreign()),
+    **_each("audio prediction web_search_options", _NO),
+    **_each("thinking_token_budget", _NO),
+    "think": _OFF,
+    "thinking": Foreign(({"type": "disabled"},), "send chat_template_kwargs"),
+    "verbosity": Foreign(("medium",)),
     # Lengths.
-    "max_new_tokens": _LENGTH,
-    "n_predict": _LENGTH,
-    "min_new_tokens": Foreign((0,)),
-    "min_tokens": Foreign((0,)),
+    **_each("max_length max_new_tokens max_output_tokens n_predict num_predict", _LENGTH),
+    **_each("max_time t_max_predict_ms", _TIME),
+    **_each("min_length min_new_tokens min_tokens", Foreign((0,), "send min_tokens")),
     "ignore_eos_token": Foreign((False,), "send ignore_eos"),
-    "truncate_prompt_tokens": Foreign(),
+    **_each("truncate truncate_prompt_tokens", Foreign(use="send truncate_prompt_tokens")),
+    **_each("n_keep min_keep", _ZERO),
     # Sampling.
-    "allowed_token_ids": Foreign(),
-    "bad_words": Foreign(([],)),
-    "best_of": Foreign(),
-    "dry_multiplier": Foreign((0,)),
-    "length_penalty": Foreign((1,)),
-    "logits_processors": Foreign(([],)),
-    "mirostat": Foreign((0,)),
+    "allowed_token_ids": _NO,
+    "bad_words": _NONE_OF,
+    "best_of": _NO,
+    **_each("n_cmpl num_return_sequences", _NUM_CHOICES),
+    "do_sample": Foreign((True,), "send temperature: 0 for greedy answers"),
+    "stop_sequences": Foreign(([],), "send stop"),
+    "sampling_seed": Foreign(use="send seed"),
+    "samplers": _NONE_OF,
     "repeat_penalty": Foreign((1,), "send repetition_penalty"),
-    "thinking_token_budget": Foreign(),
-    "typical_p": Foreign((1,)),
+    "repeat_last_n": Foreign((-1,)),
+    **_each("dry_multiplier dynatemp_range mirostat xtc_probability", _ZERO),
+    **_each("epsilon_cutoff eta_cutoff penalty_alpha smoothing_factor top_a", _ZERO),
+    "no_repeat_ngram_size": _ZERO,
+    "top_n_sigma": Foreign((0, -1)),
+    **_each("encoder_repetition_penalty length_penalty tfs_z typical typical_p", _ONE),
+    **_each("beam_width num_beam_groups num_beams", _ONE),
     "use_beam_search": _OFF,
     "watermark": _OFF,
+    "logits_processors": _NONE_OF,
+    **_each("custom_logit_processor repetition_detection", _NO),
+    **_each("custom_params extra_args vllm_xargs", Foreign(({},))),
     # Prompts.
     "add_special_tokens": _OFF,
-    "chat_template": Foreign(),
+    **_each("chat_template template", Foreign(use="start the server with --chat-template")),
+    **_each("context history system", Foreign(("", []), "put it into the prompt or messages")),
+    **_each("input_prefix input_suffix", Foreign(("",), "put it into the prompt")),
+    "documents": _NONE_OF,
     "echo": _OFF,
+    **_each("audio_data image_data images video_data", _NONE_OF),
     "mm_processor_kwargs": Foreign(({},)),
-    "prompt_embeds": Foreign(),
+    "prompt_embeds": _NO,
     "reasoning_effort": Foreign(("none",)),
-    "session_params": Foreign(),
+    "session_params": _NO,
     "suffix": Foreign(("",)),
     # What is reported, and when it is computed.
     "include_reasoning": Foreign((True,)),
-    "logprob_token_ids": Foreign(([],)),
-    "priority": Foreign((0,)),
-    "prompt_logprobs": Foreign(),
+    "decoder_input_details": Foreign((False,), "send prompt_logprobs"),
+    "kv_transfer_params": Foreign(({},)),
+    "logprob_token_ids": _NONE_OF,
+    "n_probs": Foreign((0,), "send logprobs"),
+    "post_sampling_probs": _OFF,
+    "priority": _ZERO,
+    "prompt_logprobs": _NO,
+    "response_fields": _NONE_OF,
+    "return_full_text": Foreign((False,), "send echo"),
+    "return_hidden_states": _OFF,
+    "return_logprob": Foreign((False,), "send logprobs"),
     "return_token_ids": _OFF,
     "return_tokens_as_token_ids": _OFF,
+    "token_ids_logprob": _NONE_OF,
+    "top_n_tokens": Foreign((0,), "send top_logprobs"),
+}  # fmt: skip
+
+OWN_FIELDS: dict[str, Foreign] = {
+    **_each("max_tokens max_completion_tokens temperature seed timeout cache_salt", _NO),
+    **_each("n top_p repetition_penalty", _ONE),
+    **_each("min_p frequency_penalty presence_penalty top_logprobs", _ZERO),
+    "top_k": Foreign((0, -1)),
+    "logit_bias": Foreign(({},)),
+    **_each("stop stop_token_ids adapters", _NONE_OF),
+    **_each("include_stop_str_in_output ignore_eos continue_final_message", _OFF),
+    **_each("skip_special_tokens add_generation_prompt", Foreign((True,))),
+    "logprobs": Foreign((False,)),
+    "chat_template_kwargs": Foreign(({},)),
 }
+"""Fields of the own API that other bodies that generate do not have."""
 
 
 class UnsupportedFields:
-    """The fields of the table that are not fields of a route's body."""
+    """The fields of the tables that are not fields of a route's body.
 
-    def __init__(self, body: type[msgspec.Struct], *, also_known: Collection[str] = ()) -> None:
-        own = {field.encode_name for field in msgspec.structs.fields(body)} | set(also_known)
-        self._foreign = {name: one for name, one in FOREIGN_FIELDS.items() if name not in own}
+    A body's `inner` is the name and the type of an object in it that has fields of its own.
+    """
+
+    def __init__(self, body: type[msgspec.Struct], *, generates: bool = True) -> None:
+        own = _fields(body)
+        self._inner: tuple[str, type[msgspec.Struct]] | None = getattr(body, "inner", None)
+        table = OWN_FIELDS | FOREIGN_FIELDS if generates else FOREIGN_FIELDS
+        self._foreign = {name: one for name, one in table.items() if name not in own}
         self._struct = msgspec.defstruct(
             "Unsupported", [(name, Any, None) for name in self._foreign]
         )
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._foreign.keys()
 
     def check(self, raw: bytes, *, num_choices: int = 1) -> None:
         """Raise InvalidRequest for the first such field of the body."""
@@ -114,11 +172,34 @@ class UnsupportedFields:
             is_num_choices = name == "best_of" and value == num_choices
             if value is not None and value not in foreign.harmless and not is_num_choices:
                 raise InvalidRequest(
-                    f"{name} is not supported by this route: {foreign.use or 'leave it out'}.",
+                    f"{name} is not supported by this route: {self._instead(name, foreign)}.",
                     param=name,
                 )
 
+    def _instead(self, name: str, foreign: Foreign) -> str:
+        """What to do, unless it would be to send a field that the route does not have either."""
+        if self._inner is not None and name in _fields(self._inner[1]):
+            return f"put it into {self._inner[0]}"
+        sent = foreign.use.removeprefix("send ").split(" ")[0].strip(",:")
+        return foreign.use if foreign.use and sent not in self._foreign else "leave it out"
+
+
+def _fields(body: type[msgspec.Struct]) -> Collection[str]:
+    return {field.encode_name for field in msgspec.structs.fields(body)}
+
 
 @cache
-def unsupported_in(body: type[msgspec.Struct]) -> UnsupportedFields:
-    return UnsupportedFields(body)
+def unsupported_in(body: type[msgspec.Struct], *, generates: bool = True) -> UnsupportedFields:
+    return UnsupportedFields(body, generates=generates)
+
+
+def field_table() -> str:
+    """The tables as the documentation shows them: what to do instead, and the fields."""
+    groups: dict[str, list[str]] = {}
+    for name, foreign in FOREIGN_FIELDS.items():
+        groups.setdefault(foreign.use or "leave it out", []).append(f"`{name}`")
+    rows = [f"| {', '.join(sorted(names))} | {use} |" for use, names in sorted(groups.items())]
+    own = ", ".join(f"`{name}`" for name in sorted(OWN_FIELDS))
+    return "\n".join(
+        ["| fields | instead |", "|---|---|", *rows, "", f"Of the own API: {own}.", ""]
+    )

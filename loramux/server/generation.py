@@ -13,19 +13,28 @@ from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 
 from loramux.backend import Delta, TextBackend, TextCodec, failure_of
-from loramux.errors import AdapterRefused, EngineBusy, EngineStopped, InvalidRequest, LoramuxError
+from loramux.errors import (
+    AdapterRefused,
+    EngineBusy,
+    EngineStopped,
+    InvalidRequest,
+    LoramuxError,
+    RateLimited,
+)
 from loramux.metrics.server import Metrics
 from loramux.receipts.receipt import ServingStatus
 from loramux.server.caller import Caller
 from loramux.server.context import Context
 from loramux.server.names import AdapterNames, Selected
 from loramux.server.prompts import check_token_ids, room_for_answer
+from loramux.server.quotas import Admission
 from loramux.server.receipt_draft import ReceiptDraft
-from loramux.server.sampling import MaxTokens
+from loramux.server.sampling import MaxTokens, check_sizes
 from loramux.server.token_reports import TokenReport
 from loramux.server.tools.reply import ReplyFormat
 from loramux.server.usage import UsageCount
 from loramux.server.wire import Usage
+from loramux.types.pooling import Pooling
 from loramux.types.request import FinishReason, Request, TokenLogprob
 from loramux.types.sampling import SamplingParams
 
@@ -42,6 +51,8 @@ class RouteKind:
     """The field of the body that contains the prompt, for error messages."""
     default_max_tokens: int | None
     """None: as many as fit."""
+    pools: bool = False
+    """Whether the answer is a vector of each prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +66,7 @@ class GenerationRequest:
     codec: TextCodec
     """The tokenizer of the selection."""
     vocab_size: int
+    pooling: Pooling | None = None
     params: SamplingParams
     """Sampling parameters; the engine requests get their own max_tokens."""
     max_tokens: MaxTokens
@@ -87,6 +99,8 @@ class Generation:
     engine_requests: tuple[Request, ...]
     draft: ReceiptDraft
     fingerprint: str
+    admission: Admission | None = None
+    """The charge on the limits of the caller; None: it has none."""
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def choice_index(self, request_index: int, delta: Delta) -> int:
@@ -97,7 +111,7 @@ def open_generation(
     context: Context, http: HttpRequest, request: GenerationRequest, draft: ReceiptDraft
 ) -> Generation:
     """Make the engine requests; raises InvalidRequest for a prompt that does not fit."""
-    options = context.options
+    check_sizes(request.params, request.prompts)
     if request.params.grammar is not None:
         _check_vocabulary(request, context.backend.codec)
     engine_requests = tuple(
@@ -107,10 +121,11 @@ def open_generation(
             params=_params_for(context, request, token_ids),
             selection=request.selected.selection,
             tenant=request.caller.tenant,
-            tenant_share=options.tenant_shares.get(request.caller.tenant, 1.0),
+            tenant_share=_tenant_share(context, request.caller),
             adapter_share=_adapter_share(context, request.selected),
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,
+            pooling=request.pooling,
         )
         for number, token_ids in enumerate(request.prompts)
     )
@@ -118,11 +133,16 @@ def open_generation(
     if context.receipts.is_on:
         # Middleware writes it into the response's header, also if the generation fails.
         http.state.receipt_id = draft.id
+    selection = request.selected.selection
+    if selection:
+        tier_of = context.backend.residency.tier_of
+        http.state.found_in_tiers = [(cid, tier_of(cid)) for cid, _ in selection]
     return Generation(
         request=request,
         engine_requests=engine_requests,
         draft=draft,
         fingerprint=context.fingerprint,
+        admission=getattr(http.state, "admission", None),
     )
 
 
@@ -136,6 +156,12 @@ def _check_vocabulary(request: GenerationRequest, base: TextCodec) -> None:
         "tokens of the base: leave out response_format, tools and the like.",
         param="model",
     )
+
+
+def _tenant_share(context: Context, caller: Caller) -> float:
+    """The share of --tenant-shares, or else of the tenant's record."""
+    given = context.options.tenant_shares.get(caller.tenant)
+    return context.quotas.settings_of(context.tenant_of(caller)).share if given is None else given
 
 
 def _adapter_share(context: Context, selected: Selected) -> float:
@@ -185,6 +211,7 @@ class Choice:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str = ""
     stop_reason: str | int | None = None
+    pooled: bytes = b""
 
     @property
     def text(self) -> str:
@@ -198,6 +225,17 @@ class Choice:
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason.value
             self.stop_reason = delta.stop_reason
+        self.pooled = delta.pooled or self.pooled
+
+
+def num_reported(choices: Sequence[Choice]) -> int:
+    """How many log probabilities an answer lists: writing many of them takes long."""
+    return sum(
+        (1 + len(entries[0].top)) * len(entries)
+        for choice in choices
+        for entries in (choice.logprobs, choice.prompt_logprobs)
+        if entries
+    )
 
 
 async def collect(generation: Generation, deltas: Deltas) -> tuple[list[Choice], Usage]:
@@ -213,15 +251,17 @@ async def collect(generation: Generation, deltas: Deltas) -> tuple[list[Choice],
 
 async def run(context: Context, generation: Generation) -> Deltas:
     """Run all engine requests; closing the stream aborts them. The receipt is issued at the end."""
-    draft = generation.draft
+    draft, admission = generation.draft, generation.admission
     try:
+        if admission is not None:
+            admission.begin(sum(len(prompt) for prompt in generation.request.prompts))
         streams = [_run_one(context, generation, one) for one in generation.engine_requests]
         async with aclosing(_run_all(streams)) as deltas:
             async for index, delta in deltas:
                 draft.add_delta(index, delta)
                 yield index, delta
         draft.end(ServingStatus.COMPLETED)
-    except EngineBusy as error:
+    except (EngineBusy, RateLimited) as error:
         draft.end(ServingStatus.REFUSED, error)
         raise
     except Exception as error:
@@ -229,6 +269,8 @@ async def run(context: Context, generation: Generation) -> Deltas:
         raise
     finally:
         draft.end(ServingStatus.ABORTED)
+        if admission is not None:
+            admission.end(draft.num_tokens)
 
 
 async def _run_all(streams: Sequence[AsyncGenerator[Delta, None]]) -> Deltas:
@@ -275,7 +317,8 @@ async def _run_one(
     if selected is not generation.request.selected:
         _check_same_tokenizers(context, generation.request, selected)
         request = replace(request, selection=selected.selection)
-    monitor = _Monitor(context.metrics, request, selected)
+    tenant = generation.request.caller.confined_to
+    monitor = _Monitor(context.metrics, request, selected, tenant)
     generation.draft.add_adapters(selected)
     deltas = submit(context.backend, context.names, request)
     try:
@@ -304,17 +347,22 @@ def _check_same_tokenizers(context: Context, request: GenerationRequest, now: Se
 class _Monitor:
     """Counts one engine request in the metrics, and raises unless every choice ends properly."""
 
-    def __init__(self, metrics: Metrics, request: Request, selected: Selected) -> None:
+    def __init__(
+        self, metrics: Metrics, request: Request, selected: Selected, tenant: str | None
+    ) -> None:
+        """`tenant`: the tenant that the caller is bound to, if any."""
         self._metrics = metrics
         self._request = request
         # A request with several adapters counts in full for each of them.
         self._adapters = [
             counted
             for adapter in selected.used
-            for counted in metrics.counted(adapter.cid, adapter.label)
+            for counted in metrics.counted(adapter.cid, adapter.label, tenant)
         ]
         for adapter in self._adapters:
             adapter.add(requests=1)
+        for one in selected.used:
+            metrics.asked.add(one.cid, one.text)
         self._open = set(range(request.params.n))
         self._started_s = time.monotonic()
         self._last_s: dict[int, float] = {}

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from loramux.adapters.peft.refusals import RefusalCode
+from loramux.adapters.peft.safetensors import WEIGHTS_NAME
+from loramux.errors import AdapterRefused
 from loramux.sources.config import SourceConfig
 from loramux.sources.download import Progress
 from loramux.sources.fetch import Fetcher, fetched
@@ -18,6 +21,20 @@ def local_folder(source: str, roots: Sequence[str]) -> Path:
     """Returns the real path of a local folder; raises SourceForbidden outside the roots."""
     _, found = find_under_roots(Path(source), [Path(root) for root in roots])
     return found
+
+
+def check_size(folder: Path, max_bytes: int) -> None:
+    """Refuses an adapter whose weights are larger than the limit; others are left to its reader."""
+    try:
+        size = (folder / WEIGHTS_NAME).stat().st_size
+    except (OSError, ValueError):
+        return
+    if size > max_bytes:
+        raise AdapterRefused(
+            RefusalCode.TOO_LARGE,
+            f"{WEIGHTS_NAME} has {size} bytes; this server takes up to {max_bytes}.",
+            fix="Save the adapter in a smaller dtype or rank, or raise --max-adapter-size.",
+        )
 
 
 @contextmanager

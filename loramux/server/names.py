@@ -20,8 +20,10 @@ from loramux.errors import (
     LoramuxError,
     StoreDamaged,
 )
+from loramux.registry.names import AdapterName
 from loramux.registry.records import Resolved
 from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.view import View
 from loramux.threads import FOLDER_READS
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.composition import SumPart, check_alone, compose, find_repeated
@@ -138,14 +140,17 @@ class AdapterNames:
         # Folder -> its given names without a CID, in order.
         self._unread: dict[str, dict[str, None]] = {}
         self._reading: dict[str, asyncio.Task[None]] = {}
-        # CIDs from the registry -> the labels by which requests have named them.
-        self._labels: dict[str, dict[str, None]] = {}
+        # CIDs from the registry -> the labels by which requests have named them, each with the
+        # full name of its last request.
+        self._labels: dict[str, dict[str, str]] = {}
         # CIDs from the registry -> the full name of the last request.
         self._full_names: dict[str, str] = {}
         # CIDs of combinations -> their label.
         self._combined: dict[str, str] = {}
         # CIDs of combinations that are versions of the registry -> their full name.
         self._made_names: dict[str, str] = {}
+        # CIDs of combinations -> the tenants whose requests have named their parts.
+        self._combined_by: dict[str, set[str]] = {}
         self._sums: dict[str, Resolved] = {}
         self._pulling: dict[str, asyncio.Task[None]] = {}
         # An adapter without names stays while the host adds any: it may be the same adapter.
@@ -193,9 +198,11 @@ class AdapterNames:
         labels = [*self._names.get(cid, ()), *self._labels.get(cid, ())]
         return [*labels, self._combined[cid]] if cid in self._combined else labels
 
-    def add_combination(self, combined: NamedAdapter) -> None:
-        """Records the label of a combination for metrics, and its name if it is a version."""
+    def add_combination(self, combined: NamedAdapter, *, tenant: str = "") -> None:
+        """Records the label of a combination for metrics, its name if it is a version, and the
+        tenant of the request."""
         self._combined[combined.cid] = combined.label
+        self._combined_by.setdefault(combined.cid, set()).add(tenant)
         if combined.resolved is not None:
             self._made_names[combined.cid] = full_name(combined.resolved)
 
@@ -203,6 +210,35 @@ class AdapterNames:
     def sums(self) -> Mapping[str, Resolved]:
         """The sums of the registry that requests have named, by CID."""
         return self._sums
+
+    def sees_combination(self, cid: str, view: View) -> bool:
+        """Whether the caller may use a combination by its CID: its tenant has made it too."""
+        if view.is_whole:
+            return True
+        return view.caller.adapters is None and view.tenant in self._combined_by.get(cid, ())
+
+    def visible_names(self, cid: str, view: View) -> list[str]:
+        """Returns the names of an adapter that the caller sees."""
+        if view.is_whole:
+            return self.names_of(cid)
+        return view.visible(self._names.get(cid, ()), self._registry_names(cid))
+
+    def is_exclusive(self, cid: str, view: View) -> bool:
+        """Whether only the caller's tenant can have used the adapter under its names."""
+        registered = self._registry_names(cid)
+        owners = {name.partition("/")[0] for name in registered} | self._combined_by.get(cid, set())
+        by_cid = cid in self._labels.get(cid, ())
+        is_own = not by_cid and not self._names.get(cid) and owners == {view.tenant}
+        return is_own and not any(
+            AdapterName(*name.partition("@")[0].split("/")) in view.access.shares
+            for name in registered
+        )
+
+    def _registry_names(self, cid: str) -> list[str]:
+        """Returns the full names in the registry by which requests have named an adapter."""
+        full = [self._made_names[cid]] if cid in self._made_names else []
+        labels = self._labels.get(cid, {})
+        return [*full, *(name for label, name in labels.items() if label != cid)]
 
     def add_sum(self, resolved: Resolved) -> None:
         self._sums[resolved.cid] = resolved
@@ -250,7 +286,7 @@ class AdapterNames:
     async def pull(self, resolved: Resolved) -> None:
         """Adds an adapter of the registry to the host, once for all concurrent callers."""
         cid = resolved.cid
-        self._labels.setdefault(cid, {})[label_of(resolved)] = None
+        self._labels.setdefault(cid, {})[label_of(resolved)] = full_name(resolved)
         if resolved.name is not None:
             self._full_names[cid] = full_name(resolved)
         if cid in self._host.adapters:

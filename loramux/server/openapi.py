@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from loramux.capacity.plan import MemoryPlan
 from loramux.receipts.receipt import Receipt
+from loramux.server.body import PiecewiseResponse
 from loramux.server.wire import (
     AdapterEntry,
     AdapterList,
@@ -24,6 +28,7 @@ from loramux.server.wire import (
     EngineReport,
     ErrorBody,
     HealthReport,
+    Liveness,
     ModelEntry,
     ModelList,
     PlanRequest,
@@ -35,6 +40,20 @@ from loramux.server.wire import (
     TokenizeRequest,
     VersionReport,
 )
+from loramux.server.wire_accounts import AuditList, UsageList
+from loramux.server.wire_caller import CallerReport, ReceiptKey
+from loramux.server.wire_pooling import (
+    ClassificationList,
+    ClassifyRequest,
+    EmbeddingList,
+    EmbeddingRequest,
+    PoolingList,
+    PoolingRequest,
+    RerankAnswer,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from loramux.server.wire_registry import (
     AliasEntry,
     PromoteRequest,
@@ -45,13 +64,17 @@ from loramux.server.wire_registry import (
     RollbackRequest,
     SplitRequest,
 )
+from loramux.types.replica_report import ResidencyReport
 
 STRUCTS = (
     *(ChatRequest, ChatCompletion, ChatChunk, CompletionRequest, Completion),
     *(TokenizeRequest, TokenizeAnswer, DetokenizeRequest, DetokenizeAnswer),
-    *(ModelList, ModelEntry, HealthReport, VersionReport, ErrorBody),
+    *(ModelList, ModelEntry, HealthReport, Liveness, VersionReport, ErrorBody),
+    ResidencyReport,
     *(AdapterList, AdapterEntry, EngineReport, PlanRequest, MemoryPlan),
-    *(Receipt, ReceiptList),
+    *(Receipt, ReceiptList, ReceiptKey, CallerReport, UsageList, AuditList),
+    *(EmbeddingRequest, EmbeddingList, PoolingRequest, PoolingList),
+    *(ClassifyRequest, ClassificationList, ScoreRequest, ScoreList, RerankRequest, RerankAnswer),
     *(RunRequest, RunAnswer, RunChunk, PushRequest, PushedEntry, RegistryEntry, Removed),
     *(PromoteRequest, RollbackRequest, SplitRequest, AliasEntry),
 )
@@ -66,11 +89,17 @@ EXAMPLES: dict[type[Any], dict[str, Any]] = {
     PromoteRequest: {"version": "1.4.2", "alias": "prod"},
     RollbackRequest: {"alias": "prod"},
     SplitRequest: {"weights": {"1.4.2": 90, "1.5.0": 10}},
+    EmbeddingRequest: {"input": ["Once upon a time", "Hello!"]},
+    PoolingRequest: {"input": "Once upon a time"},
+    ClassifyRequest: {"input": "The soup was cold."},
+    ScoreRequest: {"text_1": "What is the capital of France?", "text_2": ["Paris", "Rome"]},
+    RerankRequest: {"query": "What is the capital of France?", "documents": ["Paris", "Rome"]},
     PlanRequest: {"adapters": 300, "rank": 16, "targets": "q,k,v,o"},
 }
 
 WHEN = {
     400: "A field has an invalid type or value; `param` names it.",
+    401: "The key is missing or invalid.",
     403: "The server, or its credentials, may not read the source.",
     404: "No such model, adapter or receipt.",
     408: "The request's `timeout` expired before its last token.",
@@ -78,7 +107,7 @@ WHEN = {
     413: "The body is larger than the limit.",
     415: "The Content-Type is not JSON.",
     422: "The adapter cannot be used.",
-    429: "The queue is full; Retry-After says when to retry.",
+    429: "The queue is full, or a limit is reached; Retry-After says when to retry.",
     500: "Internal error of the server.",
     502: "The source of the adapter failed.",
     503: "The engine is starting, restarting or stopping; Retry-After says when to retry.",
@@ -98,6 +127,11 @@ def generating(request: type[Any], answer: type[Any]) -> dict[str, Any]:
         }
     }
     return documented
+
+
+def pooling(request: type[Any], answer: type[Any]) -> dict[str, Any]:
+    """Keyword arguments of a route that returns vectors or scores."""
+    return _route(answer, OF_GENERATION, body=request)
 
 
 def taking(request: type[Any], answer: type[Any]) -> dict[str, Any]:
@@ -151,24 +185,63 @@ def deep_parameter() -> dict[str, Any]:
     }
 
 
+def residency_parameters() -> tuple[dict[str, Any], ...]:
+    described = {
+        "since": ("integer", "The generation that the reader has; -1: everything."),
+        "instance": ("string", "The instance that the generation belongs to."),
+        "wait_s": ("number", "Seconds to wait for a move, up to 30."),
+    }
+    return tuple(
+        {
+            "name": name,
+            "in": "query",
+            "required": False,
+            "description": text,
+            "schema": {"type": kind},
+        }
+        for name, (kind, text) in described.items()
+    )
+
+
 def text_answer() -> dict[str, Any]:
     documented = _route(None, (500,))
     documented["responses"][200]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     return documented
 
 
-def install_openapi(app: FastAPI) -> None:
+def install_openapi(app: FastAPI, extend: Callable[[dict[str, Any]], None]) -> None:
+    """Set the document of the application; `extend` adds the routes of other servers' APIs."""
+
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _document(app)
+            document = _document(app)
+            extend(document)
+            app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+    encoded: dict[str, bytes] = {}
+
+    async def get_document(request: Request) -> Response:
+        prefix = request.scope.get("root_path", "")
+        if prefix not in encoded:
+            servers = {"servers": [{"url": prefix}]} if prefix else {}
+            encoded[prefix] = msgspec.json.encode({**app.openapi(), **servers})
+        return PiecewiseResponse(encoded[prefix], media_type="application/json")
+
+    # FastAPI's own route encodes the document, of 150 KB, for each request.
+    routes = app.router.routes
+    index = next(i for i, one in enumerate(routes) if getattr(one, "path", "") == app.openapi_url)
+    routes[index] = Route(str(app.openapi_url), get_document, include_in_schema=False)
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(
-        title=app.title, version=app.version, description=app.description, routes=app.routes
+        title=app.title,
+        version=app.version,
+        description=app.description,
+        routes=app.routes,
+        servers=app.servers,
     )
     _, components = msgspec.json.schema_components(
         STRUCTS, ref_template="#/components/schemas/{name}"

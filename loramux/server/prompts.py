@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from loramux.backend import TextCodec
@@ -17,6 +17,12 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 
 # No known tokenizer has longer tokens, so a longer text cannot fit.
 MAX_CHARACTERS_PER_TOKEN = 256
+# A text of more tokens than this times the context is refused before all of it is tokenized, also
+# if it would be truncated.
+MAX_CONTEXTS = 4
+MAX_MESSAGES = 4096
+MAX_ROLE_CHARACTERS = 256
+_SLICE_CHARACTERS = 65_536
 # Tokenizing a larger body would delay the streams that share the event loop.
 INLINE_BODY_BYTES = 8192
 
@@ -30,7 +36,7 @@ async def off_loop(body_bytes: int, work: Callable[[], T], *, is_own: bool = Tru
     return work() if is_small else await asyncio.to_thread(work)
 
 
-def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+def split_prompts(prompt: str | list[Any], *, param: str = "prompt") -> list[str | list[int]]:
     """Convert the four forms of a completion's prompt to a list of texts or of token ids."""
     if isinstance(prompt, str):
         return [prompt]
@@ -40,10 +46,11 @@ def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     if kinds in ({str}, {list}):
         return list(prompt)
     raise InvalidRequest(
-        "prompt is an empty list: give at least one prompt."
+        f"{param} is an empty list: give at least one {param}."
         if not prompt
-        else "prompt mixes kinds: give a text, token ids, a list of texts or a list of token ids.",
-        param="prompt",
+        else f"{param} mixes kinds: give a text, token ids, a list of texts or a list of token "
+        "ids.",
+        param=param,
     )
 
 
@@ -53,7 +60,39 @@ def encode_prompt(
     if not isinstance(prompt, str):
         return prompt
     check_characters(len(prompt), max_model_len, "prompt")
+    check_num_tokens(codec, prompt, max_model_len, "prompt")
     return codec.encode(prompt, add_special_tokens=add_special_tokens)
+
+
+def encode_pair(
+    codec: TextCodec, first: str, second: str, max_model_len: int, add_special_tokens: bool
+) -> Sequence[int]:
+    """Encode two texts as one input, with the special tokens that the tokenizer puts between."""
+    for text in (first, second):
+        check_characters(len(text), max_model_len, "text")
+        check_num_tokens(codec, text, max_model_len, "text")
+    return codec.encode_pair(first, second, add_special_tokens=add_special_tokens)
+
+
+def check_num_tokens(codec: TextCodec, text: str, max_model_len: int, param: str) -> None:
+    """Raises ContextLengthExceeded for a text of many more tokens than the context has.
+
+    It is tokenized slice by slice until there are too many. A text that fits is never refused:
+    cutting it adds a few tokens for each slice.
+    """
+    limit = MAX_CONTEXTS * max_model_len
+    if len(text) <= max(limit, _SLICE_CHARACTERS):
+        return
+    num_tokens = 0
+    for start in range(0, len(text), _SLICE_CHARACTERS):
+        piece = text[start : start + _SLICE_CHARACTERS]
+        num_tokens += len(codec.encode(piece, add_special_tokens=False))
+        if num_tokens > limit:
+            raise ContextLengthExceeded(
+                f"{_maximum(max_model_len)} However, {param} has more than {limit} tokens. "
+                f"Shorten {param}.",
+                param=param,
+            )
 
 
 def encode_messages(  # noqa: PLR0913  (the arguments of a chat template)
@@ -66,7 +105,15 @@ def encode_messages(  # noqa: PLR0913  (the arguments of a chat template)
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
-    check_characters(_check_messages(messages), max_model_len, "messages")
+    _check_messages(messages)
+    for param, value in (
+        ("messages", messages),
+        ("tools", tools),
+        ("chat_template_kwargs", chat_template_kwargs),
+    ):
+        texts = list(_texts(value))
+        check_characters(sum(map(len, texts)), max_model_len, param)
+        check_num_tokens(codec, "".join(texts), max_model_len, param)
     arguments = dict(chat_template_kwargs or {})
     if continue_final_message:
         if add_generation_prompt:
@@ -140,29 +187,51 @@ def check_characters(num_characters: int, max_model_len: int, param: str) -> Non
         )
 
 
-def _check_messages(messages: Sequence[dict[str, Any]]) -> int:
-    """Refuse parts that are not text; return the number of characters of all content."""
+def _texts(value: object) -> Iterator[str]:
+    """Yields all strings of a JSON value, keys included: a template may write any of them."""
+    open_values = [value]
+    while open_values:
+        match open_values.pop():
+            case str(text):
+                yield text
+            case dict() as fields:
+                yield from map(str, fields)
+                open_values.extend(fields.values())
+            case list() | tuple() as items:
+                open_values.extend(items)
+
+
+def _check_messages(messages: Sequence[dict[str, Any]]) -> None:
+    """Refuses messages without a role, too many of them, and parts that are not text."""
     if not messages:
         raise InvalidRequest("messages must not be empty: send at least one.", param="messages")
-    num_characters = 0
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.",
+            param="messages",
+        )
     for number, message in enumerate(messages):
         place = f"messages[{number}]"
-        if not isinstance(message.get("role"), str):
+        role = message.get("role")
+        if not isinstance(role, str):
             raise InvalidRequest(f"{place} needs a role, such as 'user'.", param="messages")
+        if len(role) > MAX_ROLE_CHARACTERS:
+            raise InvalidRequest(
+                f"{place}.role has {len(role)} characters; it may have {MAX_ROLE_CHARACTERS}.",
+                param="messages",
+            )
         if not isinstance(message.get("tool_calls"), list | None):
             raise InvalidRequest(f"{place}.tool_calls must be a list.", param="messages")
-        num_characters += _content_length(message.get("content"), f"{place}.content")
-    return num_characters
+        _check_content(message.get("content"), f"{place}.content")
 
 
-def _content_length(content: object, place: str) -> int:
-    if content is None:
-        return 0
-    if isinstance(content, str):
-        return len(content)
+def _check_content(content: object, place: str) -> None:
+    if content is None or isinstance(content, str):
+        return
     if not isinstance(content, list):
         raise InvalidRequest(f"{place} must be a string or a list of parts.", param="messages")
-    return sum(len(_part_text(part, f"{place}[{i}]")) for i, part in enumerate(content))
+    for number, part in enumerate(content):
+        _part_text(part, f"{place}[{number}]")
 
 
 def _part_text(part: object, place: str) -> str:

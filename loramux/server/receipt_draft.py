@@ -17,10 +17,11 @@ from loramux.backend import Delta
 from loramux.receipts import receipt as receipts
 from loramux.receipts.receipt import Receipt, ServedAdapter, ServingStatus, base_label
 from loramux.registry.names import DEFAULT_TENANT
-from loramux.server.caller import known_caller
+from loramux.server.caller import ANONYMOUS, Caller, known_caller
 from loramux.server.errors import error_info
 from loramux.server.names import NamedAdapter, Selected, full_name
 from loramux.server.usage import UsageCount
+from loramux.token_bucket import TokenBucket
 from loramux.types.request import Request, RequestFacts
 
 if TYPE_CHECKING:
@@ -94,29 +95,37 @@ class RefusalBudget:
         per_second: float = 0.1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._burst = burst
-        self._per_second = per_second
-        self._clock = clock
-        self._left = float(burst)
-        self._at = clock()
+        self._bucket = TokenBucket(burst, per_second, clock)
         self.num_dropped = 0
 
     def take(self) -> bool:
         """Returns whether one more may be written."""
-        now = self._clock()
-        self._left = min(self._burst, self._left + (now - self._at) * self._per_second)
-        self._at = now
-        if self._left < 1:
-            self.num_dropped += 1
-            return False
-        self._left -= 1
-        return True
+        if self._bucket.try_take():
+            return True
+        self.num_dropped += 1
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Milliseconds from the arrival of a request."""
+
+    checked_ms: float
+    """To its engine requests."""
+    queue_ms: float
+    """How long these waited for their first step."""
+    first_ms: float | None
+    """To the first token; None: there is none yet."""
+    total_ms: float
+    """To now."""
 
 
 class ReceiptDraft:
     """The receipt of one request; it is issued when the request is refused or has ended."""
 
-    def __init__(self, issuer: ReceiptIssuer, base: BaseIdentity, *, tenant: str = "") -> None:
+    def __init__(
+        self, issuer: ReceiptIssuer, base: BaseIdentity, caller: Caller = ANONYMOUS
+    ) -> None:
         self.id = ID_PREFIX + secrets.token_hex(16)
         self.asked: str | None = None
         """The model, adapter or artifact that the request names."""
@@ -124,16 +133,34 @@ class ReceiptDraft:
         """None: the request was refused before its adapters were resolved."""
         self.receipt: Receipt | None = None
         """Set when the request has ended, if receipts are on."""
+        self.on_drop: Callable[[], None] = lambda: None
+        """Called if the request was refused and its receipt is one too many."""
         self._issuer = issuer
         self._base = base
-        self._tenant = tenant
+        self._caller = caller
         self._arrived_at = time.time()
         self._arrived_s = time.monotonic()
         self._usage = UsageCount(())
         self._adapters: dict[str, NamedAdapter] = {}
         self._facts = NO_FACTS
+        self._checked_ms = 0.0
         self._ttft_ms: float | None = None
         self._has_ended = False
+        self._is_refused = False
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Prompt and output tokens so far; None: the request was refused."""
+        return None if self._is_refused else self._usage.usage().total_tokens
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(
+            checked_ms=self._checked_ms,
+            queue_ms=self._facts.queue_s * MS_PER_S,
+            first_ms=self._ttft_ms,
+            total_ms=self._elapsed_ms(),
+        )
 
     @property
     def is_streamed(self) -> bool:
@@ -142,6 +169,7 @@ class ReceiptDraft:
     def serve(self, requests: Sequence[Request]) -> None:
         """Begin to count the tokens of these requests to the engine."""
         self._usage = UsageCount(requests)
+        self._checked_ms = self._elapsed_ms()
 
     def add_adapters(self, selected: Selected) -> None:
         """Record the adapters with which a request goes to the engine."""
@@ -164,7 +192,12 @@ class ReceiptDraft:
         """Issue the receipt; only the first call counts."""
         if not self._has_ended:
             self._has_ended = True
-            if self._issuer.is_on:
+            self._is_refused = status is ServingStatus.REFUSED
+            if not self._issuer.is_on:
+                return
+            if self._is_refused and not self._issuer.refusals.take():
+                self.on_drop()
+            else:
                 self.receipt = self._issuer.issue(self._write(status, error))
 
     def _elapsed_ms(self) -> float:
@@ -182,7 +215,8 @@ class ReceiptDraft:
         return Receipt(
             id=self.id,
             time=self._arrived_at,
-            tenant=self._tenant or self._issuer.home_tenant,
+            tenant=self._caller.tenant or self._issuer.home_tenant,
+            api_key_id=self._caller.key_id or UNSET,
             base_model=base_label(base_name, base_digest),
             base_digest=base_digest,
             adapter_cid=next((one.cid for one in named if one.weight != 0), None),
@@ -218,6 +252,7 @@ def served_adapter(adapter: NamedAdapter) -> ServedAdapter:
         name=resolved.name,
         version=resolved.version,
         alias=resolved.alias,
+        signed_by=resolved.signed_by or UNSET,
         part_of=UNSET if adapter.part_of is None else full_name(adapter.part_of),
         recipe_cid=UNSET if adapter.version_cid == adapter.cid else adapter.version_cid,
         recipe=UNSET if resolved.recipe is None else resolved.recipe.to_dict(),
@@ -229,15 +264,16 @@ def receipt_draft(
     issuer: ReceiptIssuer, base: BaseIdentity, http: HttpRequest
 ) -> Iterator[ReceiptDraft]:
     """The draft of a request's receipt; an error inside the context is a refusal."""
-    draft = ReceiptDraft(issuer, base, tenant=known_caller(http).tenant)
+    draft = ReceiptDraft(issuer, base, known_caller(http))
+    draft.on_drop = lambda: setattr(http.state, "receipt_id", None)
     try:
         yield draft
     except ClientDisconnect:
         raise
     except Exception as error:
-        if issuer.stores_refusals and issuer.refusals.take():
-            draft.refuse(error)
+        if issuer.stores_refusals:
             http.state.receipt_id = draft.id
+            draft.refuse(error)
         raise
 
 

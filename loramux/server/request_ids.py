@@ -1,4 +1,4 @@
-"""Middleware that adds ids of request and receipt, and notes on tools, to every response."""
+"""Middleware that adds ids of request and receipt, limits and notes on tools to responses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 RECEIPT_HEADER = "x-loramux-receipt"
 TOOLS_HEADER = "x-loramux-tools"
 """Why the schemas of tools are enforced in part only."""
+CID_HEADER = "x-loramux-cid"
+"""CIDs of the adapters that answer, by which routers find the replicas that have them."""
+TIER_HEADER = "x-loramux-tier"
+"""The slowest tier of these adapters when the request arrived."""
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -35,6 +39,11 @@ class RequestIdMiddleware:
                 headers["x-request-id"] = request_id
                 if (receipt_id := state.get("receipt_id")) is not None:
                     headers[RECEIPT_HEADER] = receipt_id
+                if (found := state.get("found_in_tiers")) is not None:
+                    headers[CID_HEADER] = ",".join(cid for cid, _ in found)
+                    headers[TIER_HEADER] = min(tier for _, tier in found).name.lower()
+                if (admission := state.get("admission")) is not None:
+                    headers.update(admission.headers())
                 if (notes := state.get("tool_notes")) is not None:
                     headers[TOOLS_HEADER] = notes
             await send(message)

@@ -11,12 +11,13 @@ from msgspec import structs
 from starlette.requests import Request
 
 from loramux.errors import InvalidRequest
-from loramux.server.body import decode, read_body
-from loramux.server.caller import caller_of
+from loramux.server.body import decode, read_body, yield_after
+from loramux.server.caller import Caller, caller_of
 from loramux.server.context import Context
 from loramux.server.foreign_fields import unsupported_in
 from loramux.server.generation import GenerationRequest, RouteKind
 from loramux.server.names import Selected
+from loramux.server.prompts import off_loop
 from loramux.server.receipt_draft import ReceiptDraft
 from loramux.server.sampling import (
     Logprobs,
@@ -25,14 +26,23 @@ from loramux.server.sampling import (
     max_tokens_of,
     sampling_params,
 )
-from loramux.server.selection import ModelReference, codec_for, select, vocab_size_for
+from loramux.server.selection import (
+    ModelReference,
+    check_base,
+    codec_for,
+    select,
+    vocab_size_for,
+)
 from loramux.server.structured.check import grammar_of
 from loramux.server.wire import GenerationBody, StreamOptions
+from loramux.types.request import NOT_GENERATIVE
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 # The prefix cache keeps a salt as long as its prefixes.
 MAX_SALT_CHARACTERS = 1024
+# Receipts keep it.
+MAX_USER_CHARACTERS = 1024
 
 
 async def read_generation_body(
@@ -59,17 +69,19 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
     `raw`: the body's bytes; None if its unknown fields were checked before.
     """
     if raw is not None:
+        await yield_after(len(raw))
         unsupported_in(type(body)).check(raw, num_choices=body.n or 1)
     check_stream_options(body)
-    caller = replace(caller_of(http), user=body.user)
+    caller = replace(caller_of(http), user=_user(body.user))
     cache_salt, timeout_s = _cache_salt(body.cache_salt), _timeout_s(body.timeout)
     context.require_ready()
+    if not (kind.pools or context.backend.card.pooling.generates):
+        raise InvalidRequest(
+            f"{NOT_GENERATIVE} Post to /v1/embeddings or /classify.", param="model"
+        )
+    _open_admission(context, http, caller)
     max_tokens = max_tokens_of(body)
-    if isinstance(reference, ModelReference):
-        selected = await select(context, reference, caller=caller)
-    else:
-        selected = reference
-    draft.selected = selected
+    draft.selected = selected = await _selected(context, reference, caller)
     vocab_size = vocab_size_for(context, selected)
     params = sampling_params(body, logprobs, vocab_size=vocab_size)
     tokenizers = context.names.tokenizers_of(selected)
@@ -78,7 +90,7 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
     if grammar is not None:
         params = structs.replace(params, grammar=grammar.encode())
     if body.bad_words:
-        words = bad_words_of(body, codec)
+        words = await off_loop(sum(map(len, body.bad_words)), lambda: bad_words_of(body, codec))
         params = structs.replace(params, bad_words_token_ids=words)
     streaming = body.stream_options or StreamOptions()
     return GenerationRequest(
@@ -97,6 +109,33 @@ async def resolve_request(  # noqa: PLR0913  (what differs between the routes)
         include_usage=bool(streaming.include_usage),
         continuous_usage=bool(streaming.include_usage and streaming.continuous_usage_stats),
     )
+
+
+async def _selected(
+    context: Context, reference: ModelReference | Selected, caller: Caller
+) -> Selected:
+    """Returns the selection of a reference, which the caller may use."""
+    if isinstance(reference, ModelReference):
+        reference = await select(context, reference, caller=caller)
+    check_base(reference, caller)
+    return reference
+
+
+def _user(user: str | None) -> str | None:
+    if user is not None and len(user) > MAX_USER_CHARACTERS:
+        raise InvalidRequest(
+            f"user has {len(user)} characters; at most {MAX_USER_CHARACTERS} are allowed.",
+            param="user",
+        )
+    return user
+
+
+def _open_admission(context: Context, http: Request, caller: Caller) -> None:
+    """Refuses a request that could not begin now, before the work of tokenizing it."""
+    admission = context.quotas.open(context.tenant_of(caller), caller.key_id)
+    http.state.admission = admission
+    if admission is not None:
+        admission.check()
 
 
 def _cache_salt(salt: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,13 @@ from loramux.types.sampling import MAX_LOGPROBS, SamplingParams
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARACTERS = 16_384
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 32_768
+MAX_SHARED_IDS = 2**18
+"""Every prompt of a request takes its token ids to the engine: of stops, biases and the like."""
+MAX_PROMPT_LOGPROBS = 2**18
+"""Log probabilities of prompt tokens that one answer may have."""
 MAX_SEED = 2**63
 
 COPIED_FIELDS = (
@@ -73,7 +81,9 @@ def sampling_params(body: GenerationBody, logprobs: Logprobs, *, vocab_size: int
         prompt_logprobs=logprobs.num_prompt,
         top_k=min(body.top_k or 0, vocab_size),
         stop=_stop(body.stop),
-        stop_token_ids=_token_ids(body.stop_token_ids or [], "stop_token_ids", vocab_size),
+        stop_token_ids=_token_ids(
+            body.stop_token_ids or [], "stop_token_ids", vocab_size, MAX_STOP_TOKEN_IDS
+        ),
         logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
         allowed_token_ids=_allowed(body.allowed_token_ids, vocab_size),
     )
@@ -88,6 +98,10 @@ def bad_words_of(body: GenerationBody, codec: TextCodec) -> tuple[tuple[int, ...
             f"bad_words takes up to {MAX_BAD_WORDS} words of 1 to {MAX_STOP_CHARACTERS} "
             "characters.",
             param="bad_words",
+        )
+    if sum(map(len, words)) > MAX_BAD_WORD_CHARACTERS:
+        raise InvalidRequest(
+            f"bad_words may have {MAX_BAD_WORD_CHARACTERS} characters together.", param="bad_words"
         )
     runs = []
     for word in words:
@@ -148,20 +162,54 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
     return strings
 
 
+def check_sizes(params: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises InvalidRequest if the parameters of all prompts, or what they report, is too much."""
+    num_ids = (
+        len(params.stop_token_ids)
+        + len(params.logit_bias)
+        + len(params.allowed_token_ids or ())
+        + sum(map(len, params.bad_words_token_ids))
+    )
+    if num_ids * len(prompts) > max(MAX_SHARED_IDS, num_ids):
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with {num_ids} token ids each in stop_token_ids, logit_bias, "
+            f"allowed_token_ids and bad_words are more than {MAX_SHARED_IDS}. Send fewer prompts.",
+            param="prompt",
+        )
+    if params.prompt_logprobs is None:
+        return
+    num_tokens = sum(map(len, prompts))
+    num_logprobs = num_tokens * params.n * (params.prompt_logprobs + 1)
+    if num_logprobs > max(MAX_PROMPT_LOGPROBS, num_tokens):
+        raise InvalidRequest(
+            f"{num_tokens} prompt tokens, n={params.n} and {params.prompt_logprobs} alternatives "
+            f"are {num_logprobs} log probabilities; one answer may have {MAX_PROMPT_LOGPROBS}. "
+            "Lower logprobs or n, or send fewer prompts.",
+            param="logprobs",
+        )
+
+
 def _logit_bias(bias: dict[int, float], vocab_size: int) -> dict[int, float]:
-    _token_ids(list(bias), "logit_bias", vocab_size)
+    _token_ids(list(bias), "logit_bias", vocab_size, MAX_LOGIT_BIASES)
     return bias
 
 
 def _allowed(token_ids: list[int] | None, vocab_size: int) -> tuple[int, ...] | None:
-    return None if token_ids is None else _token_ids(token_ids, "allowed_token_ids", vocab_size)
+    if token_ids is None:
+        return None
+    return _token_ids(token_ids, "allowed_token_ids", vocab_size, vocab_size)
 
 
-def _token_ids(token_ids: list[int], param: str, vocab_size: int) -> tuple[int, ...]:
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"{param} names token {token_id}, outside the vocabulary of {vocab_size}.",
-                param=param,
-            )
+def _token_ids(token_ids: list[int], param: str, vocab_size: int, limit: int) -> tuple[int, ...]:
+    if len(token_ids) > limit:
+        raise InvalidRequest(
+            f"{param} has {len(token_ids)} entries; at most {limit} are allowed.", param=param
+        )
+    extremes = (min(token_ids), max(token_ids)) if token_ids else ()
+    outside = [i for i in extremes if not 0 <= i < vocab_size]
+    if outside:
+        raise InvalidRequest(
+            f"{param} names token {outside[0]}, outside the vocabulary of {vocab_size}.",
+            param=param,
+        )
     return tuple(token_ids)

@@ -14,11 +14,12 @@ from loramux.adapters.recipe import SUM_METHOD, CombinationOptions, check_option
 from loramux.backend import TextCodec
 from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest
 from loramux.registry.records import Resolved
-from loramux.server.caller import ANONYMOUS, Caller
+from loramux.server.caller import Caller
 from loramux.server.context import Context
-from loramux.server.errors import NotServed
+from loramux.server.errors import Forbidden, NotServed
 from loramux.server.names import NamedAdapter, Selected, check_distinct, full_name
 from loramux.server.recipes import open_version
+from loramux.server.view import View
 from loramux.server.wire import GenerationBody
 from loramux.types.adapter import vocab_size_of
 from loramux.types.composition import (
@@ -31,6 +32,8 @@ from loramux.types.composition import (
 
 # Refusals after which the files of an adapter are fetched or read again.
 _MISSING_FILES = ("changed_on_disk", RefusalCode.UNREADABLE)
+# A sum of eight names with their weights.
+MAX_NAME_CHARACTERS = 16_384
 BASE_WORDS = ("dummy", "tgi")
 """Models that clients send if none was chosen; the base, unless an adapter has the name."""
 
@@ -53,14 +56,12 @@ class ModelReference:
         return "+".join(self.adapters or ()) or self.model or ""
 
 
-async def select(
-    context: Context, reference: ModelReference, *, caller: Caller = ANONYMOUS
-) -> Selected:
+async def select(context: Context, reference: ModelReference, *, caller: Caller) -> Selected:
     """`adapters` takes precedence over `model`; both must name something that is served."""
     selected = await _select_parts(context, reference, caller)
     if reference.combination is None:
         return selected
-    return await _combine(context, selected, reference.combination)
+    return await _combine(context, selected, reference.combination, caller)
 
 
 def combination_of(body: GenerationBody) -> CombinationOptions | None:
@@ -93,7 +94,9 @@ def _naming_body_fields() -> Iterator[None]:
         raise InvalidRequest(str(error), param=param) from error
 
 
-async def _combine(context: Context, selected: Selected, options: CombinationOptions) -> Selected:
+async def _combine(
+    context: Context, selected: Selected, options: CombinationOptions, caller: Caller
+) -> Selected:
     """Returns the selection of the one adapter that the selected ones are combined to."""
     if context.combinations is None:
         raise InvalidRequest(
@@ -113,7 +116,7 @@ async def _combine(context: Context, selected: Selected, options: CombinationOpt
         raise AdapterRefused(error.code, reason, fix=error.fix) from error
     shown = f"{options.method}({sum_text((part.full_name, part.weight) for part in parts)})"
     combined = NamedAdapter(shown, card.cid, recipe=recipe, parts=parts)
-    context.names.add_combination(combined)
+    context.names.add_combination(combined, tenant=caller.tenant)
     return Selected(selected.model, (combined,))
 
 
@@ -129,7 +132,10 @@ def _refuse_recipes(parts: Sequence[NamedAdapter]) -> None:
 
 
 async def _select_parts(context: Context, reference: ModelReference, caller: Caller) -> Selected:
-    finder = _Finder(context, caller, own_base_only=reference.own_base_only)
+    _check_length(reference.model, reference.param)
+    for name in reference.adapters or ():
+        _check_length(name, "adapters")
+    finder = _finder(context, caller, own_base_only=reference.own_base_only)
     selected = await finder.select_model(reference.model, param=reference.param)
     if reference.adapters is None:
         if reference.adapter_weights is not None:
@@ -144,9 +150,15 @@ async def _select_parts(context: Context, reference: ModelReference, caller: Cal
     return Selected(shown, await finder.find_all(terms, param="adapters"))
 
 
-async def select_model(context: Context, model: str | None) -> Selected:
+async def select_model(context: Context, model: str | None, *, caller: Caller) -> Selected:
     """Returns what a name selects: the base, an adapter, or a sum such as `a+0.3*b`."""
-    return await _Finder(context, ANONYMOUS).select_model(model, param="model")
+    _check_length(model, "model")
+    return await _finder(context, caller).select_model(model, param="model")
+
+
+def _check_length(name: str | None, param: str) -> None:
+    if name is not None and len(name) > MAX_NAME_CHARACTERS:
+        raise NotServed(f"The {param} `{name[:100]}…` does not exist.", param=param)
 
 
 def vocab_size_for(context: Context, selected: Selected) -> int:
@@ -170,9 +182,21 @@ async def codec_for(context: Context, selected: Selected) -> TextCodec:
     return await backend.codec_for(selection)
 
 
-async def find_named(context: Context, text: str, *, param: str) -> tuple[NamedAdapter, ...] | None:
+async def find_named(
+    context: Context, text: str, *, param: str, caller: Caller
+) -> tuple[NamedAdapter, ...] | None:
     """Returns the adapters of a name, which the host has afterwards; None if there are none."""
-    return await _Finder(context, ANONYMOUS).find(text, param=param)
+    return await _finder(context, caller).find(text, param=param)
+
+
+def check_base(selected: Selected, caller: Caller) -> None:
+    """Raises Forbidden if the base alone would answer and the caller may not use it."""
+    if not (caller.may_use_base or selected.used):
+        raise Forbidden("This key may not use the base without an adapter. Name an adapter.")
+
+
+def _finder(context: Context, caller: Caller, *, own_base_only: bool = False) -> _Finder:
+    return _Finder(context, caller, context.view_of(caller), own_base_only=own_base_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +205,7 @@ class _Finder:
 
     context: Context
     caller: Caller
+    view: View
     own_base_only: bool = False
 
     async def select_model(self, model: str | None, *, param: str) -> Selected:
@@ -191,7 +216,7 @@ class _Finder:
         context = self.context
         if not model or model in context.base_names:
             return Selected(context.base_names[0])
-        is_given = context.names.find(model) is not None
+        is_given = self.view.sees_given(model) and context.names.find(model) is not None
         inner = None if is_given else _after_base(context, model)
         if inner is not None:
             return replace(await self.select_model(inner, param=param), model=model)
@@ -237,31 +262,31 @@ class _Finder:
         context = self.context
         if text in context.base_names:
             return None
-        given = await context.names.identify(text)
+        may_be_given = self.view.sees_given(text)
+        given = await context.names.identify(text) if may_be_given else None
         if given is not None and given.cid is not None:
             return (NamedAdapter(text, given.cid, given.name),)
-        resolved = await _resolve(context, text, param, self.caller)
-        if resolved is None and context.folder is not None and await context.folder.find(text):
+        resolved = await self._resolve(text, param)
+        folder = context.folder if may_be_given else None
+        if resolved is None and folder is not None and await folder.find(text):
             return await self.find(text, param=param)
         if resolved is None:
-            found = _find_by_cid(context, text, param)
+            found = _find_by_cid(context, text, param, self.view)
             return None if found is None else (found,)
         if self.own_base_only:
             _require_own_base(context, resolved)
         return await open_version(context.names, context.combinations, resolved, text)
 
-
-async def _resolve(context: Context, text: str, param: str, caller: Caller) -> Resolved | None:
-    if context.registry is None:
-        return None
-    try:
-        return await context.registry.resolve(
-            text, sticky_key=caller.sticky_key, tenant=caller.tenant
-        )
-    except AdapterNotFound:
-        return None
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error), param=param) from error
+    async def _resolve(self, text: str, param: str) -> Resolved | None:
+        registry = self.context.registry
+        if registry is None:
+            return None
+        try:
+            return await registry.resolve(text, sticky_key=self.caller.sticky_key, view=self.view)
+        except AdapterNotFound:
+            return None
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), param=param) from error
 
 
 def _require_own_base(context: Context, resolved: Resolved) -> None:
@@ -278,16 +303,19 @@ def _require_own_base(context: Context, resolved: Resolved) -> None:
         )
 
 
-def _find_by_cid(context: Context, text: str, param: str) -> NamedAdapter | None:
+def _find_by_cid(context: Context, text: str, param: str, view: View) -> NamedAdapter | None:
     """Finds a given or combined adapter by its CID or a unique prefix of it."""
     digits = text.removeprefix(CID_PREFIX)
     if not is_digest_start(digits):
         return None
     start = CID_PREFIX + digits
     combined = () if context.combinations is None else context.combinations.recipes
-    found: dict[str, str | None] = {cid: None for cid in combined if cid.startswith(start)}
+    # A tenant names a combination by its parts, which may be shared with it no longer.
+    made = combined if view.is_whole else ()
+    found: dict[str, str | None] = {cid: None for cid in made if cid.startswith(start)}
     for given in context.names.given():
-        if given.cid is not None and given.cid.startswith(start):
+        is_meant = given.cid is not None and given.cid.startswith(start)
+        if is_meant and given.cid is not None and view.sees_given(given.name):
             found[given.cid] = given.name
     if len(found) > 1:
         raise InvalidRequest(

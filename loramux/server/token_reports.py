@@ -76,9 +76,13 @@ class Truncation:
 
 def truncation_of(body: OpenAiBody, max_tokens: MaxTokens) -> Truncation:
     kept = body.truncate_prompt_tokens
+    check_kept(kept)
+    return Truncation(kept, body.truncation_side == "right", max_tokens)
+
+
+def check_kept(kept: int | None) -> None:
     if kept is not None and kept != -1 and kept < 1:
         raise InvalidRequest(
             f"truncate_prompt_tokens must be -1 or over 0, got {kept}.",
             param="truncate_prompt_tokens",
         )
-    return Truncation(kept, body.truncation_side == "right", max_tokens)

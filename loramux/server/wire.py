@@ -349,8 +349,9 @@ class AdapterEntry(Struct, kw_only=True):
     """Its first name, or its CID if it has no name."""
     object: Literal["adapter"] = "adapter"
     names: list[str]
-    state: Literal["registered", "ready", "failed"]
-    """registered: only its header was checked; its weights are read before its first use."""
+    state: Literal["registered", "ready", "failed", "stored"]
+    """registered: only its header was checked; its weights are read before its first use.
+    stored: a version of the registry that no request has named yet."""
     failure: AdapterFailure | None = None
     cid: str | None
     """None until the weights were read."""
@@ -377,6 +378,10 @@ class AdapterEntry(Struct, kw_only=True):
     version of the registry: its bytes are those of its parts, which are listed themselves."""
     tokenizer_digest: str | UnsetType = UNSET
     """Digest of the adapter's tokenizer files, if it has any."""
+    aliases: list[str] | UnsetType = UNSET
+    """With `stored`: its aliases in the registry, such as acme/sql@prod."""
+    signed_by: str | UnsetType = UNSET
+    """With `stored`: the id of the key whose signature was verified."""
 
 
 class AdapterList(Struct, kw_only=True):
@@ -489,6 +494,10 @@ class HealthReport(Struct, kw_only=True):
     """Durations in seconds of the parts of a deep check."""
     failure: str | UnsetType = UNSET
     """Why a deep check failed."""
+
+
+class Liveness(Struct, kw_only=True):
+    status: Literal["live"] = "live"
 
 
 class VersionReport(Struct, kw_only=True):

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from loramux.registry.records import AdapterInfo, AliasState, VersionInfo
+from loramux.server.view import WHOLE_VIEW, View, unknown_adapter
 
 
 class RecipeBody(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +34,8 @@ class PushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """A folder on the server, or an id such as hf:owner/name or s3://bucket/folder."""
     recipe: RecipeBody | UnsetType = UNSET
     """Instead of a source."""
+    signature: str | UnsetType = UNSET
+    """A detached signature in Base64; without it, the file loramux.sig of the source."""
 
 
 class PromoteRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -66,6 +69,10 @@ class VersionEntry(Struct, kw_only=True):
     created: float
     recipe: dict[str, Any] | UnsetType = UNSET
     """Method, parts and parameters of a version without files."""
+    signed_by: str | UnsetType = UNSET
+    """The id of the key whose signature was verified."""
+    pushed_by: str | UnsetType = UNSET
+    """The id of the API key of the push."""
 
 
 class AliasEntry(Struct, kw_only=True):
@@ -99,6 +106,7 @@ class PushedEntry(Struct, kw_only=True):
     is_new: bool
     """False: the version already existed with the same bytes."""
     recipe: dict[str, Any] | UnsetType = UNSET
+    signed_by: str | UnsetType = UNSET
 
 
 class Removed(Struct, kw_only=True):
@@ -107,18 +115,24 @@ class Removed(Struct, kw_only=True):
     deleted: bool = True
 
 
-def registry_entry(info: AdapterInfo) -> RegistryEntry:
+def registry_entry(info: AdapterInfo, view: View = WHOLE_VIEW) -> RegistryEntry:
+    """Describes an adapter; of another tenant's, only what is shared with the caller."""
+    shared = view.shared_versions(info.adapter)
+    is_own = not view.is_confined or info.adapter.tenant == view.tenant
+    seen = [one for one in info.versions if shared is None or one.version in shared]
+    if not seen and shared is not None:
+        raise unknown_adapter(info.adapter)
     return RegistryEntry(
         id=str(info.adapter),
         tenant=info.adapter.tenant,
         name=info.adapter.name,
-        latest=info.latest,
-        versions=[version_entry(version) for version in info.versions],
-        aliases=[alias_entry(state) for state in info.aliases],
+        latest=info.latest if shared is None else seen[0].version,
+        versions=[version_entry(version, is_own=is_own) for version in seen],
+        aliases=[] if shared is not None else [alias_entry(state) for state in info.aliases],
     )
 
 
-def version_entry(version: VersionInfo) -> VersionEntry:
+def version_entry(version: VersionInfo, *, is_own: bool = True) -> VersionEntry:
     return VersionEntry(
         version=version.version,
         cid=version.cid,
@@ -126,6 +140,8 @@ def version_entry(version: VersionInfo) -> VersionEntry:
         base_model=version.base_model,
         created=version.created_at,
         recipe=UNSET if version.recipe is None else version.recipe.to_dict(),
+        signed_by=version.signed_by or UNSET,
+        pushed_by=(version.pushed_by if is_own else None) or UNSET,
     )
 
 

@@ -229,7 +229,8 @@ class StagingArea:
         try:
             yield path
         finally:
-            shutil.rmtree(path)
+            # What is left when the folder became read-only is swept later.
+            shutil.rmtree(path, ignore_errors=True)
             os.close(descriptor)
 
     def sweep(self) -> int:

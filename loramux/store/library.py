@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from loramux.adapters.recipe import CombinationOptions
+from loramux.adapters.signature import read_signatures
 from loramux.config.paths import DataPaths
 from loramux.errors import (
     AdapterNotFound,
@@ -32,6 +34,7 @@ from loramux.store.store import DEFAULT_LIMITS, ContentStore
 from loramux.store.tiers import CountedTier
 
 if TYPE_CHECKING:
+    from loramux.registry.audit import Actor
     from loramux.registry.registry import Registry
 
 DEFAULT_GRACE_S = 3600.0
@@ -53,6 +56,8 @@ class Pushed:
     """False if the version already existed with the same content."""
     recipe: VersionRecipe | None = None
     """What a version without files is made of."""
+    signed_by: str | None = None
+    """The id of the key whose signature was verified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,37 +77,63 @@ class AdapterLibrary:
         registry: Registry,
         *,
         open_source: OpenSource | None = None,
+        require_signed: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`open_source` fetches adapters again that neither the store nor its tiers have."""
+        self.require_signed = require_signed
         self.store = store
         self.registry = registry
         self._open_source = open_source
         self._clock = clock
 
-    def push(self, folder: Path, reference: str, *, source: str | None = None) -> Pushed:
+    def acting(self, actor: Actor) -> AdapterLibrary:
+        """Returns this library with another actor of its changes."""
+        acting = copy(self)
+        acting.registry = self.registry.acting(actor)
+        return acting
+
+    def push(
+        self,
+        folder: Path,
+        reference: str,
+        *,
+        source: str | None = None,
+        signatures: tuple[str, ...] = (),
+        require_signed: bool = False,
+    ) -> Pushed:
         """Stores a folder under `tenant/name@1.4.2`, or under the next free version without one.
 
-        `source` is recorded as the place from which the files can be fetched again.
+        `source` is recorded as the place from which the files can be fetched again. Without
+        `signatures` those in the folder are verified. A signature is needed if it is required here,
+        by this library or by the tenant.
         """
         # An invalid name is refused before files are copied.
         parse_push_reference(reference)
+        given = signatures or read_signatures(folder)
+        is_required = require_signed or self.require_signed
         pushed: list[Pushed] = []
-        self.store.put_folder(
-            folder, then=lambda staged: pushed.append(self._name(staged, reference, source))
-        )
-        return pushed[0]
 
-    def _name(self, staged: StagedAdapter, reference: str, source: str | None) -> Pushed:
-        record = staged.record
-        content = Content(
-            cid=record.cid,
-            manifest=record.manifest,
-            size_bytes=record.size_bytes,
-            base_model=staged.config.base_model_name,
-            source=source,
-        )
-        return _pushed(*self.registry.push(reference, content))
+        def content_of(staged: StagedAdapter) -> Content:
+            return Content(
+                cid=staged.record.cid,
+                manifest=staged.record.manifest,
+                size_bytes=staged.record.size_bytes,
+                base_model=staged.config.base_model_name,
+                source=source,
+                signatures=given,
+            )
+
+        def check(staged: StagedAdapter) -> None:
+            self.registry.check_push(reference, content_of(staged), require_signed=is_required)
+
+        def name(staged: StagedAdapter) -> None:
+            content = content_of(staged)
+            found = self.registry.push(reference, content, require_signed=is_required)
+            pushed.append(_pushed(*found))
+
+        self.store.put_folder(folder, check=check, then=name)
+        return pushed[0]
 
     def push_recipe(
         self,
@@ -194,6 +225,7 @@ def _pushed(version: VersionInfo, is_new: bool) -> Pushed:
         size_bytes=version.size_bytes,
         is_new=is_new,
         recipe=version.recipe,
+        signed_by=version.signed_by,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ PULL_PREFIX = ".loramux-pull-"
 WRITABLE = 0o644
 NS_PER_S = 10**9
 DEFAULT_LIMITS = StoreLimits()
+_log = logging.getLogger(__name__)
 
 
 class ContentStore:
@@ -180,6 +182,8 @@ class ContentStore:
         # Hashed before the lock is taken, because the lock is held for renames only.
         sound = {digest for digest in digests if self._is_sound(digest)}
         with self._lock.held():
+            # Another put may have stored some of them meanwhile, and views may link to these.
+            sound |= {digest for digest in digests - sound if self._is_sound(digest)}
             self._check_room(staged.record)
             if not self._touch_existing(staged.record.cid, sound):
                 self._keep(staged, sound)
@@ -232,6 +236,9 @@ class ContentStore:
             os.utime(self._layout.record(cid), ns=(now_ns, now_ns))
         except FileNotFoundError as error:
             raise not_found(cid) from error
+        except OSError as error:
+            # A folder that cannot be written to can be read: its adapters are served.
+            _log.warning("the use of %s cannot be recorded: %s", cid, error)
 
     def _check_room(self, record: Record) -> None:
         if self._limits.max_store_bytes is None:

@@ -97,6 +97,8 @@ class BaseModelInfo:
     """Whether the outputs of attention and MLP are normed as well as their inputs."""
     norm_plus_one: bool = False
     """Whether the checkpoint stores norm weights minus one."""
+    num_labels: int = 0
+    """Outputs of the classification head that the model has instead of one over its vocabulary."""
 
     @property
     def hidden_size(self) -> int:

@@ -6,16 +6,22 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
 from loramux.errors import InvalidRequest
+from loramux.types.pooling import ModelPooling, Pooling
 from loramux.types.sampling import SamplingParams
 
 # The adapters of a request as (CID, weight) pairs, sorted by CID; empty: the base model.
 Selection = tuple[tuple[str, float], ...]
 BASE_SELECTION: Selection = ()
 _MAX_SEED = 2**63 - 1
+NOT_GENERATIVE = (
+    "The model generates no text: it has no output head over its vocabulary, and gives embeddings "
+    "or scores."
+)
 
 
 class FinishReason(StrEnum):
@@ -72,6 +78,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Requests with different salts never share cached prefixes."""
     timeout_s: float | None = None
     """Limit from arrival to the last token; a request that exceeds it ends with an error."""
+    pooling: Pooling | None = None
+    """Returns a vector of the prompt; max_tokens is then 0. None: it generates."""
     seed: int = 0
     """Root of the request's randomness. `for_engine` sets it."""
     eos_token_ids: tuple[int, ...] = ()
@@ -97,6 +105,36 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             seed=secrets.randbits(63) if seed is None else seed & _MAX_SEED,
             eos_token_ids=tuple(eos_token_ids),
         )
+
+
+def pooled_request(
+    request_id: str, token_ids: Sequence[int], pooling: Pooling, **fields: Any
+) -> Request:
+    """Makes a request for a vector of a prompt; `fields` are others of Request."""
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(token_ids),
+        params=SamplingParams(max_tokens=0, seed=0),
+        pooling=pooling,
+        **fields,
+    )
+
+
+def check_pooling(request: Request, model: ModelPooling) -> None:
+    """Raises InvalidRequest if the model cannot compute what the request asks for."""
+    if request.pooling is None:
+        if not model.generates:
+            raise InvalidRequest(NOT_GENERATIVE, param="model")
+        return
+    if (request.pooling is Pooling.HEAD) != (model.pooling is Pooling.HEAD):
+        raise InvalidRequest(
+            "The model has no classification head."
+            if request.pooling is Pooling.HEAD
+            else "The model is a sequence classifier: it has scores, and no embeddings."
+        )
+    params = request.params
+    if params.max_tokens or params.n != 1 or params.prompt_logprobs is not None:
+        raise InvalidRequest("A request with pooling generates no tokens: max_tokens must be 0.")
 
 
 def find_last(tokens: Sequence[int], wanted: Sequence[int]) -> int | None:
@@ -156,6 +194,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Set in the choice's first event: time of its first step by the engine's clock."""
     facts: RequestFacts | None = None
     """Set in the request's first event."""
+    pooled: bytes | None = None
+    """The vector of a request with pooling: little-endian float32. See `vector_of`."""
 
 
 @dataclass(slots=True)
@@ -181,8 +221,19 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob] | None = None
     lora_request: LoRARequest | Mapping[LoRARequest, float] | None = None
     selection: Selection = BASE_SELECTION
+    pooled: bytes | None = None
+    """The vector of a request with pooling; see `vector_of`."""
 
     @property
     def adapter_cid(self) -> str | None:
         """Returns the CID of the adapter, or of the first one of a sum; None: the base."""
         return self.selection[0][0] if self.selection else None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The embedding of one prompt of `LLM.embed`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    embedding: list[float]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from loramux.types.pooling import Pooling
 from loramux.types.request import Selection, TokenLogprob
 from loramux.types.sampling import SamplingParams
 
@@ -83,11 +84,15 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: int | None = None
     next_prompt_token_ids: Sequence[int] = ()
     """With prompt_logprobs: the prompt token after each token of the chunk, if there is one."""
+    pooling: Pooling | None = None
+    """Pools hidden states of this chunk: of all its tokens (MEAN), or of its last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     chunks: tuple[Chunk, ...]
+    has_pooling: bool = False
+    """Whether any chunk has."""
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +110,13 @@ class StepResult:
     failed: dict[int, str] = field(default_factory=dict)
     """sequence_id -> why the sequence has no valid token, as a clause ("a logit is NaN"). It ends
     with an error, whatever the other fields have for it."""
+    pooled: dict[int, NDArray[np.float64]] = field(default_factory=dict)
+    """sequence_id -> the hidden state that a chunk with pooling asks for, or the sum of all (MEAN),
+    or the outputs of the head."""
+
+
+BeforeChoice = Callable[[], None]
+"""Sets what the choice of the step's tokens needs: the masks of constrained rows."""
 
 
 class InFlightStep(Protocol):

@@ -12,13 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import ContextLengthExceeded, InvalidRequest
-from loramux.server.body import json_response
-from loramux.server.caller import caller_of
-from loramux.server.context import Context
-from loramux.server.endpoint import Endpoint
-from loramux.server.errors import error_info, shaped_response
-from loramux.server.families.anthropic_blocks import Blocks, block_event
-from loramux.server.families.asked import (
+from loramux.server.asked import (
     Asked,
     Tools,
     encode,
@@ -27,6 +21,12 @@ from loramux.server.families.asked import (
     plan_asked,
     read_fields,
 )
+from loramux.server.body import json_response
+from loramux.server.caller import caller_of
+from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
+from loramux.server.errors import error_info, shaped_response
+from loramux.server.families.anthropic_blocks import Blocks, block_event
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.prompts import off_loop
 from loramux.server.receipt_draft import receipt_draft
@@ -94,7 +94,7 @@ def anthropic_endpoints(context: Context) -> list[Endpoint]:
         return await _create(context, request)
 
     async def count(request: Request) -> Response:
-        body = await read_fields(context, request, CountBody)
+        body = await read_fields(context, request, CountBody, generates=False)
         context.require_known()
         selected = await select(context, ModelReference(body.model), caller=caller_of(request))
         asked = Asked(

@@ -15,20 +15,23 @@ from starlette.responses import Response
 from loramux import __version__
 from loramux.backend import Health, TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.body import json_response, keep_body, read_body
-from loramux.server.context import Context
-from loramux.server.endpoint import Endpoint
-from loramux.server.errors import error_info, shaped_response
-from loramux.server.families.asked import (
+from loramux.server.asked import (
     Asked,
     Prompt,
+    check_penalty_window,
     generation_body,
     open_asked,
     read_fields,
 )
+from loramux.server.body import json_response, keep_body, read_body
+from loramux.server.caller import caller_of
+from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
+from loramux.server.errors import error_info, shaped_response
 from loramux.server.families.llamacpp_lora import PlacedAdapters
 from loramux.server.generation import Choice, Deltas, Generation, RouteKind, collect, run
-from loramux.server.receipt_draft import receipt_draft
+from loramux.server.prompts import encode_prompt, off_loop
+from loramux.server.receipt_draft import Timing, receipt_draft
 from loramux.server.routes.models import answer_models
 from loramux.server.routes.openai import answer_chat
 from loramux.server.routes.tokens import DescribesTokenizer
@@ -49,20 +52,6 @@ ERROR_TYPES = {
     503: "unavailable_error",
 }
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-# Samplers that are not here, and their values that change nothing.
-INACTIVE: dict[str, tuple[Any, ...]] = {
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "mirostat": (0,),
-    "t_max_predict_ms": (0, -1),
-    "top_n_sigma": (-1,),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
-    "image_data": ([],),
-    "input_prefix": ("",),
-    "input_suffix": ("",),
-    "samplers": (),
-}
 
 
 class CompletionBody(Struct, kw_only=True):
@@ -88,16 +77,6 @@ class CompletionBody(Struct, kw_only=True):
     grammar: str | None = None
     json_schema: Any = None
     lora: Any = None
-    dry_multiplier: Any = None
-    dynatemp_range: Any = None
-    mirostat: Any = None
-    t_max_predict_ms: Any = None
-    top_n_sigma: Any = None
-    typical_p: Any = None
-    xtc_probability: Any = None
-    image_data: Any = None
-    input_prefix: Any = None
-    input_suffix: Any = None
 
 
 class TokenizeContent(Struct, kw_only=True):
@@ -131,10 +110,10 @@ def llamacpp_endpoints(context: Context) -> list[Endpoint]:
         return await answer_chat(context, request)
 
     async def models(request: Request) -> Response:
-        return await answer_models(context)
+        return await answer_models(context, caller_of(request))
 
     async def list_lora(request: Request) -> Response:
-        return json_response(placed.listed())
+        return json_response(placed.listed(caller_of(request)))
 
     async def set_lora(request: Request) -> Response:
         placed.set_scales(await read_body(request, context.options.max_body_bytes))
@@ -188,18 +167,19 @@ async def _name_adapters(context: Context, request: Request, placed: PlacedAdapt
     except (ValueError, RecursionError):
         return
     if isinstance(fields, dict):
-        fields |= placed.selection(fields.pop("lora", None), fields.get("model"))
+        caller = caller_of(request)
+        fields |= placed.selection(fields.pop("lora", None), fields.get("model"), caller)
         keep_body(request, msgspec.json.encode(fields))
 
 
 async def _complete(context: Context, request: Request, placed: PlacedAdapters) -> Response:
     body = await read_fields(context, request, CompletionBody)
-    _check(body)
+    check_penalty_window(body)
     prompts = _prompts(body.prompt)
     if body.stream and len(prompts) > 1:
         raise InvalidRequest("A stream takes one prompt: send them apart.", param="prompt")
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
-        asked = _asked(body, prompts, placed)
+        asked = _asked(body, prompts, placed.selection(body.lora, body.model, caller_of(request)))
         generation = await open_asked(context, request, draft, asked)
     deltas = run(context, generation)
     if body.stream:
@@ -213,25 +193,6 @@ async def _complete(context: Context, request: Request, placed: PlacedAdapters) 
     ]
     is_batch = isinstance(body.prompt, list) and len(prompts) > 1
     return json_response(answers if is_batch else answers[0])
-
-
-def _check(body: CompletionBody) -> None:
-    for name, harmless in INACTIVE.items():
-        value = getattr(body, name, None)
-        if value is not None and value not in harmless:
-            raise InvalidRequest(
-                f"{name} is not supported by this server: leave it out.", param=name
-            )
-    penalties = (
-        body.repeat_penalty not in (None, 1),
-        body.presence_penalty,
-        body.frequency_penalty,
-    )
-    if any(penalties) and body.repeat_last_n not in (None, -1):
-        raise InvalidRequest(
-            "Penalties count the whole text here: leave repeat_last_n out, or send -1.",
-            param="repeat_last_n",
-        )
 
 
 def _prompts(prompt: Any) -> list[Prompt]:
@@ -255,7 +216,7 @@ def _prompt(prompt: Any) -> Prompt:
     return parts
 
 
-def _asked(body: CompletionBody, prompts: list[Prompt], placed: PlacedAdapters) -> Asked:
+def _asked(body: CompletionBody, prompts: list[Prompt], selection: dict[str, Any]) -> Asked:
     num = body.max_tokens if body.max_tokens is not None else body.n_predict
     sampling = {
         name: value if (given := getattr(body, name)) is None else given
@@ -279,7 +240,7 @@ def _asked(body: CompletionBody, prompts: list[Prompt], placed: PlacedAdapters) 
             logit_bias=_logit_bias(body.logit_bias),
             stream=body.stream,
             **sampling,
-            **({"model": body.model} | placed.selection(body.lora, body.model)),
+            **({"model": body.model} | selection),
         ),
         prompts=prompts,
         logprobs=Logprobs(body.n_probs or None),
@@ -366,10 +327,7 @@ def _final(
         "stop_type": stop_type,
         "stopping_word": choice.stop_reason if is_word else "",
         "generation_settings": msgspec.to_builtins(request.params, str_keys=True),
-        "timings": {
-            "prompt_n": len(request.prompt_token_ids),
-            "predicted_n": len(choice.token_ids),
-        },
+        "timings": _timings(generation.draft.timing, len(request.prompt_token_ids), choice),
     }
     if body.n_probs:
         answer["completion_probabilities"] = _probabilities(
@@ -378,14 +336,36 @@ def _final(
     return answer
 
 
+def _timings(timing: Timing, num_prompt: int, choice: Choice) -> dict[str, float]:
+    first_ms = timing.first_ms or timing.total_ms
+    shown: dict[str, float] = {}
+    for name, num, spent_ms in (
+        ("prompt", num_prompt, first_ms),
+        ("predicted", len(choice.token_ids), timing.total_ms - first_ms),
+    ):
+        shown |= {
+            f"{name}_n": num,
+            f"{name}_ms": spent_ms,
+            f"{name}_per_token_ms": spent_ms / max(1, num),
+            f"{name}_per_second": num * 1000 / spent_ms if spent_ms else 0.0,
+        }
+    return shown
+
+
 async def _tokenize(context: Context, request: Request) -> Response:
-    body = await read_fields(context, request, TokenizeContent)
+    body = await read_fields(context, request, TokenizeContent, generates=False)
     context.require_known()
-    codec = context.backend.codec
-    token_ids = codec.encode(body.content, add_special_tokens=body.add_special)
-    if not body.with_pieces:
-        return json_response({"tokens": token_ids})
-    return json_response({"tokens": [{"id": i, "piece": codec.token_to_str(i)} for i in token_ids]})
+    codec, max_model_len = context.backend.codec, context.backend.card.max_model_len
+
+    def work() -> list[Any]:
+        token_ids = encode_prompt(
+            codec, body.content, max_model_len=max_model_len, add_special_tokens=body.add_special
+        )
+        if not body.with_pieces:
+            return list(token_ids)
+        return [{"id": i, "piece": codec.token_to_str(i)} for i in token_ids]
+
+    return json_response({"tokens": await off_loop(len(body.content), work)})
 
 
 def _props(context: Context) -> dict[str, Any]:

@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
+from collections.abc import Container
+from dataclasses import replace
 from typing import Any
 
 from loramux.errors import InvalidRequest
 from loramux.server.body import decode
+from loramux.server.caller import ANONYMOUS, Caller
 from loramux.server.context import Context
 from loramux.server.errors import Forbidden
+from loramux.server.names import GivenName
+
+MAX_TENANTS = 1024
 
 
 class PlacedAdapters:
     """Gives each name a place in the order of its addition; a place is never given again.
 
-    At first no adapter is selected, because several that all act at once are of no use.
+    Each tenant has places of its own for the names that it sees. At first no adapter is selected,
+    because several that all act at once are of no use; only operators change that, for operators.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._names: list[str] = []
+        self._places: OrderedDict[str | None, list[str]] = OrderedDict()
         self._scales: dict[int, float] = {}
 
-    def listed(self) -> list[dict[str, Any]]:
-        given = self._refresh()
+    def listed(self, caller: Caller) -> list[dict[str, Any]]:
+        names, given = self._refresh(caller)
+        scales = self._scales if caller.is_operator else {}
         return [
             {
                 "id": place,
-                "path": given[name].path,
-                "scale": self._scales.get(place, 0.0),
+                "path": given[name].path if caller.is_operator else name,
+                "scale": scales.get(place, 0.0),
                 "task_name": "",
                 "prompt_prefix": "",
                 "name": name,
             }
-            for place, name in enumerate(self._names)
+            for place, name in enumerate(names)
             if name in given
         ]
 
@@ -47,37 +56,40 @@ class PlacedAdapters:
         asked = decode(raw, Any)
         if not isinstance(asked, list):
             raise InvalidRequest("Request body must be an array")
-        self._scales = self._parse(asked)
+        self._scales = self._parse(asked, *self._refresh(ANONYMOUS))
 
-    def selection(self, lora: Any, model: str | None) -> dict[str, Any]:
+    def selection(self, lora: Any, model: str | None, caller: Caller) -> dict[str, Any]:
         """Returns the fields of the own API for a body's `lora`; empty or absent: the default
         selection, unless the body names a model."""
         if lora is not None and not isinstance(lora, list):
             raise _bad_lora()
         if not lora and model and model not in self._context.base_names:
             return {}
-        scales = self._parse(lora) if lora else self._scales
+        names, given = self._refresh(caller)
+        default = self._scales if caller.is_operator else {}
+        scales = self._parse(lora, names, given) if lora else default
         used = {place: scale for place, scale in scales.items() if scale != 0}
         if not used and not lora:
             return {}
         return {
-            "adapters": [self._names[place] for place in used],
+            "adapters": [names[place] for place in used],
             "adapter_weights": list(used.values()),
         }
 
-    def _parse(self, entries: list[Any]) -> dict[int, float]:
-        given = self._refresh()
+    def _parse(
+        self, entries: list[Any], names: list[str], given: Container[str]
+    ) -> dict[int, float]:
         scales: dict[int, float] = {}
         for entry in entries:
             if not isinstance(entry, dict):
                 raise _bad_lora()
             place: Any = entry.get("id")
             scale = entry.get("scale", 0)
-            if isinstance(place, str) and place in self._names:
-                place = self._names.index(place)
+            if isinstance(place, str) and place in names:
+                place = names.index(place)
             is_place = isinstance(place, int) and not isinstance(place, bool)
-            known = range(len(self._names))
-            if not is_place or place not in known or self._names[int(place)] not in given:
+            known = range(len(names))
+            if not is_place or place not in known or names[int(place)] not in given:
                 raise InvalidRequest(
                     f"There is no adapter {entry.get('id')!r}: see GET /lora-adapters.",
                     param="lora",
@@ -87,10 +99,20 @@ class PlacedAdapters:
             scales[int(place)] = float(scale)
         return scales
 
-    def _refresh(self) -> dict[str, Any]:
-        given = {one.name: one for one in self._context.names.given()}
-        self._names += [name for name in given if name not in self._names]
-        return given
+    def _refresh(self, caller: Caller) -> tuple[list[str], dict[str, GivenName]]:
+        """Returns the places of the caller's tenant, and the given names that the caller sees."""
+        tenant = self._context.view_of(replace(caller, adapters=None))
+        known = {
+            one.name: one for one in self._context.names.given() if tenant.sees_given(one.name)
+        }
+        places = self._places.setdefault(caller.confined_to, [])
+        self._places.move_to_end(caller.confined_to)
+        if len(self._places) > MAX_TENANTS:
+            self._places.popitem(last=False)
+        placed = set(places)
+        places += [name for name in known if name not in placed]
+        view = self._context.view_of(caller)
+        return places, {name: one for name, one in known.items() if view.sees_given(name)}
 
 
 def _bad_lora() -> InvalidRequest:

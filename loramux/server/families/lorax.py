@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -14,24 +14,26 @@ from loramux import __version__
 from loramux.adapters.recipe import METHODS
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.body import json_response
-from loramux.server.caller import caller_of
-from loramux.server.context import Context
-from loramux.server.endpoint import Endpoint
-from loramux.server.errors import NotServed, set_error_shape
-from loramux.server.families.asked import (
+from loramux.server.asked import (
     Asked,
     generation_body,
     open_asked,
     read_fields,
     read_inner,
 )
+from loramux.server.body import json_response
+from loramux.server.caller import caller_of
+from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
+from loramux.server.errors import set_error_shape
 from loramux.server.families.lorax_answers import (
     SequenceWriter,
     StreamWriter,
     answer_of,
     response_headers,
 )
+from loramux.server.families.lorax_embed import embed
+from loramux.server.families.lorax_select import select_adapter
 from loramux.server.families.lorax_wire import (
     GenerateRequest,
     Parameters,
@@ -51,7 +53,6 @@ from loramux.server.streaming import StreamForm, event, stream_events, until_gon
 from loramux.server.structured.fields import AskedConstraint
 from loramux.server.token_reports import Truncation
 from loramux.server.wire import GenerationBody
-from loramux.sources.config import Secret
 
 FAMILY = "lorax"
 KIND = RouteKind(id_prefix="gen", prompt_param="inputs", default_max_tokens=None)
@@ -71,6 +72,9 @@ def lorax_endpoints(context: Context) -> list[Endpoint]:
 
     async def tokenize(request: Request) -> Response:
         return await _tokenize(context, request)
+
+    async def embed_text(request: Request) -> Response:
+        return await embed(context, request)
 
     async def info(request: Request) -> Response:
         context.require_known()
@@ -95,6 +99,7 @@ def lorax_endpoints(context: Context) -> list[Endpoint]:
         post("/generate", generate_one, INPUTS),
         post("/generate_stream", generate_stream),
         post("/tokenize", tokenize, INPUTS),
+        post("/embed", embed_text),
         get("/info", info),
         get("/startup", startup),
     ]
@@ -107,6 +112,8 @@ async def generate(
     with receipt_draft(context.receipts, context.base_identity, request) as draft:
         body = await read_fields(context, request, GenerateRequest)
         parameters = read_inner(body.parameters, Parameters)
+        if parameters.merged_adapters is None:
+            parameters.adapter_id = parameters.adapter_id or body.model
         wants_stream = body.stream if stream is None else stream
         if wants_stream and as_list:
             set_error_shape(request, streamed_error)
@@ -117,13 +124,14 @@ async def generate(
     prefix = body.inputs if parameters.return_full_text else ""
     if wants_stream:
         writer = StreamWriter(codec, parameters, prefix, len(generation.request.prompts[0]))
-        form = StreamForm(on_error=failure_event, headers=response_headers(context, generation))
+        headers = response_headers(context, generation, body.inputs)
+        form = StreamForm(on_error=failure_event, headers=headers)
         return await stream_events(request, _events(generation, deltas, writer), form)
     choices, usage = await until_gone(request, collect(generation, deltas))
     writer_of = SequenceWriter(codec, parameters, prefix, generation.request.prompts[0])
     answer = answer_of(choices, writer_of)
     response = json_response([answer] if as_list else answer)
-    response.headers.update(response_headers(context, generation, usage))
+    response.headers.update(response_headers(context, generation, body.inputs, usage))
     return response
 
 
@@ -140,6 +148,7 @@ async def _asked(
         kind=KIND,
         body=body,
         prompts=[inputs],
+        messages=[{"role": "user", "content": inputs}] if parameters.apply_chat_template else None,
         selected=await _select(context, request, parameters, body, draft),
         logprobs=_logprobs(parameters, stream),
         truncation=Truncation(parameters.truncate),
@@ -159,8 +168,11 @@ def _check(parameters: Parameters, stream: bool) -> None:
         (is_choice and stream, "best_of", "!= 1 is not supported when streaming tokens"),
         (parameters.typical_p not in (None, 1), "typical_p", "is not supported: leave it out"),
         (parameters.watermark, "watermark", "is not supported: leave it out"),
-        ((parameters.truncate or 1) < 1, "truncate", "must be strictly positive"),
-        (parameters.truncate == 0, "truncate", "must be strictly positive"),
+        *(
+            (value is not None and value < 1, name, "must be strictly positive")
+            for name in ("max_new_tokens", "top_k", "truncate")
+            for value in (getattr(parameters, name),)
+        ),
         ((parameters.seed or 0) < 0, "seed", "must be 0 or more"),
         (
             parameters.decoder_input_details and stream,
@@ -293,35 +305,6 @@ async def _find_part(context: Context, request: Request, parameters: Parameters,
     return name
 
 
-async def select_adapter(
-    context: Context, request: Request, parameters: Parameters, name: str
-) -> ModelReference | Selected:
-    """Finds an adapter as LoRAX names it.
-
-    A name that the operator gave means that adapter whatever the source says; a name of the
-    registry only if the request gives no source, so that neither can stand for the other.
-    """
-    context.require_ready()
-    source, sources = parameters.adapter_source, context.sources
-    is_found = source is not None and sources is not None and sources.has_named(name)
-    if name in context.base_names or (context.names.find(name) is not None and not is_found):
-        return ModelReference(name, param="adapter_id")
-    if source is None:
-        reference = ModelReference(name, param="adapter_id")
-        try:
-            return await select(context, reference, caller=caller_of(request))
-        except NotServed:
-            source = context.options.adapter_source
-    if source is None or sources is None:
-        raise NotServed(
-            f"The adapter `{name}` does not exist here. Send adapter_source (hub, local or s3), or "
-            f"start the server with --adapter-source.{context.missed_registry}",
-            param="adapter_id",
-        )
-    token = Secret(parameters.api_token) if parameters.api_token else None
-    return await sources.find(name, source, token=token)
-
-
 async def _events(
     generation: Generation, deltas: Deltas, writer: StreamWriter
 ) -> AsyncGenerator[bytes, None]:
@@ -332,7 +315,7 @@ async def _events(
 
 
 async def _tokenize(context: Context, request: Request) -> Response:
-    body = await read_fields(context, request, TokenizeInputs)
+    body = await read_fields(context, request, TokenizeInputs, generates=False)
     context.require_known()
     parameters = read_inner(body.parameters, Parameters)
     codec, max_model_len = context.backend.codec, context.backend.card.max_model_len
@@ -341,31 +324,40 @@ async def _tokenize(context: Context, request: Request) -> Response:
         if isinstance(found, ModelReference):
             found = await select(context, found, caller=caller_of(request))
         codec = await codec_for(context, found)
-    token_ids = await off_loop(
-        len(body.inputs),
-        lambda: encode_prompt(
+
+    def work() -> list[TokenPlace]:
+        token_ids = encode_prompt(
             codec,
             body.inputs,
             max_model_len=max_model_len,
             add_special_tokens=body.add_special_tokens is not False,
-        ),
-    )
-    return json_response(_places(codec, body.inputs, list(token_ids)))
+        )
+        return _places(codec, body.inputs, token_ids)
+
+    return json_response(await off_loop(len(body.inputs), work))
 
 
-def _places(codec: TextCodec, text: str, token_ids: list[int]) -> list[TokenPlace]:
+def _places(codec: TextCodec, text: str, token_ids: Sequence[int]) -> list[TokenPlace]:
     """Tokens with the characters of the text that they stand for; special tokens have none."""
-    places, at = [], 0
-    data = text.encode()
+    places = []
+    data = text.encode(errors="surrogatepass")
+    at = num_begun = start = 0
     for token_id in token_ids:
         piece = codec.token_bytes(token_id)
-        is_found = bool(piece) and data[at : at + len(piece)] == piece
-        start = len(data[:at].decode(errors="ignore"))
-        at += len(piece) if is_found else 0
-        stop = len(data[:at].decode(errors="ignore"))
+        if piece and data.startswith(piece, at):
+            at += len(piece)
+            num_begun += sum(not _continues(byte) for byte in piece)
+        # A character counts once its last byte is there.
+        stop = num_begun - (at < len(data) and _continues(data[at]))
         shown = codec.token_to_str(token_id)
         places.append(TokenPlace(id=token_id, text=shown, start=start, stop=stop))
+        start = stop
     return places
+
+
+def _continues(byte: int) -> bool:
+    """Whether a byte of UTF-8 continues a character."""
+    return byte & 0xC0 == 0x80
 
 
 def _info(context: Context) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from loramux.server.context import Context
 from loramux.server.families import lorax_wire as wire
 from loramux.server.families.lorax_wire import Details, GenerateAnswer, Parameters, StreamAnswer
 from loramux.server.generation import Choice, Generation
+from loramux.server.receipt_draft import Timing
 from loramux.server.token_reports import LOWEST
 from loramux.server.wire import Usage
 from loramux.types.request import TokenLogprob
@@ -171,12 +172,13 @@ def split_text(codec: TextCodec, delta: Delta) -> list[str]:
 
 
 def response_headers(
-    context: Context, generation: Generation, usage: Usage | None = None
+    context: Context, generation: Generation, inputs: str, usage: Usage | None = None
 ) -> dict[str, str]:
+    """`usage`: None in a stream, whose headers are sent before its answer."""
     request = generation.request
     headers = {
         "x-compute-type": context.backend.card.device.partition(":")[0],
-        "x-compute-characters": str(sum(map(len, generation.request.prompts))),
+        "x-compute-characters": str(len(inputs)),
         "x-model-id": context.base_names[0],
     }
     if request.selected.adapters:
@@ -188,6 +190,25 @@ def response_headers(
         headers |= {
             "x-prompt-tokens": str(usage.prompt_tokens),
             "x-generated-tokens": str(usage.completion_tokens),
+            "x-skipped-tokens": "0",
             "x-total-tokens": str(usage.total_tokens),
         }
+        headers |= _times(generation.draft.timing, usage.completion_tokens)
     return headers
+
+
+def _times(timing: Timing, num_tokens: int) -> dict[str, str]:
+    """In milliseconds, but for the time of computing."""
+    first_ms = timing.first_ms or timing.total_ms
+    inference_ms = max(0.0, timing.total_ms - timing.checked_ms - timing.queue_ms)
+    milliseconds = {
+        "x-total-time": timing.total_ms,
+        "x-validation-time": timing.checked_ms,
+        "x-queue-time": timing.queue_ms,
+        "x-inference-time": inference_ms,
+        "x-time-per-token": inference_ms / max(1, num_tokens),
+        "x-time-to-first-token": first_ms,
+        "x-time-per-output-token": (timing.total_ms - first_ms) / max(1, num_tokens - 1),
+    }
+    shown = {name: str(round(value)) for name, value in milliseconds.items()}
+    return shown | {"x-compute-time": f"{timing.total_ms / 1000:.6f}"}

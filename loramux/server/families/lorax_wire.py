@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
+from loramux.adapters.recipe import ONLY_ALONE, UNEQUAL_RANKS
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -15,13 +16,24 @@ from loramux.errors import (
     EngineStopped,
     InvalidRequest,
     LoramuxError,
+    RateLimited,
+    Refusal,
     RequestTimeout,
     SourceFailed,
     SourceNotFound,
     SourceRefused,
 )
-from loramux.server.errors import BodyTooLarge, NotJson, NotServed, error_info, shaped_response
+from loramux.server.errors import (
+    BodyTooLarge,
+    Forbidden,
+    NotJson,
+    NotServed,
+    Unauthenticated,
+    error_info,
+    shaped_response,
+)
 from loramux.server.streaming import event
+from loramux.sources.refusals import SourceCode
 
 
 class MergedAdapters(Struct, kw_only=True):
@@ -32,13 +44,18 @@ class MergedAdapters(Struct, kw_only=True):
     majority_sign_method: str | None = None
 
 
-class Parameters(Struct, kw_only=True):
-    """Fields of `parameters`; TGI's are among them."""
+class Source(Struct, kw_only=True):
+    """The adapter that a request names, and where it is fetched from."""
 
     adapter_id: str | None = None
     adapter_source: str | None = None
-    merged_adapters: MergedAdapters | None = None
     api_token: str | None = None
+
+
+class Parameters(Source, kw_only=True):
+    """Fields of `parameters`; TGI's are among them."""
+
+    merged_adapters: MergedAdapters | None = None
     best_of: int | None = None
     temperature: float | None = None
     repetition_penalty: float | None = None
@@ -65,7 +82,9 @@ class Parameters(Struct, kw_only=True):
 
 
 class GenerateRequest(Struct, kw_only=True):
+    inner: ClassVar = ("parameters", Parameters)
     inputs: str
+    model: str | None = None
     parameters: dict[str, Any] | None = None
     stream: bool = False
 
@@ -156,10 +175,14 @@ class Failure(Struct, kw_only=True):
 
 
 VALIDATION, GENERATION = "validation", "generation"
+_INVALID = "Input validation error: "
 _KINDS: tuple[tuple[tuple[type[Exception], ...], int, str, str], ...] = (
     ((InvalidRequest, DoesNotFit, BodyTooLarge, NotJson), 422, VALIDATION,
-     "Input validation error: "),
+     _INVALID),
+    ((Unauthenticated,), 401, "authentication", ""),
+    ((Forbidden,), 403, "permission", ""),
     ((EngineBusy,), 429, "overloaded", "Model is overloaded. "),
+    ((RateLimited,), 429, "overloaded", ""),
     ((EngineStopped,), 503, GENERATION, "Request failed during generation: "),
     ((NotServed, AdapterNotFound, AdapterRefused), 424, GENERATION,
      "Request failed during generation: "),
@@ -169,9 +192,18 @@ _KINDS: tuple[tuple[tuple[type[Exception], ...], int, str, str], ...] = (
 )  # fmt: skip
 
 
+# Refusals of what the request says, not of an adapter's bytes.
+_OF_THE_REQUEST = (
+    *(ONLY_ALONE, UNEQUAL_RANKS),
+    *(SourceCode.BAD_FORM, SourceCode.NOT_ENABLED, SourceCode.UNKNOWN_SOURCE),
+)
+
+
 def failure_of(error: Exception) -> tuple[int, Failure]:
     """The status and the body that LoRAX gives an error."""
     info = error_info(error)
+    if isinstance(error, Refusal) and error.code in _OF_THE_REQUEST:
+        return 422, Failure(error=_INVALID + info.message, error_type=VALIDATION)
     for kinds, status, kind, start in _KINDS:
         if isinstance(error, kinds):
             return status, Failure(error=start + info.message, error_type=kind)

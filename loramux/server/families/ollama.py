@@ -7,33 +7,35 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import UNSET, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.backend import TextCodec
-from loramux.errors import AdapterNotFound, InvalidRequest
-from loramux.server.body import json_response
-from loramux.server.caller import caller_of
-from loramux.server.context import Context
-from loramux.server.endpoint import Endpoint
-from loramux.server.errors import NotServed, error_info, shaped_response
-from loramux.server.families.asked import (
+from loramux.errors import InvalidRequest
+from loramux.server.asked import (
     Asked,
     Tools,
+    check_penalty_window,
     generation_body,
     open_asked,
     read_fields,
     read_inner,
 )
+from loramux.server.body import json_response
+from loramux.server.caller import caller_of
+from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
+from loramux.server.errors import error_info, shaped_response
+from loramux.server.families.ollama_embed import embed, embed_one
+from loramux.server.families.ollama_names import select_tagged
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
-from loramux.server.names import Selected
 from loramux.server.receipt_draft import receipt_draft
 from loramux.server.routes.models import list_models
 from loramux.server.routes.tokens import DescribesTokenizer
-from loramux.server.selection import ModelReference, codec_for, select
+from loramux.server.selection import codec_for
 from loramux.server.streaming import StreamForm, line, stream_events, until_gone
 from loramux.server.structured.fields import AskedConstraint
 from loramux.server.tools.writer import ChatWriter, write_deltas
@@ -43,7 +45,6 @@ from loramux.server.wire import ChatDelta, ChatMessage, FunctionCall, Generation
 FAMILY = "ollama"
 CHAT = RouteKind(id_prefix="ollama", prompt_param="messages", default_max_tokens=None)
 GENERATE = RouteKind(id_prefix="ollama", prompt_param="prompt", default_max_tokens=None)
-LATEST = ":latest"
 # The version whose API this is; clients compare it.
 VERSION = "0.9.0"
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
@@ -62,9 +63,11 @@ class Options(Struct, kw_only=True):
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    repeat_last_n: int | None = None
 
 
 class Body(Struct, kw_only=True):
+    inner: ClassVar = ("options", Options)
     model: str
     stream: bool = True
     format: Any = None
@@ -114,7 +117,8 @@ def ollama_endpoints(context: Context) -> list[Endpoint]:
         return await _generate(context, request)
 
     async def tags(request: Request) -> Response:
-        models = [_tag(context, entry.id) for entry in await list_models(context)]
+        entries = await list_models(context, caller_of(request))
+        models = [_tag(context, entry.id) for entry in entries]
         return json_response({"models": models})
 
     async def loaded(request: Request) -> Response:
@@ -123,10 +127,16 @@ def ollama_endpoints(context: Context) -> list[Endpoint]:
         return json_response({"models": [shown | {"size_vram": 0, "expires_at": _now()}]})
 
     async def show(request: Request) -> Response:
-        body = await read_fields(context, request, ShowBody)
-        selected = await _select(context, request, body.model or body.name or "")
+        body = await read_fields(context, request, ShowBody, generates=False)
+        selected = await select_tagged(context, request, body.model or body.name or "")
         codec = await codec_for(context, selected)
         return json_response(_show(context, codec, is_base=not selected.adapters))
+
+    async def embed_texts(request: Request) -> Response:
+        return await embed(context, request)
+
+    async def embed_text(request: Request) -> Response:
+        return await embed_one(context, request)
 
     async def version(request: Request) -> Response:
         return json_response({"version": VERSION})
@@ -144,6 +154,8 @@ def ollama_endpoints(context: Context) -> list[Endpoint]:
     return [
         at("/api/chat", chat),
         at("/api/generate", generate),
+        at("/api/embed", embed_texts),
+        at("/api/embeddings", embed_text),
         at("/api/tags", tags, "GET"),
         at("/api/ps", loaded, "GET"),
         at("/api/show", show),
@@ -160,7 +172,7 @@ async def _chat(context: Context, request: Request) -> Response:
     asked = Asked(
         kind=CHAT,
         body=_generation_body(body),
-        selected=await _select(context, request, body.model),
+        selected=await select_tagged(context, request, body.model),
         name=body.model,
         messages=body.messages,
         template=_template(context, body),
@@ -186,7 +198,7 @@ async def _generate(context: Context, request: Request) -> Response:
     asked = Asked(
         kind=GENERATE,
         body=_generation_body(body),
-        selected=await _select(context, request, body.model),
+        selected=await select_tagged(context, request, body.model),
         name=body.model,
         prompts=[body.prompt],
         messages=messages,
@@ -324,6 +336,7 @@ async def _lines(
 
 def _generation_body(body: Body) -> GenerationBody:
     options = read_inner(body.options, Options)
+    check_penalty_window(options)
     sampling = {
         name: value if (given := getattr(options, name)) is None else given
         for name, value in DEFAULTS.items()
@@ -339,18 +352,6 @@ def _generation_body(body: Body) -> GenerationBody:
         stream=body.stream,
         **sampling,
     )
-
-
-async def _select(context: Context, request: Request, name: str) -> Selected:
-    """Finds a model whose name may have the tag `latest`."""
-    context.require_ready()
-    for candidate in dict.fromkeys((name, name.removesuffix(LATEST))):
-        try:
-            reference = ModelReference(candidate)
-            return await select(context, reference, caller=caller_of(request))
-        except (NotServed, AdapterNotFound):
-            continue
-    raise NotServed(f"model '{name}' not found", param="model")
 
 
 def _template(context: Context, body: Body) -> dict[str, Any]:

@@ -11,18 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.errors import InvalidRequest
-from loramux.server.body import json_response
-from loramux.server.context import Context
-from loramux.server.endpoint import Endpoint
-from loramux.server.errors import error_info
-from loramux.server.families.asked import (
+from loramux.server.asked import (
     Asked,
     Tools,
     generation_body,
     open_asked,
     read_fields,
 )
+from loramux.server.body import json_response
+from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
+from loramux.server.errors import error_info
 from loramux.server.families.responses_items import Items
+from loramux.server.families.responses_tools import chat_tools, namespace_of_each
 from loramux.server.generation import Deltas, Generation, RouteKind, collect, run
 from loramux.server.receipt_draft import receipt_draft
 from loramux.server.streaming import StreamForm, stream_events, until_gone
@@ -138,22 +139,7 @@ def _tools(body: ResponseBody) -> Tools | None:
         return None
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
-    return Tools(_chat_tools(body.tools), choice, body.parallel_tool_calls is not False)
-
-
-def _chat_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Flat tools in the form of chat completions."""
-    shown = []
-    for tool in tools:
-        if tool.get("type") != "function":
-            raise InvalidRequest(
-                f"A tool of type {tool.get('type')!r} is not supported: send functions.",
-                param="tools",
-            )
-        shown.append(
-            {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-        )
-    return shown
+    return Tools(chat_tools(body.tools), choice, body.parallel_tool_calls is not False)
 
 
 def messages_of(
@@ -200,7 +186,7 @@ class _Writer:
     def __init__(self, generation: Generation, body: ResponseBody) -> None:
         self._generation = generation
         self._body = body
-        self.items = Items()
+        self.items = Items(namespace_of_each(body.tools or ()))
 
     def whole(
         self, reason: str, usage: Usage | None, *, error: str | None = None

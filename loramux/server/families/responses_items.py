@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import UNSET
@@ -16,7 +17,8 @@ _CONTENT = {"message": "output_text", "reasoning": "reasoning_text"}
 class Items:
     """Collects the items of one response, and writes events with their numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Mapping[str, str]) -> None:
+        self._namespaces = namespaces
         self.items: list[dict[str, Any]] = []
         self._text = ""
         self._number = 0
@@ -46,12 +48,14 @@ class Items:
     def _call(self, call: ToolCallDelta) -> bytes:
         written = b""
         if call.id is not UNSET and call.function.name is not UNSET:
+            namespace = self._namespaces.get(call.function.name)
             item = {
                 "id": _id("fc"),
                 "type": "function_call",
                 "call_id": call.id,
                 "name": call.function.name,
                 "arguments": "",
+                **({} if namespace is None else {"namespace": namespace}),
             }
             written = self._close("completed") + self._open(item)
         arguments = call.function.arguments

@@ -18,6 +18,8 @@ from loramux.server.errors import NotServed, error_response
 from loramux.server.families.lorax import generate
 from loramux.server.families.lorax_wire import lorax_error
 from loramux.server.families.responses import answer_response
+from loramux.server.pinning import pin
+from loramux.server.routes.embeddings import answer_embeddings
 from loramux.server.routes.openai import answer_chat, answer_completion
 from loramux.server.routes.runtime_lora import (
     LoadRequest,
@@ -25,11 +27,30 @@ from loramux.server.routes.runtime_lora import (
     load_named,
     unload_named,
 )
+from loramux.server.routes.scores import answer_classify, answer_rerank, answer_score
+from loramux.types.pooling import Pooling
 
 FAMILY = "sagemaker"
 IDENTIFIER = "x-amzn-sagemaker-adapter-identifier"
 ALIAS = "x-amzn-sagemaker-adapter-alias"
+# Fields of a body that the header replaces.
+NAMING_FIELDS = {"model", "adapters", "adapter_weights", "lora", "lora_path", "lora_request"}
+EMBEDDING_FIELDS = {"encoding_format", "dimensions"}
+NAMING_PARAMETERS = {"adapter_id", "merged_adapters"}
 Answer = Callable[[Context, Request], Awaitable[Response]]
+
+
+async def _input(context: Context, request: Request) -> Response:
+    """Answers `input`, which embeddings, classifications and responses share."""
+    raw = await read_body(request, context.options.max_body_bytes)
+    fields = decode(raw, dict[str, Any])
+    context.require_known()
+    model = context.backend.card.pooling
+    if model.pooling is Pooling.HEAD:
+        return await answer_classify(context, request)
+    if EMBEDDING_FIELDS & fields.keys() or not model.generates:
+        return await answer_embeddings(context, request)
+    return await answer_response(context, request)
 
 
 async def _inputs(context: Context, request: Request) -> Response:
@@ -40,8 +61,10 @@ async def _inputs(context: Context, request: Request) -> Response:
 ANSWERS: dict[str, Answer] = {
     "messages": answer_chat,
     "prompt": answer_completion,
-    "input": answer_response,
+    "input": _input,
     "inputs": _inputs,
+    "query": answer_rerank,
+    "text_1": answer_score,
 }
 
 
@@ -95,9 +118,11 @@ async def _name_adapter(context: Context, request: Request, key: str) -> None:
         parameters = fields.get("parameters") or {}
         if not isinstance(parameters, dict):
             raise InvalidRequest("parameters must be an object.", param="parameters")
-        fields["parameters"] = parameters | {"adapter_id": name}
+        kept = {key: parameters[key] for key in parameters.keys() - NAMING_PARAMETERS}
+        fields["parameters"] = kept | {"adapter_id": name}
     else:
-        fields["model"] = name
+        kept = {key: fields[key] for key in fields.keys() - NAMING_FIELDS}
+        fields = kept | {"model": name}
     keep_body(request, msgspec.json.encode(fields))
 
 
@@ -115,12 +140,12 @@ async def _register(context: Context, request: Request) -> Response:
     asked = LoadRequest(lora_name=name, lora_path=source, load_inplace=body.load_inplace)
     try:
         async with context.name_locks.held(name):
-            await load_named(context, asked)
+            await load_named(context, request, asked)
     except VllmError as error:
         return error.response()
     given = context.names.find(name)
     if body.pin and given is not None and given.cid is not None:
-        await context.backend.pin_adapter(given.cid, True)
+        await pin(context, request, name, [given.cid], pinned=True)
     return PlainTextResponse(f"Adapter {request.headers.get(ALIAS) or name} registered")
 
 
@@ -129,5 +154,5 @@ async def _unregister(context: Context, request: Request) -> Response:
     if context.names.find(name) is None:
         raise NotServed(f"The adapter `{name}` does not exist.", param="name")
     async with context.name_locks.held(name):
-        await unload_named(context, name)
+        await unload_named(context, request, name)
     return PlainTextResponse(f"Adapter {request.headers.get(ALIAS) or name} unregistered")

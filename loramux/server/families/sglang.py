@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -14,18 +14,20 @@ from starlette.responses import PlainTextResponse, Response
 
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.body import decode, json_response, read_body
-from loramux.server.context import Context
-from loramux.server.endpoint import Endpoint
-from loramux.server.errors import NotServed, error_info, shaped_response
-from loramux.server.families.asked import (
+from loramux.server.asked import (
     Asked,
     generation_body,
     open_asked,
     read_fields,
     read_inner,
 )
+from loramux.server.body import decode, json_response, read_body
+from loramux.server.context import Context
+from loramux.server.endpoint import Endpoint
+from loramux.server.errors import NotServed, error_info, shaped_response
+from loramux.server.families.sglang_info import info_handlers
 from loramux.server.generation import Choice, Deltas, Generation, RouteKind, collect, run
+from loramux.server.pinning import pin
 from loramux.server.prompts import split_prompts
 from loramux.server.receipt_draft import receipt_draft
 from loramux.server.routes.runtime_lora import (
@@ -79,6 +81,8 @@ class SamplingFields(Struct, kw_only=True):
 
 
 class GenerateRequest(Struct, kw_only=True):
+    inner: ClassVar = ("sampling_params", SamplingFields)
+    model: str | None = None
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: dict[str, Any] | None = None
@@ -117,10 +121,6 @@ def sglang_endpoints(context: Context) -> list[Endpoint]:
     async def unload(request: Request) -> Response:
         return await _change(context, request, is_load=False)
 
-    async def model_info(request: Request) -> Response:
-        context.require_known()
-        return json_response(_model_info(context))
-
     async def health_generate(request: Request) -> Response:
         context.require_ready()
         await context.backend.probe(context.options.probe_timeout_s)
@@ -143,10 +143,10 @@ def sglang_endpoints(context: Context) -> list[Endpoint]:
 
     found = [
         at("/generate", generate, keys=KEYS),
-        at("/get_model_info", model_info, "GET"),
-        at("/model_info", model_info, "GET"),
         at("/health_generate", health_generate, "GET"),
         at("/flush_cache", flush_cache, "GET", "POST"),
+        at("/reset_prefix_cache", flush_cache),
+        *(at(path, handler, "GET") for path, handler in info_handlers(context).items()),
     ]
     if context.options.allow_runtime_lora_updating:
         found += [at("/load_lora_adapter", load), at("/unload_lora_adapter", unload)]
@@ -190,7 +190,7 @@ def _prompts(body: GenerateRequest) -> list[str | list[int]]:
 
 def _names(body: GenerateRequest, num_prompts: int) -> list[str | None]:
     if not isinstance(body.lora_path, list):
-        return [body.lora_path] * num_prompts
+        return [body.lora_path or body.model] * num_prompts
     if len(body.lora_path) != num_prompts:
         raise InvalidRequest(
             f"lora_path has {len(body.lora_path)} entries for {num_prompts} prompts.",
@@ -281,6 +281,7 @@ class _Form:
             "completion_tokens": len(choice.token_ids),
             "cached_tokens": cached,
             "weight_version": "default",
+            "e2e_latency": generation.draft.timing.total_ms / 1000,
         }
         if self.body.return_logprob:
             meta |= self._logprobs(generation.request.codec, one.prompt_token_ids, choice)
@@ -360,9 +361,9 @@ async def _change(context: Context, request: Request, *, is_load: bool) -> Respo
     try:
         async with context.name_locks.held(name):
             if is_load:
-                await _load(context, asked)
+                await _load(context, request, asked)
             else:
-                await unload_named(context, name)
+                await unload_named(context, request, name)
         message = ""
     except VllmError as error:
         message = str(error)
@@ -377,28 +378,12 @@ async def _change(context: Context, request: Request, *, is_load: bool) -> Respo
     return json_response(reply, status=400 if message else 200)
 
 
-async def _load(context: Context, asked: AdapterChange) -> None:
+async def _load(context: Context, http: Request, asked: AdapterChange) -> None:
     name = asked.lora_name
     given = context.names.find(name)
     if given is not None and given.state != "failed":
         raise VllmError(400, "", f"Failed to load LoRA adapter {name} because it is already loaded")
-    await load_named(context, LoadRequest(lora_name=name, lora_path=asked.lora_path))
+    await load_named(context, http, LoadRequest(lora_name=name, lora_path=asked.lora_path))
     given = context.names.find(name)
     if asked.pinned and given is not None and given.cid is not None:
-        await context.backend.pin_adapter(given.cid, True)
-
-
-def _model_info(context: Context) -> dict[str, Any]:
-    card = context.backend.card
-    return {
-        "model_path": card.path,
-        "served_model_name": context.base_names[0],
-        "tokenizer_path": card.tokenizer_folder or card.path,
-        "is_generation": True,
-        "preferred_sampling_params": None,
-        "weight_version": "default",
-        "has_image_understanding": False,
-        "has_audio_understanding": False,
-        "model_type": None,
-        "architectures": [card.shapes.architecture] if card.shapes else None,
-    }
+        await pin(context, http, name, [given.cid], pinned=True)

@@ -19,6 +19,7 @@ from loramux.server.families.ollama import ollama_endpoints
 from loramux.server.families.responses import responses_endpoints
 from loramux.server.families.sagemaker import sagemaker_endpoints
 from loramux.server.families.sglang import sglang_endpoints
+from loramux.server.page import is_browser, to_page
 
 FAMILIES: dict[str, Callable[[Context], list[Endpoint]]] = {
     "anthropic": anthropic_endpoints,
@@ -59,11 +60,16 @@ def shared_with_own(endpoints: Iterable[Endpoint]) -> KeyedEndpoints:
 
 
 def _root(context: Context, *, is_ollama: bool) -> Endpoint:
-    """GET /, by which several clients see whether a server is there; Ollama's read its text."""
+    """GET /, by which several clients see whether a server is there; Ollama's read its text.
+
+    Browsers are sent to the web page.
+    """
 
     async def root(request: Request) -> Response:
+        if context.options.ui and is_browser(request):
+            return to_page(request)
         is_ready = context.backend.health is Health.READY
         text = "Ollama is running" if is_ollama else "loramux is running"
-        return PlainTextResponse(text, 200 if is_ready else 503)
+        return PlainTextResponse(text, 200 if is_ready else 503, headers={"vary": "accept"})
 
     return Endpoint(family=OWN, path="/", handler=root, methods=("GET", "HEAD"))

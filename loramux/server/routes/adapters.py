@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,15 +12,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.backend import AdapterUse
-from loramux.errors import InvalidRequest
+from loramux.errors import AdapterNotFound, InvalidRequest
 from loramux.metrics.traffic import AdapterTraffic, Traffic
-from loramux.registry.records import Resolved, VersionRecipe
+from loramux.registry.names import AdapterName, NameReference, parse_adapter_name, parse_version
+from loramux.registry.records import CatalogEntry, Resolved, VersionRecipe
+from loramux.server.adapter_list import matching, with_stored
 from loramux.server.body import json_response
+from loramux.server.caller import Caller, caller_of
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.names import GivenName, NamedAdapter, full_name
 from loramux.server.openapi import answering
+from loramux.server.pinning import pin
+from loramux.server.routes.status import YES
 from loramux.server.selection import find_named
+from loramux.server.view import View
 from loramux.server.warming import warm_up
 from loramux.server.wire import AdapterEntry, AdapterFailure, AdapterList
 from loramux.server.wire_registry import RegistryEntry, registry_entry
@@ -29,6 +36,8 @@ from loramux.types.composition import compose
 TIERS = ("device", "host", "disk", "source", "loading")
 ADDED, BUSIEST = "added", "busiest"
 ORDERS = (ADDED, BUSIEST)
+# Limit of the versions of the registry in one list.
+MAX_STORED = 100_000
 
 
 def adapter_routes(context: Context) -> APIRouter:
@@ -38,21 +47,17 @@ def adapter_routes(context: Context) -> APIRouter:
     @router.get("/v1/adapters", **answering(AdapterList, 400, 503, parameters=_list_parameters()))
     async def list_adapters(request: Request) -> Response:
         """Lists every adapter once, with all its names, its tier and its usage."""
-        order, limit = _order(request), _limit(request)
-        entries = await _entries(context)
-        if order == BUSIEST:
-            entries = _by_traffic(entries, context.metrics.traffic)
-        return json_response(AdapterList(data=entries[:limit], total=len(entries)))
+        return await _list(context, request)
 
     @router.post("/v1/adapters/{name:path}/pin", **pinning)
     async def pin_adapter(request: Request) -> Response:
         """Protects an adapter from eviction from the device once it is resident there."""
-        return await _pin(context, request.path_params["name"], pinned=True)
+        return await _pin(context, request, pinned=True)
 
     @router.delete("/v1/adapters/{name:path}/pin", **pinning)
     async def unpin_adapter(request: Request) -> Response:
         """Allows the eviction of an adapter again."""
-        return await _pin(context, request.path_params["name"], pinned=False)
+        return await _pin(context, request, pinned=False)
 
     @router.post(
         "/v1/adapters/{name:path}/warm",
@@ -61,9 +66,10 @@ def adapter_routes(context: Context) -> APIRouter:
     async def warm_adapter(request: Request) -> Response:
         """Loads an adapter and generates a token with it, so that it is resident afterwards."""
         name = request.path_params["name"]
-        found = await _find(context, name)
+        caller = caller_of(request)
+        found = await _find(context, name, caller)
         await warm_up(context, compose((one.cid, one.weight) for one in found))
-        return json_response(await _entry(context, _listed_cid(found), name))
+        return json_response(await _entry(context, _listed_cid(found), name, caller))
 
     @router.get(
         "/v1/adapters/{name:path}",
@@ -71,33 +77,69 @@ def adapter_routes(context: Context) -> APIRouter:
     )
     async def get_adapter(request: Request) -> Response:
         """Returns residency and usage; for a name of the registry its versions and aliases."""
-        name = request.path_params["name"]
-        given = context.names.find(name)
+        name, caller = request.path_params["name"], caller_of(request)
+        view = context.view_of(caller)
+        given = context.names.find(name) if view.sees_given(name) else None
         if given is not None and given.cid is None:
-            return json_response(_unread_entry(context.names.unread()[given.path]))
-        cid = _served_cid(context, name)
+            return json_response(_unread_entry(context.names.unread()[given.path], view))
+        cid = name if given is None and name in context.backend.adapters else None
+        cid = cid if given is None else given.cid
         if cid is None and context.registry is not None:
-            info = await QUERIES.run(context.registry.registry.show, name)
-            return json_response(registry_entry(info))
+            return json_response(await _registry_entry(context, name, view))
         context.require_ready()
         if cid is None:
             raise _unknown(name)
-        return json_response(await _entry(context, cid, name))
+        return json_response(await _entry(context, cid, name, caller))
 
     return router
 
 
-async def _pin(context: Context, name: str, *, pinned: bool) -> Response:
-    found = await _find(context, name)
-    for adapter in found:
-        await context.backend.pin_adapter(adapter.cid, pinned)
-    return json_response(await _entry(context, _listed_cid(found), name))
+async def _list(context: Context, request: Request) -> Response:
+    order, limit = _order(request), _count(request, "limit")
+    offset = _count(request, "offset") or 0
+    caller = caller_of(request)
+    entries = await _entries(context, caller)
+    if request.query_params.get("stored", "").lower() in YES:
+        entries = with_stored(entries, await _catalog(context, context.view_of(caller)))
+    if order == BUSIEST:
+        entries = _by_traffic(entries, context.metrics.traffic_of(caller.confined_to))
+    entries = matching(entries, request.query_params.get("search", ""))
+    found = entries[offset:] if limit is None else entries[offset : offset + limit]
+    return json_response(AdapterList(data=found, total=len(entries)))
 
 
-async def _find(context: Context, name: str) -> tuple[NamedAdapter, ...]:
+async def _catalog(context: Context, view: View) -> list[CatalogEntry]:
+    """Returns the versions of the registry that the caller sees."""
+    if context.registry is None:
+        return []
+    registry = context.registry.registry
+    shared = {adapter.tenant for adapter in view.access.shares if view.sees(adapter)}
+    tenants = [view.tenant, *sorted(shared - {view.tenant})] if view.is_confined else [None]
+    found = []
+    for tenant in tenants:
+        versions = await QUERIES.run(registry.catalog, tenant=tenant, limit=MAX_STORED)
+        found += [one for one in versions if _is_seen(view, one.adapter, one.version)]
+    return [
+        dataclasses.replace(one, aliases=()) if view.shared_versions(one.adapter) else one
+        for one in found
+    ]
+
+
+def _is_seen(view: View, adapter: AdapterName, version: str) -> bool:
+    return view.is_whole or view.allows(NameReference(adapter, parse_version(version)))
+
+
+async def _pin(context: Context, request: Request, *, pinned: bool) -> Response:
+    name, caller = request.path_params["name"], caller_of(request)
+    found = await _find(context, name, caller)
+    await pin(context, request, name, [adapter.cid for adapter in found], pinned=pinned)
+    return json_response(await _entry(context, _listed_cid(found), name, caller))
+
+
+async def _find(context: Context, name: str, caller: Caller) -> tuple[NamedAdapter, ...]:
     """Returns the adapters that the name means; raises NotServed."""
     context.require_ready()
-    found = await find_named(context, name, param="name")
+    found = await find_named(context, name, param="name", caller=caller)
     if found is None:
         raise _unknown(name)
     return found
@@ -109,44 +151,74 @@ def _listed_cid(found: Sequence[NamedAdapter]) -> str:
     return found[0].cid if part_of is None else part_of.cid
 
 
-def _served_cid(context: Context, name: str) -> str | None:
-    """Returns the CID of a given name, or the name itself if it is the CID of a known adapter."""
-    given = context.names.find(name)
-    if given is not None:
-        return given.cid
-    return name if name in context.backend.adapters else None
+async def _registry_entry(context: Context, name: str, view: View) -> RegistryEntry:
+    """Describes an adapter of the registry with the versions that the caller sees."""
+    registry = context.require_registry().registry
+    for home in view.homes(name):
+        adapter = parse_adapter_name(name, home_tenant=home or context.receipts.home_tenant)
+        if not view.sees(adapter):
+            continue
+        try:
+            return registry_entry(await QUERIES.run(registry.show, str(adapter)), view)
+        except AdapterNotFound:
+            continue
+    raise _unknown(name)
 
 
-async def _entry(context: Context, cid: str, name: str) -> AdapterEntry:
-    for entry in await _entries(context):
+async def _entry(context: Context, cid: str, name: str, caller: Caller) -> AdapterEntry:
+    for entry in await _entries(context, caller):
         if entry.cid == cid:
             return entry
     # It was removed while the engine answered.
     raise _unknown(name)
 
 
-async def _entries(context: Context) -> list[AdapterEntry]:
-    """Returns all adapters in the order in which they were added.
+async def _entries(context: Context, caller: Caller) -> list[AdapterEntry]:
+    """Returns all adapters that the caller sees, in the order in which they were added.
 
     Adapters that were not read yet or were refused follow, and removed ones that still finish their
     requests come last.
     """
     context.require_ready()
     uses = {use.cid: use for use in await context.backend.adapter_uses()}
-    names, traffic, made = context.names, context.metrics.traffic, context.combinations
+    names, made = context.names, context.combinations
+    view, traffic = context.view_of(caller), context.metrics.traffic_of(caller.confined_to)
     entries = []
     for cid, card in context.backend.adapters.items():
         # The engine may not have registered it yet.
         unused = AdapterUse(cid=cid, tier="source", num_bytes=card.num_bytes, rank=card.rank)
-        use = uses.pop(cid, unused)
-        entry = _make_entry(names.names_of(cid), card.path, use, traffic.total(cid))
+        use, seen = uses.pop(cid, unused), names.visible_names(cid, view)
+        if not (seen or view.is_whole or names.sees_combination(cid, view)):
+            continue
+        if view.is_confined:
+            use = _own_use(context, use, view)
+        path = None if view.is_confined else card.path
+        entry = _make_entry(seen, path, use, traffic.total(cid))
         if card.tokenizer_digest:
             entry.tokenizer_digest = card.tokenizer_digest
         recipe = None if made is None else made.recipes.get(cid)
         entries.append(entry if recipe is None else replace(entry, recipe=recipe.to_dict()))
-    entries += _sum_entries(names.sums.values(), {entry.cid: entry for entry in entries})
-    entries += map(_unread_entry, names.unread().values())
+    sums = [one for one in names.sums.values() if view.allows_name(full_name(one))]
+    entries += _sum_entries(sums, {entry.cid: entry for entry in entries})
+    unread = (_unread_entry(given, view) for given in names.unread().values())
+    entries += [entry for entry in unread if entry.names]
+    if not view.is_whole:
+        return entries
     return entries + [_make_entry([], None, use, Traffic()) for use in uses.values()]
+
+
+def _own_use(context: Context, use: AdapterUse, view: View) -> AdapterUse:
+    """Returns the use without what other tenants did with the same content, and with own pins."""
+    is_pinned = use.is_pinned and context.pins.holds(f"The tenant {view.tenant}", use.cid)
+    if context.names.is_exclusive(use.cid, view):
+        return dataclasses.replace(use, is_pinned=is_pinned)
+    return AdapterUse(
+        cid=use.cid,
+        tier=use.tier,
+        num_bytes=use.num_bytes,
+        rank=use.rank,
+        is_pinned=is_pinned,
+    )
 
 
 def _sum_entries(
@@ -175,11 +247,13 @@ def _sum_entry(
     return replace(entry, recipe=recipe.to_dict(), pinned=pinned)
 
 
-def _unread_entry(names: list[GivenName]) -> AdapterEntry:
-    """Describes an adapter without a CID by its names, which share a folder."""
+def _unread_entry(names: list[GivenName], view: View) -> AdapterEntry:
+    """Describes an adapter without a CID by its names in the view, which share a folder."""
     given = names[0]
     unused = AdapterUse(cid="", tier="source", num_bytes=given.num_bytes, rank=given.rank)
-    entry = _make_entry([one.name for one in names], given.path, unused, Traffic())
+    seen = view.visible([one.name for one in names], ())
+    path = None if view.is_confined else given.path
+    entry = _make_entry(seen, path, unused, Traffic())
     entry.cid, entry.state = None, given.state
     if given.failure is not None:
         error = given.failure.error
@@ -229,12 +303,12 @@ def _order(request: Request) -> str:
     return order
 
 
-def _limit(request: Request) -> int | None:
-    text = request.query_params.get("limit")
+def _count(request: Request, param: str) -> int | None:
+    text = request.query_params.get(param)
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and 0 < len(text) < 10):
-        raise InvalidRequest(f"limit must be a whole number, got {text!r}.", param="limit")
+        raise InvalidRequest(f"{param} must be a whole number, got {text!r}.", param=param)
     return int(text)
 
 
@@ -247,11 +321,31 @@ def _list_parameters() -> list[dict[str, Any]]:
             "description": "busiest: by tokens of the last minutes. Default: as registered.",
             "schema": {"type": "string", "enum": list(ORDERS)},
         },
+        *(
+            {
+                "name": name,
+                "in": "query",
+                "required": False,
+                "description": meaning,
+                "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
+            }
+            for name, meaning in (
+                ("limit", "Maximum number of entries."),
+                ("offset", "Number of entries to skip."),
+            )
+        ),
         {
-            "name": "limit",
+            "name": "search",
             "in": "query",
             "required": False,
-            "description": "Maximum number of entries.",
-            "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
+            "description": "Only adapters of which a name, an alias or the CID contains this text.",
+            "schema": {"type": "string"},
+        },
+        {
+            "name": "stored",
+            "in": "query",
+            "required": False,
+            "description": "1: also versions of the registry that no request has named yet.",
+            "schema": {"type": "string"},
         },
     ]

@@ -9,9 +9,11 @@ from starlette.responses import Response
 from loramux.errors import AdapterNotFound
 from loramux.registry.records import Resolved
 from loramux.server.body import json_response
+from loramux.server.caller import Caller, caller_of
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
 from loramux.server.openapi import answering
+from loramux.server.view import View
 from loramux.server.wire import ModelEntry, ModelList
 from loramux.threads import QUERIES
 
@@ -23,17 +25,18 @@ def model_routes(context: Context) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
     @router.get("/v1/models", **answering(ModelList, 503))
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
         """Lists the names that a request may put into `model`."""
-        return await answer_models(context)
+        return await answer_models(context, caller_of(request))
 
     @router.get(
         "/v1/models/{model_id:path}", **answering(ModelEntry, 400, 404, 503, path_name="model_id")
     )
     async def get_model(request: Request) -> Response:
         context.require_known()
-        model_id = request.path_params["model_id"]
-        entry = _entries(context).get(model_id) or await _registry_entry(context, model_id)
+        model_id, view = request.path_params["model_id"], context.view_of(caller_of(request))
+        entry = _entries(context, view).get(model_id)
+        entry = entry or await _registry_entry(context, model_id, view)
         if entry is None:
             raise NotServed(f"The model `{model_id}` does not exist.", param="model")
         return json_response(entry)
@@ -41,73 +44,75 @@ def model_routes(context: Context) -> APIRouter:
     return router
 
 
-async def answer_models(context: Context) -> Response:
-    return json_response(ModelList(data=await list_models(context)))
+async def answer_models(context: Context, caller: Caller) -> Response:
+    return json_response(ModelList(data=await list_models(context, caller)))
 
 
-async def list_models(context: Context) -> list[ModelEntry]:
-    """Returns the base and all adapters, those of the registry last."""
+async def list_models(context: Context, caller: Caller) -> list[ModelEntry]:
+    """Returns the base and all adapters that the caller may use, those of the registry last."""
     context.require_known()
-    entries = _entries(context)
-    for entry in await _registry_entries(context):
+    view = context.view_of(caller)
+    entries = _entries(context, view)
+    for entry in await _registry_entries(context, view):
         entries.setdefault(entry.id, entry)
     return list(entries.values())
 
 
-async def _registry_entries(context: Context) -> list[ModelEntry]:
+async def _registry_entries(context: Context, view: View) -> list[ModelEntry]:
     if context.registry is None:
         return []
-    found = await QUERIES.run(context.registry.list_current, limit=MAX_LISTED)
-    return [_model_entry(context, f"{one.tenant}/{one.name}", one) for one in found]
+    found = await QUERIES.run(context.registry.list_current, view, limit=MAX_LISTED)
+    return [_model_entry(context, f"{one.tenant}/{one.name}", one, view) for one in found]
 
 
-async def _registry_entry(context: Context, model_id: str) -> ModelEntry | None:
+async def _registry_entry(context: Context, model_id: str, view: View) -> ModelEntry | None:
     if context.registry is None:
         return None
     try:
-        resolved = await context.registry.resolve(model_id, sticky_key="")
+        resolved = await context.registry.resolve(model_id, sticky_key="", view=view)
     except AdapterNotFound:
         return None
-    return _model_entry(context, model_id, resolved)
+    return _model_entry(context, model_id, resolved, view)
 
 
-def _model_entry(context: Context, model_id: str, resolved: Resolved) -> ModelEntry:
+def _model_entry(context: Context, model_id: str, resolved: Resolved, view: View) -> ModelEntry:
     """Describes an adapter of the registry; its root is its CID until it was first requested."""
     card = context.backend.adapters.get(resolved.cid)
     return ModelEntry(
         id=model_id,
         created=context.created_s,
-        root=resolved.cid if card is None else card.path,
+        root=resolved.cid if card is None or view.is_confined else card.path,
         parent=context.base_names[0],
         max_model_len=None,
     )
 
 
-def _entries(context: Context) -> dict[str, ModelEntry]:
+def _entries(context: Context, view: View) -> dict[str, ModelEntry]:
     """Returns the base and the given adapters by name, except for those that were refused.
 
-    A name of the base always means the base.
+    A name of the base always means the base. Paths of the server are not for tenants.
     """
     card, base_names = context.backend.card, context.base_names
     adapters = {
         given.name: ModelEntry(
             id=given.name,
             created=given.created_s,
-            root=given.path,
+            root=given.name if view.is_confined else given.path,
             parent=base_names[0],
             max_model_len=None,
         )
         for given in context.names.given()
-        if given.state != "failed"
+        if given.state != "failed" and view.sees_given(given.name)
     }
     bases = {
         name: ModelEntry(
             id=name,
             created=context.created_s,
-            root=card.path,
+            root=name if view.is_confined else card.path,
             parent=None,
             max_model_len=card.max_model_len,
         )
         for name in base_names
     }
-    return bases | {name: entry for name, entry in adapters.items() if name not in bases}
+    adapters = {name: entry for name, entry in adapters.items() if name not in bases}
+    return bases | adapters if view.caller.may_use_base else adapters

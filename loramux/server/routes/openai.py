@@ -22,6 +22,7 @@ from loramux.server.generation import (
     RouteKind,
     check_num_choices,
     collect,
+    num_reported,
     open_generation,
     run,
 )
@@ -66,6 +67,8 @@ from loramux.types.request import TokenLogprob
 from loramux.types.sampling import SamplingParams
 
 NO_REPORT = TokenReport()
+# Writing one takes as long as tokenizing so many bytes.
+BYTES_PER_LOGPROB = 8
 
 
 def chat_logprobs(
@@ -79,7 +82,8 @@ class CompletionLogprobsWriter:
 
     def __init__(self, codec: TextCodec, report: TokenReport = NO_REPORT) -> None:
         self._show = partial(show_token, codec, report=report)
-        self._offset = 0
+        self.offset = 0
+        """Characters before the next token."""
 
     def write(
         self, logprobs: Sequence[TokenLogprob], *, first_prompt_token: int | None = None
@@ -95,10 +99,10 @@ class CompletionLogprobsWriter:
     def _add(self, written: CompletionLogprobs, token_id: int, entry: TokenLogprob | None) -> None:
         token = self._show(token_id)
         written.tokens.append(token)
-        written.text_offset.append(self._offset)
+        written.text_offset.append(self.offset)
         written.token_logprobs.append(None if entry is None else max(entry.logprob, LOWEST))
         written.top_logprobs.append(None if entry is None else self._top(token, entry))
-        self._offset += len(token)
+        self.offset += len(token)
 
     def _top(self, token: str, entry: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
@@ -151,7 +155,10 @@ async def answer_chat(context: Context, request: Request) -> Response:
     if generation.request.stream:
         return await stream_events(request, _chat_events(generation, deltas, codec))
     choices, usage = await until_gone(request, collect(generation, deltas))
-    return json_response(_complete_chat(generation, choices, usage, codec))
+    return await off_loop(
+        BYTES_PER_LOGPROB * num_reported(choices),
+        lambda: json_response(_complete_chat(generation, choices, usage, codec)),
+    )
 
 
 async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
@@ -335,7 +342,10 @@ async def answer_completion(context: Context, request: Request) -> Response:
     if generation.request.stream:
         return await stream_events(request, _completion_events(generation, deltas, writers))
     choices, usage = await until_gone(request, collect(generation, deltas))
-    return json_response(_complete_completion(generation, choices, usage, writers))
+    return await off_loop(
+        BYTES_PER_LOGPROB * num_reported(choices),
+        lambda: json_response(_complete_completion(generation, choices, usage, writers)),
+    )
 
 
 async def _open_completion(
@@ -377,6 +387,32 @@ async def _open_completion(
     return generation, _writers(generation, prompts, request.codec, echo=bool(body.echo))
 
 
+class Echo:
+    """The prompt as all of its choices repeat it."""
+
+    def __init__(self, text: str, first_token_id: int) -> None:
+        self.text = text
+        self._first_token_id = first_token_id
+        self._written: CompletionLogprobs | None = None
+        self._length = 0
+
+    def begin(
+        self, writer: CompletionLogprobsWriter, logprobs: Sequence[TokenLogprob]
+    ) -> CompletionLogprobs:
+        """Writes the log probabilities of the prompt for the first choice; others copy them."""
+        if self._written is None:
+            self._written = writer.write(logprobs, first_prompt_token=self._first_token_id)
+            self._length = writer.offset
+        writer.offset = self._length
+        written = self._written
+        return CompletionLogprobs(
+            text_offset=list(written.text_offset),
+            token_logprobs=list(written.token_logprobs),
+            tokens=list(written.tokens),
+            top_logprobs=list(written.top_logprobs),
+        )
+
+
 class ChoiceWriter:
     """Writes one choice; with `echo`, its first part contains the prompt."""
 
@@ -384,15 +420,14 @@ class ChoiceWriter:
         self,
         codec: TextCodec,
         prompt: Sequence[int],
-        echoed: str | None,
+        echo: Echo | None,
         *,
         wants_logprobs: bool,
         report: TokenReport = NO_REPORT,
     ) -> None:
         self._codec = codec
         self._prompt = prompt
-        self._first_token_id = prompt[0]
-        self._echoed = echoed
+        self._echo = echo
         self._wants_logprobs = wants_logprobs
         self._report = report
         self._logprobs = CompletionLogprobsWriter(codec, report)
@@ -400,13 +435,13 @@ class ChoiceWriter:
 
     def write(self, index: int, part: Choice | Delta) -> CompletionChoice:
         is_first, self._is_first = self._is_first, False
-        echoes = is_first and self._echoed is not None
+        echo = self._echo if is_first else None
         of_prompt, text = part.prompt_logprobs or (), part.text
         shown = None
         if self._wants_logprobs:
-            shown = self._write_logprobs(part.logprobs or (), of_prompt if echoes else None)
+            shown = self._write_logprobs(part.logprobs or (), echo, of_prompt)
         choice = CompletionChoice(
-            index=index, text=(self._echoed or "") + text if echoes else text, logprobs=shown
+            index=index, text=text if echo is None else echo.text + text, logprobs=shown
         )
         if self._report.token_ids:
             choice.token_ids = list(part.token_ids)
@@ -418,13 +453,16 @@ class ChoiceWriter:
     def _write_logprobs(
         self,
         logprobs: Sequence[TokenLogprob],
-        prompt_logprobs: Sequence[TokenLogprob] | None,
+        echo: Echo | None,
+        of_prompt: Sequence[TokenLogprob],
     ) -> CompletionLogprobs:
-        if prompt_logprobs is None:
+        if echo is None:
             return self._logprobs.write(logprobs)
-        return self._logprobs.write(
-            [*prompt_logprobs, *logprobs], first_prompt_token=self._first_token_id
-        )
+        written = echo.begin(self._logprobs, of_prompt)
+        answer = self._logprobs.write(logprobs)
+        for name in written.__struct_fields__:
+            getattr(written, name).extend(getattr(answer, name))
+        return written
 
 
 def _writers(
@@ -433,7 +471,7 @@ def _writers(
     writers = []
     params = generation.request.params
     for prompt, token_ids in zip(prompts, generation.request.prompts, strict=True):
-        echoed = _text_of(prompt, codec, params) if echo else None
+        echoed = Echo(_text_of(prompt, codec, params), token_ids[0]) if echo else None
         wants_logprobs = params.logprobs is not None
         writers += [
             ChoiceWriter(

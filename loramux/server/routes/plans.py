@@ -17,15 +17,16 @@ from loramux.capacity.plan import (
     Fleet,
     MeasuredAdapter,
     MemoryPlan,
-    PlannedBase,
     parse_targets,
 )
 from loramux.capacity.planner import plan_memory
 from loramux.config.fields import parse_bytes
-from loramux.errors import InvalidRequest, LoramuxError
+from loramux.errors import InvalidRequest
 from loramux.server.body import json_response, read_json
+from loramux.server.caller import Caller, caller_of
 from loramux.server.context import Context
 from loramux.server.errors import NotServed
+from loramux.server.fitting import planned_base
 from loramux.server.names import NamedAdapter
 from loramux.server.openapi import taking
 from loramux.server.selection import find_named
@@ -35,6 +36,8 @@ from loramux.threads import PLANS
 MAX_NAMES = 20
 MAX_RANKS = 1000
 MAX_LIKE = 100
+MAX_TARGETS = 1000
+MAX_TARGET_CHARACTERS = 10_000
 DEFAULT_TARGETS = "q,k,v,o"
 
 
@@ -48,8 +51,8 @@ def plan_routes(context: Context) -> APIRouter:
         body, _ = await read_json(request, PlanRequest, max_bytes=max_bytes)
         context.require_ready()
         card = context.backend.card
-        measured = await _measure(context, body)
-        base, fleet, budgets = _base(card), _fleet(body, measured), _budgets(body, card)
+        measured = await _measure(context, body, caller_of(request))
+        base, fleet, budgets = planned_base(card), _fleet(body, measured), _budgets(body, card)
         plan = await PLANS.run(plan_memory, base, fleet, budgets)
         uses = await context.backend.adapter_uses()
         evicted = would_evict(plan, context.backend.stats, uses, _names(context))
@@ -85,19 +88,9 @@ def _names(context: Context) -> dict[str, str]:
     return {cid: known[0] for cid, known in names.items() if known}
 
 
-def _base(card: ModelCard) -> PlannedBase:
-    if card.shapes is None:
-        raise LoramuxError("The engine did not report the shapes of its base model.")
-    return PlannedBase(
-        name=card.name,
-        shapes=card.shapes,
-        dtype=card.dtype,
-        block_tokens=card.block_tokens,
-        packing=card.packing,
-    )
-
-
-async def _measure(context: Context, body: PlanRequest) -> tuple[MeasuredAdapter, ...]:
+async def _measure(
+    context: Context, body: PlanRequest, caller: Caller
+) -> tuple[MeasuredAdapter, ...]:
     """Returns the sizes of the adapters that the body names, which the server opens."""
     if body.like is None:
         return ()
@@ -107,7 +100,7 @@ async def _measure(context: Context, body: PlanRequest) -> tuple[MeasuredAdapter
         raise InvalidRequest(f"like names 1 to {MAX_LIKE} adapters.", param="like")
     measured = []
     for name in body.like:
-        found = await find_named(context, name, param="like")
+        found = await find_named(context, name, param="like", caller=caller)
         if found is None:
             raise NotServed(f"The adapter `{name}` does not exist.", param="like")
         measured += [_measured(context, one) for one in found]
@@ -136,6 +129,11 @@ def _fleet(body: PlanRequest, measured: tuple[MeasuredAdapter, ...]) -> Fleet:
     if len(ranks) > MAX_RANKS:
         raise InvalidRequest(f"rank has more than {MAX_RANKS} entries.", param="rank")
     targets = body.targets if body.targets is not None else DEFAULT_TARGETS
+    if len(targets) > MAX_TARGETS or sum(map(len, targets)) > MAX_TARGET_CHARACTERS:
+        raise InvalidRequest(
+            f"targets has more than {MAX_TARGETS} names or {MAX_TARGET_CHARACTERS} characters.",
+            param="targets",
+        )
     if isinstance(targets, str):
         targets = [name.strip() for name in targets.split(",") if name.strip()]
     return Fleet(

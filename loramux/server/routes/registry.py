@@ -11,18 +11,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux.adapters.recipe import CombinationOptions, check_options, check_weights
+from loramux.adapters.signature import parse_signatures
 from loramux.config.paths import FETCH_FOLDER
-from loramux.errors import InvalidRequest
-from loramux.registry.names import AdapterName, parse_adapter_name, parse_name_reference
+from loramux.errors import AdapterNotFound, InvalidRequest, SourceForbidden
+from loramux.registry.audit import Action, Event
+from loramux.registry.names import AdapterName, CidReference, parse_adapter_name
 from loramux.registry.records import AliasState
 from loramux.registry.registry import Registry
+from loramux.server.audit import actor_of, recording_refusal, registry_of
 from loramux.server.body import json_response, read_json
+from loramux.server.caller import caller_of
 from loramux.server.context import Context
 from loramux.server.local_sources import fetched_folder, local_folder
 from loramux.server.names import full_name
 from loramux.server.openapi import answering, changing
+from loramux.server.push_stream import EVENT_STREAM, Report, no_report, progress_events
 from loramux.server.recipes import open_version
 from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.streaming import stream_events
+from loramux.server.view import View, unknown_adapter
 from loramux.server.warming import warm_up
 from loramux.server.wire_registry import (
     AliasEntry,
@@ -36,7 +43,8 @@ from loramux.server.wire_registry import (
     alias_entry,
 )
 from loramux.sources.parse import is_remote, lasting_name
-from loramux.store.library import Pushed
+from loramux.sources.refusals import SourceCode
+from loramux.store.library import AdapterLibrary, Pushed
 from loramux.threads import FETCHES, QUERIES
 from loramux.types.composition import compose
 
@@ -48,12 +56,25 @@ def registry_routes(context: Context) -> APIRouter:
 
     @router.post("/v1/adapters", **changing(PushRequest, PushedEntry))
     async def push_adapter(request: Request) -> Response:
-        """Copies an adapter into the store under a name and a version, or stores a recipe."""
+        """Copies an adapter into the store under a name and a version, or stores a recipe.
+
+        With `Accept: text/event-stream` the answer is its progress, and then the result.
+        """
         registry = context.require_registry()
         body = await _read(context, request, PushRequest)
-        pushed = await FETCHES.run(_push, context, registry, body)
-        registry.forget([AdapterName(pushed.tenant, pushed.name)])
-        return json_response(_pushed_entry(pushed))
+        library = registry.library.acting(actor_of(request))
+        view = context.view_of(caller_of(request))
+        event = Event(Action.PUSH, _tenant_in(body.reference, view), body.reference)
+
+        async def push(progress: Report) -> PushedEntry:
+            async with recording_refusal(context, request, event):
+                pushed = await FETCHES.run(_push, context, library, body, view, progress)
+            registry.forget([AdapterName(pushed.tenant, pushed.name)])
+            return _pushed_entry(pushed)
+
+        if EVENT_STREAM in request.headers.get("accept", ""):
+            return await stream_events(request, progress_events(push))
+        return json_response(await push(no_report))
 
     @router.delete(
         "/v1/adapters/{name:path}", **answering(Removed, 400, 404, 409, 503, path_name="name")
@@ -62,8 +83,12 @@ def registry_routes(context: Context) -> APIRouter:
         """Removes a version (name@1.4.2), an alias (name@prod), or the adapter with all of them."""
         registry = context.require_registry()
         reference = request.path_params["name"]
-        await QUERIES.run(registry.registry.remove, reference)
-        registry.forget([parse_name_reference(reference, home_tenant=_home(context)).adapter])
+        view = context.view_of(caller_of(request))
+        event = Event(Action.DELETE, _tenant_in(reference, view), reference)
+        async with recording_refusal(context, request, event):
+            parsed = view.parse(reference)
+            await QUERIES.run(registry_of(context, request).remove, str(parsed))
+        registry.forget([parsed.adapter])
         return json_response(Removed(id=reference))
 
     _add_alias_routes(router, context)
@@ -112,13 +137,21 @@ def _add_alias_routes(router: APIRouter, context: Context) -> None:
         )
 
 
+REVISION_HEADER = "x-loramux-revision"
+"""Newest revision of the registry after a change."""
+
+
 class _AliasChange:
     """A change of one alias of the adapter in the path."""
 
     def __init__(self, context: Context, request: Request) -> None:
         self._context = context
         self._registry: RegistryAdapters = context.require_registry()
-        self._name = parse_adapter_name(request.path_params["name"], home_tenant=_home(context))
+        self._request = request
+        view = context.view_of(caller_of(request))
+        home = view.tenant if view.is_confined else context.receipts.home_tenant
+        adapter = parse_adapter_name(request.path_params["name"], home_tenant=home)
+        self._name = view.parse(str(adapter)).adapter
 
     async def warm(self, versions: list[str]) -> None:
         for version in versions:
@@ -136,27 +169,47 @@ class _AliasChange:
         return current.revision
 
     async def run(self, change: Callable[[Registry, str], AliasState]) -> Response:
-        state = await QUERIES.run(change, self._registry.registry, str(self._name))
+        registry = registry_of(self._context, self._request)
+        state = await QUERIES.run(change, registry, str(self._name))
         self._registry.forget([self._name])
-        return json_response(alias_entry(state))
+        response = json_response(alias_entry(state))
+        # A router waits until every replica reports it.
+        response.headers[REVISION_HEADER] = str(await QUERIES.run(registry.revision))
+        return response
 
 
-def _push(context: Context, registry: RegistryAdapters, body: PushRequest) -> Pushed:
-    reference = _full_reference(context, body.reference)
+def _push(
+    context: Context, library: AdapterLibrary, body: PushRequest, view: View, progress: Report
+) -> Pushed:
+    reference = str(view.parse(body.reference))
     if isinstance(body.recipe, RecipeBody):
         _refuse_source(body)
-        return _push_recipe(registry, reference, body.recipe)
+        return _push_recipe(library, reference, body.recipe, view)
     if not isinstance(body.source, str):
         raise InvalidRequest("Give a source to push, or a recipe.", param="source")
+    if view.is_confined and not is_remote(body.source):
+        raise SourceForbidden(
+            SourceCode.NOT_ALLOWED,
+            "The key of a tenant may not name folders of the server.",
+            fix="Push from the hub, a bucket or https.",
+        )
     options = context.options
-    area = registry.library.store.root.parent / FETCH_FOLDER
-    with fetched_folder(body.source, options.allowed_roots, options.sources, area) as folder:
+    area = library.store.root.parent / FETCH_FOLDER
+    roots, sources = options.allowed_roots, options.sources
+    with fetched_folder(body.source, roots, sources, area, progress=progress) as folder:
         source = body.source
         if is_remote(source):
-            source = lasting_name(source, folder, options.sources)
+            source = lasting_name(source, folder, sources)
         else:
-            source = str(local_folder(source, options.allowed_roots))
-        return registry.library.push(folder, reference, source=source)
+            source = str(local_folder(source, roots))
+        signatures = () if body.signature is UNSET else parse_signatures(body.signature)
+        return library.push(folder, reference, source=source, signatures=signatures)
+
+
+def _tenant_in(reference: str, view: View) -> str:
+    """The tenant in whose log an attempt belongs; the reference may be invalid."""
+    is_named = "/" in reference and not view.is_confined
+    return reference.partition("/")[0] if is_named else view.tenant
 
 
 def _refuse_source(body: PushRequest) -> None:
@@ -166,7 +219,7 @@ def _refuse_source(body: PushRequest) -> None:
         )
 
 
-def _push_recipe(registry: RegistryAdapters, reference: str, body: RecipeBody) -> Pushed:
+def _push_recipe(library: AdapterLibrary, reference: str, body: RecipeBody, view: View) -> Pushed:
     weights = [1.0] * len(body.adapters) if body.weights is None else body.weights
     check_weights(len(body.adapters), weights)
     options = check_options(
@@ -178,12 +231,26 @@ def _push_recipe(registry: RegistryAdapters, reference: str, body: RecipeBody) -
             svd_rank=body.svd_rank,
         )
     )
-    terms = list(zip(body.adapters, weights, strict=True))
-    return registry.library.push_recipe(terms, reference, options, any_base=body.any_base)
+    parts = [_part(library.registry, text, view) for text in body.adapters]
+    terms = list(zip(parts, weights, strict=True))
+    return library.push_recipe(terms, reference, options, any_base=body.any_base)
 
 
-def _full_reference(context: Context, reference: str) -> str:
-    return str(parse_name_reference(reference, home_tenant=_home(context)))
+def _part(registry: Registry, text: str, view: View) -> str:
+    """Returns a part of a recipe with its tenant; raises AdapterNotFound for one not in view."""
+    if view.is_whole:
+        return text
+    reference = registry.parse(text, home_tenant=view.tenant if view.is_confined else None)
+    if isinstance(reference, CidReference):
+        found = registry.find_cid(reference, view.tenant if view.is_confined else None)
+        named = [f"{name}@{one.version}" for name, one in found]
+        seen = [name for name in named if view.allows_name(name)]
+        if not seen:
+            raise AdapterNotFound(f"No version in the registry has the content id {reference}.")
+        return text if view.caller.is_operator else seen[0]
+    if not view.allows(reference):
+        raise unknown_adapter(reference.adapter)
+    return str(reference)
 
 
 def _pushed_entry(pushed: Pushed) -> PushedEntry:
@@ -194,11 +261,8 @@ def _pushed_entry(pushed: Pushed) -> PushedEntry:
         bytes=pushed.size_bytes,
         is_new=pushed.is_new,
         recipe=UNSET if pushed.recipe is None else pushed.recipe.to_dict(),
+        signed_by=pushed.signed_by or UNSET,
     )
-
-
-def _home(context: Context) -> str:
-    return context.receipts.home_tenant
 
 
 async def _read(context: Context, request: Request, kind: type[T]) -> T:

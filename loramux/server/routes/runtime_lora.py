@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,12 +21,15 @@ from loramux.errors import (
     RequestTimeout,
     SourceNotFound,
 )
+from loramux.registry.audit import Action, Event
+from loramux.server.audit import audited
 from loramux.server.body import json_response, read_body
+from loramux.server.caller import caller_of
 from loramux.server.context import Context
 from loramux.server.errors import NotJson
-from loramux.server.local_sources import local_folder
+from loramux.server.local_sources import check_size, local_folder
 from loramux.server.warming import warm_up
-from loramux.server.wire import ErrorBody, ErrorInfo
+from loramux.server.wire import ErrorInfo
 from loramux.sources.parse import is_remote
 from loramux.threads import FOLDER_READS
 
@@ -53,6 +57,12 @@ class UnloadRequest(msgspec.Struct, kw_only=True):
     lora_int_id: int | None = None
 
 
+class VllmErrorBody(ErrorInfo, kw_only=True):
+    """Repeats the error at the top level, where Kubernetes operators for vLLM look for it."""
+
+    error: ErrorInfo
+
+
 class VllmError(Exception):
     """An error with the response that vLLM gives."""
 
@@ -61,7 +71,10 @@ class VllmError(Exception):
         self.info = ErrorInfo(message=message, type=kind, param=param, code=status)
 
     def response(self) -> Response:
-        return json_response(ErrorBody(error=self.info), status=self.info.code)
+        return json_response(
+            VllmErrorBody(**msgspec.structs.asdict(self.info), error=self.info),
+            status=self.info.code,
+        )
 
 
 def runtime_lora_routes(context: Context) -> APIRouter:
@@ -75,7 +88,7 @@ def runtime_lora_routes(context: Context) -> APIRouter:
         try:
             asked = await _read(context, request, LoadRequest)
             async with locks.held(asked.lora_name):
-                await load_named(context, asked)
+                await load_named(context, request, asked)
         except VllmError as error:
             return error.response()
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
@@ -84,7 +97,7 @@ def runtime_lora_routes(context: Context) -> APIRouter:
         try:
             asked = await _read(context, request, UnloadRequest)
             async with locks.held(asked.lora_name):
-                await unload_named(context, asked.lora_name)
+                await unload_named(context, request, asked.lora_name)
         except VllmError as error:
             return error.response()
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
@@ -98,7 +111,16 @@ def runtime_lora_routes(context: Context) -> APIRouter:
     return router
 
 
-async def load_named(context: Context, asked: LoadRequest) -> None:
+async def load_named(context: Context, http: Request, asked: LoadRequest) -> None:
+    """Loads an adapter under its name; raises VllmError."""
+    details = {"source": asked.lora_path}
+    event = Event(Action.LOAD, context.tenant_of(caller_of(http)), asked.lora_name, details)
+    async with audited(context, http, event):
+        event.details["cid"] = await _load(context, asked)
+
+
+async def _load(context: Context, asked: LoadRequest) -> str:
+    """Returns the CID of the loaded adapter."""
     name = asked.lora_name
     if not name or not asked.lora_path:
         raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
@@ -131,6 +153,7 @@ async def load_named(context: Context, asked: LoadRequest) -> None:
         raise _not_found(name) from error
     except AdapterRefused as error:
         raise _refused(asked, error) from error
+    return card.cid
 
 
 async def _is_in_registry(context: Context, name: str) -> bool:
@@ -156,11 +179,21 @@ async def _folder(context: Context, path: str) -> str:
     """Returns the folder to load; without --allowed-roots any path is accepted, as in vLLM."""
     if is_remote(path) and context.sources is not None:
         return await context.sources.folder(path)
-    roots = context.options.allowed_roots
-    return str(await FOLDER_READS.run(local_folder, path, roots)) if roots else path
+    options = context.options
+    if options.allowed_roots:
+        path = str(await FOLDER_READS.run(local_folder, path, options.allowed_roots))
+    await FOLDER_READS.run(check_size, Path(path), options.sources.limits.max_file_bytes)
+    return path
 
 
-async def unload_named(context: Context, name: str) -> None:
+async def unload_named(context: Context, http: Request, name: str) -> None:
+    """Unloads the adapter of a name; raises VllmError."""
+    event = Event(Action.UNLOAD, context.tenant_of(caller_of(http)), name)
+    async with audited(context, http, event):
+        await _unload(context, name)
+
+
+async def _unload(context: Context, name: str) -> None:
     if not name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
     if context.names.find(name) is None:

@@ -1,9 +1,12 @@
-"""GET /health, /ping, /version, /metrics and /v1/stats."""
+"""GET /health, /ping, /live, /version, /metrics, /v1/stats and /v1/residency."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -11,13 +14,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loramux import __version__
-from loramux.backend import Health, TierStats
+from loramux.backend import Health
+from loramux.errors import InvalidRequest
 from loramux.server.body import json_response
+from loramux.server.caller import Caller, caller_of, known_caller
 from loramux.server.context import Context
-from loramux.server.openapi import answering, deep_parameter, health_answers, text_answer
-from loramux.server.wire import EngineReport, HealthReport, TierEntry, VersionReport
+from loramux.server.openapi import (
+    answering,
+    deep_parameter,
+    health_answers,
+    residency_parameters,
+    text_answer,
+)
+from loramux.server.reports import engine_report
+from loramux.server.residency import residency_report, wait_for_news
+from loramux.server.wire import EngineReport, HealthReport, Liveness, VersionReport
+from loramux.types.replica_report import MAX_WAIT_S, ResidencyReport
 
 _log = logging.getLogger(__name__)
+N = TypeVar("N", int, float)
 YES = frozenset({"1", "true", "yes", "on"})
 
 
@@ -32,6 +47,7 @@ def status_routes(context: Context) -> APIRouter:
         report = _report(context)
         if is_deep and context.backend.health is Health.READY:
             await _probe(context, report, probing)
+            _hide_reason(report, known_caller(request))
         return _response(report)
 
     @router.get("/ping", **health_answers())
@@ -43,67 +59,60 @@ def status_routes(context: Context) -> APIRouter:
             path, ping, methods=methods, name=f"other_{path[1:]}", include_in_schema=False
         )
 
+    @router.get("/live", **answering(Liveness))
+    async def live() -> Response:
+        """200 as long as this process answers, also while it drains or the engine restarts."""
+        return json_response(Liveness())
+
+    router.add_api_route("/live", live, methods=["HEAD"], include_in_schema=False)
+
     @router.get("/version", **answering(VersionReport))
     async def version() -> Response:
         return json_response(VersionReport(version=__version__))
 
     @router.get("/metrics", **text_answer())
-    async def metrics() -> Response:
-        """Metrics in Prometheus' text format."""
-        return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        """Metrics in Prometheus' text format; for a key of a tenant its own."""
+        tenant = caller_of(request).confined_to
+        shown = context.metrics
+        text = shown.render() if tenant is None else shown.render_tenant(tenant)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/v1/stats", **answering(EngineReport, 503))
     async def stats() -> Response:
         """Batch, queue, pages and tiers of the engine."""
         context.require_known()
-        return json_response(_engine_report(context))
+        return json_response(engine_report(context))
+
+    @router.get(
+        "/v1/residency", **answering(ResidencyReport, 400, parameters=residency_parameters())
+    )
+    async def residency(request: Request) -> Response:
+        """Load, state, and adapters that moved after `since`; waits up to `wait_s` for a move."""
+        asked = request.query_params
+        since, instance = _number(asked, "since", -1, int), asked.get("instance", "")
+        wait_s = min(_number(asked, "wait_s", 0.0, float), MAX_WAIT_S)
+        await wait_for_news(context, since=since, instance=instance, wait_s=wait_s)
+        return json_response(residency_report(context, since=since, instance=instance))
 
     return router
 
 
-def _engine_report(context: Context) -> EngineReport:
-    backend, total = context.backend, context.metrics.total
-    stats, card = backend.stats, backend.card
-    return EngineReport(
-        model=context.base_names[0],
-        status=backend.health.value,
-        restarts=backend.num_restarts,
-        device=card.device,
-        gpu_name=card.gpu_name,
-        fallback_reason=card.fallback_reason,
-        dtype=card.dtype,
-        max_batch_tokens=card.max_batch_tokens,
-        max_sequences=card.max_sequences,
-        running=stats.num_running,
-        waiting=stats.num_waiting,
-        steps=stats.num_steps,
-        preemptions=stats.num_preemptions,
-        pages=stats.num_pages,
-        free_pages=stats.num_free_pages,
-        page_bytes=card.pool_bytes // stats.num_pages if stats.num_pages else 0,
-        requests=total.num_requests,
-        prompt_tokens=total.num_prompt_tokens,
-        generation_tokens=total.num_generation_tokens,
-        prefix_query_tokens=stats.prefix_query_tokens,
-        prefix_hit_tokens=stats.prefix_hit_tokens,
-        tiers=[_tier_entry(tier) for tier in stats.tiers],
-    )
+def _hide_reason(report: HealthReport, caller: Caller) -> None:
+    """Leaves the reason of a failure, which may name adapters, to operators."""
+    if report.failure and not caller.is_operator:
+        report.failure = "The check failed; the log of the server has the reason."
 
 
-def _tier_entry(tier: TierStats) -> TierEntry:
-    return TierEntry(
-        tier=tier.tier,
-        budget_bytes=tier.budget_bytes,
-        used_bytes=tier.used_bytes,
-        adapters=tier.num_adapters,
-        hits=tier.hits,
-        misses=tier.misses,
-        loads=tier.loads,
-        evictions=tier.evictions,
-        failures=tier.failures,
-        load_seconds=tier.load_seconds,
-        load_bytes=tier.load_bytes,
-    )
+def _number(asked: Mapping[str, str], name: str, default: N, kind: Callable[[str], N]) -> N:
+    """Reads a finite number of the query; raises InvalidRequest."""
+    try:
+        number = kind(asked[name]) if name in asked else default
+    except ValueError as error:
+        raise InvalidRequest(f"{name} is no number: {asked[name][:50]!r}.", param=name) from error
+    if not math.isfinite(number):
+        raise InvalidRequest(f"{name} must be finite.", param=name)
+    return number
 
 
 def _report(context: Context) -> HealthReport:

@@ -12,11 +12,18 @@ from starlette.responses import Response
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server.body import decode, json_response, read_body
+from loramux.server.caller import Caller, caller_of
 from loramux.server.context import Context
 from loramux.server.endpoint import find_keyed
 from loramux.server.foreign_fields import unsupported_in
 from loramux.server.openapi import answering, taking
-from loramux.server.prompts import check_token_ids, encode_messages, encode_prompt, off_loop
+from loramux.server.prompts import (
+    MAX_CONTEXTS,
+    check_token_ids,
+    encode_messages,
+    encode_prompt,
+    off_loop,
+)
 from loramux.server.selection import codec_for, select_model, vocab_size_for
 from loramux.server.wire import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 
@@ -41,25 +48,18 @@ def token_routes(context: Context) -> APIRouter:
             return await other(request)
         body, num_bytes, named = await _read(context, request, TokenizeRequest)
         codec = named.codec
-        token_ids = await off_loop(
+        answer = await off_loop(
             num_bytes,
             lambda: _tokenize(context, codec, body),
             is_own=codec is context.backend.codec,
         )
-        strings = [codec.token_to_str(token_id) for token_id in token_ids]
-        return json_response(
-            TokenizeAnswer(
-                count=len(token_ids),
-                max_model_len=context.backend.card.max_model_len,
-                tokens=token_ids,
-                token_strs=strings if body.return_token_strs else None,
-            )
-        )
+        return json_response(answer)
 
     @router.post("/detokenize", **taking(DetokenizeRequest, DetokenizeAnswer))
     async def detokenize(request: Request) -> Response:
         """Text of token ids, special tokens included."""
         body, num_bytes, named = await _read(context, request, DetokenizeRequest)
+        check_num_tokens_to_decode(len(body.tokens), context.backend.card.max_model_len)
         if body.tokens:
             check_token_ids(body.tokens, vocab_size=named.vocab_size, param="tokens")
         codec = named.codec
@@ -75,7 +75,7 @@ def token_routes(context: Context) -> APIRouter:
     async def tokenizer_info(request: Request) -> Response:
         """The tokenizer's settings, for tools that count tokens like this server."""
         context.require_known()
-        named = await _named(context, request.query_params.get("model"))
+        named = await _named(context, request.query_params.get("model"), caller_of(request))
         codec, max_model_len = named.codec, context.backend.card.max_model_len
         info = codec.tokenizer_info() if isinstance(codec, DescribesTokenizer) else {}
         known = {"vocab_size": named.vocab_size, "model_max_length": max_model_len}
@@ -97,13 +97,13 @@ async def _read(
 ) -> tuple[BodyT, int, _NamedCodec]:
     raw = await read_body(request, context.options.max_body_bytes)
     body, num_bytes = decode(raw, kind), len(raw)
-    unsupported_in(kind).check(raw)
+    unsupported_in(kind, generates=False).check(raw)
     context.require_known()
-    return body, num_bytes, await _named(context, body.model)
+    return body, num_bytes, await _named(context, body.model, caller_of(request))
 
 
-async def _named(context: Context, model: str | None) -> _NamedCodec:
-    selected = await select_model(context, model)
+async def _named(context: Context, model: str | None, caller: Caller) -> _NamedCodec:
+    selected = await select_model(context, model, caller=caller)
     return _NamedCodec(await codec_for(context, selected), vocab_size_for(context, selected))
 
 
@@ -117,7 +117,27 @@ def _model_parameter() -> dict[str, Any]:
     }
 
 
-def _tokenize(context: Context, codec: TextCodec, body: TokenizeRequest) -> list[int]:
+def check_num_tokens_to_decode(num_tokens: int, max_model_len: int) -> None:
+    limit = MAX_CONTEXTS * max_model_len
+    if num_tokens > limit:
+        raise InvalidRequest(
+            f"tokens has {num_tokens} entries; at most {limit} are decoded at once.",
+            param="tokens",
+        )
+
+
+def _tokenize(context: Context, codec: TextCodec, body: TokenizeRequest) -> TokenizeAnswer:
+    token_ids = _encode(context, codec, body)
+    strings = list(map(codec.token_to_str, token_ids)) if body.return_token_strs else None
+    return TokenizeAnswer(
+        count=len(token_ids),
+        max_model_len=context.backend.card.max_model_len,
+        tokens=token_ids,
+        token_strs=strings,
+    )
+
+
+def _encode(context: Context, codec: TextCodec, body: TokenizeRequest) -> list[int]:
     max_model_len = context.backend.card.max_model_len
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt or messages.", param="prompt")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from loramux.engine.grammar.library import check_grammar
+from loramux.engine.grammar.checking import check_apart
 from loramux.errors import InvalidRequest
 from loramux.server.structured.fields import AskedConstraint, find_constraint, make_grammar
 from loramux.server.wire import GenerationBody
+from loramux.threads import GRAMMAR_CHECKS
 from loramux.types.grammar import Grammar
 
 
@@ -25,13 +24,13 @@ async def enforceable_grammar(asked: AskedConstraint) -> Grammar:
         require_enforceable(grammar, asked.param)
         return grammar
 
-    return await asyncio.to_thread(work)
+    return await GRAMMAR_CHECKS.run(work)
 
 
 def require_enforceable(grammar: Grammar, param: str) -> None:
     """Raise InvalidRequest, with the reason, for a grammar that cannot be enforced in full."""
     try:
-        check_grammar(grammar)
+        check_apart(grammar)
     except ValueError as error:
         what = "schema" if grammar.kind == "json_schema" else "grammar"
         raise InvalidRequest(

@@ -14,7 +14,9 @@ from loramux.server.structured.tags import structural_tag
 from loramux.server.wire import GenerationBody, StructuredOutputs
 from loramux.types.grammar import Grammar, GrammarOptions
 
-MAX_GRAMMAR_BYTES = 1 << 20
+MAX_GRAMMAR_BYTES = 1 << 19
+MAX_PATTERN_BYTES = 1 << 16
+"""Limit of regular expressions, and of grammars that are given as rules."""
 MAX_CHOICES = 10_000
 ANY_OBJECT = {"type": "object"}
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -52,7 +54,8 @@ def make_grammar(asked: AskedConstraint) -> Grammar:
     """Return the grammar of a constraint; raises InvalidRequest beyond the limits."""
     param, value = asked.param, asked.value
     if isinstance(value, str):
-        check_size(value, param)
+        is_rules = asked.kind in ("regex", "grammar")
+        check_size(value, param, MAX_PATTERN_BYTES if is_rules else MAX_GRAMMAR_BYTES)
     match asked.kind:
         case "json_object":
             return Grammar("json_schema", json.dumps(ANY_OBJECT), asked.options)
@@ -94,12 +97,10 @@ def choice_lark(choices: Any, param: str) -> str:
     return text
 
 
-def check_size(text: str, param: str) -> None:
+def check_size(text: str, param: str, limit: int = MAX_GRAMMAR_BYTES) -> None:
     size = len(text.encode(errors="replace"))
-    if size > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(
-            f"{param} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed.", param=param
-        )
+    if size > limit:
+        raise InvalidRequest(f"{param} has {size} bytes; at most {limit} are allowed.", param=param)
 
 
 def _response_format(body: GenerationBody) -> AskedConstraint | None:
@@ -109,12 +110,16 @@ def _response_format(body: GenerationBody) -> AskedConstraint | None:
     kind, param = given.get("type"), "response_format"
     if kind == "text":
         return None
-    if kind == "json_object":
-        if given.get("schema") is None:
+    value = given.get("value")  # TGI's word for the schema or the expression.
+    if kind in ("json_object", "json"):
+        schema = given.get("schema", value)
+        if schema is None:
             return AskedConstraint("json_object", True, param)
-        return AskedConstraint("json", given["schema"], param)
+        return AskedConstraint("json", schema, param)
+    if kind == "regex":
+        return AskedConstraint("regex", value, param)
     if kind == "json_schema":
-        inner = given.get("json_schema")
+        inner = given.get("json_schema", value)
         schema = inner.get("schema") if isinstance(inner, dict) else given.get("schema")
         if schema is None:
             raise InvalidRequest(
@@ -125,8 +130,8 @@ def _response_format(body: GenerationBody) -> AskedConstraint | None:
     if kind == "structural_tag":
         return AskedConstraint("structural_tag", given, param)
     raise InvalidRequest(
-        "response_format.type must be text, json_object, json_schema or structural_tag, got "
-        f"{kind!r}.",
+        "response_format.type must be text, json_object, json_schema, regex or structural_tag, "
+        f"got {kind!r}.",
         param=param,
     )
 

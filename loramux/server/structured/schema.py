@@ -20,6 +20,12 @@ _OF_ONE = (
     *("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"),
     *("unevaluatedItems", "unevaluatedProperties", "additionalItems"),
 )
+_COUNTS = frozenset(
+    (
+        *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        *("minContains", "maxContains"),
+    )
+)
 
 Schema = dict[str, Any]
 
@@ -55,7 +61,29 @@ def _prepare_one(schema: Schema, closes_objects: bool) -> Schema:
         schema.pop("format")
     if closes_objects and "properties" in schema:
         schema.setdefault("additionalProperties", False)
+    for key in _COUNTS & schema.keys():
+        # The standard counts 2.0 among the integers.
+        if isinstance(schema[key], float) and schema[key].is_integer():
+            schema[key] = int(schema[key])
+    if "anyOf" not in schema and _lists_values(schema.get("oneOf")):
+        schema["anyOf"] = schema.pop("oneOf")
     return schema
+
+
+def _lists_values(branches: Any) -> bool:
+    """Whether each branch lists its values, and no value is in two of them."""
+    if not isinstance(branches, list):
+        return False
+    listed: list[Any] = []
+    for branch in branches:
+        if not isinstance(branch, dict) or not branch.keys() & {"const", "enum"}:
+            return False
+        values = [branch["const"]] if "const" in branch else branch["enum"]
+        if not isinstance(values, list) or any(isinstance(one, dict | list) for one in values):
+            return False
+        # To Python, true is 1.
+        listed += {(isinstance(one, bool), one) for one in values}
+    return len(set(listed)) == len(listed)
 
 
 def _map_schemas(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:

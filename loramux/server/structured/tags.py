@@ -7,10 +7,13 @@ from typing import Any
 
 import msgspec
 
+from loramux.engine.grammar.library import schema_options
 from loramux.errors import InvalidRequest
 from loramux.server.structured.schema import check_depth, prepare_schema
+from loramux.types.grammar import Grammar
 
 MAX_TAGS = 256
+_JSON_OPTIONS = schema_options(Grammar.of_schema({}))
 
 
 class Tag(msgspec.Struct):
@@ -43,7 +46,7 @@ def structural_tag(value: Any, param: str) -> str:
         schema = prepare_schema(tag.schema) if isinstance(tag.schema, dict) else {}
         parts = (
             _literal(tag.begin.removeprefix(trigger)),
-            f"%json {json.dumps(schema)}",
+            f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}",
             _literal(tag.end),
         )
         rules.append(f"trigger_{number}[lazy]: TEXT {_literal(trigger)}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from loramux.engine.grammar.library import check_grammar
+from loramux.engine.grammar.checking import check_apart
 from loramux.errors import InvalidRequest
 from loramux.server.structured.check import require_enforceable
 from loramux.server.structured.fields import check_size
@@ -54,7 +54,7 @@ def read_tools(tools: Sequence[Any] | None, choice: Any) -> ToolChoice | None:
         return None
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"{len(tools)} tools; at most {MAX_TOOLS} are allowed.", param="tools")
-    mode, wanted = _mode(choice)
+    mode, wanted = _mode(choice, tools)
     if mode == "none":
         return None
     dropped: dict[str, str] = {}
@@ -76,13 +76,14 @@ def read_tools(tools: Sequence[Any] | None, choice: Any) -> ToolChoice | None:
     )
 
 
-def _mode(choice: Any) -> tuple[Mode, str | None]:
+def _mode(choice: Any, tools: Sequence[Any]) -> tuple[Mode, str | None]:
     if choice is None:
         return "auto", None
     if choice in ("none", "auto", "required"):
         return choice, None
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
+    if isinstance(choice, str) and any(_name(tool) == choice for tool in tools):
+        return "required", choice  # TGI's form.
+    name = _name(choice)
     if not isinstance(name, str):
         raise InvalidRequest(
             'tool_choice must be "none", "auto", "required" or '
@@ -90,6 +91,11 @@ def _mode(choice: Any) -> tuple[Mode, str | None]:
             param="tool_choice",
         )
     return "required", name
+
+
+def _name(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def _read(tool: Any, number: int, dropped: dict[str, str]) -> Tool:
@@ -121,7 +127,7 @@ def _lenient(
     """Return a tool with as much of its schema as can be enforced."""
     for tried, is_lenient in ((schema, False), (schema, True)):
         try:
-            check_grammar(_grammar(tried, lenient=is_lenient))
+            check_apart(_grammar(tried, lenient=is_lenient))
         except ValueError as error:
             dropped.setdefault(name, str(error).partition("\n")[0])
         else:

@@ -8,7 +8,6 @@ from typing import Any
 
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.prompts import off_loop
 from loramux.server.structured.check import require_enforceable
 from loramux.server.tools.definitions import ToolChoice, read_tools
 from loramux.server.tools.families import Family, find_family, template_of
@@ -16,11 +15,11 @@ from loramux.server.tools.grammar import call_grammar
 from loramux.server.tools.messages import render_messages
 from loramux.server.tools.parser import CallParser
 from loramux.server.wire import ChatRequest
+from loramux.threads import GRAMMAR_CHECKS
 from loramux.types.grammar import Grammar
 from loramux.types.sampling import SamplingParams
 
 _MAX_NOTES = 1000
-_ALWAYS_ON_A_THREAD = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ async def plan_tools(
         require_enforceable(grammar, "tools")
         return ToolPlan(family, choice, grammar.encode(), content is not None)
 
-    return await off_loop(_ALWAYS_ON_A_THREAD, work)
+    return await GRAMMAR_CHECKS.run(work)
 
 
 def prompt_of(

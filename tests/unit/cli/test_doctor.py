@@ -20,6 +20,7 @@ from loramux.adapters.peft.doctor import ModuleReport, Refusal, Report
 from loramux.cli.console import size_text
 from loramux.cli.doctor import layer_ranges, show_report
 from loramux.cli.main import app
+from loramux.signing import make_key_files
 from tests.adapter_factory import (
     lora_config_dict,
     lora_tensors,
@@ -44,6 +45,26 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_doctor(folder: Path, base: Path, *options: str) -> Result:
     return CliRunner().invoke(app, ["doctor", str(folder), "--model", str(base), *options])
+
+
+def test_signatures_in_the_folder_are_counted_and_checked(tmp_path: Path, base: Path) -> None:
+    folder, key = (
+        write_adapter(tmp_path / "adapter", lora_config_dict(), save(TENSORS)),
+        tmp_path / "key.pem",
+    )
+    make_key_files(key)
+    make_key_files(tmp_path / "other.pem")
+    signer, other = ["--signer", f"{key}.pub"], ["--signer", str(tmp_path / "other.pem.pub")]
+    plain = ["--no-probe", "--json"]
+    refused = run_doctor(folder, base, *plain, *signer)
+    assert refused.exit_code == 1
+    assert json.loads(refused.stdout)["refusal"]["code"] == "bad_signature"
+    CliRunner().invoke(app, ["sign", str(folder), "--key", str(key)])
+    counted = json.loads(run_doctor(folder, base, *plain).stdout)
+    assert (counted["num_signatures"], counted["signed_by"]) == (1, None)
+    checked = run_doctor(folder, base, *plain, *other, *signer)
+    assert checked.exit_code == 0 and len(json.loads(checked.stdout)["signed_by"]) == 16
+    assert run_doctor(folder, base, *plain, *other).exit_code == 1
 
 
 def changed(name: str, tensor: torch.Tensor) -> Tensors:
@@ -108,6 +129,18 @@ def test_each_kind_of_broken_adapter_is_refused_for_its_own_reason(
     assert isinstance(result.exception, SystemExit), "a traceback would have been shown"
     assert f"REFUSED ({code}): " in result.stdout
     assert "OK:" not in result.stdout
+
+
+@pytest.mark.parametrize("shape", [[2**62], [2**62, 2**62], [2**62, 0]])
+def test_a_tensor_of_an_absurd_shape_is_refused_without_a_traceback(
+    shape: list[int], base: Path, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "adapter", lora_config_dict(), TENSORS)
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    content = safetensors_with_header(json.dumps({FIRST_A: entry}).encode())
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    result = run_doctor(folder, base)
+    assert isinstance(result.exception, SystemExit) and "REFUSED" in result.stdout
 
 
 def test_a_good_adapter_is_measured_and_described_in_json(base: Path, tmp_path: Path) -> None:

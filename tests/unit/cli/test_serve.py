@@ -54,7 +54,14 @@ def ready(*adapters: str, host: str = "127.0.0.1", **facts: Any) -> ServerReady:
             **facts,
         }
     )
-    return ServerReady(host=host, port=8000, base_name="smol", adapter_names=adapters, card=card)
+    return ServerReady(
+        host=host,
+        port=8000,
+        is_https=False,
+        base_name="smol",
+        adapter_names=adapters,
+        card=card,
+    )
 
 
 @pytest.fixture

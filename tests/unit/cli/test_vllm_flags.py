@@ -21,7 +21,7 @@ def test_a_common_command_line_is_translated() -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [["--tensor-parallel-size", "2"], ["-tp", "2"], ["--lora-dtype"], ["--ssl-keyfile", "x"]],
+    [["--tensor-parallel-size", "2"], ["-tp", "2"], ["--lora-dtype"], ["--seed", "1"]],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(args: list[str]) -> None:
     with pytest.raises(InvalidRequest, match=args[0]):

@@ -17,6 +17,7 @@ ENTRY = {
     "bytes": 1,
     "tier": "device",
 }
+NO_ROUTE = Scripted(status=404, body=b'{"error": {"message": "no", "type": "x", "code": 404}}')
 
 
 @pytest.fixture
@@ -33,6 +34,8 @@ def test_each_server_loads_what_the_alias_will_name_before_it_moves(two_versions
     def answer(request: Received) -> Scripted:
         info = shell.in_library(lambda library: library.registry.show(NAME))
         now = [(t.version, t.weight) for state in info.aliases for t in state.targets]
+        if request.path == "/v1/replicas":
+            return NO_ROUTE
         seen.append((request.path, now))
         return Scripted(body=json.dumps(ENTRY).encode())
 
@@ -67,3 +70,28 @@ def test_a_server_that_cannot_load_it_keeps_the_alias_where_it_is(two_versions: 
     assert refused.exit_code == 1
     assert "another base" in said and "nothing was changed" in said and "--url" in said
     assert shell.targets() == [("1.4.2", 1)]
+
+
+def test_the_servers_of_a_router_are_told_one_by_one_until_all_follow(two_versions: Shell) -> None:
+    shell, num_looks = two_versions, 0
+    warmed = ENTRY | {"replicas": {"http://r0": "device"}}
+
+    def answer(request: Received) -> Scripted:
+        nonlocal num_looks
+        if request.path != "/v1/replicas":
+            return Scripted(body=json.dumps(warmed).encode())
+        num_looks += 1
+        revision = shell.in_library(lambda library: library.registry.revision())
+        replicas = [
+            {"name": "r0", "url": "http://r0", "state": "ready", "revision": revision},
+            {"name": "r1", "url": "http://r1", "state": "ready", "revision": num_looks},
+            {"name": "r2", "url": "http://r2", "state": "unknown", "revision": 0},
+        ]
+        replicas[1]["revision"] = revision if num_looks > 2 else 0
+        return Scripted(body=json.dumps({"data": replicas}).encode())
+
+    with scripted_server() as router:
+        router.answer = answer
+        said = shell.ok("promote", f"{NAME}@1.5.0", "--warm", "--url", router.url)
+    assert "1.5.0 on http://r0 (device)" in said and num_looks == 3
+    assert said.index("r0", said.index("Follows")) < said.index("r1")

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 MESSAGES = [{"role": "user", "content": "hi"}]
-DEEP = 100_000
+DEEP = 50_000
 
 
 def chat_with(**fields: Any) -> bytes:
@@ -66,7 +66,10 @@ COMPLETIONS: list[tuple[str, bytes, int, str | None]] = [
     *refused("seed", "x", 1.5, 2**63, -(2**63) - 1),
     *refused("logit_bias", [], {"x": 1}, {"5": "a"}, {"5": 101}, {"256": 1}, {"-1": 1}),
     *refused("stop", 5, "", ["a", ""], [1], ["x"] * 65, "x" * 1025),
-    *refused("stop_token_ids", 5, ["a"], [-1], [256], [10**30]),
+    *refused("stop_token_ids", 5, ["a"], [-1], [256], [10**30], [1] * 1025),
+    *refused("allowed_token_ids", [1] * 257),
+    *refused("bad_words", ["x" * 1024] * 17),
+    *refused("user", "x" * 1025),
     *refused("logprobs", -1, 65, True, "x"),
     *refused("echo", 1, "yes"),
     *refused("ignore_eos", "yes"),
@@ -121,6 +124,11 @@ CHAT: list[tuple[str, bytes, int, str | None]] = [
     ("image", message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), 400, "messages"),
     ("audio part", message(content=[{"type": "input_audio", "text": "x"}]), 400, "messages"),
     *((f"tool calls {c}", message(tool_calls=c), 400, "messages") for c in (5, True, "x", {})),
+    ("long role", message(role="x" * 257), 400, "messages"),
+    ("many messages", chat_with(messages=MESSAGES * 4097), 400, "messages"),
+    ("long name", message(name="x" * 100_000), 400, "messages"),
+    ("long call", message(x=["y" * 100_000]), 400, "messages"),
+    *refused_in_chat("chat_template_kwargs", {"x": ["y" * 100_000]}, {"x" * 100_000: 1}),
     ("too long", message(content="x" * 60), 400, "messages"),
     ("far too long", message(content="x" * 100_000), 400, "messages"),
     *refused_in_chat("max_completion_tokens", -1, 60, "x"),

@@ -11,13 +11,17 @@ from fastapi import FastAPI
 
 from loramux.receipts.receipt import Receipt
 from loramux.receipts.writer import to_record
+from loramux.registry.keys import KeyRights
+from loramux.registry.names import parse_name_reference
 from loramux.registry.registry import Registry
 from loramux.server.app import create_app
+from loramux.server.authentication import CredentialAuthenticator, Credentials
 from loramux.server.context import ServerOptions
 from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.store.library import AdapterLibrary
 from loramux.store.store import ContentStore
+from loramux.types.access import ALL_SCOPES, KeyScope
 from tests.store_factory import CONFIG, write_tiny
 from tests.unit.server.scripted_backend import ScriptedBackend
 
@@ -64,6 +68,19 @@ class RegistryApp:
         self.adapters.forget([])
         return pushed.cid
 
+    def key(self, tenant: str | None, *scopes: KeyScope, **rights: Any) -> dict[str, str]:
+        """The header of a new key; without scopes it has all."""
+        given = KeyRights(tenant=tenant, scopes=frozenset(scopes) or ALL_SCOPES, **rights)
+        new = self.registry.access.create_key(given)
+        self.adapters.follow_access()
+        return {"authorization": f"Bearer {new.text}"}
+
+    def share(self, reference: str, tenant: str) -> None:
+        named = parse_name_reference(reference)
+        version = None if named.version is None else str(named.version)
+        self.registry.access.share(named.adapter, tenant, version)
+        self.adapters.follow_access()
+
 
 Make = Callable[..., RegistryApp]
 
@@ -76,6 +93,10 @@ def make_registry_app(folder: Path, *, in_streams: bool = True, **options: Any) 
     app = create_app(
         backend,
         ServerOptions(**options),
+        # Without keys in the registry, every caller is an operator.
+        authenticator=CredentialAuthenticator(
+            Credentials(access=lambda: adapters.access, tenant_header=options.get("tenant_header"))
+        ),
         names=backend.names,
         receipts=ReceiptIssuer(in_streams=in_streams, pool_id="pool", writer=writer),
     )

@@ -24,6 +24,7 @@ from loramux.server.registry_adapters import RegistryAdapters
 from loramux.types.adapter import AdapterCard, InspectedCard
 from loramux.types.model import BaseModelInfo, Projection
 from loramux.types.request import FinishReason, Request, Selection, TokenLogprob
+from loramux.types.residency import ResidencyView
 
 SHAPES = BaseModelInfo(
     name="base",
@@ -63,6 +64,9 @@ class ByteCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
+
+    def encode_pair(self, first: str, second: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(f"{first}\n{second}".encode())
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode(errors="replace")
@@ -176,6 +180,8 @@ class ScriptedBackend:
         for name in NAMES:
             self.give_name(name, named(name))
         self.num_restarts = 0
+        self.residency = ResidencyView()
+        self.pinned: set[str] = set()
         self.uses: list[AdapterUse] = [
             AdapterUse(cid=card.cid, tier="host", num_bytes=card.num_bytes, rank=card.rank)
             for card in self.adapters.values()
@@ -252,10 +258,18 @@ class ScriptedBackend:
         self.prewarmed += cids
 
     async def pin_adapter(self, cid: str, pinned: bool) -> None:
+        if all(use.cid != cid for use in self.uses):
+            card = self.adapters[cid]
+            self.uses.append(
+                AdapterUse(cid=cid, tier="host", num_bytes=card.num_bytes, rank=card.rank)
+            )
         self.uses = [replace(u, is_pinned=pinned) if u.cid == cid else u for u in self.uses]
 
     async def adapter_uses(self) -> Sequence[AdapterUse]:
         return self.uses
+
+    async def examine_adapter(self, path: str) -> Mapping[str, Any]:
+        return {"ok": True, "folder": path}
 
     async def probe(self, timeout_s: float) -> dict[str, float]:
         return self.probe_script(timeout_s)

@@ -6,7 +6,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from loramux.errors import InvalidRequest
-from loramux.server.caller import ANONYMOUS, Permission, read_caller
+from loramux.server.caller import ANONYMOUS, read_caller
+from loramux.types.access import ALL_SCOPES
 from tests.unit.server.asgi_client import COMPLETIONS, make_app, request
 from tests.unit.server.scripted_backend import ScriptedBackend
 
@@ -18,7 +19,7 @@ def tenant_of(*values: bytes, name: str | None = "X-Tenant") -> str:
 
 def test_a_request_without_the_header_is_anonymous_with_all_permissions() -> None:
     assert read_caller(Headers(), "X-Tenant") == ANONYMOUS
-    assert ANONYMOUS.scopes == set(Permission) and ANONYMOUS.sticky_key is None
+    assert ANONYMOUS.scopes == ALL_SCOPES and ANONYMOUS.sticky_key is None
 
 
 def test_the_header_counts_only_where_it_was_configured() -> None:

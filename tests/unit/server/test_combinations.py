@@ -20,7 +20,7 @@ from loramux.adapters.peft.unbound import read_without_base
 from loramux.adapters.recipe import CombinationOptions, Recipe, decode_recipe, make_recipe
 from loramux.server.app import create_app
 from loramux.server.combinations import Combinations, make_in_child
-from loramux.server.context import ServerOptions
+from loramux.server.context import OnDemand, ServerOptions
 from loramux.types.adapter import AdapterCard
 from tests.adapter_factory import lora_config_dict, lora_tensors, tiny_llama_config, write_adapter
 from tests.unit.server.asgi_client import complete, get, post, run
@@ -50,7 +50,12 @@ class Scene:
     def start(self, make: Any = None) -> FastAPI:
         combinations = Combinations(self.backend, self.cache, make=make or self.make)
         names = self.backend.names
-        return create_app(self.backend, ServerOptions(), names=names, combinations=combinations)
+        return create_app(
+            self.backend,
+            ServerOptions(),
+            names=names,
+            on_demand=OnDemand(combinations=combinations),
+        )
 
     async def make(self, recipe: Recipe, folders: Mapping[str, str]) -> Path:
         self.made.append(recipe)
@@ -187,7 +192,10 @@ def test_missing_files_of_a_part_are_restored(scene: Scene, tmp_path: Path) -> N
     (tmp_path / "a").rename(tmp_path / "gone")
     combinations = Combinations(scene.backend, scene.cache, restore=restore, make=scene.make)
     app = create_app(
-        scene.backend, ServerOptions(), names=scene.backend.names, combinations=combinations
+        scene.backend,
+        ServerOptions(),
+        names=scene.backend.names,
+        on_demand=OnDemand(combinations=combinations),
     )
     assert complete(app, model="a+b", **TIES).status_code == 200
 

@@ -70,6 +70,35 @@ def test_echo_with_logprobs_scores_the_prompt_but_for_its_first_token() -> None:
     assert backend.requests[0].params.prompt_logprobs == 1
 
 
+def test_choices_of_a_prompt_repeat_its_log_probabilities_and_go_on_from_there() -> None:
+    answer = complete(make_app(), ["abc", "de"], n=2, echo=True, logprobs=1, max_tokens=1).json()
+    shown = [choice["logprobs"] for choice in answer["choices"]]
+    assert [one["tokens"] for one in shown] == [["a", "b", "c", "H"]] * 2 + [["d", "e", "H"]] * 2
+    assert [one["text_offset"] for one in shown] == [[0, 1, 2, 3]] * 2 + [[0, 1, 2]] * 2
+    assert shown[0] == shown[1] and shown[2] == shown[3]
+
+
+def test_log_probabilities_of_too_many_prompt_tokens_are_refused() -> None:
+    backend = ScriptedBackend()
+    fields = {"echo": True, "logprobs": 64, "n": 128, "max_tokens": 1}
+    response = complete(make_app(backend), "x" * 60, **fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "logprobs"
+    assert not backend.requests
+    assert complete(make_app(backend), "x" * 60, **fields | {"n": 1}).status_code == 200
+
+
+def test_ids_that_every_prompt_takes_to_the_engine_are_bounded_together() -> None:
+    backend = ScriptedBackend()
+    prompts = ["a"] * 1024
+    fields = {"stop_token_ids": [1] * 1024, "max_tokens": 1}
+    response = complete(make_app(backend), prompts, **fields)
+    assert response.status_code == 400
+    assert "stop_token_ids" in response.json()["error"]["message"]
+    assert not backend.requests
+    assert complete(make_app(backend), prompts[:128], **fields).status_code == 200
+
+
 def test_scoring_may_use_the_whole_context() -> None:
     response = complete(make_app(), "x" * 64, echo=True, logprobs=0, max_tokens=0)
     assert response.status_code == 200

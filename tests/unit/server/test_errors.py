@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 
 import pytest
@@ -64,6 +65,17 @@ def test_every_error_of_the_project_has_a_status() -> None:
     ]
     for kind in kinds:
         assert any(parent in HTTP_STATUS for parent in kind.__mro__)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(errno.ENOSPC, 507), (errno.EROFS, 503), (errno.EMFILE, 503), (errno.EINVAL, 500)],
+)
+def test_errors_of_files_have_a_status_and_no_path(number: int, status: int) -> None:
+    response = complete(make_app(failing_backend(OSError(number, "x", "/srv/secret"))))
+    told = response.json()["error"]["message"]
+    assert response.status_code == status and "/srv" not in told
+    assert (status == 503) == ("retry-after" in response.headers)
 
 
 def test_a_busy_engine_sends_retry_after() -> None:

@@ -28,7 +28,7 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", make_app())
 
 
 @schema.parametrize()
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_server_error_and_no_undocumented_answer(case: Any) -> None:
     case.call_and_validate(checks=CHECKS)
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from loramux.server.foreign_fields import FOREIGN_FIELDS
+from loramux.server import wire, wire_pooling
+from loramux.server.families import (
+    anthropic,
+    llamacpp,
+    lorax_embed,
+    lorax_wire,
+    ollama,
+    ollama_embed,
+    responses,
+    sglang,
+)
+from loramux.server.foreign_fields import FOREIGN_FIELDS, unsupported_in
 from tests.unit.server.asgi_client import (
     chat,
     complete,
@@ -18,6 +30,7 @@ from tests.unit.server.asgi_client import (
 from tests.unit.server.registry_app import Make
 from tests.unit.server.scripted_backend import ScriptedBackend, named
 
+MESSAGES = [{"role": "user", "content": "x"}]
 MAXIMUM = "This model's maximum context length is 64 tokens. However, you requested "
 
 
@@ -28,6 +41,7 @@ MAXIMUM = "This model's maximum context length is 64 tokens. However, you reques
 def test_too_long_is_said_in_words_that_clients_look_for(fields: Any, param: str) -> None:
     error = complete(make_app(), **fields).json()["error"]
     assert error["message"].startswith(MAXIMUM)
+    assert "context_length_exceeded" in error["message"]
     assert (error["reason"], error["param"]) == ("context_length_exceeded", param)
 
 
@@ -117,6 +131,99 @@ def test_every_route_refuses_what_it_would_have_to_ignore(path: str, name: str) 
     assert (response.status_code, response.json()["error"]["param"]) == (400, name)
     use = FOREIGN_FIELDS[name].use or "leave it out"
     assert use in response.json()["error"]["message"]
+
+
+CHAT, TEXT, INPUTS = {"messages": MESSAGES}, {"prompt": "x"}, {"inputs": "x"}
+CHECKED: list[tuple[str, dict[str, Any], Any]] = [
+    ("/v1/chat/completions", CHAT, wire.ChatRequest),
+    ("/v1/completions", TEXT, wire.CompletionRequest),
+    ("/v1/run", {"artifact": "legal", "input": "x"}, wire.RunRequest),
+    ("/v1/responses", {"input": "x"}, responses.ResponseBody),
+    ("/v1/messages", CHAT | {"max_tokens": 5}, anthropic.MessageBody),
+    ("/v1/messages/count_tokens", CHAT, anthropic.CountBody),
+    ("/api/chat", CHAT | {"model": ""}, ollama.ChatBody),
+    ("/api/generate", TEXT | {"model": ""}, ollama.GenerateBody),
+    ("/api/show", {"model": ""}, ollama.ShowBody),
+    ("/api/embed", {"model": "", "input": "x"}, ollama_embed.EmbedBody),
+    ("/api/embeddings", TEXT | {"model": ""}, ollama_embed.EmbeddingBody),
+    ("/completion", TEXT, llamacpp.CompletionBody),
+    ("/completions", TEXT, llamacpp.CompletionBody),
+    ("/chat/completions", CHAT, wire.ChatRequest),
+    ("/generate", {"text": "x"}, sglang.GenerateRequest),
+    ("/generate", INPUTS, lorax_wire.GenerateRequest),
+    ("/generate_stream", INPUTS, lorax_wire.GenerateRequest),
+    ("/", INPUTS, lorax_wire.GenerateRequest),
+    ("/embed", INPUTS, lorax_embed.EmbedRequest),
+    ("/tokenize", TEXT, wire.TokenizeRequest),
+    ("/tokenize", INPUTS, lorax_wire.TokenizeInputs),
+    ("/tokenize", {"content": "x"}, llamacpp.TokenizeContent),
+    ("/detokenize", {"tokens": [65]}, wire.DetokenizeRequest),
+    ("/v1/embeddings", {"input": "x"}, wire_pooling.EmbeddingRequest),
+    ("/pooling", {"input": "x"}, wire_pooling.PoolingRequest),
+    ("/classify", {"input": "x"}, wire_pooling.ClassifyRequest),
+    *(
+        (path, {"text_1": "x", "text_2": "x"}, wire_pooling.ScoreRequest)
+        for path in ("/score", "/v1/score", "/invocations")
+    ),
+    *(
+        (path, {"query": "x", "documents": ["x"]}, wire_pooling.RerankRequest)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/invocations")
+    ),
+    ("/invocations", CHAT, wire.ChatRequest),
+    ("/invocations", TEXT, wire.CompletionRequest),
+    ("/invocations", {"input": "x"}, responses.ResponseBody),
+    ("/invocations", INPUTS, lorax_wire.GenerateRequest),
+]
+VECTORS = (ollama.ShowBody, ollama_embed.EmbedBody, ollama_embed.EmbeddingBody)
+VECTORS += (lorax_embed.EmbedRequest, lorax_wire.TokenizeInputs, llamacpp.TokenizeContent)
+VECTORS += (wire.TokenizeRequest, wire.DetokenizeRequest, anthropic.CountBody)
+MANAGING = re.compile("/v1/adapters.*|.*adapters?(/.*)?|/v1/keys.*|/v1/tenants.*")
+
+
+def generates(kind: type) -> bool:
+    return kind not in VECTORS and not issubclass(kind, wire_pooling.PoolingBody)
+
+
+@pytest.mark.parametrize(("path", "body", "kind"), CHECKED)
+def test_no_route_ignores_a_field_of_the_tables(path: str, body: dict[str, Any], kind: Any) -> None:
+    """A field that a body does not have is named in an error, outside and inside its object."""
+    app = make_app()
+    # A field by which a path is told apart asks another API, whose rules then apply.
+    keys = {"messages", "prompt", "input", "inputs", "text", "content"} - body.keys()
+    names = set(unsupported_in(kind, generates=generates(kind)).names) - keys
+    cases = [(name, body | {name: "x"}) for name in sorted(names)]
+    if path == "/chat/completions":
+        cases = [case for case in cases if case[0] != "lora"]
+    if hasattr(kind, "inner"):
+        key, inner = kind.inner
+        own = unsupported_in(inner, generates=generates(kind)).names
+        cases += [(name, body | {key: {name: "x"}}) for name in own]
+    assert cases
+    for name, given in cases:
+        response = post(app, path, given)
+        assert response.status_code in (400, 422) or path == "/generate_stream", name
+        assert f"{name} is not supported by this route" in response.text, name
+
+
+def test_every_route_that_computes_is_checked() -> None:
+    paths = make_app(allow_runtime_lora_updating=True).openapi()["paths"]
+    taking = {path for path, ways in paths.items() if "requestBody" in ways.get("post", {})}
+    computing = {path for path in taking if not MANAGING.fullmatch(path)}
+    assert computing == {path for path, *_ in CHECKED}
+
+
+def test_a_field_outside_its_object_is_sent_inside() -> None:
+    response = post(make_app(), "/", {"inputs": "x", "adapter_id": "legal"})
+    assert "put it into parameters" in response.json()["error"]
+    response = post(make_app(), "/api/chat", {"model": "", "messages": MESSAGES, "top_k": 5})
+    assert "put it into options" in response.json()["error"]
+
+
+def test_what_to_send_instead_is_a_field_of_the_route() -> None:
+    """`max_new_tokens` would be `max_tokens`, which the body of Responses does not have."""
+    answer = post(make_app(), "/v1/responses", {"input": "x", "max_new_tokens": 5}).json()
+    assert answer["error"]["message"].endswith("leave it out.")
+    assert "send max_tokens" in complete(make_app(), max_new_tokens=5).json()["error"]["message"]
 
 
 def test_tokens_are_not_counted_without_what_would_be_in_the_prompt() -> None:

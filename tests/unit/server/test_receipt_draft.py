@@ -11,7 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from loramux.backend import Delta
-from loramux.errors import EngineStopped
+from loramux.errors import EngineBusy, EngineStopped
 from loramux.receipts.receipt import Receipt, Verdict, check
 from loramux.server.receipt_draft import NO_FACTS, ReceiptIssuer, RefusalBudget, slowest
 from loramux.types.request import Request, RequestFacts
@@ -244,3 +244,17 @@ def test_receipts_of_refused_requests_are_limited() -> None:
     for _ in range(2):
         complete(app, model="nobody")
     assert len(kept) == 5
+
+
+def test_receipts_of_a_full_queue_are_limited_too() -> None:
+    kept = Kept()
+    budget = RefusalBudget(burst=3, per_second=0.5, clock=lambda: 0.0)
+
+    async def refuse(job: Request) -> AsyncIterator[Delta]:
+        raise EngineBusy("Full.")
+        yield
+
+    app = make_app(ScriptedBackend(refuse), receipts=ReceiptIssuer(writer=kept, refusals=budget))
+    answers = [complete(app) for _ in range(5)]
+    assert {one.status_code for one in answers} == {429} and len(kept) == 3
+    assert ["x-loramux-receipt" in one.headers for one in answers] == [True] * 3 + [False] * 2

@@ -17,7 +17,7 @@ from loramux.adapters.peft.unbound import read_without_base
 from loramux.adapters.recipe import Recipe
 from loramux.server.app import create_app
 from loramux.server.combinations import Combinations
-from loramux.server.context import ServerOptions
+from loramux.server.context import OnDemand, ServerOptions
 from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.warming import prewarm
 from tests.adapter_factory import lora_config_dict, lora_tensors, tiny_llama_config, write_adapter
@@ -54,7 +54,7 @@ class Scene:
             ServerOptions(),
             names=self.backend.names,
             receipts=ReceiptIssuer(writer=self.served.writer),
-            combinations=self.combinations,
+            on_demand=OnDemand(combinations=self.combinations),
         )
 
     async def make(self, recipe: Recipe, folders: Mapping[str, str]) -> Path:

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from loramux.server.registry_adapters import RegistryAdapters
+from loramux.server.view import WHOLE_VIEW
 from tests.unit.server.asgi_client import run
 from tests.unit.server.registry_app import Make
 
@@ -53,4 +54,4 @@ def test_a_change_by_another_process_is_followed(registry_app: Make) -> None:
 def test_the_list_is_bounded_and_shows_what_a_bare_name_means(registry_app: Make) -> None:
     served = registry_app()
     cids = [served.push(f"acme/n{i}@1.0.0", i) for i in range(3)]
-    assert [one.cid for one in served.adapters.list_current(limit=2)] == cids[:2]
+    assert [one.cid for one in served.adapters.list_current(WHOLE_VIEW, limit=2)] == cids[:2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from loramux.backend import Delta
 from loramux.errors import AdapterRefused, EngineBusy, EngineStopped
 from loramux.server.name_locks import NameLocks
+from loramux.sources.config import FetchLimits, SourceConfig
 from loramux.types.adapter import AdapterCard
 from loramux.types.request import Request
 from tests.store_factory import write_tiny
@@ -119,7 +121,8 @@ def test_refusals_have_vllms_status_and_body(case: str) -> None:
     response = post(app, path, body)
     assert response.status_code == status
     error = {"message": message, "type": kind, "param": param, "code": status}
-    assert response.json() == {"error": error}
+    # Operators for Kubernetes read them at the top level.
+    assert response.json() == {"error": error, **error}
     assert [given.name for given in backend.names.given()] == ["legal", "team/polite"]
 
 
@@ -285,6 +288,15 @@ def test_with_roots_a_path_must_be_under_one(tmp_path: Path) -> None:
     missing = {"lora_name": "c", "lora_path": "nothing"}
     assert post(app, LOAD, missing).json()["error"]["message"].endswith("<path>")
     assert backend.added == [str(inside)] * 2
+
+
+def test_a_local_adapter_over_the_size_limit_is_refused_unread(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "a")
+    os.truncate(folder / "adapter_model.safetensors", 10_001)
+    app, backend = serve(sources=SourceConfig(limits=FetchLimits(max_file_bytes=10_000)))
+    response = post(app, LOAD, {"lora_name": "a", "lora_path": str(folder)})
+    assert "--max-adapter-size" in response.json()["error"]["message"]
+    assert backend.added == []
 
 
 def test_a_folder_that_becomes_a_link_after_its_check_is_refused(tmp_path: Path) -> None:

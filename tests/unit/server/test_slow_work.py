@@ -49,7 +49,7 @@ def test_slow_pushes_delay_no_other_request_and_are_limited(
                 body = {
                     "model": "acme/sql",
                     "messages": [{"role": "user", "content": "x"}],
-                    "user": "x" * 9000,
+                    "metadata": {"x": "x" * 9000},
                     "max_tokens": 1,
                 }
                 async with asyncio.timeout(10):

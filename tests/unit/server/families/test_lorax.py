@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from loramux.backend import Delta, Health
-from loramux.errors import AdapterRefused, EngineBusy, LoramuxError, RequestTimeout
+from loramux.errors import (
+    AdapterRefused,
+    EngineBusy,
+    LoramuxError,
+    RequestTimeout,
+    SourceNotFound,
+    SourceRefused,
+)
 from loramux.server.adapter_sources import AdapterSources
 from loramux.server.app import create_app
 from loramux.server.context import OnDemand, ServerOptions
@@ -121,6 +128,9 @@ def test_errors_of_a_stream_are_its_events() -> None:
     [
         (EngineBusy("x"), 429, "overloaded"),
         (AdapterRefused("a", "x"), 424, "generation"),
+        (AdapterRefused("unequal_ranks", "x"), 422, "validation"),
+        (SourceRefused("unknown_source", "x"), 422, "validation"),
+        (SourceNotFound("x"), 424, "generation"),
         (RequestTimeout("x"), 424, "generation"),
         (LoramuxError("x"), 500, "incomplete_generation"),
     ],
@@ -200,6 +210,10 @@ def test_best_of_returns_the_likeliest_and_shows_the_others() -> None:
         {"merged_adapters": {"ids": []}},
         {"merged_adapters": {"ids": ["legal"], "weights": [1, 2]}},
         {"lora_path": "x"},
+        {"top_k": 0},
+        {"max_new_tokens": 0},
+        {"n": 2},
+        {"logit_bias": {"5": 1}},
         {"max_new_tokens": "x"},
     ],
 )
@@ -297,6 +311,11 @@ def test_tokens_have_their_places() -> None:
         (195, 1, 1),
         (169, 1, 2),
     ]
+    text = "aé😀b"
+    tokens = post(make_app(), "/tokenize", {"inputs": text}).json()
+    assert [text[one["start"] : one["stop"]] for one in tokens] == [
+        *("a", "", "é", "", "", "", "😀", "b"),
+    ]
 
 
 def test_info_and_root() -> None:
@@ -312,3 +331,31 @@ def test_info_and_root() -> None:
     backend.health = Health.STARTING
     app = make_app(backend)
     assert get(app, "/").status_code == get(app, "/startup").status_code == 503
+
+
+def test_headers_count_characters_and_tell_the_times() -> None:
+    headers = generate(make_app()).headers
+    assert headers["x-compute-characters"] == str(len("hi"))
+    assert 0 < float(headers["x-compute-time"]) < 60
+    for name in ("total-time", "validation-time", "queue-time", "inference-time"):
+        assert int(headers[f"x-{name}"]) >= 0
+    for name in ("time-per-token", "time-to-first-token", "time-per-output-token"):
+        assert int(headers[f"x-{name}"]) >= 0
+    stream = post(make_app(), "/generate_stream", {"inputs": "hi"}).headers
+    assert stream["x-compute-characters"] == str(len("hi"))
+
+
+def test_the_model_of_a_body_is_an_adapter_unless_it_is_the_base() -> None:
+    backend = ScriptedBackend()
+    app = make_app(backend)
+    for model in ("legal", "tgi", "tiny-base"):
+        assert post(app, "/", {"inputs": "hi", "model": model}).status_code == 200
+    assert backend.cids == [named("legal").cid, None, None]
+
+
+def test_inputs_may_be_put_into_the_chat_template() -> None:
+    backend = ScriptedBackend()
+    generate(make_app(backend), apply_chat_template=True)
+    generate(make_app(backend))
+    prompts = [bytes(one.prompt_token_ids) for one in backend.requests]
+    assert prompts == [b"u:hi\na:", b"hi"]

@@ -89,6 +89,8 @@ def test_a_stream_that_breaks_says_that_it_failed() -> None:
         ({"tools": [{"type": "function", "name": "f x"}]}, "tools"),
         ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": "b"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}]}, "tools"),
         ({"text": {"format": {"type": "json_schema"}}}, "text"),
         ({"input": [{"type": "item_reference"}]}, "input"),
         ({"grammar": "x"}, "grammar"),

@@ -43,6 +43,21 @@ def test_inputs_are_loraxs() -> None:
     assert "error_type" in post(app, "/invocations", {"inputs": ""}).json()
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "hi", "adapters": ["team/polite"], "adapter_weights": [0.5]},
+        {"inputs": "hi", "parameters": {"merged_adapters": {"ids": ["team/polite"]}}},
+        {"messages": MESSAGES, "lora_path": "team/polite"},
+    ],
+)
+def test_the_header_replaces_every_name_of_the_body(body: Any) -> None:
+    backend = ScriptedBackend()
+    response = post(make_app(backend), "/invocations", body, headers={HEADER: "legal"})
+    assert response.status_code == 200
+    assert backend.requests[0].selection == ((named("legal").cid, 1.0),)
+
+
 @pytest.mark.parametrize("body", [{"messages": 5}, {"x": 1}, [], b"{"])
 def test_a_bad_body_is_refused(body: Any) -> None:
     assert post(make_app(), "/invocations", body).status_code == 400

@@ -138,3 +138,12 @@ def test_info_health_and_flush() -> None:
 
     backend.probe_script = fail
     assert get(make_app(backend), "/health_generate").status_code == 503
+
+
+def test_what_balancers_and_trainers_ask() -> None:
+    app = make_app()
+    assert get(app, "/load").json() == {"server_load": 0}
+    for path in ("/server_info", "/get_server_info"):
+        info = get(app, path).json()
+        assert (info["context_length"], info["is_generation"]) == (64, True)
+    assert post(app, "/reset_prefix_cache").status_code == 200

@@ -220,6 +220,17 @@ def test_events_of_a_response_with_calls() -> None:
     assert output[1].call_id != output[2].call_id
 
 
+def test_functions_of_a_response_may_stand_in_a_namespace() -> None:
+    group = {"type": "namespace", "name": "home", "tools": TOOLS["/v1/responses"]["tools"]}
+    tools = [group, {"type": "function", "name": "other"}]
+    backend = backend_saying(CALL)
+    answer = post(make_app(backend), "/v1/responses", {"input": "hi", "tools": tools}).json()
+    (call,) = answer["output"]
+    assert (call["name"], call["namespace"]) == ("weather", "home")
+    assert [tool["function"]["name"] for tool in backend.codec.tools] == ["weather", "other"]
+    assert answer["tools"] == tools
+
+
 def test_the_named_function_of_a_response() -> None:
     tools = [*TOOLS["/v1/responses"]["tools"], {"type": "function", "name": "other"}]
     backend = backend_saying(CALL)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import numpy as np
 import pytest
 
 from loramux.config.serve import TOOL_CALL_PARSERS
@@ -31,6 +34,7 @@ from loramux.types.grammar import Grammar
 from tests.tokenizer_factory import save_byte_level
 
 EOS = 2
+RAW: Any = {"skip_special_tokens": False}
 TOOLS = [
     {
         "type": "function",
@@ -175,6 +179,36 @@ def test_neither_unknown_names_nor_undeclared_arguments_are_possible(
         assert not codec.accepts(grammar, one.replace('"city"', '"town"'))
     assert not codec.accepts(grammar_of(family, codec, named), one)
     assert codec.accepts(grammar_of(family, codec, named), one.replace("weather", "time.zone"))
+
+
+def random_answer(codec: Codec, grammar: Grammar, draw: random.Random) -> str | None:
+    """Returns an answer of random allowed tokens; None if it does not end."""
+    matcher, tokens = codec.tables.compile(grammar), []
+    for _ in range(400):
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
+        # Strings and texts end soon.
+        ends = [token for token in allowed if codec.tokenizer.token_bytes(token)[:1] in b'"}]']
+        tokens.append(EOS if EOS in allowed else draw.choice(ends or allowed))
+        assert matcher.consume_token(tokens[-1])
+        if matcher.is_stopped():
+            return codec.tokenizer.decode([one for one in tokens if one != EOS], **RAW)
+    return None
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_random_answers_are_calls_of_the_tools(codec: Codec, name: str, choice: str) -> None:
+    grammar, draw = grammar_of(FAMILIES[name], codec, choice), random.Random(name)
+    answers = [random_answer(codec, grammar, draw) for _ in range(12)]
+    ended = [answer for answer in answers if answer is not None]
+    assert len(ended) > 6
+    for answer in ended:
+        _, calls = parse(FAMILIES[name], answer, 4)
+        assert calls or choice == "auto"
+        for called, arguments in calls:
+            (tool,) = [one["function"] for one in TOOLS if one["function"]["name"] == called]
+            jsonschema.validate(json.loads(arguments), tool["parameters"])
 
 
 def test_a_wrapped_text_is_decoded_in_pieces() -> None:

@@ -137,6 +137,7 @@ def test_choices_of_tools() -> None:
     assert "text" not in required and "call)*" in required
     named = lark(tool_choice={"type": "function", "function": {"name": "weather"}})
     assert "call)*" not in named
+    assert lark(tool_choice="weather") == named
     assert "call)*" not in lark(parallel_tool_calls=False)
     assert lark(tool_choice="none") == ""
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import structs
@@ -12,12 +12,12 @@ from starlette.requests import Request
 
 from loramux.backend import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.server.body import decode, read_body
+from loramux.server.body import decode, keep_body, read_body
 from loramux.server.context import Context
 from loramux.server.foreign_fields import unsupported_in
 from loramux.server.generation import Generation, RouteKind, check_num_choices, open_generation
 from loramux.server.names import Selected
-from loramux.server.prompts import encode_messages, encode_prompt, off_loop
+from loramux.server.prompts import encode_messages, encode_pair, encode_prompt, off_loop
 from loramux.server.receipt_draft import ReceiptDraft
 from loramux.server.requests import resolve_request
 from loramux.server.sampling import Logprobs
@@ -27,13 +27,22 @@ from loramux.server.structured.fields import AskedConstraint
 from loramux.server.token_reports import Truncation
 from loramux.server.tools.chat import ChatPlan, plan_chat
 from loramux.server.wire import ChatRequest, GenerationBody
+from loramux.types.pooling import Pooling
 from loramux.types.sampling import SamplingParams
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
-Prompt = str | Sequence[str | int]
-"""A text, token ids, or a mix of both."""
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two texts that a cross-encoder reads as one input."""
+
+    first: str
+    second: str
+
+
+Prompt = str | TextPair | Sequence[str | int]
+"""A text, two texts, token ids, or a mix of texts and token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,8 @@ class Asked:
     add_special_tokens: bool = True
     constraint: AskedConstraint | None = None
     tools: Tools | None = None
+    pooling: Pooling | None = None
+    """Asks for a vector of each prompt instead of an answer."""
     name: str = ""
     """The adapter or model as the body names it, for receipts."""
 
@@ -71,11 +82,14 @@ class Asked:
         return len(self.prompts) if self.messages is None else 1
 
 
-async def read_fields(context: Context, http: Request, kind: type[BodyT]) -> BodyT:
+async def read_fields(
+    context: Context, http: Request, kind: type[BodyT], *, generates: bool = True
+) -> BodyT:
     """Decodes the body; refuses fields that would change the answer and are not known."""
     raw = await read_body(http, context.options.max_body_bytes)
+    keep_body(http, raw)
     body = decode(raw, kind)
-    unsupported_in(kind).check(raw)
+    unsupported_in(kind, generates=generates).check(raw)
     return body
 
 
@@ -121,7 +135,8 @@ async def open_asked(
         return tuple(tuple(truncation.cut(ids, max_model_len)) for ids in encoded)
 
     is_own = codec is context.backend.codec
-    request = replace(request, prompts=await off_loop(size, encode_all, is_own=is_own))
+    prompts = await off_loop(size, encode_all, is_own=is_own)
+    request = replace(request, prompts=prompts, pooling=asked.pooling)
     return open_generation(context, http, request, draft)
 
 
@@ -152,17 +167,18 @@ def encode(
             chat_template_kwargs=asked.template,
         )
         return [messages]
-    return [
-        encode_prompt(
-            codec,
-            prompt,
-            max_model_len=max_model_len,
-            add_special_tokens=asked.add_special_tokens,
-        )
-        if isinstance(prompt, str)
-        else _encode_parts(codec, prompt, max_model_len)
-        for prompt in asked.prompts
-    ]
+    return [_encode_one(codec, prompt, max_model_len, asked) for prompt in asked.prompts]
+
+
+def _encode_one(
+    codec: TextCodec, prompt: Prompt, max_model_len: int, asked: Asked
+) -> Sequence[int]:
+    adds = asked.add_special_tokens
+    if isinstance(prompt, TextPair):
+        return encode_pair(codec, prompt.first, prompt.second, max_model_len, adds)
+    if isinstance(prompt, str):
+        return encode_prompt(codec, prompt, max_model_len=max_model_len, add_special_tokens=adds)
+    return _encode_parts(codec, prompt, max_model_len)
 
 
 def _encode_parts(
@@ -192,3 +208,23 @@ def generation_body(**fields: Any) -> GenerationBody:
         return msgspec.convert(fields, GenerationBody)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{error}.") from error
+
+
+class Penalised(Protocol):
+    """A body with penalties, and the number of the last tokens that they are to count."""
+
+    repeat_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repeat_last_n: int | None
+
+
+def check_penalty_window(body: Penalised) -> None:
+    is_penalised = body.repeat_penalty not in (None, 1) or bool(
+        body.presence_penalty or body.frequency_penalty
+    )
+    if is_penalised and body.repeat_last_n not in (None, -1):
+        raise InvalidRequest(
+            "Penalties count the whole text here: leave repeat_last_n out, or send -1.",
+            param="repeat_last_n",
+        )

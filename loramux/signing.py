@@ -38,9 +38,7 @@ def make_key_files(path: Path) -> str:
     for place in (path, public_path):
         if place.exists():
             raise InvalidRequest(f"{place} exists; a key is never overwritten. Name a new file.")
-    public = key.public_key().public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    public = public_pem(key.public_key()).encode()
     private = key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
@@ -49,6 +47,14 @@ def make_key_files(path: Path) -> str:
     write_new(path, private, mode=PRIVATE_MODE)
     write_new(public_path, public, mode=PUBLIC_MODE)
     return key_id_of(key.public_key())
+
+
+def public_pem(public_key: Ed25519PublicKey) -> str:
+    from cryptography.hazmat.primitives import serialization
+
+    return public_key.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    ).decode()
 
 
 def public_key_path(path: Path) -> Path:

@@ -1,0 +1,26 @@
+"""Names of models as Ollama has them."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from loramux.errors import AdapterNotFound
+from loramux.server.caller import caller_of
+from loramux.server.context import Context
+from loramux.server.errors import NotServed
+from loramux.server.names import Selected
+from loramux.server.selection import ModelReference, select
+
+LATEST = ":latest"
+
+
+async def select_tagged(context: Context, request: Request, name: str) -> Selected:
+    """Finds a model whose name may have the tag `latest`."""
+    context.require_ready()
+    for candidate in dict.fromkeys((name, name.removesuffix(LATEST))):
+        try:
+            reference = ModelReference(candidate)
+            return await select(context, reference, caller=caller_of(request))
+        except (NotServed, AdapterNotFound):
+            continue
+    raise NotServed(f"model '{name}' not found", param="model")

@@ -1,0 +1,71 @@
+"""What SGLang's clients, and balancers and trainers of vLLM, ask about the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux import __version__
+from loramux.server.body import json_response
+from loramux.server.context import Context
+from loramux.server.endpoint import Handler
+
+
+def info_handlers(context: Context) -> Mapping[str, Handler]:
+    """Returns the handlers of GET routes by path."""
+
+    async def model_info(request: Request) -> Response:
+        context.require_known()
+        return json_response(_model_info(context))
+
+    async def server_info(request: Request) -> Response:
+        context.require_known()
+        return json_response(_server_info(context))
+
+    async def load_of(request: Request) -> Response:
+        """The number of open requests, by which vLLM's balancers choose a server."""
+        stats = context.backend.stats
+        return json_response({"server_load": stats.num_running + stats.num_waiting})
+
+    return {
+        "/get_model_info": model_info,
+        "/model_info": model_info,
+        "/get_server_info": server_info,
+        "/server_info": server_info,
+        "/load": load_of,
+    }
+
+
+def _model_info(context: Context) -> dict[str, Any]:
+    card = context.backend.card
+    return {
+        "model_path": card.path,
+        "served_model_name": context.base_names[0],
+        "tokenizer_path": card.tokenizer_folder or card.path,
+        "is_generation": card.pooling.generates,
+        "preferred_sampling_params": None,
+        "weight_version": "default",
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": None,
+        "architectures": [card.shapes.architecture] if card.shapes else None,
+    }
+
+
+def _server_info(context: Context) -> dict[str, Any]:
+    card, stats = context.backend.card, context.backend.stats
+    return {
+        **_model_info(context),
+        "version": __version__,
+        "context_length": card.max_model_len,
+        "dtype": card.dtype,
+        "device": card.device,
+        "enable_lora": True,
+        "max_running_requests": card.max_sequences,
+        "max_total_num_tokens": card.num_pages * card.block_tokens,
+        "num_running_reqs": stats.num_running,
+        "num_waiting_reqs": stats.num_waiting,
+    }

@@ -1,0 +1,42 @@
+"""GET /v1/caller: what the key of a request may do."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux import __version__
+from loramux.server.body import json_response
+from loramux.server.caller import caller_of
+from loramux.server.context import Context
+from loramux.server.openapi import answering
+from loramux.server.wire_caller import CallerReport
+
+
+def caller_routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["status"])
+
+    @router.get("/v1/caller", **answering(CallerReport, 401))
+    async def caller(request: Request) -> Response:
+        """The tenant and the scopes of the key, and what the server offers."""
+        found = caller_of(request)
+        name, _ = context.base_identity()
+        report = CallerReport(
+            tenant=context.tenant_of(found),
+            key_id=found.key_id,
+            scopes=sorted(found.scopes),
+            adapters=None if found.adapters is None else list(found.adapters),
+            may_use_base=found.may_use_base,
+            is_operator=found.is_operator,
+            base=name,
+            version=__version__,
+            has_registry=context.registry is not None,
+            allows_folders=found.is_operator and bool(context.options.allowed_roots),
+            signs_receipts=context.receipts.key is not None,
+        )
+        response = json_response(report)
+        response.headers["cache-control"] = "no-store"
+        return response
+
+    return router

@@ -1,0 +1,53 @@
+"""GET /v1/doctor: what an adapter's files hold, and why they are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux.errors import AdapterNotFound, InvalidRequest
+from loramux.server.body import json_response
+from loramux.server.caller import caller_of
+from loramux.server.context import Context
+from loramux.server.errors import NotServed
+from loramux.server.openapi import answering
+from loramux.server.view import View
+
+
+def doctor_routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["adapters"])
+
+    @router.get(
+        "/v1/doctor/{name:path}",
+        **answering(dict[str, Any], 400, 404, 502, 503, path_name="name"),
+    )
+    async def examine_adapter(request: Request) -> Response:
+        """The report of `loramux doctor --json` on an adapter, which is read for it."""
+        context.require_ready()
+        view = context.view_of(caller_of(request))
+        folder = await _folder(context, request.path_params["name"], view)
+        return json_response(await context.backend.examine_adapter(folder))
+
+    return router
+
+
+async def _folder(context: Context, name: str, view: View) -> str:
+    """Returns the folder of an adapter, also of one that is refused."""
+    given = context.names.find(name) if view.sees_given(name) else None
+    if given is not None:
+        return given.path
+    card = context.backend.adapters.get(name) if view.is_whole else None
+    if card is not None:
+        return card.path
+    if context.registry is None:
+        raise NotServed(f"The adapter `{name}` does not exist.", param="name")
+    try:
+        resolved = await context.registry.resolve(name, sticky_key="", view=view)
+    except AdapterNotFound as error:
+        raise NotServed(str(error), param="name") from error
+    if resolved.recipe is not None:
+        raise InvalidRequest(f"{name} is a recipe and has no files. Name its parts.", param="name")
+    return str(await context.registry.materialize(resolved.cid))

@@ -1,0 +1,74 @@
+"""POST /v1/embeddings in OpenAI's format, and vLLM's POST /pooling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux.server.asked import read_fields
+from loramux.server.body import json_response
+from loramux.server.context import Context
+from loramux.server.embeddings import Inputs, Pooled, embeddings, encoded, scores, split_input
+from loramux.server.openapi import pooling
+from loramux.server.wire_pooling import (
+    EmbeddingData,
+    EmbeddingList,
+    EmbeddingRequest,
+    EmbeddingUsage,
+    PoolingData,
+    PoolingList,
+    PoolingRequest,
+)
+from loramux.types.pooling import Pooling
+
+
+def embedding_routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["Embeddings"])
+
+    @router.post("/v1/embeddings", **pooling(EmbeddingRequest, EmbeddingList))
+    async def create_embeddings(request: Request) -> Response:
+        """Returns the embedding of each input, by the base or by adapters."""
+        return await answer_embeddings(context, request)
+
+    @router.post("/pooling", **pooling(PoolingRequest, PoolingList))
+    async def create_pooling(request: Request) -> Response:
+        """Returns the embedding of each input, or the scores of a sequence classifier."""
+        body = await read_fields(context, request, PoolingRequest, generates=False)
+        inputs = Inputs(texts=split_input(body.input), dimensions=body.dimensions)
+        context.require_known()
+        is_classifier = context.backend.card.pooling.pooling is Pooling.HEAD
+        found = await (scores if is_classifier else embeddings)(context, request, body, inputs)
+        data = [
+            PoolingData(index=index, data=encoded(vector, body.encoding_format))
+            for index, vector in enumerate(found.vectors)
+        ]
+        return json_response(PoolingList(data=data, **reply_fields(found)))
+
+    return router
+
+
+async def answer_embeddings(context: Context, request: Request) -> Response:
+    body = await read_fields(context, request, EmbeddingRequest, generates=False)
+    inputs = Inputs(texts=split_input(body.input), dimensions=body.dimensions)
+    found = await embeddings(context, request, body, inputs)
+    data = [
+        EmbeddingData(index=index, embedding=encoded(vector, body.encoding_format))
+        for index, vector in enumerate(found.vectors)
+    ]
+    return json_response(EmbeddingList(data=data, **reply_fields(found)))
+
+
+def reply_fields(found: Pooled) -> dict[str, Any]:
+    """The fields that all replies of these routes have."""
+    generation, num_tokens = found.generation, found.usage.prompt_tokens
+    return {
+        "id": generation.request.id,
+        "created": generation.created_s,
+        "model": generation.request.selected.model,
+        "usage": EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+        "serving": generation.draft.receipt or UNSET,
+    }

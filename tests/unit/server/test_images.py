@@ -1,0 +1,404 @@
+"""The routes for images on a tiny FLUX pipeline: OpenAI's and sheaf's, errors, receipts."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.torch import save_file
+from starlette.testclient import TestClient
+
+from loramux.config.images import ImageConfig
+from loramux.config.serve import ServeConfig
+from loramux.diffusion.async_engine import AsyncImageEngine
+from loramux.diffusion.engine import ImageEngine
+from loramux.errors import InvalidRequest
+from loramux.image_backend import ImageForm
+from loramux.image_launch import engine_options
+from loramux.server.images.app import IMAGE_ROUTE_ACCESS, create_image_app
+from loramux.server.images.drawing import ImageContext
+from loramux.server.images.names import ImageNames
+from loramux.specs import BatchPolicy, LoRAAdapter, LoRAConfig, ModelSpec
+from tests.image_factory import (
+    ATTENTION,
+    LENGTH,
+    StockPipeline,
+    make_adapter,
+    make_pipeline,
+    peft_tensors,
+    request_for,
+)
+
+WEIGHTS = {"ink": 0.8, "night": 1.0, "clay": 1.0}
+
+
+@pytest.fixture(scope="module")
+def adapters():
+    pipe = make_pipeline("flux")
+    return {
+        name: make_adapter(pipe, name, ATTENTION, rank=rank)
+        for name, rank in (("ink", 4), ("night", 2), ("clay", 8))
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, adapters):
+    """A client of an application whose engine draws with three adapters; `ink` is the default."""
+    folder = tmp_path_factory.mktemp("images")
+    make_pipeline("flux").save_pretrained(folder / "flux")
+    config = ServeConfig(images=ImageConfig(image_model=str(folder / "flux")))
+    engine = AsyncImageEngine(engine_options(config))
+    names = ImageNames(("flux",))
+    context = ImageContext(backend=engine, names=names)
+    app = create_image_app(context, allowed_hosts=("*",))
+    with TestClient(app) as client:
+        assert client.get("/health").status_code == 503
+        assert client.post("/v1/images/generations", json={"prompt": "x"}).status_code == 503
+        client.portal.call(engine.start)
+        for name, adapter in adapters.items():
+            path = folder / f"{name}.safetensors"
+            save_file(peft_tensors(adapter), path)
+            names.bind(name, client.portal.call(engine.add_adapter, str(path)), WEIGHTS[name])
+        names.set_default("ink")
+        client.names = names
+        client.engine = engine
+        yield client
+        client.portal.call(lambda: engine.close(drain_s=1.0))
+
+
+@pytest.fixture(scope="module")
+def stock(adapters):
+    """Draws with diffusers, by the names of adapters and their weights."""
+    pipeline = StockPipeline("flux", list(adapters.values()))
+
+    def draw(prompt, seed, *selection, **fields):
+        return pipeline.draw(
+            request_for("flux", "x", prompt=prompt, seed=seed, selection=selection, **fields)
+        ).numpy()
+
+    return draw
+
+
+BODY = {
+    "prompt": "a red hill",
+    "size": "32x32",
+    "steps": 3,
+    "seed": 7,
+    "max_sequence_length": LENGTH,
+}
+
+
+def generate(server, **fields):
+    return server.post("/v1/images/generations", json=BODY | fields)
+
+
+def pixels_of(text: str):
+    with Image.open(io.BytesIO(base64.b64decode(text))) as image:
+        return np.asarray(image).astype(np.float32) / 255
+
+
+def is_same(text: str, expected) -> bool:
+    """Equal but for the rounding to bytes."""
+    return float(np.abs(pixels_of(text) - expected).max()) <= 0.5 / 255 + 1e-4
+
+
+def test_the_default_the_base_and_named_adapters(server, stock):
+    cases = {
+        (): ({}, (("ink", 0.8),)),
+        ("base",): ({"adapters": []}, ()),
+        ("night",): ({"adapters": ["night"]}, (("night", 1.0),)),
+        ("two",): (
+            {"adapters": ["ink", "night"], "adapter_weights": [0.5, -0.4]},
+            (("ink", 0.5), ("night", -0.4)),
+        ),
+        ("model",): ({"model": "clay"}, (("clay", 1.0),)),
+    }
+    seen = []
+    for fields, selection in cases.values():
+        reply = generate(server, **fields)
+        assert reply.status_code == 200, reply.text
+        text = reply.json()["data"][0]["b64_json"]
+        assert is_same(text, stock("a red hill", 7, *selection)), fields
+        seen.append(text)
+    assert len(set(seen)) == len(seen)
+
+
+def test_a_reply_has_usage_and_a_receipt(server):
+    reply = generate(server, n=2, adapters=["night"], guidance_scale=2.0).json()
+    assert len(reply["data"]) == 2
+    assert (reply["size"], reply["output_format"]) == ("32x32", "png")
+    tokens = 8 * 8 * 3 * 2
+    assert reply["usage"]["output_tokens"] == tokens
+    serving = reply["serving"]
+    card = server.names.adapters["night"].card
+    assert serving["adapter_cid"] == card.cid
+    assert serving["base_digest"] == server.engine.card.digest
+    assert [one["seed"] for one in serving["images"]] == [7, 8]
+    assert serving["images"][0]["size"] == "32x32"
+    assert serving["images"][0]["steps"] == 3
+    again = generate(server, adapters=["night"], guidance_scale=2.0, seed=8).json()
+    first, second = again["serving"]["images"][0], serving["images"][1]
+    assert first["pixel_digest"] == second["pixel_digest"]
+
+
+@pytest.mark.parametrize(("kind", "start"), [("jpeg", b"\xff\xd8"), ("webp", b"RIFF")])
+def test_other_encodings(server, kind, start):
+    reply = generate(server, output_format=kind, output_compression=80).json()
+    assert base64.b64decode(reply["data"][0]["b64_json"]).startswith(start)
+    assert reply["output_format"] == kind
+
+
+def events_of(response):
+    return [
+        json.loads(line.removeprefix("data: "))
+        for line in response.text.splitlines()
+        if line.startswith("data: ")
+    ]
+
+
+def test_a_stream_has_partial_images(server, stock):
+    response = generate(server, stream=True, partial_images=2, steps=6)
+    events = events_of(response)
+    kinds = [one["type"].removeprefix("image_generation.") for one in events]
+    assert kinds == ["partial_image", "partial_image", "completed"]
+    assert [one["partial_image_index"] for one in events[:2]] == [0, 1]
+    final = pixels_of(events[-1]["b64_json"])
+    assert is_same(events[-1]["b64_json"], stock("a red hill", 7, ("ink", 0.8), steps=6))
+    distances = [float(np.abs(pixels_of(one["b64_json"]) - final).mean()) for one in events]
+    assert distances[0] > distances[1] > distances[2] == 0
+    assert events[-1]["usage"]["total_tokens"] > 0
+    assert "event: image_generation.completed" in response.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "text"),
+    [
+        ({"model": "nope"}, 404, "does not exist"),
+        ({"adapters": ["nope"]}, 422, "Unknown adapter"),
+        ({"adapters": ["ink", "ink"]}, 400, "name each once"),
+        ({"adapters": ["ink"], "adapter_weights": [1, 2]}, 400, "must match adapters length"),
+        ({"adapter_weights": [1]}, 400, "adapter_weights needs adapters"),
+        ({"adapters": ["ink"], "adapter_weights": [1000]}, 400, "must be in"),
+        ({"model": "clay", "adapters": ["ink"]}, 400, "name the base"),
+        ({"size": "33x32"}, 400, "nearest is 32"),
+        ({"size": "huge"}, 400, "WIDTHxHEIGHT"),
+        ({"size": "32x32", "width": 32}, 400, "Give size, or"),
+        ({"response_format": "url"}, 400, "b64_json"),
+        ({"background": "transparent"}, 400, "background"),
+        ({"prompt": " "}, 400, "prompt"),
+        ({"n": 11}, 400, "<= 10"),
+        ({"steps": 500}, 400, "num_inference_steps"),
+        ({"stream": True, "n": 2}, 400, "one image"),
+        ({"partial_images": 1}, 400, "needs stream"),
+        ({"sampler": "ddim"}, 400, "no sampler"),
+        ({"stream": True, "size": "33x32"}, 400, "nearest is 32"),
+    ],
+)
+def test_bad_requests_are_refused(server, fields, status, text):
+    reply = generate(server, **fields)
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert text in error["message"]
+    assert error["code"] == status
+
+
+def test_models_lists_adapters_with_their_base(server):
+    models = {one["id"]: one for one in server.get("/v1/models").json()["data"]}
+    assert list(models) == ["flux", "ink", "night", "clay"]
+    assert models["ink"]["parent"] == "flux"
+    assert models["ink"]["is_default"] and not models["night"]["is_default"]
+
+
+def sheaf_body(**fields):
+    fixed = {"model_type": "diffusion", "model_name": "flux", "prompt": "a cat"}
+    small = {"height": 64, "width": 64, "num_inference_steps": 2, "seed": 5}
+    return fixed | small | fields
+
+
+@pytest.mark.parametrize(
+    ("asked", "weights", "selection"),
+    [
+        ([], None, (("ink", 0.8),)),
+        (["night"], None, (("night", 1.0),)),
+        (["ink"], [0.3], (("ink", 0.3),)),
+        (["flux"], None, ()),
+    ],
+)
+def test_sheaf_predicts_with_the_selection_it_documents(server, asked, weights, selection):
+    request_id = str(uuid.uuid4())
+    body = sheaf_body(adapters=asked, adapter_weights=weights, request_id=request_id)
+    reply = server.post("/flux/predict", json=body)
+    assert reply.status_code == 200, reply.text
+    found = reply.json()
+    assert found["request_id"] == request_id
+    assert (found["model_type"], found["model_name"]) == ("diffusion", "flux")
+    assert (found["height"], found["width"], found["seed"]) == (64, 64, 5)
+    served = found["metadata"]["serving"]["adapters"]
+    assert [(one["name"], one["weight"]) for one in served] == list(selection)
+    assert pixels_of(found["image_b64"]).shape == (64, 64, 3)
+
+
+def test_sheaf_refuses_in_its_words(server):
+    def detail(body, status=422):
+        reply = server.post("/flux/predict", json=body)
+        assert reply.status_code == status
+        return reply.json()["detail"]
+
+    known = "deployment 'flux' has: ['clay', 'ink', 'night']"
+    assert detail(sheaf_body(adapters=["x"])) == f"Unknown adapter(s) ['x']; {known}"
+    for fields in (
+        {"prompt": " "},
+        {"height": 60},
+        {"width": 65},
+        {"num_inference_steps": 201},
+        {"guidance_scale": -1},
+        {"adapters": ["ink"], "adapter_weights": [1, 2]},
+        {"adapter_weights": [1]},
+        {"model_type": "tabular"},
+        {"request_id": "x"},
+    ):
+        (first,) = detail(sheaf_body(**fields))
+        assert first["loc"][0] == "body" and first["msg"]
+    reply = server.post("/other/predict", json=sheaf_body())
+    assert (reply.status_code, reply.json()["detail"]) == (404, "No deployment named 'other'")
+
+
+def test_sheaf_without_adapters_says_so(server):
+    names = server.names
+    kept, names.adapters, names.default = names.adapters, {}, None
+    try:
+        reply = server.post("/flux/predict", json=sheaf_body(adapters=["ink"]))
+    finally:
+        names.adapters, names.default = kept, "ink"
+    assert reply.status_code == 422
+    wanted = "Request specifies adapters ['ink'] but deployment 'flux' has no LoRA configured."
+    assert reply.json()["detail"] == wanted
+
+
+def test_sheaf_health_and_ready(server):
+    assert server.get("/flux/health").status_code == 200
+    assert server.get("/flux/ready").status_code == 200
+    assert server.get("/other/ready").status_code == 404
+
+
+def test_sheaf_streams_progress_and_the_result(server):
+    events = events_of(server.post("/flux/stream", json=sheaf_body(num_inference_steps=3)))
+    assert events[:3] == [
+        {"type": "progress", "step": step, "total_steps": 3, "done": False} for step in (1, 2, 3)
+    ]
+    assert len(events) == 4
+    assert (events[3]["type"], events[3]["done"], events[3]["seed"]) == ("result", True, 5)
+    assert server.post("/flux/stream", json=sheaf_body(adapters=["x"])).status_code == 422
+
+
+def test_eight_streams_with_different_adapters_at_once(server):
+    """All progress events and all right images; the images share forwards."""
+    choices = [[], ["flux"], ["ink"], ["night"], ["clay"], ["ink", "night"], ["night", "clay"], []]
+    bodies = [
+        sheaf_body(adapters=choice, num_inference_steps=20, seed=index)
+        for index, choice in enumerate(choices)
+    ]
+
+    def stream(body):
+        return events_of(server.post("/flux/stream", json=body))
+
+    alone = [stream(body)[-1]["image_b64"] for body in bodies]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(stream, bodies))
+    for events, expected in zip(together, alone, strict=True):
+        assert [one["step"] for one in events[:-1]] == list(range(1, 21))
+        off = np.abs(pixels_of(events[-1]["image_b64"]) - pixels_of(expected)).max()
+        assert off <= 1 / 255 + 1e-4
+    assert max(one[-1]["metadata"]["serving"]["distinct_adapters"] for one in together) > 1
+
+
+def test_a_client_that_leaves_frees_its_image(server):
+    """Closing the iterator of an image ends it before the next step."""
+
+    async def leave_after_one_step():
+        request = request_for("flux", "leaver", steps=200)
+        updates = server.engine.submit(request, ImageForm())
+        async for update in updates:
+            assert update.step == 1
+            break
+        await updates.aclose()
+        return await server.engine._call(lambda engine: engine.has_work)
+
+    assert server.portal.call(leave_after_one_step) is False
+
+
+def test_a_dead_engine_fails_open_images(monkeypatch, tmp_path):
+    make_pipeline("flux").save_pretrained(tmp_path / "flux")
+    config = ServeConfig(images=ImageConfig(image_model=str(tmp_path / "flux")))
+    engine = AsyncImageEngine(engine_options(config))
+    app = create_image_app(
+        ImageContext(backend=engine, names=ImageNames(("flux",))), allowed_hosts=("*",)
+    )
+
+    def fail(self):
+        if self.has_work:
+            raise MemoryError("no memory")
+        return []
+
+    monkeypatch.setattr(ImageEngine, "step", fail)
+    with TestClient(app) as client:
+        client.portal.call(engine.start)
+        reply = client.post("/v1/images/generations", json=BODY)
+        assert reply.status_code == 503
+        assert "no memory" in reply.json()["error"]["message"]
+        assert client.get("/health").status_code == 503
+        client.portal.call(lambda: engine.close(drain_s=0.0))
+
+
+def test_every_route_has_its_access(server):
+    served = {
+        f"{method} {route.path}"
+        for route in server.app.state.all_routes
+        for method in route.methods
+        if method != "HEAD"
+    }
+    assert served == set(IMAGE_ROUTE_ACCESS)
+
+
+def test_a_spec_of_sheaf_is_checked(tmp_path):
+    (tmp_path / "flux").mkdir()
+    fields = {"name": "flux", "model_type": "diffusion", "backend": "flux"}
+    kwargs = {"model_id": str(tmp_path / "flux"), "torch_dtype": "bfloat16"}
+    lora = LoRAConfig(
+        adapters={"sketch": LoRAAdapter(source="/a/b.safetensors", weight=0.8)}, default="sketch"
+    )
+    config = ModelSpec(**fields, backend_kwargs=kwargs, lora=lora).config
+    assert config.served_model_name == ("flux",)
+    assert config.images.image_lora == ("sketch=/a/b.safetensors@0.8",)
+    assert config.images.image_default_lora == "sketch"
+    for broken in (
+        lambda: LoRAConfig(adapters={}, default="x"),
+        lambda: LoRAAdapter(source=""),
+        lambda: LoRAAdapter(source="x", weight=-1),
+        lambda: ModelSpec(**fields, lora=lora, batch_policy=BatchPolicy(bucket_by="x")),
+        lambda: ModelSpec(**(fields | {"model_type": "tabular"})),
+        lambda: ModelSpec(**(fields | {"backend": "chronos"})),
+        lambda: ModelSpec(**fields).config,
+    ):
+        with pytest.raises(InvalidRequest):
+            broken()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"image_lora": ("ink",)}, {"image_lora": ("a=x", "a=y")}, {"batching": "off"}],
+)
+def test_settings_are_checked(fields):
+    with pytest.raises(InvalidRequest):
+        ImageConfig(image_model="x", **fields)
+
+
+def test_the_default_must_exist():
+    with pytest.raises(InvalidRequest, match="not among the adapters"):
+        ImageNames(("flux",)).set_default("ink")

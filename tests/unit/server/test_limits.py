@@ -1,0 +1,178 @@
+"""Limits of tenants and keys on every route that generates, on a real registry."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import pytest
+
+from loramux.registry.tenants import SettingChanges
+from loramux.server.access import INFER, ROUTE_ACCESS
+from loramux.types.pooling import ModelPooling, Pooling
+from tests.unit.server.asgi_client import CHAT, run
+from tests.unit.server.registry_app import Make, RegistryApp
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+OF_TEXT = {
+    CHAT: {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 4, "model": "tiny-base"},
+    "/v1/responses": {"input": "hi"},
+    "/": {"inputs": "hi"},
+    "/generate": {"inputs": "hi"},
+    "/generate_stream": {"inputs": "hi"},
+    "/invocations": {"prompt": "hi"},
+    "/completion": {"prompt": "hi"},
+    "/completions": {"prompt": "hi"},
+    "/chat/completions": {"messages": MESSAGES},
+    "/api/chat": {"messages": MESSAGES, "model": "tiny-base"},
+    "/api/generate": {"prompt": "hi", "model": "tiny-base"},
+    "/v1/run": {"artifact": "default/sql@1.0.0", "input": "hi"},
+}
+OF_VECTORS = {
+    "/v1/embeddings": {"input": "hi"},
+    "/pooling": {"input": "hi"},
+    "/embed": {"inputs": "hi"},
+    "/api/embed": {"input": "hi", "model": "tiny-base"},
+    "/api/embeddings": {"prompt": "hi", "model": "tiny-base"},
+    "/score": {"text_1": "hi", "text_2": "ho"},
+    "/v1/score": {"text_1": "hi", "text_2": "ho"},
+    "/rerank": {"query": "hi", "documents": ["ho"]},
+    "/v1/rerank": {"query": "hi", "documents": ["ho"]},
+    "/v2/rerank": {"query": "hi", "documents": ["ho"]},
+}
+OF_CLASSES = {"/classify": {"input": "hi"}}
+# Cost no step of the engine.
+OF_TOKENS = {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+
+
+def limited(make: Make, **limits: int) -> RegistryApp:
+    found = make(served_model_names=("tiny-base",))
+    found.push("default/sql@1.0.0", 1)
+    found.registry.tenants.set("default", SettingChanges(limits=limits))
+    found.adapters.follow_access()
+    return found
+
+
+def pooled(found: RegistryApp, kind: Pooling) -> None:
+    pooling = ModelPooling(pooling=kind, labels=("a", "b"))
+    found.backend.card = replace(found.backend.card, pooling=pooling)
+
+
+def ask(found: RegistryApp, path: str, body: Any) -> httpx2.Response:
+    async def send() -> httpx2.Response:
+        transport = httpx2.ASGITransport(found.app, raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(path, json=body)
+
+    answer: httpx2.Response = run(send())
+    return answer
+
+
+def use_up(found: RegistryApp) -> None:
+    """Spends the only request of a minute."""
+    answer = ask(found, CHAT, {"messages": MESSAGES})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-ratelimit-limit-requests"] == "1"
+    assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+def test_every_route_that_generates_is_in_these_tables() -> None:
+    posts = {key.removeprefix("POST ") for key, one in ROUTE_ACCESS.items() if one is INFER}
+    posts = {path for path in posts if not path.startswith("GET ")}
+    assert posts == {*OF_TEXT, *OF_VECTORS, *OF_CLASSES, *OF_TOKENS}
+
+
+def check_refused(answer: httpx2.Response, limit: str) -> None:
+    assert answer.status_code == 429, answer.text
+    assert limit in answer.text and "The tenant default may use 1 " in answer.text
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+@pytest.mark.parametrize("path", OF_TEXT)
+def test_text_over_the_limit_is_refused_in_the_shape_of_its_api(
+    registry_app: Make, path: str
+) -> None:
+    found = limited(registry_app, requests_per_minute=1)
+    use_up(found)
+    answer = ask(found, path, OF_TEXT[path])
+    if path == "/generate_stream":
+        # TGI's clients expect errors as events of a stream that has begun.
+        assert answer.text.startswith('data: {"error":"The tenant default may use 1 ')
+        return
+    check_refused(answer, "requests per minute")
+    assert answer.json().keys() & {"error", "detail", "message"}
+
+
+@pytest.mark.parametrize("path", [*OF_VECTORS, *OF_CLASSES])
+def test_vectors_and_scores_over_the_limit_are_refused(registry_app: Make, path: str) -> None:
+    found = limited(registry_app, requests_per_minute=1)
+    use_up(found)
+    pooled(found, Pooling.HEAD if path in OF_CLASSES else Pooling.LAST)
+    check_refused(ask(found, path, {**OF_VECTORS, **OF_CLASSES}[path]), "requests per minute")
+
+
+def test_streams_are_refused_before_they_begin_and_give_their_place_back(
+    registry_app: Make,
+) -> None:
+    found = limited(registry_app, concurrent_requests=1)
+    body = {"messages": MESSAGES, "stream": True}
+    for _ in range(3):
+        answer = ask(found, CHAT, body)
+        assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+
+    async def several() -> list[int]:
+        transport = httpx2.ASGITransport(found.app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+            answers = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(5)))
+        return sorted(answer.status_code for answer in answers)
+
+    statuses = run(several())
+    assert statuses[0] == 200 and set(statuses) <= {200, 429}
+    assert ask(found, CHAT, body).status_code == 200
+
+
+def test_prompt_and_answer_count_as_tokens(registry_app: Make) -> None:
+    found = limited(registry_app, tokens_per_minute=1000)
+    answer = ask(found, "/v1/completions", {"prompt": "hi"})
+    usage = answer.json()["usage"]["total_tokens"]
+    assert answer.headers["x-ratelimit-limit-tokens"] == "1000"
+    left = ask(found, "/v1/completions", {"prompt": "hi"}).headers["x-ratelimit-remaining-tokens"]
+    assert 0 < int(left) <= 1000 - usage
+
+
+def test_a_request_over_a_limit_that_never_allows_it_is_not_retried(registry_app: Make) -> None:
+    answer = ask(limited(registry_app, requests_per_minute=0), CHAT, {"messages": MESSAGES})
+    assert answer.status_code == 429 and "retry-after" not in answer.headers
+    assert answer.headers["x-should-retry"] == "false"
+    assert answer.json()["error"]["reason"] == "requests_per_minute"
+
+
+def test_limits_that_change_apply_to_the_next_request(registry_app: Make) -> None:
+    found = limited(registry_app, requests_per_minute=1)
+    use_up(found)
+    found.registry.tenants.set("default", SettingChanges(limits={"requests_per_minute": None}))
+    found.adapters.follow_access()
+    answer = ask(found, CHAT, {"messages": MESSAGES})
+    assert answer.status_code == 200 and "x-ratelimit-limit-requests" not in answer.headers
+
+
+def test_the_share_of_the_tenants_record_reaches_the_scheduler(registry_app: Make) -> None:
+    found = limited(registry_app)
+    found.registry.tenants.set("default", SettingChanges(share=2.5))
+    found.adapters.follow_access()
+    ask(found, CHAT, {"messages": MESSAGES})
+    assert found.backend.requests[-1].tenant_share == 2.5
+
+
+def test_a_restarted_server_remembers_the_last_minute(registry_app: Make) -> None:
+    found = limited(registry_app, requests_per_minute=1)
+    use_up(found)
+    again = registry_app(served_model_names=("tiny-base",))
+    again.adapters.follow_access()
+    again.adapters.recall_use("pool")
+    check_refused(ask(again, CHAT, {"messages": MESSAGES}), "requests per minute")
