@@ -1,57 +1,20 @@
-"""A server on a socket, for clients that bring their own HTTP library."""
+"""One server for all clients of a session."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import threading
-import warnings
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
-import uvicorn
 
-from tests.unit.server.asgi_client import make_app
-from tests.unit.server.scripted_backend import ScriptedBackend
+from tests.clients.live import Live, live_server
 
 
-@dataclass
-class Live:
-    url: str
-    backend: ScriptedBackend
-
-
-@pytest.fixture
-def live() -> Iterator[Live]:
-    backend = ScriptedBackend()
-    app = make_app(backend, allow_runtime_lora_updating=True)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
-    ready = threading.Event()
-    ports: list[int] = []
-
-    async def serve() -> None:
-        task = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        ports.append(server.servers[0].sockets[0].getsockname()[1])
-        ready.set()
-        await task
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    try:
-        assert ready.wait(20)
-        yield Live(f"http://127.0.0.1:{ports[0]}", backend)
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-@pytest.fixture(autouse=True)
-def open_sockets() -> Iterator[None]:
-    """Collects the sockets that some clients leave open, before a later test would warn of them."""
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """LORAMUX_URL names a server that runs already, for work on a single test."""
+    if running := os.environ.get("LORAMUX_URL"):
+        yield Live(running)
+        return
+    with live_server(tmp_path_factory.mktemp("server")) as started:
+        yield started
