@@ -10,6 +10,7 @@ trace       throughput with 8 and with 1,000 adapters against base-only (benchma
 registered  throughput with thousands of registered adapters against a hundred
 loads       time until an adapter in host memory is schedulable; inter-token latency meanwhile
 base        throughput of base requests, LoRA on against off
+structured  throughput with half of the rows constrained; compile time of a schema
 http        the server's start phase by phase; tokens/s over HTTP against the engine's own
 
 Each part runs as a process of its own and writes its tables and JSON record beside the summary. A
@@ -43,6 +44,7 @@ from benchmarks.lib.report import (
     peers_folder,
     start_report,
 )
+from benchmarks.structured import COMPILE, FREE
 from tests.gpu.engine_check import DIFFER, RELATIVE
 from tests.gpu.reference_check import ERROR
 
@@ -139,6 +141,16 @@ def base_figures(sections: Sections) -> list[Figure]:
     return [Figure("base requests, LoRA on / off", row["output tok/s"], 0.99) for row in rows]
 
 
+def structured_figures(sections: Sections) -> list[Figure]:
+    found = []
+    for row in rows_with(sections, COMPILE):
+        found.append(Figure("compile a schema of 24 fields, ms", row[COMPILE], 10, True))
+    for row in rows_with(sections, FREE):
+        if row["constrained"] == "half":
+            found.append(Figure("half of the rows constrained / none", row[FREE], 0.95))
+    return found
+
+
 def check_figures(sections: Sections) -> list[Figure]:
     found = []
     for row in rows_with(sections, DIFFER):
@@ -231,6 +243,7 @@ PARTS = {
     "registered": Part(TRACE, "--requests 1024", QUICK_TRACE, registered_figures, ("registered",)),
     "loads": Part(TRACE, "", QUICK_TRACE, load_figures, ("loads",)),
     "base": Part(TRACE, "--requests 1024", QUICK_TRACE, base_figures, ("base",)),
+    "structured": Part("benchmarks.structured", "", "--rounds 2 --tokens 64", structured_figures),
     "http": Part("benchmarks.http", "", "--quick", http_figures),
 }
 

@@ -5,50 +5,29 @@
 Two servers run at once and rounds alternate between them, so that other work on the machine affects
 both. Each block restarts both in the other order, because two processes of one program may differ
 by more than receipts cost. The result is the median over pairs of adjacent rounds. The CPU time of
-the HTTP process, which writes the receipts, is reported separately; it has a resolution of 10 ms
-per round, and misses what is written in the quarter of a second after a round.
+the HTTP process, which writes the receipts, is reported separately; it misses what is written in
+the quarter of a second after a round.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import random
 import statistics
 import tempfile
-import time
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from benchmarks.lib.machine import describe_machine
-from benchmarks.lib.raw_stream import RawStream
+from benchmarks.lib.paired_rounds import Round, interval, run_round
 from benchmarks.lib.report import Table, parse_arguments, write_table
 from loramux.registry.records import ReceiptFilter
 from loramux.registry.registry import Registry
 from loramux.registry.rows.receipts import MAX_LIMIT
 from tests.serve_factory import RunningServer, running_server
 
-FIRST_TOKEN, LAST_TOKEN = 100, 30_000
 WITHOUT, WITH = "off", "SQLite"
-CONFIDENCE = 0.95
-MS_PER_S = 1000.0
-NUM_RESAMPLES = 4000
 
 Rounds = dict[str, list["Round"]]
-
-
-@dataclass(frozen=True)
-class Round:
-    tokens_per_s: float
-    http_ms: float
-    """CPU time of the HTTP process per request."""
-    all_ms: float
-    """CPU time of the HTTP process and the engine per request."""
 
 
 def main() -> None:
@@ -111,53 +90,6 @@ def show(kind: str, one: Round) -> None:
     print(f"  {kind:8s} {one.tokens_per_s:8.1f} tok/s  {times}", flush=True)
 
 
-def run_round(server: RunningServer, args: argparse.Namespace, *, seed: int) -> Round:
-    source = random.Random(seed)
-    prompts = [
-        [source.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(args.input)]
-        for _ in range(args.requests)
-    ]
-    http_s, all_s = cpu_seconds(server)
-    start_s = time.perf_counter()
-    asyncio.run(ask_all(server.url, prompts, args.output, args.concurrency))
-    elapsed_s = time.perf_counter() - start_s
-    http_end_s, all_end_s = cpu_seconds(server)
-    return Round(
-        args.requests * args.output / elapsed_s,
-        (http_end_s - http_s) * MS_PER_S / args.requests,
-        (all_end_s - all_s) * MS_PER_S / args.requests,
-    )
-
-
-def cpu_seconds(server: RunningServer) -> tuple[float, float]:
-    """Return the CPU seconds of the HTTP process, and of it with its engine."""
-    process = psutil.Process(server.process.pid)
-    used = [sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True))]
-    return used[0], sum(used)
-
-
-async def ask_all(url: str, prompts: list[list[int]], num_output: int, concurrency: int) -> None:
-    slots = asyncio.Semaphore(concurrency)
-
-    async def ask(prompt: list[int]) -> None:
-        async with slots:
-            stream = RawStream(url, body(prompt, num_output))
-            try:
-                await stream.send()
-                await stream.read_all()
-            finally:
-                stream.close()
-            answer = stream.answer()
-            assert answer.is_whole and answer.num_tokens == num_output, answer
-
-    await asyncio.gather(*(ask(prompt) for prompt in prompts))
-
-
-def body(prompt: list[int], num_output: int) -> dict[str, Any]:
-    settings = {"max_tokens": num_output, "temperature": 0, "ignore_eos": True}
-    return {"model": "base", "prompt": prompt, **settings}
-
-
 def summarize(rounds: Rounds, num_kept: int) -> Table:
     speeds = {kind: [one.tokens_per_s for one in found] for kind, found in rounds.items()}
     # The engine's time is taken from the same rounds for both; only the HTTP process is compared.
@@ -187,16 +119,6 @@ def row(figure: str, values: dict[str, list[float]], num_kept: int) -> dict[str,
         "rounds": len(ratios),
         "receipts kept": num_kept,
     }
-
-
-def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Return the bootstrap confidence interval of the median."""
-    source = random.Random(0)
-    medians = sorted(
-        statistics.median(source.choices(ratios, k=len(ratios))) for _ in range(NUM_RESAMPLES)
-    )
-    outside = int(NUM_RESAMPLES * (1 - CONFIDENCE) / 2)
-    return medians[outside], medians[-1 - outside]
 
 
 if __name__ == "__main__":
