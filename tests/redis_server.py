@@ -3,35 +3,66 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-START_TIMEOUT_S = 30.0
+
+class RedisServer:
+    """Runs while its folder exists; `start` after `stop` begins with an empty Redis."""
+
+    def __init__(self, program: str, folder: Path) -> None:
+        self._program = program
+        self._folder = folder
+        self._socket = folder / "socket"
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._socket}"
+
+    def start(self) -> None:
+        settings = {"port": "0", "unixsocket": str(self._socket), "save": "", "appendonly": "no"}
+        arguments = [text for name, value in settings.items() for text in (f"--{name}", value)]
+        process = self._process = subprocess.Popen(
+            [self._program, *arguments], cwd=self._folder, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "ready to accept connections" in line.lower():
+                break
+
+    def stop(self) -> None:
+        """Kills the server."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
 
 
-@pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
+@contextmanager
+def running_redis() -> Iterator[RedisServer]:
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("Redis is not installed. Run: apt-get install redis-server")
     folder = Path(tempfile.mkdtemp(prefix="redis-", dir="/tmp"))
-    socket = folder / "socket"
-    settings = {"port": "0", "unixsocket": str(socket), "save": "", "appendonly": "no"}
-    arguments = [text for name, value in settings.items() for text in (f"--{name}", value)]
-    process = subprocess.Popen([program, *arguments], cwd=folder, stdout=subprocess.PIPE, text=True)
+    server = RedisServer(program, folder)
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "Ready to accept connections" in line or "ready to accept connections" in line:
-                break
-        yield f"unix://{socket}"
+        server.start()
+        yield server
     finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        server.stop()
         shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    with running_redis() as server:
+        yield server.url

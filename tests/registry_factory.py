@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from sqlalchemy import delete, update
+from sqlalchemy import delete, insert, update
 
 from loramux.adapters.identity import CID_PREFIX
 from loramux.registry import schema as tables
@@ -39,3 +39,4 @@ def wipe(database: Database) -> None:
             if table is not tables.registry_state:
                 connection.execute(delete(table))
         connection.execute(update(tables.registry_state).values(revision=0))
+        connection.execute(insert(tables.audit_head).values(id=1, number=0, digest=""))

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NOTHING: Mapping[str, str] = {}
-STARTED = re.compile(r"listening on http://([\d.]+):(\d+)", re.IGNORECASE)
+OF_THE_USER = ("XDG_DATA_HOME", "LORAMUX_API_KEY", "VLLM_API_KEY")
+STARTED = re.compile(r"listening on (https?)://([\d.]+):(\d+)", re.IGNORECASE)
 
 
 @dataclass
@@ -41,7 +42,7 @@ def running_server(
     environment = {
         # Hides adapters that the user running the tests has pushed.
         "XDG_DATA_HOME": str(log.parent / "user-data"),
-        **{name: value for name, value in os.environ.items() if name != "XDG_DATA_HOME"},
+        **{name: value for name, value in os.environ.items() if name not in OF_THE_USER},
         "PYTHONUNBUFFERED": "1",
         "COLUMNS": "200",
         **environment,
@@ -64,7 +65,7 @@ def wait_for_url(process: subprocess.Popen[bytes], log: Path, timeout_s: float) 
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if found := STARTED.search(log.read_text(errors="replace")):
-            return f"http://{found[1]}:{found[2]}"
+            return f"{found[1]}://{found[2]}:{found[3]}"
         if process.poll() is not None:
             break
         time.sleep(0.05)

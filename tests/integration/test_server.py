@@ -16,8 +16,10 @@ import httpx2
 import pytest
 
 from loramux import LLM, LoRARequest, SamplingParams
+from loramux.types.residency import Tier, key_of_cid
 from tests.adapter_factory import lora_config_dict, lora_tensors, write_adapter
 from tests.engine_factory import save_model_with_tokenizer
+from tests.gateway_rules import parse_scrape
 from tests.serve_factory import RunningServer, running_server
 
 NUM_ADAPTERS = 32
@@ -233,6 +235,25 @@ def test_sigterm_ends_what_takes_too_long_with_an_error_event(folder: Path, tmp_
 
         assert "shutting down" in json.loads(asyncio.run(run())[-1])["error"]["message"]
         assert running.process.wait(20) == 0
+
+
+def test_gateways_parse_a_scrape_and_routers_a_report(server: RunningServer) -> None:
+    """The server is busy with other tests of this module before or after."""
+    asked = {"model": "a3", "prompt": PROMPTS[0], "max_tokens": 2}
+    answer = httpx2.post(f"{server.url}/v1/completions", json=asked, timeout=60)
+    cid = answer.headers["x-loramux-cid"]
+    key, report = key_of_cid(cid), {}
+    deadline = time.monotonic() + 20
+    while report.get("moves", {}).get(key) != Tier.DEVICE and time.monotonic() < deadline:
+        report = httpx2.get(f"{server.url}/v1/residency?wait_s=0.2").json()
+    assert report["moves"][key] == Tier.DEVICE
+    pod = parse_scrape(httpx2.get(f"{server.url}/metrics").text)
+    assert pod.affinity("a3") == 1.0 and pod.affinity("never seen") == 0.8
+    assert pod.max_adapters > 1 and pod.num_blocks > 0 and pod.block_size > 0
+    assert report["state"] == "ready" and report["slots"] >= 1
+    assert report["tier_s"][Tier.DEVICE] == 0 < report["tier_s"][Tier.HOST]
+    again = {"since": report["generation"], "instance": report["instance"]}
+    assert not httpx2.get(f"{server.url}/v1/residency", params=again).json()["full"]
 
 
 def test_a_killed_server_leaves_no_engine_behind(folder: Path, tmp_path: Path) -> None:

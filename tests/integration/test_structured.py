@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx2 as httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from loramux.engine.tokenizer import Tokenizer
 from tests.engine_factory import save_model_with_tokenizer
+from tests.hostile_grammars import bodies
 from tests.serve_factory import running_server
 
 
@@ -157,3 +159,43 @@ def test_grammars_of_other_servers_apis(client: OpenAI, settings: dict[str, Any]
     assert message["stop_reason"] in ("tool_use", "max_tokens")
     if message["stop_reason"] == "tool_use":
         Place.model_validate(message["content"][0]["input"])
+
+
+HOSTILE = bodies()
+CRASHING = ("schema: chain of 5,000 objects", "schema: patternProperties", "lark: 2,000 rules")
+
+
+def answer_while_streaming(client: OpenAI, names: Iterable[str]) -> dict[str, int]:
+    """Returns the status of each hostile body, sent while a stream generates."""
+    statuses = {}
+    with client.completions.create(
+        model="tiny", prompt="hi", max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        chunks = iter(stream)
+        next(chunks)
+        for name in names:
+            body = {"model": "tiny", "prompt": "hi", "max_tokens": 3, **HOSTILE[name]}
+            reply = httpx.post(f"{client.base_url}completions", json=body, timeout=60)
+            # A limit of the parser that is reached while it runs ends the request.
+            is_limit = "The grammar failed: " in reply.text
+            statuses[name] = 400 if is_limit else reply.status_code
+            next(chunks)
+    return statuses
+
+
+def test_hostile_grammars_are_refused_and_others_go_on(client: OpenAI) -> None:
+    assert set(answer_while_streaming(client, CRASHING).values()) == {400}
+    reply = client.completions.create(
+        model="tiny", prompt="hi", extra_body={"guided_choice": ["yes"]}
+    )
+    assert reply.choices[0].text == "yes"
+
+
+@pytest.mark.slow
+def test_no_hostile_grammar_harms_the_server(client: OpenAI) -> None:
+    names = list(HOSTILE)
+    for start in range(0, len(names), 20):
+        found = answer_while_streaming(client, names[start : start + 20])
+        assert set(found.values()) <= {200, 400}, found
+    health = httpx.get(f"{str(client.base_url).removesuffix('v1/')}health").json()
+    assert (health["status"], health["restarts"]) == ("ready", 0)

@@ -42,7 +42,7 @@ def served(flags: list[str]) -> ServeConfig:
     words = iter(one_value_per_flag(flags))
     for word in words:
         setting = SETTINGS[word.removeprefix("--").replace("-", "_")]
-        value: Any = next(words)
+        value: Any = True if setting.kind is Kind.SWITCH else next(words)
         if setting.kind is Kind.LORA_MODULES:
             given.setdefault(setting.name, []).append(value)
         else:
@@ -76,15 +76,47 @@ def test_what_is_copied_exists_and_is_sent_to_the_builder() -> None:
     assert all((ROOT / name).exists() for name in sources)
 
 
-def test_the_images_install_extras_of_this_package_with_its_constraints() -> None:
-    installs = [line for line in instructions("RUN") if "pip install" in line]
-    for line in installs:
-        (extras,) = re.findall(r"'\.\[(.+)\]'", line)
-        assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
-        assert re.search(r"-c constraints(-cuda)?\.txt '\.\[", line)
-    assert len(installs) == 2
-    pinned = re.findall(r"^(torch|triton)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert sorted(pinned) == ["torch", "triton"], "build-cuda replaces these two lines"
+LOCK = (ROOT / "requirements-image.txt").read_text()
+LOCKED = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", LOCK, re.MULTILINE))
+PINNED = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+# From torch's own index.
+OF_TORCH = {"torch", "triton"}
+EXTRAS_OF_IMAGES = ("server", "cpu", "gpu", "postgres", "redis", "s3")
+
+
+def needed(*extras: str) -> set[str]:
+    """The packages that the project and its extras ask for, on Linux."""
+    listed = list(PROJECT["dependencies"])
+    for extra in extras:
+        listed += PROJECT["optional-dependencies"][extra]
+    names = {re.split(r"[\[<>=;]", one)[0].strip() for one in listed} - {"loramux"}
+    others = {
+        inner
+        for one in listed
+        for inner in re.findall(r"^loramux\[(.+)\]", one)
+        for inner in inner.split(",")
+    }
+    return names | (needed(*others) - names if others else set())
+
+
+def test_packages_of_the_images_are_pinned_by_hash() -> None:
+    (locked,) = [line for line in instructions("RUN") if "requirements-image.txt" in line]
+    assert "pip install --require-hashes --no-deps -r" in locked
+    entries = re.split(r"\n(?=[a-z])", LOCK.partition("\n")[2].strip())
+    assert len(entries) == len(LOCKED) > 50
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
+    for line in instructions("RUN"):
+        if "pip install" in line and "requirements-image.txt" not in line:
+            # The package itself, or torch.
+            assert "--no-deps --no-build-isolation --no-index" in line or "pytorch.org" in line
+
+
+def test_the_lock_holds_what_the_package_needs_at_the_pinned_versions() -> None:
+    assert needed(*EXTRAS_OF_IMAGES) - OF_TORCH <= set(LOCKED)
+    both = set(PINNED) & set(LOCKED)
+    assert {name: LOCKED[name] for name in both} == {name: PINNED[name] for name in both}
+    assert needed(*EXTRAS_OF_IMAGES) & set(PINNED) - OF_TORCH <= both
+    assert not OF_TORCH & set(LOCKED) and set(PINNED) >= OF_TORCH
 
 
 def test_extras_name_only_extras_that_exist() -> None:

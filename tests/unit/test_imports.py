@@ -61,11 +61,14 @@ sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys
 ALL_THAT_A_BARE_GPU_MACHINE_RUNS = """
 import importlib, importlib.util, pkgutil, loramux
 
-WEB = "cli client compose launch metrics receipts registry server sources store".split()
+EXTRAS = (
+    "cli client compose diffusion image_launch launch metrics receipts registry router server "
+    "sources specs store"
+).split()
 COMPILERS = {"gpu": "triton", "cpu_jit": "numba"}
 for module in pkgutil.walk_packages(loramux.__path__, "loramux."):
     parts = module.name.split(".")
-    if parts[1] in WEB:
+    if parts[1] in EXTRAS:
         continue
     compiler = COMPILERS.get(parts[2]) if parts[1] == "kernels" and len(parts) > 2 else None
     if compiler is not None and importlib.util.find_spec(compiler) is None:

@@ -5,25 +5,33 @@ from pathlib import Path
 
 import pytest
 
+from loramux.config.access import AccessConfig
 from loramux.config.fields import LoraModule
 from loramux.config.file import load_serve_config
 from loramux.config.paths import REGISTRY_VARIABLE
 from loramux.config.serve import ServeConfig
-from loramux.errors import AdapterNotFound, InvalidRequest, StoreFull
+from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest, StoreFull
 from loramux.launch import (
-    _listen,
+    check_exposure,
+    make_authenticator,
     opened_registry,
     serve,
     server_options,
     with_fetched_adapters,
 )
+from loramux.models.default_model import default_model_path
 from loramux.progress import SILENT
-from loramux.receipts.signing import make_key_files
+from loramux.registry.audit import read_anchor
 from loramux.registry.registry import Registry
+from loramux.server.authentication import CredentialAuthenticator
+from loramux.server.connections.serving import listen
+from loramux.signing import make_key_files, read_private_key
 from loramux.sources.config import HttpConfig, SourceConfig
 from tests.fault_server import FaultServer
 from tests.store_factory import write_tiny
 from tests.unit.sources.source_factory import FAST, adapter_files
+
+REGISTRY_KEY = "lmx_000000000000_" + "A" * 43
 
 
 def test_a_port_in_use_fails_before_the_model_is_loaded() -> None:
@@ -78,7 +86,7 @@ def test_remote_adapters_are_fetched_into_the_cache_before_the_start(
 
 def test_answers_do_not_wait_for_acknowledgements() -> None:
     """asyncio sets TCP_NODELAY only where the listener says that its protocol is TCP."""
-    with _listen("127.0.0.1", 0) as listener:
+    with listen("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
 
 
@@ -107,6 +115,22 @@ def test_settings_and_environment_locate_the_registry(tmp_path: Path) -> None:
     with opened_registry(ServeConfig(), environment) as (registry, _):
         assert registry is not None
     assert (tmp_path / "named.db").exists()
+
+
+def test_settings_of_signatures_and_the_audit_log_reach_the_registry(tmp_path: Path) -> None:
+    key, anchor = tmp_path / "key.pem", tmp_path / "anchor"
+    key_id = make_key_files(key)
+    access = AccessConfig(require_signed=True, audit_anchor=str(anchor))
+    config = ServeConfig(data=str(tmp_path / "data"), receipt_key=str(key), access=access)
+    with opened_registry(config, environment={}) as (registry, _):
+        assert registry is not None
+        with pytest.raises(AdapterRefused, match="no signature"):
+            registry.library.push(write_tiny(tmp_path / "a", 1), "acme/sql")
+        (entry,) = registry.registry.audit.entries()
+        assert (entry.entry.result, entry.entry.key_id) == ("refused", key_id)
+        public = read_private_key(key).public_key()
+        report = registry.registry.audit.verify(keys=[public], anchors=[read_anchor(anchor)])
+        assert not report.faults and report.num_signed == 1
 
 
 def test_the_default_registry_is_served_if_it_exists(tmp_path: Path) -> None:
@@ -162,3 +186,70 @@ def test_vllms_variable_allows_its_calls(value: str | None, is_allowed: bool) ->
     assert options.allow_runtime_lora_updating is is_allowed
     given = ServeConfig(allow_runtime_lora_updating=True)
     assert server_options(given, base_name="b", environment={}).allow_runtime_lora_updating
+
+
+def keys_of(config: ServeConfig, environment: dict[str, str]) -> CredentialAuthenticator:
+    return make_authenticator(config, None, environment)
+
+
+def access(**fields: object) -> ServeConfig:
+    return load_serve_config({**fields})
+
+
+@pytest.mark.parametrize("variable", ["LORAMUX_API_KEY", "VLLM_API_KEY"])
+def test_keys_come_from_the_flag_or_the_environment(variable: str) -> None:
+    assert not keys_of(ServeConfig(), {}).needs_key
+    assert keys_of(ServeConfig(), {variable: "letmein"}).needs_key
+    assert keys_of(access(api_key=["letmein"]), {}).needs_key
+    # The key that commands send to other servers gives no rights on this one.
+    assert not keys_of(ServeConfig(), {variable: REGISTRY_KEY}).needs_key
+
+
+def test_a_key_is_not_shown_in_errors_or_by_repr() -> None:
+    config = access(api_key=["letmein"])
+    assert "letmein" not in repr(config) + repr(keys_of(config, {}))
+    for wrong in (["let mein"], ["letmein" * 100], ["letmein", ""]):
+        with pytest.raises(InvalidRequest) as raised:
+            access(api_key=wrong)
+        assert "mein" not in str(raised.value)
+    with pytest.raises(InvalidRequest, match="key of a registry"):
+        keys_of(access(api_key=[REGISTRY_KEY]), {})
+    with pytest.raises(InvalidRequest, match="ASCII"):
+        keys_of(ServeConfig(), {"VLLM_API_KEY": "let mein"})
+
+
+def test_other_machines_are_served_only_with_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("LORAMUX_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    steps: list[str] = []
+    config = ServeConfig(host="0.0.0.0", port=0, registry="none", model=str(default_model_path()))
+    with pytest.raises(InvalidRequest, match="insecure-no-auth") as raised:
+        serve(config, progress=lambda what, _: steps.append(what), downloads=SILENT, on_ready=print)
+    assert raised.value.param == "host" and not steps
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({"host": "127.0.0.1"}, ""),
+        ({"host": "::1"}, ""),
+        ({"host": "0.0.0.0"}, "letmein"),
+        ({"host": "0.0.0.0", "insecure_no_auth": True}, ""),
+        ({"host": "127.0.0.1", "tenant_header": "x-tenant"}, ""),
+    ],
+)
+def test_what_maylisten(fields: dict[str, object], key: str) -> None:
+    config = access(**fields)
+    with listen(config.host, 0) as listener:
+        check_exposure(config, listener, keys_of(config, {"LORAMUX_API_KEY": key}))
+
+
+def test_a_tenant_header_needs_proxies_where_keys_are_needed() -> None:
+    fields = {"tenant_header": "x-tenant", "api_key": ["letmein"]}
+    with listen("127.0.0.1", 0) as listener:
+        with pytest.raises(InvalidRequest, match="--trusted-proxies"):
+            check_exposure(access(**fields), listener, keys_of(access(**fields), {}))
+        config = access(**fields, trusted_proxies=["10.0.0.0/8"])
+        check_exposure(config, listener, keys_of(config, {}))
+    with pytest.raises(InvalidRequest, match="networks"):
+        access(trusted_proxies=["gateway"])

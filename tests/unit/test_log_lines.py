@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from loramux.log_lines import OneLineRecord, escaped, use_one_line_records
+from loramux.log_lines import OneLineRecord, RepeatedLines, escaped, use_one_line_records
 
 
 def test_a_message_stays_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -21,3 +21,20 @@ def test_a_message_stays_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_text_stays_as_it_is() -> None:
     assert escaped("Grüße 1,5 €") == "Grüße 1,5 €"
+
+
+def test_equal_messages_pass_once_in_a_time_and_errors_always() -> None:
+    now, lines = [0.0], RepeatedLines(10, clock=lambda: now[0])
+
+    def passed(level: int, message: str, *given: object) -> str | None:
+        record = logging.LogRecord("a", level, "", 0, message, given, None)
+        return record.getMessage() if lines.filter(record) else None
+
+    assert passed(logging.WARNING, "refused %s", 1) == "refused 1"
+    assert [passed(logging.WARNING, "refused %s", one) for one in (2, 3)] == [None, None]
+    assert passed(logging.WARNING, "another") == "another"
+    assert passed(logging.ERROR, "refused %s", 4) == "refused 4"
+    now[0] = 10.0
+    assert passed(logging.WARNING, "refused %s", 5) == "refused 5 (and 2 more like it)"
+    now[0] = 30.0
+    assert passed(logging.WARNING, "refused %s", 6) == "refused 6"

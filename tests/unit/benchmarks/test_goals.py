@@ -112,9 +112,10 @@ def test_quick_runs_the_trace_parts_in_one_process() -> None:
     assert [process.parts for process in quick] == [
         *(("check",), ("reference",), ("step",), ("cases",)),
         ("trace", "registered", "loads", "base"),
+        ("structured",),
         ("http",),
     ]
-    assert quick[-2].words[-2:] == ("--scenarios", "many,few,registered,loads,base")
+    assert quick[-3].words[-2:] == ("--scenarios", "many,few,registered,loads,base")
     full = processes(make_parser().parse_args([]))
     assert [process.parts for process in full] == [(name,) for name in PARTS]
 

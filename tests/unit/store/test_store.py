@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from loramux.errors import (
     StoreFull,
 )
 from loramux.store.files import StoreLayout
-from loramux.store.intake import StoreLimits
+from loramux.store.intake import StagedAdapter, StoreLimits
 from loramux.store.store import ContentStore
 from tests.adapter_factory import (
     lora_config_dict,
@@ -26,6 +27,7 @@ from tests.adapter_factory import (
     tiny_llama_config,
     write_adapter,
 )
+from tests.small_disk import read_only
 from tests.store_factory import CONFIG, all_files, damage, tiny_weights, write_tiny
 
 WEIGHTS = "adapter_model.safetensors"
@@ -227,6 +229,24 @@ def test_threads_that_put_and_open_the_same_adapter_agree(tmp_path: Path) -> Non
     assert ContentStore(tmp_path / "store").verify().is_sound
 
 
+def test_a_put_keeps_the_view_that_another_one_made_while_it_waited(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "a", seed=1)
+    store, other = (ContentStore(tmp_path / "store") for _ in range(2))
+    views: list[Path] = []
+    held = store._lock.held
+
+    def held_later() -> AbstractContextManager[None]:
+        if is_checked and not views:
+            views.append(other.materialize(other.put_folder(folder)))
+        return held()
+
+    is_checked: list[StagedAdapter] = []
+    store._lock.held = held_later  # type: ignore[method-assign]
+    store.put_folder(folder, check=is_checked.append)
+    (view,) = views
+    assert (view / WEIGHTS).read_bytes() == tiny_weights(1)
+
+
 def test_without_links_the_view_is_a_copy(
     tmp_path: Path, store: ContentStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,3 +256,16 @@ def test_without_links_the_view_is_a_copy(
     monkeypatch.setattr(os, "link", refuse)
     cid = store.put_folder(write_tiny(tmp_path / "a", seed=1))
     assert (store.materialize(cid) / WEIGHTS).read_bytes() == tiny_weights(1)
+
+
+def test_a_store_that_became_read_only_serves_what_it_has(tmp_path: Path) -> None:
+    store = ContentStore(tmp_path / "store")
+    cid = store.put_folder(write_tiny(tmp_path / "adapter"))
+    view = store.materialize(cid)
+    with read_only(tmp_path / "store") as is_read_only:
+        if not is_read_only:
+            pytest.skip("root without the right to mount cannot make a folder read-only")
+        assert store.materialize(cid) == view
+        with pytest.raises(OSError, match="Read-only|denied"):
+            store.put_folder(write_tiny(tmp_path / "other", 1))
+    assert store.cids() == [cid]

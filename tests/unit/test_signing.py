@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from loramux.errors import InvalidRequest
-from loramux.receipts.signing import (
+from loramux.signing import (
     key_id_of,
     make_key_files,
     public_key_path,
