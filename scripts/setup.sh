@@ -58,8 +58,9 @@ install_servers() {
     local missing=()
     has_postgres || missing+=(postgresql)
     command -v redis-server >/dev/null || missing+=(redis-server)
+    command -v chromium >/dev/null || missing+=(chromium)
     [ ${#missing[@]} = 0 ] && return
-    local advice="tests of PostgreSQL and Redis need them: apt-get install ${missing[*]}"
+    local advice="tests of PostgreSQL, Redis and the web page need them: apt-get install ${missing[*]}"
     if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
         say "$advice"
         return
