@@ -115,6 +115,9 @@ def engine_options(config: ServeConfig) -> ImageEngineOptions:
             max_tokens=images.max_image_tokens, batching=cast("Batching", images.batching)
         ),
         max_open=config.max_queue,
+        adapter_memory_bytes=images.image_adapter_memory,
+        host_memory_bytes=config.engine.host_memory_bytes,
+        eviction=config.engine.eviction,
     )
 
 

@@ -46,6 +46,7 @@ def parse_image_lora(text: str) -> ImageLora:
 IMAGES = "Images"
 BATCHING = ("mixed", "bucket")
 MAX_IMAGE_TOKENS = 16_384
+ADAPTER_MEMORY_BYTES = 2 * 2**30
 
 
 def _are_loras(texts: tuple[str, ...]) -> bool:
@@ -88,6 +89,15 @@ class ImageConfig:
         Kind.COUNT,
         IMAGES,
         "Image tokens of one forward, over all its images; a larger image runs alone.",
+        limit=at_least(1),
+    )
+    image_adapter_memory: int = setting(
+        ADAPTER_MEMORY_BYTES,
+        Kind.SIZE,
+        IMAGES,
+        "Memory of the device for the adapters of an image model, beside the model itself. "
+        "Default: 2GiB.",
+        metavar="SIZE",
         limit=at_least(1),
     )
     batching: str = setting(
