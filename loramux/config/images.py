@@ -65,8 +65,17 @@ class ImageConfig:
         None,
         Kind.PATH,
         IMAGES,
-        "Serve this image model instead of a language model: a folder that diffusers saved.",
+        "Serve this image model: a folder that diffusers saved. A language model is served beside "
+        "it if --model, --lora-modules or --lora-dir is given.",
         metavar="FOLDER",
+    )
+    served_image_model_name: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        IMAGES,
+        "Names of the image model; replies contain the first. Default: that of its folder; without "
+        "a language model --served-model-name counts too.",
+        metavar="NAME…",
     )
     image_lora: tuple[str, ...] = setting(
         (),
