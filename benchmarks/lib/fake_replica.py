@@ -16,7 +16,7 @@ import msgspec
 import uvicorn
 
 from loramux.router.fleet import key_of_name
-from loramux.types.replica_report import ResidencyReport
+from loramux.types.replica_report import USUAL_ANSWER_TOKENS, ResidencyReport
 from loramux.types.residency import ResidencyView, Tier, key_of_cid
 
 HOST_S, DISK_S = 0.004, 0.06
@@ -41,6 +41,7 @@ class FakeReplica:
         self._places = asyncio.Semaphore(slots)
         self._view = ResidencyView()
         self._open = self._waiting = 0
+        self._answer_tokens = USUAL_ANSWER_TOKENS
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -65,6 +66,7 @@ class FakeReplica:
             self._waiting -= 1
             try:
                 await self._answer(asked, tier, send)
+                self._answer_tokens += (asked["max_tokens"] - self._answer_tokens) / 32
             finally:
                 self._open -= 1
 
@@ -134,6 +136,7 @@ class FakeReplica:
             token_s=3e-5,
             tier_s=[DISK_S, DISK_S, DISK_S, HOST_S, HOST_S / 2, 0.0],
             free_pages=0,
+            answer_tokens=self._answer_tokens,
         )
         body = msgspec.json.encode(report)
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})

@@ -366,6 +366,7 @@ class _Monitor:
         self._open = set(range(request.params.n))
         self._started_s = time.monotonic()
         self._last_s: dict[int, float] = {}
+        self._num_tokens = 0
         self.outcome = FinishReason.ABORT
 
     def add(self, delta: Delta) -> None:
@@ -378,6 +379,7 @@ class _Monitor:
             self._metrics.inter_token(now - self._last_s[delta.index])
         self._last_s[delta.index] = now
         self._metrics.generated(len(delta.token_ids))
+        self._num_tokens += len(delta.token_ids)
         for adapter in self._adapters:
             adapter.add(prompt_tokens=num_prompt_tokens, generation_tokens=len(delta.token_ids))
         if delta.finish_reason is FinishReason.ERROR:
@@ -394,6 +396,8 @@ class _Monitor:
 
     def end(self) -> None:
         self._metrics.ended(time.monotonic() - self._started_s, self.outcome)
+        if self._num_tokens:
+            self._metrics.answered(self._num_tokens / self._request.params.n)
 
 
 async def _merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> Deltas:
