@@ -237,8 +237,11 @@ class Fleet:
 
     def homes(self, name: str, *, now: float, count: int = 2) -> list[Replica]:
         """Returns where an adapter belongs by its hash."""
+        return self.homes_of(self.keys_of(name), now=now, count=count)
+
+    def homes_of(self, keys: Sequence[str], *, now: float, count: int) -> list[Replica]:
         usable = [r for r in self.usable(now) if r.state is State.READY]
-        return self._in_hash_order(self.keys_of(name), usable)[:count]
+        return self._in_hash_order(keys, usable)[:count]
 
     def holders(self, name: str, *, now: float) -> list[Replica]:
         """Returns the ready replicas that have the adapter on the device or in host memory."""

@@ -134,9 +134,9 @@ def open_generation(
         # Middleware writes it into the response's header, also if the generation fails.
         http.state.receipt_id = draft.id
     selection = request.selected.selection
-    if selection:
-        tier_of = context.backend.residency.tier_of
-        http.state.found_in_tiers = [(cid, tier_of(cid)) for cid, _ in selection]
+    tier_of = context.backend.residency.tier_of
+    # Empty for the base, so that routers learn that the name means it.
+    http.state.found_in_tiers = [(cid, tier_of(cid)) for cid, _ in selection]
     return Generation(
         request=request,
         engine_requests=engine_requests,

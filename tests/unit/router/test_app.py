@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from loramux.errors import InvalidRequest
+from loramux.router.asked import adapter_name
 from loramux.router.members import DnsMembers, StaticMembers, find_members
 from tests.unit.router.fake_replica import FakeReplica, Request, ask, http, run, running_router
 
@@ -234,7 +235,5 @@ def test_members_are_urls_and_addresses_of_names() -> None:
     ],
 )
 def test_the_adapter_of_every_api_is_found(body: Any, name: str) -> None:
-    from loramux.router.asked import _name_of
-
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    assert _name_of(content, []) == name
+    assert adapter_name(content, []) == name
