@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections import OrderedDict
 from typing import Any
 from urllib.parse import parse_qs
@@ -16,7 +17,7 @@ import msgspec
 import uvicorn
 
 from loramux.router.fleet import key_of_name
-from loramux.types.replica_report import ResidencyReport
+from loramux.types.replica_report import USUAL_ANSWER_TOKENS, ResidencyReport
 from loramux.types.residency import ResidencyView, Tier, key_of_cid
 
 HOST_S, DISK_S = 0.004, 0.06
@@ -33,6 +34,7 @@ class FakeReplica:
         self._sizes = {Tier.DEVICE: device, Tier.HOST: host}
         self._slots = slots
         self._step_s = step_s
+        self._measured_step_s = step_s
         self._held: dict[Tier, OrderedDict[str, None]] = {
             Tier.DEVICE: OrderedDict(),
             Tier.HOST: OrderedDict(),
@@ -41,6 +43,7 @@ class FakeReplica:
         self._places = asyncio.Semaphore(slots)
         self._view = ResidencyView()
         self._open = self._waiting = 0
+        self._answer_tokens = USUAL_ANSWER_TOKENS
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -65,6 +68,7 @@ class FakeReplica:
             self._waiting -= 1
             try:
                 await self._answer(asked, tier, send)
+                self._answer_tokens += (asked["max_tokens"] - self._answer_tokens) / 32
             finally:
                 self._open -= 1
 
@@ -81,7 +85,10 @@ class FakeReplica:
             return
         await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, *told]})
         for _ in range(asked["max_tokens"]):
+            began = time.perf_counter()
             await asyncio.sleep(self._step_s)
+            # A machine with other load takes longer than it sleeps.
+            self._measured_step_s += (time.perf_counter() - began - self._measured_step_s) / 32
             chunk = b'data: {"choices":[{"text":" token"}]}\n\n'
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
@@ -130,10 +137,11 @@ class FakeReplica:
             waiting=self._waiting,
             waiting_tokens=0,
             slots=self._slots,
-            step_s=self._step_s,
+            step_s=self._measured_step_s,
             token_s=3e-5,
             tier_s=[DISK_S, DISK_S, DISK_S, HOST_S, HOST_S / 2, 0.0],
             free_pages=0,
+            answer_tokens=self._answer_tokens,
         )
         body = msgspec.json.encode(report)
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})

@@ -159,6 +159,7 @@ class SimulatedReplica:
             token_s=costs.token_s + costs.step_s / costs.budget,
             tier_s=[costs.disk_s, costs.disk_s, costs.disk_s, costs.host_s, costs.host_s / 2, 0],
             free_pages=0,
+            answer_tokens=costs.answer_tokens,
         )
 
 

@@ -15,6 +15,7 @@ from loramux.metrics.gateway import AskedNames
 from loramux.metrics.merged import MergedCollector
 from loramux.metrics.tenants import TenantTraffic
 from loramux.metrics.traffic import AdapterTraffic, CountedAdapter, Traffic, TrafficCollector
+from loramux.types.replica_report import USUAL_ANSWER_TOKENS
 from loramux.types.request import FinishReason
 
 FIRST_TOKEN_BUCKETS = (
@@ -29,6 +30,8 @@ WHOLE_REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 2.5, 5, 10, 20, 30, 60, 120, 240
 
 
 MAX_SAMPLES = 1000
+# Weight of the newest answer in the smoothed length.
+_NEWEST_ANSWER = 1 / 32
 
 
 class NewestSamples:
@@ -186,6 +189,8 @@ class Metrics(HostMetrics):
         self._success = self._counter(
             "vllm:request_success", "Finished requests by finish reason.", "finished_reason"
         )
+        self.answer_tokens = USUAL_ANSWER_TOKENS
+        """Smoothed length of an answer."""
 
     def first_token(self, seconds: float, *, num_prompt_tokens: int) -> None:
         self._labelled.first_token.observe(seconds)
@@ -200,6 +205,10 @@ class Metrics(HostMetrics):
     def generated(self, num_tokens: int) -> None:
         self._labelled.generation_tokens.inc(num_tokens)
         self.total.num_generation_tokens += num_tokens
+
+    def answered(self, num_tokens: float) -> None:
+        """Counts the length of one answer."""
+        self.answer_tokens += (num_tokens - self.answer_tokens) * _NEWEST_ANSWER
 
     def ended(self, seconds: float, reason: FinishReason) -> None:
         self._labelled.whole.observe(seconds)

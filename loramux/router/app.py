@@ -11,10 +11,11 @@ from loramux import __version__
 from loramux.router.answers import Whole, error_answer, json_answer
 from loramux.router.asked import MAX_BODY_BYTES, Asked, BodyTooLarge, ClientLeft, read_asked
 from loramux.router.fan_out import FanOut
-from loramux.router.fleet import Fleet, State
+from loramux.router.fleet import Fleet, Replica, State
 from loramux.router.follow import Followers
 from loramux.router.members import Members
 from loramux.router.metrics import RouterMetrics
+from loramux.router.prewarm import Prewarmer
 from loramux.router.relay import Cut, Relay
 from loramux.router.rollout import RollOut
 from loramux.router.upstream import Upstream
@@ -22,27 +23,41 @@ from loramux.router.upstream import Upstream
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+    from loramux.router.resolve import RegistryNames
+
 REPLICAS_PATH = "/v1/replicas"
 
 
 class RouterApp:
     def __init__(
-        self, members: Members, *, api_key: str | None = None, fleet: Fleet | None = None
+        self,
+        members: Members,
+        *,
+        api_key: str | None = None,
+        fleet: Fleet | None = None,
+        names: RegistryNames | None = None,
     ) -> None:
-        """`api_key`: for the router's own polls; requests keep those of their clients."""
+        """`api_key`: for the router's own polls; requests keep those of their clients.
+
+        `names`: resolves the names of requests before a replica is chosen.
+        """
         self.fleet = fleet or Fleet()
         self.upstream = Upstream()
         self.metrics = RouterMetrics(self.fleet)
-        relay = Relay(self.fleet, self.upstream, self.metrics)
+        self._names = names
+        self._prewarmer = Prewarmer(self.fleet, self.upstream, api_key=api_key)
+        relay = Relay(self.fleet, self.upstream, self.metrics, on_use=self._prewarmer.used)
         self._relay = relay
         self._fan_out = FanOut(self.fleet, relay)
-        self._roll_out = RollOut(self.fleet, relay)
+        own_revision = None if names is None else lambda: names.revision
+        self._roll_out = RollOut(self.fleet, relay, own_revision=own_revision)
+        self._warming: set[asyncio.Task[int]] = set()
         self._followers = Followers(
             self.fleet,
             members,
             self.upstream,
             api_key=api_key,
-            on_join=self._fan_out.repeat_on,
+            on_join=self._on_join,
             on_silence=relay.on_silence,
         )
 
@@ -54,15 +69,29 @@ class RouterApp:
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
-        async with self.upstream:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self.upstream)
+            if self._names is not None:
+                await stack.enter_async_context(self._names)
             await self._followers.look()
             following = asyncio.create_task(self._followers.run())
             await send({"type": "lifespan.startup.complete"})
             await receive()
             following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await following
+            await asyncio.gather(following, *self._cancelled_warming(), return_exceptions=True)
         await send({"type": "lifespan.shutdown.complete"})
+
+    async def _on_join(self, replica: Replica) -> None:
+        await self._fan_out.repeat_on(replica)
+        # Beside the reports, which must go on.
+        task = asyncio.create_task(self._prewarmer.warm(replica))
+        self._warming.add(task)
+        task.add_done_callback(self._warming.discard)
+
+    def _cancelled_warming(self) -> list[asyncio.Task[int]]:
+        for task in self._warming:
+            task.cancel()
+        return list(self._warming)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = self._own(scope["method"], scope["path"])
@@ -96,6 +125,8 @@ class RouterApp:
         elif self._roll_out.handles(asked):
             await (await self._roll_out.answer(asked)).send(send)
         else:
+            if self._names is not None:
+                asked = await self._names.resolve(asked, self.fleet)
             await self._relay.pass_on(asked, send)
 
     def _own(self, method: str, path: str) -> Whole | None:

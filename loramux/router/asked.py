@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ _HOP_BY_HOP = frozenset(
 # The client of the replica sets these itself.
 _DROPPED = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _BYTES_PER_TOKEN = 4
+# The header that replaces the adapter of a body.
+_SAGEMAKER = "x-amzn-sagemaker-adapter-identifier"
 _CHANGING = (
     "/v1/adapters",
     "/v1/load_lora",
@@ -47,6 +50,8 @@ class _Named(msgspec.Struct):
 
 
 _NAMED = msgspec.json.Decoder(_Named)
+_BOUNDARY = re.compile(r'boundary=(?:"([^"]+)"|([^;\s]+))', re.IGNORECASE)
+_FIELD = re.compile(rb'content-disposition:[^\r\n]*;\s*name="([^"]*)"', re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +108,7 @@ async def read_asked(scope: Scope, receive: Receive) -> Asked:
         target=f"{target}?{query}" if query else target,
         headers=headers,
         body=body,
-        name=_name_of(body, headers),
+        name=adapter_name(body, headers),
         request_id=request_id,
     )
 
@@ -121,17 +126,46 @@ def _headers(scope: Scope) -> list[tuple[str, str]]:
     return headers
 
 
-def _name_of(body: bytes, headers: list[tuple[str, str]]) -> str:
-    """Returns an empty name where none can be read: the replica says what is wrong."""
+def _named(body: bytes, headers: list[tuple[str, str]]) -> _Named:
+    """Returns empty fields where none can be read: the replica says what is wrong."""
+    kind = next((value for key, value in headers if key == "content-type"), "")
+    if kind.lower().startswith("multipart/form-data"):
+        return _form_fields(body, kind)
     if body.lstrip()[:1] != b"{":
-        return ""
+        return _Named()
     try:
-        named = _NAMED.decode(body)
+        return _NAMED.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
+        return _Named()
+
+
+def _form_fields(body: bytes, kind: str) -> _Named:
+    """Reads `model` and `adapters` from the parts of a form, and no files."""
+    found = _BOUNDARY.search(kind)
+    if found is None:
+        return _Named()
+    model, adapters = None, []
+    for part in body.split(b"--" + (found[1] or found[2]).encode())[1:]:
+        head, gap, value = part.partition(b"\r\n\r\n")
+        field = _FIELD.search(head)
+        if not gap or field is None or b"filename" in head.lower():
+            continue
+        text = value.removesuffix(b"\r\n").decode("utf-8", "replace")
+        if field[1] == b"model":
+            model = text
+        elif field[1] in (b"adapters", b"adapters[]"):
+            adapters.append(text)
+    return _Named(model=model, adapters=adapters)
+
+
+def adapter_name(body: bytes, headers: list[tuple[str, str]]) -> str:
+    """Returns what a request asks for; empty where nothing can be read."""
+    named = _named(body, headers)
     parameters = named.parameters if isinstance(named.parameters, dict) else {}
+    of_header = next((value for key, value in headers if key == _SAGEMAKER), None)
     found = (
-        _sum(named.adapters)
+        of_header
+        or _sum(named.adapters)
         or named.artifact
         or named.adapter_id
         or named.lora_path

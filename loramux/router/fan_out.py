@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote
 
 from loramux.router.answers import Whole, error_answer, json_answer
 from loramux.router.asked import Asked
@@ -62,8 +63,19 @@ class FanOut:
     async def repeat_on(self, replica: Replica) -> None:
         """Loads on a replica that joined what was loaded at run time on the others."""
         async with self._changing:
+            for name in [name for name in self._loaded if await self._is_gone(name, replica)]:
+                del self._loaded[name]
             loads = [self._relay.ask(one.asked, replica) for one in self._loaded.values()]
             await asyncio.gather(*loads)
+
+    async def _is_gone(self, name: str, joined: Replica) -> bool:
+        """Whether the other replicas have unloaded a name, as another router has asked them."""
+        others = [replica for replica in self._ready() if replica is not joined]
+        if not others:
+            return False
+        path = f"/v1/models/{quote(name, safe='')}"
+        look = replace(self._loaded[name].asked, method="GET", path=path, target=path, body=b"")
+        return (await self._relay.ask(look, others[0])).status == 404
 
     def _ready(self) -> list[Replica]:
         found = self._fleet.usable(time.monotonic())

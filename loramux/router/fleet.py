@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 
-from loramux.types.replica_report import ResidencyReport
+from loramux.types.replica_report import USUAL_ANSWER_TOKENS, ResidencyReport
 from loramux.types.residency import Tier, key_of_cid
 
 BACK_OFF_S = 2.0
@@ -27,7 +27,6 @@ _RECENT_S = 5.0
 _TIE_S = 0.001
 # What a load pushes out has to be loaded again later: err upwards.
 _LOAD_FACTOR = 1.5
-_MEAN_ANSWER_TOKENS = 100
 # The share of a step that one more sequence costs the others.
 _CROWD = 0.05
 # Prompt tokens that are computed where the adapter is on the device: it may have the prefix.
@@ -87,6 +86,7 @@ class Replica:
     slots: int = 48
     step_s: float = 0.005
     token_s: float = 0.00003
+    answer_tokens: float = USUAL_ANSWER_TOKENS
     tier_s: tuple[float, ...] = (0.5, 0.5, 0.05, 0.005, 0.0025, 0.0)
     own: int = 0
     """Requests that are open through this router."""
@@ -121,7 +121,7 @@ class Replica:
         tiers = [self.tier_of(key, now) for key in keys]
         if all(tier == Tier.DEVICE for tier in tiers):
             prompt_tokens *= _PREFIX_FACTOR
-        wait = max(0, load + 1 - self.slots) * _MEAN_ANSWER_TOKENS * self.step_s / self.slots
+        wait = max(0, load + 1 - self.slots) * self.answer_tokens * self.step_s / self.slots
         prompt = (self.waiting_tokens + prompt_tokens) * self.token_s
         loads = sum(self.tier_s[tier] for tier in tiers)
         return wait + prompt + load * self.step_s * _CROWD + _LOAD_FACTOR * loads
@@ -201,6 +201,7 @@ class Fleet:
         replica.waiting_tokens, replica.slots = report.waiting_tokens, max(1, report.slots)
         replica.step_s, replica.token_s = report.step_s, report.token_s
         replica.tier_s = tuple(report.tier_s)
+        replica.answer_tokens = report.answer_tokens
         replica.own_reported, replica.reported_s = own, now
 
     def usable(self, now: float) -> list[Replica]:
@@ -236,8 +237,11 @@ class Fleet:
 
     def homes(self, name: str, *, now: float, count: int = 2) -> list[Replica]:
         """Returns where an adapter belongs by its hash."""
+        return self.homes_of(self.keys_of(name), now=now, count=count)
+
+    def homes_of(self, keys: Sequence[str], *, now: float, count: int) -> list[Replica]:
         usable = [r for r in self.usable(now) if r.state is State.READY]
-        return self._in_hash_order(self.keys_of(name), usable)[:count]
+        return self._in_hash_order(keys, usable)[:count]
 
     def holders(self, name: str, *, now: float) -> list[Replica]:
         """Returns the ready replicas that have the adapter on the device or in host memory."""

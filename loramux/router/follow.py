@@ -72,6 +72,10 @@ class Followers:
             self._tasks.pop(name).cancel()
             self._fleet.remove(name)
         for name, url in current.items():
+            known = self._fleet.replicas.get(name)
+            if known is not None and known.url != url:
+                # It restarted elsewhere, and keeps what the hash makes its own.
+                known.url, known.generation = url, -1
             if name not in self._tasks:
                 replica = Replica(name=name, url=url)
                 self._fleet.add(replica)

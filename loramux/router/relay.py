@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,9 @@ _AGAIN = frozenset({429, 502, 503, 504})
 # An answer up to this size is read whole before it goes on, so that it never ends halfway.
 _WHOLE_BYTES = 2**20
 _STREAM_TYPES = ("text/event-stream", "application/x-ndjson")
+
+
+OnUse = Callable[[str, str], None]
 
 
 class Cut(Exception):
@@ -74,8 +77,17 @@ def _expire(limits: set[asyncio.Timeout] | tuple[()]) -> None:
 
 
 class Relay:
-    def __init__(self, fleet: Fleet, upstream: Upstream, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        upstream: Upstream,
+        metrics: RouterMetrics,
+        *,
+        on_use: OnUse = lambda name, cids: None,
+    ) -> None:
+        """`on_use`: called with the name and the CIDs of each answer that tells them."""
         self._fleet = fleet
+        self._on_use = on_use
         self._upstream = upstream
         self._metrics = metrics
         self._watched = _Watched()
@@ -188,8 +200,9 @@ class Relay:
 
     def _learn(self, asked: Asked, answer: Answer, replica: Replica) -> None:
         if asked.name and answer.status == 200 and asked.is_repeatable:
-            cids = answer.header(b"x-loramux-cid")
-            self._fleet.learn(asked.name, cids, base_digest=replica.base_digest)
+            for cids in answer.values(b"x-loramux-cid"):
+                self._fleet.learn(asked.name, cids, base_digest=replica.base_digest)
+                self._on_use(asked.name, cids)
             self._metrics.answered(replica, answer.header(b"x-loramux-tier") or "base")
 
     def _unreachable(self, replica: Replica, error: Exception, *, is_repeatable: bool) -> Whole:

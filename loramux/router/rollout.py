@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, unquote
@@ -26,8 +27,12 @@ _LOOK_S = 0.05
 
 
 class RollOut:
-    def __init__(self, fleet: Fleet, relay: Relay) -> None:
+    def __init__(
+        self, fleet: Fleet, relay: Relay, *, own_revision: Callable[[], int] | None = None
+    ) -> None:
+        """`own_revision`: the revision of the registry that this router itself follows."""
         self._fleet = fleet
+        self._own_revision = own_revision
         self._relay = relay
 
     def handles(self, asked: Asked) -> bool:
@@ -97,7 +102,7 @@ class RollOut:
         told = json.loads(changed.body)
         revision = int(changed.header(REVISION_HEADER) or 0)
         deadline = time.monotonic() + _SETTLE_S
-        while (behind := self._behind(revision)) and time.monotonic() < deadline:
+        while (behind := self._is_behind(revision)) and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_S)
         names = (f"{name}@{alias}", name) if alias == "prod" else (f"{name}@{alias}",)
         targets = list(told.get("targets", {}))
@@ -108,7 +113,9 @@ class RollOut:
         told |= {"settled": not behind, "registry_revision": revision, "replicas": state}
         return json_answer(told)
 
-    def _behind(self, revision: int) -> list[Replica]:
+    def _is_behind(self, revision: int) -> bool:
+        if self._own_revision is not None and self._own_revision() < revision:
+            return True
         replicas = self._fleet.replicas.values()
         ready = [r for r in replicas if r.state in (State.READY, State.DRAINING)]
-        return [replica for replica in ready if replica.revision < revision]
+        return any(replica.revision < revision for replica in ready)

@@ -40,7 +40,10 @@ class Answer:
     _response: aiohttp.ClientResponse
 
     def header(self, name: bytes) -> str:
-        return next((v.decode("latin-1") for n, v in self.headers if n.lower() == name), "")
+        return next(iter(self.values(name)), "")
+
+    def values(self, name: bytes) -> list[str]:
+        return [v.decode("latin-1") for n, v in self.headers if n.lower() == name]
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yields bytes as they come; raises Broken."""

@@ -135,9 +135,9 @@ def open_generation(
         # Middleware writes it into the response's header, also if the generation fails.
         http.state.receipt_id = draft.id
     selection = request.selected.selection
-    if selection:
-        tier_of = context.backend.residency.tier_of
-        http.state.found_in_tiers = [(cid, tier_of(cid)) for cid, _ in selection]
+    tier_of = context.backend.residency.tier_of
+    # Empty for the base, so that routers learn that the name means it.
+    http.state.found_in_tiers = [(cid, tier_of(cid)) for cid, _ in selection]
     return Generation(
         request=request,
         engine_requests=engine_requests,
@@ -365,6 +365,7 @@ class _Monitor:
         self._open = set(range(request.params.n))
         self._started_s = time.monotonic()
         self._last_s: dict[int, float] = {}
+        self._num_tokens = 0
         self.outcome = FinishReason.ABORT
 
     def add(self, delta: Delta) -> None:
@@ -377,6 +378,7 @@ class _Monitor:
             self._metrics.inter_token(now - self._last_s[delta.index])
         self._last_s[delta.index] = now
         self._metrics.generated(len(delta.token_ids))
+        self._num_tokens += len(delta.token_ids)
         for adapter in self._adapters:
             adapter.add(prompt_tokens=num_prompt_tokens, generation_tokens=len(delta.token_ids))
         if delta.finish_reason is FinishReason.ERROR:
@@ -393,6 +395,8 @@ class _Monitor:
 
     def end(self) -> None:
         self._metrics.ended(time.monotonic() - self._started_s, self.outcome)
+        if self._num_tokens:
+            self._metrics.answered(self._num_tokens / self._request.params.n)
 
 
 async def _merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> Deltas:

@@ -41,7 +41,8 @@ class RequestIdMiddleware:
                     headers[RECEIPT_HEADER] = receipt_id
                 if (found := state.get("found_in_tiers")) is not None:
                     headers[CID_HEADER] = ",".join(cid for cid, _ in found)
-                    headers[TIER_HEADER] = min(tier for _, tier in found).name.lower()
+                    if found:
+                        headers[TIER_HEADER] = min(tier for _, tier in found).name.lower()
                 if (admission := state.get("admission")) is not None:
                     headers.update(admission.headers())
                 if (notes := state.get("tool_notes")) is not None:

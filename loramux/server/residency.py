@@ -42,6 +42,7 @@ def residency_report(context: HostContext, *, since: int, instance: str) -> Resi
         token_s=stats.token_s,
         tier_s=list(stats.tier_s) or _UNKNOWN_TIER_S,
         free_pages=stats.num_free_pages,
+        answer_tokens=context.metrics.answer_tokens,
     )
 
 

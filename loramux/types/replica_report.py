@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 MAX_WAIT_S = 30.0
+USUAL_ANSWER_TOKENS = 100.0
+"""Assumed length of an answer until a replica has measured its own."""
 
 
 class ResidencyReport(msgspec.Struct, kw_only=True):
@@ -41,3 +43,5 @@ class ResidencyReport(msgspec.Struct, kw_only=True):
     tier_s: list[float]
     """Seconds to bring an adapter to the device, by the number of its tier."""
     free_pages: int
+    answer_tokens: float = USUAL_ANSWER_TOKENS
+    """Smoothed number of tokens of an answer."""

@@ -184,11 +184,13 @@ async def ask(
 
 
 @asynccontextmanager
-async def running_router(*replicas: FakeReplica, waits: bool = True) -> AsyncIterator[RouterApp]:
+async def running_router(
+    *replicas: FakeReplica, waits: bool = True, **options: Any
+) -> AsyncIterator[RouterApp]:
     """Starts the replicas, and a router that has a report of each of them."""
     for replica in replicas:
         await replica.start()
-    app = RouterApp(StaticMembers([replica.url for replica in replicas]))
+    app = RouterApp(StaticMembers([replica.url for replica in replicas]), **options)
     messages: asyncio.Queue[dict[str, str]] = asyncio.Queue()
     told: asyncio.Queue[Any] = asyncio.Queue()
     await messages.put({"type": "lifespan.startup"})

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from loramux.errors import InvalidRequest
+from loramux.router.asked import adapter_name
 from loramux.router.members import DnsMembers, StaticMembers, find_members
 from tests.unit.router.fake_replica import FakeReplica, Request, ask, http, run, running_router
 
@@ -214,10 +215,88 @@ def test_members_are_urls_and_addresses_of_names() -> None:
         assert both.keys() == {"http://h:1", *found}
 
     run(work())
-    for wrong in (["h:1"], ["ftp://h"], [], ["dns://h"]):
+    for wrong in (["h:1"], ["ftp://h"], [], ["dns://h"], ["dns://h{3..1}:1"], ["dns://h{0..9}"]):
         with pytest.raises(InvalidRequest):
             find_members(wrong)
     assert StaticMembers([])
+
+
+def test_names_of_a_range_are_members_while_they_have_an_address() -> None:
+    # Addresses are names that need no name server; the last one is none.
+    found = run(find_members(["dns://127.0.0.{1..3}:8000", "dns://256.0.0.{1..2}:8000"]).current())
+    assert found == {url: url for url in (f"http://127.0.0.{n}:8000" for n in (1, 2, 3))}
+
+
+def test_a_replica_that_moves_keeps_its_name() -> None:
+    class Moving:
+        def __init__(self, url: str) -> None:
+            self.url = url
+
+        async def current(self) -> dict[str, str]:
+            return {"pod-0": self.url}
+
+    async def work() -> None:
+        first, second = FakeReplica("0"), FakeReplica("1", fields={"instance": "j"})
+        async with running_router(first) as app:
+            await second.start()
+            members = Moving(first.url)
+            app._followers._members = members
+            await app._followers.look()
+            while app.fleet.replicas["pod-0"].instance != "i":
+                await asyncio.sleep(0.01)
+            members.url = second.url
+            await app._followers.look()
+            while app.fleet.replicas["pod-0"].instance != "j":
+                await asyncio.sleep(0.01)
+            assert (await ask(app, body={"model": "x"})).json == {"from": "1"}
+            await second.stop()
+
+    run(work())
+
+
+def form(**fields: str) -> bytes:
+    parts = [
+        f'--b1\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+        for name, value in fields.items()
+    ]
+    file = (
+        '--b1\r\nContent-Disposition: form-data; name="image"; filename="model.png"\r\n'
+        "Content-Type: image/png\r\n\r\n"
+    )
+    return "".join(parts).encode() + file.encode() + b"\x89PNG\r\n\x00\r\n--b1--\r\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (form(model="style", prompt="a cat"), "style"),
+        (form(model="base", adapters="a"), "a"),
+        (form(prompt="x"), ""),
+        (b"--b1\r\nbroken", ""),
+    ],
+)
+@pytest.mark.parametrize("boundary", ["b1", '"b1"; charset=utf-8'])
+def test_the_adapter_of_a_form_is_found(body: bytes, name: str, boundary: str) -> None:
+    kind = ("content-type", f"multipart/form-data; boundary={boundary}")
+    assert adapter_name(body, [kind]) == name
+
+
+def test_a_form_passes_unchanged() -> None:
+    async def work() -> None:
+        replica, content = FakeReplica("0"), form(model="style")
+        headers = {"content-type": "multipart/form-data; boundary=b1"}
+        async with running_router(replica) as app:
+            await ask(app, "/v1/images/edits", content, headers=headers)
+            (request,) = replica.requests
+            assert request.body == content
+            assert request.headers["content-type"] == headers["content-type"]
+
+    run(work())
+
+
+def test_the_header_of_sagemaker_names_the_adapter() -> None:
+    header = ("x-amzn-sagemaker-adapter-identifier", "a")
+    assert adapter_name(b'{"model": "m"}', [header]) == "a"
 
 
 @pytest.mark.parametrize(
@@ -234,7 +313,5 @@ def test_members_are_urls_and_addresses_of_names() -> None:
     ],
 )
 def test_the_adapter_of_every_api_is_found(body: Any, name: str) -> None:
-    from loramux.router.asked import _name_of
-
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    assert _name_of(content, []) == name
+    assert adapter_name(content, []) == name

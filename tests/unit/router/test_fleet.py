@@ -163,3 +163,20 @@ def test_replicas_of_another_base_are_no_candidates_for_an_adapter_of_this_base(
     fleet.apply(fleet.replicas["r1"], report(base_digest="other"), now=0, own=0)
     fleet.learn("x", "cidv1:sha256:" + "00" * 32, base_digest="other")
     assert order(fleet, "x")[0] == "r1"
+
+
+def test_the_wait_for_a_place_follows_the_length_of_answers() -> None:
+    """Behind short answers a place is free sooner than an adapter is loaded elsewhere."""
+    fleet = fleet_of(2)
+    home, other = (fleet.replicas[name] for name in order(fleet, "x"))
+    for tokens, first in ((8, home), (5000, other)):
+        busy = report(moves={key_of_name("x"): 5}, open=9, slots=8, answer_tokens=tokens)
+        fleet.apply(home, busy, now=0, own=0)
+        assert order(fleet, "x")[0] == first.name
+
+
+def test_a_name_without_word_of_its_adapter_is_not_taken_for_the_base() -> None:
+    fleet = fleet_of(3)
+    assert fleet.keys_of("style") == (key_of_name("style"),)
+    fleet.learn("base", "")
+    assert fleet.keys_of("base") == ()

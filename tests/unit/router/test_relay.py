@@ -273,3 +273,13 @@ def test_without_any_replica_requests_are_refused_with_retry_after() -> None:
             assert (reply.status, reply.headers["retry-after"]) == (503, "1")
 
     run(work())
+
+
+@pytest.mark.parametrize(
+    ("headers", "keys"), [((), 1), (("x-loramux-cid: ",), 0), ((f"x-loramux-cid: {CID}",), 1)]
+)
+def test_only_an_answer_that_says_so_makes_a_name_one_of_the_base(
+    headers: tuple[str, ...], keys: int
+) -> None:
+    *_, app = two(answering(200, *headers))
+    assert len(app.fleet.keys_of("a")) == keys
