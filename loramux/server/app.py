@@ -39,6 +39,7 @@ from loramux.server.routes.adapters import adapter_routes
 from loramux.server.routes.caller import caller_routes
 from loramux.server.routes.doctor import doctor_routes
 from loramux.server.routes.embeddings import embedding_routes
+from loramux.server.routes.keys import key_routes
 from loramux.server.routes.models import model_routes
 from loramux.server.routes.openai import chat_routes, completion_routes
 from loramux.server.routes.page import page_routes
@@ -60,6 +61,7 @@ ROUTES = (
     run_routes,
     receipt_routes,
     account_routes,
+    key_routes,
     runtime_lora_routes,
     plan_routes,
     adapter_routes,

@@ -40,7 +40,15 @@ from loramux.server.wire import (
     TokenizeRequest,
     VersionReport,
 )
-from loramux.server.wire_accounts import AuditList, UsageList
+from loramux.server.wire_accounts import (
+    AuditList,
+    KeyEntry,
+    KeyList,
+    KeyRequest,
+    NewKeyEntry,
+    RotateRequest,
+    UsageList,
+)
 from loramux.server.wire_caller import CallerReport, ReceiptKey
 from loramux.server.wire_pooling import (
     ClassificationList,
@@ -73,6 +81,7 @@ STRUCTS = (
     ResidencyReport,
     *(AdapterList, AdapterEntry, EngineReport, PlanRequest, MemoryPlan),
     *(Receipt, ReceiptList, ReceiptKey, CallerReport, UsageList, AuditList),
+    *(KeyRequest, NewKeyEntry, KeyEntry, KeyList, RotateRequest),
     *(EmbeddingRequest, EmbeddingList, PoolingRequest, PoolingList),
     *(ClassifyRequest, ClassificationList, ScoreRequest, ScoreList, RerankRequest, RerankAnswer),
     *(RunRequest, RunAnswer, RunChunk, PushRequest, PushedEntry, RegistryEntry, Removed),
@@ -94,6 +103,8 @@ EXAMPLES: dict[type[Any], dict[str, Any]] = {
     ClassifyRequest: {"input": "The soup was cold."},
     ScoreRequest: {"text_1": "What is the capital of France?", "text_2": ["Paris", "Rome"]},
     RerankRequest: {"query": "What is the capital of France?", "documents": ["Paris", "Rome"]},
+    KeyRequest: {"tenant": "acme", "scopes": ["infer"], "expires_in_s": 2592000},
+    RotateRequest: {"overlap_s": 3600},
     PlanRequest: {"adapters": 300, "rank": 16, "targets": "q,k,v,o"},
 }
 
