@@ -280,7 +280,8 @@ async def _watched_folder(
     if config.lora_dir is None:
         yield None
         return
-    folder = AdapterFolder(engine, names, Path(config.lora_dir))
+    root = Path(config.lora_dir)
+    folder = AdapterFolder(engine, names, root, home_tenant=config.home_tenant)
     await folder.scan()
     watching = asyncio.create_task(folder.watch())
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from collections.abc import Iterable
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
-ACTIVE, EXPIRED, REVOKED = "active", "expired", "revoked"
 
 app = typer.Typer(no_args_is_help=True, help="Create, list, revoke and rotate API keys.")
 
@@ -90,9 +88,7 @@ def create(  # noqa: PLR0913  (one for each flag)
             may_use_base=not no_base,
         )
         limits, expires_in_s = parse_limits(limit or ()), parse_duration(expires)
-        new = opened.access.create_key(rights, note=note, expires_in_s=expires_in_s)
-        if limits:
-            opened.tenants.set_key_limits(new.record.key_id, limits)
+        new = opened.access.create_key(rights, note=note, expires_in_s=expires_in_s, limits=limits)
     show_new(new, as_json=as_json)
 
 
@@ -260,18 +256,6 @@ def show_new(new: NewKey, *, as_json: bool) -> None:
     console.print("Keep the key now: it cannot be shown again.")
 
 
-def key_state(key: KeyRecord, now: float) -> str:
-    if key.is_valid(now):
-        return ACTIVE
-    is_revoked = key.revoked_at is not None and key.revoked_at <= now
-    return REVOKED if is_revoked else EXPIRED
-
-
-def ends_at(key: KeyRecord) -> float | None:
-    end = min(key.expires_at or math.inf, key.revoked_at or math.inf)
-    return None if end == math.inf else end
-
-
 def key_json(key: KeyRecord) -> dict[str, Any]:
     rights = key.rights
     return {
@@ -281,9 +265,9 @@ def key_json(key: KeyRecord) -> dict[str, Any]:
         "adapters": None if rights.adapters is None else list(rights.adapters),
         "may_use_base": rights.may_use_base,
         "note": key.note,
-        "state": key_state(key, time.time()),
+        "state": key.state(time.time()),
         "created_at": key.created_at,
-        "ends_at": ends_at(key),
+        "ends_at": key.ends_at,
     }
 
 
@@ -299,8 +283,8 @@ def key_table(keys: Iterable[KeyRecord]) -> Table:
             rights.tenant or "all",
             ", ".join(sorted(rights.scopes)),
             Text("\n".join([*allowed, *base]), overflow="fold"),
-            key_state(key, now),
-            "never" if ends_at(key) is None else time_text(ends_at(key) or 0.0),
+            key.state(now),
+            "never" if key.ends_at is None else time_text(key.ends_at),
             Text(printable(key.note), overflow="fold"),
         )
     return table

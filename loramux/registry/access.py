@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import Connection
 
-from loramux.errors import AdapterNotFound, InvalidRequest
+from loramux.errors import InvalidRequest, RecordNotFound
 from loramux.registry.audit import Action, Event
 from loramux.registry.changes import Changing
 from loramux.registry.database import Database
@@ -20,6 +21,8 @@ from loramux.registry.names import AdapterName, check_name, parse_version
 from loramux.registry.records import ALL_TENANTS, Share
 from loramux.registry.rows import access as rows
 from loramux.registry.rows import adapters as adapter_rows
+from loramux.registry.rows.tenants import limits_of_key, set_limits_of_key
+from loramux.types.limits import NO_LIMITS, Limits, change_limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +74,20 @@ class AccessRecords:
     # Keys
 
     def create_key(
-        self, rights: KeyRights, *, note: str = "", expires_in_s: float | None = None
+        self,
+        rights: KeyRights,
+        *,
+        note: str = "",
+        expires_in_s: float | None = None,
+        limits: Mapping[str, int | None] = MappingProxyType({}),
     ) -> NewKey:
         """Makes a key; its text cannot be read again."""
-        event = Event(Action.KEY_CREATE, rights.tenant or "", "", _rights_details(rights))
+        details = {**_rights_details(rights), **({"limits": dict(limits)} if limits else {})}
+        event = Event(Action.KEY_CREATE, rights.tenant or "", "", details)
         with self._changing(event) as connection:
             new = self._add_key(connection, rights, note, expires_in_s)
             event.target = new.record.key_id
+            _set_limits(connection, new, change_limits(NO_LIMITS, limits))
         return new
 
     def keys(self, *, tenant: str | None = None) -> list[KeyRecord]:
@@ -85,24 +95,30 @@ class AccessRecords:
             found = rows.list_keys(connection)
         return [key for key in found if tenant in (None, key.rights.tenant)]
 
-    def revoke_key(self, key_id: str) -> KeyRecord:
-        """Makes a key invalid for ever."""
-        event = Event(Action.KEY_REVOKE, "", key_id)
+    def revoke_key(self, key_id: str, *, tenant: str | None = None) -> KeyRecord:
+        """Makes a key invalid for ever; with a tenant, only a key of that tenant."""
+        event = Event(Action.KEY_REVOKE, tenant or "", key_id)
         with self._changing(event) as connection:
-            key = self._valid_key(connection, key_id)
+            key = self._valid_key(connection, key_id, tenant)
             event.tenant = key.rights.tenant or ""
             rows.set_revoked(connection, key_id, self._clock())
         return key
 
-    def rotate_key(self, key_id: str, *, overlap_s: float = 0.0) -> NewKey:
-        """Makes a key with the same rights; the old one stays valid for the overlap."""
+    def rotate_key(
+        self, key_id: str, *, overlap_s: float = 0.0, tenant: str | None = None
+    ) -> NewKey:
+        """Makes a key with the same rights and limits; the old one stays valid for the overlap.
+
+        With a tenant, only a key of that tenant is rotated.
+        """
         if not 0 <= overlap_s < math.inf:
-            raise InvalidRequest("The overlap must be 0 or more seconds.", param="overlap")
-        event = Event(Action.KEY_ROTATE, "", key_id, {"overlap_s": overlap_s})
+            raise InvalidRequest("The overlap must be 0 or more seconds.", param="overlap_s")
+        event = Event(Action.KEY_ROTATE, tenant or "", key_id, {"overlap_s": overlap_s})
         with self._changing(event) as connection:
-            old = self._valid_key(connection, key_id)
+            old = self._valid_key(connection, key_id, tenant)
             event.tenant = old.rights.tenant or ""
             new = self._add_key(connection, old.rights, old.note, None)
+            _set_limits(connection, new, limits_of_key(connection, key_id))
             if old.expires_at is not None:
                 lifetime_s = old.expires_at - old.created_at
                 expiry = new.record.created_at + lifetime_s
@@ -152,7 +168,7 @@ class AccessRecords:
         self, connection: Connection, rights: KeyRights, note: str, expires_in_s: float | None
     ) -> NewKey:
         if expires_in_s is not None and not 0 < expires_in_s < math.inf:
-            raise InvalidRequest("A key expires after more than 0 seconds.", param="expires")
+            raise InvalidRequest("A key expires after more than 0 seconds.", param="expires_in_s")
         now = self._clock()
         expires_at = None if expires_in_s is None else now + expires_in_s
         new = make_key(rights, note=note, now=now, expires_at=expires_at)
@@ -162,11 +178,14 @@ class AccessRecords:
         rows.add_key(connection, new.record, tenant_id)
         return new
 
-    def _valid_key(self, connection: Connection, key_id: str) -> KeyRecord:
+    def _valid_key(
+        self, connection: Connection, key_id: str, tenant: str | None = None
+    ) -> KeyRecord:
         for key in rows.list_keys(connection):
-            if key.key_id == key_id and key.is_valid(self._clock()):
+            is_asked = key.key_id == key_id and tenant in (None, key.rights.tenant)
+            if is_asked and key.is_valid(self._clock()):
                 return key
-        raise AdapterNotFound(f"There is no valid key {key_id[:100]!r}. See loramux keys list.")
+        raise RecordNotFound(f"There is no valid key {key_id[:100]!r}. See loramux keys list.")
 
     def _checked(self, adapter: AdapterName, tenant: str, version: str | None) -> Share:
         if tenant != ALL_TENANTS:
@@ -188,6 +207,11 @@ def _rights_details(rights: KeyRights) -> dict[str, Any]:
         "adapters": None if rights.adapters is None else list(rights.adapters),
         "may_use_base": rights.may_use_base,
     }
+
+
+def _set_limits(connection: Connection, key: NewKey, limits: Limits) -> None:
+    if limits != NO_LIMITS:
+        set_limits_of_key(connection, key.record.key_id, limits)
 
 
 def _share_event(action: Action, share: Share) -> Event:

@@ -70,6 +70,8 @@ class Action(StrEnum):
     UNPIN = "unpin"
     LOAD = "load"
     UNLOAD = "unload"
+    SELECT = "select"
+    """The adapters of requests to llama.cpp's routes that name none."""
     GC = "gc"
 
 
@@ -87,7 +89,7 @@ class Actor:
     key_id: str = ""
     """Empty: without a key."""
     address: str = ""
-    """The client's address, or the user of a command."""
+    """The client's address, the user of a command, or the setting of a watched folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ ID_DIGITS = 12
 MAX_KEY_CHARACTERS = 256
 MAX_NOTE_CHARACTERS = 128
 MAX_PATTERNS = 100
+ACTIVE, EXPIRED, REVOKED = "active", "expired", "revoked"
 PATTERN = re.compile(r"[A-Za-z0-9._/*?\[\]!:-]{1,256}", re.ASCII)
 _KEY = re.compile(
     rf"{PREFIX}(?P<id>[0-9a-f]{{{ID_DIGITS}}})_(?P<secret>[A-Za-z0-9_-]{{43}})", re.ASCII
@@ -77,6 +78,18 @@ class KeyRecord:
     def is_valid(self, now: float) -> bool:
         is_expired = self.expires_at is not None and self.expires_at <= now
         return not is_expired and (self.revoked_at is None or self.revoked_at > now)
+
+    def state(self, now: float) -> str:
+        if self.is_valid(now):
+            return ACTIVE
+        is_revoked = self.revoked_at is not None and self.revoked_at <= now
+        return REVOKED if is_revoked else EXPIRED
+
+    @property
+    def ends_at(self) -> float | None:
+        """When it stops being valid; None: never."""
+        ends = [end for end in (self.expires_at, self.revoked_at) if end is not None]
+        return min(ends, default=None)
 
 
 @dataclass(frozen=True, slots=True)

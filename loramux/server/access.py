@@ -95,6 +95,10 @@ _SHARED: Mapping[str, Access] = {
     "GET /v1/receipts/key": ANY,
     "GET /v1/usage": METRICS,
     "GET /v1/audit": OPERATOR,
+    "GET /v1/keys": ADMIN,
+    "POST /v1/keys": ADMIN,
+    "DELETE /v1/keys/{key_id}": ADMIN,
+    "POST /v1/keys/{key_id}/rotate": ADMIN,
     "GET /v1/receipts/{receipt_id}": RECEIPTS,
 }
 _TEXT: Mapping[str, Access] = {

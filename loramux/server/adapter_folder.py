@@ -8,26 +8,34 @@ from pathlib import Path
 
 from loramux.backend import AdapterHost
 from loramux.errors import LoramuxError
+from loramux.registry.audit import Action, Actor, Event
 from loramux.server.names import AdapterNames, FolderFiles, list_files
-from loramux.threads import FOLDER_READS
+from loramux.threads import FOLDER_READS, QUERIES
 
 _log = logging.getLogger(__name__)
 SCAN_S = 10.0
 CONFIG_NAME = "adapter_config.json"
 # What a file system allows; longer names are not looked for.
 MAX_NAME_CHARACTERS = 255
+ACTOR = Actor(address="--lora-dir")
 
 
 class AdapterFolder:
     """Names the adapters of a folder as they come, change and go. It belongs to one event loop.
 
-    Names that were given in other ways take precedence.
+    Names that were given in other ways take precedence. What changes after the first scan is
+    recorded in the audit log.
     """
 
-    def __init__(self, host: AdapterHost, names: AdapterNames, root: Path) -> None:
+    def __init__(
+        self, host: AdapterHost, names: AdapterNames, root: Path, *, home_tenant: str = ""
+    ) -> None:
+        """`home_tenant`: the one that names without a tenant belong to."""
         self._host = host
         self._names = names
         self._root = root
+        self._home_tenant = home_tenant
+        self._is_scanned = False
         # Name -> the files as they were when the name was given, or when the adapter was refused.
         self._seen: dict[str, FolderFiles] = {}
         self._lock = asyncio.Lock()
@@ -39,6 +47,7 @@ class AdapterFolder:
             for name in [name for name in self._seen if name not in found]:
                 await self._drop(name)
             await self._add(found)
+            self._is_scanned = True
 
     async def watch(self) -> None:
         while True:
@@ -71,16 +80,32 @@ class AdapterFolder:
             self._seen[name] = files
             if not isinstance(card, LoramuxError):
                 self._names.bind(name, card)
+                await self._record(Action.LOAD, name)
                 continue
             _log.warning("%s cannot be served: %s", self._root / name, card)
             if is_served:
-                await self._names.unload(name)
+                await self._unload(name)
 
     async def _drop(self, name: str) -> None:
         is_named = self._is_ours(name) and self._names.find(name) is not None
         del self._seen[name]
         if is_named:
-            await self._names.unload(name)
+            await self._unload(name)
+
+    async def _unload(self, name: str) -> None:
+        await self._names.unload(name)
+        await self._record(Action.UNLOAD, name)
+
+    async def _record(self, action: Action, name: str) -> None:
+        registry = self._names.registry
+        if registry is None or not self._is_scanned:
+            return
+        event = Event(action, self._home_tenant, name, {"source": str(self._root / name)})
+        try:
+            await QUERIES.run(registry.registry.audit.record, ACTOR, event)
+        # The files have changed already; requests are answered all the same.
+        except LoramuxError as error:
+            _log.warning("The %s of %s is not in the audit log: %s", action, name, error)
 
     def _is_ours(self, name: str) -> bool:
         given = self._names.find(name)

@@ -51,6 +51,7 @@ from loramux.server.routes.adapters import adapter_routes
 from loramux.server.routes.caller import caller_routes
 from loramux.server.routes.doctor import doctor_routes
 from loramux.server.routes.embeddings import embedding_routes
+from loramux.server.routes.keys import key_routes
 from loramux.server.routes.models import model_routes
 from loramux.server.routes.openai import chat_routes, completion_routes
 from loramux.server.routes.page import page_routes
@@ -77,6 +78,7 @@ SHARED_ROUTES = (
     model_routes,
     receipt_routes,
     account_routes,
+    key_routes,
     runtime_lora_routes,
     adapter_routes,
     # After /pin: the DELETE of a name would also match its path.

@@ -41,7 +41,15 @@ from loramux.server.wire import (
     TokenizeRequest,
     VersionReport,
 )
-from loramux.server.wire_accounts import AuditList, UsageList
+from loramux.server.wire_accounts import (
+    AuditList,
+    KeyEntry,
+    KeyList,
+    KeyRequest,
+    NewKeyEntry,
+    RotateRequest,
+    UsageList,
+)
 from loramux.server.wire_caller import CallerReport, ReceiptKey
 from loramux.server.wire_pooling import (
     ClassificationList,
@@ -74,6 +82,7 @@ STRUCTS = (
     ResidencyReport,
     *(AdapterList, AdapterEntry, EngineReport, PlanRequest, MemoryPlan),
     *(Receipt, ReceiptList, ReceiptKey, CallerReport, UsageList, AuditList),
+    *(KeyRequest, NewKeyEntry, KeyEntry, KeyList, RotateRequest),
     *(EmbeddingRequest, EmbeddingList, PoolingRequest, PoolingList),
     *(ClassifyRequest, ClassificationList, ScoreRequest, ScoreList, RerankRequest, RerankAnswer),
     *(RunRequest, RunAnswer, RunChunk, PushRequest, PushedEntry, RegistryEntry, Removed),
@@ -97,6 +106,8 @@ EXAMPLES: dict[type[Any], dict[str, Any]] = {
     ScoreRequest: {"text_1": "What is the capital of France?", "text_2": ["Paris", "Rome"]},
     RerankRequest: {"query": "What is the capital of France?", "documents": ["Paris", "Rome"]},
     ImageGeneration: {"prompt": "a red fox", "size": "512x512", "adapters": ["ink"]},
+    KeyRequest: {"tenant": "acme", "scopes": ["infer"], "expires_in_s": 2592000},
+    RotateRequest: {"overlap_s": 3600},
     PlanRequest: {"adapters": 300, "rank": 16, "targets": "q,k,v,o"},
 }
 

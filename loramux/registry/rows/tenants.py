@@ -49,10 +49,8 @@ def limits_of_key(connection: Connection, api_key_id: str) -> Limits:
 
 
 def limits_of_keys(connection: Connection) -> dict[str, Limits]:
-    """Returns the limits of the keys that have any and were not revoked."""
-    statement = select(api_keys.c.key_id, api_keys.c.limits).where(
-        api_keys.c.limits.is_not(None), api_keys.c.revoked_at.is_(None)
-    )
+    """Returns the limits of the keys that have any; a rotated key has them until it ends."""
+    statement = select(api_keys.c.key_id, api_keys.c.limits).where(api_keys.c.limits.is_not(None))
     return {row.key_id: read_limits(row.limits) for row in connection.execute(statement)}
 
 

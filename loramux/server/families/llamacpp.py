@@ -15,6 +15,7 @@ from starlette.responses import Response
 from loramux import __version__
 from loramux.backend import Health, TextCodec
 from loramux.errors import InvalidRequest
+from loramux.registry.audit import Action, Event
 from loramux.server.asked import (
     Asked,
     Prompt,
@@ -23,6 +24,7 @@ from loramux.server.asked import (
     open_asked,
     read_fields,
 )
+from loramux.server.audit import audited
 from loramux.server.body import json_response, keep_body, read_body
 from loramux.server.caller import caller_of
 from loramux.server.context import Context
@@ -116,7 +118,10 @@ def llamacpp_endpoints(context: Context) -> list[Endpoint]:
         return json_response(placed.listed(caller_of(request)))
 
     async def set_lora(request: Request) -> Response:
-        placed.set_scales(await read_body(request, context.options.max_body_bytes))
+        raw = await read_body(request, context.options.max_body_bytes)
+        event = Event(Action.SELECT, context.tenant_of(caller_of(request)), "/lora-adapters")
+        async with audited(context, request, event):
+            event.details["adapters"] = placed.set_scales(raw)
         return json_response({"success": True})
 
     async def props(request: Request) -> Response:

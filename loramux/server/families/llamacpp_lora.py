@@ -46,8 +46,8 @@ class PlacedAdapters:
             if name in given
         ]
 
-    def set_scales(self, raw: bytes) -> None:
-        """Sets the default selection; adapters that are not named get 0."""
+    def set_scales(self, raw: bytes) -> dict[str, float]:
+        """Sets and returns the default selection; adapters that are not named get 0."""
         if not self._context.options.allow_runtime_lora_updating:
             raise Forbidden(
                 "This server does not change its adapters at run time: start it with "
@@ -56,7 +56,9 @@ class PlacedAdapters:
         asked = decode(raw, Any)
         if not isinstance(asked, list):
             raise InvalidRequest("Request body must be an array")
-        self._scales = self._parse(asked, *self._refresh(ANONYMOUS))
+        names, given = self._refresh(ANONYMOUS)
+        self._scales = self._parse(asked, names, given)
+        return {names[place]: scale for place, scale in self._scales.items()}
 
     def selection(self, lora: Any, model: str | None, caller: Caller) -> dict[str, Any]:
         """Returns the fields of the own API for a body's `lora`; empty or absent: the default

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from loramux.errors import AdapterNotFound, InvalidRequest
+from loramux.errors import AdapterNotFound, InvalidRequest, RecordNotFound
 from loramux.registry.keys import KeyRights, make_key, matches, parse_key
 from loramux.registry.names import AdapterName, CidReference, parse_reference
 from loramux.registry.records import Share
@@ -59,7 +59,7 @@ def test_a_revoked_key_stays_listed_and_opens_nothing(registry: Registry, clock:
     registry.access.revoke_key(new.record.key_id)
     [found] = registry.access.keys(tenant="acme")
     assert not found.is_valid(clock.now)
-    with pytest.raises(AdapterNotFound, match="no valid key"):
+    with pytest.raises(RecordNotFound, match="no valid key"):
         registry.access.revoke_key(new.record.key_id)
 
 

@@ -115,7 +115,12 @@ BODIES: Mapping[str, Body] = {
     "POST /load_lora_adapter": LOAD,
     "POST /unload_lora_adapter": LOAD,
     "POST /adapters": lambda name: {"name": name, "src": "/nowhere"},
-    "POST /lora-adapters": lambda name: {"id": 0, "scale": 1.0},
+    "POST /lora-adapters": lambda name: [{"id": 0, "scale": 1.0}],
+    "POST /v1/keys": lambda name: {
+        "note": name[:40],
+        **({"tenant": name.partition("/")[0]} if "/" in name else {}),
+    },
+    "POST /v1/keys/{key_id}/rotate": lambda name: {},
 }
 WITHOUT_BODY = {
     *("POST /health", "POST /ping", "POST /flush_cache", "POST /reset_prefix_cache"),
@@ -160,6 +165,8 @@ class World:
         backend.script = answer
         backend.card = replace(CARD, pooling=ModelPooling(pooling=Pooling.LAST))
         self.receipts: dict[int, list[str]] = {0: [], 1: []}
+        self.keys: dict[int, list[str]] = {0: [], 1: []}
+        """The ids of keys that each tenant has made."""
 
     def close(self) -> None:
         self.served.registry.close()
@@ -170,6 +177,7 @@ class World:
         for parameter in ("{name:path}", "{model_id:path}", "{path:path}"):
             path = path.replace(parameter, name)
         path = path.replace("{receipt_id}", self._receipt(step))
+        path = path.replace("{key_id}", self._key_id(step))
         queries = QUERIES.get(step.route, ("",))
         query = queries[step.variant % len(queries)]
         path += self._template.fill(query.replace("{name}", name), step.tenant)
@@ -182,6 +190,8 @@ class World:
         )
         if (receipt := response.headers.get("x-loramux-receipt")) is not None:
             self.receipts[step.tenant].append(receipt)
+        if step.route.startswith("POST /v1/keys") and response.status_code == 200:
+            self.keys[step.tenant].append(response.json()["id"])
         return response
 
     def run(self, steps: list[Step]) -> list[tuple[Step, httpx2.Response]]:
@@ -208,6 +218,13 @@ class World:
         own = self.receipts[step.tenant]
         found = own if step.variant % 2 else others
         return found[step.variant % len(found)] if found else "rcpt_" + "0" * 32
+
+    def _key_id(self, step: Step) -> str:
+        """A key that the tenant has made, one of the other tenant, or one that does not exist."""
+        made = self.keys[step.tenant]
+        if step.variant % 2:
+            return made[step.variant % len(made)] if made else "0" * 12
+        return self._template.key_ids(1 - step.tenant)[step.variant % len(KEYS)]
 
 
 class Template:
@@ -239,10 +256,12 @@ class Template:
             other_cid_start=other[: len("cidv1:sha256:") + 16],
         )
 
+    def key_ids(self, tenant: int) -> list[str]:
+        return [headers["authorization"].split("_")[1] for headers in self.headers[tenant]]
+
     def secrets(self, tenant: int) -> list[str]:
         """What only a tenant may see: its name, its key ids, and the digest of its content."""
-        ids = [headers["authorization"].split("_")[1] for headers in self.headers[tenant]]
-        return [TENANTS[tenant], *ids, self.cids[tenant].rpartition(":")[2]]
+        return [TENANTS[tenant], *self.key_ids(tenant), self.cids[tenant].rpartition(":")[2]]
 
     def _push(self, served: RegistryApp, tenant: str, number: int) -> str:
         # The same content in both tenants, and one of its own.
@@ -259,11 +278,14 @@ class Template:
 VOLATILE = {
     *("created", "created_at", "time", "latency_ms", "ttft_ms", "queue_ms", "load_ms", "timings"),
     *("e2e_latency", "total_duration", "load_duration", "prompt_eval_duration", "eval_duration"),
-    *("modified_at", "expires_at", "last_use", "completed_at"),
+    *("modified_at", "expires_at", "last_use", "completed_at", "ends_at"),
     # Both tenants may have pushed the same content: its place is the server's.
     *("tier", "tier_found", "cold_miss"),
 }
-DRAWN = re.compile(r"(?<![0-9a-f])[0-9a-f]{24,32}(?![0-9a-f])")
+DRAWN = re.compile(
+    r"lmx_[0-9a-f]{12}_[A-Za-z0-9_-]{43}"
+    r"|(?<![0-9a-f])(?:[0-9a-f]{24,32}|[0-9a-f]{12})(?![0-9a-f])"
+)
 HEADERS = {"x-request-id", "content-length", "x-loramux-tier"}
 
 

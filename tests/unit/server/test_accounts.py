@@ -70,3 +70,16 @@ def test_changes_over_http_are_logged_with_address_and_result(registry_app: Make
     pins = get(found.app, "/v1/audit?action=pin&tenant=default").json()["data"]
     assert [one["target"] for one in pins] == ["default/sql"]
     assert not found.registry.audit.verify().faults
+
+
+def test_the_default_selection_of_llama_cpps_routes_is_logged(registry_app: Make) -> None:
+    found = registry_app(allow_runtime_lora_updating=True)
+    path = "/lora-adapters"
+    assert post(found.app, path, [{"id": 1, "scale": 0.5}]).status_code == 200
+    assert post(found.app, path, [{"id": 99, "scale": 1}]).status_code == 400
+    entries = get(found.app, "/v1/audit?action=select").json()["data"]
+    assert [(one["result"], one["details"]) for one in entries] == [
+        ("refused", {}),
+        ("ok", {"adapters": {"team/polite": 0.5}}),
+    ]
+    assert "99" in entries[0]["reason"] and entries[1]["tenant"] == "default"

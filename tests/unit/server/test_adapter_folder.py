@@ -13,6 +13,7 @@ from loramux.server.app import create_app
 from loramux.server.context import OnDemand, ServerOptions
 from tests.store_factory import write_tiny
 from tests.unit.server.asgi_client import complete, get, run
+from tests.unit.server.registry_app import Make
 from tests.unit.server.scripted_backend import ScriptedBackend, named
 
 
@@ -110,3 +111,29 @@ def test_a_refused_adapter_is_not_named(scene: Scene, monkeypatch: pytest.Monkey
     monkeypatch.setattr(scene.backend, "inspect_adapters", refuse)
     scene.scan()
     assert scene.names == [] and scene.ask("bad") == 404
+
+
+def test_changes_after_the_first_scan_are_audited(registry_app: Make, tmp_path: Path) -> None:
+    served, root = registry_app(), tmp_path / "adapters"
+    audit = served.registry.audit
+    write_tiny(root / "first")
+    backend = served.backend
+    folder = AdapterFolder(backend, backend.names, root, home_tenant="default")
+    run(folder.scan())
+    # What is there at the start belongs to the settings.
+    assert audit.entries() == []
+    write_tiny(root / "second", 2)
+    run(folder.scan())
+    shutil.rmtree(root / "first")
+    run(folder.scan())
+    run(folder.scan())
+    shown = [
+        (one.entry.action, one.entry.tenant, one.entry.target, one.entry.actor.address)
+        for one in audit.entries()
+    ]
+    assert shown == [
+        ("unload", "default", "first", "--lora-dir"),
+        ("load", "default", "second", "--lora-dir"),
+    ]
+    assert audit.entries()[1].entry.details == {"source": str(root / "second")}
+    assert not audit.verify().faults

@@ -33,6 +33,9 @@ NOT_ANSWERED = {
     "GET /v1/receipts/{receipt_id}",
     "GET /v1/receipts/key",
     "GET /ui/{path:path}",
+    # They name a key of the other tenant.
+    "DELETE /v1/keys/{key_id}",
+    "POST /v1/keys/{key_id}/rotate",
     # The alias has no earlier state.
     "POST /v1/adapters/{name:path}/rollback",
 }

@@ -1,0 +1,148 @@
+"""/v1/keys: the API keys of the registry, for platforms that make and end keys themselves."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux.errors import InvalidRequest
+from loramux.registry.access import AccessRecords
+from loramux.registry.audit import Action, Event
+from loramux.registry.keys import KeyRecord, KeyRights, NewKey
+from loramux.server.audit import recording_refusal, registry_of
+from loramux.server.body import json_response, read_json
+from loramux.server.caller import Caller, caller_of
+from loramux.server.context import Context
+from loramux.server.errors import Forbidden
+from loramux.server.openapi import answering, changing
+from loramux.server.wire_accounts import KeyEntry, KeyList, KeyRequest, NewKeyEntry, RotateRequest
+from loramux.threads import QUERIES
+
+_TENANT = {
+    "name": "tenant",
+    "in": "query",
+    "required": False,
+    "description": "Only keys of this tenant.",
+    "schema": {"type": "string"},
+}
+
+
+def key_routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["accounts"])
+
+    @router.get("/v1/keys", **answering(KeyList, 400, 404, 503, parameters=[_TENANT]))
+    async def list_keys(request: Request) -> Response:
+        """Lists keys with their rights, without their secrets."""
+        access = context.require_registry().registry.access
+        tenant = _tenant(caller_of(request), request.query_params.get("tenant"))
+        found = await QUERIES.run(lambda: access.keys(tenant=tenant))
+        return json_response(KeyList(data=[_entry(context, key) for key in found]))
+
+    @router.post("/v1/keys", **changing(KeyRequest, NewKeyEntry))
+    async def create_key(request: Request) -> Response:
+        """Makes a key; the answer is the only one with its text."""
+        access = _records(context, request)
+        body, _ = await read_json(request, KeyRequest, max_bytes=context.options.max_body_bytes)
+        event = Event(Action.KEY_CREATE, body.tenant or caller_of(request).tenant, "")
+        async with recording_refusal(context, request, event):
+            rights = KeyRights(
+                tenant=_tenant(_manager(request), body.tenant),
+                scopes=frozenset(body.scopes),
+                adapters=None if body.adapters is None else tuple(body.adapters),
+                may_use_base=body.may_use_base,
+            )
+            new = await QUERIES.run(
+                lambda: access.create_key(
+                    rights, note=body.note, expires_in_s=body.expires_in_s, limits=body.limits
+                )
+            )
+        return await _new_key(context, new)
+
+    @router.delete("/v1/keys/{key_id}", **answering(KeyEntry, 403, 404, 503, path_name="key_id"))
+    async def revoke_key(request: Request) -> Response:
+        """Makes a key invalid for ever."""
+        access, key_id = _records(context, request), request.path_params["key_id"]
+        event = Event(Action.KEY_REVOKE, caller_of(request).tenant, key_id)
+        async with recording_refusal(context, request, event):
+            tenant = _manager(request).confined_to
+            await QUERIES.run(lambda: access.revoke_key(key_id, tenant=tenant))
+        await _follow(context)
+        found = context.require_registry().access.keys[key_id]
+        return json_response(_entry(context, found))
+
+    @router.post("/v1/keys/{key_id}/rotate", **changing(RotateRequest, NewKeyEntry, "key_id"))
+    async def rotate_key(request: Request) -> Response:
+        """Makes a key with the same rights and limits, and ends the old one."""
+        access, key_id = _records(context, request), request.path_params["key_id"]
+        body, _ = await read_json(request, RotateRequest, max_bytes=context.options.max_body_bytes)
+        event = Event(Action.KEY_ROTATE, caller_of(request).tenant, key_id)
+        async with recording_refusal(context, request, event):
+            tenant = _manager(request).confined_to
+            new = await QUERIES.run(
+                lambda: access.rotate_key(key_id, overlap_s=body.overlap_s, tenant=tenant)
+            )
+        return await _new_key(context, new)
+
+    return router
+
+
+def _records(context: Context, request: Request) -> AccessRecords:
+    return registry_of(context, request).access
+
+
+def _manager(request: Request) -> Caller:
+    """The caller, who may change keys; raises Forbidden."""
+    caller = caller_of(request)
+    if caller.key_id is None:
+        # From the first key on, requests need one: nobody may lock the others out.
+        raise Forbidden(
+            "This server needs no keys yet. Make the first one with loramux keys create, or start "
+            "the server with --api-key."
+        )
+    if caller.adapters is not None or not caller.may_use_base:
+        # Otherwise it could make a key that may do more than it may itself.
+        raise Forbidden("A key that is limited to some adapters does not manage keys.")
+    return caller
+
+
+def _tenant(caller: Caller, asked: str | None) -> str | None:
+    """The tenant whose keys are meant: the key of a tenant manages its own alone."""
+    own = caller.confined_to
+    if own is None:
+        return asked
+    if asked not in (None, own):
+        raise InvalidRequest(f"This key manages the keys of {own} only.", param="tenant")
+    return own
+
+
+async def _new_key(context: Context, new: NewKey) -> Response:
+    await _follow(context)
+    entry = msgspec.structs.asdict(_entry(context, new.record))
+    response = json_response(NewKeyEntry(**entry, key=new.text))
+    response.headers["cache-control"] = "no-store"
+    return response
+
+
+async def _follow(context: Context) -> None:
+    """Makes this server know the change with the answer; others follow the registry."""
+    await QUERIES.run(context.require_registry().follow_access)
+
+
+def _entry(context: Context, key: KeyRecord) -> KeyEntry:
+    rights = key.rights
+    return KeyEntry(
+        id=key.key_id,
+        tenant=rights.tenant,
+        scopes=sorted(rights.scopes),
+        adapters=None if rights.adapters is None else list(rights.adapters),
+        may_use_base=rights.may_use_base,
+        note=key.note,
+        state=key.state(time.time()),
+        created_at=key.created_at,
+        ends_at=key.ends_at,
+        limits=context.quotas.limits_of_key(key.key_id),
+    )
