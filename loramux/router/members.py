@@ -22,8 +22,19 @@ class Members(Protocol):
         """Returns URL by name."""
         ...
 
+    async def changed(self, timeout_s: float) -> None:
+        """Returns when there may be other members than before, or after the timeout."""
+        ...
 
-class StaticMembers:
+
+class PolledMembers:
+    """Members that have to be asked for again and again."""
+
+    async def changed(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+
+
+class StaticMembers(PolledMembers):
     """Replicas that were given by URL."""
 
     def __init__(self, urls: Sequence[str]) -> None:
@@ -33,7 +44,7 @@ class StaticMembers:
         return self._urls
 
 
-class DnsMembers:
+class DnsMembers(PolledMembers):
     """All addresses of host names, such as those of a headless Service."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -60,7 +71,7 @@ class DnsMembers:
         return {url: url for urls in self._last.values() for url in urls}
 
 
-class JoinedMembers:
+class JoinedMembers(PolledMembers):
     """The replicas of several sources."""
 
     def __init__(self, sources: Sequence[Members]) -> None:
