@@ -1,8 +1,11 @@
-"""sheaf's way to write down an image deployment: `ModelSpec`, `LoRAConfig`, `LoRAAdapter`.
+"""sheaf's way to write down a deployment: `ModelSpec`, `LoRAConfig`, `LoRAAdapter`.
 
 A spec of sheaf runs unchanged if its imports name this module:
 
     from loramux.specs import LoRAAdapter, LoRAConfig, ModelServer, ModelSpec, ModelType
+
+`ModelServer` here serves images in this process; `loramux.deploy.ray_server.ModelServer` deploys
+text and images on Ray Serve.
 """
 
 from __future__ import annotations
@@ -14,18 +17,34 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from loramux.config.images import ImageConfig
-from loramux.config.serve import ServeConfig
-from loramux.errors import InvalidRequest
+from loramux.config.file import parse
+from loramux.config.serve import SETTINGS, ServeConfig, serve_config
+from loramux.errors import InvalidRequest, suggest
 from loramux.progress import SILENT
-
-BACKENDS = ("flux", "sdxl", "diffusion")
+from loramux.types.limits import Limits, change_limits
 
 
 class ModelType(StrEnum):
-    """The kinds of models of sheaf; images are served here."""
+    """The kinds of models that are served; the first is sheaf's."""
 
     DIFFUSION = "diffusion"
+    TEXT = "text"
+
+
+BACKENDS = {ModelType.DIFFUSION: ("flux", "sdxl", "diffusion"), ModelType.TEXT: ("loramux",)}
+MODEL_ID = "model_id"
+# Settings of `loramux serve` that a spec says in another way, or that each replica gets its own of.
+_GIVEN_ELSEWHERE = {
+    "model": "backend_kwargs.model_id",
+    "image_model": "backend_kwargs.model_id",
+    "lora_modules": "lora",
+    "image_lora": "lora",
+    "image_default_lora": "lora.default",
+    "served_model_name": "name",
+    "host": "fleet.engine_host",
+    "port": "fleet.engine_port",
+    "allow_runtime_lora_updating": "lora",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +53,8 @@ class LoRAAdapter:
 
     source: str
     weight: float = 1.0
+    pinned: bool = False
+    """Whether it stays on the device; for text."""
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -69,7 +90,7 @@ class BatchPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ResourceConfig:
-    """The machine of a deployment; one process on this machine is started."""
+    """What each replica of a deployment has, and how many there are where they do not scale."""
 
     num_cpus: float = 1.0
     num_gpus: float = 0.0
@@ -78,8 +99,74 @@ class ResourceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingConfig:
+    """The number of replicas by their load: waiting sequences and half of the running ones."""
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    target_load: float = 16.0
+    """The load of one replica."""
+    upscale_delay_s: float = 10.0
+    downscale_delay_s: float = 300.0
+    """Long by default: a replica that stops takes its caches along."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise InvalidRequest(
+                "scaling needs 1 <= min_replicas <= max_replicas, got "
+                f"{self.min_replicas} and {self.max_replicas}.",
+                param="scaling",
+            )
+        if not 0 < self.target_load < math.inf:
+            raise InvalidRequest("scaling.target_load must be over 0.", param="scaling")
+        if min(self.upscale_delay_s, self.downscale_delay_s) < 0:
+            raise InvalidRequest("The delays of scaling must be 0 or more.", param="scaling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """Replicas and the router in front of them."""
+
+    front_host: str = "127.0.0.1"
+    front_port: int = 8080
+    """The router's own listener."""
+    front_replicas: int = 1
+    proxy_host: str = "127.0.0.1"
+    proxy_port: int = 8000
+    """Ray's proxy, which answers the same more slowly."""
+    engine_host: str = "auto"
+    """Where replicas listen; auto: the address of their node in Ray's cluster."""
+    engine_port: int = 8100
+    """Replicas of a node listen on this port and the following ones."""
+    surge_percent: int = 100
+    """How many more replicas a rolling update may start before it stops old ones; 0 where no
+    GPU is spare."""
+    prewarm: int = 32
+    """Busy adapters of the fleet that a new replica may load before it takes requests."""
+    runtime_loads: bool = False
+    """Whether clients may load and unload adapters through the router."""
+    start_s: float = 1800.0
+    """How long a replica may take to start."""
+    scaling: ScalingConfig | None = None
+
+    def __post_init__(self) -> None:
+        ports = ("front_port", "proxy_port", "engine_port")
+        for name in ports:
+            if not 1 <= getattr(self, name) <= 65535:
+                raise InvalidRequest(f"fleet.{name} must be from 1 to 65535.", param=name)
+        if len({getattr(self, name) for name in ports}) < len(ports):
+            raise InvalidRequest(f"The ports {', '.join(ports)} must differ.", param="fleet")
+        for name in ("front_replicas", "start_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidRequest(f"fleet.{name} must be over 0.", param=name)
+        for name in ("surge_percent", "prewarm"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"fleet.{name} must be 0 or more.", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One image model with its adapters."""
+    """One model with its adapters."""
 
     name: str
     model_type: ModelType | str
@@ -88,45 +175,114 @@ class ModelSpec:
     lora: LoRAConfig | None = None
     batch_policy: BatchPolicy = BatchPolicy()
     resources: ResourceConfig = ResourceConfig()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """More settings of `loramux serve`, as in its TOML file."""
+    limits: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
+    """Limits of tenants by name, as `loramux tenants set` writes them to the registry."""
+    fleet: FleetConfig = FleetConfig()
 
     def __post_init__(self) -> None:
-        if self.model_type != ModelType.DIFFUSION:
-            raise InvalidRequest(
-                f"Models of the type {self.model_type} are not served; diffusion is.",
-                param="model_type",
-            )
-        if self.backend not in BACKENDS:
-            raise InvalidRequest(
-                f"The backend {self.backend!r} is not one of {', '.join(BACKENDS)}.",
-                param="backend",
-            )
+        self._check_kind()
         if self.lora is not None and self.batch_policy.bucket_by is not None:
             raise InvalidRequest(
                 "ModelSpec.lora and BatchPolicy.bucket_by are mutually exclusive: images are "
                 "batched with their adapters. Pick one.",
                 param="batch_policy",
             )
+        if self.is_text:
+            self._check_text()
+        for name, value in self.settings.items():
+            _check_setting(name, value)
+        for limits in self.limits.values():
+            change_limits(Limits(), limits)
+
+    def _check_kind(self) -> None:
+        if self.model_type not in tuple(ModelType):
+            raise InvalidRequest(
+                f"Models of the type {self.model_type} are not served; "
+                f"{' and '.join(ModelType)} are.",
+                param="model_type",
+            )
+        backends = BACKENDS[ModelType(self.model_type)]
+        if self.backend not in backends:
+            raise InvalidRequest(
+                f"The backend {self.backend!r} is not one of {', '.join(backends)}.",
+                param="backend",
+            )
+
+    def _check_text(self) -> None:
+        for name in self.backend_kwargs:
+            if name != MODEL_ID:
+                raise InvalidRequest(
+                    f"backend_kwargs has no {name!r} for text: write it to settings.",
+                    param="backend_kwargs",
+                )
+        if self.lora is None:
+            return
+        if self.lora.default is not None:
+            raise InvalidRequest(
+                "LoRAConfig.default is for images; for text the model of a request is its adapter.",
+                param="lora",
+            )
+        for name, adapter in self.lora.adapters.items():
+            if adapter.weight != 1.0:
+                raise InvalidRequest(
+                    f"The weight of {name!r} is for images; for text a request has weights.",
+                    param="lora",
+                )
 
     @property
-    def config(self) -> ServeConfig:
-        """The settings of `loramux serve` that mean this deployment."""
-        model = self.backend_kwargs.get("model_id")
-        if not isinstance(model, str) or not Path(model).is_dir():
+    def is_text(self) -> bool:
+        return self.model_type == ModelType.TEXT
+
+    @property
+    def serve_settings(self) -> dict[str, Any]:
+        """What a replica's settings file has, beside adapters that can change while it runs."""
+        model = self.backend_kwargs.get(MODEL_ID)
+        if not (isinstance(model, str) and model) and not self.is_text:
             raise InvalidRequest(
                 f"backend_kwargs.model_id must be a folder that diffusers saved, got {model!r}.",
                 param="backend_kwargs",
             )
-        adapters = {} if self.lora is None else self.lora.adapters
-        return ServeConfig(
-            served_model_name=(self.name,),
-            images=ImageConfig(
-                image_model=model,
-                image_lora=tuple(
-                    f"{name}={one.source}@{one.weight}" for name, one in adapters.items()
-                ),
-                image_default_lora=None if self.lora is None else self.lora.default,
-            ),
+        found: dict[str, Any] = {**self.settings, "served_model_name": [self.name]}
+        if self.is_text:
+            return found | ({} if model is None else {"model": model})
+        lora = self.lora or LoRAConfig()
+        found["image_model"] = model
+        found["image_lora"] = [
+            f"{name}={one.source}@{one.weight}" for name, one in lora.adapters.items()
+        ]
+        return found | ({} if lora.default is None else {"image_default_lora": lora.default})
+
+    @property
+    def config(self) -> ServeConfig:
+        """The settings of `loramux serve` that mean this deployment on this machine."""
+        settings = self.serve_settings
+        if self.is_text:
+            adapters = {} if self.lora is None else self.lora.adapters
+            settings["lora_modules"] = {name: one.source for name, one in adapters.items()}
+        elif not Path(settings["image_model"]).is_dir():
+            raise InvalidRequest(
+                "backend_kwargs.model_id must be a folder that diffusers saved, got "
+                f"{settings['image_model']!r}.",
+                param="backend_kwargs",
+            )
+        return serve_config(
+            {name: parse(name, value, source=name) for name, value in settings.items()}
         )
+
+
+def _check_setting(name: str, value: object) -> None:
+    if name in _GIVEN_ELSEWHERE:
+        raise InvalidRequest(
+            f"settings has {name!r}: write it to {_GIVEN_ELSEWHERE[name]}.", param="settings"
+        )
+    if name not in SETTINGS:
+        raise InvalidRequest(
+            f"settings has an unknown key {name!r}. {suggest(name, list(SETTINGS))}",
+            param="settings",
+        )
+    parse(name, value, source=f"settings.{name}")
 
 
 class ModelServer:
@@ -136,6 +292,10 @@ class ModelServer:
         """`settings`: more fields of ServeConfig, such as `port`."""
         if len(models) != 1:
             raise InvalidRequest(f"One server has one image model, got {len(models)} specs.")
+        if models[0].is_text:
+            raise InvalidRequest(
+                "This ModelServer serves images; that of loramux.deploy.ray_server also text."
+            )
         self._spec = models[0]
         self._settings = settings
 

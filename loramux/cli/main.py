@@ -13,6 +13,7 @@ from loramux.cli import (
     bench,
     chat,
     convert,
+    deploy,
     doctor,
     draw,
     gc,
@@ -70,6 +71,7 @@ app.command("plan")(plan.plan)
 app.command("top")(top.top)
 app.command("tune")(tune.tune)
 app.add_typer(bench.app, name="bench")
+app.add_typer(deploy.app, name="deploy")
 for name, command in REGISTRY_COMMANDS.items():
     app.command(name, rich_help_panel=REGISTRY_PANEL)(command)
 app.add_typer(keys.app, name="keys", rich_help_panel=ACCESS_PANEL)

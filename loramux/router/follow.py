@@ -59,7 +59,7 @@ class Followers:
         try:
             while True:
                 await self.look()
-                await asyncio.sleep(_LOOK_S)
+                await self._members.changed(_LOOK_S)
         finally:
             for task in self._tasks.values():
                 task.cancel()

@@ -27,8 +27,19 @@ class Members(Protocol):
         """Returns URL by name."""
         ...
 
+    async def changed(self, timeout_s: float) -> None:
+        """Returns when there may be other members than before, or after the timeout."""
+        ...
 
-class StaticMembers:
+
+class PolledMembers:
+    """Members that have to be asked for again and again."""
+
+    async def changed(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+
+
+class StaticMembers(PolledMembers):
     """Replicas that were given by URL."""
 
     def __init__(self, urls: Sequence[str]) -> None:
@@ -38,7 +49,7 @@ class StaticMembers:
         return self._urls
 
 
-class DnsMembers:
+class DnsMembers(PolledMembers):
     """All addresses of host names, such as those of a headless Service."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -60,7 +71,7 @@ class DnsMembers:
         return {url: url for urls in self._last.values() for url in urls}
 
 
-class NamedMembers:
+class NamedMembers(PolledMembers):
     """The host names of a range that have an address, such as the pods of a StatefulSet.
 
     They keep their names when they restart with other addresses.
@@ -90,7 +101,7 @@ class NamedMembers:
             self._known.add(place)
 
 
-class JoinedMembers:
+class JoinedMembers(PolledMembers):
     """The replicas of several sources."""
 
     def __init__(self, sources: Sequence[Members]) -> None:
