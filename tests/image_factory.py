@@ -201,19 +201,19 @@ def sd3() -> Any:
     net = SD3Transformer2DModel(
         sample_size=32,
         patch_size=1,
-        in_channels=4,
+        in_channels=16,
         num_layers=1,
         attention_head_dim=8,
         num_attention_heads=4,
         caption_projection_dim=32,
         joint_attention_dim=64,
         pooled_projection_dim=64,
-        out_channels=4,
+        out_channels=16,
     ).eval()
     return StableDiffusion3Pipeline(
         transformer=net,
         scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=make_vae(4, channels=(4,), shift_factor=0.0609, scaling_factor=1.5035),
+        vae=make_vae(16, channels=(4,), shift_factor=0.0609, scaling_factor=1.5035),
         tokenizer=make_tokenizer(),
         text_encoder=make_clip(CLIPTextModelWithProjection),
         text_encoder_2=make_clip(CLIPTextModelWithProjection),

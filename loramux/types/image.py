@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -13,6 +14,44 @@ MIN_SIDE = 16
 MAX_STEPS = 200
 MAX_PARTIAL_IMAGES = 3
 MAX_SEED = 2**63 - 1
+MAX_PIXELS = 2**24
+"""Of one image that is drawn."""
+DEFAULT_STRENGTH = 0.8
+MAX_MASK_BLUR = 256.0
+MaskedBy = Literal["white", "black", "transparency"]
+
+
+class SourceImage(msgspec.Struct, frozen=True, kw_only=True):
+    """An image that a drawing begins with, and the part of it that may change.
+
+    It is scaled to the size of the drawing.
+    """
+
+    image: bytes
+    """A file: PNG, JPEG or WebP."""
+    mask: bytes | None = None
+    """A file that marks what is drawn anew (inpainting); None: all of it."""
+    strength: float = DEFAULT_STRENGTH
+    """The part of the steps that run, from more noise to less; 1: all of them."""
+    masked_by: MaskedBy = "white"
+    """How the mask marks pixels; `transparency` means white for a mask without an alpha channel."""
+    mask_blur: float = 0.0
+    """Deviation of a Gaussian blur of the mask, in pixels of its file."""
+
+    def __post_init__(self) -> None:
+        if not self.image:
+            raise InvalidRequest("The image is empty.", param="image")
+        if self.mask is not None and not self.mask:
+            raise InvalidRequest("The mask is empty.", param="mask")
+        if not 0 < self.strength <= 1:
+            raise InvalidRequest(
+                f"strength must be over 0 and at most 1, got {self.strength}.", param="strength"
+            )
+        if not 0 <= self.mask_blur <= MAX_MASK_BLUR:
+            raise InvalidRequest(
+                f"mask_blur must be in 0 to {MAX_MASK_BLUR:g}, got {self.mask_blur}.",
+                param="mask_blur",
+            )
 
 
 class ImageRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +75,8 @@ class ImageRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Length of the prompt in tokens; None: the family's default."""
     partial_images: int = 0
     """Previews on the way, at equal distances."""
+    source: SourceImage | None = None
+    """None: the drawing begins with noise alone."""
     selection: Selection = BASE_SELECTION
     tenant: str = ""
     tenant_share: float = 1.0
@@ -50,6 +91,11 @@ class ImageRequest(msgspec.Struct, frozen=True, kw_only=True):
         check_range("partial_images", self.partial_images, 0, MAX_PARTIAL_IMAGES)
         check_range("width", self.width, MIN_SIDE)
         check_range("height", self.height, MIN_SIDE)
+        if self.width * self.height > MAX_PIXELS:
+            raise InvalidRequest(
+                f"An image has at most {MAX_PIXELS} pixels, got {self.width}x{self.height}.",
+                param="size",
+            )
         for name in ("guidance_scale", "true_cfg_scale"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:

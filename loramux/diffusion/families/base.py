@@ -9,10 +9,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loramux.diffusion.families.beginning import Beginning, Kept, add_noise
+from loramux.diffusion.source import decode_source
 from loramux.errors import InvalidRequest, UnsupportedModel
-from loramux.types.image import ImageRequest
+from loramux.types.image import ImageRequest, SourceImage
 
 Text = dict[str, Tensor]
 """The conditioning of one row: what the denoiser takes of one encoded prompt."""
@@ -33,6 +36,9 @@ class Sampling:
     """Inputs of the denoiser that depend on the size alone, such as position ids."""
     step_options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the sampler's step()."""
+    first: int = 0
+    """The place of the first timestep among those of the sampler."""
+    kept: Kept | None = None
     position: int = 0
 
     @property
@@ -49,6 +55,9 @@ class Sampling:
         )
         self.latents = step[0]
         self.position += 1
+        if self.kept is not None:
+            following = self.timestep if self.position < self.num_steps else None
+            self.latents = self.kept.restored(self.latents, self.scheduler, following)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +84,10 @@ class Family(ABC):
     """Whether requests may set guidance_scale."""
     needs_equal_text: ClassVar[bool] = True
     """Whether the rows of one forward must have prompts of the same padded length."""
+    takes_image: ClassVar[bool] = False
+    """Whether a drawing may begin with a source image."""
+    draws_masked_image: ClassVar[bool] = False
+    """Whether diffusers also samples latents of the masked source, which nothing uses."""
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
@@ -130,6 +143,20 @@ class Family(ABC):
             raise InvalidRequest(
                 "This model has no true_cfg_scale: set guidance_scale.", param="true_cfg_scale"
             )
+        if request.source is not None:
+            self._check_source(request, request.source)
+
+    def _check_source(self, request: ImageRequest, source: SourceImage) -> None:
+        if not self.takes_image:
+            raise InvalidRequest(
+                "This model draws from text alone, and takes no image.", param="image"
+            )
+        if self.first_step(request.steps, source.strength) == request.steps:
+            raise InvalidRequest(
+                f"No step is left: {request.steps} steps with strength {source.strength:g} are "
+                "less than one. Increase one of them.",
+                param="strength",
+            )
 
     def guidance(self, request: ImageRequest) -> float:
         """The value of guidance_scale."""
@@ -166,6 +193,64 @@ class Family(ABC):
     def start(self, request: ImageRequest, scheduler: Any, generator: torch.Generator) -> Sampling:
         """Draws the noise and sets the timesteps."""
 
+    def begin(
+        self,
+        request: ImageRequest,
+        scheduler: Any,
+        generator: torch.Generator,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+    ) -> Beginning:
+        """Draws noise of this shape, and mixes the source image into it if there is one.
+
+        The sampler has its timesteps.
+        """
+
+        def draw() -> Tensor:
+            return draw_noise(shape, generator, dtype or self.dtype, self.device)
+
+        timesteps = scheduler.timesteps
+        if request.source is None:
+            return Beginning(self.pack(draw()) * self.first_scale(scheduler), timesteps)
+        source, strength = request.source, request.source.strength
+        pixels = decode_source(source, request.width, request.height)
+        first = self.first_step(request.steps, strength) * int(scheduler.order)
+        timesteps = timesteps[first:]
+        if hasattr(scheduler, "set_begin_index"):
+            scheduler.set_begin_index(first)
+        # The order of diffusers: the generator draws the latents of the source, then the noise.
+        clean = self.encode_image(pixels.image.to(self.device, self.dtype), generator)
+        noise = draw()
+        latents = add_noise(scheduler, clean, noise, timesteps[:1])
+        if pixels.mask is None:
+            return Beginning(self.pack(latents), timesteps, first)
+        if strength == 1:
+            latents = noise * self.first_scale(scheduler)
+        if self.draws_masked_image:
+            draw()
+        mask = F.interpolate(pixels.mask, size=noise.shape[-2:]).to(noise)
+        kept = Kept(self.pack(clean), self.pack(noise), self.pack(mask.expand_as(noise)))
+        return Beginning(self.pack(latents), timesteps, first, kept)
+
+    def first_step(self, steps: int, strength: float) -> int:
+        """The number of steps that a source image leaves out."""
+        return int(steps - steps * strength)
+
+    def first_scale(self, scheduler: Any) -> float | Tensor:
+        """The deviation of the noise that an image without a source begins with."""
+        return 1.0
+
+    def encode_image(self, image: Tensor, generator: torch.Generator) -> Tensor:
+        """Encodes [1, 3, height, width] in [-1, 1] to latents that are not packed."""
+        vae = self.pipe.vae
+        latents = sample_latents(vae, image.to(vae.dtype), generator)
+        shifted: Tensor = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+        return shifted
+
+    def pack(self, latents: Tensor) -> Tensor:
+        """Arranges the VAE's latents for the denoiser."""
+        return latents
+
     @abstractmethod
     def forward(self, rows: Sequence[Row]) -> Sequence[Tensor]:
         """Runs the denoiser once; returns the prediction of each row, with a leading 1."""
@@ -179,7 +264,7 @@ class Family(ABC):
 
     def predicted(self, sampling: Sampling, prediction: Tensor) -> Tensor:
         """Returns the clean latents that a prediction means, before the sampler's step."""
-        sigma: Tensor = sampling.scheduler.sigmas[sampling.position]
+        sigma: Tensor = sampling.scheduler.sigmas[sampling.first + sampling.position]
         return sampling.latents - sigma * prediction
 
     @abstractmethod
@@ -195,7 +280,7 @@ class Family(ABC):
 class FlowFamily(Family):
     """A family with flow matching, whose shift of sigmas may depend on the size of the image."""
 
-    def set_timesteps(self, scheduler: Any, steps: int, image_tokens: int) -> Tensor:
+    def set_timesteps(self, scheduler: Any, steps: int, image_tokens: int) -> None:
         config = scheduler.config
         sigmas = None
         if not config.get("use_flow_sigmas", False):
@@ -203,7 +288,6 @@ class FlowFamily(Family):
         options = {"num_inference_steps": steps} if sigmas is None else {"sigmas": sigmas}
         scheduler.set_timesteps(device=self.device, mu=self.shift(config, image_tokens), **options)
         scheduler.set_begin_index(0)
-        return torch.as_tensor(scheduler.timesteps)
 
     def shift(self, config: Mapping[str, Any], image_tokens: int) -> float:
         """Interpolates the shift of sigmas linearly in the number of image tokens."""
@@ -211,6 +295,26 @@ class FlowFamily(Family):
         least, most = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
         slope = (most - least) / (high - low)
         return float(image_tokens * slope + (least - slope * low))
+
+
+def sampling_of(
+    request: ImageRequest,
+    scheduler: Any,
+    generator: torch.Generator,
+    beginning: Beginning,
+    **extra: Tensor,
+) -> Sampling:
+    """`extra`: inputs of the denoiser that depend on the size alone."""
+    return Sampling(
+        request=request,
+        scheduler=scheduler,
+        generator=generator,
+        latents=beginning.latents,
+        timesteps=beginning.timesteps,
+        extra=extra,
+        first=beginning.first,
+        kept=beginning.kept,
+    )
 
 
 def latents_of(rows: Sequence[Row]) -> Tensor:
@@ -228,3 +332,16 @@ def stacked(rows: Sequence[Row], name: str) -> Tensor:
 
 def unsupported(pipe: Any, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"This {type(pipe).__name__} cannot be served: {reason}.")
+
+
+def draw_noise(
+    shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Draws on the CPU, so that a seed gives the same noise on every device."""
+    return torch.randn(shape, generator=generator, dtype=dtype).to(device)
+
+
+def sample_latents(vae: Any, image: Tensor, generator: torch.Generator) -> Tensor:
+    """Samples the latents of an image from the distribution that the VAE encodes it to."""
+    latents: Tensor = vae.encode(image).latent_dist.sample(generator)
+    return latents

@@ -14,10 +14,11 @@ from loramux.diffusion.families.base import (
     Sampling,
     Text,
     latents_of,
+    sampling_of,
     stacked,
     timesteps_of,
+    unsupported,
 )
-from loramux.diffusion.families.sdxl import draw_noise
 from loramux.types.image import ImageRequest
 
 
@@ -26,6 +27,16 @@ class Flux(FlowFamily):
     pipeline_class = "FluxPipeline"
     text_encoders = ("text_encoder", "text_encoder_2")
     guidance_name = "true_cfg_scale"
+    takes_image = True
+
+    def check_pipeline(self) -> None:
+        channels = self.pipe.transformer.config.in_channels
+        if channels != 4 * self.pipe.vae.config.latent_channels:
+            raise unsupported(
+                self.pipe,
+                f"its transformer has {channels} input channels: models that take a mask or "
+                "another image beside the latents are not served",
+            )
 
     def is_guided(self, request: ImageRequest) -> bool:
         return (request.true_cfg_scale or 1.0) > 1 and bool(request.negative_prompt)
@@ -39,18 +50,14 @@ class Flux(FlowFamily):
     def start(self, request: ImageRequest, scheduler: Any, generator: torch.Generator) -> Sampling:
         channels = self.pipe.transformer.config.in_channels // 4
         high, wide = (2 * (side // self.size_factor) for side in (request.height, request.width))
-        noise = draw_noise((1, channels, high, wide), generator, self.dtype, self.device)
-        latents = self.pipe._pack_latents(noise, 1, channels, high, wide)
+        self.set_timesteps(scheduler, request.steps, (high // 2) * (wide // 2))
+        beginning = self.begin(request, scheduler, generator, (1, channels, high, wide))
         ids = self.pipe._prepare_latent_image_ids(1, high // 2, wide // 2, self.device, self.dtype)
-        timesteps = self.set_timesteps(scheduler, request.steps, latents.shape[1])
-        return Sampling(
-            request=request,
-            scheduler=scheduler,
-            generator=generator,
-            latents=latents,
-            timesteps=timesteps,
-            extra={"ids": ids},
-        )
+        return sampling_of(request, scheduler, generator, beginning, ids=ids)
+
+    def pack(self, latents: Tensor) -> Tensor:
+        packed: Tensor = self.pipe._pack_latents(latents, *latents.shape)
+        return packed
 
     def forward(self, rows: Sequence[Row]) -> Sequence[Tensor]:
         guidance = None

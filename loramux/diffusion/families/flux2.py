@@ -14,11 +14,11 @@ from loramux.diffusion.families.base import (
     Row,
     Sampling,
     Text,
+    draw_noise,
     latents_of,
     stacked,
     timesteps_of,
 )
-from loramux.diffusion.families.sdxl import draw_noise
 from loramux.types.image import ImageRequest
 
 

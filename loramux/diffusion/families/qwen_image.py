@@ -15,10 +15,11 @@ from loramux.diffusion.families.base import (
     Sampling,
     Text,
     latents_of,
+    sample_latents,
+    sampling_of,
     timesteps_of,
     unsupported,
 )
-from loramux.diffusion.families.sdxl import draw_noise
 from loramux.types.image import ImageRequest
 
 
@@ -30,6 +31,7 @@ class QwenImage(FlowFamily):
     guidance_name = "true_cfg_scale"
     takes_guidance = False
     needs_equal_text = False
+    takes_image = True
 
     def check_pipeline(self) -> None:
         if self.pipe.transformer.config.guidance_embeds:
@@ -48,15 +50,19 @@ class QwenImage(FlowFamily):
     def start(self, request: ImageRequest, scheduler: Any, generator: torch.Generator) -> Sampling:
         channels = self.pipe.transformer.config.in_channels // 4
         high, wide = (2 * (side // self.size_factor) for side in (request.height, request.width))
-        noise = draw_noise((1, 1, channels, high, wide), generator, self.dtype, self.device)
-        latents = self.pipe._pack_latents(noise, 1, channels, high, wide)
-        return Sampling(
-            request=request,
-            scheduler=scheduler,
-            generator=generator,
-            latents=latents,
-            timesteps=self.set_timesteps(scheduler, request.steps, latents.shape[1]),
-        )
+        self.set_timesteps(scheduler, request.steps, (high // 2) * (wide // 2))
+        beginning = self.begin(request, scheduler, generator, (1, 1, channels, high, wide))
+        return sampling_of(request, scheduler, generator, beginning)
+
+    def encode_image(self, image: Tensor, generator: torch.Generator) -> Tensor:
+        vae = self.pipe.vae
+        latents = sample_latents(vae, image.to(vae.dtype)[:, :, None], generator)
+        mean, std = frame_statistics(vae, latents)
+        return ((latents - mean) / std).transpose(1, 2)
+
+    def pack(self, latents: Tensor) -> Tensor:
+        packed: Tensor = self.pipe._pack_latents(latents, 1, *latents.shape[2:])
+        return packed
 
     def forward(self, rows: Sequence[Row]) -> Sequence[Tensor]:
         embeds, mask = padded([row.text["embeds"] for row in rows])
@@ -100,9 +106,17 @@ def padded(embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def decode_frame(vae: Any, latents: Tensor) -> Tensor:
-    """Decodes the first frame with a video VAE, whose latents have a mean and deviation each."""
+    """Decodes the first frame with a video VAE."""
     latents = latents.to(vae.dtype)
-    mean = torch.tensor(vae.config.latents_mean).view(1, vae.config.z_dim, 1, 1, 1).to(latents)
-    std = 1.0 / torch.tensor(vae.config.latents_std).view(1, vae.config.z_dim, 1, 1, 1).to(latents)
-    image: Tensor = vae.decode(latents / std + mean, return_dict=False)[0][:, :, 0]
+    mean, std = frame_statistics(vae, latents)
+    image: Tensor = vae.decode(latents * std + mean, return_dict=False)[0][:, :, 0]
     return image
+
+
+def frame_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of the channels of a video VAE's latents."""
+    mean, std = (
+        torch.tensor(values).view(1, vae.config.z_dim, 1, 1, 1).to(like)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return mean, std

@@ -14,10 +14,10 @@ from loramux.diffusion.families.base import (
     Sampling,
     Text,
     latents_of,
+    sampling_of,
     stacked,
     timesteps_of,
 )
-from loramux.diffusion.families.sdxl import draw_noise
 from loramux.types.image import ImageRequest
 
 
@@ -27,6 +27,7 @@ class StableDiffusion3(FlowFamily):
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     default_guidance = 7.0
     default_length = 256
+    takes_image = True
 
     @property
     def size_factor(self) -> int:
@@ -52,13 +53,8 @@ class StableDiffusion3(FlowFamily):
             patch = self.pipe.transformer.config.patch_size
             options["mu"] = self.shift(scheduler.config, (high // patch) * (wide // patch))
         scheduler.set_timesteps(request.steps, device=self.device, **options)
-        return Sampling(
-            request=request,
-            scheduler=scheduler,
-            generator=generator,
-            latents=draw_noise((1, channels, high, wide), generator, self.dtype, self.device),
-            timesteps=scheduler.timesteps,
-        )
+        beginning = self.begin(request, scheduler, generator, (1, channels, high, wide))
+        return sampling_of(request, scheduler, generator, beginning)
 
     def forward(self, rows: Sequence[Row]) -> Sequence[Tensor]:
         out = self.pipe.transformer(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from loramux.diffusion.families.base import (
     Row,
     Sampling,
     Text,
+    sample_latents,
+    sampling_of,
     stacked,
     timesteps_of,
     unsupported,
@@ -30,8 +33,17 @@ class Sdxl(Family):
     default_guidance = 5.0
     default_length = 77
     needs_equal_text = False
+    takes_image = True
+    draws_masked_image = True
 
     def check_pipeline(self) -> None:
+        channels = self.pipe.unet.config.in_channels
+        if channels != self.pipe.vae.config.latent_channels:
+            raise unsupported(
+                self.pipe,
+                f"its UNet has {channels} input channels, those of an inpainting model take mask "
+                "and image beside the latents. Models with 4 channels inpaint, too",
+            )
         if self.pipe.unet.config.time_cond_proj_dim is not None:
             raise unsupported(self.pipe, "its UNet takes the guidance as an embedding (LCM)")
 
@@ -66,22 +78,33 @@ class Sdxl(Family):
         scheduler.set_timesteps(request.steps, device=self.device)
         if hasattr(scheduler, "set_begin_index"):
             scheduler.set_begin_index(0)
-        noise = draw_noise(shape, generator, self.dtype, self.device)
         size = (request.height, request.width)
-        sampling = Sampling(
-            request=request,
-            scheduler=scheduler,
-            generator=generator,
-            latents=noise * scheduler.init_noise_sigma,
-            timesteps=scheduler.timesteps,
-            extra={
-                "time_ids": torch.tensor([[*size, 0, 0, *size]], dtype=self.dtype).to(self.device)
-            },
+        sampling = sampling_of(
+            request,
+            scheduler,
+            generator,
+            self.begin(request, scheduler, generator, shape),
+            time_ids=torch.tensor([[*size, 0, 0, *size]], dtype=self.dtype).to(self.device),
         )
         accepted = inspect.signature(scheduler.step).parameters
         options = {"generator": generator, "eta": 0.0}
         sampling.step_options = {name: v for name, v in options.items() if name in accepted}
         return sampling
+
+    def first_step(self, steps: int, strength: float) -> int:
+        return steps - int(steps * strength)
+
+    def first_scale(self, scheduler: Any) -> float | Tensor:
+        scale: float | Tensor = scheduler.init_noise_sigma
+        return scale
+
+    def encode_image(self, image: Tensor, generator: torch.Generator) -> Tensor:
+        with self._upcast_vae(is_needed=bool(self.pipe.vae.config.force_upcast)):
+            vae = self.pipe.vae
+            latents = sample_latents(vae, image.to(vae.dtype), generator).to(self.dtype)
+        mean, std = self._vae_statistics(latents)
+        scaled: Tensor = (latents - mean) * vae.config.scaling_factor / std
+        return scaled
 
     def forward(self, rows: Sequence[Row]) -> Sequence[Tensor]:
         inputs = [
@@ -113,27 +136,33 @@ class Sdxl(Family):
 
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
         vae = self.pipe.vae
-        is_upcast = vae.dtype == torch.float16 and vae.config.force_upcast
-        if is_upcast:
-            # This VAE overflows in float16.
-            vae.to(torch.float32)
-        config = vae.config
-        if config.get("latents_mean") is not None and config.get("latents_std") is not None:
-            mean, std = (
-                torch.tensor(config[name]).view(1, -1, 1, 1).to(latents)
-                for name in ("latents_mean", "latents_std")
-            )
-            latents = latents * std / config.scaling_factor + mean
-        else:
-            latents = latents / config.scaling_factor
-        image: Tensor = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
-        if is_upcast:
-            vae.to(torch.float16)
+        mean, std = self._vae_statistics(latents)
+        latents = latents * std / vae.config.scaling_factor + mean
+        is_half = vae.dtype == torch.float16
+        with self._upcast_vae(is_needed=is_half and bool(vae.config.force_upcast)):
+            image: Tensor = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
         return image
 
+    def _vae_statistics(self, like: Tensor) -> tuple[float | Tensor, float | Tensor]:
+        """Mean and deviation of the channels of the latents."""
+        config = self.pipe.vae.config
+        if config.get("latents_mean") is None or config.get("latents_std") is None:
+            return 0.0, 1.0
+        mean, std = (
+            torch.tensor(config[name]).view(1, -1, 1, 1).to(like)
+            for name in ("latents_mean", "latents_std")
+        )
+        return mean, std
 
-def draw_noise(
-    shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Draws on the CPU, so that a seed gives the same noise on every device."""
-    return torch.randn(shape, generator=generator, dtype=dtype).to(device)
+    @contextmanager
+    def _upcast_vae(self, *, is_needed: bool) -> Iterator[None]:
+        """This VAE overflows in float16."""
+        vae = self.pipe.vae
+        kept = vae.dtype
+        if is_needed and kept != torch.float32:
+            vae.to(torch.float32)
+        try:
+            yield
+        finally:
+            if vae.dtype != kept:
+                vae.to(kept)

@@ -13,13 +13,13 @@ from loramux.diffusion.families.base import (
     Row,
     Sampling,
     Text,
+    draw_noise,
     latents_of,
     stacked,
     timesteps_of,
     unsupported,
 )
 from loramux.diffusion.families.qwen_image import decode_frame
-from loramux.diffusion.families.sdxl import draw_noise
 from loramux.types.image import ImageRequest
 
 

@@ -15,9 +15,9 @@ from loramux.diffusion.families.base import (
     Sampling,
     Text,
     TokenRanges,
+    sampling_of,
     timesteps_of,
 )
-from loramux.diffusion.families.sdxl import draw_noise
 from loramux.types.image import ImageRequest
 
 # The denoiser pads the tokens of each row to a multiple of this.
@@ -30,6 +30,7 @@ class ZImage(FlowFamily):
     default_steps = 50
     default_guidance = 5.0
     needs_equal_text = False
+    takes_image = True
 
     @property
     def default_size(self) -> int:
@@ -50,14 +51,9 @@ class ZImage(FlowFamily):
     def start(self, request: ImageRequest, scheduler: Any, generator: torch.Generator) -> Sampling:
         high, wide = (2 * (side // self.size_factor) for side in (request.height, request.width))
         shape = (1, self.pipe.transformer.in_channels, high, wide)
-        tokens = (high // 2) * (wide // 2)
-        return Sampling(
-            request=request,
-            scheduler=scheduler,
-            generator=generator,
-            latents=draw_noise(shape, generator, torch.float32, self.device),
-            timesteps=self.set_timesteps(scheduler, request.steps, tokens),
-        )
+        self.set_timesteps(scheduler, request.steps, (high // 2) * (wide // 2))
+        beginning = self.begin(request, scheduler, generator, shape, torch.float32)
+        return sampling_of(request, scheduler, generator, beginning)
 
     def forward(self, rows: Sequence[Row]) -> Sequence[Tensor]:
         images = [row.sampling.latents.to(self.dtype)[0].unsqueeze(1) for row in rows]
