@@ -90,6 +90,8 @@ class HostMetrics:
         """Of an image: the time to its first step."""
         self.newest_inter_token = NewestSamples()
         """Of an image: the time of a step."""
+        self.answer_tokens = USUAL_ANSWER_TOKENS
+        """Smoothed length of an answer; of an image: its steps."""
         if beside is None:
             self.registry = CollectorRegistry()
             self._engines = MergedCollector()
@@ -128,6 +130,10 @@ class HostMetrics:
         self.traffic.forget_all_but(known)
         self.tenants.forget_all_but(known)
         self.asked.forget_all_but(self._backend.adapters)
+
+    def answered(self, num_tokens: float) -> None:
+        """Counts the length of one answer; of an image: its steps."""
+        self.answer_tokens += (num_tokens - self.answer_tokens) * _NEWEST_ANSWER
 
     def counted(self, cid: str, label: str, tenant: str | None = None) -> list[CountedAdapter]:
         """Returns the counters of an adapter's traffic, by CID and by label.
@@ -189,8 +195,6 @@ class Metrics(HostMetrics):
         self._success = self._counter(
             "vllm:request_success", "Finished requests by finish reason.", "finished_reason"
         )
-        self.answer_tokens = USUAL_ANSWER_TOKENS
-        """Smoothed length of an answer."""
 
     def first_token(self, seconds: float, *, num_prompt_tokens: int) -> None:
         self._labelled.first_token.observe(seconds)
@@ -205,10 +209,6 @@ class Metrics(HostMetrics):
     def generated(self, num_tokens: int) -> None:
         self._labelled.generation_tokens.inc(num_tokens)
         self.total.num_generation_tokens += num_tokens
-
-    def answered(self, num_tokens: float) -> None:
-        """Counts the length of one answer."""
-        self.answer_tokens += (num_tokens - self.answer_tokens) * _NEWEST_ANSWER
 
     def ended(self, seconds: float, reason: FinishReason) -> None:
         self._labelled.whole.observe(seconds)

@@ -237,6 +237,7 @@ class Drawing:
                     else:
                         outcome, image = FinishReason.STOP, update.finished
                         prompt_tokens, image_tokens = image.prompt_tokens, image.image_tokens
+                        metrics.answered(image.num_steps)
                         metrics.finished(
                             now_s - began_s,
                             prompt_tokens=prompt_tokens,

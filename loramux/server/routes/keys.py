@@ -16,7 +16,7 @@ from loramux.registry.keys import KeyRecord, KeyRights, NewKey
 from loramux.server.audit import recording_refusal, registry_of
 from loramux.server.body import json_response, read_json
 from loramux.server.caller import Caller, caller_of
-from loramux.server.context import Context
+from loramux.server.context import HostContext
 from loramux.server.errors import Forbidden
 from loramux.server.openapi import answering, changing
 from loramux.server.wire_accounts import KeyEntry, KeyList, KeyRequest, NewKeyEntry, RotateRequest
@@ -31,7 +31,7 @@ _TENANT = {
 }
 
 
-def key_routes(context: Context) -> APIRouter:
+def key_routes(context: HostContext) -> APIRouter:
     router = APIRouter(tags=["accounts"])
 
     @router.get("/v1/keys", **answering(KeyList, 400, 404, 503, parameters=[_TENANT]))
@@ -90,7 +90,7 @@ def key_routes(context: Context) -> APIRouter:
     return router
 
 
-def _records(context: Context, request: Request) -> AccessRecords:
+def _records(context: HostContext, request: Request) -> AccessRecords:
     return registry_of(context, request).access
 
 
@@ -119,7 +119,7 @@ def _tenant(caller: Caller, asked: str | None) -> str | None:
     return own
 
 
-async def _new_key(context: Context, new: NewKey) -> Response:
+async def _new_key(context: HostContext, new: NewKey) -> Response:
     await _follow(context)
     entry = msgspec.structs.asdict(_entry(context, new.record))
     response = json_response(NewKeyEntry(**entry, key=new.text))
@@ -127,12 +127,12 @@ async def _new_key(context: Context, new: NewKey) -> Response:
     return response
 
 
-async def _follow(context: Context) -> None:
+async def _follow(context: HostContext) -> None:
     """Makes this server know the change with the answer; others follow the registry."""
     await QUERIES.run(context.require_registry().follow_access)
 
 
-def _entry(context: Context, key: KeyRecord) -> KeyEntry:
+def _entry(context: HostContext, key: KeyRecord) -> KeyEntry:
     rights = key.rights
     return KeyEntry(
         id=key.key_id,
