@@ -343,7 +343,7 @@ vars(serve)["__signature__"] = serve_signature()
 def import_launch() -> Launch:
     # Imported late: this takes seconds, and `--help` needs none of it. The engine process, which
     # imports torch, starts meanwhile.
-    from loramux.engine.spawn import spawn_worker
+    from loramux.worker.spawn import spawn_worker
 
     worker = spawn_worker()
     try:
