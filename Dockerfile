@@ -17,17 +17,14 @@ COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY loramux ./loramux
 RUN pip install --no-deps --no-build-isolation --no-index .
 
-# torch comes from the index of its CPU or CUDA builds, at the version of constraints.txt.
+# The CPU build of torch comes from torch's own index, at the version of constraints.txt.
 FROM source AS build-cpu
 RUN pip install --no-deps --index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch
 
-# The versions with which the GPU kernels are tuned and measured.
+# torch for CUDA 13.0 and triton, with the versions with which the GPU kernels are tuned and measured.
 FROM source AS build-cuda
-ARG TORCH_VERSION=2.11.0
-ARG TRITON_VERSION=3.6.0
-ARG CUDA_INDEX=cu130
-RUN pip install --index-url "https://download.pytorch.org/whl/${CUDA_INDEX}" \
-        "torch==${TORCH_VERSION}" "triton==${TRITON_VERSION}"
+COPY requirements-image-cuda.txt ./
+RUN pip install --require-hashes --no-deps -r requirements-image-cuda.txt
 
 FROM python:3.12-slim-bookworm AS runtime
 # hadolint ignore=DL3008

@@ -24,7 +24,7 @@ NUM_STREAMS = int(os.environ.get("LORAMUX_STREAMS", "8"))
 NAME = "alice/flagger"
 FIRST, SECOND = f"{NAME}@1.0.0", f"{NAME}@1.1.0"
 # A server looks at SQLite every half second.
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class CommandLine:
@@ -79,6 +79,9 @@ def move_under_streams(
             streams = [
                 pool.submit(keep_streaming, server, streamed, is_over) for _ in range(NUM_STREAMS)
             ]
+            deadline = time.monotonic() + DEADLINE_S
+            while first not in streamed and time.monotonic() < deadline:
+                ask(client, NAME)
             cli.run("promote", SECOND)
             moved = ask_until(client, second)
             deadline = time.monotonic() + DEADLINE_S

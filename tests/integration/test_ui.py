@@ -220,22 +220,24 @@ SCROLLED = (
 MAX_MS = 100
 
 
-def test_three_thousand_rows_filter_and_scroll_at_once(page: Page, server: UiServer) -> None:
+@pytest.mark.parametrize("is_timed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_three_thousand_rows_filter_and_scroll(
+    page: Page, server: UiServer, is_timed: bool
+) -> None:
     view(page, server, "adapters")
     expect(page.get_by_role("status").filter(has_text="of 3,")).to_be_visible()
     rows = page.locator(".rows .row")
     assert rows.count() < 80
-    took = []
+    typed = []
     for number in (17, 1999, 2500, 42, 777):
-        took.append(page.evaluate(TYPED, f"adapter-{number:04d}"))
+        typed.append(page.evaluate(TYPED, f"adapter-{number:04d}"))
         expect(rows).to_have_count(1)
         expect(rows.first).to_contain_text(f"bulk/adapter-{number:04d}")
         page.evaluate(TYPED, "")
         expect(rows.nth(5)).to_be_visible()
+    scrolled = [page.evaluate(SCROLLED, top) for top in (40_000, 80_000, 100, 60_000, 110_000)]
     # The best of five: other work on a shared machine is not the page's.
-    assert min(took) < MAX_MS, took
-    took = [page.evaluate(SCROLLED, top) for top in (40_000, 80_000, 100, 60_000, 110_000)]
-    assert min(took) < MAX_MS, took
+    assert not is_timed or max(min(typed), min(scrolled)) < MAX_MS, (typed, scrolled)
     expect(rows.filter(has_text="adapter-2760")).to_be_visible()
     page.get_by_role("button", name="Name").click()
     page.locator(".grid").press("End")

@@ -77,9 +77,12 @@ def test_what_is_copied_exists_and_is_sent_to_the_builder() -> None:
 
 
 LOCK = (ROOT / "requirements-image.txt").read_text()
-LOCKED = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", LOCK, re.MULTILINE))
+CUDA_LOCK = (ROOT / "requirements-image-cuda.txt").read_text()
+LOCKED, LOCKED_CUDA = (
+    dict(re.findall(r"^([a-z0-9-]+)==(\S+)", lock, re.MULTILINE)) for lock in (LOCK, CUDA_LOCK)
+)
 PINNED = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-# From torch's own index.
+# In the GPU image alone; the CPU image has torch from torch's own index.
 OF_TORCH = {"torch", "triton"}
 EXTRAS_OF_IMAGES = ("server", "cpu", "gpu", "postgres", "redis", "s3")
 
@@ -100,15 +103,18 @@ def needed(*extras: str) -> set[str]:
 
 
 def test_packages_of_the_images_are_pinned_by_hash() -> None:
-    (locked,) = [line for line in instructions("RUN") if "requirements-image.txt" in line]
-    assert "pip install --require-hashes --no-deps -r" in locked
-    entries = re.split(r"\n(?=[a-z])", LOCK.partition("\n")[2].strip())
-    assert len(entries) == len(LOCKED) > 50
-    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
-    for line in instructions("RUN"):
-        if "pip install" in line and "requirements-image.txt" not in line:
-            # The package itself, or torch.
-            assert "--no-deps --no-build-isolation --no-index" in line or "pytorch.org" in line
+    installs = [line for line in instructions("RUN") if "pip install" in line]
+    for name, lock in (("image", LOCK), ("image-cuda", CUDA_LOCK)):
+        (locked,) = [line for line in installs if f"-r requirements-{name}.txt" in line]
+        assert locked == f"pip install --require-hashes --no-deps -r requirements-{name}.txt"
+        entries = re.split(r"\n(?=[a-z])", lock.partition("\n")[2].strip())
+        assert len(entries) == lock.count("==") > 20
+        assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
+        installs.remove(locked)
+    # The package itself, and torch for CPUs, whose build is on torch's own index alone.
+    package, torch = installs
+    assert "--no-deps --no-build-isolation --no-index" in package
+    assert "--no-deps --index-url https://download.pytorch.org/whl/cpu -c constraints.txt" in torch
 
 
 def test_the_lock_holds_what_the_package_needs_at_the_pinned_versions() -> None:
@@ -117,6 +123,8 @@ def test_the_lock_holds_what_the_package_needs_at_the_pinned_versions() -> None:
     assert {name: LOCKED[name] for name in both} == {name: PINNED[name] for name in both}
     assert needed(*EXTRAS_OF_IMAGES) & set(PINNED) - OF_TORCH <= both
     assert not OF_TORCH & set(LOCKED) and set(PINNED) >= OF_TORCH
+    # torch for CUDA needs an older setuptools.
+    assert OF_TORCH <= set(LOCKED_CUDA) and set(LOCKED) & set(LOCKED_CUDA) == {"setuptools"}
 
 
 def test_extras_name_only_extras_that_exist() -> None:

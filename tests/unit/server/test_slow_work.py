@@ -44,7 +44,9 @@ def test_slow_pushes_delay_no_other_request_and_are_limited(
                 for _ in range(NUM_PUSHES)
             ]
             try:
-                await asyncio.sleep(0.2)
+                # Some are under way or wait, and all others have been refused.
+                while sum(task.done() for task in pushes) + FETCHES.num_open < NUM_PUSHES:
+                    await asyncio.sleep(0.01)
                 # So large a body is parsed on a thread.
                 body = {
                     "model": "acme/sql",
