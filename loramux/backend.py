@@ -302,6 +302,13 @@ class AdapterHost(Protocol):
         """Returns residency and usage of every registered adapter."""
         ...
 
+    async def page_kinds(self) -> bytes:
+        """Returns a letter for each page of the pool, in the order of their addresses.
+
+        k: KV of a sequence; p: cached prefix; a: adapter; ".": free.
+        """
+        ...
+
     async def examine_adapter(self, path: str) -> Mapping[str, Any]:
         """Returns the doctor's report on a folder; a refusal is a finding in it."""
         ...

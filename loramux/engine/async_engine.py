@@ -41,6 +41,7 @@ from loramux.engine.messages import (
     Events,
     Examine,
     Finish,
+    ListPages,
     ListUses,
     Pin,
     Prewarm,
@@ -267,6 +268,10 @@ class AsyncEngine:
     async def adapter_uses(self) -> Sequence[AdapterUse]:
         answer = await self._running.call(lambda call_id: ListUses(call_id=call_id))
         return answer.uses or []
+
+    async def page_kinds(self) -> bytes:
+        answer = await self._running.call(lambda call_id: ListPages(call_id=call_id))
+        return answer.pages or b""
 
     async def examine_adapter(self, path: str) -> Mapping[str, Any]:
         answer = await self._running.call(lambda call_id: Examine(call_id=call_id, path=path))

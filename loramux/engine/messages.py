@@ -123,6 +123,12 @@ class ListUses(Message):
     call_id: int
 
 
+class ListPages(Message):
+    """Asks for the kind of each page's owner."""
+
+    call_id: int
+
+
 class Shutdown(Message):
     pass
 
@@ -142,6 +148,7 @@ Command = (
     | Pin
     | Prewarm
     | ListUses
+    | ListPages
     | Shutdown
 )
 
@@ -203,13 +210,14 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(Message):
-    """Answers Register, RegisterMany, Identify, Verify, Examine, Pin or ListUses."""
+    """Answers Register, RegisterMany, Identify, Verify, Examine, Pin, ListUses or ListPages."""
 
     call_id: int
     adapter: AdapterCard | None = None
     inspected: InspectedCard | None = None
     registrations: list[Registration] | None = None
     uses: list[AdapterUse] | None = None
+    pages: bytes | None = None
     report: dict[str, Any] | None = None
     error: WireError | None = None
 

@@ -35,6 +35,7 @@ from loramux.engine.messages import (
     Finish,
     Heartbeat,
     Identify,
+    ListPages,
     ListUses,
     Pin,
     Prewarm,
@@ -218,6 +219,8 @@ class Worker:
                 self._engine.memory.admit(command)
             case Adopt() | Remove() | Pin() | Prewarm() | ListUses():
                 self._handle_adapter_command(command)
+            case ListPages(call_id=call_id):
+                self._channel.send(Answer(call_id=call_id, pages=self._engine.pages.kinds()))
             case _:
                 self._is_open = False
 

@@ -11,6 +11,7 @@ from loramux.engine.messages import (
     Answer,
     Command,
     Events,
+    ListPages,
     ListUses,
     Pin,
     Prewarm,
@@ -111,6 +112,7 @@ def test_errors_are_rebuilt_with_all_their_attributes(error: LoramuxError) -> No
         Pin(call_id=1, cid="a", is_pinned=True),
         Prewarm(cids=("a", "b"), num_busiest=3),
         ListUses(call_id=2),
+        ListPages(call_id=3),
     ],
 )
 def test_adapter_commands_cross_unchanged(command: Command) -> None:
