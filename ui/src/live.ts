@@ -34,6 +34,8 @@ export interface LiveState {
   waiting: number;
   preemptions: number;
   pages: { total: number; free: number; adapters: number; prefixes: number; kv: number };
+  /** A letter for each range of pages, in the order of their addresses; empty: not known yet. */
+  map: string;
   requests: number;
   prompt_tokens: number;
   generation_tokens: number;

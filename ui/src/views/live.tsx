@@ -92,20 +92,16 @@ function lastOf(samples: readonly Sample[], read: (one: Sample) => Percentiles |
   return null;
 }
 
-const CELLS = 480;
+const COLUMNS = 64;
 const KINDS = ["kv", "prefixes", "adapters", "free"] as const;
+type Kind = (typeof KINDS)[number];
 const KIND_NAMES = { kv: "KV cache", prefixes: "prefixes", adapters: "adapters", free: "free" };
+const LETTERS: Record<string, Kind> = { k: "kv", p: "prefixes", a: "adapters", ".": "free" };
 
-/** A cell for each share of the pool, in the order of their kinds. */
+/** A cell for each range of pages, in the order of their addresses. */
 function PageMap({ state, pageBytes }: { state: LiveState; pageBytes: number }) {
-  const { pages } = state;
-  const ends: number[] = [];
-  let sum = 0;
-  for (const kind of KINDS) {
-    sum += pages[kind];
-    ends.push(pages.total === 0 ? 0 : Math.round((CELLS * sum) / pages.total));
-  }
-  const columns = 60;
+  const { pages, map } = state;
+  const first = (cell: number): number => Math.floor((pages.total * cell) / map.length);
   return (
     <div class="card">
       <div class="toolbar">
@@ -113,6 +109,7 @@ function PageMap({ state, pageBytes }: { state: LiveState; pageBytes: number }) 
         <span class="muted">
           {count(pages.total)} pages
           {pageBytes > 0 && ` of ${bytes(pageBytes)}, ${bytes(pages.total * pageBytes)}`}
+          {map.length > 0 && map.length < pages.total && `; a cell is ${round(pages.total / map.length)} pages`}
         </span>
         <ul class="legends">
           {KINDS.map((kind) => (
@@ -125,28 +122,32 @@ function PageMap({ state, pageBytes }: { state: LiveState; pageBytes: number }) 
       </div>
       <svg
         class="map"
-        viewBox={`0 0 ${columns * 10} ${(CELLS / columns) * 10}`}
+        viewBox={`0 0 ${COLUMNS * 10} ${Math.max(1, Math.ceil(map.length / COLUMNS)) * 10}`}
         role="img"
         aria-label={`Page pool: ${KINDS.map((kind) => `${KIND_NAMES[kind]} ${pages[kind]}`).join(", ")} pages`}
       >
-        {Array.from({ length: CELLS }, (_, cell) => {
-          const kind = KINDS[ends.findIndex((end) => cell < end)] ?? "free";
+        {Array.from(map, (letter, cell) => {
+          const kind = LETTERS[letter] ?? "free";
           return (
             <rect
               key={cell}
               class={`page-${kind}`}
-              x={(cell % columns) * 10 + 0.5}
-              y={Math.floor(cell / columns) * 10 + 0.5}
+              x={(cell % COLUMNS) * 10 + 0.5}
+              y={Math.floor(cell / COLUMNS) * 10 + 0.5}
               width={9}
               height={9}
               rx={1.5}
-            />
+            >
+              <title>{`${rangeText(first(cell), first(cell + 1) - 1)}: ${KIND_NAMES[kind]}`}</title>
+            </rect>
           );
         })}
       </svg>
     </div>
   );
 }
+
+const rangeText = (from: number, to: number): string => (to <= from ? `page ${from}` : `pages ${from} to ${to}`);
 
 const timesOf = (samples: readonly Sample[]): number[] => samples.map((one) => one.time);
 const round = (value: number): string => (value < 10 ? value.toFixed(1) : count(Math.round(value)));

@@ -9,7 +9,7 @@ import { ReceiptBar } from "../parts/receipt_bar";
 import { link } from "../router";
 import { keyIdOf, readPem, verifyReceipt, type Verdict } from "../verify";
 import { servedBy } from "./receipts";
-import type { Receipt } from "./run";
+import type { Receipt } from "./call";
 
 interface ReceiptKey {
   key_id: string;
