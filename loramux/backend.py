@@ -302,13 +302,6 @@ class AdapterHost(Protocol):
         """Returns residency and usage of every registered adapter."""
         ...
 
-    async def page_kinds(self) -> bytes:
-        """Returns a letter for each page of the pool, in the order of their addresses.
-
-        k: KV of a sequence; p: cached prefix; a: adapter; ".": free.
-        """
-        ...
-
     async def examine_adapter(self, path: str) -> Mapping[str, Any]:
         """Returns the doctor's report on a folder; a refusal is a finding in it."""
         ...
@@ -331,6 +324,13 @@ class TextBackend(AdapterHost, Protocol):
     @property
     def codec(self) -> TextCodec:
         """The tokenizer of the base."""
+        ...
+
+    async def page_kinds(self) -> bytes:
+        """Returns a letter for each page of the pool, in the order of their addresses.
+
+        k: KV of a sequence; p: cached prefix; a: adapter; ".": free.
+        """
         ...
 
     async def codec_for(self, selection: Selection) -> TextCodec:
