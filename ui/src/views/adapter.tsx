@@ -2,8 +2,8 @@
 
 import { useState } from "preact/hooks";
 import { send, inPath, type CallerReport } from "../api";
-import { age, bytes, count, moment, shortCid } from "../format";
-import { history } from "../live";
+import { age, bytes, count, shortCid } from "../format";
+import { connection, history } from "../live";
 import { Copied, Empty, Failure, Loading, StateChip, TierChip } from "../parts/basics";
 import { LineChart } from "../parts/charts";
 import { useLoaded } from "../parts/load";
@@ -178,6 +178,7 @@ function Recipe({ recipe }: { recipe: { [name: string]: unknown } }) {
 /** Tokens a second of this adapter, by the live view's history. */
 function Traffic({ name }: { name: string }) {
   const samples = useStore(history);
+  const isForbidden = useStore(connection) === "forbidden";
   const values = samples.map((sample, index) => {
     const now = sample.traffic[name];
     const before = samples[index - 1];
@@ -200,7 +201,9 @@ function Traffic({ name }: { name: string }) {
         <>
           <h2>Traffic</h2>
           <p class="muted">
-            No tokens since this page was opened{samples.length > 0 && ` (${moment(samples[0]?.time ?? 0)})`}.
+            {isForbidden
+              ? "This key may not follow the engine: that needs the scope metrics or admin, and no tenant."
+              : "No tokens since this page was opened."}
           </p>
         </>
       )}
