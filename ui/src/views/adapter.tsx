@@ -51,6 +51,7 @@ export function AdapterPage({ caller, id }: AdapterPageProps) {
         <h1>{adapter.names[0] ?? shortCid(adapter.cid ?? adapter.id)}</h1>
         <TierChip tier={adapter.tier} pinned={adapter.pinned} />
         <StateChip state={adapter.state} />
+        {adapter.modality === "image" && <span class="alias">image</span>}
         <span class="spacer" />
         {isAdmin && adapter.names[0] !== undefined && <Residency adapter={adapter} onDone={reload} />}
       </div>

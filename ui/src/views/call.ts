@@ -11,7 +11,10 @@ export function pythonCall(target: string, call: string, body: Body, own: readon
   const fields = Object.entries(body);
   const lines = fields.filter(([name]) => own.includes(name)).map(([name, value]) => `    ${name}=${python(value)},`);
   const extra = fields.filter(([name]) => !own.includes(name));
-  if (extra.length > 0) lines.push(`    extra_body=${python(Object.fromEntries(extra))},`);
+  if (extra.length > 0) {
+    const items = extra.map(([name, value]) => `        ${JSON.stringify(name)}: ${python(value)},`);
+    lines.push("    extra_body={", ...items, "    },");
+  }
   return [`${target} = client.${call}(`, ...lines, ")"];
 }
 

@@ -39,7 +39,7 @@ export function ImageColumn({ output, prompt, words, onRetry, ...frame }: ImageC
           ["time", ms(output.totalMs)],
           ["first image", ms(output.firstMs)],
           ["size", output.size ?? "–"],
-          ["image tokens", output.tokens === null ? "–" : String(output.tokens)],
+          ["tokens", output.tokens === null ? "–" : String(output.tokens)],
         ]}
         receipt={output.receipt}
       />
