@@ -337,6 +337,13 @@ class TextBackend(AdapterHost, Protocol):
         """The tokenizer of the base."""
         ...
 
+    async def page_kinds(self) -> bytes:
+        """Returns a letter for each page of the pool, in the order of their addresses.
+
+        k: KV of a sequence; p: cached prefix; a: adapter; ".": free.
+        """
+        ...
+
     async def codec_for(self, selection: Selection) -> TextCodec:
         """Returns the tokenizer of a selection: the adapter's own if it has one, else the base's.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from loramux.backend import Delta, ModelCard, failure_of
 from loramux.config.engine import EngineConfig
 from loramux.engine.adapter_tokenizers import AdapterTokenizers
-from loramux.engine.messages import Add, Events, Finish, Reply, Start
+from loramux.engine.messages import Add, Events, Finish, ListPages, Reply, Start
 from loramux.engine.outputs import OutputCollector, RequestStream
 from loramux.engine.tokenizer import Tokenizer, import_library
 from loramux.errors import EngineBusy, EngineStopped, LoramuxError
@@ -113,6 +113,10 @@ class AsyncEngine(HostedEngine[ModelCard, AdapterCard]):
         if found is not None:
             return found
         return await FOLDER_READS.run(self._tokenizers.read, cards)
+
+    async def page_kinds(self) -> bytes:
+        answer = await self._running.call(lambda call_id: ListPages(call_id=call_id))
+        return answer.pages or b""
 
     def _start_message(self, first: ModelCard | None) -> Start:
         settings = asdict(self._options.config)

@@ -55,6 +55,12 @@ class Identify(Message):
     path: str
 
 
+class ListPages(Message):
+    """Asks for the kind of each page's owner."""
+
+    call_id: int
+
+
 Command = (
     Start
     | Add
@@ -70,6 +76,7 @@ Command = (
     | Pin
     | Prewarm
     | ListUses
+    | ListPages
     | Shutdown
 )
 

@@ -23,7 +23,7 @@ from loramux.engine.build import build_engine, load_base
 from loramux.engine.device_choice import DeviceChoice, resolve_config
 from loramux.engine.engine import Engine
 from loramux.engine.gc_control import FullCollections
-from loramux.engine.messages import Add, Command, Events, Finish, Identify, Start
+from loramux.engine.messages import Add, Command, Events, Finish, Identify, ListPages, Start
 from loramux.engine.start_phases import StartPhases
 from loramux.engine.stats import adapter_uses, engine_stats
 from loramux.engine.usage import UsageFile
@@ -213,6 +213,8 @@ class Worker:
                 self._engine.memory.admit(command)
             case Adopt() | Remove() | Pin() | Prewarm() | ListUses():
                 self._handle_adapter_command(command)
+            case ListPages(call_id=call_id):
+                self._channel.send(Answer(call_id=call_id, pages=self._engine.pages.kinds()))
             case _:
                 self._is_open = False
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 
 # ("kv", sequence id), ("prefix", node id) or ("adapter", CID)
 Owner = tuple[str, int | str]
+_FREE = ord(".")
+_KINDS = {"kv": ord("k"), "prefix": ord("p"), "adapter": ord("a")}
 
 
 class PageAllocator:
@@ -18,6 +20,7 @@ class PageAllocator:
         # adapter's pages stay contiguous although KV pages are allocated one by one.
         self._free = deque(range(num_pages))
         self._owners: dict[int, Owner] = {}
+        self._kinds = bytearray([_FREE]) * num_pages
         self._num_launched_steps = 0
         self._num_finished_steps = 0
         # Page -> number of steps launched before its release; these steps may still access it.
@@ -26,6 +29,10 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def kinds(self) -> bytes:
+        """Returns a letter for each page: k (KV), p (prefix), a (adapter) or "." (free)."""
+        return bytes(self._kinds)
 
     def step_launched(self) -> None:
         """Records that a step was launched on the device."""
@@ -41,7 +48,7 @@ class PageAllocator:
             return None
         # Ascending: a copy to contiguous pages is one copy.
         page_ids = sorted(self._free.pop() for _ in range(count))
-        self._owners.update(dict.fromkeys(page_ids, owner))
+        self._give(owner, page_ids)
         return page_ids
 
     def allocate_for_load(self, owner: Owner, count: int) -> list[int] | None:
@@ -56,7 +63,7 @@ class PageAllocator:
         num_missing = count - len(page_ids)
         page_ids += in_use[:num_missing]
         self._free.extendleft(reversed(in_use[num_missing:]))
-        self._owners.update(dict.fromkeys(page_ids, owner))
+        self._give(owner, page_ids)
         return sorted(page_ids)
 
     def is_quiescent(self, page_ids: Iterable[int]) -> bool:
@@ -69,13 +76,16 @@ class PageAllocator:
         for page_id in page_ids:
             self._check_owner(page_id, owner)
             del self._owners[page_id]
+            self._kinds[page_id] = _FREE
             put_back(page_id)
             self._released_at[page_id] = self._num_launched_steps
 
     def transfer(self, page_ids: Iterable[int], owner: Owner, new_owner: Owner) -> None:
+        kind = _KINDS[new_owner[0]]
         for page_id in page_ids:
             self._check_owner(page_id, owner)
             self._owners[page_id] = new_owner
+            self._kinds[page_id] = kind
 
     def check_integrity(self, claims: Mapping[Owner, Iterable[int]]) -> None:
         """Asserts that every page is free or claimed exactly once, by its recorded owner."""
@@ -89,6 +99,16 @@ class PageAllocator:
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & claimed.keys(), "a page is free and owned"
         assert len(free) + len(claimed) == self.num_pages, "a page is lost"
+        expected = bytearray([_FREE]) * self.num_pages
+        for page_id, owner in claimed.items():
+            expected[page_id] = _KINDS[owner[0]]
+        assert expected == self._kinds, "the kind of a page is not that of its owner"
+
+    def _give(self, owner: Owner, page_ids: list[int]) -> None:
+        self._owners.update(dict.fromkeys(page_ids, owner))
+        kind = _KINDS[owner[0]]
+        for page_id in page_ids:
+            self._kinds[page_id] = kind
 
     def _check_owner(self, page_id: int, owner: Owner) -> None:
         if self._owners.get(page_id) != owner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,8 @@ from typing import Any
 import msgspec
 
 from loramux.backend import EngineStats, Health
-from loramux.server.context import HostContext
+from loramux.errors import LoramuxError
+from loramux.server.context import Context, HostContext
 from loramux.server.reports import tier_entry
 from loramux.server.streaming import named_event
 from loramux.types.modality import Modality
@@ -19,6 +21,10 @@ from loramux.types.modality import Modality
 INTERVAL_S = 1.0
 MAX_ADAPTERS = 24
 """Adapters of the batch, tenants and names of loads in one event."""
+MAX_CELLS = 512
+"""Letters of the map of the page pool; a larger pool has several pages for each."""
+# The engine answers between two steps; an event does not wait longer for the map of its pages.
+_MAP_WAIT_S, _MAP_TIMEOUT_S = 0.2, 5.0
 # An adapter's traffic is reported while it runs and this much longer.
 _FOLLOWED_S = 30.0
 # Events that a page may be behind, before it starts over with a whole state.
@@ -64,9 +70,8 @@ class LiveFeed:
                 yield sent
         finally:
             self._followers.discard(follower)
-            if not self._followers and self._ticking is not None:
-                self._ticking.cancel()
-                self._ticking = None
+            if not self._followers:
+                self._end()
 
     def _begin(self) -> None:
         """Starts over: nothing was recorded while no page was open."""
@@ -75,9 +80,18 @@ class LiveFeed:
         self._state = self._read()
         self._ticking = asyncio.create_task(self._tick())
 
+    def _end(self) -> None:
+        for host in self._hosts:
+            host.end()
+        if self._ticking is not None:
+            self._ticking.cancel()
+            self._ticking = None
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
+            for host in self._hosts:
+                await host.ask_for_map()
             state = self._read()
             moves = self._moves()
             changed = {name: new for name, new in state.items() if new != self._state.get(name)}
@@ -125,6 +139,8 @@ class _HostView:
         self._context = context
         self._resident: tuple[str, ...] = ()
         self._followed: dict[str, float] = {}
+        self._map = ""
+        self._asking: asyncio.Task[None] | None = None
 
     @property
     def modality(self) -> Modality:
@@ -135,7 +151,26 @@ class _HostView:
         metrics.newest_first_token.take()
         metrics.newest_inter_token.take()
         self._followed.clear()
+        self._map = ""
         self._resident = self._context.backend.stats.resident_adapters
+
+    def end(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+
+    async def ask_for_map(self) -> None:
+        """Asks for the map of the page pool, unless an earlier question is still open."""
+        if not isinstance(self._context, Context):
+            return
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._read_map(self._context))
+        await asyncio.wait({self._asking}, timeout=_MAP_WAIT_S)
+
+    async def _read_map(self, context: Context) -> None:
+        with contextlib.suppress(LoramuxError, TimeoutError):
+            async with asyncio.timeout(_MAP_TIMEOUT_S):
+                self._map = cells_of(await context.backend.page_kinds())
 
     def read(self) -> State:
         context = self._context
@@ -150,6 +185,7 @@ class _HostView:
             "steps": stats.num_steps,
             "preemptions": stats.num_preemptions,
             "pages": _pages(stats),
+            "map": self._map,
             "requests": total.num_requests,
             "prompt_tokens": total.num_prompt_tokens,
             "generation_tokens": total.num_generation_tokens,
@@ -205,6 +241,17 @@ def _pages(stats: EngineStats) -> dict[str, int]:
         "prefixes": stats.num_prefix_pages,
         "kv": max(0, stats.num_pages - held),
     }
+
+
+def cells_of(kinds: bytes, num_cells: int = MAX_CELLS) -> str:
+    """Returns a letter for each of up to `num_cells` ranges of pages: what most of a range is.
+
+    Between two kinds of one number, the one that holds something is shown.
+    """
+    count = min(num_cells, len(kinds))
+    ends = [len(kinds) * number // count for number in range(count + 1)] if count else []
+    ranges = (kinds[start:end] for start, end in zip(ends, ends[1:], strict=False))
+    return "".join(max("kpa.", key=lambda kind: pages.count(kind.encode())) for pages in ranges)
 
 
 def _largest(counts: Mapping[str, int]) -> dict[str, int]:

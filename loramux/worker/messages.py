@@ -163,6 +163,7 @@ class Answer(Message, Generic[AdapterT]):
     inspected: InspectedCard | None = None
     registrations: list[Registration[AdapterT]] | None = None
     uses: list[AdapterUse] | None = None
+    pages: bytes | None = None
     report: dict[str, Any] | None = None
     error: WireError | None = None
 

@@ -185,6 +185,7 @@ def test_adapter_is_pushed_promoted_and_rolled_back(page: Page, server: UiServer
     page.get_by_role("button", name="Examine the files").click()
     expect(page.get_by_text("This adapter can be served.")).to_be_visible()
     assert serious(page) == []
+    split_and_pin(page, server)
     page.get_by_role("button", name="Delete all").click()
     remove = page.get_by_role("dialog").get_by_role("button", name="Delete")
     expect(remove).to_be_disabled()
@@ -193,6 +194,25 @@ def test_adapter_is_pushed_promoted_and_rolled_back(page: Page, server: UiServer
     expect(page.get_by_label("Search adapters")).to_be_visible()
     page.get_by_label("Search adapters").fill("acme/voice")
     expect(page.get_by_text("No adapter matches")).to_be_visible()
+
+
+def split_and_pin(page: Page, server: UiServer) -> None:
+    page.get_by_role("button", name="Split").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Alias").fill("canary")
+    for version, share in (("1.0.0", "90"), ("1.1.0", "10")):
+        dialog.get_by_label(version).fill(share)
+    dialog.get_by_role("button", name="Split").click()
+    expect(page.get_by_text("1.0.0 90 %, 1.1.0 10 %")).to_be_visible()
+    aliases = call(server, "/v1/adapters/acme/voice")["aliases"]
+    targets = {one["alias"]: one["targets"] for one in aliases}
+    assert targets["canary"] == {"1.0.0": 90, "1.1.0": 10}
+    page.get_by_role("button", name="Warm").click()
+    expect(page.locator(".chip.tier-device")).to_be_visible()
+    page.get_by_role("button", name="Pin", exact=True).click()
+    expect(page.get_by_text("· pinned")).to_be_visible()
+    page.get_by_role("button", name="Unpin").click()
+    expect(page.get_by_text("· pinned")).to_be_hidden()
 
 
 # From the keystroke or the movement until the new rows have been painted.
@@ -250,16 +270,25 @@ def test_three_thousand_rows_filter_and_scroll(
 def test_live_view_follows_traffic(page: Page, server: UiServer) -> None:
     view(page, server, "live")
     expect(page.get_by_text("Nothing runs now.")).to_be_visible()
+    cells = page.locator("svg.map rect")
+    expect(cells.first).to_be_visible()
+    num_pages = call(server, "/v1/stats")["pages"]
+    assert cells.count() == min(512, num_pages)
     body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
     load = [
         threading.Thread(target=call, args=(server, "/v1/completions", body | {"model": name}))
-        for name in ("pirate", "shout")
+        for name in ("pirate", "shout", "sentiment")
     ]
     for one in load:
         one.start()
     batch = page.locator(".card").filter(has_text="Batch by adapter")
     expect(batch).to_contain_text("pirate")
     expect(batch).to_contain_text("shout")
+    # KV has the last pages, adapters the first ones.
+    expect(page.locator("svg.map rect.page-kv").first).to_be_visible()
+    expect(cells.first).to_have_class("page-adapters")
+    moves = page.get_by_role("list", name="Newest loads and evictions")
+    expect(moves).to_contain_text("loaded sentiment")
     tokens = page.locator(".tile").filter(has_text="Tokens/s").locator("dd")
     expect(tokens).not_to_have_text("0.0")
     assert serious(page) == []
@@ -305,6 +334,37 @@ def test_every_view_is_accessible_in_the_dark_on_a_phone(
             width = page.evaluate("document.documentElement.scrollWidth")
             assert width <= dark["viewport"]["width"], f"{name} scrolls sideways"
         watch.check()
+
+
+def test_page_is_used_with_the_keyboard_alone(page: Page, server: UiServer) -> None:
+    view(page, server, "adapters")
+    expect(page.locator(".rows .row").first).to_be_visible()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to content"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    page.keyboard.press("Tab")
+    page.keyboard.type("pirate")
+    expect(page.locator(".rows .row")).to_have_count(1)
+    while page.evaluate("document.activeElement.getAttribute('role')") != "grid":
+        page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="pirate")).to_be_visible()
+    page.get_by_role("link", name="Playground").focus()
+    page.keyboard.press("Enter")
+    slider = page.get_by_label("Column 2, weight of json")
+    slider.focus()
+    for _ in range(2):
+        page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("article").nth(1)).to_contain_text("1.10")
+    page.get_by_role("article").nth(1).get_by_role("button", name="Code").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    page.get_by_label("Prompt", exact=True).focus()
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("link", name="Receipt", exact=True)).to_have_count(3)
 
 
 @pytest.mark.slow

@@ -26,14 +26,17 @@ export interface Tier {
 
 type Counts = Record<string, number>;
 
-export interface LiveState {
-  time: number;
+/** The state of one model's engine. */
+export interface HostState {
+  modality: "text" | "image";
   status: string;
   restarts: number;
   running: number;
   waiting: number;
   preemptions: number;
   pages: { total: number; free: number; adapters: number; prefixes: number; kv: number };
+  /** A letter for each range of pages, in the order of their addresses; empty: not known yet. */
+  map: string;
   requests: number;
   prompt_tokens: number;
   generation_tokens: number;
@@ -48,13 +51,18 @@ export interface LiveState {
   ttft: Percentiles | null;
   inter_token: Percentiles | null;
   traffic: Counts;
+}
+
+/** The state of the first model, and that of an image model beside it. */
+export interface LiveState extends HostState {
+  time: number;
+  image?: HostState;
   loaded?: string[];
   evicted?: string[];
 }
 
-/** One second; rates are null after a gap. */
-export interface Sample {
-  time: number;
+/** One second of one model; rates are null after a gap. */
+export interface HostSample {
   tokens: number | null;
   prompts: number | null;
   running: number;
@@ -63,6 +71,12 @@ export interface Sample {
   interToken: Percentiles | null;
   loads: number;
   evictions: number;
+}
+
+export interface Sample extends HostSample {
+  time: number;
+  image: HostSample | null;
+  /** Of all models. */
   traffic: Counts;
 }
 
@@ -128,25 +142,35 @@ function take(kind: string, sent: Partial<LiveState>): void {
   const isNew = kind === "state" || before === null;
   const { loaded, evicted, ...changed } = sent;
   const now = { ...(isNew ? {} : before), ...changed } as LiveState;
-  const isCurrent = before !== null && now.restarts === before.restarts;
-  record(now, isCurrent && now.time - before.time < 5 ? before : null);
+  record(now, before !== null && now.time - before.time < 5 ? before : null);
   for (const [moveKind, names] of [["loaded", loaded], ["evicted", evicted]] as const) {
     if (names === undefined) continue;
     const added = names.map((name) => ({ time: now.time, kind: moveKind, name }));
     moves.set([...moves.value, ...added].slice(-MAX_MOVES));
   }
   live.set(now);
-  engine.set(now.status);
+  engine.set(now.image === undefined || now.status !== "ready" ? now.status : now.image.status);
 }
 
 function record(now: LiveState, before: LiveState | null): void {
   const seconds = before === null ? 0 : now.time - before.time;
-  const perSecond = (read: (state: LiveState) => number): number | null =>
-    before === null || seconds <= 0 ? null : Math.max(0, read(now) - read(before)) / seconds;
-  const grown = (read: (state: LiveState) => number): number =>
-    before === null ? 0 : Math.max(0, read(now) - read(before));
   const sample: Sample = {
+    ...sampleOf(now, before, seconds),
     time: now.time,
+    image: now.image === undefined ? null : sampleOf(now.image, before?.image ?? null, seconds),
+    traffic: { ...now.traffic, ...now.image?.traffic },
+  };
+  const oldest = now.time - HISTORY_S;
+  history.set([...history.value.filter((one) => one.time >= oldest), sample]);
+}
+
+function sampleOf(now: HostState, before: HostState | null, seconds: number): HostSample {
+  const isCurrent = before !== null && before.restarts === now.restarts;
+  const grown = (read: (state: HostState) => number): number =>
+    isCurrent ? Math.max(0, read(now) - read(before)) : 0;
+  const perSecond = (read: (state: HostState) => number): number | null =>
+    isCurrent && seconds > 0 ? grown(read) / seconds : null;
+  return {
     tokens: perSecond((state) => state.generation_tokens),
     prompts: perSecond((state) => state.prompt_tokens),
     running: now.running,
@@ -155,10 +179,7 @@ function record(now: LiveState, before: LiveState | null): void {
     interToken: now.inter_token,
     loads: grown((state) => state.loads),
     evictions: grown((state) => state.evictions),
-    traffic: now.traffic,
   };
-  const oldest = now.time - HISTORY_S;
-  history.set([...history.value.filter((one) => one.time >= oldest), sample]);
 }
 
 /** The open route /health: 200 or 503, both with a status. */

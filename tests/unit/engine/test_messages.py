@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from loramux.backend import AdapterUse, EngineStats, TierStats
-from loramux.engine.messages import Add, Command, Events, Reply
+from loramux.engine.messages import Add, Command, Events, ListPages, Reply
 from loramux.errors import (
     AdapterRefused,
     DoesNotFit,
@@ -108,6 +108,7 @@ def test_errors_are_rebuilt_with_all_their_attributes(error: LoramuxError) -> No
         Pin(call_id=1, cid="a", is_pinned=True),
         Prewarm(cids=("a", "b"), num_busiest=3),
         ListUses(call_id=2),
+        ListPages(call_id=3),
     ],
 )
 def test_adapter_commands_cross_unchanged(command: Command) -> None:

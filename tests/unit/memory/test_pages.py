@@ -87,6 +87,19 @@ def test_a_page_that_is_free_or_a_strangers_cannot_be_passed_on() -> None:
     pages.check_integrity({})
 
 
+def test_kinds_follow_the_owners_of_pages() -> None:
+    pages = PageAllocator(6)
+    assert pages.kinds() == b"......"
+    held = pages.allocate(("kv", 1), 3)
+    assert held == [3, 4, 5] and pages.allocate_for_load(("adapter", "a"), 1) == [0]
+    pages.transfer(held[:1], ("kv", 1), ("prefix", 5))
+    assert pages.kinds() == b"a..pkk"
+    pages.release(("kv", 1), held[1:])
+    pages.release(("adapter", "a"), [0])
+    assert pages.kinds() == b"...p.."
+    pages.check_integrity({("prefix", 5): [3]})
+
+
 def test_integrity_check_sees_a_forgotten_claim_and_a_double_claim() -> None:
     pages = PageAllocator(4)
     held = pages.allocate(("adapter", "x"), 2)

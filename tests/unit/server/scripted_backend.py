@@ -175,6 +175,8 @@ class ScriptedBackend:
         self.codecs: dict[str, ByteCodec] = {}
         """The tokenizers of adapters that have one of their own."""
         self.stats = EngineStats(num_pages=10, num_free_pages=10)
+        self.pages = b"." * 10
+        """The kinds of its pages."""
         self.adapters: dict[str, AdapterCard] = {}
         self.names = AdapterNames(self, registry)
         for name in NAMES:
@@ -267,6 +269,9 @@ class ScriptedBackend:
 
     async def adapter_uses(self) -> Sequence[AdapterUse]:
         return self.uses
+
+    async def page_kinds(self) -> bytes:
+        return self.pages
 
     async def examine_adapter(self, path: str) -> Mapping[str, Any]:
         return {"ok": True, "folder": path}

@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 from loramux.backend import EngineStats, Health
+from loramux.errors import EngineStopped
 from loramux.metrics.server import Metrics
 from loramux.server.context import Context, ServerOptions
-from loramux.server.live import LiveFeed
+from loramux.server.live import MAX_CELLS, LiveFeed, cells_of
 from tests.unit.server.asgi_client import run
 from tests.unit.server.scripted_backend import ScriptedBackend
 
@@ -49,6 +50,7 @@ def test_state_comes_first_and_then_only_what_changed() -> None:
             waiting_tenants={"acme": 2},
             resident_adapters=(cid,),
         )
+        backend.pages = b"aa.pk"
         metrics.first_token(0.25, num_prompt_tokens=8)
         kind, delta = read(await anext(events))
         assert kind == "delta" and "status" not in delta
@@ -58,6 +60,7 @@ def test_state_comes_first_and_then_only_what_changed() -> None:
             "total": 100, "free": 40, "adapters": 30, "prefixes": 20, "kv": 10
         }  # fmt: skip
         assert delta["ttft"] == {"p50": 250.0, "p90": 250.0, "p99": 250.0}
+        assert (state["map"], delta["map"]) == ("", "aa.pk")
         await events.aclose()
         assert feed.num_followers == 0
 
@@ -95,3 +98,58 @@ def test_the_stream_ends_when_the_server_drains() -> None:
         assert last["status"] == "draining"
 
     run(follow())
+
+
+def test_adapters_that_came_and_went_are_named() -> None:
+    backend = ScriptedBackend()
+    first, second = backend.adapters
+    backend.stats = EngineStats(resident_adapters=(first,))
+
+    async def follow() -> None:
+        feed, _ = make_feed(backend)
+        events = feed.events()
+        await anext(events)
+        backend.stats = EngineStats(resident_adapters=(second,))
+        delta = read(await anext(events))[1]
+        names = backend.names
+        assert delta["loaded"] == [names.names_of(second)[0]]
+        assert delta["evicted"] == [names.names_of(first)[0]]
+        again = read(await anext(events))[1]
+        assert "loaded" not in again and "evicted" not in again
+        await events.aclose()
+
+    run(follow())
+
+
+def test_an_engine_that_does_not_answer_leaves_the_last_map() -> None:
+    backend = ScriptedBackend()
+    backend.pages = b"kk"
+
+    async def fails() -> bytes:
+        raise EngineStopped("It has ended.")
+
+    async def hangs() -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    async def follow() -> None:
+        feed, _ = make_feed(backend)
+        events = feed.events()
+        await anext(events)
+        assert read(await anext(events))[1]["map"] == "kk"
+        for answer in (fails, hangs):
+            backend.page_kinds = answer  # type: ignore[method-assign]
+            assert "map" not in read(await anext(events))[1]
+        await events.aclose()
+
+    run(follow())
+
+
+def test_a_cell_is_what_most_of_its_pages_are() -> None:
+    assert cells_of(b"") == ""
+    assert cells_of(b"ka.p") == "ka.p"
+    assert cells_of(b"kk.aa...pp..", 3) == "k.p"
+    assert cells_of(b"k..a", 2) == "ka"
+    large = cells_of(b"k" * 1000 + b"." * 101_234)
+    assert len(large) == MAX_CELLS and set(large) == {"k", "."}
+    assert large == "k" * large.count("k") + "." * large.count(".")

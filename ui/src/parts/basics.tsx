@@ -111,6 +111,34 @@ export function Field({ label, hint, children }: FieldProps) {
   );
 }
 
+interface NumberFieldProps {
+  label: string;
+  hint?: string;
+  /** As text; empty: the server's default. */
+  value: string;
+  set: (value: string) => void;
+  min?: number;
+  max?: number;
+  step?: number | "any";
+}
+
+export function NumberField({ label, hint, value, set, min, max, step = 1 }: NumberFieldProps) {
+  return (
+    <Field label={label} {...(hint === undefined ? {} : { hint })}>
+      <input
+        type="number"
+        inputMode="decimal"
+        placeholder="default"
+        min={min}
+        max={max}
+        step={step}
+        value={value}
+        onInput={(event) => set(event.currentTarget.value)}
+      />
+    </Field>
+  );
+}
+
 export function Copied({ text }: { text: string }) {
   const [done, setDone] = useState(false);
   async function copy() {

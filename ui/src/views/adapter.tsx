@@ -2,8 +2,8 @@
 
 import { useState } from "preact/hooks";
 import { send, inPath, type CallerReport } from "../api";
-import { age, bytes, count, moment, shortCid } from "../format";
-import { history } from "../live";
+import { age, bytes, count, shortCid } from "../format";
+import { connection, history } from "../live";
 import { Copied, Empty, Failure, Loading, StateChip, TierChip } from "../parts/basics";
 import { LineChart } from "../parts/charts";
 import { useLoaded } from "../parts/load";
@@ -51,6 +51,7 @@ export function AdapterPage({ caller, id }: AdapterPageProps) {
         <h1>{adapter.names[0] ?? shortCid(adapter.cid ?? adapter.id)}</h1>
         <TierChip tier={adapter.tier} pinned={adapter.pinned} />
         <StateChip state={adapter.state} />
+        {adapter.modality === "image" && <span class="alias">image</span>}
         <span class="spacer" />
         {isAdmin && adapter.names[0] !== undefined && <Residency adapter={adapter} onDone={reload} />}
       </div>
@@ -178,6 +179,7 @@ function Recipe({ recipe }: { recipe: { [name: string]: unknown } }) {
 /** Tokens a second of this adapter, by the live view's history. */
 function Traffic({ name }: { name: string }) {
   const samples = useStore(history);
+  const isForbidden = useStore(connection) === "forbidden";
   const values = samples.map((sample, index) => {
     const now = sample.traffic[name];
     const before = samples[index - 1];
@@ -200,7 +202,9 @@ function Traffic({ name }: { name: string }) {
         <>
           <h2>Traffic</h2>
           <p class="muted">
-            No tokens since this page was opened{samples.length > 0 && ` (${moment(samples[0]?.time ?? 0)})`}.
+            {isForbidden
+              ? "This key may not follow the engine: that needs the scope metrics or admin, and no tenant."
+              : "No tokens since this page was opened."}
           </p>
         </>
       )}

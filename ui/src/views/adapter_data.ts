@@ -26,6 +26,8 @@ export interface Adapter {
   generation_tokens: number;
   recipe?: { [name: string]: Json };
   signed_by?: string;
+  /** image; absent for text */
+  modality?: string;
 }
 
 export interface AdapterList {

@@ -67,6 +67,7 @@ function Names({ adapter }: { adapter: Adapter }) {
   return (
     <span class="names" title={[...adapter.names, ...(adapter.aliases ?? [])].join("\n")}>
       <b>{adapter.names[0] ?? (adapter.cid === null ? adapter.id : shortCid(adapter.cid))}</b>
+      {adapter.modality === "image" && <span class="alias">image</span>}
       {more > 0 && <span class="muted"> +{more}</span>}
       {(adapter.aliases ?? []).map((alias) => (
         <span key={alias} class="alias">

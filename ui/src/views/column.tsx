@@ -1,118 +1,31 @@
-/** One column of the playground: what answers, the answer, and its receipt. */
+/** One column of the playground for text: the answer, and its differences to another one. */
 
 import { useMemo } from "preact/hooks";
 import { diffWords } from "../diff";
 import { ms, rate } from "../format";
 import { Failure } from "../parts/basics";
-import { ReceiptBar } from "../parts/receipt_bar";
-import { link } from "../router";
-import type { Output, Part } from "./run";
+import { ColumnFooter, ColumnFrame, type ColumnProps } from "./column_frame";
+import type { Output } from "./run";
 
-interface ColumnCardProps {
-  number: number;
-  base: string;
-  parts: readonly Part[];
-  output: Output;
+interface TextColumnProps extends ColumnProps<Output> {
   /** The output of the base's column, if differences are shown. */
   compared: Output | null;
-  onParts: (parts: Part[]) => void;
-  onRemove: (() => void) | null;
-  onCode: () => void;
-  /** Asks this column alone again; null: answers are under way. */
-  onRetry: (() => void) | null;
 }
 
-const MAX_PARTS = 8;
-
-export function ColumnCard(props: ColumnCardProps) {
-  const { number, base, parts, output, onParts } = props;
-  const change = (index: number, part: Partial<Part>) =>
-    onParts(parts.map((one, at) => (at === index ? { ...one, ...part } : one)));
-  const title = parts.length === 0 ? base : parts.map((part) => part.name).join(" + ");
+export function TextColumn({ output, compared, onRetry, ...frame }: TextColumnProps) {
   return (
-    <article class="card column" aria-label={`Column ${number}: ${title}`}>
-      <header>
-        <strong class="number">{number}</strong>
-        {parts.length === 0 && (
-          <span class="name">
-            {base} <span class="muted">base</span>
-          </span>
-        )}
-        <span class="spacer" />
-        <button type="button" class="quiet" onClick={props.onCode}>
-          Code
-        </button>
-        {props.onRemove !== null && (
-          <button type="button" class="quiet" aria-label={`Remove column ${number}`} onClick={props.onRemove}>
-            ✕
-          </button>
-        )}
-      </header>
-      {parts.map((part, index) => (
-        <div key={index} class="part-row">
-          <input
-            list="model-names"
-            class="adapter"
-            aria-label={`Column ${number}, adapter ${index + 1}`}
-            placeholder="adapter, tenant/name or name@version"
-            value={part.name}
-            spellcheck={false}
-            autocomplete="off"
-            onChange={(event) => change(index, { name: event.currentTarget.value.trim() })}
-          />
-          <input
-            type="range"
-            min={0}
-            max={1.5}
-            step={0.05}
-            aria-label={`Column ${number}, weight of ${part.name || "the adapter"}`}
-            value={part.weight}
-            onInput={(event) => change(index, { weight: Number(event.currentTarget.value) })}
-          />
-          <output class="weight">{part.weight.toFixed(2)}</output>
-          <button
-            type="button"
-            class="quiet"
-            aria-label={`Column ${number}: remove ${part.name || "the adapter"}`}
-            onClick={() => onParts(parts.filter((_, at) => at !== index))}
-          >
-            ✕
-          </button>
-        </div>
-      ))}
-      {parts.length < MAX_PARTS && (
-        <button type="button" class="small add" onClick={() => onParts([...parts, { name: "", weight: 1 }])}>
-          {parts.length === 0 ? "Use an adapter" : "Add another adapter"}
-        </button>
-      )}
-      <Answer output={output} compared={props.compared} onRetry={props.onRetry} />
-      <footer>
-        <dl class="facts">
-          <div>
-            <dt>tokens/s</dt>
-            <dd>{rate(output.perSecond)}</dd>
-          </div>
-          <div>
-            <dt>first token</dt>
-            <dd>{ms(output.ttftMs)}</dd>
-          </div>
-          <div>
-            <dt>tokens</dt>
-            <dd>{output.tokens ?? "–"}</dd>
-          </div>
-          <div>
-            <dt>ended by</dt>
-            <dd>{output.finish ?? (output.phase === "stopped" ? "you" : "–")}</dd>
-          </div>
-        </dl>
-        {output.receipt !== null && (
-          <div class="receipt-line">
-            <ReceiptBar receipt={output.receipt} isCompact />
-            <a href={link("receipts", String(output.receipt.id))}>Receipt</a>
-          </div>
-        )}
-      </footer>
-    </article>
+    <ColumnFrame {...frame}>
+      <Answer output={output} compared={compared} onRetry={onRetry} />
+      <ColumnFooter
+        facts={[
+          ["tokens/s", rate(output.perSecond)],
+          ["first token", ms(output.ttftMs)],
+          ["tokens", output.tokens === null ? "–" : String(output.tokens)],
+          ["ended by", output.finish ?? (output.phase === "stopped" ? "you" : "–")],
+        ]}
+        receipt={output.receipt}
+      />
+    </ColumnFrame>
   );
 }
 

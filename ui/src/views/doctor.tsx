@@ -17,11 +17,14 @@ interface Module {
   effect: number | null;
 }
 
+interface Refusal {
+  code: string;
+  reason: string;
+  fix: string;
+}
+
 interface Report {
-  ok: boolean;
-  folder: string;
-  base: string;
-  refusal: { code: string; reason: string; fix: string } | null;
+  refusal: Refusal | null;
   size_bytes: number | null;
   modules: Module[];
   parts: { kind: string; module: string; layer: number; num_rows: number; width: number }[];
@@ -31,10 +34,23 @@ interface Report {
   warnings: string[];
 }
 
+/** On an adapter of an image model; a refused one has the refusal alone. */
+interface ImageReport {
+  refusal: Refusal | null;
+  formats?: string[];
+  method?: string;
+  /** By component of the pipeline. */
+  num_modules?: Record<string, number>;
+  /** Rank: number of modules. */
+  ranks?: Record<string, number>;
+  num_bytes?: number;
+  trigger_words?: string[];
+}
+
 export function Doctor({ name }: { name: string }) {
   const [isWanted, setWanted] = useState(false);
   const report = useLoaded(
-    isWanted ? (signal) => get<Report>(`/v1/doctor/${inPath(name)}`, signal) : null,
+    isWanted ? (signal) => get<Report | ImageReport>(`/v1/doctor/${inPath(name)}`, signal) : null,
     [name, isWanted],
   );
   return (
@@ -50,23 +66,56 @@ export function Doctor({ name }: { name: string }) {
       </div>
       {isWanted && report.isLoading && <Loading what="the report" />}
       {report.error !== null && <Failure error={report.error} retry={report.reload} />}
-      {report.value !== null && <Findings report={report.value} />}
+      {report.value !== null && (
+        <>
+          <Verdict refusal={report.value.refusal} />
+          {"modules" in report.value ? <Findings report={report.value} /> : <ImageFindings report={report.value} />}
+        </>
+      )}
     </div>
+  );
+}
+
+function Verdict({ refusal }: { refusal: Refusal | null }) {
+  if (refusal === null) return <p class="good">This adapter can be served.</p>;
+  return (
+    <div class="failure">
+      <strong>Refused: {refusal.code}</strong>
+      <p>{refusal.reason}</p>
+      <p>{refusal.fix}</p>
+    </div>
+  );
+}
+
+function ImageFindings({ report }: { report: ImageReport }) {
+  const counts = (of: Record<string, number> = {}): string =>
+    Object.entries(of)
+      .map(([name, number]) => `${name} (${number})`)
+      .join(", ") || "–";
+  const facts: [string, string][] = [
+    ["Method", report.method ?? "–"],
+    ["Names of modules", (report.formats ?? []).join(", ") || "–"],
+    ["Modules", counts(report.num_modules)],
+    ["Ranks", counts(report.ranks)],
+    ["Size", report.num_bytes === undefined ? "–" : bytes(report.num_bytes)],
+    ["Trigger words", (report.trigger_words ?? []).join(", ") || "none"],
+  ];
+  if (report.refusal !== null) return null;
+  return (
+    <dl class="facts wide">
+      {facts.map(([name, value]) => (
+        <div key={name}>
+          <dt>{name}</dt>
+          <dd>{value}</dd>
+        </div>
+      ))}
+    </dl>
   );
 }
 
 function Findings({ report }: { report: Report }) {
   return (
     <>
-      {report.refusal === null ? (
-        <p class="good">This adapter can be served.</p>
-      ) : (
-        <div class="failure">
-          <strong>Refused: {report.refusal.code}</strong>
-          <p>{report.refusal.reason}</p>
-          <p>{report.refusal.fix}</p>
-        </div>
-      )}
       {report.warnings.map((warning) => (
         <p key={warning} class="note">
           {warning}

@@ -3,7 +3,7 @@
 import { useLoaded } from "../parts/load";
 import { get } from "../api";
 import { bytes, count, moment, ms, rate, share } from "../format";
-import { connection, history, live, moves, type LiveState, type Move, type Percentiles, type Sample, type Tier } from "../live";
+import { connection, history, live, moves, type HostSample, type HostState, type Move, type Percentiles, type Sample, type Tier } from "../live";
 import { Empty, Loading } from "../parts/basics";
 import { LineChart, StackedBar } from "../parts/charts";
 import { useStore } from "../store";
@@ -15,6 +15,7 @@ interface EngineReport {
   dtype: string;
   page_bytes: number;
   max_sequences: number;
+  image?: EngineReport;
 }
 
 export function Live() {
@@ -22,7 +23,7 @@ export function Live() {
   const link = useStore(connection);
   const samples = useStore(history);
   const moved = useStore(moves);
-  const report = useLoaded((signal) => get<EngineReport>("/v1/stats", signal), [state?.restarts]);
+  const found = useLoaded((signal) => get<EngineReport>("/v1/stats", signal), [state?.restarts]);
   if (link === "forbidden") {
     return (
       <Empty title="This key may not see the engine">
@@ -31,43 +32,80 @@ export function Live() {
     );
   }
   if (state === null) return <Loading what="the live view" />;
-  const newest = samples[samples.length - 1];
+  const times = samples.map((one) => one.time);
   return (
     <section class="live">
       <div class="toolbar">
         <h1>Live</h1>
-        <span class="muted">
-          {report.value !== null &&
-            `${report.value.model} on ${report.value.gpu_name ?? report.value.device}, ${report.value.dtype}`}
-        </span>
         <span class="spacer" />
         <span class="muted" role="status">
           {link === "open" ? `as of ${moment(state.time)}` : "reconnecting…"}
         </span>
       </div>
+      <HostView state={state} report={found.value} samples={samples} times={times} />
+      {state.image !== undefined && (
+        <HostView
+          state={state.image}
+          report={found.value?.image ?? null}
+          samples={samples.flatMap((one) => (one.image === null ? [] : [one.image]))}
+          times={samples.flatMap((one) => (one.image === null ? [] : [one.time]))}
+        />
+      )}
+      <Moves samples={samples} times={times} moved={moved} />
+    </section>
+  );
+}
+
+interface HostProps {
+  state: HostState;
+  report: EngineReport | null;
+  samples: readonly HostSample[];
+  times: readonly number[];
+}
+
+function HostView({ state, report, samples, times }: HostProps) {
+  const isText = state.modality === "text";
+  const newest = samples[samples.length - 1];
+  const charts = { samples, times };
+  return (
+    <section aria-label={isText ? "Text model" : "Image model"}>
+      <h2 class="model">
+        {isText ? "Text" : "Images"}{" "}
+        {report !== null && (
+          <span class="muted">
+            {report.model} on {report.gpu_name ?? report.device}, {report.dtype}
+          </span>
+        )}
+      </h2>
       <dl class="tiles">
-        <Tile name="Tokens/s" value={rate(newest?.tokens ?? null)} />
-        <Tile name="Running" value={count(state.running)} of={report.value?.max_sequences} />
+        <Tile name={isText ? "Tokens/s" : "Image tokens/s"} value={rate(newest?.tokens ?? null)} />
+        <Tile name="Running" value={count(state.running)} of={report?.max_sequences} />
         <Tile name="Waiting" value={count(state.waiting)} />
-        <Tile name="First token p50" value={ms(lastOf(samples, (one) => one.ttft)?.p50)} />
-        <Tile name="Between tokens p50" value={ms(lastOf(samples, (one) => one.interToken)?.p50)} />
-        <Tile name="Prefix cache" value={share(state.prefix_hit_tokens, state.prefix_query_tokens)} />
+        <Tile
+          name={isText ? "First token p50" : "First step p50"}
+          value={ms(lastOf(samples, (one) => one.ttft)?.p50)}
+        />
+        {isText && <Tile name="Between tokens p50" value={ms(lastOf(samples, (one) => one.interToken)?.p50)} />}
+        {isText && <Tile name="Prefix cache" value={share(state.prefix_hit_tokens, state.prefix_query_tokens)} />}
         <Tile name="Requests" value={count(state.requests)} />
         <Tile name="Restarts" value={count(state.restarts)} />
       </dl>
-      <PageMap state={state} pageBytes={report.value?.page_bytes ?? 0} />
+      {state.pages.total > 0 && <PageMap state={state} pageBytes={report?.page_bytes ?? 0} />}
       <div class="two charts">
-        <Rates samples={samples} />
-        <Load samples={samples} />
-        <Latency title="Time to first token" samples={samples} read={(one) => one.ttft} />
-        <Latency title="Between tokens" samples={samples} read={(one) => one.interToken} />
+        <Rates {...charts} title={isText ? "Tokens per second" : "Image tokens per second"} />
+        <Load {...charts} />
+        <Latency
+          {...charts}
+          title={isText ? "Time to first token" : "Time to first step"}
+          read={(one) => one.ttft}
+        />
+        {isText && <Latency {...charts} title="Between tokens" read={(one) => one.interToken} />}
       </div>
       <div class="two">
         <Mix state={state} />
         <Queue state={state} />
       </div>
-      <Moves samples={samples} moved={moved} />
-      <Tiers tiers={state.tiers} />
+      {state.tiers.length > 0 && <Tiers tiers={state.tiers} />}
     </section>
   );
 }
@@ -84,28 +122,24 @@ function Tile({ name, value, of }: { name: string; value: string; of?: number | 
   );
 }
 
-function lastOf(samples: readonly Sample[], read: (one: Sample) => Percentiles | null): Percentiles | null {
+function lastOf(samples: readonly HostSample[], read: (one: HostSample) => Percentiles | null): Percentiles | null {
   for (let i = samples.length - 1; i >= Math.max(0, samples.length - 30); i--) {
-    const found = read(samples[i] as Sample);
+    const found = read(samples[i] as HostSample);
     if (found !== null) return found;
   }
   return null;
 }
 
-const CELLS = 480;
+const COLUMNS = 64;
 const KINDS = ["kv", "prefixes", "adapters", "free"] as const;
+type Kind = (typeof KINDS)[number];
 const KIND_NAMES = { kv: "KV cache", prefixes: "prefixes", adapters: "adapters", free: "free" };
+const LETTERS: Record<string, Kind> = { k: "kv", p: "prefixes", a: "adapters", ".": "free" };
 
-/** A cell for each share of the pool, in the order of their kinds. */
-function PageMap({ state, pageBytes }: { state: LiveState; pageBytes: number }) {
-  const { pages } = state;
-  const ends: number[] = [];
-  let sum = 0;
-  for (const kind of KINDS) {
-    sum += pages[kind];
-    ends.push(pages.total === 0 ? 0 : Math.round((CELLS * sum) / pages.total));
-  }
-  const columns = 60;
+/** A cell for each range of pages, in the order of their addresses. */
+function PageMap({ state, pageBytes }: { state: HostState; pageBytes: number }) {
+  const { pages, map } = state;
+  const first = (cell: number): number => Math.floor((pages.total * cell) / map.length);
   return (
     <div class="card">
       <div class="toolbar">
@@ -113,6 +147,7 @@ function PageMap({ state, pageBytes }: { state: LiveState; pageBytes: number }) 
         <span class="muted">
           {count(pages.total)} pages
           {pageBytes > 0 && ` of ${bytes(pageBytes)}, ${bytes(pages.total * pageBytes)}`}
+          {map.length > 0 && map.length < pages.total && `; a cell is ${round(pages.total / map.length)} pages`}
         </span>
         <ul class="legends">
           {KINDS.map((kind) => (
@@ -125,22 +160,24 @@ function PageMap({ state, pageBytes }: { state: LiveState; pageBytes: number }) 
       </div>
       <svg
         class="map"
-        viewBox={`0 0 ${columns * 10} ${(CELLS / columns) * 10}`}
+        viewBox={`0 0 ${COLUMNS * 10} ${Math.max(1, Math.ceil(map.length / COLUMNS)) * 10}`}
         role="img"
         aria-label={`Page pool: ${KINDS.map((kind) => `${KIND_NAMES[kind]} ${pages[kind]}`).join(", ")} pages`}
       >
-        {Array.from({ length: CELLS }, (_, cell) => {
-          const kind = KINDS[ends.findIndex((end) => cell < end)] ?? "free";
+        {Array.from(map, (letter, cell) => {
+          const kind = LETTERS[letter] ?? "free";
           return (
             <rect
               key={cell}
               class={`page-${kind}`}
-              x={(cell % columns) * 10 + 0.5}
-              y={Math.floor(cell / columns) * 10 + 0.5}
+              x={(cell % COLUMNS) * 10 + 0.5}
+              y={Math.floor(cell / COLUMNS) * 10 + 0.5}
               width={9}
               height={9}
               rx={1.5}
-            />
+            >
+              <title>{`${rangeText(first(cell), first(cell + 1) - 1)}: ${KIND_NAMES[kind]}`}</title>
+            </rect>
           );
         })}
       </svg>
@@ -148,16 +185,22 @@ function PageMap({ state, pageBytes }: { state: LiveState; pageBytes: number }) 
   );
 }
 
-const timesOf = (samples: readonly Sample[]): number[] => samples.map((one) => one.time);
+const rangeText = (from: number, to: number): string => (to <= from ? `page ${from}` : `pages ${from} to ${to}`);
+
+interface ChartProps {
+  samples: readonly HostSample[];
+  times: readonly number[];
+}
+
 const round = (value: number): string => (value < 10 ? value.toFixed(1) : count(Math.round(value)));
 
-function Rates({ samples }: { samples: readonly Sample[] }) {
+function Rates({ title, samples, times }: ChartProps & { title: string }) {
   return (
     <div class="card">
       <LineChart
-        title="Tokens per second"
+        title={title}
         unit=""
-        times={timesOf(samples)}
+        times={times}
         series={[
           { name: "generated", colour: "c1", values: samples.map((one) => one.tokens) },
           { name: "prompt", colour: "c2", values: samples.map((one) => one.prompts) },
@@ -168,13 +211,13 @@ function Rates({ samples }: { samples: readonly Sample[] }) {
   );
 }
 
-function Load({ samples }: { samples: readonly Sample[] }) {
+function Load({ samples, times }: ChartProps) {
   return (
     <div class="card">
       <LineChart
         title="Requests"
         unit=""
-        times={timesOf(samples)}
+        times={times}
         series={[
           { name: "running", colour: "c1", values: samples.map((one) => one.running) },
           { name: "waiting", colour: "c3", values: samples.map((one) => one.waiting) },
@@ -185,17 +228,16 @@ function Load({ samples }: { samples: readonly Sample[] }) {
   );
 }
 
-function Latency({ title, samples, read }: {
+function Latency({ title, samples, times, read }: ChartProps & {
   title: string;
-  samples: readonly Sample[];
-  read: (one: Sample) => Percentiles | null;
+  read: (one: HostSample) => Percentiles | null;
 }) {
   return (
     <div class="card">
       <LineChart
         title={title}
         unit=""
-        times={timesOf(samples)}
+        times={times}
         series={(["p50", "p90", "p99"] as const).map((name, index) => ({
           name,
           colour: `c${index + 1}`,
@@ -207,7 +249,7 @@ function Latency({ title, samples, read }: {
   );
 }
 
-function Mix({ state }: { state: LiveState }) {
+function Mix({ state }: { state: HostState }) {
   const named = Object.values(state.batch).reduce((sum, one) => sum + one, 0);
   const bars = Object.entries(state.batch).map(([name, value], index) => ({
     name,
@@ -228,7 +270,7 @@ function Mix({ state }: { state: LiveState }) {
   );
 }
 
-function Queue({ state }: { state: LiveState }) {
+function Queue({ state }: { state: HostState }) {
   const tenants = Object.entries(state.tenants);
   const most = Math.max(1, ...tenants.map(([, waiting]) => waiting));
   return (
@@ -253,16 +295,21 @@ function Queue({ state }: { state: LiveState }) {
   );
 }
 
-function Moves({ samples, moved }: { samples: readonly Sample[]; moved: readonly Move[] }) {
+/** Of all models. */
+function Moves({ samples, times, moved }: {
+  samples: readonly Sample[];
+  times: readonly number[];
+  moved: readonly Move[];
+}) {
   return (
     <div class="card">
       <LineChart
         title="Loads and evictions"
         unit="a second"
-        times={timesOf(samples)}
+        times={times}
         series={[
-          { name: "loads", colour: "c1", values: samples.map((one) => one.loads) },
-          { name: "evictions", colour: "c4", values: samples.map((one) => one.evictions) },
+          { name: "loads", colour: "c1", values: samples.map((one) => one.loads + (one.image?.loads ?? 0)) },
+          { name: "evictions", colour: "c4", values: samples.map((one) => one.evictions + (one.image?.evictions ?? 0)) },
         ]}
         format={(value) => count(Math.round(value))}
       />

@@ -9,7 +9,7 @@ import { ReceiptBar } from "../parts/receipt_bar";
 import { link } from "../router";
 import { keyIdOf, readPem, verifyReceipt, type Verdict } from "../verify";
 import { servedBy } from "./receipts";
-import type { Receipt } from "./run";
+import type { Receipt } from "./call";
 
 interface ReceiptKey {
   key_id: string;
@@ -46,6 +46,7 @@ export function ReceiptPage({ caller, id }: { caller: CallerReport; id: string }
           ))}
         </dl>
       </div>
+      <Images receipt={receipt} />
       <Signature caller={caller} receipt={receipt} />
       <details class="card">
         <summary>The receipt as JSON</summary>
@@ -53,6 +54,51 @@ export function ReceiptPage({ caller, id }: { caller: CallerReport; id: string }
         <pre tabIndex={0}>{text}</pre>
       </details>
     </section>
+  );
+}
+
+interface ServedImage {
+  seed: number;
+  size: string;
+  steps: number;
+  pixel_digest: string;
+  num_pauses?: number;
+}
+
+/** What was drawn, where the request was for images. */
+function Images({ receipt }: { receipt: Receipt }) {
+  const images = (receipt.images ?? []) as unknown as ServedImage[];
+  if (images.length === 0) return null;
+  return (
+    <div class="card">
+      <h2>Images</h2>
+      <div class="scroll" tabIndex={0} role="region" aria-label="Images">
+        <table class="plain-table">
+          <thead>
+            <tr>
+              <th>Seed</th>
+              <th>Size</th>
+              <th>Steps</th>
+              <th>Pauses</th>
+              <th>Digest of the pixels</th>
+            </tr>
+          </thead>
+          <tbody>
+            {images.map((image) => (
+              <tr key={image.seed}>
+                <td>{image.seed}</td>
+                <td>{image.size}</td>
+                <td>{image.steps}</td>
+                <td>{image.num_pauses ?? 0}</td>
+                <td>
+                  <code class="long">{image.pixel_digest}</code>
+                </td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </div>
   );
 }
 

@@ -6,7 +6,7 @@ import { Failure } from "../parts/basics";
 import { useLoaded } from "../parts/load";
 import { ReceiptBar } from "../parts/receipt_bar";
 import { link } from "../router";
-import type { Receipt } from "./run";
+import type { Receipt } from "./call";
 
 const NUM_SHOWN = 12;
 

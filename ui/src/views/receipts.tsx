@@ -9,7 +9,7 @@ import { PhaseLegend, phasesOf, ReceiptBar } from "../parts/receipt_bar";
 import { sorted, Table, type Column, type Order } from "../parts/table";
 import { goTo } from "../router";
 import { Store, useStore } from "../store";
-import type { Receipt } from "./run";
+import type { Receipt } from "./call";
 
 const LIMIT = 500;
 type Which = "newest" | "slowest" | "failed";

@@ -1,13 +1,12 @@
 /** One column's request: its body, its stream, and the same call as curl and Python. */
 
-import { address, errorOf, get, hasKey, open, ApiError } from "../api";
+import { errorOf, get, open, ApiError } from "../api";
 import { readEvents } from "../sse";
 import type { Json } from "../canonical";
+import { curl, pythonCall, pythonHead, type Body, type Receipt } from "./call";
+import type { Part } from "./columns";
 
-export interface Part {
-  name: string;
-  weight: number;
-}
+const PATH = "/v1/chat/completions";
 
 export interface Parameters {
   system: string;
@@ -18,8 +17,6 @@ export interface Parameters {
   seed: string;
   schema: string;
 }
-
-export type Receipt = { [name: string]: Json };
 
 export interface Output {
   phase: "idle" | "waiting" | "streaming" | "done" | "stopped" | "failed";
@@ -51,12 +48,12 @@ interface Chunk {
   serving?: Receipt;
 }
 
-/** Raises SyntaxError for a schema that is not JSON. */
-export function bodyOf(parts: readonly Part[], base: string, parameters: Parameters): Json {
+/** Raises an error for a schema that is not JSON. */
+export function bodyOf(parts: readonly Part[], base: string, parameters: Parameters): Body {
   const messages: Json[] = [];
   if (parameters.system.trim() !== "") messages.push({ role: "system", content: parameters.system });
   messages.push({ role: "user", content: parameters.prompt });
-  const body: { [name: string]: Json } = { model: base };
+  const body: Body = { model: base };
   if (parts.length === 1 && parts[0]?.weight === 1) {
     body.model = parts[0].name;
   } else if (parts.length > 0) {
@@ -73,14 +70,22 @@ export function bodyOf(parts: readonly Part[], base: string, parameters: Paramet
     if (text.trim() !== "") body[name] = Number(text);
   }
   if (parameters.schema.trim() !== "") {
-    const schema = JSON.parse(parameters.schema) as Json;
+    const schema = schemaOf(parameters.schema);
     body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   }
   return body;
 }
 
+function schemaOf(text: string): Json {
+  try {
+    return JSON.parse(text) as Json;
+  } catch (error) {
+    throw new Error(`The JSON schema is not valid JSON: ${(error as Error).message}`);
+  }
+}
+
 export async function runColumn(
-  body: Json,
+  body: Body,
   signal: AbortSignal,
   show: (output: Output) => void,
 ): Promise<void> {
@@ -91,9 +96,9 @@ export async function runColumn(
   let first: number | null = null;
   let numChunks = 0;
   try {
-    const response = await open("/v1/chat/completions", {
+    const response = await open(PATH, {
       method: "POST",
-      body: { ...(body as object), stream: true, stream_options: { include_usage: true } },
+      body: { ...body, stream: true, stream_options: { include_usage: true } },
       accept: "text/event-stream",
       signal,
     });
@@ -152,41 +157,15 @@ async function readReceipt(
   }
 }
 
-export function asCurl(body: Json): string {
-  const key = hasKey() ? " \\\n  -H \"Authorization: Bearer $LORAMUX_API_KEY\"" : "";
-  const text = JSON.stringify({ ...(body as object), stream: true }, null, 2).replaceAll("'", "'\\''");
-  return `curl -N ${address("/v1/chat/completions")} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${text}'`;
-}
+const OWN = ["model", "messages", "temperature", "top_p", "max_tokens", "seed", "response_format", "stream"];
 
-export function asPython(body: Json): string {
-  const { adapters, adapter_weights, ...fields } = body as { [name: string]: Json };
-  const key = hasKey() ? 'os.environ["LORAMUX_API_KEY"]' : '"none"';
-  const lines = Object.entries(fields).map(([name, value]) => `    ${name}=${python(value)},`);
-  if (adapters !== undefined) {
-    lines.push(`    extra_body=${python({ adapters, adapter_weights } as Json)},`);
-  }
-  return [
-    ...(hasKey() ? ["import os", ""] : []),
-    "from openai import OpenAI",
-    "",
-    `client = OpenAI(base_url=${JSON.stringify(address("/v1"))}, api_key=${key})`,
-    "stream = client.chat.completions.create(",
-    ...lines,
-    "    stream=True,",
-    ")",
+export const asCurl = (body: Body): string => curl(PATH, { ...body, stream: true }, "-N ");
+
+export const asPython = (body: Body): string =>
+  [
+    ...pythonHead(),
+    ...pythonCall("stream", "chat.completions.create", { ...body, stream: true }, OWN),
     "for chunk in stream:",
     "    if chunk.choices:",
     '        print(chunk.choices[0].delta.content or "", end="", flush=True)',
   ].join("\n");
-}
-
-function python(value: Json): string {
-  if (value === null) return "None";
-  if (typeof value === "boolean") return value ? "True" : "False";
-  if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;
-  if (typeof value === "object") {
-    const fields = Object.entries(value).map(([name, one]) => `${JSON.stringify(name)}: ${python(one as Json)}`);
-    return `{${fields.join(", ")}}`;
-  }
-  return JSON.stringify(value);
-}
