@@ -31,14 +31,13 @@ class Health(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCard:
-    """Describes the base model and the memory budgets of a running engine."""
+class HostCard:
+    """Describes the base model of a running engine, whatever it generates, and its budgets."""
 
     name: str
     path: str
     digest: str
-    max_model_len: int
-    vocab_size: int
+    """The digest of the model's weights."""
     dtype: str
     pool_bytes: int
     device: str = "cpu"
@@ -47,16 +46,8 @@ class ModelCard:
     """Why the CPU is used although the machine has an NVIDIA GPU."""
     num_pages: int = 0
     """Pages of the pool."""
-    max_batch_tokens: int = 512
     max_sequences: int = 256
-    tokenizer_folder: str = ""
-    eos_token_ids: tuple[int, ...] = ()
-    block_tokens: int = 16
-    """Tokens of one KV page."""
-    shapes: BaseModelInfo | None = None
-    packing: PackingKind = "dense"
-    """The layout of adapters on the device."""
-    pooling: ModelPooling = ModelPooling()
+    """Requests of one step."""
     max_resident: int | None = None
     """Limit of the adapters on the device; None: as many as fit."""
     max_loras: int | None = None
@@ -67,6 +58,23 @@ class ModelCard:
     """Largest fraction of the page pool that adapters may take."""
     start_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase of the start; some phases run at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard(HostCard):
+    """Describes a language model."""
+
+    max_model_len: int
+    vocab_size: int
+    max_batch_tokens: int = 512
+    tokenizer_folder: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    block_tokens: int = 16
+    """Tokens of one KV page."""
+    shapes: BaseModelInfo | None = None
+    packing: PackingKind = "dense"
+    """The layout of adapters on the device."""
+    pooling: ModelPooling = ModelPooling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +253,7 @@ class AdapterHost(Protocol):
     def health(self) -> Health: ...
 
     @property
-    def card(self) -> ModelCard: ...
+    def card(self) -> HostCard: ...
 
     @property
     def stats(self) -> EngineStats: ...
@@ -273,21 +281,21 @@ class AdapterHost(Protocol):
         ...
 
     async def add_adapter(self, path: str) -> AdapterCard:
-        """Checks a PEFT folder and registers it by its CID; raises AdapterRefused."""
+        """Checks an adapter's files and registers it by its CID; raises AdapterRefused."""
         ...
 
     async def inspect_adapters(
         self, paths: Sequence[str]
     ) -> Sequence[AdapterCard | InspectedCard | LoramuxError]:
-        """Checks configs and headers of PEFT folders, without their weights.
+        """Checks several adapters, of PEFT folders configs and headers without their weights.
 
-        Returns for each folder its card, if its CID is on record and it is registered now, else
-        what its header says, or why it is refused.
+        Returns for each its card, if its CID is known and it is registered now, else what its
+        header says, or why it is refused.
         """
         ...
 
     async def remove_adapter(self, cid: str) -> None:
-        """Frees the adapter once no sequence uses it; raises AdapterNotFound for an unknown CID."""
+        """Frees the adapter once no request uses it; raises AdapterNotFound for an unknown CID."""
         ...
 
     async def prewarm(self, cids: Sequence[str], *, num_busiest: int = 0) -> None:
@@ -303,7 +311,7 @@ class AdapterHost(Protocol):
         ...
 
     async def examine_adapter(self, path: str) -> Mapping[str, Any]:
-        """Returns the doctor's report on a folder; a refusal is a finding in it."""
+        """Returns the doctor's report on an adapter; a refusal is a finding in it."""
         ...
 
     async def probe(self, timeout_s: float) -> dict[str, float]:
@@ -320,6 +328,9 @@ class AdapterHost(Protocol):
 
 class TextBackend(AdapterHost, Protocol):
     """An adapter host that generates text."""
+
+    @property
+    def card(self) -> ModelCard: ...
 
     @property
     def codec(self) -> TextCodec:

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from loramux.backend import Health
+from loramux.backend import AdapterHost, HostCard
+from loramux.types.adapter import AdapterCard
 from loramux.types.image import ImageRequest
 
 ImageFormat = Literal["png", "jpeg", "webp"]
@@ -14,16 +15,10 @@ FORMATS: tuple[ImageFormat, ...] = ("png", "jpeg", "webp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageCard:
-    """Describes the image model of a running engine."""
+class ImageCard(HostCard):
+    """Describes an image model."""
 
-    name: str
-    path: str
-    digest: str
-    """The digest of its weights."""
     family: str
-    dtype: str
-    device: str
     default_size: int
     size_factor: int
     """Width and height are multiples of this."""
@@ -37,15 +32,15 @@ class ImageCard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageAdapterCard:
-    """A registered adapter of the image model."""
+class ImageAdapterCard(AdapterCard):
+    """A registered adapter of the image model; `num_bytes` is its size on the device."""
 
-    cid: str
-    path: str
-    rank: int
-    num_bytes: int
     num_modules: Mapping[str, int]
     """By component of the pipeline."""
+    file_bytes: int = 0
+    formats: tuple[str, ...] = ()
+    """How the file names its modules, most used first."""
+    method: str = ""
     trigger_words: tuple[str, ...] = ()
 
 
@@ -76,6 +71,16 @@ class FinishedImage:
     max_images: int
     """The most images in one of its forwards, itself included."""
     max_adapters: int
+    tier_found: str | None = None
+    """The slowest tier of its adapters at its arrival; None for the base."""
+    load_s: float = 0.0
+    """Seconds of the longest load of its adapters, if they were not on the device."""
+    queue_depth: int = 0
+    """Images that waited or ran at its arrival."""
+
+    @property
+    def is_cold_miss(self) -> bool:
+        return self.tier_found not in (None, "device")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,40 +94,27 @@ class ImageUpdate:
     finished: FinishedImage | None = None
 
 
-class ImageBackend(Protocol):
-    """An engine with one image model and its adapters by CID."""
-
-    @property
-    def health(self) -> Health: ...
+class ImageBackend(AdapterHost, Protocol):
+    """An adapter host that draws images."""
 
     @property
     def card(self) -> ImageCard: ...
 
     @property
-    def adapters(self) -> Mapping[str, ImageAdapterCard]:
-        """Registered adapters by CID."""
-        ...
-
-    async def start(self) -> None:
-        """Returns once requests are accepted; raises the error that prevents the start."""
-        ...
+    def adapters(self) -> Mapping[str, ImageAdapterCard]: ...
 
     async def add_adapter(self, path: str) -> ImageAdapterCard:
-        """Reads and checks a file or folder and registers it; raises AdapterRefused."""
-        ...
+        """Reads and checks a file or folder and registers it.
 
-    async def remove_adapter(self, cid: str) -> None:
-        """Frees the adapter once no image uses it; raises AdapterNotFound."""
+        Raises AdapterRefused, or DoesNotFit if the adapter is larger than the memory for adapters.
+        """
         ...
 
     def submit(self, request: ImageRequest, form: ImageForm) -> AsyncIterator[ImageUpdate]:
         """Yields an update after each step, and the finished image last.
 
         Closing the iterator early ends the image before the next step. Raises InvalidRequest,
-        AdapterNotFound, EngineBusy, EngineStopped, or the error of the image.
+        AdapterNotFound, AdapterRefused (it cannot be loaded), DoesNotFit, EngineBusy, EngineStopped
+        (the engine died), or the error of the image.
         """
-        ...
-
-    async def close(self, *, drain_s: float) -> None:
-        """Refuses new requests, waits up to drain_s for running ones, then stops the engine."""
         ...

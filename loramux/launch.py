@@ -1,4 +1,4 @@
-"""Composition root of the server: config -> engine -> HTTP application -> listening server."""
+"""Composition root of the server: config -> engines -> HTTP application -> listening server."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
 
 from loramux.adapters.combine.cache import CombinationCache
-from loramux.backend import ModelCard
+from loramux.backend import AdapterHost, HostCard
 from loramux.compose import LibraryOptions, open_library, store_limits
 from loramux.config.access import AccessConfig, is_key_text, parse_networks
 from loramux.config.engine import EngineConfig
@@ -56,7 +55,8 @@ from loramux.server.connections.serving import (
     uvicorn_config,
     when_started,
 )
-from loramux.server.context import OnDemand, ServerOptions
+from loramux.server.context import NOTHING_ON_DEMAND, OnDemand, ServerOptions
+from loramux.server.images.drawing import ImageModel
 from loramux.server.names import AdapterNames
 from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.registry_adapters import RegistryAdapters
@@ -84,9 +84,17 @@ class ServerReady:
     host: str
     port: int
     is_https: bool
+    models: Sequence[ReadyModel]
+    """The language model, the image model, or both in this order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyModel:
+    """A model of the server, and its adapters."""
+
     base_name: str
     adapter_names: Sequence[str]
-    card: ModelCard
+    card: HostCard
 
 
 OnReady = Callable[[ServerReady], None]
@@ -122,9 +130,10 @@ def _run(
     allow_many_connections()
     # Bound before the model is fetched and loaded, so that a port in use fails at once.
     with listen(config.host, config.port) as listener:
-        config = with_fetched_adapters(config, source_config(config), progress)
-        # On the main thread, ahead of the event loop: Ctrl-C ends a download at once.
-        config = replace(config, model=str(locate_model(config.model, sink=downloads)))
+        if config.serves_text:
+            config = with_fetched_adapters(config, source_config(config), progress)
+            # On the main thread, ahead of the event loop: Ctrl-C ends a download at once.
+            config = replace(config, model=str(locate_model(config.model, sink=downloads)))
         asyncio.run(_serve(config, listener, progress, on_ready, worker))
     return 0
 
@@ -162,55 +171,105 @@ async def _serve(
     with opened_registry(config, sources=sources) as (registry, issuer):
         authenticator = make_authenticator(config, registry)
         check_exposure(config, listener, authenticator)
-        given = {module.name for module in config.lora_modules}
-        others = [name for name in config.prewarm_adapters if name not in given]
-        prewarmed = find_prewarmed(registry, others)
         async with contextlib.AsyncExitStack() as stack:
-            engine = await stack.enter_async_context(_running_engine(config, progress, worker))
-            names = await _name_adapters(config, engine, registry, progress)
-            combinations = Combinations(engine, _combination_cache(config), restore=names.restore)
-            prewarming = _prewarming(config, engine, names, combinations, prewarmed)
-            await stack.enter_async_context(prewarming)
-            options = server_options(config, sources=sources, base_name=engine.card.name)
+            text, images = None, None
+            if config.serves_text:
+                running = _running_text(config, registry, sources, progress, worker)
+                text = await stack.enter_async_context(running)
+            if config.images.image_model is not None:
+                # Imported here, as it needs diffusers.
+                from loramux.image_launch import running_images
+
+                images = await stack.enter_async_context(
+                    running_images(config, registry, sources, progress)
+                )
+            models = list(_ready_models(config, text, images, registry))
+            options = server_options(config, sources=sources, base_name=models[0].base_name)
             app = create_app(
-                engine,
+                None if text is None else text.engine,
                 options,
                 authenticator=authenticator,
-                names=names,
+                names=None if text is None else text.names,
                 receipts=issuer,
-                on_demand=OnDemand(
-                    combinations=combinations,
-                    sources=AdapterSources(engine, names, sources, cache_folder() / "adapters"),
-                    folder=await stack.enter_async_context(_watched_folder(config, engine, names)),
-                ),
+                on_demand=NOTHING_ON_DEMAND if text is None else text.on_demand,
+                images=images,
             )
-            server = _draining_server(config, app, engine)
+            engines = [one for one in (text and text.engine, images and images.backend) if one]
+            server = _draining_server(config, app, engines)
             host, port = listener.getsockname()[:2]
-
-            def announce() -> None:
-                known = [] if registry is None else map(str, registry.registry.adapters())
-                shown = [*(given.name for given in names.given()), *known]
-                on_ready(
-                    ServerReady(
-                        host=host,
-                        port=port,
-                        is_https=config.connections.ssl_certfile is not None,
-                        base_name=options.served_model_names[0],
-                        adapter_names=shown,
-                        card=engine.card,
-                    )
-                )
-
-            announcing = asyncio.create_task(when_started(server, announce))
+            is_https = config.connections.ssl_certfile is not None
+            ready = ServerReady(host=host, port=port, is_https=is_https, models=models)
+            announcing = asyncio.create_task(when_started(server, lambda: on_ready(ready)))
             await server.serve(sockets=[listener])
             announcing.cancel()
             await server.wait_until_drained()
 
 
-def _draining_server(config: ServeConfig, app: FastAPI, engine: AsyncEngine) -> DrainingServer:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TextModel:
+    """A running language model, the names of its adapters, and where others come from."""
+
+    engine: AsyncEngine
+    names: AdapterNames
+    on_demand: OnDemand
+
+
+@contextlib.asynccontextmanager
+async def _running_text(
+    config: ServeConfig,
+    registry: RegistryAdapters | None,
+    sources: SourceConfig,
+    progress: OnProgress,
+    worker: SpawnedWorker | None,
+) -> AsyncIterator[_TextModel]:
+    given = {module.name for module in config.lora_modules}
+    others = [name for name in config.prewarm_adapters if name not in given]
+    prewarmed = find_prewarmed(registry, others)
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(_running_engine(config, progress, worker))
+        names = await _name_adapters(config, engine, registry, progress)
+        combinations = Combinations(engine, _combination_cache(config), restore=names.restore)
+        prewarming = _prewarming(config, engine, names, combinations, prewarmed)
+        await stack.enter_async_context(prewarming)
+        on_demand = OnDemand(
+            combinations=combinations,
+            sources=AdapterSources(engine, names, sources, cache_folder() / "adapters"),
+            folder=await stack.enter_async_context(_watched_folder(config, engine, names)),
+        )
+        yield _TextModel(engine=engine, names=names, on_demand=on_demand)
+
+
+def _ready_models(
+    config: ServeConfig,
+    text: _TextModel | None,
+    images: ImageModel | None,
+    registry: RegistryAdapters | None,
+) -> Iterator[ReadyModel]:
+    if text is not None:
+        known = [] if registry is None else map(str, registry.registry.adapters())
+        yield ReadyModel(
+            base_name=(config.served_model_name or (text.engine.card.name,))[0],
+            adapter_names=[*(given.name for given in text.names.given()), *known],
+            card=text.engine.card,
+        )
+    if images is not None:
+        yield ReadyModel(
+            base_name=images.names.base_names[0],
+            adapter_names=[given.name for given in images.names.given()],
+            card=images.backend.card,
+        )
+
+
+def _draining_server(
+    config: ServeConfig, app: FastAPI, engines: Sequence[AdapterHost]
+) -> DrainingServer:
     connections, drain_s = config.connections, config.drain_s
     served = uvicorn_config(app, connections, log_level=config.log_level, drain_s=drain_s)
-    return DrainingServer(served, connections, partial(engine.close, drain_s=drain_s))
+
+    async def drain() -> None:
+        await asyncio.gather(*(engine.close(drain_s=drain_s) for engine in engines))
+
+    return DrainingServer(served, connections, drain)
 
 
 @contextlib.asynccontextmanager

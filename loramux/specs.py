@@ -17,6 +17,7 @@ from typing import Any
 from loramux.config.images import ImageConfig
 from loramux.config.serve import ServeConfig
 from loramux.errors import InvalidRequest
+from loramux.progress import SILENT
 
 BACKENDS = ("flux", "sdxl", "diffusion")
 
@@ -140,7 +141,9 @@ class ModelServer:
 
     def run(self) -> int:
         """Serve until SIGTERM or Ctrl-C; returns the exit status."""
-        from loramux.image_launch import serve_images
+        from loramux.launch import serve
 
         config = replace(self._spec.config, **self._settings)
-        return serve_images(config, progress=lambda *_: None, on_ready=lambda ready: None)
+        return serve(
+            config, progress=lambda *_: None, downloads=SILENT, on_ready=lambda ready: None
+        )

@@ -19,18 +19,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from typer.core import TyperCommand
 
+from loramux.backend import HostCard, ModelCard
 from loramux.cli.console import ByteView, printable, say, show_error, size_text
 from loramux.cli.vllm_flags import translate_vllm_flags
 from loramux.config.fields import AUTO, Kind, Setting, flag
 from loramux.config.file import load_serve_config
 from loramux.config.serve import SETTINGS, ServeConfig
 from loramux.errors import InvalidRequest, LoramuxError
+from loramux.image_backend import ImageCard
 from loramux.progress import ByteSink
 
 if TYPE_CHECKING:
-    from loramux.backend import ModelCard
-    from loramux.image_launch import ImageServerReady
-    from loramux.launch import ServerReady
+    from loramux.launch import ReadyModel, ServerReady
 
 MAX_NAMES_SHOWN = 20
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -66,8 +66,10 @@ class ServeView:
         self.stop_progress()
 
     def show_plan(self, config: ServeConfig) -> None:
-        model = config.images.image_model or config.model or "the default model"
-        say(self._console, "Base      ", model, style="bold")
+        if config.serves_text:
+            say(self._console, "Base      ", config.model or "the default model", style="bold")
+        if config.images.image_model is not None:
+            say(self._console, "Images    ", config.images.image_model, style="bold")
         for lora in config.images.image_lora[:MAX_NAMES_SHOWN]:
             say(self._console, "Adapter   ", lora, style="bold")
         for module in config.lora_modules[:MAX_NAMES_SHOWN]:
@@ -130,37 +132,38 @@ class ServeView:
         self.is_ready = True
         self.stop_progress()
         url = server_url(ready.host, ready.port, is_https=ready.is_https)
-        adapter_names = ready.adapter_names
-        for name, value in engine_facts(ready.card):
-            say(self._console, f"{name:<13}", value, style="bold")
-        if ready.card.fallback_reason is not None:
-            say(self._console, "No GPU       ", ready.card.fallback_reason, style="bold yellow")
+        for model in ready.models:
+            for name, value in engine_facts(model.card):
+                say(self._console, f"{name:<13}", value, style="bold")
+            if model.card.fallback_reason is not None:
+                reason = model.card.fallback_reason
+                say(self._console, "No GPU       ", reason, style="bold yellow")
         say(self._console, "\nListening on ", url, style="bold green")
-        say(self._console, "Models       ", ready.base_name, style="bold")
-        for name in adapter_names[:MAX_NAMES_SHOWN]:
+        for model in ready.models:
+            is_text = isinstance(model.card, ModelCard)
+            label = "Models       " if is_text else "Images       "
+            say(self._console, label, model.base_name, style="bold")
+            self._show_names(model.adapter_names)
+        say(self._console, "\nTry it, here or in another terminal:", "", style="bold")
+        for model in ready.models:
+            self._console.print(Text(command_for(url, model)), soft_wrap=True)
+        if any(isinstance(model.card, ModelCard) for model in ready.models):
+            self._console.print(Text(f"loramux chat --url {url}\n"), soft_wrap=True)
+
+    def _show_names(self, names: Sequence[str]) -> None:
+        for name in names[:MAX_NAMES_SHOWN]:
             say(self._console, "             ", name, style="bold")
-        hidden = len(adapter_names) - MAX_NAMES_SHOWN
+        hidden = len(names) - MAX_NAMES_SHOWN
         if hidden > 0:
             say(self._console, "             ", f"and {hidden} more: GET /v1/models", style="bold")
-        say(self._console, "\nTry it, here or in another terminal:", "", style="bold")
-        command = curl_command(url, adapter_names[0] if adapter_names else ready.base_name)
-        self._console.print(Text(command), soft_wrap=True)
-        self._console.print(Text(f"loramux chat --url {url}\n"), soft_wrap=True)
 
-    def show_images_ready(self, ready: ImageServerReady) -> None:
-        self.is_ready = True
-        self.stop_progress()
-        url = server_url(ready.host, ready.port, is_https=ready.is_https)
-        card = ready.card
-        say(self._console, "Device       ", f"{card.device}, {card.dtype}", style="bold")
-        say(self._console, "Batch        ", f"{card.max_tokens} image tokens", style="bold")
-        say(self._console, "\nListening on ", url, style="bold green")
-        say(self._console, "Models       ", ready.base_name, style="bold")
-        for name in ready.adapter_names[:MAX_NAMES_SHOWN]:
-            say(self._console, "             ", name, style="bold")
-        say(self._console, "\nTry it, here or in another terminal:", "", style="bold")
-        body = {"prompt": "a red fox", "adapters": list(ready.adapter_names[:1])}
-        self._console.print(Text(image_command(url, body)), soft_wrap=True)
+
+def command_for(url: str, model: ReadyModel) -> str:
+    """A command that asks the model with its first adapter."""
+    names = model.adapter_names
+    if isinstance(model.card, ModelCard):
+        return curl_command(url, names[0] if names else model.base_name)
+    return image_command(url, {"prompt": "a red fox", "adapters": list(names[:1])})
 
 
 def image_command(url: str, body: dict[str, Any]) -> str:
@@ -170,15 +173,19 @@ def image_command(url: str, body: dict[str, Any]) -> str:
     )
 
 
-def engine_facts(card: ModelCard) -> Iterator[tuple[str, str]]:
+def engine_facts(card: HostCard) -> Iterator[tuple[str, str]]:
     """The device of a running engine and the sizes that follow from it, by name."""
     device = "CPU" if card.gpu_name is None else f"{card.gpu_name} ({card.device})"
     yield "Device", f"{device}, {card.dtype}"
     page_bytes = card.pool_bytes // max(1, card.num_pages)
-    pages = f"{card.num_pages} pages of {size_text(page_bytes)}"
-    yield "Page pool", f"{size_text(card.pool_bytes)}, {pages} for KV cache and adapters"
+    pages = f", {card.num_pages} pages of {size_text(page_bytes)}" if card.num_pages else ""
+    use = "KV cache and adapters" if isinstance(card, ModelCard) else "adapters of images"
+    yield "Page pool", f"{size_text(card.pool_bytes)}{pages} for {use}"
     yield "Host memory", f"{size_text(card.host_memory_bytes)} for adapters"
-    yield "Batch", f"{card.max_batch_tokens} tokens a step, {card.max_sequences} sequences"
+    if isinstance(card, ModelCard):
+        yield "Batch", f"{card.max_batch_tokens} tokens a step, {card.max_sequences} sequences"
+    elif isinstance(card, ImageCard):
+        yield "Batch", f"{card.max_tokens} image tokens a step, {card.max_sequences} images"
     if card.start_seconds:
         # Phases may overlap, so that their sum is more than the time of the start.
         phases = (f"{phase} {seconds:.1f} s" for phase, seconds in card.start_seconds.items())
@@ -288,8 +295,7 @@ def serve(config: Path | None = None, **flags: Any) -> None:
     except InvalidRequest as error:
         show_error(Console(stderr=True), str(error))
         raise typer.Exit(2) from error
-    find_launch = import_launch if settings.images.image_model is None else import_image_launch
-    raise typer.Exit(run(settings, console, find_launch))
+    raise typer.Exit(run(settings, console, partial(import_launch, settings)))
 
 
 def flag_parameter(
@@ -340,9 +346,13 @@ def serve_signature() -> inspect.Signature:
 vars(serve)["__signature__"] = serve_signature()
 
 
-def import_launch() -> Launch:
+def import_launch(config: ServeConfig) -> Launch:
     # Imported late: this takes seconds, and `--help` needs none of it. The engine process, which
     # imports torch, starts meanwhile.
+    if not config.serves_text:
+        from loramux import launch
+
+        return launch.serve
     from loramux.engine.spawn import spawn_worker
 
     worker = spawn_worker()
@@ -354,22 +364,6 @@ def import_launch() -> Launch:
     return partial(launch.serve, worker=worker)
 
 
-def import_image_launch() -> Launch:
-    # Imported late, as above; the model is loaded in a thread of this process.
-    from loramux.image_launch import serve_images
-
-    def launch(
-        config: ServeConfig,
-        *,
-        progress: Callable[[str, float], None],
-        downloads: ByteSink,
-        on_ready: Callable[[Any], None],
-    ) -> int:
-        return serve_images(config, progress=progress, on_ready=on_ready)
-
-    return launch
-
-
 def run(config: ServeConfig, console: Console, find_launch: Callable[[], Launch]) -> int:
     signal.signal(signal.SIGTERM, stop)
     with ServeView(console) as view:
@@ -377,9 +371,7 @@ def run(config: ServeConfig, console: Console, find_launch: Callable[[], Launch]
         try:
             view.progress("Starting", 0.0)
             launch = find_launch()
-            is_text = config.images.image_model is None
-            on_ready: Any = view.show_ready if is_text else view.show_images_ready
-            return launch(config, progress=view.progress, downloads=view, on_ready=on_ready)
+            return launch(config, progress=view.progress, downloads=view, on_ready=view.show_ready)
         except KeyboardInterrupt:
             view.show_stopped()
             return 0 if view.is_ready else STOPPED_BY_CTRL_C

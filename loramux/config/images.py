@@ -46,6 +46,7 @@ def parse_image_lora(text: str) -> ImageLora:
 IMAGES = "Images"
 BATCHING = ("mixed", "bucket")
 MAX_IMAGE_TOKENS = 16_384
+ADAPTER_MEMORY_BYTES = 2 * 2**30
 
 
 def _are_loras(texts: tuple[str, ...]) -> bool:
@@ -64,8 +65,17 @@ class ImageConfig:
         None,
         Kind.PATH,
         IMAGES,
-        "Serve this image model instead of a language model: a folder that diffusers saved.",
+        "Serve this image model: a folder that diffusers saved. A language model is served beside "
+        "it if --model, --lora-modules or --lora-dir is given.",
         metavar="FOLDER",
+    )
+    served_image_model_name: tuple[str, ...] = setting(
+        (),
+        Kind.TEXTS,
+        IMAGES,
+        "Names of the image model; replies contain the first. Default: that of its folder; without "
+        "a language model --served-model-name counts too.",
+        metavar="NAME…",
     )
     image_lora: tuple[str, ...] = setting(
         (),
@@ -88,6 +98,15 @@ class ImageConfig:
         Kind.COUNT,
         IMAGES,
         "Image tokens of one forward, over all its images; a larger image runs alone.",
+        limit=at_least(1),
+    )
+    image_adapter_memory: int = setting(
+        ADAPTER_MEMORY_BYTES,
+        Kind.SIZE,
+        IMAGES,
+        "Memory of the device for the adapters of an image model, beside the model itself. "
+        "Default: 2GiB.",
+        metavar="SIZE",
         limit=at_least(1),
     )
     batching: str = setting(

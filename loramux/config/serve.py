@@ -389,6 +389,12 @@ class ServeConfig:
         limit=one_of(*LOG_LEVELS),
     )
 
+    @property
+    def serves_text(self) -> bool:
+        """Whether a language model is served: the default one unless there is an image model."""
+        is_named = self.model is not None or self.lora_dir is not None
+        return is_named or bool(self.lora_modules) or self.images.image_model is None
+
     def __post_init__(self) -> None:
         check_limits(self)
         check_names(self)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from loramux.backend import Health
+from loramux.backend import AdapterUse, EngineStats, Health
+from loramux.config.engine import EvictionName
+from loramux.config.images import ADAPTER_MEMORY_BYTES
 from loramux.diffusion.digest import pipeline_digest, pixel_digest, to_bytes
 from loramux.diffusion.encode import encode_image
 from loramux.diffusion.engine import ImageEngine
@@ -23,7 +26,13 @@ from loramux.diffusion.lora_files.names import PipelineNames
 from loramux.diffusion.lora_files.reader import read_adapter
 from loramux.diffusion.pipeline import load_pipeline
 from loramux.diffusion.planner import PlanLimits
-from loramux.errors import AdapterNotFound, EngineBusy, EngineStopped, LoramuxError
+from loramux.errors import (
+    AdapterNotFound,
+    AdapterRefused,
+    EngineBusy,
+    EngineStopped,
+    LoramuxError,
+)
 from loramux.image_backend import (
     FinishedImage,
     ImageAdapterCard,
@@ -32,7 +41,9 @@ from loramux.image_backend import (
     ImageUpdate,
 )
 from loramux.threads import WorkThreads
-from loramux.types.image import ImageRequest
+from loramux.types.adapter import AdapterCard, InspectedCard
+from loramux.types.image import MIN_SIDE, ImageRequest
+from loramux.types.residency import ResidencyView, Tier
 
 T = TypeVar("T")
 MAX_OPEN = 256
@@ -49,6 +60,14 @@ class ImageEngineOptions:
     limits: PlanLimits = PlanLimits()
     max_open: int = MAX_OPEN
     """Images that run or wait; more are refused."""
+    adapter_memory_bytes: int = ADAPTER_MEMORY_BYTES
+    """Memory of the device for adapters; one that is larger is refused."""
+    host_memory_bytes: int | Literal["auto"] = "auto"
+    """Host memory for packed adapters."""
+    disk_folder: Path | None = None
+    """Folder of packed adapters on disk; None: they are read from their files again."""
+    disk_space_bytes: int = 0
+    eviction: EvictionName = "cost"
 
 
 class AsyncImageEngine:
@@ -71,6 +90,9 @@ class AsyncImageEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._card: ImageCard | None = None
         self._names: PipelineNames | None = None
+        self._pinned: set[str] = set()
+        self.residency = ResidencyView()
+        self.num_restarts = 0
 
     @property
     def health(self) -> Health:
@@ -84,6 +106,16 @@ class AsyncImageEngine:
     @property
     def adapters(self) -> Mapping[str, ImageAdapterCard]:
         return self._adapters
+
+    @property
+    def pinned(self) -> Set[str]:
+        return self._pinned
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._streams), resident_adapters=tuple(self.residency.resident)
+        )
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -104,18 +136,82 @@ class AsyncImageEngine:
                 cid=report.cid,
                 path=str(report.path),
                 rank=adapter.rank,
-                num_bytes=report.num_bytes,
+                num_bytes=adapter.num_bytes,
                 num_modules=report.num_modules,
+                file_bytes=report.num_bytes,
+                formats=report.formats,
+                method=report.method,
                 trigger_words=report.trigger_words,
             )
 
         card = await self._call(add)
         self._adapters[card.cid] = card
+        self.residency.apply([(card.cid, Tier.DEVICE)])
         return card
+
+    async def inspect_adapters(
+        self, paths: Sequence[str]
+    ) -> list[AdapterCard | InspectedCard | LoramuxError]:
+        found: list[AdapterCard | InspectedCard | LoramuxError] = []
+        for path in paths:
+            try:
+                found.append(await self.add_adapter(path))
+            except LoramuxError as error:
+                found.append(error)
+        return found
+
+    async def prewarm(self, cids: Sequence[str], *, num_busiest: int = 0) -> None:
+        """Does nothing: all adapters are on the device."""
+
+    async def pin_adapter(self, cid: str, pinned: bool) -> None:
+        if cid not in self._adapters:
+            raise AdapterNotFound(f"No adapter {cid} is registered.")
+        (self._pinned.add if pinned else self._pinned.discard)(cid)
+
+    async def adapter_uses(self) -> Sequence[AdapterUse]:
+        return [
+            AdapterUse(
+                cid=card.cid,
+                tier="device",
+                num_bytes=card.num_bytes,
+                rank=card.rank,
+                is_pinned=card.cid in self._pinned,
+            )
+            for card in self._adapters.values()
+        ]
+
+    async def examine_adapter(self, path: str) -> Mapping[str, Any]:
+        def examine(engine: ImageEngine) -> dict[str, Any]:
+            assert self._names is not None
+            try:
+                _, report = read_adapter(Path(path), self._names)
+            except AdapterRefused as error:
+                return {"refusal": {"code": error.code, "reason": error.reason, "fix": error.fix}}
+            return asdict(report) | {"path": str(report.path), "refusal": None}
+
+        return await self._call(examine)
+
+    async def probe(self, timeout_s: float) -> dict[str, float]:
+        began = time.monotonic()
+        async with asyncio.timeout(timeout_s):
+            side = self.card.size_factor * -(-MIN_SIDE // self.card.size_factor)
+            request = ImageRequest(
+                request_id=f"probe-{secrets.token_hex(8)}",
+                prompt="probe",
+                width=side,
+                height=side,
+                steps=1,
+                seed=0,
+            )
+            async for _ in self.submit(request, ImageForm()):
+                pass
+        return {"generate_s": time.monotonic() - began}
 
     async def remove_adapter(self, cid: str) -> None:
         if self._adapters.pop(cid, None) is None:
             raise AdapterNotFound(f"No adapter {cid} is registered.")
+        self._pinned.discard(cid)
+        self.residency.apply([(cid, Tier.GONE)])
         await self._call(lambda engine: engine.remove_adapter(cid))
 
     async def submit(self, request: ImageRequest, form: ImageForm) -> AsyncIterator[ImageUpdate]:
@@ -227,6 +323,8 @@ class AsyncImageEngine:
             name=options.served_name or options.model.resolve().name,
             path=str(options.model),
             digest=pipeline_digest(pipe),
+            pool_bytes=options.adapter_memory_bytes,
+            max_sequences=options.limits.max_images,
             family=family.name,
             dtype=str(family.dtype).removeprefix("torch."),
             device=str(family.device),

@@ -44,8 +44,9 @@ class EngineCollector(Collector):
         model_name: Callable[[], str],
         labels_of: Callable[[str], Iterable[str]],
         asked: AskedNames,
-        max_resident: Callable[[], int],
+        max_resident: Callable[[], int] | None,
     ) -> None:
+        """`max_resident`: None leaves out the metrics for inference gateways."""
         self._asked = asked
         self._max_resident = max_resident
         self._backend = backend
@@ -63,9 +64,10 @@ class EngineCollector(Collector):
             counter.add_metric([name], total)
             yield counter
         names = _names_by_cid(self._backend, self._labels_of)
-        yield from gateway_metrics(
-            self._backend, names, self._asked, max_resident=self._max_resident()
-        )
+        if self._max_resident is not None:
+            yield from gateway_metrics(
+                self._backend, names, self._asked, max_resident=self._max_resident()
+            )
         yield _resident(stats, names)
         yield from _tier_metrics(stats.tiers, name)
         yield _step_loss(stats, name)

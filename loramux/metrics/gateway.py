@@ -11,7 +11,7 @@ from itertools import chain, islice
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from loramux.backend import AdapterHost, EngineStats, Health
+from loramux.backend import AdapterHost, EngineStats, Health, ModelCard
 
 MAX_NAMES = 256
 _MAX_ASKED = 4
@@ -123,8 +123,8 @@ def _cache_config(backend: AdapterHost) -> Metric:
         "Size of a KV page in tokens, and the number of pages.",
         labels=["block_size", "num_gpu_blocks"],
     )
-    if backend.health is not Health.STARTING:
-        card = backend.card
+    card = None if backend.health is Health.STARTING else backend.card
+    if isinstance(card, ModelCard):
         info.add_metric([str(card.block_tokens), str(card.num_pages)], 1)
     return info
 

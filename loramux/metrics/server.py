@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from loramux.backend import AdapterHost, Health
 from loramux.metrics.engine import EngineCollector
 from loramux.metrics.gateway import AskedNames
+from loramux.metrics.merged import MergedCollector
 from loramux.metrics.tenants import TenantTraffic
 from loramux.metrics.traffic import AdapterTraffic, CountedAdapter, Traffic, TrafficCollector
 from loramux.types.request import FinishReason
@@ -55,8 +56,104 @@ class LabelledSeries:
     generation_tokens: Counter
 
 
-class Metrics:
-    """Metrics of one server, and those of its engine, which are read at each scrape."""
+class HostMetrics:
+    """Metrics that every backend has: of its engine, and the traffic of its adapters."""
+
+    def __init__(
+        self,
+        backend: AdapterHost,
+        *,
+        model_name: str | None = None,
+        labels_of: Callable[[str], Sequence[str]] = lambda cid: (cid,),
+        max_resident: Callable[[], int] | None = None,
+        beside: HostMetrics | None = None,
+    ) -> None:
+        """`labels_of`: returns the labels of the adapter with a CID.
+
+        `max_resident`: returns how many adapters of the usual size fit on the device; None: the
+        engine has no metrics for inference gateways. `beside`: another backend of this server.
+        """
+        self.asked = AskedNames()
+        """The names by which requests asked for adapters."""
+        self._backend = backend
+        self._model_name = model_name
+        self.traffic = AdapterTraffic()
+        """Traffic by CID."""
+        self._labelled_traffic = AdapterTraffic()
+        self.tenants = TenantTraffic()
+        """Traffic of the tenants whose callers see nothing else."""
+        self.total = Traffic()
+        self.newest_first_token = NewestSamples()
+        """Of an image: the time to its first step."""
+        self.newest_inter_token = NewestSamples()
+        """Of an image: the time of a step."""
+        if beside is None:
+            self.registry = CollectorRegistry()
+            self._engines = MergedCollector()
+            self.registry.register(self._engines)
+            self._hosts: list[HostMetrics] = []
+        else:
+            self.registry, self._engines, self._hosts = (
+                beside.registry,
+                beside._engines,
+                beside._hosts,
+            )
+        self._hosts.append(self)
+        self._engines.add(
+            EngineCollector(backend, lambda: self.model_name, labels_of, self.asked, max_resident)
+        )
+        self._engines.add(
+            TrafficCollector(self._labelled_traffic, backend, lambda: self.model_name, labels_of)
+        )
+
+    @property
+    def model_name(self) -> str:
+        """Name of the base model; empty until the engine has started."""
+        if self._model_name is None and self._backend.health is not Health.STARTING:
+            self._model_name = self._backend.card.name
+        return self._model_name or ""
+
+    def render(self) -> bytes:
+        """Renders the series of all backends of the server."""
+        for host in self._hosts:
+            host.forget_removed()
+        return generate_latest(self.registry)
+
+    def forget_removed(self) -> None:
+        """Forgets the adapters that the engine no longer has."""
+        known = list(self._backend.adapters)
+        self.traffic.forget_all_but(known)
+        self.tenants.forget_all_but(known)
+        self.asked.forget_all_but(self._backend.adapters)
+
+    def counted(self, cid: str, label: str, tenant: str | None = None) -> list[CountedAdapter]:
+        """Returns the counters of an adapter's traffic, by CID and by label.
+
+        `tenant`: also those of a tenant, which sees no others.
+        """
+        own = [] if tenant is None else self.tenants.counted(tenant, cid, label)
+        return [self.traffic.counted(cid), self._labelled_traffic.counted(label), *own]
+
+    def traffic_of(self, tenant: str | None) -> AdapterTraffic:
+        """Returns the traffic by CID, of one tenant if it is given."""
+        return self.traffic if tenant is None else self.tenants.traffic_of(tenant)
+
+    def render_tenant(self, tenant: str) -> bytes:
+        """Renders the series of one tenant."""
+        parts = [host.tenants.collector(tenant, host.model_name) for host in self._hosts]
+        registry = CollectorRegistry()
+        registry.register(MergedCollector(*parts))
+        return generate_latest(registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, ["model_name", *labels], registry=self.registry)
+
+
+class Metrics(HostMetrics):
+    """Metrics of a language model, and those of its engine, which are read at each scrape."""
 
     def __init__(
         self,
@@ -66,15 +163,9 @@ class Metrics:
         labels_of: Callable[[str], Sequence[str]] = lambda cid: (cid,),
         max_resident: Callable[[], int] = lambda: 1,
     ) -> None:
-        """`labels_of`: returns the labels of the adapter with a CID.
-
-        `max_resident`: returns how many adapters of the usual size fit on the device.
-        """
-        self.asked = AskedNames()
-        """The names by which requests asked for adapters."""
-        self._backend = backend
-        self._model_name = model_name
-        self.registry = CollectorRegistry()
+        super().__init__(
+            backend, model_name=model_name, labels_of=labels_of, max_resident=max_resident
+        )
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds",
             "Time from arrival to the first token.",
@@ -95,50 +186,6 @@ class Metrics:
         self._success = self._counter(
             "vllm:request_success", "Finished requests by finish reason.", "finished_reason"
         )
-        self.traffic = AdapterTraffic()
-        """Traffic by CID."""
-        self._labelled_traffic = AdapterTraffic()
-        self.tenants = TenantTraffic()
-        """Traffic of the tenants whose callers see nothing else."""
-        self.total = Traffic()
-        self.newest_first_token = NewestSamples()
-        self.newest_inter_token = NewestSamples()
-        self.registry.register(
-            EngineCollector(backend, lambda: self.model_name, labels_of, self.asked, max_resident)
-        )
-        self.registry.register(
-            TrafficCollector(self._labelled_traffic, backend, lambda: self.model_name, labels_of)
-        )
-
-    @property
-    def model_name(self) -> str:
-        """Name of the base model; empty until the engine has started."""
-        if self._model_name is None and self._backend.health is not Health.STARTING:
-            self._model_name = self._backend.card.name
-        return self._model_name or ""
-
-    def render(self) -> bytes:
-        known = list(self._backend.adapters)
-        self.traffic.forget_all_but(known)
-        self.tenants.forget_all_but(known)
-        self.asked.forget_all_but(self._backend.adapters)
-        return generate_latest(self.registry)
-
-    def counted(self, cid: str, label: str, tenant: str | None = None) -> list[CountedAdapter]:
-        """Returns the counters of an adapter's traffic, by CID and by label.
-
-        `tenant`: also those of a tenant, which sees no others.
-        """
-        own = [] if tenant is None else self.tenants.counted(tenant, cid, label)
-        return [self.traffic.counted(cid), self._labelled_traffic.counted(label), *own]
-
-    def traffic_of(self, tenant: str | None) -> AdapterTraffic:
-        """Returns the traffic by CID, of one tenant if it is given."""
-        return self.traffic if tenant is None else self.tenants.traffic_of(tenant)
-
-    def render_tenant(self, tenant: str) -> bytes:
-        """Renders the series of one tenant."""
-        return self.tenants.render(tenant, self.model_name)
 
     def first_token(self, seconds: float, *, num_prompt_tokens: int) -> None:
         self._labelled.first_token.observe(seconds)
@@ -170,9 +217,3 @@ class Metrics:
             prompt_tokens=self._prompt_tokens.labels(name),
             generation_tokens=self._generation_tokens.labels(name),
         )
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, ["model_name", *labels], registry=self.registry)

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -45,11 +44,10 @@ class TenantTraffic:
         for tenant in self._tenants.values():
             tenant.by_cid.forget_all_but(known)
 
-    def render(self, tenant: str, model_name: str) -> bytes:
+    def collector(self, tenant: str, model_name: str) -> Collector:
+        """Returns a collector of the series of one tenant."""
         found = self._tenants.get(tenant, _Tenant())
-        registry = CollectorRegistry()
-        registry.register(_TenantCollector(found.by_label, model_name))
-        return generate_latest(registry)
+        return _TenantCollector(found.by_label, model_name)
 
 
 class _TenantCollector(Collector):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from re import Pattern
 
 from starlette.exceptions import HTTPException
@@ -15,6 +15,7 @@ from loramux.errors import LoramuxError
 from loramux.server.caller import Authenticator, Caller
 from loramux.server.errors import ErrorShape, Forbidden, error_response
 from loramux.types.access import ALL_SCOPES, KeyScope
+from loramux.types.modality import Modality
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Access:
     """One of these; empty: the route is open to requests without a key."""
     is_for_operators: bool = False
     """The route changes what all tenants share, or shows it: not for keys of one tenant."""
+    modality: Modality | None = None
+    """The model that the route needs; None: it answers for every model."""
 
     def check(self, caller: Caller) -> None:
         """Raises Forbidden unless the caller may use the route."""
@@ -45,7 +48,7 @@ RECEIPTS = Access(frozenset({KeyScope.RECEIPTS, KeyScope.ADMIN}))
 OPERATOR = Access(frozenset({KeyScope.ADMIN}), is_for_operators=True)
 ENGINE = Access(frozenset({KeyScope.METRICS, KeyScope.ADMIN}), is_for_operators=True)
 
-ROUTE_ACCESS: Mapping[str, Access] = {
+_SHARED: Mapping[str, Access] = {
     # Documentation of the API
     "GET /docs": OPEN,
     "GET /docs/oauth2-redirect": OPEN,
@@ -70,30 +73,15 @@ ROUTE_ACCESS: Mapping[str, Access] = {
     # The web page, whose files have no data
     "GET /ui": OPEN,
     "GET /ui/{path:path}": OPEN,
-    # Models and text
-    "POST /v1/chat/completions": INFER,
-    "POST /v1/completions": INFER,
-    "POST /v1/embeddings": INFER,
-    "POST /pooling": INFER,
-    "POST /score": INFER,
-    "POST /v1/score": INFER,
-    "POST /rerank": INFER,
-    "POST /v1/rerank": INFER,
-    "POST /v2/rerank": INFER,
-    "POST /classify": INFER,
-    "POST /v1/run": INFER,
+    # Models
     "GET /v1/models": ANY,
     "GET /v1/models/{model_id:path}": ANY,
-    "POST /tokenize": INFER,
-    "POST /detokenize": INFER,
-    "GET /tokenizer_info": INFER,
     # Adapters and receipts
     "GET /v1/adapters": ANY,
     "GET /v1/adapters/{name:path}": ANY,
     "GET /v1/doctor/{name:path}": OPERATOR,
     "POST /v1/adapters": PUSH,
     "DELETE /v1/adapters/{name:path}": PUSH,
-    "POST /v1/adapters/plan": ENGINE,
     "POST /v1/adapters/{name:path}/promote": PUSH,
     "POST /v1/adapters/{name:path}/rollback": PUSH,
     "POST /v1/adapters/{name:path}/split": PUSH,
@@ -108,6 +96,23 @@ ROUTE_ACCESS: Mapping[str, Access] = {
     "GET /v1/usage": METRICS,
     "GET /v1/audit": OPERATOR,
     "GET /v1/receipts/{receipt_id}": RECEIPTS,
+}
+_TEXT: Mapping[str, Access] = {
+    "POST /v1/chat/completions": INFER,
+    "POST /v1/completions": INFER,
+    "POST /v1/embeddings": INFER,
+    "POST /pooling": INFER,
+    "POST /score": INFER,
+    "POST /v1/score": INFER,
+    "POST /rerank": INFER,
+    "POST /v1/rerank": INFER,
+    "POST /v2/rerank": INFER,
+    "POST /classify": INFER,
+    "POST /v1/run": INFER,
+    "POST /tokenize": INFER,
+    "POST /detokenize": INFER,
+    "GET /tokenizer_info": INFER,
+    "POST /v1/adapters/plan": ENGINE,
     # Other servers' APIs
     "POST /v1/messages": INFER,
     "POST /v1/messages/count_tokens": INFER,
@@ -149,6 +154,19 @@ ROUTE_ACCESS: Mapping[str, Access] = {
     "POST /api/show": ANY,
     "GET /api/version": OPEN,
 }
+_IMAGES: Mapping[str, Access] = {
+    "POST /v1/images/generations": INFER,
+    # sheaf's; these match every name, and stand last
+    "GET /{name}/health": OPEN,
+    "GET /{name}/ready": OPEN,
+    "POST /{name}/predict": INFER,
+    "POST /{name}/stream": INFER,
+}
+ROUTE_ACCESS: Mapping[str, Access] = {
+    **_SHARED,
+    **{route: replace(access, modality="text") for route, access in _TEXT.items()},
+    **{route: replace(access, modality="image") for route, access in _IMAGES.items()},
+}
 """By method and path. GET includes HEAD."""
 
 
@@ -169,13 +187,11 @@ class RouteTable:
         self,
         routes: Iterable[Route],
         shapes: Mapping[str, ErrorShape],
-        access: Mapping[str, Access] = ROUTE_ACCESS,
     ) -> None:
         """`shapes`: the shape of errors by method and path; the own API's for all others.
 
         Raises UnlistedRoute, so that a route without an entry ends the start of the server.
         """
-        self._access = access
         self._exact: dict[tuple[str, str], _Entry] = {}
         self._patterns: list[tuple[str, Pattern[str], _Entry]] = []
         for route in routes:
@@ -197,10 +213,10 @@ class RouteTable:
 
     def _add(self, method: str, route: Route, shapes: Mapping[str, ErrorShape]) -> None:
         key = f"{method} {route.path}"
-        listed = key if key in self._access or method != "HEAD" else f"GET {route.path}"
-        if listed not in self._access:
+        listed = key if key in ROUTE_ACCESS or method != "HEAD" else f"GET {route.path}"
+        if listed not in ROUTE_ACCESS:
             raise UnlistedRoute(f"{key} has no entry in ROUTE_ACCESS.")
-        entry = _Entry(self._access[listed], shapes.get(listed, error_response))
+        entry = _Entry(ROUTE_ACCESS[listed], shapes.get(listed, error_response))
         if "{" in route.path:
             self._patterns.append((method, route.path_regex, entry))
         elif self.find(method, route.path) is None:
@@ -232,7 +248,7 @@ class CallerMiddleware:
         try:
             caller = state["caller"] = await self._authenticator.caller(HTTPConnection(scope))
         except LoramuxError as error:
-            if access is not OPEN:
+            if access is None or access.scopes:
                 raise
             # Raised by caller_of: open routes answer all the same.
             state["caller"] = error
@@ -240,5 +256,5 @@ class CallerMiddleware:
         if access is None and not caller.is_operator:
             # What is not in the table does not exist for a key of a tenant.
             raise HTTPException(404)
-        if access is not None and access is not OPEN:
+        if access is not None and access.scopes:
             access.check(caller)

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from loramux.registry.audit import Actor, Event
 from loramux.registry.registry import Registry
 from loramux.server.caller import known_caller
-from loramux.server.context import Context
+from loramux.server.context import HostContext
 from loramux.threads import QUERIES
 
 
@@ -21,13 +21,15 @@ def actor_of(http: Request) -> Actor:
     return Actor(caller.tenant, caller.key_id or "", address)
 
 
-def registry_of(context: Context, http: Request) -> Registry:
+def registry_of(context: HostContext, http: Request) -> Registry:
     """Returns the registry, whose changes are recorded as those of the request's caller."""
     return context.require_registry().registry.acting(actor_of(http))
 
 
 @asynccontextmanager
-async def recording_refusal(context: Context, http: Request, event: Event) -> AsyncIterator[None]:
+async def recording_refusal(
+    context: HostContext, http: Request, event: Event
+) -> AsyncIterator[None]:
     """Records why a change was refused, unless the registry has recorded it."""
     try:
         yield
@@ -41,7 +43,7 @@ async def recording_refusal(context: Context, http: Request, event: Event) -> As
 
 
 @asynccontextmanager
-async def audited(context: Context, http: Request, event: Event) -> AsyncIterator[None]:
+async def audited(context: HostContext, http: Request, event: Event) -> AsyncIterator[None]:
     """Records a change that is not one of the registry, or why it was refused."""
     async with recording_refusal(context, http, event):
         yield

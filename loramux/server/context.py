@@ -1,4 +1,4 @@
-"""The objects that all routes share: backend, options, metrics, adapter names, receipts."""
+"""The objects that routes share: backend, options, metrics, adapter names, receipts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
-from loramux.backend import Health, TextBackend
+from loramux.backend import AdapterHost, Health, TextBackend
 from loramux.config.access import Network
 from loramux.errors import EngineStopped
-from loramux.metrics.server import Metrics
+from loramux.metrics.server import HostMetrics, Metrics
 from loramux.registry.access import NO_ACCESS
 from loramux.server.adapter_folder import AdapterFolder
 from loramux.server.adapter_sources import AdapterSources
@@ -18,13 +19,14 @@ from loramux.server.caller import Caller
 from loramux.server.combinations import Combinations
 from loramux.server.errors import NotServed
 from loramux.server.name_locks import NameLocks
-from loramux.server.names import AdapterNames
+from loramux.server.names import AdapterNames, Selected
 from loramux.server.pins import Pins
 from loramux.server.quotas import QuotaTable
 from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.server.view import View
 from loramux.sources.config import SourceConfig
+from loramux.types.modality import Modality
 
 _NOT_READY = {
     Health.STARTING: "The engine is starting: try again in a moment.",
@@ -99,12 +101,13 @@ NOTHING_ON_DEMAND = OnDemand()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """Shared by all routes of one application."""
+class HostContext:
+    """Shared by the routes of one backend; routes of the whole server get that of the first."""
 
-    backend: TextBackend
+    modality: ClassVar[Modality]
+    backend: AdapterHost
     options: ServerOptions
-    metrics: Metrics
+    metrics: HostMetrics
     names: AdapterNames
     receipts: ReceiptIssuer = field(default_factory=ReceiptIssuer)
     combinations: Combinations | None = None
@@ -117,22 +120,40 @@ class Context:
     """The watched folder of adapters."""
     pins: Pins = field(default_factory=Pins)
     """The adapters that tenants and keys have pinned."""
+    others: tuple[HostContext, ...] = ()
+    """Those of the other backends of this server."""
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
+    def hosts(self) -> tuple[HostContext, ...]:
+        """This context and those of the other backends."""
+        return (self, *self.others)
+
+    @property
+    def has_images(self) -> bool:
+        return any(host.modality == "image" for host in self.hosts)
+
+    def host_with(self, name: str) -> HostContext:
+        """Returns the context of the backend that has a given name or a CID; else this one."""
+        for host in self.hosts:
+            if host.names.find(name) is not None or name in host.backend.adapters:
+                return host
+        return self
+
+    @property
     def base_names(self) -> tuple[str, ...]:
-        return self.options.served_model_names or (self.backend.card.name,)
+        return self.given_base_names or (self.backend.card.name,)
+
+    @property
+    def given_base_names(self) -> tuple[str, ...]:
+        """The names of the base in the settings; empty: its own name."""
+        return self.options.served_model_names
 
     def base_identity(self) -> tuple[str, str]:
         """Name and digest of the base model for receipts; empty until the engine has started."""
         if self.backend.health is Health.STARTING:
-            return "".join(self.options.served_model_names[:1]), ""
+            return "".join(self.given_base_names[:1]), ""
         return self.base_names[0], self.backend.card.digest
-
-    @property
-    def fingerprint(self) -> str:
-        digest = self.backend.card.digest.rpartition(":")[2]
-        return f"fp_{digest[:12]}"
 
     @property
     def registry(self) -> RegistryAdapters | None:
@@ -158,6 +179,16 @@ class Context:
     def tenant_of(self, caller: Caller) -> str:
         """The tenant whose record applies to the caller: without one, the home tenant's."""
         return caller.tenant or self.receipts.home_tenant
+
+    def tenant_share(self, caller: Caller) -> float:
+        """The share of --tenant-shares, or else of the tenant's record."""
+        given = self.options.tenant_shares.get(caller.tenant)
+        return self.quotas.settings_of(self.tenant_of(caller)).share if given is None else given
+
+    def adapter_share(self, selected: Selected) -> float:
+        """The smallest share of the adapters: naming a favoured one too gives no advantage."""
+        shares = self.options.adapter_shares
+        return min((shares.get(adapter.label, 1.0) for adapter in selected.used), default=1.0)
 
     def require_registry(self) -> RegistryAdapters:
         if self.registry is None:
@@ -187,3 +218,17 @@ class Context:
         """Raise until the engine has been ready once; for routes that only need its model card."""
         if self.backend.health is Health.STARTING:
             self.require_ready()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context(HostContext):
+    """Shared by the routes of the language model."""
+
+    modality: ClassVar[Modality] = "text"
+    backend: TextBackend
+    metrics: Metrics
+
+    @property
+    def fingerprint(self) -> str:
+        digest = self.backend.card.digest.rpartition(":")[2]
+        return f"fp_{digest[:12]}"

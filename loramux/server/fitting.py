@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loramux.backend import AdapterHost, Health, ModelCard
+from loramux.backend import Health, ModelCard, TextBackend
 from loramux.capacity.plan import Budgets, Fleet, PlannedBase
 from loramux.capacity.planner import plan_memory
 from loramux.errors import InvalidRequest, LoramuxError
@@ -26,7 +26,7 @@ def planned_base(card: ModelCard) -> PlannedBase:
 class CachedFit:
     """Counts once per model card."""
 
-    def __init__(self, backend: AdapterHost) -> None:
+    def __init__(self, backend: TextBackend) -> None:
         self._backend = backend
         self._counted: tuple[ModelCard, int] | None = None
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
@@ -35,9 +35,10 @@ from loramux.server.tools.reply import ReplyFormat
 from loramux.server.usage import UsageCount
 from loramux.server.wire import Usage
 from loramux.types.pooling import Pooling
-from loramux.types.request import FinishReason, Request, TokenLogprob
+from loramux.types.request import FinishReason, Request, Selection, TokenLogprob
 from loramux.types.sampling import SamplingParams
 
+T = TypeVar("T")
 Deltas = AsyncGenerator[tuple[int, Delta], None]
 """Pairs of the index of an engine request and its delta."""
 
@@ -121,8 +122,8 @@ def open_generation(
             params=_params_for(context, request, token_ids),
             selection=request.selected.selection,
             tenant=request.caller.tenant,
-            tenant_share=_tenant_share(context, request.caller),
-            adapter_share=_adapter_share(context, request.selected),
+            tenant_share=context.tenant_share(request.caller),
+            adapter_share=context.adapter_share(request.selected),
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,
             pooling=request.pooling,
@@ -156,18 +157,6 @@ def _check_vocabulary(request: GenerationRequest, base: TextCodec) -> None:
         "tokens of the base: leave out response_format, tools and the like.",
         param="model",
     )
-
-
-def _tenant_share(context: Context, caller: Caller) -> float:
-    """The share of --tenant-shares, or else of the tenant's record."""
-    given = context.options.tenant_shares.get(caller.tenant)
-    return context.quotas.settings_of(context.tenant_of(caller)).share if given is None else given
-
-
-def _adapter_share(context: Context, selected: Selected) -> float:
-    """The smallest share of the adapters: naming a favoured one too gives no advantage."""
-    shares = context.options.adapter_shares
-    return min((shares.get(adapter.label, 1.0) for adapter in selected.used), default=1.0)
 
 
 def check_num_choices(context: Context, request: GenerationRequest, num_prompts: int) -> None:
@@ -284,29 +273,39 @@ async def _run_all(streams: Sequence[AsyncGenerator[Delta, None]]) -> Deltas:
             yield 0, delta
 
 
-async def submit(
+def submit(
     backend: TextBackend, names: AdapterNames, request: Request
 ) -> AsyncGenerator[Delta, None]:
     """Submit the request, and again if an adapter's files were missing and could be restored."""
-    deltas = backend.submit(request)
+    return resubmitting(lambda: backend.submit(request), names, request.selection)
+
+
+async def resubmitting(
+    submit: Callable[[], AsyncIterator[T]], names: AdapterNames, selection: Selection
+) -> AsyncGenerator[T, None]:
+    """Yields what a submitted request yields.
+
+    It is submitted again if an adapter's files were missing and could be restored.
+    """
+    updates = submit()
     has_begun = False
     try:
-        async for delta in deltas:
+        async for update in updates:
             has_begun = True
-            yield delta
+            yield update
         return
     except AdapterRefused:
-        restored = [] if has_begun else [await names.restore(cid) for cid, _ in request.selection]
+        restored = [] if has_begun else [await names.restore(cid) for cid, _ in selection]
         if not any(restored):
             raise
     finally:
-        await _close(deltas)
-    deltas = backend.submit(request)
+        await _close(updates)
+    updates = submit()
     try:
-        async for delta in deltas:
-            yield delta
+        async for update in updates:
+            yield update
     finally:
-        await _close(deltas)
+        await _close(updates)
 
 
 async def _run_one(
@@ -430,7 +429,7 @@ async def _pump(
             await queue.put((index, error))
 
 
-async def _close(deltas: AsyncIterator[Delta]) -> None:
-    close = getattr(deltas, "aclose", None)
+async def _close(updates: AsyncIterator[Any]) -> None:
+    close = getattr(updates, "aclose", None)
     if close is not None:
         await close()

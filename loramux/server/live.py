@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 
 from loramux.backend import EngineStats, Health
-from loramux.server.context import Context
+from loramux.server.context import HostContext
 from loramux.server.reports import tier_entry
 from loramux.server.streaming import named_event
+from loramux.types.modality import Modality
 
 INTERVAL_S = 1.0
 MAX_ADAPTERS = 24
@@ -39,14 +40,13 @@ class LiveFeed:
     The work is done while a page is open, once for all of them.
     """
 
-    def __init__(self, context: Context, *, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, context: HostContext, *, interval_s: float = INTERVAL_S) -> None:
         self._context = context
         self._interval_s = interval_s
         self._followers: set[_Follower] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._state: State = {}
-        self._resident: tuple[str, ...] = ()
-        self._followed: dict[str, float] = {}
+        self._hosts = [_HostView(host) for host in context.hosts]
 
     @property
     def num_followers(self) -> int:
@@ -70,11 +70,8 @@ class LiveFeed:
 
     def _begin(self) -> None:
         """Starts over: nothing was recorded while no page was open."""
-        metrics = self._context.metrics
-        metrics.newest_first_token.take()
-        metrics.newest_inter_token.take()
-        self._followed.clear()
-        self._resident = self._context.backend.stats.resident_adapters
+        for host in self._hosts:
+            host.begin()
         self._state = self._read()
         self._ticking = asyncio.create_task(self._tick())
 
@@ -82,7 +79,7 @@ class LiveFeed:
         while True:
             await asyncio.sleep(self._interval_s)
             state = self._read()
-            moves = self._moves(self._context.backend.stats)
+            moves = self._moves()
             changed = {name: new for name, new in state.items() if new != self._state.get(name)}
             self._state = state
             sent = named_event("delta", changed | moves)
@@ -106,11 +103,46 @@ class LiveFeed:
             queue.put_nowait(None)
 
     def _read(self) -> State:
+        """Returns the state of the first model, and that of the image model beside it."""
+        states = [host.read() for host in self._hosts]
+        return {"time": round(time.time(), 3), **states[0]} | {
+            host.modality: state for host, state in zip(self._hosts[1:], states[1:], strict=True)
+        }
+
+    def _moves(self) -> State:
+        """Returns the adapters that were loaded and evicted since the last event, of all models."""
+        moves: dict[str, list[str]] = {}
+        for host in self._hosts:
+            for what, names in host.moves().items():
+                moves.setdefault(what, []).extend(names)
+        return dict(moves)
+
+
+class _HostView:
+    """What the live view follows of one model."""
+
+    def __init__(self, context: HostContext) -> None:
+        self._context = context
+        self._resident: tuple[str, ...] = ()
+        self._followed: dict[str, float] = {}
+
+    @property
+    def modality(self) -> Modality:
+        return self._context.modality
+
+    def begin(self) -> None:
+        metrics = self._context.metrics
+        metrics.newest_first_token.take()
+        metrics.newest_inter_token.take()
+        self._followed.clear()
+        self._resident = self._context.backend.stats.resident_adapters
+
+    def read(self) -> State:
         context = self._context
         backend, stats, total = context.backend, context.backend.stats, context.metrics.total
         metrics = context.metrics
         return {
-            "time": round(time.time(), 3),
+            "modality": context.modality,
             "status": backend.health.value,
             "restarts": backend.num_restarts,
             "running": stats.num_running,
@@ -134,6 +166,16 @@ class LiveFeed:
             "traffic": self._traffic(stats),
         }
 
+    def moves(self) -> dict[str, list[str]]:
+        """Returns the adapters that were loaded and evicted since the last call."""
+        before, now = self._resident, self._context.backend.stats.resident_adapters
+        if before is now:
+            return {}
+        self._resident = now
+        was, still = set(before), set(now)
+        moves = {"loaded": still - was, "evicted": was - still}
+        return {what: self._names(cids) for what, cids in moves.items() if cids}
+
     def _traffic(self, stats: EngineStats) -> dict[str, int]:
         """Returns the tokens generated so far by the adapters that ran lately."""
         now = time.monotonic()
@@ -142,16 +184,6 @@ class LiveFeed:
         newest = sorted(self._followed, key=self._followed.__getitem__)[-MAX_ADAPTERS:]
         traffic = self._context.metrics.traffic
         return {self._name(cid): traffic.total(cid).num_generation_tokens for cid in newest}
-
-    def _moves(self, stats: EngineStats) -> State:
-        """Returns the adapters that were loaded and evicted since the last event."""
-        before, now = self._resident, stats.resident_adapters
-        if before is now:
-            return {}
-        self._resident = now
-        was, still = set(before), set(now)
-        moves = {"loaded": still - was, "evicted": was - still}
-        return {what: self._names(cids) for what, cids in moves.items() if cids}
 
     def _names(self, cids: Iterable[str]) -> list[str]:
         return [self._name(cid) for cid in sorted(cids)[:MAX_ADAPTERS]]

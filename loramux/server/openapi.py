@@ -15,6 +15,7 @@ from starlette.routing import Route
 from loramux.capacity.plan import MemoryPlan
 from loramux.receipts.receipt import Receipt
 from loramux.server.body import PiecewiseResponse
+from loramux.server.images.wire import ImageGeneration, ImagesReply
 from loramux.server.wire import (
     AdapterEntry,
     AdapterList,
@@ -77,6 +78,7 @@ STRUCTS = (
     *(ClassifyRequest, ClassificationList, ScoreRequest, ScoreList, RerankRequest, RerankAnswer),
     *(RunRequest, RunAnswer, RunChunk, PushRequest, PushedEntry, RegistryEntry, Removed),
     *(PromoteRequest, RollbackRequest, SplitRequest, AliasEntry),
+    *(ImageGeneration, ImagesReply),
 )
 
 EXAMPLES: dict[type[Any], dict[str, Any]] = {
@@ -94,6 +96,7 @@ EXAMPLES: dict[type[Any], dict[str, Any]] = {
     ClassifyRequest: {"input": "The soup was cold."},
     ScoreRequest: {"text_1": "What is the capital of France?", "text_2": ["Paris", "Rome"]},
     RerankRequest: {"query": "What is the capital of France?", "documents": ["Paris", "Rome"]},
+    ImageGeneration: {"prompt": "a red fox", "size": "512x512", "adapters": ["ink"]},
     PlanRequest: {"adapters": 300, "rank": 16, "targets": "q,k,v,o"},
 }
 

@@ -10,14 +10,14 @@ from loramux.errors import QuotaExceeded
 from loramux.registry.audit import Action, Event
 from loramux.server.audit import audited
 from loramux.server.caller import caller_of
-from loramux.server.context import Context
+from loramux.server.context import HostContext
 from loramux.types.limits import LIMITS, Limits
 
 LIMIT = "pinned_pages"
 
 
 async def pin(
-    context: Context, http: Request, name: str, cids: Sequence[str], *, pinned: bool
+    context: HostContext, http: Request, name: str, cids: Sequence[str], *, pinned: bool
 ) -> None:
     """Pins or unpins the adapters of a name; raises QuotaExceeded and pins none over a limit."""
     action = Action.PIN if pinned else Action.UNPIN
@@ -39,7 +39,7 @@ async def pin(
 
 
 async def _check(
-    context: Context, owners: Sequence[tuple[str, Limits]], cids: Sequence[str]
+    context: HostContext, owners: Sequence[tuple[str, Limits]], cids: Sequence[str]
 ) -> None:
     limited = [(owner, limits.pinned_pages) for owner, limits in owners]
     if all(limit is None for _, limit in limited):
@@ -65,7 +65,7 @@ async def _check(
             )
 
 
-def _owners(context: Context, http: Request) -> Iterator[tuple[str, Limits]]:
+def _owners(context: HostContext, http: Request) -> Iterator[tuple[str, Limits]]:
     caller = caller_of(http)
     tenant = context.tenant_of(caller)
     yield f"The tenant {tenant}", context.quotas.settings_of(tenant).limits

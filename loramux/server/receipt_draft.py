@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from msgspec import UNSET
 from starlette.requests import ClientDisconnect
@@ -259,12 +259,21 @@ def served_adapter(adapter: NamedAdapter) -> ServedAdapter:
     )
 
 
+DraftT = TypeVar("DraftT", bound=ReceiptDraft)
+
+
 @contextmanager
 def receipt_draft(
     issuer: ReceiptIssuer, base: BaseIdentity, http: HttpRequest
 ) -> Iterator[ReceiptDraft]:
     """The draft of a request's receipt; an error inside the context is a refusal."""
-    draft = ReceiptDraft(issuer, base, known_caller(http))
+    with refusing(ReceiptDraft(issuer, base, known_caller(http)), issuer, http) as draft:
+        yield draft
+
+
+@contextmanager
+def refusing(draft: DraftT, issuer: ReceiptIssuer, http: HttpRequest) -> Iterator[DraftT]:
+    """Ends the draft of a receipt as refused if the context raises an error."""
     draft.on_drop = lambda: setattr(http.state, "receipt_id", None)
     try:
         yield draft

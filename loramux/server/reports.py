@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from loramux.backend import TierStats
-from loramux.server.context import Context
+from msgspec import UNSET
+
+from loramux.backend import HostCard, ModelCard, TierStats
+from loramux.image_backend import ImageCard
+from loramux.server.context import HostContext
 from loramux.server.wire import EngineReport, TierEntry
 
 
-def engine_report(context: Context) -> EngineReport:
+def engine_report(context: HostContext) -> EngineReport:
+    """Reports the engine of the first model, and that of the image model beside it in `image`."""
+    report = _host_report(context)
+    for host in context.others:
+        report.image = _host_report(host)
+    return report
+
+
+def _host_report(context: HostContext) -> EngineReport:
     backend, total = context.backend, context.metrics.total
     stats, card = backend.stats, backend.card
     return EngineReport(
+        modality="image" if context.modality == "image" else UNSET,
         model=context.base_names[0],
         status=backend.health.value,
         restarts=backend.num_restarts,
@@ -18,7 +30,7 @@ def engine_report(context: Context) -> EngineReport:
         gpu_name=card.gpu_name,
         fallback_reason=card.fallback_reason,
         dtype=card.dtype,
-        max_batch_tokens=card.max_batch_tokens,
+        max_batch_tokens=_batch_tokens(card),
         max_sequences=card.max_sequences,
         running=stats.num_running,
         waiting=stats.num_waiting,
@@ -34,6 +46,13 @@ def engine_report(context: Context) -> EngineReport:
         prefix_hit_tokens=stats.prefix_hit_tokens,
         tiers=[tier_entry(tier) for tier in stats.tiers],
     )
+
+
+def _batch_tokens(card: HostCard) -> int:
+    """Tokens of a step; image tokens for an image model."""
+    if isinstance(card, ImageCard):
+        return card.max_tokens
+    return card.max_batch_tokens if isinstance(card, ModelCard) else 0
 
 
 def tier_entry(tier: TierStats) -> TierEntry:

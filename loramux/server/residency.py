@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from loramux.backend import EngineStats, Health, ModelCard
-from loramux.server.context import Context
+from loramux.backend import EngineStats, Health, HostCard
+from loramux.server.context import HostContext
 from loramux.types.replica_report import ResidencyReport
 from loramux.types.residency import key_of_cid
 
@@ -11,7 +11,7 @@ from loramux.types.residency import key_of_cid
 _UNKNOWN_TIER_S = [0.5, 0.5, 0.05, 0.005, 0.0025, 0.0]
 
 
-async def wait_for_news(context: Context, *, since: int, instance: str, wait_s: float) -> None:
+async def wait_for_news(context: HostContext, *, since: int, instance: str, wait_s: float) -> None:
     """Returns when something moved after a generation, the state changed, or after `wait_s`."""
     view, state = context.backend.residency, context.backend.health
     is_current = instance == view.instance and since == view.generation
@@ -19,7 +19,7 @@ async def wait_for_news(context: Context, *, since: int, instance: str, wait_s: 
         await view.wait(wait_s)
 
 
-def residency_report(context: Context, *, since: int, instance: str) -> ResidencyReport:
+def residency_report(context: HostContext, *, since: int, instance: str) -> ResidencyReport:
     backend = context.backend
     stats, moves = backend.stats, backend.residency.since(since, instance)
     has_card = backend.health is not Health.STARTING
@@ -45,7 +45,7 @@ def residency_report(context: Context, *, since: int, instance: str) -> Residenc
     )
 
 
-def _slots(stats: EngineStats, card: ModelCard) -> int:
+def _slots(stats: EngineStats, card: HostCard) -> int:
     """Estimates from the pages of the running sequences how many more would run at once."""
     if not stats.num_running:
         return card.max_sequences

@@ -15,7 +15,7 @@ from loramux.backend import TextCodec
 from loramux.errors import AdapterNotFound, AdapterRefused, InvalidRequest
 from loramux.registry.records import Resolved
 from loramux.server.caller import Caller
-from loramux.server.context import Context
+from loramux.server.context import Context, HostContext
 from loramux.server.errors import Forbidden, NotServed
 from loramux.server.names import NamedAdapter, Selected, check_distinct, full_name
 from loramux.server.recipes import open_version
@@ -56,7 +56,7 @@ class ModelReference:
         return "+".join(self.adapters or ()) or self.model or ""
 
 
-async def select(context: Context, reference: ModelReference, *, caller: Caller) -> Selected:
+async def select(context: HostContext, reference: ModelReference, *, caller: Caller) -> Selected:
     """`adapters` takes precedence over `model`; both must name something that is served."""
     selected = await _select_parts(context, reference, caller)
     if reference.combination is None:
@@ -95,7 +95,7 @@ def _naming_body_fields() -> Iterator[None]:
 
 
 async def _combine(
-    context: Context, selected: Selected, options: CombinationOptions, caller: Caller
+    context: HostContext, selected: Selected, options: CombinationOptions, caller: Caller
 ) -> Selected:
     """Returns the selection of the one adapter that the selected ones are combined to."""
     if context.combinations is None:
@@ -131,7 +131,9 @@ def _refuse_recipes(parts: Sequence[NamedAdapter]) -> None:
             )
 
 
-async def _select_parts(context: Context, reference: ModelReference, caller: Caller) -> Selected:
+async def _select_parts(
+    context: HostContext, reference: ModelReference, caller: Caller
+) -> Selected:
     _check_length(reference.model, reference.param)
     for name in reference.adapters or ():
         _check_length(name, "adapters")
@@ -150,7 +152,7 @@ async def _select_parts(context: Context, reference: ModelReference, caller: Cal
     return Selected(shown, await finder.find_all(terms, param="adapters"))
 
 
-async def select_model(context: Context, model: str | None, *, caller: Caller) -> Selected:
+async def select_model(context: HostContext, model: str | None, *, caller: Caller) -> Selected:
     """Returns what a name selects: the base, an adapter, or a sum such as `a+0.3*b`."""
     _check_length(model, "model")
     return await _finder(context, caller).select_model(model, param="model")
@@ -183,7 +185,7 @@ async def codec_for(context: Context, selected: Selected) -> TextCodec:
 
 
 async def find_named(
-    context: Context, text: str, *, param: str, caller: Caller
+    context: HostContext, text: str, *, param: str, caller: Caller
 ) -> tuple[NamedAdapter, ...] | None:
     """Returns the adapters of a name, which the host has afterwards; None if there are none."""
     return await _finder(context, caller).find(text, param=param)
@@ -195,7 +197,7 @@ def check_base(selected: Selected, caller: Caller) -> None:
         raise Forbidden("This key may not use the base without an adapter. Name an adapter.")
 
 
-def _finder(context: Context, caller: Caller, *, own_base_only: bool = False) -> _Finder:
+def _finder(context: HostContext, caller: Caller, *, own_base_only: bool = False) -> _Finder:
     return _Finder(context, caller, context.view_of(caller), own_base_only=own_base_only)
 
 
@@ -203,7 +205,7 @@ def _finder(context: Context, caller: Caller, *, own_base_only: bool = False) ->
 class _Finder:
     """Finds the adapters that one caller names."""
 
-    context: Context
+    context: HostContext
     caller: Caller
     view: View
     own_base_only: bool = False
@@ -289,7 +291,7 @@ class _Finder:
             raise InvalidRequest(str(error), param=param) from error
 
 
-def _require_own_base(context: Context, resolved: Resolved) -> None:
+def _require_own_base(context: HostContext, resolved: Resolved) -> None:
     recorded, card = resolved.base_model, context.backend.card
     if recorded is None:
         return
@@ -303,7 +305,7 @@ def _require_own_base(context: Context, resolved: Resolved) -> None:
         )
 
 
-def _find_by_cid(context: Context, text: str, param: str, view: View) -> NamedAdapter | None:
+def _find_by_cid(context: HostContext, text: str, param: str, view: View) -> NamedAdapter | None:
     """Finds a given or combined adapter by its CID or a unique prefix of it."""
     digits = text.removeprefix(CID_PREFIX)
     if not is_digest_start(digits):
@@ -325,7 +327,7 @@ def _find_by_cid(context: Context, text: str, param: str, view: View) -> NamedAd
     return next((NamedAdapter(text, cid, name) for cid, name in found.items()), None)
 
 
-def _after_base(context: Context, model: str) -> str | None:
+def _after_base(context: HostContext, model: str) -> str | None:
     """Returns the adapter of `base:adapter`, as SGLang and Ray write it; None: another form."""
     for name in sorted(context.base_names, key=len, reverse=True):
         if model.startswith(f"{name}:"):
@@ -346,5 +348,5 @@ def _terms(adapters: Sequence[str], weights: Sequence[float] | None) -> list[Ter
     return list(zip(adapters, weights, strict=True))
 
 
-def _unknown(context: Context, what: str, param: str) -> NotServed:
+def _unknown(context: HostContext, what: str, param: str) -> NotServed:
     return NotServed(f"{what} does not exist.{context.missed_registry}", param=param)

@@ -10,8 +10,9 @@ from loramux.backend import AdapterHost
 from loramux.errors import AdapterNotFound, LoramuxError
 from loramux.registry.records import Resolved
 from loramux.server.combinations import Combinations
-from loramux.server.context import Context
+from loramux.server.context import Context, HostContext
 from loramux.server.generation import submit
+from loramux.server.images.drawing import ImageContext, draw_smallest
 from loramux.server.names import AdapterNames, full_name
 from loramux.server.recipes import open_version
 from loramux.server.registry_adapters import RegistryAdapters
@@ -21,9 +22,16 @@ from loramux.types.sampling import SamplingParams
 _log = logging.getLogger(__name__)
 
 
-async def warm_up(context: Context, selection: Selection) -> None:
-    """Generates a token with the adapters, which are on the device afterwards."""
+async def warm_up(context: HostContext, selection: Selection) -> None:
+    """Generates a token or an image with the adapters, which are on the device afterwards."""
     context.require_ready()
+    if isinstance(context, ImageContext):
+        await draw_smallest(context, selection)
+    elif isinstance(context, Context):
+        await _generate_token(context, selection)
+
+
+async def _generate_token(context: Context, selection: Selection) -> None:
     request = Request(
         request_id=f"warm-{uuid.uuid4().hex}",
         prompt_token_ids=(1,),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from loramux.receipts.receipt import Receipt
+from loramux.types.modality import Modality
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -327,6 +328,15 @@ class ModelEntry(Struct, kw_only=True):
     parent: str | None
     """Name of an adapter's base model."""
     max_model_len: int | None
+    modality: Modality | UnsetType = UNSET
+    """image; absent for text"""
+    cid: str | UnsetType = UNSET
+    rank: int | UnsetType = UNSET
+    weight: float | UnsetType = UNSET
+    """Of an image adapter: its weight in requests that name none."""
+    is_default: bool | UnsetType = UNSET
+    """Whether requests for images that name no adapter use it."""
+    trigger_words: list[str] | UnsetType = UNSET
 
 
 class ModelList(Struct, kw_only=True):
@@ -382,6 +392,8 @@ class AdapterEntry(Struct, kw_only=True):
     """With `stored`: its aliases in the registry, such as acme/sql@prod."""
     signed_by: str | UnsetType = UNSET
     """With `stored`: the id of the key whose signature was verified."""
+    modality: Modality | UnsetType = UNSET
+    """image; absent for text"""
 
 
 class AdapterList(Struct, kw_only=True):
@@ -432,6 +444,10 @@ class EngineReport(Struct, kw_only=True):
     prefix_query_tokens: int
     prefix_hit_tokens: int
     tiers: list[TierEntry]
+    modality: Modality | UnsetType = UNSET
+    """image; absent for text"""
+    image: EngineReport | UnsetType = UNSET
+    """The engine of the image model beside that of the language model."""
 
 
 class PlanRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -494,6 +510,8 @@ class HealthReport(Struct, kw_only=True):
     """Durations in seconds of the parts of a deep check."""
     failure: str | UnsetType = UNSET
     """Why a deep check failed."""
+    models: dict[str, HealthReport] | UnsetType = UNSET
+    """On a server with an image model: the health of each model, text and image."""
 
 
 class Liveness(Struct, kw_only=True):

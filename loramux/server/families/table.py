@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from loramux.backend import Health
 from loramux.errors import InvalidRequest, suggest
-from loramux.server.context import Context
+from loramux.server.context import Context, HostContext
 from loramux.server.endpoint import Endpoint, KeyedEndpoints
 from loramux.server.families.anthropic import anthropic_endpoints
 from loramux.server.families.llamacpp import llamacpp_endpoints
@@ -48,7 +48,7 @@ def endpoints_of(context: Context) -> list[Endpoint]:
     names = FAMILIES if context.options.compat is None else context.options.compat
     check_families(names)
     found = [endpoint for name in names for endpoint in FAMILIES[name](context)]
-    return [_root(context, is_ollama="ollama" in names), *found]
+    return [root_endpoint(context, is_ollama="ollama" in names), *found]
 
 
 def shared_with_own(endpoints: Iterable[Endpoint]) -> KeyedEndpoints:
@@ -59,7 +59,7 @@ def shared_with_own(endpoints: Iterable[Endpoint]) -> KeyedEndpoints:
     return shared
 
 
-def _root(context: Context, *, is_ollama: bool) -> Endpoint:
+def root_endpoint(context: HostContext, *, is_ollama: bool = False) -> Endpoint:
     """GET /, by which several clients see whether a server is there; Ollama's read its text.
 
     Browsers are sent to the web page.

@@ -1,41 +1,109 @@
-"""Draws the images of one request, and issues its receipt."""
+"""Draws the images of one request: limits, metrics and the receipt."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from msgspec import UNSET
+import msgspec
+from starlette.requests import Request as HttpRequest
 
-from loramux.backend import Health
-from loramux.errors import EngineStopped
+from loramux.errors import EngineBusy, EngineStopped, RateLimited
 from loramux.image_backend import FinishedImage, ImageBackend, ImageForm, ImageUpdate
-from loramux.receipts.receipt import Receipt, ServedAdapter, ServedImage
-from loramux.server.caller import Caller
+from loramux.metrics.images import ImageMetrics
+from loramux.metrics.traffic import CountedAdapter
+from loramux.receipts.receipt import Receipt, ServedImage, ServingStatus
+from loramux.server.caller import Caller, known_caller
+from loramux.server.context import HostContext
+from loramux.server.generation import resubmitting
 from loramux.server.images.names import Chosen, ImageNames
-from loramux.server.receipt_draft import ID_PREFIX, ReceiptIssuer
-from loramux.types.image import ImageRequest
-
-MS_PER_S = 1000.0
+from loramux.server.names import Selected
+from loramux.server.quotas import Admission
+from loramux.server.receipt_draft import MS_PER_S, ReceiptDraft, refusing
+from loramux.types.image import MIN_SIDE, ImageRequest
+from loramux.types.modality import Modality
+from loramux.types.request import FinishReason, Selection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageContext:
+class ImageContext(HostContext):
     """Shared by all routes for images."""
+
+    modality: ClassVar[Modality] = "image"
+    backend: ImageBackend
+    names: ImageNames
+    metrics: ImageMetrics
+
+    @property
+    def given_base_names(self) -> tuple[str, ...]:
+        return self.names.base_names
+
+    @property
+    def max_body_bytes(self) -> int:
+        return self.options.max_body_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageModel:
+    """An image model and the names of its adapters."""
 
     backend: ImageBackend
     names: ImageNames
-    receipts: ReceiptIssuer = field(default_factory=ReceiptIssuer)
-    max_body_bytes: int = 2**20
-    created_s: int = field(default_factory=lambda: int(time.time()))
 
-    def require_ready(self) -> None:
-        if self.backend.health is not Health.READY:
-            raise EngineStopped(f"The image engine is {self.backend.health.value}: try later.")
+
+class ImageDraft(ReceiptDraft):
+    """The receipt of one request for images."""
+
+    num_drawn = 0
+    """Tokens of prompts, and image tokens times steps, so far."""
+    _images: tuple[ServedImage, ...] = ()
+    _finished: tuple[FinishedImage, ...] = ()
+
+    @property
+    def num_tokens(self) -> int | None:
+        return None if self._is_refused else self.num_drawn
+
+    def add_images(self, requests: Sequence[ImageRequest], images: Sequence[FinishedImage]) -> None:
+        self._images = tuple(map(_served, requests, images))
+        self._finished = tuple(images)
+
+    def begin_image(self) -> None:
+        """Records the first step of the first image."""
+        if self._ttft_ms is None:
+            self._ttft_ms = self._elapsed_ms()
+
+    def _write(self, status: ServingStatus, error: Exception | None) -> Receipt:
+        receipt = super()._write(status, error)
+        images = self._finished
+        if not images:
+            return receipt
+        slowest = max(images, key=lambda image: image.load_s)
+        return msgspec.structs.replace(
+            receipt,
+            tier_found=slowest.tier_found,
+            cold_miss=slowest.is_cold_miss,
+            load_ms=round(slowest.load_s * MS_PER_S, 3),
+            queue_depth=max(image.queue_depth for image in images),
+            queue_ms=round(max(image.queue_s for image in images) * MS_PER_S, 3),
+            prompt_tokens=sum(image.prompt_tokens for image in images),
+            completion_tokens=sum(image.image_tokens for image in images),
+            distinct_adapters=max(image.max_adapters for image in images),
+            images=self._images,
+        )
+
+
+@contextmanager
+def image_draft(context: ImageContext, http: HttpRequest) -> Iterator[ImageDraft]:
+    """The draft of a receipt; an error inside the context is a refusal."""
+    issuer = context.receipts
+    draft = ImageDraft(issuer, context.base_identity, known_caller(http))
+    with refusing(draft, issuer, http):
+        yield draft
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,83 +115,178 @@ class Drawing:
     requests: Sequence[ImageRequest]
     chosen: Chosen
     form: ImageForm
+    http: HttpRequest | None = None
+    """Gets the headers of the answer: the receipt, its adapters and limits."""
+    draft: ImageDraft | None = None
+    """The receipt; None: one is made here."""
     images: list[FinishedImage] = field(default_factory=list)
-    _began_s: float = field(default_factory=time.monotonic)
-    _first_step_s: float | None = None
+
+    def __post_init__(self) -> None:
+        context, chosen = self.context, Selected("", self.chosen)
+        if self.draft is None:
+            self.draft = ImageDraft(context.receipts, context.base_identity, self.caller)
+        self.draft.add_adapters(chosen)
+        shares = {
+            "tenant_share": context.tenant_share(self.caller),
+            "adapter_share": context.adapter_share(chosen),
+        }
+        self.requests = [msgspec.structs.replace(one, **shares) for one in self.requests]
+        if self.http is not None:
+            if context.receipts.is_on:
+                self.http.state.receipt_id = self.draft.id
+            tier_of = context.backend.residency.tier_of
+            if any(one.selection for one in self.requests):
+                found = [(cid, tier_of(cid)) for cid, _ in self.requests[0].selection]
+                self.http.state.found_in_tiers = found
 
     async def draw(self) -> list[FinishedImage]:
         """Draws all images together; if one fails, the others are ended."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._draw_one(one)) for one in self.requests]
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        self.images = [task.result() for task in tasks]
+        with self._running():
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._draw_one(one)) for one in self.requests]
+            except BaseExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+            self._finish([task.result() for task in tasks])
         return self.images
 
     async def updates(self) -> AsyncGenerator[ImageUpdate, None]:
-        """Yields the updates of a single image."""
+        """Yields the updates of a single image; the receipt is there before the last one."""
         (request,) = self.requests
-        async with aclosing(_generator(self.context.backend, request, self.form)) as updates:
-            async for update in updates:
-                self._note(update)
-                if update.finished is not None:
-                    self.images = [update.finished]
-                yield update
+        with self._running():
+            async with aclosing(self._run(request)) as updates:
+                async for update in updates:
+                    if update.finished is not None:
+                        self._finish([update.finished])
+                    yield update
 
     def receipt(self) -> Receipt | None:
-        """Issues the receipt of the finished images; None if receipts are off."""
-        issuer, card = self.context.receipts, self.context.backend.card
-        if not issuer.is_on:
-            return None
-        used = [one for one in self.chosen if one.weight]
-        first_s = self._first_step_s
-        now_s = time.monotonic()
-        return issuer.issue(
-            Receipt(
-                id=ID_PREFIX + secrets.token_hex(16),
-                time=time.time() - (now_s - self._began_s),
-                tenant=self.caller.tenant or issuer.home_tenant,
-                api_key_id=UNSET if self.caller.key_id is None else self.caller.key_id,
-                base_model=self.context.names.base_names[0],
-                base_digest=card.digest,
-                adapter_cid=used[0].cid if used else None,
-                adapters=tuple(
-                    ServedAdapter(cid=one.cid, weight=one.weight, name=one.name)
-                    for one in self.chosen
-                ),
-                pool_id=issuer.pool_id,
-                tier_found="device" if used else None,
-                cold_miss=False,
-                queue_depth=0,
-                queue_ms=max(image.queue_s for image in self.images) * MS_PER_S,
-                ttft_ms=None if first_s is None else (first_s - self._began_s) * MS_PER_S,
-                latency_ms=(now_s - self._began_s) * MS_PER_S,
-                prompt_tokens=sum(image.prompt_tokens for image in self.images),
-                completion_tokens=sum(image.image_tokens for image in self.images),
-                distinct_adapters=max(image.max_adapters for image in self.images),
-                images=tuple(map(_served, self.requests, self.images)),
-            )
-        )
+        """Returns the receipt of the finished images; None if receipts are off."""
+        assert self.draft is not None
+        return self.draft.receipt
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Charges the images on the limits of the caller, and issues the receipt at the end."""
+        draft, admission = self._draft, self._admission()
+        try:
+            if admission is not None:
+                admission.begin(sum(self._tokens(one) * one.steps for one in self.requests))
+            yield
+        except (EngineBusy, RateLimited) as error:
+            draft.end(ServingStatus.REFUSED, error)
+            raise
+        except Exception as error:
+            draft.end(ServingStatus.FAILED, error)
+            raise
+        finally:
+            draft.end(ServingStatus.ABORTED)
+            if admission is not None:
+                admission.end(draft.num_tokens)
+
+    @property
+    def _draft(self) -> ImageDraft:
+        assert self.draft is not None
+        return self.draft
+
+    def _admission(self) -> Admission | None:
+        context, caller = self.context, self.caller
+        admission = context.quotas.open(context.tenant_of(caller), caller.key_id)
+        if self.http is not None:
+            self.http.state.admission = admission
+        return admission
+
+    def _finish(self, images: list[FinishedImage]) -> None:
+        self.images = images
+        self._draft.add_images(self.requests, images)
+        self._draft.num_drawn = sum(one.prompt_tokens + one.image_tokens for one in images)
+        self._draft.end(ServingStatus.COMPLETED)
 
     async def _draw_one(self, request: ImageRequest) -> FinishedImage:
-        async with aclosing(_generator(self.context.backend, request, self.form)) as updates:
+        async with aclosing(self._run(request)) as updates:
             async for update in updates:
-                self._note(update)
                 if update.finished is not None:
                     return update.finished
         raise EngineStopped("The image engine ended the image without a result.")
 
-    def _note(self, update: ImageUpdate) -> None:
-        if self._first_step_s is None:
-            self._first_step_s = time.monotonic()
+    async def _run(self, request: ImageRequest) -> AsyncGenerator[ImageUpdate, None]:
+        """Yields the updates of one image, and counts it in the metrics."""
+        backend, names, metrics = self.context.backend, self.context.names, self.context.metrics
+        counted = self._counted()
+        began_s = last_s = time.monotonic()
+        tokens, continued = self._tokens(request), 0
+        outcome = FinishReason.ABORT
+        submitted = resubmitting(
+            lambda: backend.submit(request, self.form), names, request.selection
+        )
+        try:
+            async with aclosing(submitted) as updates:
+                async for update in updates:
+                    self._draft.begin_image()
+                    now_s = time.monotonic()
+                    if update.finished is None:
+                        newest = (
+                            metrics.newest_inter_token if continued else metrics.newest_first_token
+                        )
+                        newest.add(now_s - last_s)
+                        last_s = now_s
+                        self._draft.num_drawn += tokens
+                        continued += tokens
+                        for one in counted:
+                            one.add(generation_tokens=tokens)
+                    else:
+                        outcome, image = FinishReason.STOP, update.finished
+                        prompt_tokens, image_tokens = image.prompt_tokens, image.image_tokens
+                        metrics.finished(
+                            now_s - began_s,
+                            prompt_tokens=prompt_tokens,
+                            image_tokens=image_tokens,
+                        )
+                        rest = image_tokens - continued
+                        for one in counted:
+                            one.add(prompt_tokens=prompt_tokens, generation_tokens=rest)
+                    yield update
+        except Exception:
+            outcome = FinishReason.ERROR
+            raise
+        finally:
+            metrics.ended(outcome)
+
+    def _counted(self) -> list[CountedAdapter]:
+        """Returns the counters of the adapters that change the image, with this image counted."""
+        metrics, tenant = self.context.metrics, self.caller.confined_to
+        used = Selected("", self.chosen).used
+        found = [one for named in used for one in metrics.counted(named.cid, named.label, tenant)]
+        for one in found:
+            one.add(requests=1)
+        for named in used:
+            metrics.asked.add(named.cid, named.text)
+        return found
+
+    def _tokens(self, request: ImageRequest) -> int:
+        """Image tokens of one step."""
+        factor = self.context.backend.card.size_factor
+        return max(1, (request.width // factor) * (request.height // factor))
 
 
-async def _generator(
-    backend: ImageBackend, request: ImageRequest, form: ImageForm
-) -> AsyncGenerator[ImageUpdate, None]:
-    async for update in backend.submit(request, form):
-        yield update
+async def draw_smallest(context: ImageContext, selection: Selection) -> None:
+    """Draws one step of the smallest image with the adapters, which are on the device then."""
+    factor = context.backend.card.size_factor
+    side = factor * -(-MIN_SIDE // factor)
+    request = ImageRequest(
+        request_id=f"warm-{uuid.uuid4().hex}",
+        prompt="warm",
+        width=side,
+        height=side,
+        steps=1,
+        seed=0,
+        selection=selection,
+    )
+    backend, form = context.backend, ImageForm()
+    submitted = resubmitting(lambda: backend.submit(request, form), context.names, selection)
+    async with aclosing(submitted) as updates:
+        async for _ in updates:
+            pass
 
 
 def _served(request: ImageRequest, image: FinishedImage) -> ServedImage:

@@ -1,4 +1,4 @@
-"""POST /v1/images/generations in the form of OpenAI, and GET /v1/models."""
+"""POST /v1/images/generations in the form of OpenAI."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -17,9 +18,11 @@ from loramux.errors import InvalidRequest
 from loramux.image_backend import FinishedImage, ImageForm
 from loramux.server.body import json_response, read_json
 from loramux.server.caller import Caller, caller_of
-from loramux.server.images.drawing import Drawing, ImageContext
+from loramux.server.images.choice import choose
+from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft, image_draft
 from loramux.server.images.names import selection_of
 from loramux.server.images.wire import ImageData, ImageGeneration, ImagesReply, Usage
+from loramux.server.openapi import generating
 from loramux.server.streaming import Events, named_event, stream_events, until_gone
 from loramux.types.image import ImageRequest
 
@@ -37,27 +40,29 @@ _ACCEPTED: Mapping[str, tuple[str | None, ...]] = {
 def openai_routes(context: ImageContext) -> APIRouter:
     router = APIRouter(tags=["images"])
 
-    @router.post("/v1/images/generations")
+    @router.post("/v1/images/generations", **generating(ImageGeneration, ImagesReply))
     async def generate(request: Request) -> Response:
         """Draws images; with `stream` as server-sent events with partial images."""
         context.require_ready()
-        caller = caller_of(request)
-        body, _ = await read_json(request, ImageGeneration, max_bytes=context.max_body_bytes)
-        drawing = make_drawing(context, caller, body)
-        if body.stream:
-            return await stream_events(request, _events(drawing))
-        await until_gone(request, drawing.draw())
-        return json_response(_reply(drawing))
-
-    @router.get("/v1/models")
-    async def models(request: Request) -> Response:
-        """Lists the image model and its adapters."""
-        return json_response({"object": "list", "data": _models(context)})
+        with image_draft(context, request) as draft:
+            body, _ = await read_json(request, ImageGeneration, max_bytes=context.max_body_bytes)
+            draft.asked = "+".join(body.adapters or ()) or body.model
+            drawing = await make_drawing(context, caller_of(request), body, request, draft)
+            if body.stream:
+                return await stream_events(request, _events(drawing))
+            await until_gone(request, drawing.draw())
+            return json_response(_reply(drawing))
 
     return router
 
 
-def make_drawing(context: ImageContext, caller: Caller, body: ImageGeneration) -> Drawing:
+async def make_drawing(
+    context: ImageContext,
+    caller: Caller,
+    body: ImageGeneration,
+    http: Request | None = None,
+    draft: ImageDraft | None = None,
+) -> Drawing:
     """Checks a body and makes the requests of its images; their seeds follow one another."""
     for name, values in _ACCEPTED.items():
         if getattr(body, name) not in values:
@@ -68,7 +73,8 @@ def make_drawing(context: ImageContext, caller: Caller, body: ImageGeneration) -
         raise InvalidRequest("A stream has one image: set n to 1.", param="n")
     if body.partial_images and not body.stream:
         raise InvalidRequest("partial_images needs stream.", param="partial_images")
-    chosen = context.names.choose(body.model, body.adapters, body.adapter_weights)
+    caller = replace(caller, user=body.user)
+    chosen = await choose(context, caller, body.model, body.adapters, body.adapter_weights)
     seed = secrets.randbelow(MAX_RANDOM_SEED) if body.seed is None else body.seed
     width, height = _size(context, body)
     requests = [
@@ -92,7 +98,15 @@ def make_drawing(context: ImageContext, caller: Caller, body: ImageGeneration) -
     ]
     quality = 100 if body.output_compression is None else body.output_compression
     form = ImageForm(format=body.output_format or "png", compression=quality)
-    return Drawing(context=context, caller=caller, requests=requests, chosen=chosen, form=form)
+    return Drawing(
+        context=context,
+        caller=caller,
+        requests=requests,
+        chosen=chosen,
+        form=form,
+        http=http,
+        draft=draft,
+    )
 
 
 def _steps(context: ImageContext, body: ImageGeneration) -> int:
@@ -163,24 +177,3 @@ def _size_text(drawing: Drawing) -> str:
 
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-def _models(context: ImageContext) -> list[dict[str, Any]]:
-    names = context.names
-    common = {"object": "model", "created": context.created_s, "owned_by": "loramux"}
-    bases = [{"id": name, **common, "kind": "image"} for name in names.base_names]
-    adapters = [
-        {
-            "id": one.name,
-            **common,
-            "kind": "image",
-            "parent": names.base_names[0],
-            "cid": one.card.cid,
-            "rank": one.card.rank,
-            "weight": one.weight,
-            "is_default": one.name == names.default,
-            "trigger_words": list(one.card.trigger_words),
-        }
-        for one in names.adapters.values()
-    ]
-    return [*bases, *adapters]

@@ -18,7 +18,8 @@ from loramux.image_backend import FinishedImage, ImageForm
 from loramux.server.body import json_response, read_json
 from loramux.server.caller import caller_of
 from loramux.server.errors import error_info, set_error_shape, shaped_response
-from loramux.server.images.drawing import Drawing, ImageContext
+from loramux.server.images.choice import choose_deployed
+from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft, image_draft
 from loramux.server.images.names import selection_of
 from loramux.server.images.openai import MAX_RANDOM_SEED
 from loramux.server.images.wire import SheafPredict, SheafReply
@@ -26,6 +27,12 @@ from loramux.server.streaming import Events, StreamForm, event, stream_events, u
 from loramux.types.image import ImageRequest
 
 UNPROCESSABLE = 422
+SHEAF_ROUTES = (
+    "GET /{name}/health",
+    "GET /{name}/ready",
+    "POST /{name}/predict",
+    "POST /{name}/stream",
+)
 
 
 def sheaf_error(error: Exception) -> Response:
@@ -47,13 +54,13 @@ def sheaf_routes(context: ImageContext) -> APIRouter:
         if name not in context.names.base_names:
             raise HTTPException(404, f"No deployment named '{name}'")
 
-    @router.get("/{name}/health")
+    @router.get("/{name}/health", include_in_schema=False)
     async def health(name: str, request: Request) -> Response:
         set_error_shape(request, sheaf_error)
         require_deployment(name)
         return json_response({"status": "ok", "model": name})
 
-    @router.get("/{name}/ready")
+    @router.get("/{name}/ready", include_in_schema=False)
     async def ready(name: str, request: Request) -> Response:
         set_error_shape(request, sheaf_error)
         require_deployment(name)
@@ -61,20 +68,22 @@ def sheaf_routes(context: ImageContext) -> APIRouter:
             raise HTTPException(503, "not ready")
         return json_response({"status": "ready", "model": name})
 
-    @router.post("/{name}/predict")
+    @router.post("/{name}/predict", include_in_schema=False)
     async def predict(name: str, request: Request) -> Response:
         set_error_shape(request, sheaf_error)
         require_deployment(name)
-        body, drawing = await _read(context, name, request)
-        (image,) = await until_gone(request, drawing.draw())
-        return json_response(_reply(body, drawing, image))
+        with image_draft(context, request) as draft:
+            body, drawing = await _read(context, name, request, draft)
+            (image,) = await until_gone(request, drawing.draw())
+            return json_response(_reply(body, drawing, image))
 
-    @router.post("/{name}/stream")
+    @router.post("/{name}/stream", include_in_schema=False)
     async def stream(name: str, request: Request) -> Response:
         set_error_shape(request, sheaf_error)
         require_deployment(name)
-        body, drawing = await _read(context, name, request)
-        return await stream_events(request, _events(body, drawing), _STREAM)
+        with image_draft(context, request) as draft:
+            body, drawing = await _read(context, name, request, draft)
+            return await stream_events(request, _events(body, drawing), _STREAM)
 
     return router
 
@@ -86,7 +95,9 @@ def _error_event(error: Exception) -> bytes:
 _STREAM = StreamForm(on_error=_error_event)
 
 
-async def _read(context: ImageContext, name: str, request: Request) -> tuple[SheafPredict, Drawing]:
+async def _read(
+    context: ImageContext, name: str, request: Request, draft: ImageDraft
+) -> tuple[SheafPredict, Drawing]:
     context.require_ready()
     caller = caller_of(request)
     body, _ = await read_json(request, SheafPredict, max_bytes=context.max_body_bytes)
@@ -95,7 +106,8 @@ async def _read(context: ImageContext, name: str, request: Request) -> tuple[She
             "adapter_weights provided but adapters is empty", param="adapter_weights"
         )
     body.request_id = _request_id(body)
-    chosen = context.names.choose_deployed(name, body.adapters, body.adapter_weights)
+    draft.asked = "+".join(body.adapters) or body.model_name
+    chosen = await choose_deployed(context, caller, name, body.adapters, body.adapter_weights)
     scale = body.guidance_scale
     takes_guidance = context.backend.card.takes_guidance
     image = ImageRequest(
@@ -112,7 +124,13 @@ async def _read(context: ImageContext, name: str, request: Request) -> tuple[She
         tenant=caller.tenant,
     )
     drawing = Drawing(
-        context=context, caller=caller, requests=[image], chosen=chosen, form=ImageForm()
+        context=context,
+        caller=caller,
+        requests=[image],
+        chosen=chosen,
+        form=ImageForm(),
+        http=request,
+        draft=draft,
     )
     return body, drawing
 

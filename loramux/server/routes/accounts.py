@@ -13,7 +13,7 @@ from loramux.registry.audit import MAX_LIMIT, Action
 from loramux.registry.usage_report import days_between, to_csv, usage_row
 from loramux.server.body import json_response
 from loramux.server.caller import caller_of
-from loramux.server.context import Context
+from loramux.server.context import HostContext
 from loramux.server.openapi import answering
 from loramux.server.wire_accounts import AuditList, UsageList
 from loramux.threads import QUERIES
@@ -22,7 +22,7 @@ DEFAULT_LIMIT = 100
 FORMATS = ("json", "csv")
 
 
-def account_routes(context: Context) -> APIRouter:
+def account_routes(context: HostContext) -> APIRouter:
     router = APIRouter(tags=["accounts"])
 
     @router.get("/v1/usage", **answering(UsageList, 400, 404, 503, parameters=_OF_USAGE))
@@ -60,7 +60,7 @@ def account_routes(context: Context) -> APIRouter:
     return router
 
 
-def _tenant(context: Context, request: Request) -> str | None:
+def _tenant(context: HostContext, request: Request) -> str | None:
     """The tenant whose usage may be shown: a tenant's key sees its own."""
     caller, asked = caller_of(request), request.query_params.get("tenant")
     if caller.is_operator:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
+from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,7 +20,7 @@ from loramux.registry.records import CatalogEntry, Resolved, VersionRecipe
 from loramux.server.adapter_list import matching, with_stored
 from loramux.server.body import json_response
 from loramux.server.caller import Caller, caller_of
-from loramux.server.context import Context
+from loramux.server.context import HostContext
 from loramux.server.errors import NotServed
 from loramux.server.names import GivenName, NamedAdapter, full_name
 from loramux.server.openapi import answering
@@ -32,6 +33,7 @@ from loramux.server.wire import AdapterEntry, AdapterFailure, AdapterList
 from loramux.server.wire_registry import RegistryEntry, registry_entry
 from loramux.threads import QUERIES
 from loramux.types.composition import compose
+from loramux.types.modality import Modality
 
 TIERS = ("device", "host", "disk", "source", "loading")
 ADDED, BUSIEST = "added", "busiest"
@@ -40,7 +42,7 @@ ORDERS = (ADDED, BUSIEST)
 MAX_STORED = 100_000
 
 
-def adapter_routes(context: Context) -> APIRouter:
+def adapter_routes(context: HostContext) -> APIRouter:
     router = APIRouter(tags=["adapters"])
     pinning = answering(AdapterEntry, 400, 404, 503, path_name="name")
 
@@ -66,9 +68,9 @@ def adapter_routes(context: Context) -> APIRouter:
     async def warm_adapter(request: Request) -> Response:
         """Loads an adapter and generates a token with it, so that it is resident afterwards."""
         name = request.path_params["name"]
-        caller = caller_of(request)
-        found = await _find(context, name, caller)
-        await warm_up(context, compose((one.cid, one.weight) for one in found))
+        caller, host = caller_of(request), context.host_with(name)
+        found = await _find(host, name, caller)
+        await warm_up(host, compose((one.cid, one.weight) for one in found))
         return json_response(await _entry(context, _listed_cid(found), name, caller))
 
     @router.get(
@@ -78,11 +80,11 @@ def adapter_routes(context: Context) -> APIRouter:
     async def get_adapter(request: Request) -> Response:
         """Returns residency and usage; for a name of the registry its versions and aliases."""
         name, caller = request.path_params["name"], caller_of(request)
-        view = context.view_of(caller)
-        given = context.names.find(name) if view.sees_given(name) else None
+        view, host = context.view_of(caller), context.host_with(name)
+        given = host.names.find(name) if view.sees_given(name) else None
         if given is not None and given.cid is None:
-            return json_response(_unread_entry(context.names.unread()[given.path], view))
-        cid = name if given is None and name in context.backend.adapters else None
+            return json_response(_unread_entry(host, host.names.unread()[given.path], view))
+        cid = name if given is None and name in host.backend.adapters else None
         cid = cid if given is None else given.cid
         if cid is None and context.registry is not None:
             return json_response(await _registry_entry(context, name, view))
@@ -94,7 +96,7 @@ def adapter_routes(context: Context) -> APIRouter:
     return router
 
 
-async def _list(context: Context, request: Request) -> Response:
+async def _list(context: HostContext, request: Request) -> Response:
     order, limit = _order(request), _count(request, "limit")
     offset = _count(request, "offset") or 0
     caller = caller_of(request)
@@ -102,13 +104,15 @@ async def _list(context: Context, request: Request) -> Response:
     if request.query_params.get("stored", "").lower() in YES:
         entries = with_stored(entries, await _catalog(context, context.view_of(caller)))
     if order == BUSIEST:
-        entries = _by_traffic(entries, context.metrics.traffic_of(caller.confined_to))
+        tenant = caller.confined_to
+        traffic = [host.metrics.traffic_of(tenant) for host in context.hosts]
+        entries = _by_traffic(entries, traffic)
     entries = matching(entries, request.query_params.get("search", ""))
     found = entries[offset:] if limit is None else entries[offset : offset + limit]
     return json_response(AdapterList(data=found, total=len(entries)))
 
 
-async def _catalog(context: Context, view: View) -> list[CatalogEntry]:
+async def _catalog(context: HostContext, view: View) -> list[CatalogEntry]:
     """Returns the versions of the registry that the caller sees."""
     if context.registry is None:
         return []
@@ -129,14 +133,15 @@ def _is_seen(view: View, adapter: AdapterName, version: str) -> bool:
     return view.is_whole or view.allows(NameReference(adapter, parse_version(version)))
 
 
-async def _pin(context: Context, request: Request, *, pinned: bool) -> Response:
+async def _pin(context: HostContext, request: Request, *, pinned: bool) -> Response:
     name, caller = request.path_params["name"], caller_of(request)
-    found = await _find(context, name, caller)
-    await pin(context, request, name, [adapter.cid for adapter in found], pinned=pinned)
+    host = context.host_with(name)
+    found = await _find(host, name, caller)
+    await pin(host, request, name, [adapter.cid for adapter in found], pinned=pinned)
     return json_response(await _entry(context, _listed_cid(found), name, caller))
 
 
-async def _find(context: Context, name: str, caller: Caller) -> tuple[NamedAdapter, ...]:
+async def _find(context: HostContext, name: str, caller: Caller) -> tuple[NamedAdapter, ...]:
     """Returns the adapters that the name means; raises NotServed."""
     context.require_ready()
     found = await find_named(context, name, param="name", caller=caller)
@@ -151,7 +156,7 @@ def _listed_cid(found: Sequence[NamedAdapter]) -> str:
     return found[0].cid if part_of is None else part_of.cid
 
 
-async def _registry_entry(context: Context, name: str, view: View) -> RegistryEntry:
+async def _registry_entry(context: HostContext, name: str, view: View) -> RegistryEntry:
     """Describes an adapter of the registry with the versions that the caller sees."""
     registry = context.require_registry().registry
     for home in view.homes(name):
@@ -165,7 +170,7 @@ async def _registry_entry(context: Context, name: str, view: View) -> RegistryEn
     raise _unknown(name)
 
 
-async def _entry(context: Context, cid: str, name: str, caller: Caller) -> AdapterEntry:
+async def _entry(context: HostContext, cid: str, name: str, caller: Caller) -> AdapterEntry:
     for entry in await _entries(context, caller):
         if entry.cid == cid:
             return entry
@@ -173,8 +178,13 @@ async def _entry(context: Context, cid: str, name: str, caller: Caller) -> Adapt
     raise _unknown(name)
 
 
-async def _entries(context: Context, caller: Caller) -> list[AdapterEntry]:
-    """Returns all adapters that the caller sees, in the order in which they were added.
+async def _entries(context: HostContext, caller: Caller) -> list[AdapterEntry]:
+    """Returns the adapters of all models that the caller sees."""
+    return [entry for host in context.hosts for entry in await _host_entries(host, caller)]
+
+
+async def _host_entries(context: HostContext, caller: Caller) -> list[AdapterEntry]:
+    """Returns the adapters that the caller sees, in the order in which they were added.
 
     Adapters that were not read yet or were refused follow, and removed ones that still finish their
     requests come last.
@@ -193,21 +203,22 @@ async def _entries(context: Context, caller: Caller) -> list[AdapterEntry]:
         if view.is_confined:
             use = _own_use(context, use, view)
         path = None if view.is_confined else card.path
-        entry = _make_entry(seen, path, use, traffic.total(cid))
+        entry = _make_entry(seen, path, use, traffic.total(cid), context.modality)
         if card.tokenizer_digest:
             entry.tokenizer_digest = card.tokenizer_digest
         recipe = None if made is None else made.recipes.get(cid)
         entries.append(entry if recipe is None else replace(entry, recipe=recipe.to_dict()))
     sums = [one for one in names.sums.values() if view.allows_name(full_name(one))]
     entries += _sum_entries(sums, {entry.cid: entry for entry in entries})
-    unread = (_unread_entry(given, view) for given in names.unread().values())
+    unread = (_unread_entry(context, given, view) for given in names.unread().values())
     entries += [entry for entry in unread if entry.names]
     if not view.is_whole:
         return entries
-    return entries + [_make_entry([], None, use, Traffic()) for use in uses.values()]
+    rest = (_make_entry([], None, use, Traffic(), context.modality) for use in uses.values())
+    return [*entries, *rest]
 
 
-def _own_use(context: Context, use: AdapterUse, view: View) -> AdapterUse:
+def _own_use(context: HostContext, use: AdapterUse, view: View) -> AdapterUse:
     """Returns the use without what other tenants did with the same content, and with own pins."""
     is_pinned = use.is_pinned and context.pins.holds(f"The tenant {view.tenant}", use.cid)
     if context.names.is_exclusive(use.cid, view):
@@ -247,13 +258,13 @@ def _sum_entry(
     return replace(entry, recipe=recipe.to_dict(), pinned=pinned)
 
 
-def _unread_entry(names: list[GivenName], view: View) -> AdapterEntry:
+def _unread_entry(context: HostContext, names: list[GivenName], view: View) -> AdapterEntry:
     """Describes an adapter without a CID by its names in the view, which share a folder."""
     given = names[0]
     unused = AdapterUse(cid="", tier="source", num_bytes=given.num_bytes, rank=given.rank)
     seen = view.visible([one.name for one in names], ())
     path = None if view.is_confined else given.path
-    entry = _make_entry(seen, path, unused, Traffic())
+    entry = _make_entry(seen, path, unused, Traffic(), context.modality)
     entry.cid, entry.state = None, given.state
     if given.failure is not None:
         error = given.failure.error
@@ -262,9 +273,14 @@ def _unread_entry(names: list[GivenName], view: View) -> AdapterEntry:
 
 
 def _make_entry(
-    names: list[str], path: str | None, use: AdapterUse, total: Traffic
+    names: list[str],
+    path: str | None,
+    use: AdapterUse,
+    total: Traffic,
+    modality: Modality = "text",
 ) -> AdapterEntry:
     return AdapterEntry(
+        modality="image" if modality == "image" else UNSET,
         id=names[0] if names else use.cid,
         names=names,
         state="ready",
@@ -286,9 +302,11 @@ def _make_entry(
     )
 
 
-def _by_traffic(entries: list[AdapterEntry], traffic: AdapterTraffic) -> list[AdapterEntry]:
+def _by_traffic(
+    entries: list[AdapterEntry], traffic: Iterable[AdapterTraffic]
+) -> list[AdapterEntry]:
     """Sorts the recently busiest first; entries without traffic keep their order."""
-    ranks = {cid: rank for rank, cid in enumerate(traffic.busiest())}
+    ranks = {cid: rank for one in traffic for rank, cid in enumerate(one.busiest())}
     return sorted(entries, key=lambda entry: ranks.get(entry.cid or "", len(ranks)))
 
 

@@ -9,12 +9,12 @@ from starlette.responses import Response
 from loramux import __version__
 from loramux.server.body import json_response
 from loramux.server.caller import caller_of
-from loramux.server.context import Context
+from loramux.server.context import HostContext
 from loramux.server.openapi import answering
 from loramux.server.wire_caller import CallerReport
 
 
-def caller_routes(context: Context) -> APIRouter:
+def caller_routes(context: HostContext) -> APIRouter:
     router = APIRouter(tags=["status"])
 
     @router.get("/v1/caller", **answering(CallerReport, 401))

@@ -11,13 +11,13 @@ from starlette.responses import Response
 from loramux.errors import AdapterNotFound, InvalidRequest
 from loramux.server.body import json_response
 from loramux.server.caller import caller_of
-from loramux.server.context import Context
+from loramux.server.context import HostContext
 from loramux.server.errors import NotServed
 from loramux.server.openapi import answering
 from loramux.server.view import View
 
 
-def doctor_routes(context: Context) -> APIRouter:
+def doctor_routes(context: HostContext) -> APIRouter:
     router = APIRouter(tags=["adapters"])
 
     @router.get(
@@ -26,15 +26,16 @@ def doctor_routes(context: Context) -> APIRouter:
     )
     async def examine_adapter(request: Request) -> Response:
         """The report of `loramux doctor --json` on an adapter, which is read for it."""
-        context.require_ready()
-        view = context.view_of(caller_of(request))
-        folder = await _folder(context, request.path_params["name"], view)
-        return json_response(await context.backend.examine_adapter(folder))
+        name = request.path_params["name"]
+        host = context.host_with(name)
+        host.require_ready()
+        folder = await _folder(host, name, host.view_of(caller_of(request)))
+        return json_response(await host.backend.examine_adapter(folder))
 
     return router
 
 
-async def _folder(context: Context, name: str, view: View) -> str:
+async def _folder(context: HostContext, name: str, view: View) -> str:
     """Returns the folder of an adapter, also of one that is refused."""
     given = context.names.find(name) if view.sees_given(name) else None
     if given is not None:

@@ -7,13 +7,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loramux.server.context import Context
+from loramux.server.context import HostContext
 from loramux.server.live import LiveFeed
 from loramux.server.page import INDEX, file_response, page_files, to_page
 from loramux.server.streaming import stream_events
 
 
-def page_routes(context: Context) -> APIRouter:
+def page_routes(context: HostContext) -> APIRouter:
     router = APIRouter(include_in_schema=False)
     feed = LiveFeed(context)
 

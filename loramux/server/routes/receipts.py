@@ -16,7 +16,7 @@ from loramux.registry.names import parse_name_reference
 from loramux.registry.records import ReceiptFilter
 from loramux.server.body import json_response
 from loramux.server.caller import caller_of
-from loramux.server.context import Context
+from loramux.server.context import HostContext
 from loramux.server.errors import NotServed
 from loramux.server.openapi import answering
 from loramux.server.view import View, unknown_adapter
@@ -28,7 +28,7 @@ from loramux.threads import QUERIES
 DEFAULT_LIMIT = 100
 
 
-def receipt_routes(context: Context) -> APIRouter:
+def receipt_routes(context: HostContext) -> APIRouter:
     router = APIRouter(tags=["receipts"])
 
     @router.get("/v1/receipts", **answering(ReceiptList, 400, 404, 503, parameters=_parameters()))
@@ -70,7 +70,9 @@ def receipt_routes(context: Context) -> APIRouter:
     return router
 
 
-async def _given_cids(context: Context, adapter: str | None, view: View) -> tuple[str, ...] | None:
+async def _given_cids(
+    context: HostContext, adapter: str | None, view: View
+) -> tuple[str, ...] | None:
     """CIDs of a given name: none if its adapter is refused; None: it is not a given name."""
     if adapter is None or not view.sees_given(adapter) or context.names.find(adapter) is None:
         return None
@@ -82,7 +84,7 @@ async def _given_cids(context: Context, adapter: str | None, view: View) -> tupl
 
 
 def _filter(
-    context: Context, request: Request, given: tuple[str, ...] | None, view: View
+    context: HostContext, request: Request, given: tuple[str, ...] | None, view: View
 ) -> ReceiptFilter:
     query = request.query_params
     tenant = query.get("tenant")
@@ -102,7 +104,7 @@ def _filter(
     )
 
 
-def _cids(context: Context, adapter: str | None, view: View) -> tuple[str, ...] | None:
+def _cids(context: HostContext, adapter: str | None, view: View) -> tuple[str, ...] | None:
     """CIDs of an adapter: a bare name means all its versions, a name with @ the current one."""
     if adapter is None:
         return None

@@ -21,7 +21,7 @@ from loramux.registry.registry import Registry
 from loramux.server.audit import actor_of, recording_refusal, registry_of
 from loramux.server.body import json_response, read_json
 from loramux.server.caller import caller_of
-from loramux.server.context import Context
+from loramux.server.context import HostContext
 from loramux.server.local_sources import fetched_folder, local_folder
 from loramux.server.names import full_name
 from loramux.server.openapi import answering, changing
@@ -51,7 +51,7 @@ from loramux.types.composition import compose
 T = TypeVar("T")
 
 
-def registry_routes(context: Context) -> APIRouter:
+def registry_routes(context: HostContext) -> APIRouter:
     router = APIRouter(tags=["registry"])
 
     @router.post("/v1/adapters", **changing(PushRequest, PushedEntry))
@@ -95,7 +95,7 @@ def registry_routes(context: Context) -> APIRouter:
     return router
 
 
-def _add_alias_routes(router: APIRouter, context: Context) -> None:
+def _add_alias_routes(router: APIRouter, context: HostContext) -> None:
     @router.post("/v1/adapters/{name:path}/promote", **changing(PromoteRequest, AliasEntry, "name"))
     async def promote_adapter(request: Request) -> Response:
         """Moves an alias to a version; running requests finish on the old one."""
@@ -144,7 +144,7 @@ REVISION_HEADER = "x-loramux-revision"
 class _AliasChange:
     """A change of one alias of the adapter in the path."""
 
-    def __init__(self, context: Context, request: Request) -> None:
+    def __init__(self, context: HostContext, request: Request) -> None:
         self._context = context
         self._registry: RegistryAdapters = context.require_registry()
         self._request = request
@@ -179,7 +179,7 @@ class _AliasChange:
 
 
 def _push(
-    context: Context, library: AdapterLibrary, body: PushRequest, view: View, progress: Report
+    context: HostContext, library: AdapterLibrary, body: PushRequest, view: View, progress: Report
 ) -> Pushed:
     reference = str(view.parse(body.reference))
     if isinstance(body.recipe, RecipeBody):
@@ -265,6 +265,6 @@ def _pushed_entry(pushed: Pushed) -> PushedEntry:
     )
 
 
-async def _read(context: Context, request: Request, kind: type[T]) -> T:
+async def _read(context: HostContext, request: Request, kind: type[T]) -> T:
     body, _ = await read_json(request, kind, max_bytes=context.options.max_body_bytes)
     return body

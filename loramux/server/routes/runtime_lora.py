@@ -25,7 +25,7 @@ from loramux.registry.audit import Action, Event
 from loramux.server.audit import audited
 from loramux.server.body import json_response, read_body
 from loramux.server.caller import caller_of
-from loramux.server.context import Context
+from loramux.server.context import HostContext
 from loramux.server.errors import NotJson
 from loramux.server.local_sources import check_size, local_folder
 from loramux.server.warming import warm_up
@@ -77,7 +77,7 @@ class VllmError(Exception):
         )
 
 
-def runtime_lora_routes(context: Context) -> APIRouter:
+def runtime_lora_routes(context: HostContext) -> APIRouter:
     router = APIRouter(tags=["vLLM"])
     if not context.options.allow_runtime_lora_updating:
         return router
@@ -111,7 +111,7 @@ def runtime_lora_routes(context: Context) -> APIRouter:
     return router
 
 
-async def load_named(context: Context, http: Request, asked: LoadRequest) -> None:
+async def load_named(context: HostContext, http: Request, asked: LoadRequest) -> None:
     """Loads an adapter under its name; raises VllmError."""
     details = {"source": asked.lora_path}
     event = Event(Action.LOAD, context.tenant_of(caller_of(http)), asked.lora_name, details)
@@ -119,7 +119,7 @@ async def load_named(context: Context, http: Request, asked: LoadRequest) -> Non
         event.details["cid"] = await _load(context, asked)
 
 
-async def _load(context: Context, asked: LoadRequest) -> str:
+async def _load(context: HostContext, asked: LoadRequest) -> str:
     """Returns the CID of the loaded adapter."""
     name = asked.lora_name
     if not name or not asked.lora_path:
@@ -156,7 +156,7 @@ async def _load(context: Context, asked: LoadRequest) -> str:
     return card.cid
 
 
-async def _is_in_registry(context: Context, name: str) -> bool:
+async def _is_in_registry(context: HostContext, name: str) -> bool:
     """Whether requests mean an adapter of the registry by the name, which it would take over."""
     if context.registry is None:
         return False
@@ -167,7 +167,7 @@ async def _is_in_registry(context: Context, name: str) -> bool:
     return True
 
 
-async def _read_weights(context: Context, cid: str) -> None:
+async def _read_weights(context: HostContext, cid: str) -> None:
     """Loads the adapter, so that the caller may overwrite its files once the call has returned."""
     try:
         await warm_up(context, ((cid, 1.0),))
@@ -175,7 +175,7 @@ async def _read_weights(context: Context, cid: str) -> None:
         _log.warning("%s is registered, but its weights are not loaded yet: %s", cid, error)
 
 
-async def _folder(context: Context, path: str) -> str:
+async def _folder(context: HostContext, path: str) -> str:
     """Returns the folder to load; without --allowed-roots any path is accepted, as in vLLM."""
     if is_remote(path) and context.sources is not None:
         return await context.sources.folder(path)
@@ -186,14 +186,14 @@ async def _folder(context: Context, path: str) -> str:
     return path
 
 
-async def unload_named(context: Context, http: Request, name: str) -> None:
+async def unload_named(context: HostContext, http: Request, name: str) -> None:
     """Unloads the adapter of a name; raises VllmError."""
     event = Event(Action.UNLOAD, context.tenant_of(caller_of(http)), name)
     async with audited(context, http, event):
         await _unload(context, name)
 
 
-async def _unload(context: Context, name: str) -> None:
+async def _unload(context: HostContext, name: str) -> None:
     if not name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
     if context.names.find(name) is None:
@@ -220,7 +220,7 @@ def _refused(asked: LoadRequest, error: AdapterRefused) -> VllmError:
     return VllmError(500, "InternalServerError", message)
 
 
-async def _read(context: Context, request: Request, kind: type[Any]) -> Any:
+async def _read(context: HostContext, request: Request, kind: type[Any]) -> Any:
     """Decodes the body; raises all field errors at once, in the format of vLLM's validation."""
     try:
         body = await read_body(request, context.options.max_body_bytes)

@@ -18,7 +18,7 @@ from loramux.backend import Health
 from loramux.errors import InvalidRequest
 from loramux.server.body import json_response
 from loramux.server.caller import Caller, caller_of, known_caller
-from loramux.server.context import Context
+from loramux.server.context import HostContext
 from loramux.server.openapi import (
     answering,
     deep_parameter,
@@ -36,7 +36,7 @@ N = TypeVar("N", int, float)
 YES = frozenset({"1", "true", "yes", "on"})
 
 
-def status_routes(context: Context) -> APIRouter:
+def status_routes(context: HostContext) -> APIRouter:
     router = APIRouter(tags=["status"])
     probing = asyncio.Lock()
 
@@ -45,7 +45,7 @@ def status_routes(context: Context) -> APIRouter:
         """200 while requests are accepted; `deep` also generates a token and loads an adapter."""
         is_deep = request.query_params.get("deep", "").lower() in YES
         report = _report(context)
-        if is_deep and context.backend.health is Health.READY:
+        if is_deep and report.status == Health.READY:
             await _probe(context, report, probing)
             _hide_reason(report, known_caller(request))
         return _response(report)
@@ -115,9 +115,23 @@ def _number(asked: Mapping[str, str], name: str, default: N, kind: Callable[[str
     return number
 
 
-def _report(context: Context) -> HealthReport:
-    backend = context.backend
-    stats = backend.stats
+def _report(context: HostContext) -> HealthReport:
+    """Returns the health of all backends; the server is ready if each of them is."""
+    found = [_host_report(host) for host in context.hosts]
+    worst = next((one for one in found if one.status != Health.READY), found[0])
+    report = HealthReport(
+        status=worst.status,
+        restarts=sum(one.restarts for one in found),
+        running=sum(one.running for one in found),
+        waiting=sum(one.waiting for one in found),
+    )
+    if context.has_images:
+        report.models = {host.modality: one for host, one in zip(context.hosts, found, strict=True)}
+    return report
+
+
+def _host_report(host: HostContext) -> HealthReport:
+    backend, stats = host.backend, host.backend.stats
     return HealthReport(
         status=backend.health.value,
         restarts=backend.num_restarts,
@@ -126,18 +140,27 @@ def _report(context: Context) -> HealthReport:
     )
 
 
-async def _probe(context: Context, report: HealthReport, probing: asyncio.Lock) -> None:
+async def _probe(context: HostContext, report: HealthReport, probing: asyncio.Lock) -> None:
     """Run one probe at a time, so that health checks cannot overload the engine."""
     timeout_s = context.options.probe_timeout_s
     try:
         async with asyncio.timeout(timeout_s + 1), probing:
-            report.checks = await context.backend.probe(timeout_s)
+            report.checks = await _checks(context, timeout_s)
     except TimeoutError:
         report.status, report.failure = "failing", f"No answer within {timeout_s:g} s."
     except Exception as error:
         _log.exception("a deep health check failed")
         report.status, report.failure = "failing", f"{type(error).__name__}: {error}"
-    report.restarts = context.backend.num_restarts
+    report.restarts = sum(host.backend.num_restarts for host in context.hosts)
+
+
+async def _checks(context: HostContext, timeout_s: float) -> dict[str, float]:
+    """Probes all backends; the checks of other ones than the first begin with their kind."""
+    checks = await context.backend.probe(timeout_s)
+    for host in context.others:
+        found = await host.backend.probe(timeout_s)
+        checks |= {f"{host.modality}_{name}": seconds for name, seconds in found.items()}
+    return checks
 
 
 def _response(report: HealthReport) -> Response:

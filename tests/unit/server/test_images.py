@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.torch import save_file
-from starlette.testclient import TestClient
 
 from loramux.config.images import ImageConfig
 from loramux.config.serve import ServeConfig
@@ -21,8 +19,6 @@ from loramux.diffusion.engine import ImageEngine
 from loramux.errors import InvalidRequest
 from loramux.image_backend import ImageForm
 from loramux.image_launch import engine_options
-from loramux.server.images.app import IMAGE_ROUTE_ACCESS, create_image_app
-from loramux.server.images.drawing import ImageContext
 from loramux.server.images.names import ImageNames
 from loramux.specs import BatchPolicy, LoRAAdapter, LoRAConfig, ModelSpec
 from tests.image_factory import (
@@ -31,9 +27,9 @@ from tests.image_factory import (
     StockPipeline,
     make_adapter,
     make_pipeline,
-    peft_tensors,
     request_for,
 )
+from tests.image_server import image_client, save_adapters
 
 WEIGHTS = {"ink": 0.8, "night": 1.0, "clay": 1.0}
 
@@ -51,25 +47,14 @@ def adapters():
 def server(tmp_path_factory, adapters):
     """A client of an application whose engine draws with three adapters; `ink` is the default."""
     folder = tmp_path_factory.mktemp("images")
-    make_pipeline("flux").save_pretrained(folder / "flux")
-    config = ServeConfig(images=ImageConfig(image_model=str(folder / "flux")))
-    engine = AsyncImageEngine(engine_options(config))
-    names = ImageNames(("flux",))
-    context = ImageContext(backend=engine, names=names)
-    app = create_image_app(context, allowed_hosts=("*",))
-    with TestClient(app) as client:
+    with image_client(folder, started=False) as client:
         assert client.get("/health").status_code == 503
         assert client.post("/v1/images/generations", json={"prompt": "x"}).status_code == 503
-        client.portal.call(engine.start)
-        for name, adapter in adapters.items():
-            path = folder / f"{name}.safetensors"
-            save_file(peft_tensors(adapter), path)
-            names.bind(name, client.portal.call(engine.add_adapter, str(path)), WEIGHTS[name])
-        names.set_default("ink")
-        client.names = names
-        client.engine = engine
+        client.portal.call(client.engine.start)
+        for name, path in save_adapters(folder, adapters).items():
+            client.add(name, path, WEIGHTS[name])
+        client.names.set_default("ink")
         yield client
-        client.portal.call(lambda: engine.close(drain_s=1.0))
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +166,7 @@ def test_a_stream_has_partial_images(server, stock):
     [
         ({"model": "nope"}, 404, "does not exist"),
         ({"adapters": ["nope"]}, 422, "Unknown adapter"),
-        ({"adapters": ["ink", "ink"]}, 400, "name each once"),
+        ({"adapters": ["ink", "ink"]}, 400, "Name it once"),
         ({"adapters": ["ink"], "adapter_weights": [1, 2]}, 400, "must match adapters length"),
         ({"adapter_weights": [1]}, 400, "adapter_weights needs adapters"),
         ({"adapters": ["ink"], "adapter_weights": [1000]}, 400, "must be in"),
@@ -269,16 +254,12 @@ def test_sheaf_refuses_in_its_words(server):
     assert (reply.status_code, reply.json()["detail"]) == (404, "No deployment named 'other'")
 
 
-def test_sheaf_without_adapters_says_so(server):
-    names = server.names
-    kept, names.adapters, names.default = names.adapters, {}, None
-    try:
-        reply = server.post("/flux/predict", json=sheaf_body(adapters=["ink"]))
-    finally:
-        names.adapters, names.default = kept, "ink"
-    assert reply.status_code == 422
-    wanted = "Request specifies adapters ['ink'] but deployment 'flux' has no LoRA configured."
-    assert reply.json()["detail"] == wanted
+def test_sheaf_without_adapters_says_so(tmp_path):
+    with image_client(tmp_path) as client:
+        reply = client.post("/flux/predict", json=sheaf_body(adapters=["ink"]))
+        assert reply.status_code == 422
+        wanted = "Request specifies adapters ['ink'] but deployment 'flux' has no LoRA configured."
+        assert reply.json()["detail"] == wanted
 
 
 def test_sheaf_health_and_ready(server):
@@ -334,36 +315,17 @@ def test_a_client_that_leaves_frees_its_image(server):
 
 
 def test_a_dead_engine_fails_open_images(monkeypatch, tmp_path):
-    make_pipeline("flux").save_pretrained(tmp_path / "flux")
-    config = ServeConfig(images=ImageConfig(image_model=str(tmp_path / "flux")))
-    engine = AsyncImageEngine(engine_options(config))
-    app = create_image_app(
-        ImageContext(backend=engine, names=ImageNames(("flux",))), allowed_hosts=("*",)
-    )
-
     def fail(self):
         if self.has_work:
             raise MemoryError("no memory")
         return []
 
     monkeypatch.setattr(ImageEngine, "step", fail)
-    with TestClient(app) as client:
-        client.portal.call(engine.start)
+    with image_client(tmp_path) as client:
         reply = client.post("/v1/images/generations", json=BODY)
         assert reply.status_code == 503
         assert "no memory" in reply.json()["error"]["message"]
         assert client.get("/health").status_code == 503
-        client.portal.call(lambda: engine.close(drain_s=0.0))
-
-
-def test_every_route_has_its_access(server):
-    served = {
-        f"{method} {route.path}"
-        for route in server.app.state.all_routes
-        for method in route.methods
-        if method != "HEAD"
-    }
-    assert served == set(IMAGE_ROUTE_ACCESS)
 
 
 def test_a_spec_of_sheaf_is_checked(tmp_path):
@@ -400,5 +362,6 @@ def test_settings_are_checked(fields):
 
 
 def test_the_default_must_exist():
+    config = ServeConfig(images=ImageConfig(image_model="x"))
     with pytest.raises(InvalidRequest, match="not among the adapters"):
-        ImageNames(("flux",)).set_default("ink")
+        ImageNames(AsyncImageEngine(engine_options(config)), ("flux",)).set_default("ink")
