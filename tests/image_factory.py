@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import io
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
+import numpy as np
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -33,6 +37,7 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from diffusers.utils import logging as diffusers_logging
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import (
@@ -53,8 +58,9 @@ from transformers.utils import logging as transformers_logging
 from loramux.diffusion.adapter import ImageAdapter, LowRank
 from loramux.diffusion.engine import ImageEngine
 from loramux.diffusion.events import ImageEvent
+from loramux.diffusion.families.find import find_family
 from loramux.diffusion.samplers import SamplerFactory
-from loramux.types.image import ImageRequest
+from loramux.types.image import ImageRequest, SourceImage
 from loramux.types.request import Selection
 
 diffusers_logging.set_verbosity_error()
@@ -390,6 +396,17 @@ STOCK_OPTIONS: dict[str, dict[str, Any]] = {
     "flux2": {"max_sequence_length": LENGTH, "text_encoder_out_layers": (1, 1, 1)},
     "wan": {"max_sequence_length": LENGTH, "num_frames": 1},
 }
+# For a source image without and with a mask.
+SOURCE_PIPELINES: dict[str, tuple[Any, Any]] = {
+    "sdxl": (
+        diffusers.StableDiffusionXLImg2ImgPipeline,
+        diffusers.StableDiffusionXLInpaintPipeline,
+    ),
+    "flux": (diffusers.FluxImg2ImgPipeline, diffusers.FluxInpaintPipeline),
+    "sd3": (diffusers.StableDiffusion3Img2ImgPipeline, diffusers.StableDiffusion3InpaintPipeline),
+    "qwen_image": (diffusers.QwenImageImg2ImgPipeline, diffusers.QwenImageInpaintPipeline),
+    "z_image": (diffusers.ZImageImg2ImgPipeline, diffusers.ZImageInpaintPipeline),
+}
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 FEED_FORWARD = ("net.0.proj", "net.2", "w1", "feed_forward.w2", "linear_in", "linear_out")
 CONVOLUTIONS = ("conv1", "conv_shortcut", "downsamplers.0.conv", "conv_in")
@@ -492,6 +509,7 @@ class StockPipeline:
             load_stock_lora(self.pipe, tensors, adapter.cid)
 
     def draw(self, request: ImageRequest) -> Tensor:
+        pipe = self.pipe
         self._select(request.selection)
         merged = self._merged(request.selection)
         options = dict(STOCK_OPTIONS[self.name])
@@ -500,14 +518,23 @@ class StockPipeline:
         for field in ("guidance_scale", "true_cfg_scale"):
             if getattr(request, field) is not None:
                 options[field] = getattr(request, field)
-        kept, self.pipe.scheduler = self.pipe.scheduler, self._samplers.make(request.sampler)
+        kept = self.pipe.scheduler
+        # diffusers 0.42.1 decodes what SD3 inpaints without the shift of the latents.
+        is_unshifted = self.name == "sd3" and request.source is not None and request.source.mask
+        if request.source is not None:
+            pipe = self._source_pipeline(request.source)
+            options |= self._source_options(request.source)
+            family = find_family(type(self.pipe).__name__)
+            if family.takes_guidance:  # These pipelines have other defaults.
+                options.setdefault("guidance_scale", family.default_guidance)
+        if (self.name, type(pipe).__name__) != ("sdxl", "StableDiffusionXLImg2ImgPipeline"):
+            options |= {"height": request.height, "width": request.width}
+        pipe.scheduler = self._samplers.make(request.sampler)
         try:
-            out = self.pipe(
+            out = pipe(
                 prompt=request.prompt,
                 num_inference_steps=request.steps,
-                height=request.height,
-                width=request.width,
-                output_type="np",
+                output_type="latent" if is_unshifted else "np",
                 generator=torch.Generator().manual_seed(request.seed),
                 **options,
             )
@@ -515,8 +542,28 @@ class StockPipeline:
             self.pipe.scheduler = kept
             for module, weight in merged:
                 module.weight.data = weight
+        if is_unshifted:
+            config = pipe.vae.config
+            decoded = pipe.vae.decode(out.images / config.scaling_factor + config.shift_factor)
+            return (decoded.sample[0] / 2 + 0.5).clamp(0, 1).permute(1, 2, 0).detach()
         images = out.frames[:, 0] if hasattr(out, "frames") else out.images
         return torch.from_numpy(images[0])
+
+    def _source_pipeline(self, source: SourceImage) -> Any:
+        """The pipeline of diffusers for images, with the same components."""
+        kind = SOURCE_PIPELINES[self.name][source.mask is not None]
+        parameters = inspect.signature(kind.__init__).parameters
+        more = {"add_watermarker": False} if "add_watermarker" in parameters else {}
+        components = self.pipe.components
+        pipe = kind(**{k: v for k, v in components.items() if k in parameters}, **more)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def _source_options(self, source: SourceImage) -> dict[str, Any]:
+        options = {"image": open_image(source.image), "strength": source.strength}
+        if source.mask is not None:
+            options["mask_image"] = open_image(source.mask)
+        return options
 
     def _select(self, selection: Selection) -> None:
         if not self._adapters:
@@ -539,6 +586,34 @@ class StockPipeline:
                     old.insert(0, (module, module.weight.data))
                     module.weight.data = module.weight.data + weight * pair.delta()
         return old
+
+
+def picture_file(
+    seed: int = 0, size: tuple[int, int] = (SIZE, SIZE), mode: str = "RGB", kind: str = "PNG"
+) -> bytes:
+    """A file with smooth random colours."""
+    noise = np.random.default_rng(seed).integers(0, 256, (4, 4, len(mode)), dtype=np.uint8)
+    small = Image.fromarray(noise.squeeze(), mode)
+    return file_of(small.resize(size, Image.Resampling.BICUBIC), kind)
+
+
+def mask_file(size: tuple[int, int] = (SIZE, SIZE), kind: str = "PNG") -> bytes:
+    """White in its right half."""
+    mask = Image.new("L", size, 0)
+    mask.paste(255, (size[0] // 2, 0, *size))
+    return file_of(mask, kind)
+
+
+def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind)
+    return out.getvalue()
+
+
+def open_image(data: bytes) -> Image.Image:
+    with Image.open(io.BytesIO(data)) as image:
+        image.load()
+        return image
 
 
 def request_for(name: str, request_id: str, **fields: Any) -> ImageRequest:

@@ -12,11 +12,9 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
 
-from loramux.errors import InvalidRequest
+from loramux.image_files import measure, unreadable
 from loramux.types.image import ImageRequest, SourceImage
 
-MAX_SOURCE_PIXELS = 2**25
-"""Of one file, which is checked before its pixels are decoded."""
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MASK_LEVEL = 0.5
 
@@ -84,26 +82,18 @@ def _mask(source: SourceImage, size: tuple[int, int]) -> Image.Image | None:
 
 def _opened(data: bytes, what: str) -> Image.Image:
     """Decodes a file whose header declares a known format and few enough pixels."""
+    declared = measure(data, what)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
-            width, height = image.size
-            if width * height > MAX_SOURCE_PIXELS:
-                raise InvalidRequest(
-                    f"The {what} has {width}x{height} pixels, and at most {MAX_SOURCE_PIXELS} are "
-                    "read. Scale it down.",
-                    param=what,
-                )
-            image.load()
-            return ImageOps.exif_transpose(image)
-    except InvalidRequest:
-        raise
+            if sorted(image.size) == sorted(declared):
+                image.load()
+                return ImageOps.exif_transpose(image)
+    # The decoders raise errors of many kinds, struct.error and SyntaxError among them.
     except Exception as error:
-        # The decoders raise errors of many kinds, struct.error and SyntaxError among them.
-        raise InvalidRequest(
-            f"The {what} cannot be read as PNG, JPEG or WebP.", param=what
-        ) from error
+        raise unreadable(what) from error
+    raise unreadable(what)
 
 
 def _has_alpha(image: Image.Image) -> bool:
