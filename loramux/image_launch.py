@@ -12,7 +12,8 @@ from typing import cast
 
 from loramux.config.images import parse_image_lora
 from loramux.config.serve import ServeConfig
-from loramux.diffusion.async_engine import AsyncImageEngine, ImageEngineOptions
+from loramux.diffusion.async_engine import AsyncImageEngine
+from loramux.diffusion.options import ImageEngineOptions
 from loramux.diffusion.planner import Batching, PlanLimits
 from loramux.errors import InvalidRequest
 from loramux.image_backend import ImageCard
@@ -69,8 +70,7 @@ async def _serve(
     with opened_registry(config) as (registry, issuer):
         authenticator = make_authenticator(config, registry)
         check_exposure(config, listener, authenticator)
-        progress("Loading the image model", 0.0)
-        engine = AsyncImageEngine(engine_options(config))
+        engine = AsyncImageEngine(engine_options(config), on_progress=progress)
         await engine.start()
         try:
             names = await _name_adapters(config, engine, progress)
