@@ -26,10 +26,10 @@ from loramux.engine.gc_control import FullCollections
 from loramux.engine.messages import Add, Command, Events, Finish, Identify, ListPages, Start
 from loramux.engine.start_phases import StartPhases
 from loramux.engine.stats import adapter_uses, engine_stats
-from loramux.engine.usage import UsageFile
 from loramux.errors import LoramuxError
 from loramux.log_lines import use_one_line_records
 from loramux.memory.loader import lower_priority
+from loramux.memory.usage import UsageFile
 from loramux.models.architectures import base_info
 from loramux.models.loader import LoadedModel
 from loramux.types.adapter import AdapterCard, InspectedCard
