@@ -11,7 +11,13 @@ from dataclasses import replace
 from loramux.diffusion.messages import Draw, Drawn, Reply, Report, StartImages
 from loramux.diffusion.options import ImageEngineOptions
 from loramux.errors import EngineBusy, EngineStopped, LoramuxError
-from loramux.image_backend import ImageAdapterCard, ImageCard, ImageForm, ImageUpdate
+from loramux.image_backend import (
+    ImageAdapterCard,
+    ImageCard,
+    ImageForm,
+    ImageStats,
+    ImageUpdate,
+)
 from loramux.types.image import MIN_SIDE, ImageRequest
 from loramux.worker.hosted import HostedEngine
 from loramux.worker.messages import Abort, Message, Refused, decode_error
@@ -24,10 +30,11 @@ IMAGES = EngineKind(IMAGE_ENGINE, Reply, step_limit_s=1800.0)
 _log = logging.getLogger(__name__)
 
 
-class AsyncImageEngine(HostedEngine[ImageCard, ImageAdapterCard]):
+class AsyncImageEngine(HostedEngine[ImageCard, ImageAdapterCard, ImageStats]):
     """Implements loramux.image_backend.ImageBackend over an engine in another process."""
 
     kind = IMAGES
+    no_stats = ImageStats()
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ from loramux.diffusion.catalog import ReadAdapter
 from loramux.diffusion.events import ImageEvent, ImageFacts
 from loramux.diffusion.families.base import Family, Row, Text
 from loramux.diffusion.families.find import family_of
+from loramux.diffusion.forwards import ForwardCounts
 from loramux.diffusion.job import Job, JobState
 from loramux.diffusion.leases import AdapterLeases
 from loramux.diffusion.lora_files.names import PipelineNames
@@ -76,6 +77,7 @@ class ImageEngine:
         self._undecoded: list[Job] = []
         self.num_forwards = 0
         self.num_pauses = 0
+        self.forwards = ForwardCounts()
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -90,6 +92,11 @@ class ImageEngine:
     def adapters(self) -> Mapping[str, ImageAdapterCard]:
         """The registered adapters by CID, wherever their weights are."""
         return {card.cid: card for card in self.memory.catalog.known()}
+
+    @property
+    def num_paused(self) -> int:
+        """Images that have begun and did not take part in the last forward."""
+        return sum(job.state is JobState.PAUSED for job in list(self._jobs.values()))
 
     @property
     def has_work(self) -> bool:
@@ -355,6 +362,7 @@ class ImageEngine:
         self._lora[family.denoiser].set_rows(selections, family.token_ranges(rows))
         predictions = iter(family.forward(rows))
         self.num_forwards += 1
+        self.forwards.add(selections)
         guided = []
         for job in jobs:
             prediction = next(predictions)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from loramux.backend import EngineStats
-from loramux.image_backend import ImageAdapterCard, ImageCard, ImageForm, ImageUpdate
+from loramux.image_backend import (
+    ImageAdapterCard,
+    ImageCard,
+    ImageForm,
+    ImageStats,
+    ImageUpdate,
+)
 from loramux.types.image import ImageRequest
 from loramux.worker.messages import (
     Abort,
@@ -50,7 +55,7 @@ class Drawn(Message):
 class Report(Message):
     """The statistics of the engine."""
 
-    stats: EngineStats
+    stats: ImageStats
     """`resident_adapters` is empty here: `residency` has the changes."""
     residency: ResidencyUpdate | None = None
 

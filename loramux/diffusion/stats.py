@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from loramux.backend import AdapterUse, EngineStats
+from loramux.backend import AdapterUse
 from loramux.diffusion.engine import ImageEngine
+from loramux.image_backend import ImageStats
 from loramux.memory import reports
 
 
-def engine_stats(engine: ImageEngine) -> EngineStats:
+def engine_stats(engine: ImageEngine) -> ImageStats:
     """Returns all statistics but `resident_adapters`, which is reported as changes."""
     memory = engine.memory
     tier, device = memory.tier, memory.tier.costs.device
-    return EngineStats(
+    return ImageStats(
         num_running=engine.num_running,
         num_waiting=engine.num_waiting,
         num_pages=tier.pages.num_pages,
@@ -34,6 +35,9 @@ def engine_stats(engine: ImageEngine) -> EngineStats:
         ),
         step_s=tier.costs.step_s,
         tier_s=tier.costs.load_seconds(),
+        num_paused=engine.num_paused,
+        rows_per_forward=dict(engine.forwards.rows),
+        adapters_per_forward=dict(engine.forwards.adapters),
     )
 
 

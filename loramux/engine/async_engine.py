@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from loramux.backend import Delta, ModelCard, failure_of
+from loramux.backend import Delta, EngineStats, ModelCard, failure_of
 from loramux.config.engine import EngineConfig
 from loramux.engine.adapter_tokenizers import AdapterTokenizers
 from loramux.engine.messages import Add, Events, Finish, ListPages, Reply, Start
@@ -46,10 +46,11 @@ class AsyncEngineOptions:
     """The text of the base's chat template; None: that of the model."""
 
 
-class AsyncEngine(HostedEngine[ModelCard, AdapterCard]):
+class AsyncEngine(HostedEngine[ModelCard, AdapterCard, EngineStats]):
     """Implements loramux.backend.TextBackend over an engine in another process."""
 
     kind = TEXT
+    no_stats = EngineStats()
 
     def __init__(
         self,

@@ -46,25 +46,26 @@ _BATCH_PAUSE_S = 0.05
 _MAX_PROBED = 8
 
 Item = TypeVar("Item")
+StatsT = TypeVar("StatsT", bound=EngineStats)
 
 
-class StatsView:
+class StatsView(Generic[StatsT]):
     """The newest statistics of an engine process, put together from its updates."""
 
-    def __init__(self) -> None:
-        self._newest = EngineStats()
+    def __init__(self, newest: StatsT) -> None:
+        self._newest = newest
         self.residency = ResidencyView()
         # None: to be put together by the next reader, as an update must not list all adapters.
-        self._current: EngineStats | None = self._newest
+        self._current: StatsT | None = self._newest
 
     @property
-    def current(self) -> EngineStats:
+    def current(self) -> StatsT:
         if self._current is None:
             resident = tuple(self.residency.resident)
             self._current = replace(self._newest, resident_adapters=resident)
         return self._current
 
-    def update(self, stats: EngineStats | None, residency: ResidencyUpdate | None) -> None:
+    def update(self, stats: StatsT | None, residency: ResidencyUpdate | None) -> None:
         if residency is not None:
             self.residency.apply(residency.tiers, is_full=residency.is_full)
             self._current = None
@@ -73,13 +74,15 @@ class StatsView:
             self._current = None
 
 
-class HostedEngine(ABC, Generic[CardT, AdapterT]):
+class HostedEngine(ABC, Generic[CardT, AdapterT, StatsT]):
     """Implements loramux.backend.AdapterHost over an engine in another process.
 
     An engine adds its requests: it opens streams, and ends them all in `_fail_streams`.
     """
 
     kind: EngineKind
+    no_stats: StatsT
+    """The statistics before the first report."""
 
     def __init__(
         self, *, on_progress: OnProgress = lambda what, share: None, worker: SpawnedWorker | None
@@ -93,7 +96,7 @@ class HostedEngine(ABC, Generic[CardT, AdapterT]):
         self._card: CardT | None = None
         self._table = AdapterTable[AdapterT]()
         self._state = Health.STARTING
-        self._stats = StatsView()
+        self._stats = StatsView(self.no_stats)
         self.num_restarts = 0
 
     # What an engine adds.
@@ -135,7 +138,7 @@ class HostedEngine(ABC, Generic[CardT, AdapterT]):
         return self._card
 
     @property
-    def stats(self) -> EngineStats:
+    def stats(self) -> StatsT:
         return self._stats.current
 
     @property
@@ -263,7 +266,7 @@ class HostedEngine(ABC, Generic[CardT, AdapterT]):
             self.kind, self._start_message(first), self._on_progress, worker
         )
         self._card = self._described(self._process.card, first)
-        ended, self._stats = self._stats, StatsView()
+        ended, self._stats = self._stats, StatsView(self.no_stats)
         ended.residency.wake()
         self._table.begin_process()
 

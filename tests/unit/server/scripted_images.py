@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from loramux.backend import EngineStats, Health
+from loramux.backend import Health
 from loramux.errors import AdapterNotFound, AdapterRefused
 from loramux.image_backend import (
     FinishedImage,
     ImageAdapterCard,
     ImageCard,
     ImageForm,
+    ImageStats,
     ImageUpdate,
 )
 from loramux.server.images.names import ImageNames
@@ -43,7 +44,7 @@ class ScriptedImages(ScriptedBackend):
         super().__init__(registry=registry)
         self.card = IMAGE_CARD  # type: ignore[assignment]
         self.health = Health.READY
-        self.stats = EngineStats()
+        self.stats: ImageStats = ImageStats()
         self.residency = ResidencyView()
         self.adapters = {}
         self.uses = []
