@@ -160,6 +160,7 @@ _TEXT: Mapping[str, Access] = {
 }
 _IMAGES: Mapping[str, Access] = {
     "POST /v1/images/generations": INFER,
+    "POST /v1/images/edits": INFER,
     # sheaf's; these match every name, and stand last
     "GET /{name}/health": OPEN,
     "GET /{name}/ready": OPEN,

@@ -33,6 +33,7 @@ from loramux.server.families.document import add_families
 from loramux.server.families.table import endpoints_of, root_endpoint, shared_with_own
 from loramux.server.fitting import CachedFit
 from loramux.server.images.drawing import ImageContext, ImageModel
+from loramux.server.images.edits import edit_routes
 from loramux.server.images.openai import openai_routes
 from loramux.server.images.sheaf import SHEAF_ROUTES, sheaf_error, sheaf_routes
 from loramux.server.names import AdapterNames
@@ -88,7 +89,7 @@ SHARED_ROUTES = (
     doctor_routes,
     page_routes,
 )
-IMAGE_ROUTES = (openai_routes,)
+IMAGE_ROUTES = (openai_routes, edit_routes)
 # Their paths begin with any name, so that they come after all others.
 LAST_ROUTES = (sheaf_routes,)
 # Largest bodies that may arrive at once; smaller ones take less of this.

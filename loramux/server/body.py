@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -114,7 +115,12 @@ async def read_body(request: Request, max_bytes: int, *, any_type: bool = False)
     return body
 
 
-async def _receive(request: Request, max_bytes: int) -> bytes:
+async def read_upload(request: Request, max_bytes: int) -> bytes:
+    """Reads a body that is not JSON: its parts are not counted, and any type is taken."""
+    return await _receive(request, max_bytes, is_json=False)
+
+
+async def _receive(request: Request, max_bytes: int, *, is_json: bool = True) -> bytes:
     bodies: Bodies = request.app.state.bodies
     body, parts, num_taken = bytearray(), _Parts(), 0
     try:
@@ -125,8 +131,9 @@ async def _receive(request: Request, max_bytes: int) -> bytes:
             if len(body) - num_taken > _SMALL_BYTES:
                 bodies.take(len(body) - num_taken)
                 num_taken = len(body)
-            parts.add(piece)
-            parts.check()
+            if is_json:
+                parts.add(piece)
+                parts.check()
     finally:
         bodies.give_back(num_taken)
     return bytes(body)
@@ -164,6 +171,14 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise InvalidRequest(f"The body is not valid UTF-8: {error}.") from error
     except RecursionError as error:
         raise InvalidRequest("The body is nested too deeply.") from error
+
+
+def convert(fields: Mapping[str, Any], kind: type[T], *, from_text: bool = False) -> T:
+    """Makes a struct of decoded fields; `from_text`: numbers and the like are texts."""
+    try:
+        return msgspec.convert(fields, kind, strict=not from_text)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{error}.", param=_field(str(error))) from error
 
 
 async def yield_after(num_bytes: int) -> None:

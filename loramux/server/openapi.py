@@ -15,7 +15,7 @@ from starlette.routing import Route
 from loramux.capacity.plan import MemoryPlan
 from loramux.receipts.receipt import Receipt
 from loramux.server.body import PiecewiseResponse
-from loramux.server.images.wire import ImageGeneration, ImagesReply
+from loramux.server.images.wire import ImageGeneration, ImagesReply, JsonImageEdit
 from loramux.server.wire import (
     AdapterEntry,
     AdapterList,
@@ -87,7 +87,7 @@ STRUCTS = (
     *(ClassifyRequest, ClassificationList, ScoreRequest, ScoreList, RerankRequest, RerankAnswer),
     *(RunRequest, RunAnswer, RunChunk, PushRequest, PushedEntry, RegistryEntry, Removed),
     *(PromoteRequest, RollbackRequest, SplitRequest, AliasEntry),
-    *(ImageGeneration, ImagesReply),
+    *(ImageGeneration, ImagesReply, JsonImageEdit),
 )
 
 EXAMPLES: dict[type[Any], dict[str, Any]] = {
@@ -108,6 +108,7 @@ EXAMPLES: dict[type[Any], dict[str, Any]] = {
     ImageGeneration: {"prompt": "a red fox", "size": "512x512", "adapters": ["ink"]},
     KeyRequest: {"tenant": "acme", "scopes": ["infer"], "expires_in_s": 2592000},
     RotateRequest: {"overlap_s": 3600},
+    JsonImageEdit: {"prompt": "a red fox", "image": "data:image/png;base64,iVBORw0KGgo="},
     PlanRequest: {"adapters": 300, "rank": 16, "targets": "q,k,v,o"},
 }
 
@@ -139,6 +140,17 @@ def generating(request: type[Any], answer: type[Any]) -> dict[str, Any]:
         "schema": {
             "description": "Chunks as `data:` lines, then `[DONE]`; or an error, and the end."
         }
+    }
+    return documented
+
+
+def uploading(request: type[Any], answer: type[Any], *files: str) -> dict[str, Any]:
+    """Keyword arguments of a route that generates from files, in a form or as base64 in JSON."""
+    documented = generating(request, answer)
+    content = documented["openapi_extra"]["requestBody"]["content"]
+    binary = {name: {"type": "string", "format": "binary"} for name in files}
+    content["multipart/form-data"] = {
+        "schema": {"type": "object", "properties": {"prompt": {"type": "string"}, **binary}}
     }
     return documented
 

@@ -17,14 +17,16 @@ from loramux.config.images import parse_size
 from loramux.errors import InvalidRequest
 from loramux.image_backend import FinishedImage, ImageForm
 from loramux.server.body import json_response, read_json
-from loramux.server.caller import Caller, caller_of
+from loramux.server.caller import caller_of
 from loramux.server.images.choice import choose
 from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft, image_draft
+from loramux.server.images.lora_fields import named_adapters
 from loramux.server.images.names import selection_of
+from loramux.server.images.sources import size_of
 from loramux.server.images.wire import ImageData, ImageGeneration, ImagesReply, Usage
 from loramux.server.openapi import generating
 from loramux.server.streaming import Events, named_event, stream_events, until_gone
-from loramux.types.image import ImageRequest
+from loramux.types.image import ImageRequest, SourceImage
 
 MAX_RANDOM_SEED = 2**32
 # Fields of other image services, with the values that mean what this server does.
@@ -46,24 +48,31 @@ def openai_routes(context: ImageContext) -> APIRouter:
         context.require_ready()
         with image_draft(context, request) as draft:
             body, _ = await read_json(request, ImageGeneration, max_bytes=context.max_body_bytes)
-            draft.asked = "+".join(body.adapters or ()) or body.model
-            drawing = await make_drawing(context, caller_of(request), body, request, draft)
-            if body.stream:
-                return await stream_events(request, _events(drawing))
-            await until_gone(request, drawing.draw())
-            return json_response(_reply(drawing))
+            drawing = await make_drawing(context, body, request, draft)
+            return await answer(request, drawing, body)
 
     return router
 
 
+async def answer(
+    request: Request, drawing: Drawing, body: ImageGeneration, kind: str = "image_generation"
+) -> Response:
+    """Draws the images; `kind` begins the names of events."""
+    if body.stream:
+        return await stream_events(request, _events(drawing, kind))
+    await until_gone(request, drawing.draw())
+    return json_response(_reply(drawing))
+
+
 async def make_drawing(
     context: ImageContext,
-    caller: Caller,
     body: ImageGeneration,
-    http: Request | None = None,
-    draft: ImageDraft | None = None,
+    http: Request,
+    draft: ImageDraft,
+    source: SourceImage | None = None,
 ) -> Drawing:
     """Checks a body and makes the requests of its images; their seeds follow one another."""
+    caller = caller_of(http)
     for name, values in _ACCEPTED.items():
         if getattr(body, name) not in values:
             allowed = " or ".join(str(value) for value in values if value) or "nothing"
@@ -74,9 +83,11 @@ async def make_drawing(
     if body.partial_images and not body.stream:
         raise InvalidRequest("partial_images needs stream.", param="partial_images")
     caller = replace(caller, user=body.user)
-    chosen = await choose(context, caller, body.model, body.adapters, body.adapter_weights)
+    adapters, weights = named_adapters(body)
+    draft.asked = "+".join(adapters or ()) or body.model
+    chosen = await choose(context, caller, body.model, adapters, weights)
     seed = secrets.randbelow(MAX_RANDOM_SEED) if body.seed is None else body.seed
-    width, height = _size(context, body)
+    width, height = _size(context, body, source)
     requests = [
         ImageRequest(
             request_id=f"img-{secrets.token_hex(12)}",
@@ -91,6 +102,7 @@ async def make_drawing(
             sampler=body.sampler or "",
             max_sequence_length=body.max_sequence_length,
             partial_images=body.partial_images or 0,
+            source=source,
             selection=selection_of(chosen),
             tenant=caller.tenant,
         )
@@ -114,13 +126,17 @@ def _steps(context: ImageContext, body: ImageGeneration) -> int:
     return context.backend.card.default_steps if given is None else given
 
 
-def _size(context: ImageContext, body: ImageGeneration) -> tuple[int, int]:
+def _size(
+    context: ImageContext, body: ImageGeneration, source: SourceImage | None
+) -> tuple[int, int]:
     default = context.backend.card.default_size
     if body.width is not None or body.height is not None:
         if body.size not in (None, "auto"):
             raise InvalidRequest("Give size, or width and height.", param="size")
         return body.width or default, body.height or default
-    return (default, default) if body.size in (None, "auto") else parse_size(body.size or "")
+    if body.size not in (None, "auto"):
+        return parse_size(body.size or "")
+    return (default, default) if source is None else size_of(context.backend.card, source)
 
 
 def _reply(drawing: Drawing) -> ImagesReply:
@@ -135,7 +151,7 @@ def _reply(drawing: Drawing) -> ImagesReply:
     )
 
 
-async def _events(drawing: Drawing) -> Events:
+async def _events(drawing: Drawing, kind: str) -> Events:
     common = {
         "created_at": int(time.time()),
         "size": _size_text(drawing),
@@ -146,17 +162,17 @@ async def _events(drawing: Drawing) -> Events:
     num_partial = 0
     async for update in drawing.updates():
         if update.partial is not None:
-            yield _event("partial_image", update.partial, common, partial_image_index=num_partial)
+            place = {"partial_image_index": num_partial}
+            yield _event(f"{kind}.partial_image", update.partial, common, place)
             num_partial += 1
         if update.finished is not None:
             receipt = drawing.receipt()
             more = {} if receipt is None else {"serving": receipt.body()}
-            data = update.finished.data
-            yield _event("completed", data, common, usage=_usage(drawing.images), **more)
+            end = {"usage": _usage(drawing.images), **more}
+            yield _event(f"{kind}.completed", update.finished.data, common, end)
 
 
-def _event(kind: str, data: bytes, common: Mapping[str, Any], **more: Any) -> bytes:
-    name = f"image_generation.{kind}"
+def _event(name: str, data: bytes, common: Mapping[str, Any], more: Mapping[str, Any]) -> bytes:
     return named_event(name, {"type": name, "b64_json": _text(data), **common, **more})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import secrets
 import uuid
+from typing import Any
 
 from fastapi import APIRouter
 from msgspec import msgpack
@@ -15,17 +16,19 @@ from starlette.responses import Response
 from loramux.backend import Health
 from loramux.errors import InvalidRequest
 from loramux.image_backend import FinishedImage, ImageForm
-from loramux.server.body import json_response, read_json
+from loramux.server.body import decode, json_response, read_body
 from loramux.server.caller import caller_of
 from loramux.server.errors import error_info, set_error_shape, shaped_response
 from loramux.server.images.choice import choose_deployed
 from loramux.server.images.drawing import Drawing, ImageContext, ImageDraft, image_draft
 from loramux.server.images.names import selection_of
 from loramux.server.images.openai import MAX_RANDOM_SEED
-from loramux.server.images.wire import SheafPredict, SheafReply
+from loramux.server.images.sources import check_files, decode_base64, size_of
+from loramux.server.images.wire import SheafEdit, SheafPredict, SheafReply
 from loramux.server.streaming import Events, StreamForm, event, stream_events, until_gone
-from loramux.types.image import ImageRequest
+from loramux.types.image import ImageRequest, SourceImage
 
+SheafBody = SheafPredict | SheafEdit
 UNPROCESSABLE = 422
 SHEAF_ROUTES = (
     "GET /{name}/health",
@@ -97,10 +100,11 @@ _STREAM = StreamForm(on_error=_error_event)
 
 async def _read(
     context: ImageContext, name: str, request: Request, draft: ImageDraft
-) -> tuple[SheafPredict, Drawing]:
+) -> tuple[SheafBody, Drawing]:
     context.require_ready()
     caller = caller_of(request)
-    body, _ = await read_json(request, SheafPredict, max_bytes=context.max_body_bytes)
+    kind: Any = SheafBody
+    body: SheafBody = decode(await read_body(request, context.max_body_bytes), kind)
     if body.adapter_weights is not None and not body.adapters:
         raise InvalidRequest(
             "adapter_weights provided but adapters is empty", param="adapter_weights"
@@ -110,16 +114,23 @@ async def _read(
     chosen = await choose_deployed(context, caller, name, body.adapters, body.adapter_weights)
     scale = body.guidance_scale
     takes_guidance = context.backend.card.takes_guidance
+    source = None
+    if isinstance(body, SheafEdit):
+        source = check_files(_source(body))
+        width, height = size_of(context.backend.card, source)
+    else:
+        width, height = body.width, body.height
     image = ImageRequest(
         request_id=f"img-{secrets.token_hex(12)}",
         prompt=body.prompt,
         negative_prompt=body.negative_prompt,
-        width=body.width,
-        height=body.height,
+        width=width,
+        height=height,
         steps=body.num_inference_steps,
         seed=secrets.randbelow(MAX_RANDOM_SEED) if body.seed is None else body.seed,
         guidance_scale=scale if takes_guidance else None,
         true_cfg_scale=None if takes_guidance else scale,
+        source=source,
         selection=selection_of(chosen),
         tenant=caller.tenant,
     )
@@ -135,7 +146,15 @@ async def _read(
     return body, drawing
 
 
-def _request_id(body: SheafPredict) -> str:
+def _source(body: SheafEdit) -> SourceImage:
+    return SourceImage(
+        image=decode_base64(body.image_b64, "image_b64"),
+        mask=None if body.mask_b64 is None else decode_base64(body.mask_b64, "mask_b64"),
+        strength=body.strength,
+    )
+
+
+def _request_id(body: SheafBody) -> str:
     if body.request_id is None:
         return str(uuid.uuid4())
     try:
@@ -144,13 +163,13 @@ def _request_id(body: SheafPredict) -> str:
         raise InvalidRequest("request_id must be a UUID.", param="request_id") from error
 
 
-def _reply(body: SheafPredict, drawing: Drawing, image: FinishedImage) -> SheafReply:
+def _reply(body: SheafBody, drawing: Drawing, image: FinishedImage) -> SheafReply:
     receipt = drawing.receipt()
     (request,) = drawing.requests
     assert body.request_id is not None
     return SheafReply(
         request_id=body.request_id,
-        model_type="diffusion",
+        model_type=str(body.__struct_config__.tag),
         model_name=body.model_name,
         metadata={} if receipt is None else {"serving": receipt.body()},
         image_b64=base64.b64encode(image.data).decode(),
@@ -160,7 +179,7 @@ def _reply(body: SheafPredict, drawing: Drawing, image: FinishedImage) -> SheafR
     )
 
 
-async def _events(body: SheafPredict, drawing: Drawing) -> Events:
+async def _events(body: SheafBody, drawing: Drawing) -> Events:
     async for update in drawing.updates():
         if update.finished is None:
             yield event(

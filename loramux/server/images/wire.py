@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -10,6 +10,17 @@ from msgspec import Meta, Struct
 from loramux.image_backend import ImageFormat
 
 MAX_IMAGES = 10
+
+
+class NamedLora(Struct, kw_only=True, forbid_unknown_fields=True):
+    """An adapter as other servers name it; all names are those of served adapters."""
+
+    name: str | None = None
+    lora_name: str | None = None
+    adapter: str | None = None
+    path: str | None = None
+    scale: float | None = None
+    lora_scale: float | None = None
 
 
 class ImageGeneration(Struct, kw_only=True):
@@ -43,6 +54,25 @@ class ImageGeneration(Struct, kw_only=True):
     max_sequence_length: Annotated[int, Meta(ge=1, le=1024)] | None = None
     adapters: list[str] | None = None
     adapter_weights: list[float] | None = None
+    # Adapters in the words of other servers
+    lora: NamedLora | None = None
+    loras: list[NamedLora] | None = None
+    image_loras: list[NamedLora] | None = None
+
+
+class ImageEdit(ImageGeneration, kw_only=True):
+    """The fields of POST /v1/images/edits beside its files."""
+
+    strength: float | None = None
+    mask_blur: float = 0.0
+    input_fidelity: str | None = None
+
+
+class JsonImageEdit(ImageEdit, kw_only=True):
+    """The body of POST /v1/images/edits as JSON; its files are base64 or data URLs."""
+
+    image: str | list[str]
+    mask: str | None = None
 
 
 class Usage(Struct, frozen=True, kw_only=True):
@@ -68,10 +98,9 @@ class ImagesReply(Struct, frozen=True, kw_only=True, omit_defaults=True):
     serving: dict[str, Any] | None = None
 
 
-class SheafPredict(Struct, kw_only=True):
+class SheafPredict(Struct, kw_only=True, tag_field="model_type", tag="diffusion"):
     """The body of POST /{name}/predict and /{name}/stream."""
 
-    model_type: Literal["diffusion"]
     model_name: str
     prompt: str
     request_id: str | None = None
@@ -80,6 +109,23 @@ class SheafPredict(Struct, kw_only=True):
     width: Annotated[int, Meta(ge=64, multiple_of=8)] = 1024
     num_inference_steps: Annotated[int, Meta(ge=1, le=200)] = 4
     guidance_scale: Annotated[float, Meta(ge=0)] = 0.0
+    seed: int | None = None
+    adapters: list[str] = []
+    adapter_weights: list[float] | None = None
+
+
+class SheafEdit(Struct, kw_only=True, tag_field="model_type", tag="multimodal_generation"):
+    """The body of POST /{name}/predict and /{name}/stream with an image."""
+
+    model_name: str
+    prompt: str
+    image_b64: str
+    mask_b64: str | None = None
+    request_id: str | None = None
+    negative_prompt: str = ""
+    strength: Annotated[float, Meta(ge=0, le=1)] = 0.8
+    num_inference_steps: Annotated[int, Meta(ge=1, le=200)] = 50
+    guidance_scale: Annotated[float, Meta(ge=0)] = 7.5
     seed: int | None = None
     adapters: list[str] = []
     adapter_weights: list[float] | None = None

@@ -181,7 +181,7 @@ def test_the_engine_reports_its_memory_before_it_becomes_idle(
     monkeypatch.setattr(worker, "_STATS_INTERVAL_S", 0)
 
     async def talk(channel: ServerChannel) -> None:
-        view = StatsView()
+        view = StatsView(EngineStats())
         await next_of(channel, Ready)
         stats = await next_stats(channel, view)
         assert stats.num_pages == stats.num_free_pages > 0

@@ -1,0 +1,49 @@
+"""Source images in requests: base64 as bytes, and the size of a drawing that follows its source."""
+
+from __future__ import annotations
+
+import binascii
+
+from loramux.errors import InvalidRequest
+from loramux.image_backend import ImageCard
+from loramux.image_files import measure
+from loramux.types.image import MIN_SIDE, SourceImage
+
+_DATA_URL = "data:"
+
+
+def decode_base64(text: str, param: str) -> bytes:
+    """Decodes base64 or a data URL with base64."""
+    if text.startswith(_DATA_URL):
+        head, _, text = text.partition(",")
+        if not head.endswith(";base64"):
+            raise InvalidRequest(f"{param} must be a data URL with base64.", param=param)
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(
+            f"{param} must be the base64 of a PNG, JPEG or WebP file, not an address.", param=param
+        ) from error
+
+
+def check_files(source: SourceImage) -> SourceImage:
+    """Refuses files of other formats and with too many pixels by their headers."""
+    measure(source.image, "image")
+    if source.mask is not None:
+        measure(source.mask, "mask")
+    return source
+
+
+def size_of(card: ImageCard, source: SourceImage) -> tuple[int, int]:
+    """Returns the width and height of a source, scaled down to the pixels of the model's default.
+
+    Sides are rounded down to what the model can draw.
+    """
+    width, height = measure(source.image, "image")
+    scale = min(1.0, card.default_size / (width * height) ** 0.5)
+    factor = card.size_factor
+    least = -(-MIN_SIDE // factor)
+    return (
+        max(int(width * scale) // factor, least) * factor,
+        max(int(height * scale) // factor, least) * factor,
+    )
