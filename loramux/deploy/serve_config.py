@@ -67,7 +67,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     (was, was_front), (now, front) = old["applications"], new["applications"]
     (was_engine,), (engine,) = was["deployments"], now["deployments"]
     said = []
-    if not _says_all(_restarts(was, was_engine), _restarts(now, engine)):
+    actor = [one["ray_actor_options"] for one in (was_engine, engine)]
+    if was["args"] != now["args"] or not _says_all(*actor):
         surge = engine["max_surge_percent"]
         how = f"with up to {surge} % more" if surge else "old ones stop first"
         said.append(f"replicas: rolling update, {how}")
@@ -179,10 +180,6 @@ def _says_all(old: Any, new: Any) -> bool:
     if isinstance(new, list):
         return isinstance(old, list) and len(old) == len(new) and all(map(_says_all, old, new))
     return bool(old == new)
-
-
-def _restarts(application: Mapping[str, Any], engine: Mapping[str, Any]) -> list[Any]:
-    return [application["args"], application["import_path"], engine["ray_actor_options"]]
 
 
 def _in_place(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
