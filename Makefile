@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
+RAY := .venv-ray
+RAY_STAMP := $(RAY)/.installed
 INPUTS := pyproject.toml constraints.txt constraints-dev.txt Makefile scripts/setup.sh
 
 # Name another interpreter with `make PYTHON=/path/to/python3.11 setup`.
@@ -24,7 +26,7 @@ export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup serve check test test-all test-clients test-plain bench docs ui clean
+.PHONY: help setup serve check test test-all test-clients test-ray test-plain bench docs ui clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +61,7 @@ test-all: $(STAMP) ## Every test: full hypothesis profiles, kernel matrices, ser
 	@$(BIN)/python scripts/compile_kernels.py
 	@$(PYTEST) $(PARALLEL)
 	@$(MAKE) --no-print-directory test-clients
+	@$(MAKE) --no-print-directory test-ray
 	@$(MAKE) --no-print-directory test-plain
 
 # A folder of tests/clients has the clients that can be installed into one environment.
@@ -68,6 +71,11 @@ test-clients: $(CLIENTS_STAMP) ## Clients that people have, against a server (pa
 		LORAMUX_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/$$name/bin/python -m pytest \
 			tests/clients/$$name $(ARGS) || [ "$(if $(ARGS),$$?)" = 5 ]; \
 	done
+
+# Ray listens on all addresses: the tests enter a network namespace, or are skipped where that is not allowed.
+test-ray: $(RAY_STAMP) ## A deployment on Ray Serve: updates, scaling and kills (part of test-all)
+	@$(BIN)/python scripts/compile_kernels.py
+	@$(RAY)/bin/python -m pytest tests/ray $(ARGS)
 
 # The engine on the kernels of a CPU without numba; without the test of 200 adapters, which tests the
 # memory and takes long.
@@ -87,7 +95,7 @@ ui: ## Check and build the web page (node 20.19+), after changes of ui/
 	@cd ui && npm ci --no-audit --no-fund --silent && npm run --silent check && npm run --silent build
 
 clean: ## Remove .venv, caches and build output
-	rm -rf $(VENV) $(CLIENTS) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) $(RAY) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	rm -rf .hypothesis ui/node_modules tests/clients/node/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -97,4 +105,8 @@ $(STAMP): $(INPUTS)
 
 $(CLIENTS_STAMP): $(STAMP) scripts/setup_clients.sh $(wildcard tests/clients/*/requirements.txt) tests/clients/node/package-lock.json
 	@bash scripts/setup_clients.sh $(CLIENTS) $(VENV)
+	@touch $@
+
+$(RAY_STAMP): $(STAMP) scripts/setup_ray.sh tests/ray/requirements.txt
+	@bash scripts/setup_ray.sh $(RAY) $(VENV)
 	@touch $@

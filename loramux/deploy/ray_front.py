@@ -65,6 +65,10 @@ class Front:
         if self._serving.done():
             raise RuntimeError("The router's listener has ended.")
 
+    async def describe(self) -> dict[str, Any]:
+        host, port = self._socket.getsockname()[:2]
+        return {"pid": os.getpid(), "host": host, "port": port}
+
     async def busiest(self, count: int) -> dict[str, Any]:
         """Returns the fleet's busiest adapters, and the build of each replica by its URL."""
         # Asked over its own listener, as a client with the router's key.

@@ -67,16 +67,17 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     (was, was_front), (now, front) = old["applications"], new["applications"]
     (was_engine,), (engine,) = was["deployments"], now["deployments"]
     said = []
-    if _restarts(was, was_engine) != _restarts(now, engine):
+    actor = [one["ray_actor_options"] for one in (was_engine, engine)]
+    if was["args"] != now["args"] or not _says_all(*actor):
         surge = engine["max_surge_percent"]
         how = f"with up to {surge} % more" if surge else "old ones stop first"
         said.append(f"replicas: rolling update, {how}")
     elif was_engine["user_config"] != engine["user_config"]:
         said.append(f"in place: {_in_place(was_engine['user_config'], engine['user_config'])}")
     sizes = ("num_replicas", "autoscaling_config")
-    if [was_engine.get(key) for key in sizes] != [engine.get(key) for key in sizes]:
+    if not all(_says_all(was_engine.get(key), engine.get(key)) for key in sizes):
         said.append(f"number of replicas: {_size(was_engine)} -> {_size(engine)}")
-    if was_front != front:
+    if not _says_all(was_front, front):
         said.append("router: rolling update")
     return said
 
@@ -170,8 +171,15 @@ def _front(fleet: FleetConfig) -> dict[str, Any]:
     }
 
 
-def _restarts(application: Mapping[str, Any], engine: Mapping[str, Any]) -> list[Any]:
-    return [application["args"], application["import_path"], engine["ray_actor_options"]]
+def _says_all(old: Any, new: Any) -> bool:
+    """Whether a configuration has all of another one; Ray adds its defaults to what it is given."""
+    if isinstance(new, Mapping):
+        return isinstance(old, Mapping) and all(
+            _says_all(old.get(key), one) for key, one in new.items()
+        )
+    if isinstance(new, list):
+        return isinstance(old, list) and len(old) == len(new) and all(map(_says_all, old, new))
+    return bool(old == new)
 
 
 def _in_place(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
