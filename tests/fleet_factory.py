@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx2
@@ -18,7 +18,7 @@ import httpx2
 from tests.s3_server import free_ports
 from tests.serve_factory import RunningServer, running_server
 
-READY_S = 90
+READY_S = 300
 
 
 class RunningReplica:
@@ -72,8 +72,16 @@ class RunningFleet:
             time.sleep(0.1)
 
 
+@dataclass
+class RouterOptions:
+    flags: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
 @contextmanager
-def running_fleet(folder: Path, count: int, flags: list[str]) -> Iterator[RunningFleet]:
+def running_fleet(
+    folder: Path, count: int, flags: list[str], router: RouterOptions | None = None
+) -> Iterator[RunningFleet]:
     *ports, router_port = free_ports(count + 1)
     with ExitStack() as stack:
         replicas = [
@@ -83,20 +91,26 @@ def running_fleet(folder: Path, count: int, flags: list[str]) -> Iterator[Runnin
             stack.callback(replica.close)
         with ThreadPoolExecutor(count) as starts:
             list(starts.map(lambda replica: replica.start(), replicas))
-        url = stack.enter_context(running_router(folder, router_port, [r.url for r in replicas]))
+        urls = [replica.url for replica in replicas]
+        url = stack.enter_context(running_router(folder, router_port, urls, router))
         fleet = RunningFleet(url, replicas)
         fleet.wait_until_ready(count)
         yield fleet
 
 
 @contextmanager
-def running_router(folder: Path, port: int, urls: list[str]) -> Iterator[str]:
+def running_router(
+    folder: Path, port: int, urls: list[str], options: RouterOptions | None = None
+) -> Iterator[str]:
+    options = options or RouterOptions()
     command = [sys.executable, "-m", "loramux.cli.main", "router", "--port", str(port)]
+    command += options.flags
     for url in urls:
         command += ["--replicas", url]
     log = folder / f"router-{port}.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        environment = {**os.environ, **options.environment}
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + READY_S
     try:
         while True:

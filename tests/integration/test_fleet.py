@@ -205,7 +205,9 @@ def test_after_a_settled_roll_out_nothing_answers_with_the_old_version(
         body = {"model": name, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True} | fields
         answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
-        return answer.headers["x-loramux-cid"]
+        cid = answer.headers["x-loramux-cid"]
+        assert answer.json()["serving"]["adapter_cid"] == cid
+        return cid
 
     async def work() -> None:
         async with httpx2.AsyncClient(base_url=fleet.url, timeout=60) as client:

@@ -12,11 +12,8 @@ from typing import Any
 
 import yaml
 
-from loramux.cli.serve import one_value_per_flag
-from loramux.config.fields import Kind
-from loramux.config.file import load_serve_config
 from loramux.config.paths import DATA_VARIABLE, REGISTRY_VARIABLE, SHARED_CACHE_VARIABLE
-from loramux.config.serve import SETTINGS, ServeConfig
+from tests.serve_flags import served
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -34,20 +31,6 @@ def instructions(name: str) -> list[str]:
 def run(*command: str) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-def served(flags: list[str]) -> ServeConfig:
-    """The settings that `loramux serve` reads from these flags."""
-    given: dict[str, Any] = {}
-    words = iter(one_value_per_flag(flags))
-    for word in words:
-        setting = SETTINGS[word.removeprefix("--").replace("-", "_")]
-        value: Any = True if setting.kind is Kind.SWITCH else next(words)
-        if setting.kind is Kind.LORA_MODULES:
-            given.setdefault(setting.name, []).append(value)
-        else:
-            given[setting.name] = int(value) if setting.kind is Kind.COUNT else value
-    return load_serve_config(given, None)
 
 
 def entry_flags() -> list[str]:
@@ -84,7 +67,7 @@ LOCKED, LOCKED_CUDA = (
 PINNED = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 # In the GPU image alone; the CPU image has torch from torch's own index.
 OF_TORCH = {"torch", "triton"}
-EXTRAS_OF_IMAGES = ("server", "cpu", "gpu", "postgres", "redis", "s3")
+EXTRAS_OF_IMAGES = ("server", "router", "cpu", "gpu", "postgres", "redis", "s3")
 
 
 def needed(*extras: str) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from loramux.server.local_sources import check_size, local_folder
 from loramux.server.warming import warm_up
 from loramux.server.wire import ErrorInfo
 from loramux.sources.parse import is_remote
+from loramux.sources.source_id import SourceKind
 from loramux.threads import FOLDER_READS
+from loramux.types.hub_id import is_hub_id
 
 _log = logging.getLogger(__name__)
 INVALID_INPUT = "InvalidUserInput"
@@ -145,8 +148,9 @@ async def _load(context: HostContext, asked: LoadRequest) -> str:
         )
     context.require_ready()
     try:
-        folder = await _folder(context, asked.lora_path)
-        is_real = bool(context.options.allowed_roots) and not is_remote(asked.lora_path)
+        source = await _source(context, asked.lora_path)
+        folder = await _folder(context, source)
+        is_real = bool(context.options.allowed_roots) and not is_remote(source)
         card = await context.names.load(name, folder, is_real=is_real)
         await _read_weights(context, card.cid)
     except (AdapterNotFound, SourceNotFound) as error:
@@ -173,6 +177,22 @@ async def _read_weights(context: HostContext, cid: str) -> None:
         await warm_up(context, ((cid, 1.0),))
     except (DoesNotFit, EngineBusy, RequestTimeout) as error:
         _log.warning("%s is registered, but its weights are not loaded yet: %s", cid, error)
+
+
+async def _source(context: HostContext, path: str) -> str:
+    """Returns `hf:owner/name` for a repository of the hub that vLLM's clients name as owner/name.
+
+    A folder of that name goes first.
+    """
+    sources = context.options.sources
+    if context.sources is None or SourceKind.HUB not in sources.enabled or not is_hub_id(path):
+        return path
+    is_here = await FOLDER_READS.run(_is_folder, path, context.options.allowed_roots)
+    return path if is_here else f"hf:{path}"
+
+
+def _is_folder(path: str, roots: Sequence[str]) -> bool:
+    return any((Path(root) / path).is_dir() for root in roots or ("",))
 
 
 async def _folder(context: HostContext, path: str) -> str:
