@@ -34,6 +34,8 @@ SOUND: dict[str, dict[str, Any]] = {
     "POST /v1/adapters/{name:path}/promote": {"version": "1.0.0"},
     "POST /v1/adapters/{name:path}/rollback": {},
     "POST /v1/adapters/{name:path}/split": {"targets": [{"version": "1.0.0", "weight": 1}]},
+    "POST /v1/keys": {"tenant": "acme", "scopes": ["infer"], "limits": {"max_rank": 8}},
+    "POST /v1/keys/{key_id}/rotate": {"overlap_s": 5},
     "POST /v1/load_lora_adapter": LOAD,
     "POST /load_lora_adapter": LOAD,
     "POST /v1/unload_lora_adapter": {"lora_name": "loaded"},

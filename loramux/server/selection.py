@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from loramux.adapters.identity import CID_PREFIX, is_digest_start
 from loramux.adapters.peft.folder import short_base_name
@@ -18,9 +19,10 @@ from loramux.server.caller import Caller
 from loramux.server.context import Context, HostContext
 from loramux.server.errors import Forbidden, NotServed
 from loramux.server.names import NamedAdapter, Selected, check_distinct, full_name
+from loramux.server.prompts import split_prompts
 from loramux.server.recipes import open_version
 from loramux.server.view import View
-from loramux.server.wire import GenerationBody
+from loramux.server.wire import GenerationBody, OpenAiBody
 from loramux.types.adapter import vocab_size_of
 from loramux.types.composition import (
     Term,
@@ -325,6 +327,46 @@ def _find_by_cid(context: HostContext, text: str, param: str, view: View) -> Nam
             param=param,
         )
     return next((NamedAdapter(text, cid, name) for cid, name in found.items()), None)
+
+
+def openai_reference(
+    context: Context, body: OpenAiBody, *, prompts: str | list[Any] = ""
+) -> ModelReference:
+    """Returns what a body of OpenAI's routes names, by `model`, `adapters` or SGLang's `lora_path`.
+
+    As with SGLang, `base:adapter` in `model` precedes `lora_path`.
+    """
+    model, param = body.model, "model"
+    adapter = _lora_path(body.lora_path, prompts)
+    if adapter is not None and (model is None or _after_base(context, model) is None):
+        is_base = not model or model in (*context.base_names, *BASE_WORDS)
+        if not is_base or body.adapters is not None:
+            raise InvalidRequest(
+                "lora_path names an adapter, and so does "
+                f"{'adapters' if is_base else 'model'}. Send one of them.",
+                param="lora_path",
+            )
+        model, param = adapter, "lora_path"
+    return ModelReference(
+        model, body.adapters, body.adapter_weights, param=param, combination=combination_of(body)
+    )
+
+
+def _lora_path(asked: str | list[str | None] | None, prompts: str | list[Any]) -> str | None:
+    if not isinstance(asked, list):
+        return asked or None
+    num_prompts = len(split_prompts(prompts))
+    if len(asked) != num_prompts:
+        raise InvalidRequest(
+            f"lora_path has {len(asked)} entries for {num_prompts} prompts.", param="lora_path"
+        )
+    if len(set(asked)) > 1:
+        raise InvalidRequest(
+            "lora_path must name one adapter for all prompts of this route: send them apart, or "
+            "use /generate.",
+            param="lora_path",
+        )
+    return asked[0] or None
 
 
 def _after_base(context: HostContext, model: str) -> str | None:

@@ -115,6 +115,8 @@ class OpenAiBody(GenerationBody, kw_only=True):
     """Keep this many tokens of the prompt; -1: as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
     """The end that is cut off; absent: left, so that the last tokens are kept."""
+    lora_path: str | list[str | None] | None = None
+    """The adapter beside `model`, as with SGLang; a list has it once for each prompt."""
 
 
 class ChatRequest(OpenAiBody, kw_only=True):

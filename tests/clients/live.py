@@ -101,7 +101,7 @@ def live_server(folder: Path) -> Iterator[Live]:
 
 
 def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 280
     while time.monotonic() < deadline and process.poll() is None:
         if found := LISTENING.search(log.read_text(errors="replace")):
             return found[1]

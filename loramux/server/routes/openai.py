@@ -34,7 +34,7 @@ from loramux.server.sampling import (
     chat_logprobs_of,
     completion_logprobs_of,
 )
-from loramux.server.selection import ModelReference, combination_of
+from loramux.server.selection import openai_reference
 from loramux.server.streaming import DONE, Events, event, stream_events, until_gone
 from loramux.server.token_reports import (
     LOWEST,
@@ -163,9 +163,7 @@ async def answer_chat(context: Context, request: Request) -> Response:
 
 async def _open_chat(context: Context, http: Request, draft: ReceiptDraft) -> Generation:
     body, raw = await read_generation_body(context, http, ChatRequest)
-    reference = ModelReference(
-        body.model, body.adapters, body.adapter_weights, combination=combination_of(body)
-    )
+    reference = openai_reference(context, body)
     draft.asked = str(reference) or None
     request = await resolve_request(
         context,
@@ -352,9 +350,7 @@ async def _open_completion(
     context: Context, http: Request, draft: ReceiptDraft
 ) -> tuple[Generation, list[ChoiceWriter]]:
     body, raw = await read_generation_body(context, http, CompletionRequest)
-    reference = ModelReference(
-        body.model, body.adapters, body.adapter_weights, combination=combination_of(body)
-    )
+    reference = openai_reference(context, body, prompts=body.prompt)
     draft.asked = str(reference) or None
     request = await resolve_request(
         context,

@@ -129,10 +129,12 @@ async def _load(context: HostContext, asked: LoadRequest) -> str:
         raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
     if asked.is_3d_lora_weight:
         raise _invalid("is_3d_lora_weight is not supported by this server: leave it out.")
-    if len(name) > MAX_NAME_CHARACTERS or not name.isprintable() or "," in name or "@" in name:
+    is_plain = name.isprintable() and name == name.strip() and not {",", "@"} & {*name}
+    if len(name) > MAX_NAME_CHARACTERS or not is_plain:
         raise _invalid(
             f"The name {name[:50]!r} is no adapter name here: use at most {MAX_NAME_CHARACTERS} "
-            "printable characters without a comma and without @, which names a version."
+            "printable characters without a comma, without a space at an end, and without @, which "
+            "names a version."
         )
     if await _is_in_registry(context, name):
         raise _invalid(f"The registry has an adapter '{name}'. Choose another name.")

@@ -84,7 +84,7 @@ COMPLETIONS: list[tuple[str, bytes, int, str | None]] = [
     *refused("suffix", "x"),
     *refused("best_of", 2, "x"),
     *refused("response_format", {"type": "xml"}, "text", []),
-    *refused("lora_path", "legal"),
+    *refused("lora_path", 5, ["legal", None], ["legal", "legal"]),
     *refused("adapter_id", "legal"),
     *refused("guided_json", {"not": {}}, "{", []),
     *refused("min_tokens", 17, -1),

@@ -81,6 +81,49 @@ def test_an_adapter_may_follow_its_base(model: str, selection: Any) -> None:
     assert backend.requests[0].selection == selection
 
 
+LEGAL, POLITE = (((named(name).cid, 1.0),) for name in ("legal", "team/polite"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "selection"),
+    [
+        ({"lora_path": "legal"}, LEGAL),
+        ({"model": "tiny-base", "lora_path": "legal"}, LEGAL),
+        ({"model": "tiny-base:team/polite", "lora_path": "legal"}, POLITE),
+        ({"lora_path": None}, ()),
+        ({"lora_path": ["legal"]}, LEGAL),
+        ({"lora_path": [None]}, ()),
+        ({"prompt": ["a", "b"], "lora_path": ["legal", "legal"]}, LEGAL),
+    ],
+)
+def test_lora_path_names_the_adapter_as_with_sglang(fields: Any, selection: Any) -> None:
+    backend = ScriptedBackend()
+    app = make_app(backend)
+    answer = complete(app, **fields)
+    assert answer.status_code == 200, answer.text
+    if "prompt" not in fields:
+        assert chat(app, **fields).status_code == 200
+    assert len(backend.requests) == 2
+    assert {one.selection for one in backend.requests} == {selection}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"lora_path": "nope"}, 404),
+        ({"model": "team/polite", "lora_path": "legal"}, 400),
+        ({"adapters": ["team/polite"], "lora_path": "legal"}, 400),
+        ({"prompt": ["a", "b"], "lora_path": ["legal", None]}, 400),
+        ({"prompt": ["a", "b"], "lora_path": ["legal"]}, 400),
+    ],
+)
+def test_lora_path_that_cannot_be_followed_is_refused(fields: Any, status: int) -> None:
+    backend = ScriptedBackend()
+    answer = complete(make_app(backend), **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, "lora_path")
+    assert not backend.requests
+
+
 @pytest.mark.parametrize("model", ["other:legal", "tiny-base:nope", "tiny-base:tiny-base:nope"])
 def test_an_unknown_adapter_after_a_colon_is_not_the_base(model: str) -> None:
     assert complete(make_app(), model=model).status_code == 404

@@ -231,7 +231,7 @@ def test_a_name_that_would_not_select_the_adapter_is_refused(name: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "name", ["a\nb", "a\x1b[2J", "a,b", "x" * 257, "acme/sql@1.0.0", "acme/sql", "sql"]
+    "name", ["a\nb", "a\x1b[2J", "a,b", " ", "sql ", "x" * 257, "acme/sql@1.0.0", "acme/sql", "sql"]
 )
 def test_names_that_could_be_taken_for_others_are_refused(
     name: str, registry_app: Make, tmp_path: Path
