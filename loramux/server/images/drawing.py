@@ -225,10 +225,7 @@ class Drawing:
                     self._draft.begin_image()
                     now_s = time.monotonic()
                     if update.finished is None:
-                        newest = (
-                            metrics.newest_inter_token if continued else metrics.newest_first_token
-                        )
-                        newest.add(now_s - last_s)
+                        metrics.step(now_s - last_s, is_first=not continued)
                         last_s = now_s
                         self._draft.num_drawn += tokens
                         continued += tokens
