@@ -1,11 +1,13 @@
 """Takes the screenshots of docs/ui.md: each view, light and dark, wide and narrow.
 
-python -m scripts.ui_screenshots [FOLDER]
+python -m scripts.ui_screenshots [--only VIEW ...] [--folder FOLDER]
 """
 
 from __future__ import annotations
 
+import argparse
 import io
+import subprocess
 import sys
 import tempfile
 import threading
@@ -18,7 +20,8 @@ import httpx2
 from PIL import Image
 from playwright.sync_api import Browser, Page
 
-from tests.ui_factory import UiServer, chromium, ui_server, watched_page
+from tests.serve_factory import running_server
+from tests.ui_factory import ROOT, UiServer, chromium, ui_server, watched_page
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images" / "ui"
 SIZES = {"wide": {"width": 1360, "height": 860}, "narrow": {"width": 400, "height": 860}}
@@ -86,6 +89,23 @@ def listed(page: Page) -> None:
     page.locator(".rows .row").nth(4).wait_for()
 
 
+def images(page: Page) -> None:
+    page.get_by_label("Size").fill("64x64")
+    page.get_by_label("Steps").fill("12")
+    page.get_by_role("button", name="Add a column").click()
+    column = page.get_by_role("article").nth(3)
+    column.get_by_role("button", name="Use an adapter").click()
+    for number, name in ((1, "ink"), (2, "night")):
+        field = column.get_by_label(f"Column 4, adapter {number}")
+        field.fill(name)
+        field.press("Tab")
+        if number == 1:
+            column.get_by_role("button", name="Add another adapter").click()
+    column.get_by_label("Column 4, weight of night").fill("0.5")
+    page.get_by_role("button", name="Run 4 columns").click()
+    page.get_by_text("Finished.").nth(3).wait_for()
+
+
 VIEWS: dict[str, tuple[str, Callable[[Page], None]]] = {
     "live": ("live", live),
     "playground": ("playground", playground),
@@ -103,24 +123,46 @@ def shoot(page: Page, path: Path) -> None:
     image.convert("RGB").save(path, "WEBP", quality=70, method=6)
 
 
-def shoot_all(browser: Browser, server: UiServer, folder: Path) -> None:
+def shoot_schemes(page: Page, folder: Path, name: str) -> None:
+    for scheme in SCHEMES:
+        page.emulate_media(color_scheme=scheme)
+        shoot(page, folder / f"{name}-{scheme}.webp")
+
+
+def shoot_images(browser: Browser, work: Path, folder: Path) -> None:
+    """Takes the playground of a server that draws, with a tiny untrained model."""
+    script = ROOT / "examples" / "images" / "make_tiny_model.py"
+    subprocess.run([sys.executable, script, work], check=True, capture_output=True)
+    flags = ["--image-model", str(work / "model"), "--served-image-model-name", "tiny-flux"]
+    loras = [f"ink={work / 'ink.safetensors'}@0.8", f"night={work / 'night.safetensors'}"]
+    with running_server(work / "log", *flags, "--image-lora", *loras) as running:
+        for size, viewport in SIZES.items():
+            with watched_page(browser, running.url, viewport=viewport) as (page, _):
+                page.goto(f"{running.url}/ui/")
+                images(page)
+                shoot_schemes(page, folder, f"images-{size}")
+
+
+def shoot_all(browser: Browser, server: UiServer, folder: Path, only: list[str]) -> None:
     for name, (view, prepare) in VIEWS.items():
+        if only and name not in only:
+            continue
         until = time.monotonic() + TRAFFIC_S.get(name, 0)
         load = [threading.Thread(target=traffic, args=(server, until)) for _ in range(6)]
         for one in load:
             one.start()
         for size, viewport in SIZES.items():
             options = {"viewport": viewport, "device_scale_factor": 1}
-            with watched_page(browser, server, key=server.admin, **options) as (page, _):
+            with watched_page(browser, server.url, key=server.admin, **options) as (page, _):
                 page.goto(f"{server.url}/ui/#/{view}")
                 prepare(page)
-                for scheme in SCHEMES:
-                    page.emulate_media(color_scheme=scheme)
-                    shoot(page, folder / f"{name}-{size}-{scheme}.webp")
+                shoot_schemes(page, folder, f"{name}-{size}")
         for one in load:
             one.join()
+    if only and "key" not in only:
+        return
     for scheme in SCHEMES:
-        with watched_page(browser, server, viewport=SIZES["narrow"], color_scheme=scheme) as (
+        with watched_page(browser, server.url, viewport=SIZES["narrow"], color_scheme=scheme) as (
             page,
             _,
         ):
@@ -130,15 +172,20 @@ def shoot_all(browser: Browser, server: UiServer, folder: Path) -> None:
 
 
 def main() -> int:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=[], choices=[*VIEWS, "images", "key"])
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    args = parser.parse_args()
+    folder, only = args.folder, args.only
     folder.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="loramux-") as work,
-        ui_server(Path(work), "--pool-id", "demo") as server,
-        chromium() as browser,
-    ):
-        fill(server)
-        shoot_all(browser, server, folder)
+    with tempfile.TemporaryDirectory(prefix="loramux-") as work, chromium() as browser:
+        if only != ["images"]:
+            with ui_server(Path(work) / "text", "--pool-id", "demo") as server:
+                fill(server)
+                shoot_all(browser, server, folder, only)
+        if not only or "images" in only:
+            (Path(work) / "images").mkdir()
+            shoot_images(browser, Path(work) / "images", folder)
     total = sum(path.stat().st_size for path in folder.glob("*.webp"))
     print(f"{len(list(folder.glob('*.webp')))} images, {total / 1000:.0f} kB in {folder}")
     return 0

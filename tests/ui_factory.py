@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "adapters"
 DEMO = ("json", "pirate", "sentiment", "shout")
 NUM_STORED = 3000
+SOON_MS = 60_000
 CHROMIUM = shutil.which("chromium")
 NO_CHROMIUM = "no chromium: apt-get install chromium (make setup does it where it may)"
 AXE = Path(axe_playwright_python.__file__).with_name("axe.min.js")
@@ -124,7 +125,7 @@ class Watch:
             for fault in self.faults
             if not any(re.search(pattern, fault) for pattern in self.expected)
         ]
-        assert unexpected == []
+        assert unexpected == [], unexpected
 
     def _console(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
@@ -151,7 +152,7 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def watched_page(
-    browser: Browser, server: UiServer, *, key: str | None = None, **options: object
+    browser: Browser, url: str, *, key: str | None = None, **options: object
 ) -> Iterator[tuple[Page, Watch]]:
     """A page in a context of its own, with nothing stored but the key."""
     context = browser.new_context(**options)  # type: ignore[arg-type]
@@ -159,9 +160,22 @@ def watched_page(
     if key is not None:
         # What the page does with a key that is typed into it.
         page.add_init_script(f"sessionStorage.setItem('loramux.key', '{key}')")
-    watch = Watch(urlsplit(server.url).netloc)
+    watch = Watch(urlsplit(url).netloc)
     watch.follow(page)
     try:
         yield page, watch
     finally:
         context.close()
+
+
+def serious(page: Page) -> list[str]:
+    """What axe-core finds of WCAG 2.1 A and AA that is serious or critical."""
+    page.evaluate(AXE.read_text())
+    found = page.evaluate(
+        "axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa']})"
+    )
+    return [
+        f"{one['id']}: {one['help']}: {[node['html'][:150] for node in one['nodes'][:3]]}"
+        for one in found["violations"]
+        if one["impact"] in ("serious", "critical")
+    ]

@@ -19,20 +19,20 @@ from playwright.sync_api import Browser, Page, Route, expect  # noqa: E402
 from tests.postgres_server import PostgresServer  # noqa: E402
 from tests.serve_factory import running_server  # noqa: E402
 from tests.ui_factory import (  # noqa: E402
-    AXE,
     CHROMIUM,
     EXAMPLES,
     NO_CHROMIUM,
     NUM_STORED,
+    SOON_MS,
     UiServer,
     Watch,
     chromium,
+    serious,
     ui_server,
     watched_page,
 )
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
-SOON_MS = 60_000
 MARKUP = "<img src=x onerror=alert(1)>"
 Open = Callable[..., Page]
 
@@ -53,7 +53,7 @@ def browser() -> Iterator[Browser]:
 def page_and_watch(browser: Browser, server: UiServer) -> Iterator[tuple[Page, Watch]]:
     """A page of an administrator; in the end it must have been clean."""
     size = {"width": 1300, "height": 900}
-    with watched_page(browser, server, key=server.admin, viewport=size) as (page, watch):
+    with watched_page(browser, server.url, key=server.admin, viewport=size) as (page, watch):
         page.set_default_timeout(SOON_MS)
         expect.set_options(timeout=SOON_MS)
         yield page, watch
@@ -81,24 +81,12 @@ def answers(page: Page) -> list[str]:
     return [text.strip() for text in page.locator(".answer").all_inner_texts()]
 
 
-def serious(page: Page) -> list[str]:
-    """What axe-core finds of WCAG 2.1 A and AA that is serious or critical."""
-    page.evaluate(AXE.read_text())
-    found = page.evaluate(
-        "axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa']})"
-    )
-    return [
-        f"{one['id']}: {one['help']}: {[node['html'][:150] for node in one['nodes'][:3]]}"
-        for one in found["violations"]
-        if one["impact"] in ("serious", "critical")
-    ]
-
-
 def test_three_columns_answer_in_one_batch_with_valid_receipts(
     page: Page, server: UiServer
 ) -> None:
     view(page, server)
     expect(page).to_have_url(f"{server.url}/ui/")
+    assert page.get_by_role("radio").count() == 0, "there is no image model"
     assert serious(page) == []
     page.get_by_role("button", name="Run 3 columns").click()
     expect(page.get_by_role("link", name="Receipt", exact=True)).to_have_count(3)
@@ -319,7 +307,7 @@ def test_every_view_is_accessible_in_the_dark_on_a_phone(
     browser: Browser, server: UiServer
 ) -> None:
     dark = {"color_scheme": "dark", "viewport": {"width": 390, "height": 800}}
-    with watched_page(browser, server, key=server.admin, **dark) as (page, watch):
+    with watched_page(browser, server.url, key=server.admin, **dark) as (page, watch):
         page.set_default_timeout(SOON_MS)
         for name, seen in (
             ("playground", "article"),
@@ -375,7 +363,7 @@ def test_server_without_adapters_registry_and_room(
     flags = ("--device-memory", "512MiB", "--max-queue", "0", "--max-sequences", "1")
     with (
         running_server(folder / "log", *flags) as running,
-        watched_page(browser, UiServer(running, folder, "", "")) as (page, watch),
+        watched_page(browser, running.url) as (page, watch),
     ):
         watch.expected.append("429")
         page.set_default_timeout(SOON_MS)
@@ -404,7 +392,7 @@ def test_page_says_that_the_registry_is_away(
     flags += ["--registry", postgres_server.new_database(), "--data", str(folder / "data")]
     with (
         running_server(folder / "log", *flags) as running,
-        watched_page(browser, UiServer(running, folder, "", "")) as (page, watch),
+        watched_page(browser, running.url) as (page, watch),
     ):
         watch.expected.append("503")
         page.set_default_timeout(SOON_MS)
@@ -428,7 +416,7 @@ def test_page_says_that_the_registry_is_away(
 
 def test_page_asks_for_a_key_and_shows_what_it_may_see(browser: Browser, server: UiServer) -> None:
     dark = {"color_scheme": "dark", "viewport": {"width": 390, "height": 800}}
-    with watched_page(browser, server, **dark) as (page, watch):
+    with watched_page(browser, server.url, **dark) as (page, watch):
         watch.expected.append("401")
         page.set_default_timeout(SOON_MS)
         view(page, server)

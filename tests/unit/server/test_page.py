@@ -29,6 +29,7 @@ def test_page_is_confined_and_has_no_inline_code() -> None:
     policy = page.headers["content-security-policy"]
     assert "unsafe" not in policy and "default-src 'none'" in policy
     assert "script-src 'self'" in policy and "frame-ancestors 'none'" in policy
+    assert "img-src 'self' blob:;" in policy, "images of models are blobs of the page's own"
     assert page.headers["x-content-type-options"] == "nosniff"
     assert "set-cookie" not in page.headers
     assert page.headers["cache-control"] == "no-cache"
