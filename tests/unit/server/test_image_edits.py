@@ -172,9 +172,7 @@ def test_the_client_of_openai_edits(server, stock):
         ]
         assert is_same(events[-1].b64_json, stock(strength=0.6))
         with pytest.raises(openai.UnprocessableEntityError, match="Unknown adapter"):
-            client.images.edit(
-                image=picture_file(), prompt="x", extra_body={"adapters": ["nope"]}
-            )
+            client.images.edit(image=picture_file(), prompt="x", extra_body={"adapters": ["nope"]})
 
 
 def as_http_client(server):
@@ -230,9 +228,7 @@ def raw(server, body: bytes, kind: str = "multipart/form-data; boundary=b"):
 
 
 def part(name: str, content: bytes = b"x") -> bytes:
-    return (
-        b'--b\r\nContent-Disposition: form-data; name="' + name.encode() + b'"\r\n\r\n' + content
-    )
+    return b'--b\r\nContent-Disposition: form-data; name="' + name.encode() + b'"\r\n\r\n' + content
 
 
 @pytest.mark.parametrize(
@@ -292,7 +288,10 @@ def test_one_image_is_edited_at_a_time(server):
     ("fields", "same"),
     [
         ({"lora": {"name": "night", "scale": 0.5}}, {"adapters": ["night"], "weights": [0.5]}),
-        ({"lora": {"lora_name": "night", "lora_scale": 2}}, {"adapters": ["night"], "weights": [2]}),
+        (
+            {"lora": {"lora_name": "night", "lora_scale": 2}},
+            {"adapters": ["night"], "weights": [2]},
+        ),
         ({"lora": {"adapter": "night"}}, {"adapters": ["night"]}),
         (
             {"loras": [{"path": "ink", "scale": 0.5}, {"path": "night", "scale": -1}]},
