@@ -19,6 +19,7 @@ from loramux.errors import InvalidRequest
 from loramux.image_backend import ImageCard
 from loramux.launch import check_exposure, make_authenticator, opened_registry
 from loramux.log_lines import use_one_line_records
+from loramux.models.default_model import cache_folder
 from loramux.server.connections.browsers import default_hosts
 from loramux.server.connections.serving import (
     DrainingServer,
@@ -117,6 +118,8 @@ def engine_options(config: ServeConfig) -> ImageEngineOptions:
         max_open=config.max_queue,
         adapter_memory_bytes=images.image_adapter_memory,
         host_memory_bytes=config.engine.host_memory_bytes,
+        disk_folder=Path(config.engine.disk_folder or cache_folder() / "image_adapters"),
+        disk_space_bytes=config.engine.disk_space_bytes,
         eviction=config.engine.eviction,
     )
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
+import os
+import signal
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,10 +18,11 @@ from PIL import Image
 from safetensors.torch import save_file
 from starlette.testclient import TestClient
 
+from loramux.backend import Health
+from loramux.config.engine import EngineConfig
 from loramux.config.images import ImageConfig
 from loramux.config.serve import ServeConfig
 from loramux.diffusion.async_engine import AsyncImageEngine
-from loramux.diffusion.engine import ImageEngine
 from loramux.errors import InvalidRequest
 from loramux.image_backend import ImageForm
 from loramux.image_launch import engine_options
@@ -52,7 +57,10 @@ def server(tmp_path_factory, adapters):
     """A client of an application whose engine draws with three adapters; `ink` is the default."""
     folder = tmp_path_factory.mktemp("images")
     make_pipeline("flux").save_pretrained(folder / "flux")
-    config = ServeConfig(images=ImageConfig(image_model=str(folder / "flux")))
+    config = ServeConfig(
+        images=ImageConfig(image_model=str(folder / "flux")),
+        engine=EngineConfig(disk_folder=str(folder / "disk")),
+    )
     engine = AsyncImageEngine(engine_options(config))
     names = ImageNames(("flux",))
     context = ImageContext(backend=engine, names=names)
@@ -328,32 +336,29 @@ def test_a_client_that_leaves_frees_its_image(server):
             assert update.step == 1
             break
         await updates.aclose()
-        return await server.engine._call(lambda engine: engine.has_work)
+        while server.engine.stats.num_running:
+            await asyncio.sleep(0.01)
+        return server.engine.stats.num_waiting
 
-    assert server.portal.call(leave_after_one_step) is False
+    assert server.portal.call(leave_after_one_step) == 0
 
 
-def test_a_dead_engine_fails_open_images(monkeypatch, tmp_path):
-    make_pipeline("flux").save_pretrained(tmp_path / "flux")
-    config = ServeConfig(images=ImageConfig(image_model=str(tmp_path / "flux")))
-    engine = AsyncImageEngine(engine_options(config))
-    app = create_image_app(
-        ImageContext(backend=engine, names=ImageNames(("flux",))), allowed_hosts=("*",)
-    )
-
-    def fail(self):
-        if self.has_work:
-            raise MemoryError("no memory")
-        return []
-
-    monkeypatch.setattr(ImageEngine, "step", fail)
-    with TestClient(app) as client:
-        client.portal.call(engine.start)
-        reply = client.post("/v1/images/generations", json=BODY)
-        assert reply.status_code == 503
-        assert "no memory" in reply.json()["error"]["message"]
-        assert client.get("/health").status_code == 503
-        client.portal.call(lambda: engine.close(drain_s=0.0))
+def test_a_dead_engine_fails_open_images_and_is_replaced(server):
+    """kill -9 during an image: 503, also for health, until another engine draws the same."""
+    before = server.post("/v1/images/generations", json=BODY).json()["data"][0]["b64_json"]
+    long = {**BODY, "steps": 200}
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(server.post, "/v1/images/generations", json=long)
+        while not server.engine.stats.num_running:
+            time.sleep(0.01)
+        os.kill(server.engine.engine_pid, signal.SIGKILL)
+        assert reply.result().status_code == 503
+    assert "not complete" in reply.result().json()["error"]["message"]
+    assert server.get("/health").status_code == 503
+    while server.engine.health is not Health.READY:
+        time.sleep(0.05)
+    after = server.post("/v1/images/generations", json=BODY).json()["data"][0]["b64_json"]
+    assert np.array_equal(pixels_of(after), pixels_of(before))
 
 
 def test_every_route_has_its_access(server):
