@@ -59,6 +59,8 @@ def engine_options(config: ServeConfig) -> ImageEngineOptions:
         max_open=config.max_queue,
         adapter_memory_bytes=images.image_adapter_memory,
         host_memory_bytes=config.engine.host_memory_bytes,
+        disk_folder=Path(config.engine.disk_folder or cache_folder() / "image_adapters"),
+        disk_space_bytes=config.engine.disk_space_bytes,
         eviction=config.engine.eviction,
     )
 

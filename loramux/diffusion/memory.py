@@ -138,8 +138,9 @@ class ImageMemory:
 
     def move_adapters(self) -> None:
         """Takes loads that have ended and starts new ones; called once per step."""
-        while self.residency.poll():
-            pass
+        # The second time for loads that have ended at once.
+        for _ in range(2):
+            self.residency.poll()
 
     def admit(self, found: ReadAdapter) -> None:
         """Registers an adapter; keeps its image in host memory for its first load."""

@@ -15,6 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
+import diffusers
+import transformers
+
 from loramux.diffusion.catalog import ReadAdapter
 from loramux.diffusion.digest import pipeline_digest
 from loramux.diffusion.engine import ImageEngine
@@ -268,6 +271,8 @@ def serve(connection: socket.socket) -> int:
     if not isinstance(start, StartImages):
         return 1
     heart = HeartbeatThread(channel)
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        library.disable_progress_bar()
     try:
         options = ImageEngineOptions.from_wire(start.options)
         channel.send(Progress(what="Loading the image model", share=0.0))

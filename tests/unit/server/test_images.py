@@ -6,6 +6,9 @@ import asyncio
 import base64
 import io
 import json
+import os
+import signal
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from loramux.backend import Health
 from loramux.config.images import ImageConfig
 from loramux.config.serve import ServeConfig
 from loramux.diffusion.async_engine import AsyncImageEngine
@@ -316,6 +320,24 @@ def test_a_client_that_leaves_frees_its_image(server):
         return server.engine.stats.num_steps - num_before
 
     assert server.portal.call(leave_after_one_step) < 150
+
+
+def test_a_dead_engine_fails_open_images_and_is_replaced(server):
+    """kill -9 during an image: 503, also for health, until another engine draws the same."""
+    before = server.post("/v1/images/generations", json=BODY).json()["data"][0]["b64_json"]
+    long = {**BODY, "steps": 200}
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(server.post, "/v1/images/generations", json=long)
+        while not server.engine.stats.num_running:
+            time.sleep(0.01)
+        os.kill(server.engine.engine_pid, signal.SIGKILL)
+        assert reply.result().status_code == 503
+    assert "not complete" in reply.result().json()["error"]["message"]
+    assert server.get("/health").status_code == 503
+    while server.engine.health is not Health.READY:
+        time.sleep(0.05)
+    after = server.post("/v1/images/generations", json=BODY).json()["data"][0]["b64_json"]
+    assert np.array_equal(pixels_of(after), pixels_of(before))
 
 
 def test_a_spec_of_sheaf_is_checked(tmp_path):
