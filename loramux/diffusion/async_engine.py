@@ -26,6 +26,7 @@ from loramux.diffusion.lora_files.names import PipelineNames
 from loramux.diffusion.lora_files.reader import read_adapter
 from loramux.diffusion.pipeline import load_pipeline
 from loramux.diffusion.planner import PlanLimits
+from loramux.diffusion.source import fit_source
 from loramux.errors import (
     AdapterNotFound,
     AdapterRefused,
@@ -223,6 +224,7 @@ class AsyncImageEngine:
             raise LoramuxError(f"Request id {request_id!r} is in use.")
         stream = self._streams[request_id] = asyncio.Queue()
         try:
+            request = await _ENCODING.run(fit_source, request)
             await self._call(lambda engine: engine.add(request))
             while True:
                 event = await stream.get()
@@ -333,6 +335,7 @@ class AsyncImageEngine:
             default_steps=family.default_steps,
             max_tokens=options.limits.max_tokens,
             takes_guidance=family.takes_guidance,
+            takes_true_cfg=family.guidance_name == "true_cfg_scale",
             samplers=engine.samplers.names,
         )
         return engine
