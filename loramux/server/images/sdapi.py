@@ -25,11 +25,9 @@ from loramux.server.images.wire import (
     SdImages,
     SdLora,
     SdModel,
-    SdProgress,
     SdSampler,
     SdScheduler,
 )
-from loramux.server.openapi import answering, taking
 from loramux.server.routes.models import list_models
 from loramux.server.streaming import until_gone
 
@@ -82,17 +80,17 @@ def sdapi_routes(context: ImageContext) -> APIRouter:
             )
             return json_response(reply)
 
-    @router.post("/txt2img", **taking(SdDrawing, SdImages))
+    @router.post("/txt2img", include_in_schema=False)
     async def txt2img(request: Request) -> Response:
         """Draws images; `<lora:name:weight>` in the prompt names adapters."""
         return await draw(request, from_image=False)
 
-    @router.post("/img2img", **taking(SdDrawing, SdImages))
+    @router.post("/img2img", include_in_schema=False)
     async def img2img(request: Request) -> Response:
         """Draws images that begin with `init_images`; the white part of `mask` is drawn anew."""
         return await draw(request, from_image=True)
 
-    @router.get("/progress", **answering(SdProgress))
+    @router.get("/progress", include_in_schema=False)
     async def progress(request: Request) -> Response:
         """How far the images of the caller are that these routes draw now."""
         set_error_shape(request, sdapi_error)
@@ -104,7 +102,7 @@ def sdapi_routes(context: ImageContext) -> APIRouter:
 
 
 def _add_lists(router: APIRouter, context: ImageContext) -> None:
-    @router.get("/loras", **answering(list[SdLora]))
+    @router.get("/loras", include_in_schema=False)
     async def loras(request: Request) -> Response:
         set_error_shape(request, sdapi_error)
         entries = await list_models(context, caller_of(request))
@@ -123,7 +121,7 @@ def _add_lists(router: APIRouter, context: ImageContext) -> None:
         ]
         return json_response(found)
 
-    @router.get("/sd-models", **answering(list[SdModel]))
+    @router.get("/sd-models", include_in_schema=False)
     async def sd_models(request: Request) -> Response:
         set_error_shape(request, sdapi_error)
         context.require_ready()
@@ -141,7 +139,7 @@ def _add_lists(router: APIRouter, context: ImageContext) -> None:
             ]
         )
 
-    @router.get("/samplers", **answering(list[SdSampler]))
+    @router.get("/samplers", include_in_schema=False)
     async def samplers(request: Request) -> Response:
         set_error_shape(request, sdapi_error)
         context.require_ready()
@@ -153,7 +151,7 @@ def _add_lists(router: APIRouter, context: ImageContext) -> None:
             ]
         )
 
-    @router.get("/schedulers", **answering(list[SdScheduler]))
+    @router.get("/schedulers", include_in_schema=False)
     async def schedulers(request: Request) -> Response:
         set_error_shape(request, sdapi_error)
         context.require_ready()
@@ -168,7 +166,7 @@ def _add_lists(router: APIRouter, context: ImageContext) -> None:
 
 
 def _add_options(router: APIRouter, context: ImageContext) -> None:
-    @router.get("/options", **answering(dict[str, Any]))
+    @router.get("/options", include_in_schema=False)
     async def options(request: Request) -> Response:
         set_error_shape(request, sdapi_error)
         context.require_ready()
@@ -183,7 +181,7 @@ def _add_options(router: APIRouter, context: ImageContext) -> None:
             }
         )
 
-    @router.post("/options", **taking(dict[str, Any], dict[str, Any]))
+    @router.post("/options", include_in_schema=False)
     async def set_options(request: Request) -> Response:
         """Accepts settings that are in force already, and changes nothing."""
         set_error_shape(request, sdapi_error)
