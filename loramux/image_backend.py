@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from loramux.backend import AdapterHost, HostCard
+from loramux.backend import AdapterHost, EngineStats, HostCard
 from loramux.types.adapter import AdapterCard
 from loramux.types.image import ImageRequest
 
@@ -96,11 +96,26 @@ class ImageUpdate:
     finished: FinishedImage | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageStats(EngineStats):
+    """A snapshot of an image engine."""
+
+    num_paused: int = 0
+    """Images that have begun and did not take part in the last forward."""
+    rows_per_forward: Mapping[int, int] = field(default_factory=dict)
+    """Number of rows -> number of forwards of the denoiser with so many."""
+    adapters_per_forward: Mapping[int, int] = field(default_factory=dict)
+    """Number of distinct adapters -> number of forwards of the denoiser with so many."""
+
+
 class ImageBackend(AdapterHost, Protocol):
     """An adapter host that draws images."""
 
     @property
     def card(self) -> ImageCard: ...
+
+    @property
+    def stats(self) -> ImageStats: ...
 
     @property
     def adapters(self) -> Mapping[str, ImageAdapterCard]: ...

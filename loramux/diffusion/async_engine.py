@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from loramux.backend import AdapterUse, EngineStats, Health
+from loramux.backend import AdapterUse, Health
 from loramux.config.engine import EvictionName
 from loramux.config.images import ADAPTER_MEMORY_BYTES
 from loramux.diffusion.digest import pipeline_digest, pixel_digest, to_bytes
@@ -39,6 +39,7 @@ from loramux.image_backend import (
     ImageAdapterCard,
     ImageCard,
     ImageForm,
+    ImageStats,
     ImageUpdate,
 )
 from loramux.threads import WorkThreads
@@ -92,6 +93,7 @@ class AsyncImageEngine:
         self._card: ImageCard | None = None
         self._names: PipelineNames | None = None
         self._pinned: set[str] = set()
+        self._engine: ImageEngine | None = None
         self.residency = ResidencyView()
         self.num_restarts = 0
 
@@ -113,9 +115,17 @@ class AsyncImageEngine:
         return self._pinned
 
     @property
-    def stats(self) -> EngineStats:
-        return EngineStats(
-            num_running=len(self._streams), resident_adapters=tuple(self.residency.resident)
+    def stats(self) -> ImageStats:
+        engine = self._engine
+        if engine is None:
+            return ImageStats()
+        return ImageStats(
+            num_running=len(self._streams),
+            num_steps=engine.num_forwards,
+            resident_adapters=tuple(self.residency.resident),
+            num_paused=engine.num_paused,
+            rows_per_forward=dict(engine.forwards.rows),
+            adapters_per_forward=dict(engine.forwards.adapters),
         )
 
     async def start(self) -> None:
@@ -288,7 +298,7 @@ class AsyncImageEngine:
     def _run(self, started: asyncio.Future[None]) -> None:
         assert self._loop is not None
         try:
-            engine = self._open()
+            engine = self._engine = self._open()
         except Exception as error:
             self._loop.call_soon_threadsafe(_set_exception, started, error)
             return

@@ -16,6 +16,7 @@ from loramux.diffusion.adapter import ImageAdapter
 from loramux.diffusion.events import ImageEvent, ImageFacts
 from loramux.diffusion.families.base import Family, Row, Text
 from loramux.diffusion.families.find import family_of
+from loramux.diffusion.forwards import ForwardCounts
 from loramux.diffusion.job import Job, JobState
 from loramux.diffusion.planner import PlanLimits, Planner
 from loramux.diffusion.prompts import PromptCache, PromptKey
@@ -51,6 +52,7 @@ class ImageEngine:
         self._facts: dict[str, ImageFacts] = {}
         self._removed: set[str] = set()
         self.num_forwards = 0
+        self.forwards = ForwardCounts()
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -64,6 +66,11 @@ class ImageEngine:
     @property
     def adapters(self) -> Mapping[str, ImageAdapter]:
         return self._adapters
+
+    @property
+    def num_paused(self) -> int:
+        """Images that have begun and did not take part in the last forward."""
+        return sum(job.state is JobState.PAUSED for job in list(self._jobs.values()))
 
     @property
     def has_work(self) -> bool:
@@ -237,6 +244,7 @@ class ImageEngine:
         self._lora[family.denoiser].set_rows(selections, family.token_ranges(rows))
         predictions = iter(family.forward(rows))
         self.num_forwards += 1
+        self.forwards.add(selections)
         guided = []
         for job in jobs:
             prediction = next(predictions)

@@ -18,6 +18,7 @@ from loramux.image_backend import FinishedImage, ImageBackend, ImageForm, ImageU
 from loramux.metrics.images import ImageMetrics
 from loramux.metrics.traffic import CountedAdapter
 from loramux.receipts.receipt import Receipt, ServedImage, ServingStatus
+from loramux.server.adapter_sources import AdapterSources
 from loramux.server.caller import Caller, known_caller
 from loramux.server.context import HostContext
 from loramux.server.generation import resubmitting
@@ -54,6 +55,8 @@ class ImageModel:
 
     backend: ImageBackend
     names: ImageNames
+    sources: AdapterSources | None = None
+    """Fetches adapters that requests load by their source; None: none is fetched."""
 
 
 class ImageDraft(ReceiptDraft):
@@ -229,10 +232,7 @@ class Drawing:
                         self.on_update(update)
                     now_s = time.monotonic()
                     if update.finished is None:
-                        newest = (
-                            metrics.newest_inter_token if continued else metrics.newest_first_token
-                        )
-                        newest.add(now_s - last_s)
+                        metrics.step(now_s - last_s, is_first=not continued)
                         last_s = now_s
                         self._draft.num_drawn += tokens
                         continued += tokens

@@ -27,7 +27,7 @@ from loramux.config.engine import EngineConfig
 from loramux.config.fields import LoraModule, flag
 from loramux.config.serve import SETTINGS, ServeConfig
 from loramux.errors import UnsupportedModel
-from loramux.launch import ServerReady
+from loramux.launch import ReadyModel, ServerReady
 
 Launched = list[ServeConfig]
 
@@ -58,9 +58,7 @@ def ready(*adapters: str, host: str = "127.0.0.1", **facts: Any) -> ServerReady:
         host=host,
         port=8000,
         is_https=False,
-        base_name="smol",
-        adapter_names=adapters,
-        card=card,
+        models=[ReadyModel(base_name="smol", adapter_names=adapters, card=card)],
     )
 
 

@@ -17,6 +17,7 @@ from loramux.registry.registry import Registry
 from loramux.server.app import create_app
 from loramux.server.authentication import CredentialAuthenticator, Credentials
 from loramux.server.context import ServerOptions
+from loramux.server.images.drawing import ImageModel
 from loramux.server.receipt_draft import ReceiptIssuer
 from loramux.server.registry_adapters import RegistryAdapters
 from loramux.store.library import AdapterLibrary
@@ -24,6 +25,7 @@ from loramux.store.store import ContentStore
 from loramux.types.access import ALL_SCOPES, KeyScope
 from tests.store_factory import CONFIG, write_tiny
 from tests.unit.server.scripted_backend import ScriptedBackend
+from tests.unit.server.scripted_images import ScriptedImages
 
 BASE = {**CONFIG, "base_model_name_or_path": "owner/tiny-base"}
 
@@ -52,6 +54,7 @@ class RegistryApp:
     backend: ScriptedBackend
     adapters: RegistryAdapters
     writer: KeptAtOnce
+    images: ScriptedImages
 
     @property
     def registry(self) -> Registry:
@@ -85,11 +88,15 @@ class RegistryApp:
 Make = Callable[..., RegistryApp]
 
 
-def make_registry_app(folder: Path, *, in_streams: bool = True, **options: Any) -> RegistryApp:
+def make_registry_app(
+    folder: Path, *, in_streams: bool = True, has_images: bool = False, **options: Any
+) -> RegistryApp:
+    """`has_images`: whether the server has an image model too."""
     registry = Registry(folder / "registry.db")
     library = AdapterLibrary(ContentStore(folder / "store"), registry)
     adapters, writer = RegistryAdapters(library), KeptAtOnce(registry)
     backend = ScriptedBackend(registry=adapters)
+    images = ScriptedImages(registry=adapters)
     app = create_app(
         backend,
         ServerOptions(**options),
@@ -99,5 +106,6 @@ def make_registry_app(folder: Path, *, in_streams: bool = True, **options: Any) 
         ),
         names=backend.names,
         receipts=ReceiptIssuer(in_streams=in_streams, pool_id="pool", writer=writer),
+        images=ImageModel(backend=images, names=images.names) if has_images else None,
     )
-    return RegistryApp(folder, app, backend, adapters, writer)
+    return RegistryApp(folder, app, backend, adapters, writer, images)

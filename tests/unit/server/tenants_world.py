@@ -70,6 +70,13 @@ LORAX: Body = lambda name: {  # noqa: E731
 }
 SCORE: Body = lambda name: {"model": name, "text_1": "a", "text_2": "b"}  # noqa: E731
 RERANK: Body = lambda name: {"model": name, "query": "a", "documents": ["b"]}  # noqa: E731
+IMAGE: Body = lambda name: {"prompt": "a fox", "adapters": [name], "n": 2}  # noqa: E731
+SHEAF: Body = lambda name: {  # noqa: E731
+    "model_type": "diffusion",
+    "model_name": "tiny-flux",
+    "prompt": "a fox",
+    "adapters": [name],
+}
 LOAD: Body = lambda name: {"lora_name": name, "lora_path": "/nowhere"}  # noqa: E731
 BODIES: Mapping[str, Body] = {
     "POST /v1/chat/completions": CHAT,
@@ -94,6 +101,9 @@ BODIES: Mapping[str, Body] = {
     "POST /rerank": RERANK,
     "POST /v1/rerank": RERANK,
     "POST /v2/rerank": RERANK,
+    "POST /v1/images/generations": IMAGE,
+    "POST /{name}/predict": SHEAF,
+    "POST /{name}/stream": SHEAF,
     "POST /v1/run": lambda name: {"artifact": name, "input": "hi", "raw": True},
     "POST /": LORAX,
     "POST /generate": LORAX,
@@ -153,7 +163,7 @@ class World:
         shutil.copytree(template.folder, folder, dirs_exist_ok=True)
         self._template = template
         self.served = make_registry_app(
-            folder, allow_runtime_lora_updating=True, shared_names=("team/*",)
+            folder, allow_runtime_lora_updating=True, shared_names=("team/*",), has_images=True
         )
         self.served.adapters.follow_access()
         backend = self.served.backend
@@ -169,6 +179,7 @@ class World:
         name = self._template.fill(step.name, step.tenant)
         for parameter in ("{name:path}", "{model_id:path}", "{path:path}"):
             path = path.replace(parameter, name)
+        path = path.replace("/{name}/", "/tiny-flux/")
         path = path.replace("{receipt_id}", self._receipt(step))
         queries = QUERIES.get(step.route, ("",))
         query = queries[step.variant % len(queries)]

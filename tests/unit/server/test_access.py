@@ -12,14 +12,16 @@ from starlette.requests import HTTPConnection
 from starlette.routing import Route
 
 from loramux.errors import LoramuxError
-from loramux.server.access import OPEN, ROUTE_ACCESS, RouteTable, UnlistedRoute
+from loramux.server.access import ROUTE_ACCESS, RouteTable, UnlistedRoute
 from loramux.server.app import create_app
 from loramux.server.caller import ANONYMOUS, Caller
 from loramux.server.context import ServerOptions
 from loramux.server.errors import Unauthenticated
+from loramux.server.images.drawing import ImageModel
 from loramux.types.access import ALL_SCOPES, KeyScope
-from tests.unit.server.asgi_client import make_app, request
+from tests.unit.server.asgi_client import request
 from tests.unit.server.scripted_backend import ScriptedBackend
+from tests.unit.server.scripted_images import ScriptedImages
 
 TENANT = Caller(tenant="acme", key_id="k", is_operator=False)
 MISSING = Unauthenticated("Send a key.")
@@ -40,11 +42,18 @@ class Fixed:
 def app_for(caller: Caller | LoramuxError) -> FastAPI:
     backend = ScriptedBackend()
     options = ServerOptions(allow_runtime_lora_updating=True)
-    return create_app(backend, options, names=backend.names, authenticator=Fixed(caller))
+    images = ScriptedImages()
+    return create_app(
+        backend,
+        options,
+        names=backend.names,
+        authenticator=Fixed(caller),
+        images=ImageModel(backend=images, names=images.names),
+    )
 
 
 def all_routes() -> list[tuple[str, str]]:
-    app = make_app(allow_runtime_lora_updating=True)
+    app = app_for(ANONYMOUS)
     documents = [route for route in app.router.routes if isinstance(route, Route)]
     routes = [*app.state.all_routes, *documents]
     return sorted({(method, route.path) for route in routes for method in route.methods})
@@ -78,8 +87,8 @@ def filled(path: str) -> str:
 def test_routes_that_are_not_open_need_a_key(method: str, path: str) -> None:
     access = ROUTE_ACCESS.get(f"{method} {path}") or ROUTE_ACCESS[f"GET {path}"]
     response = request(app_for(MISSING), method, filled(path))
-    assert (response.status_code != 401) == (access is OPEN)
-    if access is not OPEN:
+    assert (response.status_code != 401) == (not access.scopes)
+    if access.scopes:
         assert response.headers["www-authenticate"].startswith("Bearer")
         assert method == "HEAD" or response.json()
 
@@ -89,7 +98,7 @@ def test_a_key_without_the_scope_is_refused(method: str, path: str) -> None:
     access = ROUTE_ACCESS.get(f"{method} {path}") or ROUTE_ACCESS[f"GET {path}"]
     without = replace(TENANT, scopes=ALL_SCOPES - access.scopes)
     response = request(app_for(without), method, filled(path))
-    assert (response.status_code == 403) == (access is not OPEN)
+    assert (response.status_code == 403) == bool(access.scopes)
 
 
 def test_routes_of_the_operator_refuse_a_key_of_a_tenant() -> None:

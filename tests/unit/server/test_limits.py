@@ -46,11 +46,22 @@ OF_VECTORS = {
 }
 OF_CLASSES = {"/classify": {"input": "hi"}}
 # Cost no step of the engine.
+OF_IMAGES = {
+    "/v1/images/generations": {"prompt": "a fox"},
+    "/tiny-flux/predict": {
+        "model_type": "diffusion",
+        "model_name": "tiny-flux",
+        "prompt": "a fox",
+        "width": 64,
+        "height": 64,
+    },
+}
+OF_IMAGES["/tiny-flux/stream"] = OF_IMAGES["/tiny-flux/predict"]
 OF_TOKENS = {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
 
 
 def limited(make: Make, **limits: int) -> RegistryApp:
-    found = make(served_model_names=("tiny-base",))
+    found = make(served_model_names=("tiny-base",), has_images=True)
     found.push("default/sql@1.0.0", 1)
     found.registry.tenants.set("default", SettingChanges(limits=limits))
     found.adapters.follow_access()
@@ -81,9 +92,12 @@ def use_up(found: RegistryApp) -> None:
 
 
 def test_every_route_that_generates_is_in_these_tables() -> None:
-    posts = {key.removeprefix("POST ") for key, one in ROUTE_ACCESS.items() if one is INFER}
+    posts = {
+        key.removeprefix("POST ") for key, one in ROUTE_ACCESS.items() if one.scopes == INFER.scopes
+    }
     posts = {path for path in posts if not path.startswith("GET ")}
-    assert posts == {*OF_TEXT, *OF_VECTORS, *OF_CLASSES, *OF_TOKENS}
+    images = {path.replace("/tiny-flux/", "/{name}/") for path in OF_IMAGES}
+    assert posts == {*OF_TEXT, *OF_VECTORS, *OF_CLASSES, *OF_TOKENS, *images}
 
 
 def check_refused(answer: httpx2.Response, limit: str) -> None:
@@ -114,6 +128,31 @@ def test_vectors_and_scores_over_the_limit_are_refused(registry_app: Make, path:
     use_up(found)
     pooled(found, Pooling.HEAD if path in OF_CLASSES else Pooling.LAST)
     check_refused(ask(found, path, {**OF_VECTORS, **OF_CLASSES}[path]), "requests per minute")
+
+
+@pytest.mark.parametrize("path", OF_IMAGES)
+def test_images_over_the_limit_are_refused_in_the_shape_of_their_api(
+    registry_app: Make, path: str
+) -> None:
+    found = limited(registry_app, requests_per_minute=1)
+    use_up(found)
+    answer = ask(found, path, OF_IMAGES[path])
+    check_refused(answer, "requests per minute")
+    assert answer.json().keys() == {"detail" if "tiny-flux" in path else "error"}
+
+
+def test_image_tokens_times_steps_count_as_tokens(registry_app: Make) -> None:
+    found = limited(registry_app, tokens_per_minute=1000)
+    answer = ask(found, "/v1/images/generations", {"prompt": "a fox", "size": "64x64", "steps": 4})
+    usage = answer.json()["usage"]
+    assert usage["output_tokens"] == 4 * 4 * 4
+    again = ask(found, "/v1/images/generations", {"prompt": "a fox"})
+    left = int(again.headers["x-ratelimit-remaining-tokens"])
+    assert 0 < left <= 1000 - usage["total_tokens"]
+    # The steps of this image are more than the limit allows at all.
+    body = {"prompt": "a fox", "size": "256x256", "steps": 100}
+    refused = ask(found, "/v1/images/generations", body)
+    assert refused.status_code == 429 and "tokens per minute" in refused.text
 
 
 def test_streams_are_refused_before_they_begin_and_give_their_place_back(
