@@ -27,6 +27,8 @@ class ImageCard(HostCard):
     """Image tokens of one forward."""
     takes_guidance: bool
     """Whether requests may set guidance_scale; otherwise they set true_cfg_scale."""
+    takes_true_cfg: bool = False
+    """Whether classifier-free guidance is true_cfg_scale; otherwise it is guidance_scale."""
     samplers: tuple[str, ...] = ()
     """Samplers beside the model's own."""
 

@@ -515,7 +515,7 @@ class StockPipeline:
         options = dict(STOCK_OPTIONS[self.name])
         if request.negative_prompt and self.name != "flux2":
             options["negative_prompt"] = request.negative_prompt
-        for field in ("guidance_scale", "true_cfg_scale"):
+        for field in ("guidance_scale", "true_cfg_scale", "max_sequence_length"):
             if getattr(request, field) is not None:
                 options[field] = getattr(request, field)
         kept = self.pipe.scheduler

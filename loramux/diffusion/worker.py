@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -25,6 +26,7 @@ from loramux.diffusion.memory import MemoryOptions
 from loramux.diffusion.messages import Command, Draw, Report, StartImages
 from loramux.diffusion.options import ImageEngineOptions
 from loramux.diffusion.pipeline import load_pipeline
+from loramux.diffusion.source import fit_source
 from loramux.diffusion.stats import adapter_uses, engine_stats
 from loramux.diffusion.updates import UpdateSender
 from loramux.errors import LoramuxError
@@ -63,6 +65,13 @@ _NUM_LOADERS = 2
 CHECKING = "LORAMUX_CHECK_INTEGRITY"
 
 
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A request whose source image has been decoded and scaled."""
+
+    draw: Draw
+
+
 class Moved:
     """Wakes the loop: a thread has moved an adapter between the tiers."""
 
@@ -82,9 +91,11 @@ class ImageWorker:
         self._heart = heart
         self._usage = usage
         self._updates = UpdateSender(channel.send)
-        self._inbox: queue.SimpleQueue[Command | ReadAdapter | Moved] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Command | ReadAdapter | Fitted | Moved] = queue.SimpleQueue()
         # Adapters are read and checked on other threads, so that the step loop goes on.
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="read")
+        # Requests whose source images are being decoded there.
+        self._fitting: set[str] = set()
         self._stats_sent_s = 0.0
         # False after any change since the last report; an idle engine must have reported it.
         self._is_reported = False
@@ -156,19 +167,22 @@ class ImageWorker:
             self._handle_command(command)
             self._is_reported = False
 
-    def _handle_command(self, command: Command | ReadAdapter | Moved) -> None:
+    def _handle_command(self, command: Command | ReadAdapter | Fitted | Moved) -> None:
         match command:
             case Moved():
                 pass
-            case Draw(request=request, form=form):
-                try:
-                    self._engine.add(request)
-                except Exception as error:  # The client waits for an answer, whatever it is.
-                    refusal = Refused(request_id=request.request_id, error=encode_error(error))
-                    self._channel.send(refusal)
-                else:
-                    self._updates.open(request.request_id, form)
+            case Draw(request=request) if request.source is None:
+                self._draw(command)
+            case Draw(request=request):
+                self._fitting.add(request.request_id)
+                self._readers.submit(self._fit, command)
+            case Fitted(draw=draw):
+                # It may have been aborted meanwhile.
+                if draw.request.request_id in self._fitting:
+                    self._fitting.discard(draw.request.request_id)
+                    self._draw(draw)
             case Abort(request_id=request_id):
+                self._fitting.discard(request_id)
                 self._engine.abort(request_id)
                 self._updates.close(request_id)
             case ReadAdapter():
@@ -179,6 +193,27 @@ class ImageWorker:
                 self._handle_adapter_command(command)
             case _:
                 self._is_open = False
+
+    def _draw(self, draw: Draw) -> None:
+        request_id = draw.request.request_id
+        try:
+            self._engine.add(draw.request)
+        except Exception as error:  # The client waits for an answer, whatever it is.
+            self._channel.send(Refused(request_id=request_id, error=encode_error(error)))
+        else:
+            self._updates.open(request_id, draw.form)
+
+    def _fit(self, draw: Draw) -> None:
+        """Decodes a source image on a thread, so that the step loop goes on."""
+        request = draw.request
+        try:
+            fitted = fit_source(request)
+        except Exception as error:  # The client waits for an answer, whatever it is.
+            self._send_from_thread(
+                Refused(request_id=request.request_id, error=encode_error(error))
+            )
+        else:
+            self._inbox.put(Fitted(Draw(request=fitted, form=draw.form)))
 
     def _start_reading(self, command: Register | RegisterMany | Verify | Examine) -> None:
         """Starts a command that reads files on a thread, which sends the answer."""
@@ -326,6 +361,7 @@ def open_engine(options: ImageEngineOptions) -> tuple[ImageEngine, ImageCard]:
         default_steps=family.default_steps,
         max_tokens=options.limits.max_tokens,
         takes_guidance=family.takes_guidance,
+        takes_true_cfg=family.guidance_name == "true_cfg_scale",
         samplers=engine.samplers.names,
         start_seconds={"load": loaded - began, "digest": time.monotonic() - loaded},
     )

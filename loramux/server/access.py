@@ -161,6 +161,16 @@ _TEXT: Mapping[str, Access] = {
 _IMAGES: Mapping[str, Access] = {
     "POST /v1/images/generations": INFER,
     "POST /v1/images/edits": INFER,
+    # A1111's
+    "POST /sdapi/v1/txt2img": INFER,
+    "POST /sdapi/v1/img2img": INFER,
+    "GET /sdapi/v1/progress": INFER,
+    "GET /sdapi/v1/loras": ANY,
+    "GET /sdapi/v1/sd-models": ANY,
+    "GET /sdapi/v1/samplers": ANY,
+    "GET /sdapi/v1/schedulers": ANY,
+    "GET /sdapi/v1/options": ANY,
+    "POST /sdapi/v1/options": ANY,
     # sheaf's; these match every name, and stand last
     "GET /{name}/health": OPEN,
     "GET /{name}/ready": OPEN,

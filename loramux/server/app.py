@@ -35,6 +35,7 @@ from loramux.server.fitting import CachedFit
 from loramux.server.images.drawing import ImageContext, ImageModel
 from loramux.server.images.edits import edit_routes
 from loramux.server.images.openai import openai_routes
+from loramux.server.images.sdapi import SDAPI_ROUTES, sdapi_error, sdapi_routes
 from loramux.server.images.sheaf import SHEAF_ROUTES, sheaf_error, sheaf_routes
 from loramux.server.names import AdapterNames
 from loramux.server.openapi import install_openapi
@@ -89,7 +90,7 @@ SHARED_ROUTES = (
     doctor_routes,
     page_routes,
 )
-IMAGE_ROUTES = (openai_routes, edit_routes)
+IMAGE_ROUTES = (openai_routes, edit_routes, sdapi_routes)
 # Their paths begin with any name, so that they come after all others.
 LAST_ROUTES = (sheaf_routes,)
 # Largest bodies that may arrive at once; smaller ones take less of this.
@@ -207,7 +208,8 @@ def _mount(app: FastAPI, text: Context | None, image: ImageContext | None) -> No
     own = [route for router in routers for route in router.routes]
     app.state.all_routes = [*own, *others, *(route for router in last for route in router.routes)]
     shapes = shapes_of(one for one in endpoints if one.path not in app.state.keyed)
-    app.state.shapes = {**shapes, **dict.fromkeys(SHEAF_ROUTES, sheaf_error)}
+    shapes |= dict.fromkeys(SHEAF_ROUTES, sheaf_error) | dict.fromkeys(SDAPI_ROUTES, sdapi_error)
+    app.state.shapes = shapes
     install_openapi(app, lambda document: add_families(document, endpoints))
 
 

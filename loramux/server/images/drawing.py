@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -122,6 +122,8 @@ class Drawing:
     """Gets the headers of the answer: the receipt, its adapters and limits."""
     draft: ImageDraft | None = None
     """The receipt; None: one is made here."""
+    on_update: Callable[[ImageUpdate], None] | None = None
+    """Called with each update of each image."""
     images: list[FinishedImage] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -226,6 +228,8 @@ class Drawing:
             async with aclosing(submitted) as updates:
                 async for update in updates:
                     self._draft.begin_image()
+                    if self.on_update is not None:
+                        self.on_update(update)
                     now_s = time.monotonic()
                     if update.finished is None:
                         metrics.step(now_s - last_s, is_first=not continued)

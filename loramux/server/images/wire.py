@@ -140,3 +140,89 @@ class SheafReply(Struct, frozen=True, kw_only=True):
     height: int
     width: int
     seed: int
+
+
+class SdDrawing(Struct, kw_only=True):
+    """The fields of A1111's txt2img and img2img that are served; null is the default."""
+
+    prompt: str = ""
+    negative_prompt: str | None = None
+    seed: int | None = None
+    sampler_name: str | None = None
+    sampler_index: str | None = None
+    scheduler: str | None = None
+    batch_size: Annotated[int, Meta(ge=1)] | None = None
+    n_iter: Annotated[int, Meta(ge=1)] | None = None
+    steps: int | None = None
+    cfg_scale: float | None = None
+    distilled_cfg_scale: float | None = None
+    width: int | None = None
+    height: int | None = None
+    eta: float | None = None
+    denoising_strength: float | None = None
+    init_images: list[str] | None = None
+    mask: str | None = None
+    mask_blur: float | None = None
+    mask_blur_x: float | None = None
+    mask_blur_y: float | None = None
+    inpainting_mask_invert: int | None = None
+    send_images: bool | None = None
+    override_settings: dict[str, Any] | None = None
+    alwayson_scripts: dict[str, Any] | None = None
+
+
+class SdImages(Struct, kw_only=True):
+    images: list[str]
+    parameters: dict[str, Any]
+    info: str
+    """JSON"""
+
+
+class SdProgressState(Struct, kw_only=True):
+    skipped: bool = False
+    interrupted: bool = False
+    stopping_generation: bool = False
+    job: str = ""
+    job_count: int = 0
+    job_timestamp: str = "0"
+    job_no: int = 0
+    sampling_step: int = 0
+    sampling_steps: int = 0
+
+
+class SdProgress(Struct, kw_only=True):
+    progress: float
+    eta_relative: float
+    state: SdProgressState
+    current_image: str | None = None
+    textinfo: str | None = None
+
+
+class SdSampler(Struct, kw_only=True):
+    name: str
+    aliases: list[str]
+    options: dict[str, str]
+
+
+class SdScheduler(Struct, kw_only=True):
+    name: str
+    label: str
+    aliases: list[str] | None = None
+    default_rho: float = -1.0
+    need_inner_model: bool = False
+
+
+class SdModel(Struct, kw_only=True):
+    title: str
+    model_name: str
+    hash: str
+    sha256: str
+    filename: str
+    config: str | None = None
+
+
+class SdLora(Struct, kw_only=True):
+    name: str
+    alias: str
+    path: str
+    metadata: dict[str, Any]

@@ -1,0 +1,233 @@
+"""A1111's routes below /sdapi/v1: txt2img, img2img, and what clients ask for beside them."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loramux.errors import InvalidRequest
+from loramux.server.body import convert, decode, json_response, read_body
+from loramux.server.caller import caller_of
+from loramux.server.errors import error_info, set_error_shape, shaped_response
+from loramux.server.images.drawing import ImageContext, image_draft
+from loramux.server.images.sdapi_drawing import SdProgressBoard, info_of, make_drawing
+from loramux.server.images.sdapi_words import SCHEDULERS, check_fields, served_samplers
+from loramux.server.images.wire import (
+    SdDrawing,
+    SdImages,
+    SdLora,
+    SdModel,
+    SdSampler,
+    SdScheduler,
+)
+from loramux.server.routes.models import list_models
+from loramux.server.streaming import until_gone
+
+UNPROCESSABLE = 422
+SDAPI_ROUTES = tuple(
+    f"{method} /sdapi/v1/{name}"
+    for method, names in {
+        "POST": ("txt2img", "img2img", "options"),
+        "GET": ("progress", "loras", "sd-models", "samplers", "schedulers", "options"),
+    }.items()
+    for name in names
+)
+_KNOWN = frozenset(SdDrawing.__struct_fields__)
+_FROM_TEXT = _KNOWN - {"init_images", "mask"}
+# Settings that change nothing here.
+_HARMLESS_SETTINGS: Mapping[str, tuple[Any, ...]] = {
+    "CLIP_stop_at_last_layers": (1,),
+    "sd_vae": ("Automatic", "None"),
+    "sd_lora": ("None", ""),
+    "eta_noise_seed_delta": (0,),
+}
+_HASH_LENGTH = 10
+
+
+def sdapi_error(error: Exception) -> Response:
+    """An error in the form of A1111; a field that is invalid is a 422 here."""
+    info = error_info(error)
+    status = UNPROCESSABLE if isinstance(error, InvalidRequest) else info.code
+    body = {"error": info.type, "detail": info.message, "body": "", "errors": info.message}
+    return shaped_response(error, body, status)
+
+
+def sdapi_routes(context: ImageContext) -> APIRouter:
+    router = APIRouter(prefix="/sdapi/v1", tags=["A1111"])
+    board = SdProgressBoard()
+
+    async def draw(request: Request, *, from_image: bool) -> Response:
+        set_error_shape(request, sdapi_error)
+        context.require_ready()
+        with image_draft(context, request) as draft:
+            body, given = await _read(context, request, from_image=from_image)
+            asked = await make_drawing(context, body, request, draft)
+            with board.showing(asked.drawing):
+                images = await until_gone(request, asked.drawing.draw())
+            kept = body.send_images is None or body.send_images
+            reply = SdImages(
+                images=[base64.b64encode(one.data).decode() for one in images] if kept else [],
+                parameters={**given, "init_images": None, "mask": None} if from_image else given,
+                info=msgspec.json.encode(info_of(context, body, asked)).decode(),
+            )
+            return json_response(reply)
+
+    @router.post("/txt2img", include_in_schema=False)
+    async def txt2img(request: Request) -> Response:
+        """Draws images; `<lora:name:weight>` in the prompt names adapters."""
+        return await draw(request, from_image=False)
+
+    @router.post("/img2img", include_in_schema=False)
+    async def img2img(request: Request) -> Response:
+        """Draws images that begin with `init_images`; the white part of `mask` is drawn anew."""
+        return await draw(request, from_image=True)
+
+    @router.get("/progress", include_in_schema=False)
+    async def progress(request: Request) -> Response:
+        """How far the images of the caller are that these routes draw now."""
+        set_error_shape(request, sdapi_error)
+        return json_response(board.progress(caller_of(request)))
+
+    _add_lists(router, context)
+    _add_options(router, context)
+    return router
+
+
+def _add_lists(router: APIRouter, context: ImageContext) -> None:
+    @router.get("/loras", include_in_schema=False)
+    async def loras(request: Request) -> Response:
+        set_error_shape(request, sdapi_error)
+        entries = await list_models(context, caller_of(request))
+        found = [
+            SdLora(
+                name=one.id,
+                alias=one.id,
+                path=one.id if one.cid is UNSET else one.cid,
+                metadata={
+                    "ss_network_dim": None if one.rank is UNSET else one.rank,
+                    "trigger_words": [] if one.trigger_words is UNSET else one.trigger_words,
+                },
+            )
+            for one in entries
+            if one.parent is not None and one.modality == "image"
+        ]
+        return json_response(found)
+
+    @router.get("/sd-models", include_in_schema=False)
+    async def sd_models(request: Request) -> Response:
+        set_error_shape(request, sdapi_error)
+        context.require_ready()
+        digest = _digest(context)
+        return json_response(
+            [
+                SdModel(
+                    title=_title(context, name),
+                    model_name=name,
+                    hash=digest[:_HASH_LENGTH],
+                    sha256=digest,
+                    filename=name,
+                )
+                for name in context.names.base_names
+            ]
+        )
+
+    @router.get("/samplers", include_in_schema=False)
+    async def samplers(request: Request) -> Response:
+        set_error_shape(request, sdapi_error)
+        context.require_ready()
+        served = served_samplers(context.backend.card)
+        return json_response(
+            [
+                SdSampler(name=name, aliases=list(more), options={})
+                for name, (_, more) in served.items()
+            ]
+        )
+
+    @router.get("/schedulers", include_in_schema=False)
+    async def schedulers(request: Request) -> Response:
+        set_error_shape(request, sdapi_error)
+        context.require_ready()
+        has_karras = "dpmpp_2m_karras" in context.backend.card.samplers
+        return json_response(
+            [
+                SdScheduler(name=name, label=label)
+                for name, label in SCHEDULERS.items()
+                if has_karras or name != "karras"
+            ]
+        )
+
+
+def _add_options(router: APIRouter, context: ImageContext) -> None:
+    @router.get("/options", include_in_schema=False)
+    async def options(request: Request) -> Response:
+        set_error_shape(request, sdapi_error)
+        context.require_ready()
+        return json_response(
+            {
+                "sd_model_checkpoint": _title(context, context.names.base_names[0]),
+                "sd_checkpoint_hash": _digest(context),
+                "sd_lora": context.names.default or "None",
+                "sd_vae": "Automatic",
+                "CLIP_stop_at_last_layers": 1,
+                "samples_format": "png",
+            }
+        )
+
+    @router.post("/options", include_in_schema=False)
+    async def set_options(request: Request) -> Response:
+        """Accepts settings that are in force already, and changes nothing."""
+        set_error_shape(request, sdapi_error)
+        context.require_ready()
+        raw = await read_body(request, context.max_body_bytes)
+        check_settings(context, decode(raw, dict[str, Any]))
+        return json_response(None)
+
+
+def check_settings(context: ImageContext, settings: Mapping[str, Any]) -> None:
+    """Refuses settings that are not in force: no request changes the server for others."""
+    bases = context.names.base_names
+    for name, value in settings.items():
+        if name == "sd_model_checkpoint":
+            known = [*bases, *(_title(context, base) for base in bases)]
+            if value not in known:
+                raise InvalidRequest(
+                    f"The model {str(value)[:200]!r} is not served. Served are {', '.join(bases)}.",
+                    param=name,
+                )
+        elif value not in _HARMLESS_SETTINGS.get(name, ()):
+            raise InvalidRequest(
+                f"The setting {name[:100]} cannot be changed to this value by a request.",
+                param=name[:100],
+            )
+
+
+async def _read(
+    context: ImageContext, request: Request, *, from_image: bool
+) -> tuple[SdDrawing, dict[str, Any]]:
+    given = decode(await read_body(request, context.max_body_bytes), dict[str, Any])
+    check_fields(given, _KNOWN if from_image else _FROM_TEXT | {"denoising_strength"})
+    body = convert(given, SdDrawing)
+    if from_image and not body.init_images:
+        raise InvalidRequest("Send the image in init_images.", param="init_images")
+    check_settings(context, body.override_settings or {})
+    return body, {name: _sendable(value) for name, value in given.items()}
+
+
+def _sendable(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _title(context: ImageContext, name: str) -> str:
+    return f"{name} [{_digest(context)[:_HASH_LENGTH]}]"
+
+
+def _digest(context: ImageContext) -> str:
+    return context.backend.card.digest.rpartition(":")[2]
