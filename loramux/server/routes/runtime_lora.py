@@ -34,7 +34,7 @@ from loramux.server.wire import ErrorInfo
 from loramux.sources.parse import is_remote
 from loramux.sources.source_id import SourceKind
 from loramux.threads import FOLDER_READS
-from loramux.types.hub_id import is_hub_id
+from loramux.types.hub_id import parse_hub_id
 
 _log = logging.getLogger(__name__)
 INVALID_INPUT = "InvalidUserInput"
@@ -184,11 +184,11 @@ async def _source(context: Context, path: str) -> str:
 
     A folder of that name goes first.
     """
-    sources = context.options.sources
-    if context.sources is None or SourceKind.HUB not in sources.enabled or not is_hub_id(path):
+    may_be_hub = context.sources is not None and parse_hub_id(path) is not None
+    if not may_be_hub or SourceKind.HUB not in context.options.sources.enabled:
         return path
     is_here = await FOLDER_READS.run(_is_folder, path, context.options.allowed_roots)
-    return path if is_here else f"hf:{path}"
+    return path if is_here or is_remote(path) else f"hf:{path}"
 
 
 def _is_folder(path: str, roots: Sequence[str]) -> bool:
