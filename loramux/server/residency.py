@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
 from loramux.backend import EngineStats, Health, ModelCard
+from loramux.errors import InvalidRequest
 from loramux.server.context import Context
-from loramux.types.replica_report import ResidencyReport
+from loramux.types.replica_report import MAX_WAIT_S, ResidencyReport
 from loramux.types.residency import key_of_cid
 
+N = TypeVar("N", int, float)
 # Before the engine has reported: of an adapter in no tier, on disk, in host memory, on the device.
 _UNKNOWN_TIER_S = [0.5, 0.5, 0.05, 0.005, 0.0025, 0.0]
+
+
+def read_asked(query: Mapping[str, str]) -> tuple[int, str, float]:
+    """Returns `since`, `instance` and the seconds to wait; raises InvalidRequest."""
+    wait_s = min(_number(query, "wait_s", 0.0, float), MAX_WAIT_S)
+    return _number(query, "since", -1, int), query.get("instance", ""), wait_s
 
 
 async def wait_for_news(context: Context, *, since: int, instance: str, wait_s: float) -> None:
@@ -53,3 +65,14 @@ def _slots(stats: EngineStats, card: ModelCard) -> int:
     available = stats.num_free_pages + stats.num_idle_pages
     pages_each = max(1.0, (stats.num_pages - available) / stats.num_running)
     return max(1, min(card.max_sequences, stats.num_running + int(available / pages_each)))
+
+
+def _number(asked: Mapping[str, str], name: str, default: N, kind: Callable[[str], N]) -> N:
+    """Reads a finite number of the query; raises InvalidRequest."""
+    try:
+        number = kind(asked[name]) if name in asked else default
+    except ValueError as error:
+        raise InvalidRequest(f"{name} is no number: {asked[name][:50]!r}.", param=name) from error
+    if not math.isfinite(number):
+        raise InvalidRequest(f"{name} must be finite.", param=name)
+    return number

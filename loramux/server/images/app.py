@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from loramux import __version__
 from loramux.backend import Health
-from loramux.server.access import ANY, INFER, OPEN, Access, CallerMiddleware, RouteTable
+from loramux.server.access import ANY, ENGINE, INFER, OPEN, Access, CallerMiddleware, RouteTable
 from loramux.server.app import LARGEST_BODIES
 from loramux.server.body import Bodies, json_response
 from loramux.server.caller import Authenticator, TenantHeader
@@ -19,8 +19,11 @@ from loramux.server.connections.browsers import BrowserGuard
 from loramux.server.errors import ErrorShape, install_error_handlers
 from loramux.server.images.drawing import ImageContext
 from loramux.server.images.openai import openai_routes
+from loramux.server.images.residency import ImageResidency
 from loramux.server.images.sheaf import sheaf_error, sheaf_routes
 from loramux.server.request_ids import RequestIdMiddleware
+from loramux.server.residency import read_asked
+from loramux.server.wire import Liveness
 
 IMAGE_ROUTE_ACCESS: Mapping[str, Access] = {
     "GET /docs": OPEN,
@@ -28,7 +31,9 @@ IMAGE_ROUTE_ACCESS: Mapping[str, Access] = {
     "GET /openapi.json": OPEN,
     "GET /redoc": OPEN,
     "GET /health": OPEN,
+    "GET /live": OPEN,
     "GET /version": OPEN,
+    "GET /v1/residency": ENGINE,
     "GET /v1/models": ANY,
     "POST /v1/images/generations": INFER,
     "GET /{name}/health": OPEN,
@@ -86,5 +91,19 @@ def _status_routes(context: ImageContext) -> APIRouter:
     @router.get("/version")
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})
+
+    @router.get("/live")
+    async def live(request: Request) -> Response:
+        """200 as long as this process answers."""
+        return json_response(Liveness())
+
+    residency = ImageResidency(context)
+
+    @router.get("/v1/residency")
+    async def report(request: Request) -> Response:
+        """State and load, for routers; waits up to `wait_s` for a change."""
+        since, instance, wait_s = read_asked(request.query_params)
+        await residency.wait_for_news(since=since, instance=instance, wait_s=wait_s)
+        return json_response(residency.report(since=since, instance=instance))
 
     return router

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 
 from msgspec import UNSET
+from starlette.requests import HTTPConnection
 
 from loramux.backend import Health
 from loramux.errors import EngineStopped
@@ -19,8 +20,31 @@ from loramux.server.caller import Caller
 from loramux.server.images.names import Chosen, ImageNames
 from loramux.server.receipt_draft import ID_PREFIX, ReceiptIssuer
 from loramux.types.image import ImageRequest
+from loramux.types.residency import Tier
 
 MS_PER_S = 1000.0
+# Weight of the newest image in the smoothed seconds.
+_NEWEST_IMAGE = 1 / 8
+
+
+@dataclass(slots=True)
+class ImageLoad:
+    """How many images are open, and how long one takes."""
+
+    num_open: int = 0
+    image_s: float = 0.0
+    """Smoothed seconds of denoising."""
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    def finished(self, image: FinishedImage) -> None:
+        self.image_s += (image.denoise_s - self.image_s) * (_NEWEST_IMAGE if self.image_s else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +55,7 @@ class ImageContext:
     names: ImageNames
     receipts: ReceiptIssuer = field(default_factory=ReceiptIssuer)
     max_body_bytes: int = 2**20
+    load: ImageLoad = field(default_factory=ImageLoad)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def require_ready(self) -> None:
@@ -64,7 +89,7 @@ class Drawing:
     async def updates(self) -> AsyncGenerator[ImageUpdate, None]:
         """Yields the updates of a single image."""
         (request,) = self.requests
-        async with aclosing(_generator(self.context.backend, request, self.form)) as updates:
+        async with aclosing(_generator(self.context, request, self.form)) as updates:
             async for update in updates:
                 self._note(update)
                 if update.finished is not None:
@@ -107,7 +132,7 @@ class Drawing:
         )
 
     async def _draw_one(self, request: ImageRequest) -> FinishedImage:
-        async with aclosing(_generator(self.context.backend, request, self.form)) as updates:
+        async with aclosing(_generator(self.context, request, self.form)) as updates:
             async for update in updates:
                 self._note(update)
                 if update.finished is not None:
@@ -120,10 +145,18 @@ class Drawing:
 
 
 async def _generator(
-    backend: ImageBackend, request: ImageRequest, form: ImageForm
+    context: ImageContext, request: ImageRequest, form: ImageForm
 ) -> AsyncGenerator[ImageUpdate, None]:
-    async for update in backend.submit(request, form):
-        yield update
+    with context.load.opened():
+        async for update in context.backend.submit(request, form):
+            if update.finished is not None:
+                context.load.finished(update.finished)
+            yield update
+
+
+def tell_adapters(http: HTTPConnection, chosen: Chosen) -> None:
+    """Puts the adapters into the headers of the answer, for routers."""
+    http.state.found_in_tiers = [(one.cid, Tier.DEVICE) for one in chosen if one.weight]
 
 
 def _served(request: ImageRequest, image: FinishedImage) -> ServedImage:

@@ -17,7 +17,7 @@ from loramux.errors import InvalidRequest
 from loramux.image_backend import FinishedImage, ImageForm
 from loramux.server.body import json_response, read_json
 from loramux.server.caller import Caller, caller_of
-from loramux.server.images.drawing import Drawing, ImageContext
+from loramux.server.images.drawing import Drawing, ImageContext, tell_adapters
 from loramux.server.images.names import selection_of
 from loramux.server.images.wire import ImageData, ImageGeneration, ImagesReply, Usage
 from loramux.server.streaming import Events, named_event, stream_events, until_gone
@@ -44,6 +44,7 @@ def openai_routes(context: ImageContext) -> APIRouter:
         caller = caller_of(request)
         body, _ = await read_json(request, ImageGeneration, max_bytes=context.max_body_bytes)
         drawing = make_drawing(context, caller, body)
+        tell_adapters(request, drawing.chosen)
         if body.stream:
             return await stream_events(request, _events(drawing))
         await until_gone(request, drawing.draw())

@@ -18,7 +18,7 @@ from loramux.image_backend import FinishedImage, ImageForm
 from loramux.server.body import json_response, read_json
 from loramux.server.caller import caller_of
 from loramux.server.errors import error_info, set_error_shape, shaped_response
-from loramux.server.images.drawing import Drawing, ImageContext
+from loramux.server.images.drawing import Drawing, ImageContext, tell_adapters
 from loramux.server.images.names import selection_of
 from loramux.server.images.openai import MAX_RANDOM_SEED
 from loramux.server.images.wire import SheafPredict, SheafReply
@@ -96,6 +96,7 @@ async def _read(context: ImageContext, name: str, request: Request) -> tuple[She
         )
     body.request_id = _request_id(body)
     chosen = context.names.choose_deployed(name, body.adapters, body.adapter_weights)
+    tell_adapters(request, chosen)
     scale = body.guidance_scale
     takes_guidance = context.backend.card.takes_guidance
     image = ImageRequest(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,7 +12,6 @@ from starlette.responses import Response
 
 from loramux import __version__
 from loramux.backend import Health
-from loramux.errors import InvalidRequest
 from loramux.server.body import json_response
 from loramux.server.caller import Caller, caller_of, known_caller
 from loramux.server.context import Context
@@ -27,12 +23,11 @@ from loramux.server.openapi import (
     text_answer,
 )
 from loramux.server.reports import engine_report
-from loramux.server.residency import residency_report, wait_for_news
+from loramux.server.residency import read_asked, residency_report, wait_for_news
 from loramux.server.wire import EngineReport, HealthReport, Liveness, VersionReport
-from loramux.types.replica_report import MAX_WAIT_S, ResidencyReport
+from loramux.types.replica_report import ResidencyReport
 
 _log = logging.getLogger(__name__)
-N = TypeVar("N", int, float)
 YES = frozenset({"1", "true", "yes", "on"})
 
 
@@ -89,9 +84,7 @@ def status_routes(context: Context) -> APIRouter:
     )
     async def residency(request: Request) -> Response:
         """Load, state, and adapters that moved after `since`; waits up to `wait_s` for a move."""
-        asked = request.query_params
-        since, instance = _number(asked, "since", -1, int), asked.get("instance", "")
-        wait_s = min(_number(asked, "wait_s", 0.0, float), MAX_WAIT_S)
+        since, instance, wait_s = read_asked(request.query_params)
         await wait_for_news(context, since=since, instance=instance, wait_s=wait_s)
         return json_response(residency_report(context, since=since, instance=instance))
 
@@ -102,17 +95,6 @@ def _hide_reason(report: HealthReport, caller: Caller) -> None:
     """Leaves the reason of a failure, which may name adapters, to operators."""
     if report.failure and not caller.is_operator:
         report.failure = "The check failed; the log of the server has the reason."
-
-
-def _number(asked: Mapping[str, str], name: str, default: N, kind: Callable[[str], N]) -> N:
-    """Reads a finite number of the query; raises InvalidRequest."""
-    try:
-        number = kind(asked[name]) if name in asked else default
-    except ValueError as error:
-        raise InvalidRequest(f"{name} is no number: {asked[name][:50]!r}.", param=name) from error
-    if not math.isfinite(number):
-        raise InvalidRequest(f"{name} must be finite.", param=name)
-    return number
 
 
 def _report(context: Context) -> HealthReport:

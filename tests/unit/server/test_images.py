@@ -25,6 +25,7 @@ from loramux.server.images.app import IMAGE_ROUTE_ACCESS, create_image_app
 from loramux.server.images.drawing import ImageContext
 from loramux.server.images.names import ImageNames
 from loramux.specs import BatchPolicy, LoRAAdapter, LoRAConfig, ModelSpec
+from loramux.types.residency import key_of_cid
 from tests.image_factory import (
     ATTENTION,
     LENGTH,
@@ -402,3 +403,22 @@ def test_settings_are_checked(fields):
 def test_the_default_must_exist():
     with pytest.raises(InvalidRequest, match="not among the adapters"):
         ImageNames(("flux",)).set_default("ink")
+
+
+def test_routers_learn_load_and_adapters(server) -> None:
+    """The adapters of an image server are in memory as long as it runs."""
+    told = server.get("/v1/residency").json()
+    cids = {one.card.cid for one in server.names.adapters.values()}
+    assert told["state"] == "ready" and told["full"] and told["base"] == "flux"
+    assert told["moves"] == {key_of_cid(cid): 5 for cid in cids}
+    answer = generate(server, adapters=["night"])
+    assert answer.headers["x-loramux-cid"] == server.names.adapters["night"].card.cid
+    assert answer.headers["x-loramux-tier"] == "device"
+    assert generate(server, adapters=[]).headers["x-loramux-cid"] == ""
+    query = {name: told[name] for name in ("generation", "instance")}
+    asked = {"since": query["generation"], "instance": query["instance"], "wait_s": 0.01}
+    again = server.get("/v1/residency", params=asked).json()
+    assert not again["full"] and again["moves"] == {} and again["open"] == 0
+    assert again["step_s"] > 0
+    assert server.get("/live").status_code == 200
+    assert server.get("/v1/residency", params={"since": "x"}).status_code == 400
