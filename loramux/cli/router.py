@@ -14,6 +14,7 @@ from loramux.config.paths import REGISTRY_VARIABLE
 from loramux.errors import LoramuxError
 
 if TYPE_CHECKING:
+    from loramux.router.app import RouterApp
     from loramux.router.resolve import RegistryNames
 
 _PACKAGES = (
@@ -64,11 +65,10 @@ def router(
     adapters on servers that start.
     """
     console = Console(stderr=True)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
-        import uvicorn
-
-        from loramux.router.app import RouterApp
-        from loramux.router.members import find_members
+        app = _app(replicas, registry=registry, tenant_header=tenant_header)
+        _serve(app, host=host, port=port, drain_s=drain_s)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _PACKAGES:
             raise
@@ -77,15 +77,24 @@ def router(
             f"{error.name} is not installed. Run: pip install 'loramux[server,router,postgres]'",
         )
         raise typer.Exit(1) from error
-    try:
-        members = find_members(replicas)
-        api_key = os.environ.get("LORAMUX_API_KEY")
-        names = _names(registry, api_key=api_key, tenant_header=tenant_header)
     except LoramuxError as error:
         show_error(console, str(error))
         raise typer.Exit(2) from error
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    app = RouterApp(members, api_key=api_key, names=names)
+
+
+def _app(replicas: list[str], *, registry: str | None, tenant_header: str | None) -> RouterApp:
+    from loramux.router.app import RouterApp
+    from loramux.router.members import find_members
+
+    members = find_members(replicas)
+    api_key = os.environ.get("LORAMUX_API_KEY")
+    names = _names(registry, api_key=api_key, tenant_header=tenant_header)
+    return RouterApp(members, api_key=api_key, names=names)
+
+
+def _serve(app: RouterApp, *, host: str, port: int, drain_s: int) -> None:
+    import uvicorn
+
     config = uvicorn.Config(
         app,
         host=host,

@@ -91,10 +91,26 @@ def test_vllms_load_call_takes_a_source(hub: HubServer, tmp_path: Path) -> None:
         names=backend.names,
         on_demand=OnDemand(sources=sources),
     )
-    for lora_path, status in ((f"hf:{REPOSITORY}", 200), ("hf:other/x", 403), ("hf:acme/x", 404)):
-        body = {"lora_name": lora_path[-3:], "lora_path": lora_path}
-        assert post(app, "/v1/load_lora_adapter", body).status_code == status
-    assert complete(app, model="sql").status_code == 200
+    for prefix in ("hf:", ""):
+        given = ((REPOSITORY, 200), ("other/x", 403), ("acme/x", 404))
+        for number, (path, status) in enumerate(given):
+            body = {"lora_name": f"{prefix}{number}", "lora_path": f"{prefix}{path}"}
+            assert post(app, "/v1/load_lora_adapter", body).status_code == status, body
+        assert complete(app, model=f"{prefix}0").status_code == 200
+
+
+def test_a_folder_goes_before_a_repository_of_its_name(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny(tmp_path / "acme" / "own")
+    monkeypatch.chdir(tmp_path)
+    sources, backend = make(hub, tmp_path)
+    options = ServerOptions(allow_runtime_lora_updating=True)
+    on_demand = OnDemand(sources=sources)
+    app = create_app(backend, options, names=backend.names, on_demand=on_demand)
+    body = {"lora_name": "own", "lora_path": "acme/own"}
+    assert post(app, "/v1/load_lora_adapter", body).status_code == 200
+    assert backend.added == ["acme/own"] and not hub.repositories
 
 
 def test_the_rules_of_a_push_hold(hub: HubServer, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from loramux.image_backend import ImageForm
 from loramux.image_launch import engine_options
 from loramux.server.images.names import ImageNames
 from loramux.specs import BatchPolicy, LoRAAdapter, LoRAConfig, ModelSpec
+from loramux.types.residency import Tier, key_of_cid
 from tests.image_factory import (
     ATTENTION,
     LENGTH,
@@ -377,3 +378,20 @@ def test_the_default_must_exist():
     config = ServeConfig(images=ImageConfig(image_model="x"))
     with pytest.raises(InvalidRequest, match="not among the adapters"):
         ImageNames(AsyncImageEngine(engine_options(config)), ("flux",)).set_default("ink")
+
+
+def test_routers_learn_load_and_adapters(server):
+    cid = server.names.find("night").cid
+    answer = generate(server, adapters=["night"])
+    assert answer.headers["x-loramux-cid"] == cid
+    assert generate(server, adapters=["night"]).headers["x-loramux-tier"] == "device"
+    assert generate(server, adapters=[]).headers["x-loramux-cid"] == ""
+    told = server.get("/v1/residency").json()
+    assert told["state"] == "ready" and told["full"] and told["base"] == "flux"
+    assert told["moves"][key_of_cid(cid)] == Tier.DEVICE
+    asked = {"since": told["generation"], "instance": told["instance"], "wait_s": 0.01}
+    again = server.get("/v1/residency", params=asked).json()
+    assert not again["full"] and again["moves"] == {} and again["open"] == 0
+    assert again["step_s"] > 0
+    assert server.get("/live").status_code == 200
+    assert server.get("/v1/residency", params={"since": "x"}).status_code == 400
