@@ -51,9 +51,9 @@ class ServerOptions:
     max_choices: int = 1024
     """Maximum number of prompts times n of one request."""
     cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call this server; "*" for any."""
     root_path: str = ""
     """The prefix of paths under which a proxy publishes the server."""
-    """Origins of web pages that may call this server; "*" for any."""
     allowed_hosts: tuple[str, ...] = ("*",)
     """Names of this server in the Host header; "*" for any."""
     probe_timeout_s: float = 30.0

@@ -45,15 +45,16 @@ async def _check(
     if all(limit is None for _, limit in limited):
         return
     uses = {use.cid: use for use in await context.backend.adapter_uses()}
+    # The engine registers an adapter no later than with its pin, and may not know it yet.
+    sizes = {cid: card.num_bytes for cid, card in context.backend.adapters.items()}
+    sizes |= {cid: use.num_bytes for cid, use in uses.items()}
     page_bytes = context.backend.card.pool_bytes // max(1, context.backend.stats.num_pages)
     for owner, limit in limited:
         # A pin ends with its adapter, so that only what is pinned now counts.
         now = {
             cid for cid in context.pins.cids.get(owner, ()) if cid in uses and uses[cid].is_pinned
         }
-        pages = {
-            cid: -(-uses[cid].num_bytes // max(1, page_bytes)) for cid in {*now, *cids} & {*uses}
-        }
+        pages = {cid: -(-sizes[cid] // max(1, page_bytes)) for cid in {*now, *cids} & {*sizes}}
         num_used = sum(pages[cid] for cid in now)
         num_new = sum(pages.get(cid, 0) for cid in {*cids} - now)
         if limit is not None and num_new and num_used + num_new > limit:

@@ -9,10 +9,11 @@ from typing import Any
 import httpx2
 import pytest
 
+from loramux.backend import EngineStats
 from loramux.registry.tenants import SettingChanges
 from loramux.server.access import INFER, ROUTE_ACCESS
 from loramux.types.pooling import ModelPooling, Pooling
-from tests.unit.server.asgi_client import CHAT, run
+from tests.unit.server.asgi_client import CHAT, request, run
 from tests.unit.server.registry_app import Make, RegistryApp
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -198,6 +199,33 @@ def test_limits_that_change_apply_to_the_next_request(registry_app: Make) -> Non
     found.adapters.follow_access()
     answer = ask(found, CHAT, {"messages": MESSAGES})
     assert answer.status_code == 200 and "x-ratelimit-limit-requests" not in answer.headers
+
+
+def test_pins_are_limited_by_their_pages_for_tenant_and_key(registry_app: Make) -> None:
+    found = limited(registry_app, pinned_pages=3)
+    # Of 64 bytes each, in pages of 32.
+    found.backend.stats = EngineStats(num_pages=found.backend.card.pool_bytes // 32)
+    for number, name in enumerate(("tax", "law"), start=2):
+        found.push(f"default/{name}@1.0.0", number)
+    key = found.key("default")
+    key_id = key["authorization"].split("_")[1]
+
+    def pin(name: str, method: str = "POST", header: Any = key) -> httpx2.Response:
+        return request(found.app, method, f"/v1/adapters/{name}/pin", headers=header)
+
+    # Also of adapters that the engine has not seen yet.
+    assert [pin(name).status_code for name in ("sql", "law", "sql")] == [200, 403, 200]
+    refused = pin("law").json()["error"]
+    assert refused["reason"] == "pinned_pages" and "1 are left; this adapter needs 2" in str(
+        refused
+    )
+    assert not [use for use in found.backend.uses if use.is_pinned and "law" in use.cid]
+    assert pin("sql", "DELETE").status_code == pin("law").status_code == 200
+    found.registry.tenants.set("default", SettingChanges(limits={"pinned_pages": None}))
+    found.registry.tenants.set_key_limits(key_id, {"pinned_pages": 1})
+    found.adapters.follow_access()
+    assert pin("tax").status_code == 403
+    assert pin("tax", header=found.key("default")).status_code == 200
 
 
 def test_the_share_of_the_tenants_record_reaches_the_scheduler(registry_app: Make) -> None:
