@@ -132,7 +132,8 @@ class Watch:
             self.faults.append(f"console: {message.text} {message.location.get('url', '')}")
 
     def _request(self, request: Request) -> None:
-        if urlsplit(request.url).netloc != self.host:
+        # A blob is in the page's own memory; its address names the page's origin.
+        if urlsplit(request.url.removeprefix("blob:")).netloc != self.host:
             self.faults.append(f"other host: {request.url}")
 
     def _response(self, response: Response) -> None:
