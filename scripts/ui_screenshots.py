@@ -27,6 +27,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images" / "ui"
 SIZES = {"wide": {"width": 1360, "height": 860}, "narrow": {"width": 400, "height": 860}}
 SCHEMES = ("light", "dark")
 MAX_HEIGHT = 1500
+START_S = 600
 TRAFFIC_S = {"live": 75, "adapter": 45}
 QUESTIONS = ("Tell me a story.", "What is the capital of Italy?", "Name three colours.")
 
@@ -135,7 +136,8 @@ def shoot_images(browser: Browser, work: Path, folder: Path) -> None:
     subprocess.run([sys.executable, script, work], check=True, capture_output=True)
     flags = ["--image-model", str(work / "model"), "--served-image-model-name", "tiny-flux"]
     loras = [f"ink={work / 'ink.safetensors'}@0.8", f"night={work / 'night.safetensors'}"]
-    with running_server(work / "log", *flags, "--image-lora", *loras) as running:
+    flags += ["--image-lora", *loras]
+    with running_server(work / "log", *flags, timeout_s=START_S) as running:
         for size, viewport in SIZES.items():
             with watched_page(browser, running.url, viewport=viewport) as (page, _):
                 page.goto(f"{running.url}/ui/")
@@ -180,7 +182,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="loramux-") as work, chromium() as browser:
         if only != ["images"]:
-            with ui_server(Path(work) / "text", "--pool-id", "demo") as server:
+            with ui_server(Path(work) / "text", "--pool-id", "demo", timeout_s=START_S) as server:
                 fill(server)
                 shoot_all(browser, server, folder, only)
         if not only or "images" in only:

@@ -81,7 +81,9 @@ class UiServer:
 
 
 @contextmanager
-def ui_server(folder: Path, *flags: str, num_stored: int = NUM_STORED) -> Iterator[UiServer]:
+def ui_server(
+    folder: Path, *flags: str, num_stored: int = NUM_STORED, timeout_s: float = 90
+) -> Iterator[UiServer]:
     """The default model with the demo adapters, keys, signed receipts and a push root."""
     registry = folder / "data" / "registry.db"
     registry.parent.mkdir(parents=True)
@@ -100,7 +102,7 @@ def ui_server(folder: Path, *flags: str, num_stored: int = NUM_STORED) -> Iterat
         *("--receipt-key", str(folder / "receipts.pem")),
         *("--allowed-roots", str(adapters)),
     ]
-    with running_server(folder / "log", *given, *flags) as server:
+    with running_server(folder / "log", *given, *flags, timeout_s=timeout_s) as server:
         yield UiServer(server, adapters, admin, infer)
 
 
