@@ -28,7 +28,8 @@ SIZES = {"wide": {"width": 1360, "height": 860}, "narrow": {"width": 400, "heigh
 SCHEMES = ("light", "dark")
 MAX_HEIGHT = 1500
 START_S = 600
-TRAFFIC_S = {"live": 75, "adapter": 45}
+WITH_TRAFFIC = ("live", "adapter")
+NUM_CLIENTS = 6
 QUESTIONS = ("Tell me a story.", "What is the capital of Italy?", "Name three colours.")
 
 
@@ -49,14 +50,13 @@ def fill(server: UiServer) -> None:
     send(server, "POST", "/v1/adapters", {"reference": "acme/blend@1.0.0", "recipe": recipe})
 
 
-def traffic(server: UiServer, until: float) -> None:
+def traffic(server: UiServer, ended: threading.Event, number: int) -> None:
     models = ("pirate", "json", "shout", "sentiment", "acme/voice", "acme/blend", "")
-    number = 0
-    while time.monotonic() < until:
+    while not ended.is_set():
         body = {
             "model": models[number % len(models)],
             "messages": [{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}],
-            "max_tokens": 24 + number % 40,
+            "max_tokens": 24 + 7 * number % 40,
         }
         send(server, "POST", "/v1/chat/completions", body)
         number += 1
@@ -149,8 +149,9 @@ def shoot_all(browser: Browser, server: UiServer, folder: Path, only: list[str])
     for name, (view, prepare) in VIEWS.items():
         if only and name not in only:
             continue
-        until = time.monotonic() + TRAFFIC_S.get(name, 0)
-        load = [threading.Thread(target=traffic, args=(server, until)) for _ in range(6)]
+        ended = threading.Event()
+        clients = range(NUM_CLIENTS if name in WITH_TRAFFIC else 0)
+        load = [threading.Thread(target=traffic, args=(server, ended, one)) for one in clients]
         for one in load:
             one.start()
         for size, viewport in SIZES.items():
@@ -159,6 +160,7 @@ def shoot_all(browser: Browser, server: UiServer, folder: Path, only: list[str])
                 page.goto(f"{server.url}/ui/#/{view}")
                 prepare(page)
                 shoot_schemes(page, folder, f"{name}-{size}")
+        ended.set()
         for one in load:
             one.join()
     if only and "key" not in only:
@@ -182,7 +184,9 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="loramux-") as work, chromium() as browser:
         if only != ["images"]:
-            with ui_server(Path(work) / "text", "--pool-id", "demo", timeout_s=START_S) as server:
+            # A small pool: its map shows single pages.
+            flags = ("--pool-id", "demo", "--device-memory", "256MiB")
+            with ui_server(Path(work) / "text", *flags, timeout_s=START_S) as server:
                 fill(server)
                 shoot_all(browser, server, folder, only)
         if not only or "images" in only:
