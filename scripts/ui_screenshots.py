@@ -27,7 +27,9 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images" / "ui"
 SIZES = {"wide": {"width": 1360, "height": 860}, "narrow": {"width": 400, "height": 860}}
 SCHEMES = ("light", "dark")
 MAX_HEIGHT = 1500
-TRAFFIC_S = {"live": 75, "adapter": 45}
+START_S = 600
+WITH_TRAFFIC = ("live", "adapter")
+NUM_CLIENTS = 6
 QUESTIONS = ("Tell me a story.", "What is the capital of Italy?", "Name three colours.")
 
 
@@ -48,14 +50,13 @@ def fill(server: UiServer) -> None:
     send(server, "POST", "/v1/adapters", {"reference": "acme/blend@1.0.0", "recipe": recipe})
 
 
-def traffic(server: UiServer, until: float) -> None:
+def traffic(server: UiServer, ended: threading.Event, number: int) -> None:
     models = ("pirate", "json", "shout", "sentiment", "acme/voice", "acme/blend", "")
-    number = 0
-    while time.monotonic() < until:
+    while not ended.is_set():
         body = {
             "model": models[number % len(models)],
             "messages": [{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}],
-            "max_tokens": 24 + number % 40,
+            "max_tokens": 24 + 7 * number % 40,
         }
         send(server, "POST", "/v1/chat/completions", body)
         number += 1
@@ -135,7 +136,8 @@ def shoot_images(browser: Browser, work: Path, folder: Path) -> None:
     subprocess.run([sys.executable, script, work], check=True, capture_output=True)
     flags = ["--image-model", str(work / "model"), "--served-image-model-name", "tiny-flux"]
     loras = [f"ink={work / 'ink.safetensors'}@0.8", f"night={work / 'night.safetensors'}"]
-    with running_server(work / "log", *flags, "--image-lora", *loras) as running:
+    flags += ["--image-lora", *loras]
+    with running_server(work / "log", *flags, timeout_s=START_S) as running:
         for size, viewport in SIZES.items():
             with watched_page(browser, running.url, viewport=viewport) as (page, _):
                 page.goto(f"{running.url}/ui/")
@@ -147,8 +149,9 @@ def shoot_all(browser: Browser, server: UiServer, folder: Path, only: list[str])
     for name, (view, prepare) in VIEWS.items():
         if only and name not in only:
             continue
-        until = time.monotonic() + TRAFFIC_S.get(name, 0)
-        load = [threading.Thread(target=traffic, args=(server, until)) for _ in range(6)]
+        ended = threading.Event()
+        clients = range(NUM_CLIENTS if name in WITH_TRAFFIC else 0)
+        load = [threading.Thread(target=traffic, args=(server, ended, one)) for one in clients]
         for one in load:
             one.start()
         for size, viewport in SIZES.items():
@@ -157,6 +160,7 @@ def shoot_all(browser: Browser, server: UiServer, folder: Path, only: list[str])
                 page.goto(f"{server.url}/ui/#/{view}")
                 prepare(page)
                 shoot_schemes(page, folder, f"{name}-{size}")
+        ended.set()
         for one in load:
             one.join()
     if only and "key" not in only:
@@ -180,7 +184,9 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="loramux-") as work, chromium() as browser:
         if only != ["images"]:
-            with ui_server(Path(work) / "text", "--pool-id", "demo") as server:
+            # A small pool: its map shows single pages.
+            flags = ("--pool-id", "demo", "--device-memory", "256MiB")
+            with ui_server(Path(work) / "text", *flags, timeout_s=START_S) as server:
                 fill(server)
                 shoot_all(browser, server, folder, only)
         if not only or "images" in only:

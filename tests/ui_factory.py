@@ -81,7 +81,9 @@ class UiServer:
 
 
 @contextmanager
-def ui_server(folder: Path, *flags: str, num_stored: int = NUM_STORED) -> Iterator[UiServer]:
+def ui_server(
+    folder: Path, *flags: str, num_stored: int = NUM_STORED, timeout_s: float = 90
+) -> Iterator[UiServer]:
     """The default model with the demo adapters, keys, signed receipts and a push root."""
     registry = folder / "data" / "registry.db"
     registry.parent.mkdir(parents=True)
@@ -100,7 +102,7 @@ def ui_server(folder: Path, *flags: str, num_stored: int = NUM_STORED) -> Iterat
         *("--receipt-key", str(folder / "receipts.pem")),
         *("--allowed-roots", str(adapters)),
     ]
-    with running_server(folder / "log", *given, *flags) as server:
+    with running_server(folder / "log", *given, *flags, timeout_s=timeout_s) as server:
         yield UiServer(server, adapters, admin, infer)
 
 
@@ -132,7 +134,8 @@ class Watch:
             self.faults.append(f"console: {message.text} {message.location.get('url', '')}")
 
     def _request(self, request: Request) -> None:
-        if urlsplit(request.url).netloc != self.host:
+        # A blob is in the page's own memory; its address names the page's origin.
+        if urlsplit(request.url.removeprefix("blob:")).netloc != self.host:
             self.faults.append(f"other host: {request.url}")
 
     def _response(self, response: Response) -> None:

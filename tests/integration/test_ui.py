@@ -360,7 +360,7 @@ def test_server_without_adapters_registry_and_room(
     browser: Browser, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("bare")
-    flags = ("--device-memory", "512MiB", "--max-queue", "0", "--max-sequences", "1")
+    flags = ("--device-memory", "512MiB", "--max-queue", "2", "--max-sequences", "1")
     with (
         running_server(folder / "log", *flags) as running,
         watched_page(browser, running.url) as (page, watch),
@@ -369,10 +369,21 @@ def test_server_without_adapters_registry_and_room(
         page.set_default_timeout(SOON_MS)
         page.goto(f"{running.url}/")
         expect(page.get_by_text("This server has no adapters yet")).to_be_visible()
-        page.get_by_role("button", name="Add a column").click()
+        for _ in range(4):
+            page.get_by_role("button", name="Add a column").click()
         page.get_by_label("Prompt", exact=True).fill("Tell me a very long story.")
-        page.get_by_role("button", name="Run 2 columns").click()
-        expect(page.get_by_text("Too many requests")).to_be_visible()
+        page.get_by_label("Max tokens").fill("1000")
+        page.get_by_role("button", name="Run 5 columns").click()
+        # One runs, two wait, and there is no room for two.
+        expect(page.get_by_text("Too many requests")).to_have_count(2)
+        page.get_by_role("link", name="Live").click()
+        queue = page.locator(".card").filter(has_text="Queue by tenant")
+        expect(queue.get_by_role("listitem")).to_contain_text("2")
+        expect(page.locator(".tile").filter(has_text="Waiting").locator("dd")).to_have_text("2")
+        assert serious(page) == []
+        page.get_by_role("link", name="Playground").click()
+        page.get_by_role("button", name="Stop").click()
+        expect(page.get_by_text("you", exact=True)).to_have_count(3)
         page.get_by_role("link", name="Adapters", exact=True).click()
         expect(page.get_by_text("No adapters yet")).to_be_visible()
         page.get_by_role("link", name="Receipts").click()

@@ -110,8 +110,9 @@ def test_images_form_side_by_side_with_time_and_receipt(browser: Browser, tmp_pa
         assert page.evaluate("window.revoked") == 9
         base, ink, night = page.evaluate(PIXELS)
         assert base != ink != night != base
-        assert base == pixels_of(url, adapters=[])
-        assert ink == pixels_of(url, adapters=["ink"], adapter_weights=[0.8])
+        assert is_same(base, pixels_of(url, adapters=[]))
+        assert is_same(ink, pixels_of(url, adapters=["ink"], adapter_weights=[0.8]))
+        assert not is_same(ink, night)
         expect(page.get_by_role("link", name="Receipt", exact=True)).to_have_count(3)
         times = page.locator(".column footer div", has_text="time").locator("dd").all_inner_texts()
         assert all(" ms" in one or " s" in one for one in times), times
@@ -138,6 +139,11 @@ def pixels_of(url: str, **fields: object) -> list[int]:
 def name(column: Locator, field: str, adapter: str) -> None:
     column.get_by_label(field).fill(adapter)
     column.get_by_label(field).press("Tab")
+
+
+def is_same(first: list[int], second: list[int]) -> bool:
+    """Whether two images differ by rounding at most: they were drawn in different batches."""
+    return all(abs(a - b) <= 1 for a, b in zip(first, second, strict=True))
 
 
 def compose_and_fail(page: Page) -> None:
@@ -219,4 +225,4 @@ def check_code(page: Page, folder: Path) -> None:
     for command in commands:
         subprocess.run(command, cwd=folder, check=True, timeout=60, env=dict(os.environ))
         with Image.open(folder / "image.png") as image:
-            assert list(image.convert("RGB").tobytes()) == shown
+            assert is_same(list(image.convert("RGB").tobytes()), shown)
