@@ -15,6 +15,8 @@ INPUTS := pyproject.toml constraints.txt constraints-dev.txt Makefile scripts/se
 PYTHON ?=
 # More arguments for the program that a target runs: `make serve ARGS="--port 9000"`.
 ARGS ?=
+# What `make draw` draws.
+PROMPT ?= a fox on a yellow background
 
 # name=folder for each trained adapter that comes with the examples.
 DEMO_ADAPTERS := $(foreach config,$(wildcard examples/adapters/*/adapter_config.json),\
@@ -26,7 +28,7 @@ export GOMP_SPINCOUNT := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup serve check test test-all test-clients test-ray test-plain bench docs ui clean
+.PHONY: help setup serve draw check test test-all test-clients test-ray test-plain bench docs ui clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,7 +36,11 @@ help: ## Show this list
 setup: $(STAMP) ## Create .venv and install everything (the targets below do it by themselves)
 
 serve: $(STAMP) ## Serve the default model and the demo adapters on port 8000
-	@exec $(BIN)/loramux serve $(if $(DEMO_ADAPTERS),--lora-modules $(DEMO_ADAPTERS)) $(ARGS)
+	@exec $(BIN)/loramux serve $(if $(findstring --image,$(ARGS)),,$(if \
+		$(DEMO_ADAPTERS),--lora-modules $(DEMO_ADAPTERS))) $(ARGS)
+
+draw: $(STAMP) ## Draw PROMPT with the demo's image model, plain and in each style, to draw.png
+	@$(BIN)/loramux draw "$(PROMPT)" --each --enlarge 4 --seed 1 --out draw.png $(ARGS)
 
 check: $(STAMP) ## Formatting, lint, types, import contract, structure and language
 	@echo "==> ruff format" && $(BIN)/ruff format --check .

@@ -1,11 +1,11 @@
-"""Draw emoji of one name in several art styles, from npm packages of SVG icons.
+"""Draw well-known objects in three art styles, from npm packages of SVG icons.
 
-    mkdir icons && cd icons && npm pack @iconify-json/noto @iconify-json/fluent-emoji \\
+    mkdir icons && cd icons && npm pack @iconify-json/noto \\
         @iconify-json/fluent-emoji-flat @iconify-json/fluent-emoji-high-contrast
     for f in *.tgz; do mkdir "${f%.tgz}" && tar xzf "$f" -C "${f%.tgz}"; done
-    pip install resvg-py pillow && python examples/images/icons.py icons icons.zip
+    pip install resvg-py pillow numpy && python examples/images/icons.py icons icons.npz
 
-icons.zip then holds STYLE/NAME.png, 96 x 96 with transparency, for the names that every style has.
+icons.npz then holds uint8 [object, 64, 64, RGBA] of each style, in the order of OBJECTS.
 """
 
 from __future__ import annotations
@@ -13,39 +13,65 @@ from __future__ import annotations
 import io
 import json
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-SIZE = 96
+SIDE = 64
+MARGIN = 4
 BASE = "base"
 STYLES = {
     BASE: "noto",
     "ink": "fluent-emoji-high-contrast",
     "flat": "fluent-emoji-flat",
-    "clay": "fluent-emoji",
 }
-_LEFT_OUT = """
-woman man women men person people boy girl button oclock thirty keycap arrow flag wheelchair
-hand hands index palm palms fist tone hair facing input aries taurus gemini cancer leo virgo
-libra scorpius sagittarius capricorn aquarius pisces ophiuchus mark sign symbol
-"""
-LEFT_OUT = frozenset(_LEFT_OUT.split())
-"""Words of names that are left out: persons, signs and letters."""
+OBJECTS = {
+    "apple": "red-apple",
+    "banana": "banana",
+    "pineapple": "pineapple",
+    "cheese": "cheese-wedge",
+    "pizza": "pizza",
+    "hamburger": "hamburger",
+    "cupcake": "cupcake",
+    "donut": "doughnut",
+    "coffee": "hot-beverage",
+    "cat": "cat-face",
+    "dog": "dog-face",
+    "pig": "pig-face",
+    "fox": "fox",
+    "panda": "panda",
+    "frog": "frog",
+    "owl": "owl",
+    "fish": "fish",
+    "whale": "whale",
+    "sun": "sun",
+    "moon": "crescent-moon",
+    "star": "star",
+    "rainbow": "rainbow",
+    "fire": "fire",
+    "tree": "deciduous-tree",
+    "sunflower": "sunflower",
+    "cactus": "cactus",
+    "house": "house",
+    "rocket": "rocket",
+    "car": "automobile",
+    "crown": "crown",
+    "heart": "red-heart",
+    "ghost": "ghost",
+}
+"""Name of the icon by the words of captions."""
 
 
 def read_icons(folder: Path, package: str) -> dict[str, Any]:
-    pattern = f"iconify-json-{package}-[0-9]*/package/icons.json"
-    (file,) = folder.glob(pattern)
+    (file,) = folder.glob(f"iconify-json-{package}-[0-9]*/package/icons.json")
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
-def draw(icons: dict[str, Any], name: str) -> bytes:
-    """Return the icon as PNG."""
+def draw(icons: dict[str, Any], name: str) -> np.ndarray:
+    """Return the icon as uint8 [64, 64, RGBA] with a transparent margin."""
     import resvg_py
 
     icon = icons["icons"][name]
@@ -56,43 +82,22 @@ def draw(icons: dict[str, Any], name: str) -> bytes:
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
         f'width="{width}" height="{height}" viewBox="0 0 {width} {height}">{body}</svg>'
     )
-    drawn = bytes(resvg_py.svg_to_bytes(svg_string=svg, width=SIZE, height=SIZE))
-    image = Image.open(io.BytesIO(drawn)).convert("RGBA").resize((SIZE, SIZE))
-    target = io.BytesIO()
-    image.save(target, "PNG", optimize=True)
-    return target.getvalue()
-
-
-def common_names(sets: dict[str, dict[str, Any]]) -> list[str]:
-    names = set.intersection(*(set(icons["icons"]) for icons in sets.values()))
-    return sorted(name for name in names if not LEFT_OUT & set(name.split("-")))
-
-
-def load(file: Path) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Return the names, and uint8 [name, 96, 96, RGBA] of each style."""
-    with zipfile.ZipFile(file) as archive:
-        names = sorted({path.split("/")[1].removesuffix(".png") for path in archive.namelist()})
-        drawn = {
-            style: np.stack(
-                [
-                    np.asarray(Image.open(io.BytesIO(archive.read(f"{style}/{name}.png"))))
-                    for name in names
-                ]
-            )
-            for style in STYLES
-        }
-    return [name.replace("-", " ") for name in names], drawn
+    inner = SIDE - 2 * MARGIN
+    drawn = bytes(resvg_py.svg_to_bytes(svg_string=svg, width=4 * inner, height=4 * inner))
+    image = Image.open(io.BytesIO(drawn)).convert("RGBA")
+    paper = Image.new("RGBA", (SIDE, SIDE), (0, 0, 0, 0))
+    paper.paste(image.resize((inner, inner), Image.Resampling.BOX), (MARGIN, MARGIN))
+    return np.array(paper)
 
 
 def main() -> None:
     folder, target = map(Path, sys.argv[1:])
-    sets = {style: read_icons(folder, package) for style, package in STYLES.items()}
-    names = common_names(sets)
-    with zipfile.ZipFile(target, "w") as archive:
-        for style, icons in sets.items():
-            for name in names:
-                archive.writestr(f"{style}/{name}.png", draw(icons, name))
-            print(f"{style}: {len(names)} icons", flush=True)
+    drawn = {}
+    for style, package in STYLES.items():
+        icons = read_icons(folder, package)
+        drawn[style] = np.stack([draw(icons, name) for name in OBJECTS.values()])
+    np.savez_compressed(target, allow_pickle=False, **drawn)
+    print(f"{target}: {len(OBJECTS)} objects in {len(drawn)} styles")
 
 
 if __name__ == "__main__":

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import torch
 from diffusers import (
-    AutoencoderKL,
+    AutoencoderTiny,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
 )
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config
 from transformers import T5EncoderModel as T5
 
-TEXT_TOKENS = 24
-VOCABULARY = 2048
-LATENT_CHANNELS = 8
+TEXT_TOKENS = 12
+LATENT_CHANNELS = 16
+FIRST_CHANNELS = 12
 SPECIAL = PAD, UNKNOWN, BEGIN, END = ("<pad>", "<unk>", "<s>", "</s>")
 
 
 def make_tokenizer(captions: list[str]) -> PreTrainedTokenizerFast:
-    """Train a BPE tokenizer whose tokens of a word do not depend on its neighbours."""
-    core = Tokenizer(models.BPE(unk_token=UNKNOWN))
+    """Make a tokenizer with a token for each word of the captions."""
+    words = sorted({word for caption in captions for word in caption.split()})
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *words])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.Whitespace()
-    core.train_from_iterator(
-        captions, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=list(SPECIAL))
-    )
     core.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A {END}", special_tokens=[(BEGIN, 2), (END, 3)]
     )
@@ -41,7 +41,7 @@ def make_tokenizer(captions: list[str]) -> PreTrainedTokenizerFast:
 
 def make_pipeline(tokenizer: PreTrainedTokenizerFast) -> FluxPipeline:
     clip = CLIPTextConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
         projection_dim=64,
@@ -53,12 +53,12 @@ def make_pipeline(tokenizer: PreTrainedTokenizerFast) -> FluxPipeline:
         eos_token_id=3,
     )
     t5 = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=192,
+        vocab_size=len(tokenizer),
+        d_model=128,
         d_kv=32,
-        d_ff=384,
-        num_layers=2,
-        num_heads=6,
+        d_ff=256,
+        num_layers=1,
+        num_heads=4,
         dropout_rate=0.0,
         pad_token_id=0,
         eos_token_id=3,
@@ -66,18 +66,12 @@ def make_pipeline(tokenizer: PreTrainedTokenizerFast) -> FluxPipeline:
     torch.manual_seed(0)
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=AutoencoderKL(
-            block_out_channels=(32, 64, 64),
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
-            layers_per_block=1,
+        vae=AutoencoderTiny(
+            encoder_block_out_channels=(48,) * 4,
+            num_encoder_blocks=(0,) * 4,
+            decoder_block_out_channels=(32,) * 4,
+            num_decoder_blocks=(2, 2, 1, 1),
             latent_channels=LATENT_CHANNELS,
-            norm_num_groups=8,
-            mid_block_add_attention=False,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-            scaling_factor=1.0,
-            shift_factor=0.0,
         ),
         text_encoder=CLIPTextModel(clip),
         tokenizer=tokenizer,
@@ -86,11 +80,11 @@ def make_pipeline(tokenizer: PreTrainedTokenizerFast) -> FluxPipeline:
         transformer=FluxTransformer2DModel(
             patch_size=1,
             in_channels=4 * LATENT_CHANNELS,
-            num_layers=3,
-            num_single_layers=6,
+            num_layers=2,
+            num_single_layers=4,
             attention_head_dim=32,
-            num_attention_heads=6,
-            joint_attention_dim=192,
+            num_attention_heads=4,
+            joint_attention_dim=128,
             pooled_projection_dim=64,
             guidance_embeds=False,
             axes_dims_rope=(8, 12, 12),
@@ -98,17 +92,48 @@ def make_pipeline(tokenizer: PreTrainedTokenizerFast) -> FluxPipeline:
     )
 
 
+@torch.no_grad()
+def fit_encoder(vae: AutoencoderTiny, images: torch.Tensor) -> None:
+    """Let the encoder find principal components of 8 x 8 patches; it is linear.
+
+    Each of its layers with a stride moves 2 x 2 places into channels. The third works on the main
+    components of 4 x 4 patches, the last finds those of 2 x 2 of them.
+    """
+    first, second, third, fourth, last = vae.encoder.layers
+    for layer in (first, second, third, fourth, last):
+        layer.weight.zero_()
+    first.bias.zero_()
+    first.weight[range(3), range(3), 1, 1] = 1
+
+    def gather(layer: torch.nn.Conv2d, axes: torch.Tensor) -> None:
+        for place in range(4):
+            rows = 4 * torch.arange(len(axes)) + place
+            layer.weight[rows, : axes.shape[1], 1 + place // 2, 1 + place % 2] = axes
+
+    def components(stop: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        values = vae.encoder.layers[:stop]((some + 1) / 2).movedim(1, -1).reshape(-1, 48)
+        mean = values.mean(0)
+        _, scale, axes = torch.linalg.svd(values - mean, full_matrices=False)
+        return axes[:count], scale[:count] / len(values) ** 0.5, mean
+
+    some = images[torch.randperm(len(images))[:200]]
+    gather(second, torch.eye(3))
+    gather(third, torch.eye(12))
+    gather(fourth, components(3, FIRST_CHANNELS)[0])
+    axes, deviation, mean = components(4, LATENT_CHANNELS)
+    # Halfway to equal variance: later components matter less, but are learnt.
+    wanted = deviation.sqrt()
+    wanted *= (LATENT_CHANNELS / wanted.square().sum()).sqrt()
+    found = axes * (wanted / deviation)[:, None]
+    last.weight[:, :, 1, 1] = found
+    last.bias.copy_(-found @ mean)
+
+
 def pack(latents: torch.Tensor) -> torch.Tensor:
     """[rows, channels, height, width] -> tokens [rows, height/2 * width/2, 4 * channels]"""
     rows, channels, height, width = latents.shape
     tiles = latents.view(rows, channels, height // 2, 2, width // 2, 2)
     return tiles.permute(0, 2, 4, 1, 3, 5).reshape(rows, height * width // 4, channels * 4)
-
-
-def unpack(tokens: torch.Tensor, side: int) -> torch.Tensor:
-    """tokens -> [rows, channels, 2 * side, 2 * side]"""
-    tiles = tokens.view(len(tokens), side, side, -1, 2, 2)
-    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), -1, 2 * side, 2 * side)
 
 
 def positions(side: int, device: torch.device) -> torch.Tensor:

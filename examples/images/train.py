@@ -1,263 +1,270 @@
-"""Train the demo's image model, and a LoRA adapter for each style.
+"""Train the demo's image model, and a LoRA adapter for each style, on a CPU or a GPU.
 
-    python examples/images/icons.py FOLDER icons.zip
-    python -m examples.images.train icons.zip examples/images/model [--seconds 60,230,18]
+    python examples/images/icons.py FOLDER icons.npz
+    python -m examples.images.train icons.npz examples/images [--minutes 28,3,5]
 
-The model is a FLUX pipeline that draws emoji of 96 x 96 pixels from words. Every step is one CUDA
-graph: scenes are composed, encoded, noised and learnt on the GPU. On a CPU it runs the same steps
-without a graph, for tests. `--seconds`: VAE, model, each adapter.
+Writes model/ and adapters/ into the folder. `--minutes`: model, each adapter, decoder of latents.
+The encoder is linear and needs no training, so that the latents of all pictures are computed once.
+What the folder has already is not trained again.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import FluxPipeline
 from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from examples.images.icons import BASE, SIZE, STYLES, load
-from examples.images.network import make_pipeline, make_tokenizer, pack, positions
-from examples.images.scenes import EFFECTS, Scenes, captions, make_scenes
+from examples.images.icons import BASE, SIDE
+from examples.images.network import fit_encoder, make_pipeline, make_tokenizer, pack, positions
+from examples.images.scenes import Scenes, make_scenes
+from loramux.diffusion.pipeline import DEFAULTS_NAME
 
-EMA = 0.998
-RANK = 16
+EMA = 0.995
+WARM_UP = 100
 LINEARS = (
     r"(transformer_blocks|single_transformer_blocks)\.\d+\.(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|"
     r"add_k_proj|add_v_proj|to_add_out)|ff\.net\.0\.proj|ff\.net\.2|ff_context\.net\.0\.proj|"
     r"ff_context\.net\.2|proj_mlp|proj_out|norm1\.linear|norm1_context\.linear|norm\.linear)"
 )
+RANKS = {"ink": 16, "flat": 16, "pixel": 8, "night": 8}
 
 
-class Fit:
-    """Repeats a training step for some seconds, as a CUDA graph where there is a GPU."""
-
-    def __init__(
-        self,
-        loss: Callable[[], Tensor],
-        parameters: Iterable[nn.Parameter],
-        rate: float,
-        average: Iterable[Tensor] = (),
-    ) -> None:
-        """`average`: tensors that follow the parameters as their moving average."""
-        self._loss = loss
-        self._parameters = [p for p in parameters if p.requires_grad]
-        self._average = list(average)
-        self._is_gpu = self._parameters[0].is_cuda
-        self._peak = rate
-        device = self._parameters[0].device
-        self._rate = torch.tensor(0.0, device=device)
-        self._seen = torch.zeros((), device=device)
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=self._rate if self._is_gpu else rate,
-            betas=(0.9, 0.95),
-            weight_decay=0.0,
-            capturable=self._is_gpu,
-        )
-
-    def _step(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16, enabled=self._is_gpu, cache_enabled=False):
-            loss = self._loss()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self._parameters, 1.0)
-        self._optimizer.step()
-        self._seen.lerp_(loss.detach().float(), 0.02)
-        if self._average:
-            torch._foreach_lerp_(self._average, self._parameters, 1 - EMA)
-
-    def _captured(self) -> Callable[[], None]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        self._optimizer.zero_grad(set_to_none=True)
-        try:
-            with torch.cuda.graph(graph):
-                self._step()
-        except RuntimeError as error:
-            print(f"  no CUDA graph, steps run one by one: {error}", flush=True)
-            torch.cuda.synchronize()
-            return self._step
-        return graph.replay
-
-    def run(self, title: str, seconds: float) -> None:
-        began = time.monotonic()
-        step = self._captured() if self._is_gpu else self._step
-        number, ready = 0, time.monotonic()
-        while (spent := time.monotonic() - began) < seconds:
-            share = spent / seconds
-            rate = self._peak * min(1.0, (number + 1) / 200) * (1 + math.cos(math.pi * share)) / 2
-            if self._is_gpu:
-                self._rate.fill_(rate)
-            else:
-                self._optimizer.param_groups[0]["lr"] = rate
-            step()
-            number += 1
-            if self._is_gpu and number % 20 == 0:
-                torch.cuda.synchronize()
-            if number % 500 == 0:
-                print(f"  {title}: step {number}, loss {self._seen.item():.4f}", flush=True)
-        print(
-            f"{title}: {number} steps in {seconds:.0f} s (ready after {ready - began:.1f} s), "
-            f"loss {self._seen.item():.4f}",
-            flush=True,
-        )
+def fit(
+    title: str,
+    minutes: float,
+    loss: Callable[[], Tensor],
+    parameters: Iterable[nn.Parameter],
+    rate: float,
+    average: Iterable[Tensor] = (),
+) -> None:
+    """Repeat a training step for some minutes; `average` follows the parameters."""
+    learnt = [p for p in parameters if p.requires_grad]
+    mean = list(average)
+    optimizer = torch.optim.AdamW(learnt, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    began, number, seen = time.monotonic(), 0, 0.0
+    while (share := (time.monotonic() - began) / (60 * minutes)) < 1:
+        decay = (1 + math.cos(math.pi * share)) / 2
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, (number + 1) / WARM_UP) * decay
+        optimizer.zero_grad(set_to_none=True)
+        found = loss()
+        found.backward()
+        nn.utils.clip_grad_norm_(learnt, 1.0)
+        optimizer.step()
+        if mean:
+            torch._foreach_lerp_(mean, learnt, 1 - min(EMA, number / (number + 10)))
+        seen += (found.item() - seen) * max(0.01, 1 / (number + 1))
+        number += 1
+        if number % 100 == 0:
+            print(f"  {title}: step {number}, {share:.0%}, loss {seen:.4f}", flush=True)
+    print(f"{title}: {number} steps in {minutes:g} minutes, loss {seen:.4f}", flush=True)
 
 
 class Training:
-    def __init__(self, file: Path, batch: int, device: str) -> None:
-        names, drawn = load(file)
-        self.device = torch.device(device)
+    def __init__(self, scenes: Scenes, folder: Path, batch: int, device: str) -> None:
+        self.scenes = scenes
+        self.folder = folder
         self.batch = batch
-        tokenizer = make_tokenizer(captions(names))
+        self.device = torch.device(device)
+        self.ids = positions(SIDE // 16, self.device)
+        texts = [text for each in scenes.captions for text in each]
+        tokenizer = make_tokenizer(texts)
         self.pipeline: FluxPipeline = make_pipeline(tokenizer).to(device)
-        icons = {style: torch.from_numpy(found) for style, found in drawn.items()}
-        self.scenes: Scenes = make_scenes(names, icons, tokenizer, self.device)
-        self.ids = positions(SIZE // 8, self.device)
-        self.names = names
+        rows = tokenizer(texts, padding="max_length", return_tensors="pt").input_ids
+        self.texts = rows.to(device)
+        """Token ids of all captions."""
+        counts = torch.tensor([len(each) for each in scenes.captions])
+        self.first = (counts.cumsum(0) - counts).to(device)
+        """First caption of each picture."""
+        self.counts = counts.to(device)
+        # Half of what is drawn has the white background, which captions do not name.
+        plain = torch.tensor([" on a " not in each[0] for each in scenes.captions])
+        self.odds = torch.where(plain, 0.5 / plain.sum(), 0.5 / (~plain).sum()).to(device)
 
-    def train_vae(self, seconds: float) -> None:
-        vae = self.pipeline.vae.train().to(memory_format=torch.channels_last)
-        styles = list(STYLES)
+    @property
+    def learnt(self) -> list[nn.Module]:
+        pipeline = self.pipeline
+        return [pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2]
+
+    @torch.no_grad()
+    def tokens(self, style: str) -> Tensor:
+        """Return the model's tokens of all pictures of a style."""
+        vae = self.pipeline.vae
+        parts = self.scenes.images[style].to(self.device).split(32)
+        return pack(torch.cat([vae.encode(part).latents for part in parts]))
+
+    def train_decoder(self, minutes: float) -> None:
+        vae = self.pipeline.vae.to(memory_format=torch.channels_last)
+        vae.encoder.requires_grad_(False)
+        images = torch.cat(list(self.scenes.images.values())).to(self.device)
+        crop = SIDE // 2
 
         def loss() -> Tensor:
-            share = max(1, self.batch // len(styles) // 2)
-            images = torch.cat([self.scenes.draw(share, style)[0] for style in styles])
-            images = torch.cat([images, *(f(images[:share]) for f in EFFECTS.values())])
-            found = vae.encode(images).latent_dist
-            made = vae.decode(found.sample()).sample
+            pick = torch.randint(len(images), (self.batch,), device=self.device)
+            top, left = (4 * torch.randint(crop // 4 + 1, (2,))).tolist()
+            wanted = images[pick][:, :, top : top + crop, left : left + crop]
+            with torch.no_grad():
+                latents = vae.encode(wanted).latents
+                latents += 0.05 * torch.randn_like(latents)
+            made = vae.decode(latents.contiguous(memory_format=torch.channels_last)).sample
             edges = sum(
-                functional.l1_loss(made.diff(dim=axis), images.diff(dim=axis)) for axis in (2, 3)
+                functional.l1_loss(made.diff(dim=axis), wanted.diff(dim=axis)) for axis in (2, 3)
             )
-            return functional.l1_loss(made, images) + edges + 1e-6 * found.kl().mean()
+            return functional.l1_loss(made, wanted) + edges
 
-        Fit(loss, vae.parameters(), 2e-3).run("VAE", seconds)
-        vae.eval().requires_grad_(False)
-        with torch.no_grad():
-            images = self.scenes.draw(self.batch, BASE)[0]
-            latents = vae.encode(images).latent_dist.mean
-            made = vae.decode(latents).sample.clamp(-1, 1)
-        vae.register_to_config(
-            scaling_factor=1 / latents.std().item(), shift_factor=latents.mean().item()
-        )
-        error = ((made - images) / 2).square().mean().item()
-        print(f"VAE: {-10 * math.log10(error):.1f} dB", flush=True)
+        fit("decoder", minutes, loss, vae.decoder.parameters(), 4e-3)
+        for style, wanted in self.scenes.images.items():
+            with torch.no_grad():
+                some = wanted[::7].to(self.device)
+                made = vae.decode(vae.encode(some).latents).sample.clamp(-1, 1)
+            error = ((made - some) / 2).square().mean().item()
+            print(f"decoder, {style}: {-10 * math.log10(error):.1f} dB", flush=True)
 
-    def latents(self, images: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        with torch.no_grad():
-            found = vae.encode(images).latent_dist.mean
-            return pack((found - vae.config.shift_factor) * vae.config.scaling_factor)
-
-    def flow_loss(self, latents: Tensor, ids: Tensor) -> Tensor:
+    def flow_loss(self, tokens: Tensor) -> Tensor:
         """Mean square error of the velocity at a random time of each row."""
         pipeline = self.pipeline
-        time_ = torch.sigmoid(torch.randn(len(latents), device=self.device))
-        noise = torch.randn_like(latents)
-        part = time_[:, None, None]
-        text = pipeline.text_encoder_2(ids)[0]
-        pooled = pipeline.text_encoder(ids).pooler_output
+        pick = torch.multinomial(self.odds, self.batch, replacement=True)
+        other = (torch.rand(self.batch, device=self.device) * self.counts[pick]).long()
+        ids = self.texts[self.first[pick] + other]
+        wanted = tokens[pick]
+        at = torch.sigmoid(torch.randn(self.batch, device=self.device))
+        noise = torch.randn_like(wanted)
+        part = at[:, None, None]
         velocity = pipeline.transformer(
-            hidden_states=(1 - part) * latents + part * noise,
-            timestep=time_,
-            encoder_hidden_states=text,
-            pooled_projections=pooled,
+            hidden_states=(1 - part) * wanted + part * noise,
+            timestep=at,
+            encoder_hidden_states=pipeline.text_encoder_2(ids)[0],
+            pooled_projections=pipeline.text_encoder(ids).pooler_output,
             img_ids=self.ids,
             txt_ids=torch.zeros(ids.shape[1], 3, device=self.device),
         ).sample
-        return functional.mse_loss(velocity.float(), noise - latents)
+        return functional.mse_loss(velocity, noise - wanted)
 
-    def train_base(self, seconds: float) -> None:
-        pipeline = self.pipeline
-        parts = (pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2)
-        parameters = [p for part in parts for p in part.parameters()]
+    def train_base(self, minutes: float) -> None:
+        parameters = [p for part in self.learnt for p in part.parameters()]
         average = [p.detach().clone() for p in parameters]
-
-        def loss() -> Tensor:
-            with torch.no_grad():
-                images, ids = self.scenes.draw(self.batch, BASE)
-            return self.flow_loss(self.latents(images), ids)
-
-        Fit(loss, parameters, 1.5e-3, average).run("model", seconds)
+        tokens = self.tokens(BASE)
+        fit("model", minutes, lambda: self.flow_loss(tokens), parameters, 2e-3, average)
         with torch.no_grad():
-            for parameter, mean in zip(parameters, average, strict=True):
-                parameter.copy_(mean)
-        for part in parts:
-            part.requires_grad_(False)
+            torch._foreach_copy_(parameters, average)
 
-    def train_adapter(self, style: str, seconds: float) -> dict[str, Tensor]:
+    def train_adapter(self, style: str, minutes: float) -> dict[str, Tensor]:
+        """Return the adapter's tensors by PEFT's names."""
         transformer = self.pipeline.transformer
+        for part in self.learnt:
+            part.requires_grad_(False)
+        rank = RANKS[style]
         transformer.add_adapter(
-            LoraConfig(r=RANK, lora_alpha=RANK, target_modules=LINEARS), adapter_name=style
+            LoraConfig(r=rank, lora_alpha=rank, target_modules=LINEARS), adapter_name=style
         )
-        parameters = [p for p in transformer.parameters() if p.requires_grad]
-
-        def loss() -> Tensor:
-            with torch.no_grad():
-                if style in EFFECTS:
-                    images, ids = self.scenes.draw(self.batch, BASE)
-                    images = EFFECTS[style](images)
-                else:
-                    images, ids = self.scenes.draw(self.batch, style)
-            return self.flow_loss(self.latents(images), ids)
-
-        Fit(loss, parameters, 3e-3).run(f"adapter {style}", seconds)
+        tokens = self.tokens(style)
+        fit(style, minutes, lambda: self.flow_loss(tokens), transformer.parameters(), 3e-3)
         found = get_peft_model_state_dict(transformer, adapter_name=style)
         tensors = {name: tensor.detach().half().cpu() for name, tensor in found.items()}
-        transformer.delete_adapters(style)
-        return copy.deepcopy(tensors)
+        transformer.unload_lora()
+        return tensors
+
+    def save_part(self, name: str) -> None:
+        """Write a part of the pipeline in half precision."""
+        part: Any = getattr(self.pipeline, name)
+        part.half().save_pretrained(self.folder / "model" / name)
+        part.float()
+
+    def load_part(self, name: str) -> bool:
+        """Read a part of the pipeline where the folder has it."""
+        folder = self.folder / "model" / name
+        if not folder.exists():
+            return False
+        kind = type(getattr(self.pipeline, name))
+        part = kind.from_pretrained(folder).float().to(self.device).eval().requires_grad_(False)
+        self.pipeline.register_modules(**{name: part})
+        return True
+
+    def run(self, model: float, adapter: float, decoder: float, styles: list[str]) -> None:
+        images = torch.cat(list(self.scenes.images.values())).to(self.device)
+        if not self.load_part("vae"):
+            fit_encoder(self.pipeline.vae, images)
+        names = ("transformer", "text_encoder", "text_encoder_2")
+        if not sum(map(self.load_part, names)):
+            self.train_base(model)
+            for name in names:
+                self.save_part(name)
+        for style in styles:
+            file = adapter_file(self.folder / "adapters", style)
+            if not file.exists():
+                save_adapter(file, style, self.train_adapter(style, adapter))
+        if not (self.folder / "model" / "vae").exists():
+            self.train_decoder(decoder)
+            self.save()
+
+    def save(self) -> None:
+        """Write the whole pipeline in half precision."""
+        folder = self.folder / "model"
+        self.pipeline.to(dtype=torch.float16).save_pretrained(folder)
+        (folder / DEFAULTS_NAME).write_text(json.dumps({"size": SIDE}) + "\n")
+        # diffusers writes a setting that it does not expect when it reads the file.
+        config = json.loads((folder / "vae" / "config.json").read_text())
+        del config["block_out_channels"]
+        (folder / "vae" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def adapter_file(folder: Path, style: str) -> Path:
+    if style == "flat":
+        return folder / style / "adapter_model.safetensors"
+    return folder / f"{style}.safetensors"
+
+
+def save_adapter(file: Path, style: str, tensors: dict[str, Tensor]) -> None:
+    """Write an adapter in one of three formats: that of diffusers, PEFT or kohya."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if style == "flat":
+        config = LoraConfig(r=RANKS[style], lora_alpha=RANKS[style], target_modules=LINEARS)
+        config.save_pretrained(file.parent)
+        save_file({f"base_model.model.{name}": t for name, t in tensors.items()}, file)
+    elif style in ("pixel",):
+        save_file(kohya(tensors), file)
+    else:
+        save_file({f"transformer.{name}": t for name, t in tensors.items()}, file)
+
+
+def kohya(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename to kohya's names; alpha is half the rank, and `up` twice as large."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        path, _, side = name.removesuffix(".weight").rpartition(".lora_")
+        layer = f"lora_transformer_{path.replace('.', '_')}"
+        if side == "A":
+            renamed[f"{layer}.lora_down.weight"] = tensor
+            renamed[f"{layer}.alpha"] = torch.tensor(tensor.shape[0] / 2)
+        else:
+            renamed[f"{layer}.lora_up.weight"] = tensor * 2
+    return renamed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("icons", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", default="60,230,18")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--styles", default=",".join([*list(STYLES)[1:], *EFFECTS]))
+    parser.add_argument("--minutes", default="28,3,5")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--styles", default=",".join(RANKS))
     options = parser.parse_args()
-    vae_s, base_s, adapter_s = map(float, options.seconds.split(","))
+    torch.manual_seed(0)
+    torch.set_flush_denormal(True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        # Their gradient of T5's position bias ends in an error of cuBLAS (torch 2.11).
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    training = Training(options.icons, options.batch, device)
-    count = sum(p.numel() for p in training.pipeline.transformer.parameters())
-    print(
-        f"{len(training.names)} names, {count / 1e6:.2f} M parameters in the transformer",
-        flush=True,
-    )
-    training.train_vae(vae_s)
-    training.train_base(base_s)
-    options.out.mkdir(parents=True, exist_ok=True)
-    saved = copy.deepcopy(training.pipeline.transformer).half()
-    training.pipeline.save_pretrained(options.out)
-    saved.save_pretrained(options.out / "transformer")
-    for part in ("vae", "text_encoder", "text_encoder_2"):
-        copy.deepcopy(getattr(training.pipeline, part)).half().save_pretrained(options.out / part)
-    (options.out / "names.json").write_text(json.dumps(training.names))
-    for style in options.styles.split(","):
-        tensors = training.train_adapter(style, adapter_s)
-        FluxPipeline.save_lora_weights(
-            options.out / "adapters" / style,
-            transformer_lora_layers=tensors,
-            weight_name=f"{style}.safetensors",
-        )
+    training = Training(make_scenes(options.icons), options.out, options.batch, device)
+    model, adapter, decoder = map(float, options.minutes.split(","))
+    training.run(model, adapter, decoder, options.styles.split(","))
 
 
 if __name__ == "__main__":

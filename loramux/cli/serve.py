@@ -7,6 +7,7 @@ import json
 import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ from loramux.cli.console import ByteView, printable, say, show_error, size_text
 from loramux.cli.vllm_flags import translate_vllm_flags
 from loramux.config.fields import AUTO, Kind, Setting, flag
 from loramux.config.file import load_serve_config
+from loramux.config.images import with_demo
 from loramux.config.serve import SETTINGS, ServeConfig
 from loramux.errors import InvalidRequest, LoramuxError
 from loramux.image_backend import ImageCard
@@ -292,6 +294,7 @@ def serve(config: Path | None = None, **flags: Any) -> None:
     try:
         given = {name: value for name, value in flags.items() if value is not None}
         settings = load_serve_config(given, config)
+        settings = replace(settings, images=with_demo(settings.images))
     except InvalidRequest as error:
         show_error(Console(stderr=True), str(error))
         raise typer.Exit(2) from error

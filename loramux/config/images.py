@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from loramux.config.fields import Kind, Limit, at_least, check_limits, one_of, setting
 from loramux.errors import InvalidRequest
 
+DEMO = Path(__file__).parents[2] / "examples" / "images"
+"""The demo's image model and adapters, in a checkout of the sources."""
 _SIZE = re.compile(r"(\d{1,5})\s*[xX×]\s*(\d{1,5})", re.ASCII)
 _LORA = re.compile(r"(?P<name>[^=\s]+)=(?P<source>.+?)(?:@(?P<weight>-?\d+(?:\.\d+)?))?")
 
@@ -61,6 +64,14 @@ def _are_loras(texts: tuple[str, ...]) -> bool:
 class ImageConfig:
     """The part of the settings of `loramux serve` that is about an image model."""
 
+    is_demo: bool = setting(
+        False,
+        Kind.SWITCH,
+        IMAGES,
+        "Serve the demo's image model with its adapters, which are part of a checkout of the "
+        "sources.",
+        name="images",
+    )
     image_model: str | None = setting(
         None,
         Kind.PATH,
@@ -121,3 +132,28 @@ class ImageConfig:
 
     def __post_init__(self) -> None:
         check_limits(self)
+
+
+def demo_images(folder: Path = DEMO) -> tuple[str, tuple[str, ...]]:
+    """Returns the demo's model, and its adapters as --image-lora takes them."""
+    model = folder / "model"
+    if not (model / "model_index.json").exists():
+        raise InvalidRequest(
+            f"The demo's image model is not in {folder}: it comes with a checkout of the sources, "
+            "not with the package. Clone the repository, or name a model with --image-model.",
+            param="image_model",
+        )
+    sources = sorted((folder / "adapters").iterdir())
+    return str(model), tuple(f"{source.stem}={source}" for source in sources)
+
+
+def with_demo(images: ImageConfig) -> ImageConfig:
+    """Returns the settings that --images stands for; other adapters are added to the demo's."""
+    if not images.is_demo:
+        return images
+    if images.image_model is not None:
+        raise InvalidRequest(
+            "--images is the demo's model: leave it out, or --image-model.", param="images"
+        )
+    model, loras = demo_images()
+    return replace(images, image_model=model, image_lora=(*loras, *images.image_lora))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from loramux.diffusion.families.find import find_family
 from loramux.errors import InvalidRequest, UnsupportedModel
 
 INDEX_NAME = "model_index.json"
+DEFAULTS_NAME = "loramux.json"
+"""A file beside the index: {"size": 64} is the side of an image whose request names no size."""
+MAX_SIZE = 8192
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -29,15 +33,27 @@ def load_pipeline(folder: Path, *, dtype: str = "auto", device: str = "cpu") -> 
         )
     name = pipeline_class(folder)
     find_family(name)
+    log = logging.getLogger("diffusers.pipelines.pipeline_utils")
+    log.addFilter(_is_of_use)
     try:
         pipe = getattr(diffusers, name).from_pretrained(
             folder, dtype=DTYPES[dtype], local_files_only=True, use_safetensors=True
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedModel(f"The pipeline in {folder} cannot be loaded: {error}") from error
+    finally:
+        log.removeFilter(_is_of_use)
+    size = default_size(folder)
+    if size is not None:
+        pipe.default_sample_size = size // pipe.vae_scale_factor
     pipe.set_progress_bar_config(disable=True)
     pipe.to(device)
     return pipe
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Whether a warning of diffusers is not the one of an AutoencoderTiny, which pipelines take."""
+    return not record.getMessage().startswith("Expected types for vae")
 
 
 def pipeline_class(folder: Path) -> str:
@@ -52,3 +68,17 @@ def pipeline_class(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedModel(f"{index} cannot be read: {error!r}") from error
     return str(name)
+
+
+def default_size(folder: Path) -> int | None:
+    """Returns the size that loramux.json names; raises UnsupportedModel if that is no size."""
+    file = folder / DEFAULTS_NAME
+    if not file.exists():
+        return None
+    try:
+        size = json.loads(file.read_bytes())["size"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnsupportedModel(f"{file} cannot be read: {error!r}") from error
+    if not isinstance(size, int) or not 0 < size <= MAX_SIZE:
+        raise UnsupportedModel(f"size in {file} must be 1 to {MAX_SIZE}, got {size!r}.")
+    return size
