@@ -1,33 +1,28 @@
-"""`loramux draw`: draw images with adapters, without a server."""
+"""`loramux draw`: draws images with a diffusion model and LoRA adapters, here or on a server."""
 
 from __future__ import annotations
 
-import secrets
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from loramux.cli.console import counting, say, show_error, working
-from loramux.config.images import ImageLora, demo_images, parse_image_lora, parse_size
+from loramux.cli.console import say, show_error
+from loramux.cli.draw_here import Place, draw_here
+from loramux.cli.draw_there import draw_there
+from loramux.cli.drawing import FORMATS, Asked, Drawn
 from loramux.errors import InvalidRequest, LoramuxError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from loramux.diffusion.image_pipeline import Drawing, DrawnImage, ImagePipeline
-
-MAX_SEED = 2**32
-FORMATS = (".png", ".jpg", ".jpeg", ".webp")
-
 
 IMAGE_MODEL = typer.Option(
     metavar="FOLDER",
-    help="Image model: a folder that diffusers saved. Default: the demo's, with its adapters, "
-    "which are part of a checkout of the sources.",
+    help="Draw here, with this image model: a folder that diffusers saved. Default: the demo's, "
+    "with its adapters, which are part of a checkout of the sources.",
 )
+URL = typer.Option(
+    metavar="URL", help="Draw on this server instead, such as http://127.0.0.1:8000."
+)
+API_KEY = typer.Option(envvar="LORAMUX_API_KEY", help="Sent to the server as a bearer token.")
 IMAGE_LORA = typer.Option(metavar="NAME=FILE[@WEIGHT]", help="An adapter; repeat for more.")
 ADAPTER = typer.Option(
     metavar="NAME[:WEIGHT]",
@@ -43,6 +38,7 @@ SIZE = typer.Option(metavar="WxH", help="Default: that of the model.")
 def draw(  # noqa: PLR0913  (one for each flag)
     prompt: Annotated[str, typer.Argument(help="What the image shows.")],
     image_model: Annotated[Path | None, IMAGE_MODEL] = None,
+    url: Annotated[str | None, URL] = None,
     image_lora: Annotated[list[str] | None, IMAGE_LORA] = None,
     adapter: Annotated[list[str] | None, ADAPTER] = None,
     out: Annotated[Path, typer.Option(help="File: .png, .jpg or .webp.")] = Path("image.png"),
@@ -53,113 +49,59 @@ def draw(  # noqa: PLR0913  (one for each flag)
     seed: Annotated[int | None, typer.Option(help="Default: a random one.")] = None,
     each: Annotated[bool, EACH] = False,
     enlarge: Annotated[int, ENLARGE] = 1,
+    api_key: Annotated[str | None, API_KEY] = None,
 ) -> None:
     """Draw an image with a diffusion model and LoRA adapters.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
     loramux draw "a fox" --adapter ink:0.6
 
     loramux draw "a red fox" --image-model ./flux --image-lora ink=ink.safetensors --adapter ink:0.6
+
+    loramux draw "a red fox" --url http://127.0.0.1:8000 --adapter acme/ink@prod:0.6
     """
-    console = Console()
-    began = time.monotonic()
+    asked = Asked(
+        prompt=prompt,
+        adapters=adapter,
+        negative_prompt=negative_prompt,
+        size=size,
+        steps=steps,
+        guidance_scale=guidance_scale,
+        seed=seed,
+    )
+    place = Place(
+        model=image_model, image_lora=image_lora or [], out=out, each=each, enlarge=enlarge
+    )
     try:
         if out.suffix.lower() not in FORMATS:
             raise InvalidRequest(f"--out must end with {', '.join(FORMATS)}.")
-        model, loras, weights = _model(image_model, image_lora)
-        selections = _selections(adapter, weights, [lora.name for lora in loras] if each else None)
-        width, height = (None, None) if size is None else parse_size(size)
-        seed = secrets.randbelow(MAX_SEED) if seed is None else seed
-        with working("Loading the image model"):
-            # Imported here: torch and diffusers take seconds, and `--help` needs neither.
-            from loramux.diffusion.image_pipeline import Drawing, ImagePipeline
-
-            pipeline = ImagePipeline(model)
-            for lora in loras:
-                pipeline.add_adapter(lora.name, lora.source)
-        loaded = time.monotonic()
-        drawings = [
-            Drawing(
-                prompt=prompt,
-                negative_prompt=negative_prompt,
-                adapters=selection,
-                width=width,
-                height=height,
-                steps=steps,
-                guidance_scale=guidance_scale,
-                seed=seed,
-            )
-            for selection in selections
-        ]
-        drawn = _draw(pipeline, drawings)
-        _sheet([one.image for one in drawn], enlarge).save(out)
-        ended = time.monotonic()
+        if url is None:
+            drawn = draw_here(asked, place)
+        else:
+            _check_there(place)
+            drawn = draw_there(asked, url, api_key, out)
     except (LoramuxError, OSError) as error:
         show_error(Console(stderr=True), str(error))
         raise typer.Exit(2 if isinstance(error, InvalidRequest) else 1) from error
-    size = f"{drawn[0].request.width}x{drawn[0].request.height}"
-    say(console, "Image  ", f"{out} ({len(drawn)} of {size})", style="bold")
-    for one in drawn:
-        chosen = " ".join(f"{name}:{weight:g}" for name, weight in one.drawing.adapters.items())
-        say(console, "Digest ", f"{one.digest} {chosen or 'base'}", style="bold")
-    say(console, "Seed   ", str(drawn[0].seed), style="bold")
-    seconds = f"{ended - loaded:.1f}, and {loaded - began:.1f} to load the model"
-    say(console, "Seconds", f" {seconds}", style="bold")
+    _show(drawn, out)
 
 
-def _model(
-    folder: Path | None, given: list[str] | None
-) -> tuple[Path, list[ImageLora], dict[str, float]]:
-    """Returns the model, its adapters, and the weights of those that draw without --adapter."""
-    loras = [parse_image_lora(text) for text in given or ()]
-    weights = {lora.name: lora.weight for lora in loras}
-    if folder is not None:
-        return folder, loras, weights
-    model, demo = demo_images()
-    return Path(model), [*map(parse_image_lora, demo), *loras], weights
+def _check_there(place: Place) -> None:
+    """Refuses flags that have no effect on a server."""
+    if place.model is not None:
+        raise InvalidRequest("Give --image-model FOLDER, or --url of a server.")
+    if place.image_lora:
+        raise InvalidRequest("--image-lora is for --image-model: the server has its own.")
+    if place.each or place.enlarge > 1:
+        raise InvalidRequest("--each and --enlarge are for drawing here: leave out --url.")
 
 
-def _selections(
-    adapters: list[str] | None, weights: dict[str, float], each: list[str] | None
-) -> list[dict[str, float]]:
-    """Returns the adapters of each image; `each`: names of those that draw alone."""
-    if each is None:
-        return [_selected(adapters, weights)]
-    if adapters is not None:
-        raise InvalidRequest("--each draws with every adapter: leave out --adapter.")
-    return [{}, *({name: weights.get(name, 1.0)} for name in each)]
-
-
-def _selected(adapters: list[str] | None, weights: dict[str, float]) -> dict[str, float]:
-    """Returns the weights by name: those given, else those of --image-lora."""
-    if adapters is None:
-        return weights
-    selected: dict[str, float] = {}
-    for text in adapters:
-        name, colon, weight = text.rpartition(":")
-        if not colon:
-            name, weight = text, str(weights.get(text, 1.0))
-        if name in selected:
-            raise InvalidRequest(f"--adapter names {name} twice.")
-        try:
-            selected[name] = float(weight)
-        except ValueError as error:
-            raise InvalidRequest(f"--adapter {text}: {weight!r} is not a weight.") from error
-    return selected
-
-
-def _draw(pipeline: ImagePipeline, drawings: list[Drawing]) -> list[DrawnImage]:
-    with counting("Steps") as show:
-        return pipeline.draw(drawings, on_progress=lambda _, done, total: show(done, total))
-
-
-def _sheet(images: list[Image], enlarge: int) -> Image:
-    """Puts images of one size side by side."""
-    from PIL import Image
-
-    width, height = images[0].size
-    sheet = Image.new("RGB", (width * len(images), height))
-    for index, image in enumerate(images):
-        sheet.paste(image, (index * width, 0))
-    return sheet.resize((sheet.width * enlarge, height * enlarge), Image.Resampling.NEAREST)
+def _show(drawn: Drawn, out: Path) -> None:
+    console, count = Console(), len(drawn.digests)
+    sizes = drawn.size if count == 1 else f"{count} of {drawn.size}"
+    say(console, "Image  ", f"{out} ({sizes})", style="bold")
+    for adapters, digest in drawn.digests:
+        say(console, "Digest ", f"{digest} {adapters or 'base'}", style="bold")
+    say(console, "Seed   ", drawn.seed, style="bold")
+    say(console, "Seconds", f" {drawn.seconds}", style="bold")
